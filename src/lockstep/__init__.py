@@ -1,0 +1,67 @@
+"""lockstep: train a PyTorch model on any number of processes, get the same model, and prove it.
+
+Names are loaded when first used, so that `import lockstep` costs little and the pure parts never import torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from lockstep.errors import install_excepthook
+
+if TYPE_CHECKING:
+    from lockstep.launch.spawn import spawn as spawn
+    from lockstep.plan import Plan as Plan
+    from lockstep.recipe import Evaluation as Evaluation
+    from lockstep.recipe import Gathered as Gathered
+    from lockstep.recipe import Loss as Loss
+    from lockstep.recipe import Mean as Mean
+    from lockstep.recipe import Recipe as Recipe
+    from lockstep.recipe import Sum as Sum
+    from lockstep.schedule import warmup_cosine as warmup_cosine
+    from lockstep.train.hooks import EarlyStopping as EarlyStopping
+    from lockstep.train.hooks import ExponentialMovingAverage as ExponentialMovingAverage
+    from lockstep.train.hooks import Hook as Hook
+    from lockstep.train.run import Result as Result
+    from lockstep.train.run import train as train
+    from lockstep.train.session import Session as Session
+    from lockstep.watch.fingerprint import fingerprint as fingerprint
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "EarlyStopping": "lockstep.train.hooks",
+    "Evaluation": "lockstep.recipe",
+    "ExponentialMovingAverage": "lockstep.train.hooks",
+    "Gathered": "lockstep.recipe",
+    "Hook": "lockstep.train.hooks",
+    "Loss": "lockstep.recipe",
+    "Mean": "lockstep.recipe",
+    "Plan": "lockstep.plan",
+    "Recipe": "lockstep.recipe",
+    "Result": "lockstep.train.run",
+    "Session": "lockstep.train.session",
+    "Sum": "lockstep.recipe",
+    "fingerprint": "lockstep.watch.fingerprint",
+    "spawn": "lockstep.launch.spawn",
+    "train": "lockstep.train.run",
+    "warmup_cosine": "lockstep.schedule",
+}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__", "errors"]
+
+
+install_excepthook()

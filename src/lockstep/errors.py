@@ -1,0 +1,63 @@
+"""The exceptions that lockstep raises.
+
+`UserError` and its children are mistakes that the user can mend: their text gives the value, the rule and the remedy, they are raised
+on every rank alike, and a script that they end exits with status 2 and no traceback. The others are failures of the world.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+
+USER_ERROR_STATUS = 2
+
+
+class LockstepError(Exception):
+    """Anything that lockstep raises on purpose."""
+
+
+class UserError(LockstepError):
+    """A mistake in what lockstep was given. Ends a script with status 2 and one line, not a traceback."""
+
+
+class RecipeError(UserError):
+    """A recipe that contradicts itself, or whose model, loss or optimizer does not do what a recipe asks of it."""
+
+
+class PlanError(UserError):
+    """A plan that cannot be read, cannot be built yet, or does not fit the processes at hand."""
+
+
+class DataError(UserError):
+    """A dataset, a batch or a metric that is not what the recipe says it is."""
+
+
+class LossError(UserError):
+    """A loss or a gradient from which no step can be taken: not a scalar, without gradient, NaN or infinite."""
+
+
+class RunDirectoryError(UserError):
+    """A run directory that cannot be used: held by a live run, already holding a run, not writable."""
+
+
+class LaunchError(UserError):
+    """Processes that cannot be started or cannot meet: a missing script, an impossible count, a port in use."""
+
+
+class WorkerError(LockstepError):
+    """A worker process failed. The text is the first failing rank's traceback, or the signal that killed it."""
+
+
+def install_excepthook() -> None:
+    """Print an uncaught `UserError` as one message and exit with status 2; leave every other exception to the hook that was there."""
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        if not isinstance(error, UserError):
+            previous(kind, error, traceback)
+            return
+        print(f"lockstep: {kind.__name__}: {error}", file=sys.stderr)
+        # The interpreter honours a SystemExit from the hook; without it an uncaught exception ends with status 1.
+        raise SystemExit(USER_ERROR_STATUS)
+
+    sys.excepthook = hook

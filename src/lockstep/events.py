@@ -1,0 +1,42 @@
+"""The run's log of what happened to it: one JSON object a line."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that changed a run or is worth knowing about it: a plan, a skipped step, a fallback."""
+
+    name: str
+    """What happened, in the past tense and with dashes: `run-started`, `step-skipped`."""
+    step: int
+    """Optimizer steps done when it happened."""
+    details: dict[str, Any] = field(default_factory=dict)
+    """JSON values."""
+
+
+class EventLog:
+    """Appends events to `events.jsonl`, each flushed as it is written. Made on one rank; `path=None` keeps them in memory only."""
+
+    def __init__(self, path: Path | None, clock: Callable[[], float] = time.time) -> None:
+        self.events: list[Event] = []
+        self._clock = clock
+        self._file = path.open("a", encoding="utf-8") if path is not None else None
+
+    def record(self, event: Event) -> None:
+        self.events.append(event)
+        if self._file is not None:
+            row = {"time": self._clock(), "event": event.name, "step": event.step, **event.details}
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()

@@ -1,0 +1,100 @@
+"""How a recipe is executed: the mesh, the numerics, the loader. Nothing here changes what is learned."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, get_args
+
+from lockstep.errors import PlanError
+
+Numerics = Literal["fast", "bitwise"]
+Size = int | Literal["auto"]
+
+AXES = ("replicate", "shard", "tensor", "pipeline")
+NOT_BUILT_YET = ("shard", "tensor", "pipeline", "context", "checkpointing", "compile", "transport", "offload")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """The mesh axes, whose sizes multiply to the world size, and how each process computes. Raises `PlanError`.
+
+    `Plan()` is `replicate=auto`. Where an axis is given, the ones that are not are 1. At most one axis is `auto`: it fills what is left.
+    """
+
+    replicate: Size | None = None
+    """Processes that hold the whole model each and share out the microbatches (DDP)."""
+    shard: Size | None = None
+    """Processes that share out the model's parameters (FSDP2). Not built yet."""
+    tensor: Size | None = None
+    """Processes that share out each layer (tensor parallel). Not built yet."""
+    pipeline: Size | None = None
+    """Processes that share out the layers (pipeline stages). Not built yet."""
+    numerics: Numerics = "fast"
+    """`bitwise`: gradients are summed in one canonical order, so that the model has the same bits at any world size."""
+    workers: int = 0
+    """Loader processes a rank. 0: the data are fetched in the training process."""
+
+    def __post_init__(self) -> None:
+        given = {axis: getattr(self, axis) for axis in AXES if getattr(self, axis) is not None}
+        for axis, size in given.items():
+            if size != "auto" and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+                raise PlanError(f"{axis}={size}; the size of a mesh axis is a whole number of at least 1, or auto")
+            if axis in NOT_BUILT_YET and size != 1:
+                raise PlanError(f"{axis}={size}; the axis {axis!r} is not built yet; this version builds replicate")
+        if list(given.values()).count("auto") > 1:
+            raise PlanError(f"{self._text(given)}; only one axis can fill what is left; give the others a size")
+        if self.numerics not in get_args(Numerics):
+            raise PlanError(f"numerics={self.numerics}; known are {', '.join(get_args(Numerics))}")
+        if not isinstance(self.workers, int) or isinstance(self.workers, bool) or self.workers < 0:
+            raise PlanError(f"workers={self.workers}; it counts loader processes a rank and is 0 or more")
+        for axis in AXES:
+            if axis not in given:
+                object.__setattr__(self, axis, 1 if given or axis != "replicate" else "auto")
+
+    @classmethod
+    def parse(cls, text: str) -> Plan:
+        """Read the mini-language of `--plan`: `name=value` pairs with commas between, as in `"replicate=2,numerics=bitwise"`."""
+        values: dict[str, Any] = {}
+        known = [field.name for field in fields(cls)]
+        for item in filter(None, (part.strip() for part in text.split(","))):
+            name, equals, value = (part.strip() for part in item.partition("="))
+            if not equals or not value:
+                raise PlanError(f"{item!r} in plan {text!r}; a plan is made of name=value pairs, such as replicate=2,numerics=bitwise")
+            if name in values:
+                raise PlanError(f"{name!r} stands twice in plan {text!r}; give it once")
+            if name not in known:
+                if name in NOT_BUILT_YET:
+                    raise PlanError(f"{item!r} in plan {text!r}; {name!r} is not built yet; this version knows {', '.join(known)}")
+                raise PlanError(f"{name!r} in plan {text!r} is unknown; known are {', '.join(known)}")
+            values[name] = value if name == "numerics" or (value == "auto" and name in AXES) else _whole(name, value, text)
+        return cls(**values)
+
+    def resolve(self, world_size: int) -> Plan:
+        """The same plan with `auto` filled in for `world_size` processes. Raises `PlanError` where the axes do not multiply to it."""
+        sizes: dict[str, Any] = {axis: getattr(self, axis) for axis in AXES}
+        fixed = math.prod(size for size in sizes.values() if size != "auto")
+        if "auto" in sizes.values() and world_size % fixed == 0:
+            sizes = {axis: world_size // fixed if size == "auto" else size for axis, size in sizes.items()}
+        elif fixed != world_size:
+            raise PlanError(
+                f"plan {str(self)!r} with {world_size} processes; the axes multiply to {fixed}, and must "
+                f"{'divide' if 'auto' in sizes.values() else 'multiply to'} the number of processes; "
+                f"change the plan, or start {fixed} processes"
+            )
+        return replace(self, **sizes)
+
+    def __str__(self) -> str:
+        text = self._text({axis: getattr(self, axis) for axis in AXES if axis == "replicate" or getattr(self, axis) != 1})
+        return f"{text},numerics={self.numerics}" + (f",workers={self.workers}" if self.workers else "")
+
+    @staticmethod
+    def _text(axes: dict[str, Any]) -> str:
+        return ",".join(f"{axis}={size}" for axis, size in axes.items())
+
+
+def _whole(name: str, value: str, text: str) -> int:
+    try:
+        return int(value)
+    except ValueError:
+        raise PlanError(f"{name}={value!r} in plan {text!r}; the value is a whole number{' or auto' if name in AXES else ''}") from None

@@ -1,0 +1,197 @@
+"""What is learned. A recipe never names a rank, a world size, a device or a host; how it is executed is a `lockstep.plan.Plan`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sized
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from lockstep.errors import DataError, RecipeError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Precision = Literal["fp32", "bf16", "fp16"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """A term of a loss: the sum over whatever `weight` counts, in one microbatch. Its denominator is `Recipe.weight`."""
+
+    total: Tensor
+    """Scalar tensor with a gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A loss whose denominator only the forward knows. The step minimises Σ total / Σ weight over all microbatches of all ranks."""
+
+    total: Tensor
+    """Scalar tensor with a gradient: the sum over this microbatch."""
+    weight: Tensor | float
+    """Scalar, not negative, no gradient: how many of what was summed (tokens, say) this microbatch holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """A metric that adds up: Σ values / number of values, over all samples of the evaluation data, each counted once."""
+
+    values: Callable[[Any, Any], Tensor]
+    """(output, batch) -> tensor of one value a sample (or a token); with a shorthand loss, (model, batch)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """A metric that does not add up (AUC, F1): computed over the predictions of all samples, in the order of the data."""
+
+    collect: Callable[[Any, Any], tuple[Tensor, ...]]
+    """(output, batch) -> tensors whose first dim is this microbatch's samples; with a shorthand loss, (model, batch)."""
+    compute: Callable[..., float]
+    """Called on every rank alike with those tensors of the whole evaluation data, on the CPU."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluation:
+    """How the model is measured on data that it does not learn from. Every sample counts exactly once at any world size."""
+
+    data: Any
+    """A map-style dataset. Collated as the training data are, in its own order, without seeds of its own."""
+    every: int | None = None
+    """Steps between evaluations. None: only after the last step (where there is always one)."""
+    metrics: Mapping[str, Mean | Gathered] = field(default_factory=dict)
+    """Name -> metric. The loss is always measured, as `loss`."""
+    microbatch: int | None = None
+    """Samples in one forward. None: the recipe's microbatch."""
+
+    def __post_init__(self) -> None:
+        _check_dataset("Evaluation.data", self.data)
+        if self.every is not None:
+            _check_count("Evaluation.every", self.every, "steps")
+        if self.microbatch is not None:
+            _check_count("Evaluation.microbatch", self.microbatch, "samples")
+        for name, metric in self.metrics.items():
+            if not isinstance(metric, Mean | Gathered):
+                raise RecipeError(
+                    f"Evaluation.metrics[{name!r}] is {_kind(metric)}; a metric is ls.Mean(values) where it adds up over samples "
+                    "(accuracy), or ls.Gathered(collect, compute) where it does not (AUC, F1)"
+                )
+            if name == "loss":
+                raise RecipeError("Evaluation.metrics has a metric named 'loss'; that name is the recipe's own loss; choose another")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """What is learned: model, loss, data, batch, optimizer, precision, seed, length, evaluation.
+
+    Checked when made; what only a model or a batch can show is checked when training starts. Raises `RecipeError` and `DataError`.
+    """
+
+    model: Callable[[], Any]
+    """() -> torch.nn.Module. Called on every process after seeding, so that it is the same on all."""
+    data: Any
+    """A map-style dataset: `len(data)` and `data[i]`; or `data.__getitems__(indices)`, which fetches a microbatch at once:
+    a list of samples, to be collated, or anything else, taken as the batch."""
+    loss: Callable[[Any, Any], Any]
+    """With `inputs`: (output, batch) -> a scalar, a `Sum` or a dict of them. Without (shorthand): (model, batch) -> the same, or a `Loss`.
+    A scalar means the mean over this microbatch's samples."""
+    optimizer: Callable[[Any], Any]
+    """(model) -> a torch optimizer, or a list of them that share out the trainable parameters."""
+    global_batch: int
+    """Samples in one optimizer step, over all ranks."""
+    microbatch: int | None = None
+    """Samples in one forward and backward. None: one microbatch a rank, so that dropout depends on the plan."""
+    steps: int | None = None
+    """Optimizer steps; batches straddle epochs. Give this or `epochs`."""
+    epochs: int | None = None
+    """Passes over the data; the last batch of each is short where it must be. Give this or `steps`."""
+    inputs: Callable[[Any], Any] | None = None
+    """(batch) -> what the model is called with: a tuple of arguments, a dict of keywords, or one tensor."""
+    weight: Callable[[Any], Any] | None = None
+    """(batch as collated, on the CPU) -> the denominator that goes with `Sum`: a number or scalar tensor, or a dict with the loss's names."""
+    collate: Callable[[list[Any]], Any] | None = None
+    """(samples) -> batch. None: torch's default collate."""
+    schedule: Callable[[Any], Any] | None = None
+    """(step) -> multiplier of every learning rate, pure; or (optimizer) -> a torch LRScheduler, stepped once a step. None: constant."""
+    clip_norm: float | None = None
+    """Largest global norm of the gradient; above it the gradient is scaled down. None: no clipping."""
+    precision: Precision = "fp32"
+    """What the forward computes in: `fp32`, or autocast to `bf16` or `fp16` (with loss scaling). Parameters stay as the model made them."""
+    seed: int = 0
+    """0 to 2**63 - 1. Keys everything random: initial weights, order, augmentation, dropout."""
+    evaluation: Evaluation | None = None
+    """How it is measured. None: it is not."""
+
+    def __post_init__(self) -> None:
+        for name in ("model", "loss", "optimizer"):
+            _check_callable(f"Recipe.{name}", getattr(self, name), optional=False)
+        for name in ("inputs", "weight", "collate", "schedule"):
+            _check_callable(f"Recipe.{name}", getattr(self, name), optional=True)
+        _check_dataset("Recipe.data", self.data)
+        _check_count("Recipe.global_batch", self.global_batch, "samples")
+        if self.microbatch is not None:
+            _check_count("Recipe.microbatch", self.microbatch, "samples")
+            if self.microbatch > self.global_batch:
+                raise RecipeError(
+                    f"microbatch={self.microbatch} is larger than global_batch={self.global_batch}; a global batch is made of whole "
+                    f"microbatches; give microbatch={self.global_batch} or less, or a larger global_batch"
+                )
+        if (self.steps is None) == (self.epochs is None):
+            raise RecipeError(f"steps={self.steps} and epochs={self.epochs}; a recipe has one length; give exactly one of the two")
+        if self.steps is not None:
+            _check_count("Recipe.steps", self.steps, "steps")
+        if self.epochs is not None:
+            _check_count("Recipe.epochs", self.epochs, "epochs")
+        if self.clip_norm is not None and not (_is_number(self.clip_norm) and 0 < self.clip_norm < math.inf):
+            raise RecipeError(f"clip_norm={self.clip_norm!r}; a norm to clip at is positive and finite; None does not clip")
+        if self.precision not in get_args(Precision):
+            raise RecipeError(f"precision={self.precision!r}; known are {', '.join(get_args(Precision))}")
+        if not _is_int(self.seed) or not 0 <= self.seed < 2**63:
+            raise RecipeError(f"seed={self.seed!r}; a seed is a whole number from 0 to 2**63 - 1")
+        if self.evaluation is not None and not isinstance(self.evaluation, Evaluation):
+            raise RecipeError(f"evaluation is {_kind(self.evaluation)}; give ls.Evaluation(data=..., every=..., metrics=...) or None")
+
+    def describe(self) -> dict[str, Any]:
+        """The recipe as JSON: numbers as they are, callables and datasets by their names and lengths."""
+        return {name: _describe(getattr(self, name)) for name in self.__slots__}
+
+
+def _describe(value: Any) -> Any:
+    if value is None or isinstance(value, str | int | float | bool):
+        return value
+    if isinstance(value, Evaluation):
+        return {name: _describe(getattr(value, name)) for name in value.__slots__}
+    if isinstance(value, Mapping):
+        return {str(key): _describe(item) for key, item in value.items()}
+    name = getattr(value, "__qualname__", type(value).__qualname__)
+    module = getattr(value, "__module__", type(value).__module__)
+    return f"{module}.{name}" + (f"[{len(value)}]" if isinstance(value, Sized) and not isinstance(value, type) else "")
+
+
+def _kind(value: Any) -> str:
+    return f"{value!r} (a {type(value).__name__})"
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _check_count(name: str, value: Any, unit: str) -> None:
+    if not _is_int(value) or value < 1:
+        raise RecipeError(f"{name}={value!r}; it counts {unit} and must be a whole number of at least 1")
+
+
+def _check_callable(name: str, value: Any, *, optional: bool) -> None:
+    if not callable(value) and not (optional and value is None):
+        raise RecipeError(f"{name} is {_kind(value)}; it must be a function{' or None' if optional else ''}")
+
+
+def _check_dataset(name: str, value: Any) -> None:
+    if not hasattr(value, "__len__") or not (hasattr(value, "__getitem__") or hasattr(value, "__getitems__")):
+        raise DataError(f"{name} is a {type(value).__name__}; it must be a map-style dataset, with len(data) and data[i]")
+    if len(value) == 0:
+        raise DataError(f"{name} is empty (its len() is 0); training needs at least one sample; check the path or the filter that made it")

@@ -1,0 +1,28 @@
+"""Learning-rate schedules: pure functions from the step to a multiplier of every learning rate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from lockstep.errors import RecipeError
+
+
+def warmup_cosine(*, warmup: int, total: int, floor: float = 0.0) -> Callable[[int], float]:
+    """A linear rise over `warmup` steps, then half a cosine down to `floor` at step `total`, then `floor`.
+
+    `warmup` and `total` are steps, `floor` a multiplier. (Loshchilov and Hutter, SGDR, 2017, without restarts.)
+    """
+    if not 0 <= warmup <= total or total < 1:
+        raise RecipeError(f"warmup={warmup} and total={total}; both count steps, and 0 <= warmup <= total, with total at least 1")
+    if not 0 <= floor <= 1:
+        raise RecipeError(f"floor={floor}; it is a multiplier of the learning rate from 0 to 1")
+
+    def multiplier(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        if step >= total:
+            return floor
+        return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (total - warmup)))
+
+    return multiplier
