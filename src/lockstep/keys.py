@@ -1,0 +1,40 @@
+"""The 64-bit keys from which every random stream starts. Pure arithmetic: the same on every machine, rank and process."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+MASK = 2**64 - 1
+GOLDEN = 0x9E3779B97F4A7C15
+MIX_FIRST = 0xBF58476D1CE4E5B9
+MIX_SECOND = 0x94D049BB133111EB
+
+
+class Stream(IntEnum):
+    """What a key is for. It stands second, after the seed, so that no two uses of one seed share a stream."""
+
+    MODEL = 1
+    """Initial weights."""
+    ORDER = 2
+    """The permutation of samples: (seed, ORDER), then the epoch."""
+    SAMPLE = 3
+    """One sample's augmentation: (seed, SAMPLE, epoch, sample)."""
+    COLLATE = 4
+    """The making of a batch from its samples: (seed, COLLATE, step, microbatch)."""
+    FORWARD = 5
+    """One microbatch's forward, dropout say: (seed, FORWARD, step, microbatch)."""
+
+
+def mix(state: int) -> int:
+    """The finaliser of splitmix64 (Steele, Lea and Flood, 2014): a bijection of 0..2**64-1 in which each bit depends on all."""
+    state = (state ^ (state >> 30)) * MIX_FIRST & MASK
+    state = (state ^ (state >> 27)) * MIX_SECOND & MASK
+    return state ^ (state >> 31)
+
+
+def key(*parts: int) -> int:
+    """A whole number in 0..2**64-1 that depends on every part and on their order. Each part counts modulo 2**64."""
+    state = 0
+    for part in parts:
+        state = mix(((state + GOLDEN) ^ part) & MASK)
+    return state

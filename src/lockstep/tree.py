@@ -1,0 +1,81 @@
+"""The one binary tree in which values are added, however many processes hold them.
+
+The tree over leaves [0, count) is fixed: the node [a, b) splits at a plus the largest power of two below b - a. Floating-point
+addition is not associative, so a sum has the same bits at any world size only if every sum is this tree's. A rank with a
+contiguous run of leaves adds what lies wholly inside its run (`Counter`); what is left (`cover`) is added after the exchange (`fold`).
+
+`combine(left, right)` returns their sum and may write into `left` and return it: no value is combined twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+Node = tuple[int, int]
+"""The leaves [start, stop) below a node."""
+
+
+def cover(start: int, stop: int, count: int) -> list[Node]:
+    """The fewest nodes of the tree over [0, count) that together are [start, stop), in order. Empty where the run is."""
+
+    def inside(a: int, b: int) -> list[Node]:
+        if stop <= a or b <= start:
+            return []
+        if start <= a and b <= stop:
+            return [(a, b)]
+        middle = _middle(a, b)
+        return inside(a, middle) + inside(middle, b)
+
+    return inside(0, count) if start < stop else []
+
+
+class Counter(Generic[T]):
+    """Adds up leaves start, start + 1, ... of the tree over [0, count) as they come, each as far up the tree as its run allows.
+
+    A binary counter: after each leaf it holds at most about 2 log2(count) values, and after leaf stop - 1 exactly those of
+    `cover(start, stop, count)`. A value that is pushed belongs to the counter, and `combine` may write into it.
+    """
+
+    def __init__(self, combine: Callable[[T, T], T], *, start: int, count: int) -> None:
+        self.nodes: list[Node] = []
+        """In order; `values` has their sums."""
+        self.values: list[T] = []
+        self._combine = combine
+        self._next = start
+        self._count = count
+
+    def push(self, value: T) -> None:
+        """Take the next leaf."""
+        self._push((self._next, self._next + 1), value)
+
+    def _push(self, node: Node, value: T) -> None:
+        if node[0] != self._next or not node[0] < node[1] <= self._count:
+            raise ValueError(f"node {node} after leaf {self._next - 1} of {self._count}: nodes follow on each other and end at the count")
+        self._next = node[1]
+        while self.nodes and self._siblings(self.nodes[-1], node):
+            node = (self.nodes.pop()[0], node[1])
+            value = self._combine(self.values.pop(), value)
+        self.nodes.append(node)
+        self.values.append(value)
+
+    def _siblings(self, left: Node, right: Node) -> bool:
+        """Whether two adjacent nodes have one parent: it starts at a multiple of its width, which only the last leaf may cut short."""
+        start, stop = left[0], right[1]
+        width = 1 << (stop - start - 1).bit_length()
+        return left[1] == _middle(start, stop) and start % width == 0 and (stop - start == width or stop == self._count)
+
+
+def fold(nodes: Sequence[Node], values: Sequence[T], count: int, combine: Callable[[T, T], T]) -> T:
+    """The sum over the whole tree, from nodes that together are [0, count), in order: every rank's cover, one after another."""
+    counter = Counter(combine, start=0, count=count)
+    for node, value in zip(nodes, values, strict=True):
+        counter._push(node, value)
+    if counter.nodes != [(0, count)]:
+        raise ValueError(f"nodes {list(nodes)} do not make up the tree over [0, {count})")
+    return counter.values[0]
+
+
+def _middle(start: int, stop: int) -> int:
+    return start + (1 << (stop - start - 1).bit_length() - 1)
