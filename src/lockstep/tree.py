@@ -48,9 +48,10 @@ class Counter(Generic[T]):
 
     def push(self, value: T) -> None:
         """Take the next leaf."""
-        self._push((self._next, self._next + 1), value)
+        self.push_node((self._next, self._next + 1), value)
 
-    def _push(self, node: Node, value: T) -> None:
+    def push_node(self, node: Node, value: T) -> None:
+        """Take a node whose leaves are the next ones, already added."""
         if node[0] != self._next or not node[0] < node[1] <= self._count:
             raise ValueError(f"node {node} after leaf {self._next - 1} of {self._count}: nodes follow on each other and end at the count")
         self._next = node[1]
@@ -71,7 +72,7 @@ def fold(nodes: Sequence[Node], values: Sequence[T], count: int, combine: Callab
     """The sum over the whole tree, from nodes that together are [0, count), in order: every rank's cover, one after another."""
     counter = Counter(combine, start=0, count=count)
     for node, value in zip(nodes, values, strict=True):
-        counter._push(node, value)
+        counter.push_node(node, value)
     if counter.nodes != [(0, count)]:
         raise ValueError(f"nodes {list(nodes)} do not make up the tree over [0, {count})")
     return counter.values[0]

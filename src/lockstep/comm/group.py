@@ -1,0 +1,99 @@
+"""The processes of a run: who takes part, on which device, and the few small exchanges that everything else is made of."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.errors import LaunchError
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The processes of a run as this one sees them. With one process there is no process group and every exchange is the identity."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    device: torch.device
+    owns_group: bool
+    """Whether `leave` takes the process group down: it was made here, not by the caller."""
+
+    def leave(self) -> None:
+        """Take down what `join` made. Every rank calls it, at the end of a run that went well."""
+        if self.owns_group:
+            dist.barrier()
+            dist.destroy_process_group()
+
+    def gather_rows(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """All ranks' rows, in rank order: `counts[r]` rows of rank r, known to all. Every rank calls it. Shape (sum(counts), ...)."""
+        if self.size == 1:
+            return rows
+        padded = rows.new_zeros((max(counts), *rows.shape[1:]))
+        padded[: len(rows)] = rows
+        everyone = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(everyone, padded)
+        return torch.cat([part[:count] for part, count in zip(everyone, counts, strict=True)])
+
+    def gather_values(self, value: Any) -> list[Any]:
+        """Each rank's JSON value, in rank order. Every rank calls it. For set-up and rare events: it exchanges twice."""
+        if self.size == 1:
+            return [value]
+        encoded = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        counts = self.gather_rows(torch.tensor([len(encoded)]), [1] * self.size).tolist()
+        text = bytes(self.gather_rows(encoded, counts).numpy()).decode()
+        ends = [sum(counts[: rank + 1]) for rank in range(self.size)]
+        return [json.loads(text[end - count : end]) for count, end in zip(counts, ends, strict=True)]
+
+    def gather_ragged(self, rows: Tensor | None) -> Tensor:
+        """All ranks' rows on the CPU, in rank order, whatever their number; None from a rank that has no row and knows no shape."""
+        kind = None if rows is None else {"dtype": str(rows.dtype).removeprefix("torch."), "shape": list(rows.shape)}
+        kinds = self.gather_values(kind)
+        known = next(kind for kind in kinds if kind is not None)
+        if rows is None:
+            rows = torch.empty((0, *known["shape"][1:]), dtype=getattr(torch, known["dtype"]))
+        return self.gather_rows(rows.cpu(), [0 if kind is None else kind["shape"][0] for kind in kinds])
+
+
+def join(*, rank: int, size: int, local_rank: int, local_size: int, timeout: timedelta = timedelta(minutes=10)) -> World:
+    """Meet the other processes. Every rank calls it. A process group that is there already is used and left alone.
+
+    The device is this rank's GPU where there is one for each local rank (NCCL, with Gloo for CPU tensors), else the CPU (Gloo).
+    Raises `LaunchError` where the address of the rendezvous cannot be used.
+    """
+    use_gpu = torch.cuda.is_available() and torch.cuda.device_count() >= local_size
+    device = torch.device("cuda", local_rank) if use_gpu else torch.device("cpu")
+    if use_gpu:
+        torch.cuda.set_device(device)
+    if dist.is_initialized():
+        return World(dist.get_rank(), dist.get_world_size(), local_rank, local_size, device, owns_group=False)
+    if size > 1:
+        try:
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if use_gpu else "gloo", timeout=timeout, device_id=device if use_gpu else None
+            )
+        except dist.DistNetworkError as error:
+            raise LaunchError(_network_error(error)) from error
+    return World(rank, size, local_rank, local_size, device, owns_group=size > 1)
+
+
+def _network_error(error: Exception) -> str:
+    address = f"{os.environ.get('MASTER_ADDR', '(unset)')}:{os.environ.get('MASTER_PORT', '(unset)')}"
+    if "EADDRINUSE" in str(error):
+        return f"the rendezvous port {address} (MASTER_ADDR:MASTER_PORT) is in use by another program; give another, or let lockstep run choose"
+    return f"cannot meet the other processes at {address} (MASTER_ADDR:MASTER_PORT): {error}; is rank 0 running there, and reachable?"
+
+
+def exact_sum(values: Sequence[float]) -> float:
+    """The correctly rounded sum, whatever the order: the same on any number of processes. NaN and infinity pass through."""
+    return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)

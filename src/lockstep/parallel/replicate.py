@@ -1,0 +1,224 @@
+"""The `replicate` axis: every rank holds the whole model, and gradients are summed over ranks by DistributedDataParallel.
+
+DDP is given the *loss*, not the model: its forward is an identity on the last microbatch's loss that touches every parameter. So the
+user's model keeps its own class and may be called as often as they like; a parameter that the loss does not reach still reports to DDP
+(its hook fires, without a gradient), and no `find_unused_parameters` pass is needed; and a rank without a microbatch takes part by
+handing in a zero.
+
+One more parameter rides along, `slots`. Its gradient is set after the backward, by hand, and carries what a step has to say beyond
+gradients: which parameters were used, and each microbatch's loss and weight. It is ready last, so it completes the last bucket, and a
+step costs no collective beyond the gradients' own. Each number is written by one rank and is zero on the others, so its sum is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lockstep.assignment import share
+from lockstep.comm.group import World
+from lockstep.comm.ordered import OrderedSum, Shares
+from lockstep.tree import Counter
+
+
+class _Touch(torch.autograd.Function):
+    """The identity on a loss, whose graph reaches every parameter without giving it a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.parameters = len(parameters)
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return (*gradients, *[None] * ctx.parameters)
+
+
+class _Touched(nn.Module):
+    """What DDP wraps: the parameters and the slots, and `_Touch` as the forward. It holds no buffers, so DDP synchronises none."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], slots: int) -> None:
+        super().__init__()
+        dtype = torch.float64 if any(p.dtype is torch.float64 for p in parameters) else torch.float32
+        self.slots = nn.Parameter(torch.zeros(slots, dtype=dtype, device=parameters[0].device))
+        self.touched = nn.ParameterList(parameters)
+        self._parameters_once = list(parameters)
+
+    def forward(self, loss: Tensor) -> Tensor:
+        touched: Tensor = _Touch.apply(loss, *self._parameters_once)
+        return touched
+
+
+class Replica:
+    """One model's gradients on one rank, from the first microbatch of a step to the sum over all ranks.
+
+    In every step, on every rank: `begin`, then `backward` for each of this rank's microbatches, then `finish`. After it each `.grad` is
+    the sum over all microbatches of all ranks, or None where no microbatch used the parameter.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], world: World, *, bitwise: bool, max_microbatches: int) -> None:
+        self._parameters = list(parameters)
+        self._places = {id(parameter): place for place, parameter in enumerate(parameters)}
+        self._world = world
+        self._bitwise = bitwise
+        self._used = [0.0] * len(parameters)
+        self._max_microbatches = max_microbatches
+        self._ddp: DistributedDataParallel | None = None
+        self._hooks: list[Any] = []
+        if world.size > 1:
+            slots = len(parameters) + 2 * max_microbatches
+            self._touched = _Touched(self._parameters, slots)
+            self._ddp = DistributedDataParallel(self._touched, gradient_as_bucket_view=True, init_sync=False)
+            self._ddp.register_comm_hook(None, self._ordered_bucket if bitwise else _sum_bucket)
+            self._hooks = [p.register_post_accumulate_grad_hook(self._note_use(i)) for i, p in enumerate(self._parameters)]
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._ddp = None
+
+    def begin(self, count: int) -> range:
+        """Start a step of `count` microbatches in all. Returns this rank's share of them."""
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._count = count
+        self._share = share(count, self._world.rank, self._world.size)
+        self._left = len(self._share)
+        self._synchronised = False
+        if self._bitwise:
+            self._counter: Counter[list[Tensor]] = Counter(_add_into_left, start=self._share.start, count=count)
+            self._shares = Shares.of(count, self._world.size)
+            self._sums: list[tuple[OrderedSum, Tensor, torch.futures.Future[Tensor]]] = []
+        self._used[:] = [0.0] * len(self._used)
+        return self._share
+
+    def backward(self, total: Tensor, seed: Tensor, *, only_these: bool) -> None:
+        """Add the gradient of `seed * total`, the next microbatch's. `only_these`: leave other parameters that the graph reaches alone."""
+        self._left -= 1
+        inputs = self._parameters if only_these else None
+        if self._ddp is not None and self._left == 0:
+            self._synchronise(total, seed, inputs)
+            return
+        torch.autograd.backward(total, seed, inputs=inputs)
+        if self._bitwise:
+            self._counter.push(self._take_leaf())
+
+    def finish(self, values: Tensor | None, weights: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Sum over all ranks. `values` and `weights`: one number for each of this rank's microbatches (None: it has none).
+
+        Returns those of all microbatches, in their order, two tensors of shape (count,).
+        """
+        if self._ddp is None:
+            if self._bitwise:
+                self._put_root()
+            assert values is not None and weights is not None, "a world of one has every microbatch"
+            return values, weights
+        if not self._synchronised:
+            zero = torch.zeros((), device=self._touched.slots.device, requires_grad=True)
+            self._synchronise(zero, torch.zeros_like(zero), None)
+        sent = self._slots(values, weights)
+        slots = self._touched.slots
+        torch.autograd.backward(slots.view_as(slots), sent)
+        assert slots.grad is not None
+        received, slots.grad = slots.grad, None
+        self._forget_unused(received)
+        first, second = len(self._parameters), len(self._parameters) + self._max_microbatches
+        return received[first : first + self._count].clone(), received[second : second + self._count].clone()
+
+    def _synchronise(self, total: Tensor, seed: Tensor, inputs: list[nn.Parameter] | None) -> None:
+        assert self._ddp is not None
+        self._synchronised = True
+        torch.autograd.backward(self._ddp(total), seed, inputs=inputs)
+
+    def _slots(self, values: Tensor | None, weights: Tensor | None) -> Tensor:
+        slots = self._touched.slots
+        sent = torch.zeros_like(slots)
+        sent[: len(self._used)] = torch.tensor(self._used, dtype=slots.dtype)
+        for offset, numbers in ((0, values), (self._max_microbatches, weights)):
+            if numbers is not None:
+                first = len(self._parameters) + offset + self._share.start
+                sent[first : first + len(numbers)] = numbers
+        return sent
+
+    def _forget_unused(self, received: Tensor) -> None:
+        """A gradient of zeros is not the absence of one: AdamW would decay the weight, momentum would move it."""
+        if all(self._used):
+            return
+        for parameter, used in zip(self._parameters, received[: len(self._used)].tolist(), strict=True):
+            if not used:
+                parameter.grad = None
+
+    def _note_use(self, index: int) -> Callable[[Tensor], None]:
+        def hook(_: Tensor) -> None:
+            self._used[index] = 1.0
+
+        return hook
+
+    def _take_leaf(self) -> list[Tensor]:
+        leaf = []
+        for index, parameter in enumerate(self._parameters):
+            if parameter.grad is None:
+                leaf.append(torch.zeros_like(parameter))
+            else:
+                self._used[index] = 1.0
+                leaf.append(parameter.grad)
+                parameter.grad = None
+        return leaf
+
+    def _put_root(self) -> None:
+        (root,) = self._counter.values
+        for parameter, gradient, used in zip(self._parameters, root, self._used, strict=True):
+            parameter.grad = gradient if used else None
+
+    def _ordered_bucket(self, _: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Start this bucket's ordered sum; once the last bucket is here, end all of them in their order, which is the same on all ranks."""
+        members = [self._places.get(id(parameter)) for parameter in bucket.parameters()]
+        buffer, last_leaf = bucket.buffer(), bucket.gradients()
+        counter: Counter[list[Tensor]] = Counter(_add_into_right, start=self._share.start, count=self._count)
+        for node, value in zip(self._counter.nodes, self._counter.values, strict=True):
+            counter.push_node(node, [torch.zeros_like(g) if m is None else value[m] for m, g in zip(members, last_leaf, strict=True)])
+        if self._share:
+            counter.push(last_leaf)
+        nodes = [buffer if value is last_leaf else _flatten(value, like=bucket) for value in counter.values]
+        ordered = OrderedSum(nodes, self._shares, self._world.rank)
+        ordered.start(buffer.numel(), buffer)
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
+        self._sums.append((ordered, buffer, future))
+        if bucket.is_last():
+            for waiting, _, _ in self._sums:
+                waiting.fold()
+            for waiting, into, promised in self._sums:
+                promised.set_result(into.copy_(waiting.finish()))
+        return future
+
+
+def _sum_bucket(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    assert work is not None
+    future: torch.futures.Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
+    return future
+
+
+def _flatten(value: Sequence[Tensor], like: dist.GradBucket) -> Tensor:
+    """The tensors laid out as the bucket lays out its gradients, strides and all."""
+    buffer = like.buffer()
+    flat = torch.zeros_like(buffer)
+    start = buffer.storage_offset()
+    views = [flat.as_strided(g.shape, g.stride(), g.storage_offset() - start) for g in like.gradients()]
+    torch._foreach_copy_(views, list(value))
+    return flat
+
+
+def _add_into_left(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
+    torch._foreach_add_(left, right)
+    return left
+
+
+def _add_into_right(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
+    torch._foreach_add_(right, left)
+    return right

@@ -1,0 +1,125 @@
+"""Running statistics of BatchNorm that do not depend on who computed which microbatch (law 2).
+
+Each microbatch's forward updates scratch buffers instead of the running ones. What one microbatch does to a running statistic r is
+r -> keep * r + gain, so (keep, gain) of every microbatch, gathered from all ranks, is applied in the microbatches' order on every rank:
+buffers end equal on all ranks, and at any world size. Other buffers that a forward changes have no such rule and are refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lockstep.assignment import share
+from lockstep.comm.group import World
+from lockstep.errors import RecipeError
+
+BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+@dataclass(slots=True)
+class _Scratch:
+    """One BatchNorm module's own buffers, kept safe while a microbatch updates the ones in their place."""
+
+    module: _BatchNorm
+    kept: dict[str, Tensor]
+    taken: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, module: _BatchNorm) -> _Scratch:
+        kept = {name: module._buffers[name] for name in BUFFERS}
+        present = {name: buffer for name, buffer in kept.items() if buffer is not None}
+        return cls(module, present, {name: torch.zeros_like(buffer) for name, buffer in present.items()})
+
+    def swap_in(self, module: nn.Module, _: Any) -> None:
+        if module.training:
+            module._buffers.update(self.taken)
+
+    def swap_out(self, module: nn.Module, _: Any, __: Any) -> None:
+        module._buffers.update(self.kept)
+
+    def row(self) -> Tensor:
+        """(keep, calls, gain of the mean..., gain of the variance...) of the microbatch at hand, and scratch made ready for the next."""
+        calls = self.taken["num_batches_tracked"].double()
+        momentum = self.module.momentum
+        gains = torch.cat([self.taken["running_mean"], self.taken["running_var"]]).double()
+        if momentum is None:
+            gains = gains * calls
+        keep = torch.ones_like(calls) if momentum is None else (1.0 - momentum) ** calls
+        row = torch.cat([torch.stack([keep, calls]), gains])
+        for buffer in self.taken.values():
+            buffer.zero_()
+        return row
+
+    def apply(self, rows: Tensor) -> None:
+        """Update the module's own buffers from all microbatches, in order. `rows`: (microbatches, 2 + 2 features)."""
+        mean, variance = self.kept["running_mean"], self.kept["running_var"]
+        running = torch.cat([mean, variance]).double()
+        tracked = self.kept["num_batches_tracked"]
+        for row in rows:
+            keep, calls, gain = row[0], row[1], row[2:]
+            if self.module.momentum is None:
+                seen = tracked.double()
+                running = (running * seen + gain) / (seen + calls).clamp(min=1)
+            else:
+                running = keep * running + gain
+            tracked += calls.to(tracked.dtype)
+        mean.copy_(running[: len(mean)])
+        variance.copy_(running[len(mean) :])
+
+
+class RunningStatistics:
+    """The buffers of one model. Every rank: `note_microbatch` after each forward, `commit` once a step."""
+
+    def __init__(self, model: nn.Module, world: World) -> None:
+        self._world = world
+        modules = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
+        self._scratches = [_Scratch.of(module) for module in modules]
+        self._hooks = [scratch.module.register_forward_pre_hook(scratch.swap_in) for scratch in self._scratches]
+        self._hooks += [scratch.module.register_forward_hook(scratch.swap_out, always_call=True) for scratch in self._scratches]
+        self._rows: list[Tensor] = []
+        ours = {id(buffer) for scratch in self._scratches for buffer in scratch.kept.values()}
+        self._model = model
+        self._others = {name: (id(b), b._version) for name, b in model.named_buffers() if id(b) not in ours}
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def note_microbatch(self) -> None:
+        """Take down what the forward just done did to the statistics; what a recomputation in the backward does is not counted."""
+        if self._scratches:
+            self._rows.append(torch.cat([scratch.row() for scratch in self._scratches]))
+
+    def discard_recomputed(self) -> None:
+        """After a backward: forget what activation checkpointing computed again."""
+        for scratch in self._scratches:
+            for buffer in scratch.taken.values():
+                buffer.zero_()
+
+    def check(self) -> None:
+        """Raises `RecipeError` where a forward has changed a buffer that is not BatchNorm's."""
+        for name, buffer in self._model.named_buffers():
+            if name in self._others and self._others[name] != (id(buffer), buffer._version):
+                raise RecipeError(
+                    f"the model's forward changed its buffer {name!r}; microbatches are computed on different ranks, so such a buffer would "
+                    "depend on the number of processes (BatchNorm's running statistics are the exception, and are handled); "
+                    "make it a parameter, or update it outside the forward from a hook"
+                )
+
+    def commit(self, count: int, *, apply: bool) -> None:
+        """Gather the rows of all `count` microbatches and, where the step was applied, update the running statistics. Every rank."""
+        if not self._scratches:
+            return
+        widths = [2 + 2 * len(scratch.kept["running_mean"]) for scratch in self._scratches]
+        device = self._scratches[0].kept["running_mean"].device
+        mine = torch.stack(self._rows) if self._rows else torch.zeros((0, sum(widths)), dtype=torch.float64, device=device)
+        self._rows = []
+        everyone = self._world.gather_rows(mine, [len(share(count, rank, self._world.size)) for rank in range(self._world.size)])
+        if apply:
+            for scratch, rows in zip(self._scratches, everyone.split(widths, dim=1), strict=True):
+                scratch.apply(rows)

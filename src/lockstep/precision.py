@@ -1,0 +1,44 @@
+"""What the forward computes in, and what stands between the summed gradient and the optimizer: loss scale, global norm, clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.recipe import Precision
+
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[Any]:
+    """The context that a forward runs in. Backward runs outside of it."""
+    dtype = AUTOCAST.get(precision)
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+
+
+def loss_scaler(precision: Precision, device: torch.device) -> torch.amp.GradScaler | None:
+    """fp16 gradients underflow unless the loss is scaled; torch's own scaler does it (scale 2**16 at first, halved at an overflow)."""
+    return torch.amp.GradScaler(device.type) if precision == "fp16" else None
+
+
+def slow_on_this_cpu(precision: Precision, device: torch.device) -> str | None:
+    """Why this precision is a bad choice here, or None."""
+    if precision == "fp32" or device.type != "cpu":
+        return None
+    if precision == "bf16" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()):
+        return None
+    return f"this CPU has no {precision} matrix instructions: expect {precision} to be many times slower than fp32"
+
+
+def global_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """The 2-norm of all gradients as one vector: a scalar tensor. Each tensor's own norm first, in their order."""
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(gradients))))
+
+
+def clip(parameters: Sequence[nn.Parameter], norm: Tensor, limit: float) -> None:
+    """Scale the gradients so that their global norm, `norm` now, is at most `limit`."""
+    nn.utils.clip_grads_with_norm_(parameters, limit, norm)

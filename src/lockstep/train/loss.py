@@ -1,0 +1,157 @@
+"""What a user's loss and weight functions may return, and what it means: terms of Σ total / Σ weight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.errors import LossError
+from lockstep.recipe import Loss, Sum
+
+IGNORE_INDEX = -100
+"""The label that torch's cross entropy leaves out by default."""
+SINGLE = "loss"
+"""The name of the only term where the loss is not a dict."""
+Weights = dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """One microbatch's part of a step: the gradient of `seed * total` belongs to it, and `value` and `weight` go to its record."""
+
+    total: Tensor
+    """Scalar with a gradient."""
+    seed: Tensor
+    """Scalar. NaN where the loss is not finite, so that the summed gradient shows it to every rank."""
+    value: Tensor
+    """Scalar: this microbatch's part of the step's loss; its raw total where only the forward knows the weight."""
+    weight: Tensor
+    """Scalar: the weight, where only the forward knows it; else 0."""
+    terms: dict[str, Tensor]
+    """Each term's part of the step's loss, where there are several."""
+
+
+def contribution(loss: Any, *, samples: int, step_samples: int, batch: Any, weights: Weights | None, prescale: float) -> Contribution:
+    """Read what a loss function returned for a microbatch of `samples` in a step of `step_samples`. Raises `LossError`.
+
+    `weights`: each term's denominator over the whole step, where `Recipe.weight` gives it. `prescale`: what a total is divided by before
+    its backward where only the forward knows the weight.
+    """
+    if isinstance(loss, Loss):
+        return _forward_known(loss, weights, prescale)
+    if not isinstance(loss, Mapping):
+        total, scale = _term(SINGLE, loss, samples=samples, step_samples=step_samples, batch=batch, weights=weights)
+        value = total.detach() * scale
+        return Contribution(total, _seed(value, scale), value, value.new_zeros(()), {})
+    if not loss:
+        raise LossError("the loss is an empty dict; give it one term at least, or return the loss itself")
+    if weights is not None and (missing := set(weights) ^ {name for name, term in loss.items() if isinstance(term, Sum)}):
+        raise LossError(
+            f"the loss has terms {sorted(loss)} and the weight has {sorted(weights)}; {sorted(missing)} is not a Sum in the one and a weight "
+            "in the other; a weight goes with each ls.Sum of the loss, by the same name"
+        )
+    scaled = {}
+    for name, term in loss.items():
+        total, scale = _term(name, term, samples=samples, step_samples=step_samples, batch=batch, weights=weights)
+        scaled[name] = total * scale
+    total = torch.stack([term.float() for term in scaled.values()]).sum() if len(scaled) > 1 else next(iter(scaled.values()))
+    value = total.detach()
+    return Contribution(total, _seed(value, 1.0), value, value.new_zeros(()), {name: term.detach() for name, term in scaled.items()})
+
+
+def weights_of(raw: Any) -> Weights:
+    """Read what a weight function returned for one microbatch: each term's name and denominator. Raises `LossError`."""
+    weights = {str(name): _number(name, value) for name, value in (raw.items() if isinstance(raw, Mapping) else [(SINGLE, raw)])}
+    for name, value in weights.items():
+        if not 0 <= value < float("inf"):
+            raise LossError(f"the weight of term {name!r} is {value}; it counts what the term sums over and is finite and not negative")
+    return weights
+
+
+def _term(name: str, term: Any, *, samples: int, step_samples: int, batch: Any, weights: Weights | None) -> tuple[Tensor, float]:
+    """A term's total as it came, and what to multiply it by: 1 / Σ weight."""
+    if isinstance(term, Loss):
+        raise LossError(
+            f"term {name!r} of the loss is an ls.Loss; several terms have several denominators, which must be known before the forward; "
+            "return {name: ls.Sum(total)} and give Recipe.weight = batch -> {name: denominator}"
+        )
+    if isinstance(term, Sum):
+        if weights is None:
+            raise LossError(
+                f"term {name!r} of the loss is an ls.Sum, and there is no weight to divide it by; give Recipe.weight = batch -> its "
+                "denominator, or return ls.Loss(total, weight)"
+            )
+        return _checked(name, term.total), 1.0 / weights[name]
+    total = _checked(name, term)
+    if weights is not None and name in weights:
+        raise LossError(
+            f"term {name!r} of the loss is a plain scalar, the mean over this microbatch's samples, and Recipe.weight gives it another "
+            "denominator; return ls.Sum(total), the sum over what the weight counts, or drop the weight"
+        )
+    if _holds_ignore_index(batch):
+        raise LossError(
+            f"term {name!r} of the loss is a plain scalar, and the batch holds the ignore index {IGNORE_INDEX}; a mean over the tokens that "
+            "are not ignored would be weighted as a mean over samples; return ls.Sum(total) with Recipe.weight = batch -> "
+            f"(labels != {IGNORE_INDEX}).sum(), or ls.Loss(total, weight)"
+        )
+    return total, samples / step_samples
+
+
+def _forward_known(loss: Loss, weights: Weights | None, prescale: float) -> Contribution:
+    if weights is not None:
+        raise LossError("the loss is an ls.Loss, which brings its own weight, and Recipe.weight is given too; return ls.Sum, or drop the weight")
+    total = _checked(SINGLE, loss.total)
+    value = total.detach()
+    if isinstance(loss.weight, Tensor) and loss.weight.numel() != 1:
+        raise LossError(f"the weight of ls.Loss has shape {tuple(loss.weight.shape)}; it is a number or a scalar tensor")
+    weight = torch.as_tensor(loss.weight, dtype=torch.float32, device=total.device).detach().reshape(())
+    return Contribution(total, _seed(value, 1.0 / prescale), value, weight, {})
+
+
+def _seed(value: Tensor, scale: float) -> Tensor:
+    return (value - value) + scale
+
+
+def _checked(name: str, total: Any) -> Tensor:
+    if not isinstance(total, Tensor):
+        raise LossError(
+            f"term {name!r} of the loss is {total!r} (a {type(total).__name__}); it must be a scalar tensor with a gradient: do not call "
+            ".item() or float() on it"
+        )
+    if total.numel() != 1:
+        raise LossError(f"term {name!r} of the loss has shape {tuple(total.shape)}; it must be a scalar; take its mean() or sum()")
+    if not total.requires_grad:
+        raise LossError(
+            f"term {name!r} of the loss has no gradient; it must depend on the model's parameters through differentiable operations: look "
+            "for .detach(), torch.no_grad() or an argmax on the way"
+        )
+    return total.reshape(()) if total.dim() else total
+
+
+def _number(name: Any, value: Any) -> float:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return float(value)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    kind = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    raise LossError(f"the weight of term {name!r} is {kind}; it is a number or a scalar tensor: the denominator of the term in this microbatch")
+
+
+def _holds_ignore_index(batch: Any) -> bool:
+    return any(int(t.min()) < 0 and bool((t == IGNORE_INDEX).any()) for t in _integer_tensors(batch) if t.numel())
+
+
+def _integer_tensors(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        if batch.dtype in (torch.int64, torch.int32) and not batch.is_cuda:
+            yield batch
+    elif isinstance(batch, Mapping):
+        for item in batch.values():
+            yield from _integer_tensors(item)
+    elif isinstance(batch, list | tuple):
+        for item in batch:
+            yield from _integer_tensors(item)

@@ -1,0 +1,147 @@
+"""A recipe's optimizers: that they cover the model, and that their state is there before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from lockstep.errors import RecipeError
+
+STATE_IS_ZERO_AT_FIRST = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.RMSprop, torch.optim.Adadelta)
+
+
+def built(factory: Callable[[nn.Module], Any], model: nn.Module) -> list[Optimizer]:
+    """Call the recipe's factory. Raises `RecipeError` unless its optimizers share out the model's trainable parameters."""
+    made = factory(model)
+    optimizers = list(made) if isinstance(made, list | tuple) else [made]
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise RecipeError(
+                f"the optimizer factory returned {optimizer!r} (a {type(optimizer).__name__}); it must return a torch.optim.Optimizer, or a "
+                "list of them"
+            )
+    if not optimizers:
+        raise RecipeError("the optimizer factory returned an empty list; it must return at least one torch.optim.Optimizer")
+    _check_cover(model, optimizers)
+    for optimizer in optimizers:
+        allocate_state(optimizer)
+    return optimizers
+
+
+def trainable(model: Any) -> dict[str, nn.Parameter]:
+    """The model's trainable parameters by name, tied ones once. Raises `RecipeError` where there is none."""
+    if not isinstance(model, nn.Module):
+        raise RecipeError(f"the model factory returned {model!r} (a {type(model).__name__}); it must return a torch.nn.Module")
+    found = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if not found:
+        raise RecipeError(
+            f"the model ({type(model).__name__}) has no trainable parameter; training needs one at least: check requires_grad, and that "
+            "layers are registered (a plain list of layers is not; nn.ModuleList is)"
+        )
+    return found
+
+
+def allocate_state(optimizer: Optimizer) -> None:
+    """Make the optimizer's state now, so that no step can run out of memory half-way through applying itself.
+
+    A trial step with zero gradients and a zero learning rate makes it, and is then wiped out; so only for optimizers whose state starts at zero. The others allocate in their first step.
+    """
+    if type(optimizer) not in STATE_IS_ZERO_AT_FIRST:
+        return
+    rates = [group["lr"] for group in optimizer.param_groups]
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    for group in optimizer.param_groups:
+        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+    optimizer.step()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    for parameter in parameters:
+        parameter.grad = None
+        for value in optimizer.state[parameter].values():
+            if isinstance(value, Tensor):
+                value.zero_()
+
+
+class Schedule:
+    """Sets the learning rates of one step: base rate times multiplier, or a torch LRScheduler stepped once a step."""
+
+    def __init__(self, schedule: Callable[[Any], Any] | None, optimizers: Sequence[Optimizer]) -> None:
+        self._multiplier: Callable[[int], float] | None = None
+        self._schedulers: list[LRScheduler] = []
+        self._groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        if schedule is None:
+            return
+        try:
+            multiplier = schedule(0)
+        except Exception as error:
+            self._schedulers = [_scheduler(schedule, optimizer, error) for optimizer in optimizers]
+            return
+        if isinstance(multiplier, bool) or not isinstance(multiplier, int | float):
+            raise RecipeError(
+                f"schedule(0) returned {multiplier!r} (a {type(multiplier).__name__}); a schedule is step -> multiplier of the learning "
+                "rate, a number; or optimizer -> torch LRScheduler"
+            )
+        self._multiplier = schedule
+        self._base = [float(group["lr"]) for group in self._groups]
+
+    def before_step(self, step: int) -> None:
+        if self._multiplier is None:
+            return
+        multiplier = self._multiplier(step)
+        for group, base in zip(self._groups, self._base, strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(base * multiplier)
+            else:
+                group["lr"] = base * multiplier
+
+    def after_step(self) -> None:
+        for scheduler in self._schedulers:
+            scheduler.step()
+
+    def rate(self) -> float:
+        """The first parameter group's learning rate, as it was in the last step."""
+        return float(self._groups[0]["lr"])
+
+
+def _scheduler(factory: Callable[[Any], Any], optimizer: Optimizer, as_function: Exception) -> LRScheduler:
+    try:
+        made = factory(optimizer)
+    except Exception as error:
+        raise RecipeError(
+            f"schedule is neither step -> multiplier (schedule(0) raised {type(as_function).__name__}: {as_function}) nor optimizer -> "
+            f"torch LRScheduler (that raised {type(error).__name__}: {error})"
+        ) from error
+    if not isinstance(made, LRScheduler):
+        raise RecipeError(f"schedule(optimizer) returned {made!r} (a {type(made).__name__}); it must return a torch LRScheduler")
+    return made
+
+
+def _check_cover(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    held = [id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    left_out = [name for name, parameter in trainable(model).items() if id(parameter) not in held]
+    if left_out:
+        raise RecipeError(
+            f"the optimizer leaves out {_listed(left_out)}; every trainable parameter must be in exactly one optimizer: add them, or freeze "
+            "them with requires_grad_(False)"
+        )
+    twice = sorted({names.get(i, "(unnamed)") for i in held if held.count(i) > 1}) if len(set(held)) < len(held) else []
+    if twice:
+        raise RecipeError(f"{_listed(twice)} stand in two optimizers; each would move them; give every parameter to exactly one")
+    strangers = sum(i not in names for i in held)
+    if strangers:
+        raise RecipeError(
+            f"the optimizer holds {strangers} parameters that are not the model's; build it from the model it is given: "
+            "optimizer=lambda model: torch.optim.AdamW(model.parameters())"
+        )
+
+
+def _listed(names: Sequence[str], most: int = 5) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
