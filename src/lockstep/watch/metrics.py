@@ -1,0 +1,131 @@
+"""What a run measured: `metrics.jsonl`, one JSON object a line, and the same numbers as TensorBoard events."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable, Mapping
+from functools import cache
+from json import JSONEncoder
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from lockstep.errors import DataError
+
+RESERVED_NAMES = frozenset({"step", "time", "not_finite"})
+"""What every line of `metrics.jsonl` says besides the metrics, so that no metric may be called so."""
+
+_FLUSH_SECONDS = 1.0
+
+
+class MetricsLog:
+    """Appends to `metrics.jsonl` and to a TensorBoard event file in the folder `path`. Made on one rank; close it.
+
+    Rows reach the files when they are written a second or more after the last flush, and on `flush` and `close`. `clock` gives
+    seconds since 1970. There is no thread.
+    """
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._encode = JSONEncoder(allow_nan=False).encode
+        self._rows = (path / "metrics.jsonl").open("a", encoding="utf-8")
+        self._events = _EventFile(path, clock())
+        self._flushed = -math.inf
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """One row: `step`, `time` and the values, each a number or a scalar tensor on the CPU.
+
+        A value that is NaN or infinite is null in the row, which also says `"not_finite": {name: "nan" | "inf" | "-inf"}`.
+        Raises `DataError` for a value that is no number, or a name that the row itself needs.
+        """
+        now = self._clock()
+        numbers = _numbers(values)
+        row: dict[str, Any] = {"step": step, "time": now, **numbers}
+        if not all(map(math.isfinite, numbers.values())):
+            not_finite = {name: str(number) for name, number in numbers.items() if not math.isfinite(number)}
+            row.update(dict.fromkeys(not_finite), not_finite=not_finite)
+        self._rows.write(self._encode(row) + "\n")
+        self._events.write(step, now, numbers)
+        if abs(now - self._flushed) >= _FLUSH_SECONDS:
+            self._flushed = now
+            self.flush()
+
+    def flush(self) -> None:
+        """Hand what was written to the operating system, so that other processes can read it."""
+        self._rows.flush()
+        self._events.flush()
+
+    def close(self) -> None:
+        """May be called again, and does nothing then."""
+        self._rows.close()
+        self._events.close()
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    if not RESERVED_NAMES.isdisjoint(values):
+        name = min(RESERVED_NAMES.intersection(values))
+        raise DataError(f"a metric is named {name!r}; a row of metrics.jsonl has {name!r} of its own; choose another name")
+    numbers: dict[str, float] = {}
+    for name, value in values.items():
+        try:
+            numbers[name] = value if type(value) is float else float(value)
+        except (TypeError, ValueError, RuntimeError):
+            raise DataError(
+                f"metric {name!r} is {value!r} (a {type(value).__name__}); a metric is one number; reduce it to one, say by mean()"
+            ) from None
+    return numbers
+
+
+class _EventFile:
+    """A TensorBoard event file. One record holds all values of a step; tensorboardX's own writers take a record and a queue for each."""
+
+    def __init__(self, folder: Path, now: float) -> None:
+        event_class, masked_crc32c = _tensorboard_format()
+        self._event_class = event_class
+        self._checksum = masked_crc32c
+        self._file = (folder / f"events.out.tfevents.{int(now):010d}.{socket.gethostname()}").open("ab")
+        self._record(event_class(wall_time=now, file_version="brain.Event:2"))
+
+    def write(self, step: int, now: float, numbers: Mapping[str, float]) -> None:
+        event = self._event_class(wall_time=now, step=step)
+        add = event.summary.value.add
+        for name, number in numbers.items():
+            add(tag=name, simple_value=number)
+        self._record(event)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _record(self, event: Any) -> None:
+        data = event.SerializeToString()
+        length = struct.pack("<Q", len(data))
+        self._file.write(length + self._masked(length) + data + self._masked(data))
+
+    def _masked(self, data: bytes) -> bytes:
+        return struct.pack("<I", self._checksum(data))
+
+
+@cache
+def _tensorboard_format() -> tuple[Any, Callable[[bytes], int]]:
+    """The Event message and the checksum of a record. Imported when first used, and without the variable that the import sets."""
+    variable = "CRC32C_SW_MODE"
+    before = os.environ.get(variable)
+    from tensorboardX.proto.event_pb2 import Event  # type: ignore[import-untyped]
+    from tensorboardX.record_writer import masked_crc32c  # type: ignore[import-untyped]
+
+    if before is None:
+        os.environ.pop(variable, None)
+    return Event, masked_crc32c
