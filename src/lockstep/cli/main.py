@@ -1,0 +1,67 @@
+"""The command `lockstep`: a group of commands, each in a module of its own that is imported when it is used."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+
+import click
+
+from lockstep import __version__
+from lockstep.errors import USER_ERROR_STATUS, UserError
+
+_COMMANDS = ("run",)
+
+
+class _Commands(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        command: click.Command = import_module(f"lockstep.cli.{cmd_name}").command
+        return command
+
+
+def _print_version(ctx: click.Context, parameter: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        try:
+            torch = version("torch")
+        except PackageNotFoundError:
+            torch = "absent"
+        click.echo(f"lockstep {__version__}, torch {torch}, Python {sys.version.partition(' ')[0]}")
+        ctx.exit()
+
+
+@click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version, help="Print the versions and end.")
+def _commands() -> None:
+    """Train a PyTorch model on any number of processes, and get the same model.
+
+    \b
+    Example:
+      lockstep run --nproc 2 train.py
+    """
+
+
+def main() -> None:
+    """Run the command line, and end the process with its status: 2 and one message for a user's mistake."""
+    try:
+        status = _commands.main(prog_name="lockstep", standalone_mode=False)
+    except UserError as error:
+        _fail(f"{type(error).__name__}: {error}")
+    except click.UsageError as error:
+        where = error.ctx.command_path if error.ctx is not None else "lockstep"
+        _fail(f"UsageError: {error.format_message().rstrip('.')}; see {where} --help")
+    except click.ClickException as error:
+        _fail(f"UsageError: {error.format_message()}")
+    except (click.Abort, KeyboardInterrupt):
+        sys.exit(130)
+    sys.exit(status or 0)
+
+
+def _fail(message: str) -> None:
+    print(f"lockstep: {message}", file=sys.stderr)
+    sys.exit(USER_ERROR_STATUS)

@@ -1,0 +1,99 @@
+"""Who this process is among the processes of a run, as its launcher says in environment variables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, cast, get_args
+
+from lockstep.errors import LaunchError
+
+Launcher = Literal["python", "torchrun", "lockstep", "spawn"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Environment:
+    """What the launcher says. Every process reads its own."""
+
+    rank: int
+    """Among all processes, from 0."""
+    local_rank: int
+    """Among the processes of this machine, from 0; the index of this process's GPU."""
+    world_size: int
+    """Processes in the run."""
+    local_world_size: int
+    """Processes on this machine."""
+    launcher: Launcher
+    """`python`: no launcher. `torchrun`: anything else that sets RANK and WORLD_SIZE."""
+    plan: str | None
+    """The plan given at launch, in the mini-language of `Plan.parse`. None: none was given."""
+    run_dir: str | None
+    """The run directory given at launch. None: none was given."""
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str]) -> Environment:
+        """Read RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE and our LOCKSTEP_LAUNCHER, LOCKSTEP_PLAN, LOCKSTEP_RUN_DIR.
+
+        Without any of the first four it is rank 0 of 1. Where the two local ones are missing, all processes are taken to be on this
+        machine. Raises `LaunchError` where the values contradict each other.
+        """
+        _both_or_neither(environ, "RANK", "WORLD_SIZE")
+        _both_or_neither(environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        if "LOCAL_RANK" in environ and "RANK" not in environ:
+            raise LaunchError(
+                f"LOCAL_RANK={environ['LOCAL_RANK']} without RANK; a launcher sets RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; "
+                "unset LOCAL_RANK and LOCAL_WORLD_SIZE to run one process, or start the script with lockstep run"
+            )
+        rank = _whole(environ, "RANK", 0)
+        world_size = _whole(environ, "WORLD_SIZE", 1)
+        local_rank = _whole(environ, "LOCAL_RANK", rank)
+        local_world_size = _whole(environ, "LOCAL_WORLD_SIZE", world_size)
+        _below(environ, "RANK", rank, "WORLD_SIZE", world_size)
+        _below(environ, "LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_world_size)
+        if local_world_size > world_size:
+            raise LaunchError(
+                f"LOCAL_WORLD_SIZE={local_world_size} with WORLD_SIZE={world_size}; the processes of one machine are some of all "
+                "processes; correct what sets them"
+            )
+        return cls(
+            rank=rank,
+            local_rank=local_rank,
+            world_size=world_size,
+            local_world_size=local_world_size,
+            launcher=_launcher(environ),
+            plan=environ.get("LOCKSTEP_PLAN") or None,
+            run_dir=environ.get("LOCKSTEP_RUN_DIR") or None,
+        )
+
+
+def _launcher(environ: Mapping[str, str]) -> Launcher:
+    name = environ.get("LOCKSTEP_LAUNCHER", "torchrun" if "RANK" in environ else "python")
+    if name not in get_args(Launcher):
+        raise LaunchError(f"LOCKSTEP_LAUNCHER={name}; lockstep's launchers set it to one of {', '.join(get_args(Launcher))}; unset it")
+    return cast(Launcher, name)
+
+
+def _both_or_neither(environ: Mapping[str, str], one: str, other: str) -> None:
+    for given, missing in ((one, other), (other, one)):
+        if given in environ and missing not in environ:
+            raise LaunchError(
+                f"{given}={environ[given]} without {missing}; a launcher sets both; unset {given} to run one process, or set {missing}"
+            )
+
+
+def _whole(environ: Mapping[str, str], name: str, default: int) -> int:
+    text = environ.get(name)
+    if text is None:
+        return default
+    try:
+        value = int(text)
+    except ValueError:
+        value = -1
+    if value < 0:
+        raise LaunchError(f"{name}={text!r}; it is a whole number of at least 0; correct what sets it, or unset it")
+    return value
+
+
+def _below(environ: Mapping[str, str], name: str, value: int, limit_name: str, limit: int) -> None:
+    if value >= limit:
+        raise LaunchError(f"{name}={value} with {limit_name}={limit}; ranks count from 0 to {limit_name} - 1; correct what sets them")

@@ -1,0 +1,250 @@
+"""What a worker writes when it fails, and what the launcher says about it. Pure, apart from reading and writing the record."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+
+from lockstep.errors import USER_ERROR_STATUS, UserError
+
+# Errors of a process that was healthy until another one went away. They are never the cause where another rank failed otherwise.
+_PEER_ERRORS = {
+    "DistBackendError",
+    "DistNetworkError",
+    "DistStoreError",
+    "ConnectionResetError",
+    "ConnectionAbortedError",
+    "BrokenPipeError",
+}
+_PEER_TEXT = re.compile(
+    r"Connection closed by peer|Connection reset by peer|Broken pipe|Connection refused|Socket closed|Timed out waiting \d+ms"
+    r"|Application timeout caused pair closure|NCCL communicator was aborted|remote process exited|failed to recv, got 0 bytes"
+)
+
+_SIGNALS = {
+    "SIGABRT": "native code gave up; what it printed stands above",
+    "SIGBUS": "memory that could not be had; often /dev/shm is full",
+    "SIGFPE": "an arithmetic fault in native code",
+    "SIGILL": "a binary built for another processor",
+    "SIGINT": "an interrupt from outside the run",
+    "SIGKILL": "often the kernel or the container, because memory ran out",
+    "SIGSEGV": "a crash in native code",
+    "SIGTERM": "ended from outside the run",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Record:
+    """A failure as the worker saw it; written by the worker, read by the launcher, as JSON."""
+
+    time: float
+    """Seconds since the epoch."""
+    status: int
+    """Exit status that the worker is about to end with."""
+    kind: str
+    """The exception's class, as `module:qualified name`."""
+    message: str
+    """str() of the exception."""
+    traceback: str
+    """Python's full text, without the launcher's own frames."""
+    user_error: bool
+    """A `lockstep.errors.UserError`: shown as its message alone."""
+    peer_lost: bool
+    """It, or what it was raised from, is an error of the connection to another process."""
+
+    def write(self, path: Path) -> None:
+        """Write it so that a reader finds all of it or nothing."""
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        part.replace(path)
+
+    @classmethod
+    def read(cls, path: Path) -> Record | None:
+        """None where there is no record."""
+        try:
+            return cls(**json.loads(path.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            return None
+
+    @property
+    def title(self) -> str:
+        """The exception's last traceback line, cut to one line."""
+        name = self.kind.rpartition(":")[2]
+        first = self.message.partition("\n")[0]
+        return f"{name}: {first}"[:160] if first else name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """A failure as the launcher saw it."""
+
+    rank: int
+    time: float
+    """Seconds since the epoch: the record's, or else when the launcher noticed the process's end."""
+    returncode: int
+    """As `subprocess` gives it: the exit status, or minus the signal's number."""
+    record: Record | None = None
+    crash: str = ""
+    """The Python stack at a fatal signal, where there was one."""
+
+    @property
+    def status(self) -> int:
+        """Exit status as a shell shows it: 128 + the signal's number for a death by signal."""
+        if self.record is not None:
+            return self.record.status
+        return self.returncode if self.returncode >= 0 else 128 - self.returncode
+
+    @property
+    def end(self) -> str:
+        if self.record is None and self.returncode < 0:
+            name = _signal_name(-self.returncode)
+            return f"was killed by {name}" + (f" ({_SIGNALS[name]})" if name in _SIGNALS else "")
+        return f"failed (exit status {self.status})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ending:
+    """How all workers of this machine ended."""
+
+    failures: Sequence[Failure] = ()
+    stopped: Sequence[int] = ()
+    """Ranks that the launcher stopped because of a failure or a signal."""
+    finished: Sequence[int] = ()
+    """Ranks that ended by themselves with status 0."""
+    signal: int | None = None
+    """The signal that the launcher got and passed on. Failures after it are its consequence."""
+
+    @property
+    def first(self) -> Failure | None:
+        """The failure that the others follow from: the earliest that is not the loss of a peer, or else the earliest."""
+        return min(self.failures, key=lambda f: (f.record is not None and f.record.peer_lost, f.time, f.rank), default=None)
+
+    @property
+    def status(self) -> int:
+        """Exit status of the launcher."""
+        if self.signal is not None:
+            return 128 + self.signal
+        return 0 if self.first is None else self.first.status
+
+    def report(self) -> str:
+        """What is said of it, in lines, the first failure on top; empty where all went well."""
+        if self.signal is not None:
+            return f"stopped by {_signal_name(self.signal)}; no worker is left"
+        first = self.first
+        if first is None:
+            return ""
+        if first.record is not None and first.record.user_error:
+            return f"{first.record.kind.rpartition(':')[2]}: {first.record.message}"
+        count = len(self.failures)
+        head = f"rank {first.rank} {first.end}" + (f", first of {count}" if count > 1 else "")
+        body = first.record.traceback if first.record is not None else first.crash
+        after = "; ".join(self._after(first))
+        return "\n".join(filter(None, (head + (":" if body else ""), body.rstrip(), after)))
+
+    def _after(self, first: Failure) -> Iterator[str]:
+        later = sorted((f for f in self.failures if f is not first), key=lambda f: (f.time, f.rank))
+        lost = [f.rank for f in later if f.record is not None and f.record.peer_lost]
+        if lost:
+            yield f"{_ranks(lost)} lost a peer"
+        for failure in later:
+            if failure.rank not in lost:
+                detail = f" with {failure.record.title}" if failure.record is not None else ""
+                yield f"rank {failure.rank} {failure.end} too{detail}"
+        if self.stopped:
+            yield f"{_ranks(self.stopped)} {'was' if len(self.stopped) == 1 else 'were'} stopped"
+        if self.finished:
+            yield f"{_ranks(self.finished)} had finished"
+
+
+def describe(error: BaseException, frames: TracebackType | None, status: int) -> Record:
+    """The record of an exception; `frames` is its traceback from the user's first frame on."""
+    kind = type(error)
+    return Record(
+        time=time.time(),
+        status=status,
+        kind=f"{kind.__module__}:{kind.__qualname__}",
+        message=_text(error),
+        traceback="".join(traceback.TracebackException(kind, error, frames).format()),
+        user_error=isinstance(error, UserError),
+        peer_lost=any(_is_peer_error(link) for link in _chain(error)),
+    )
+
+
+def exit_status(error: BaseException) -> int:
+    """What a worker that `error` ends exits with."""
+    return USER_ERROR_STATUS if isinstance(error, UserError) else 1
+
+
+def read_crash(path: Path) -> str:
+    """The Python stack that faulthandler wrote at a fatal signal; empty where there is none."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except FileNotFoundError:
+        return ""
+
+
+def read_torch_record(path: Path, returncode: int) -> Record | None:
+    """What torch's `@record` wrote, for a script that failed past our own wrapper; None where it wrote nothing."""
+    try:
+        message = json.loads(path.read_text(encoding="utf-8"))["message"]
+        extra = message["extraInfo"]
+        return Record(
+            time=os.stat(path).st_mtime,
+            status=returncode if returncode >= 0 else 128 - returncode,
+            kind=f":{message['message'].partition(':')[0]}",
+            message=message["message"].partition(": ")[2],
+            traceback=extra["py_callstack"],
+            user_error=False,
+            peer_lost=_PEER_TEXT.search(message["message"]) is not None,
+        )
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+
+
+def _is_peer_error(error: BaseException) -> bool:
+    if any(kind.__name__ in _PEER_ERRORS for kind in type(error).__mro__):
+        return True
+    return isinstance(error, RuntimeError) and _PEER_TEXT.search(_text(error)) is not None
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # a user's __str__ may fail
+        return f"<{type(error).__name__} whose text cannot be had>"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """`rank 3`, `ranks 0-2, 5`."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(parts)

@@ -1,0 +1,257 @@
+"""Call a function in several processes of this machine, from a script or a notebook."""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, Literal, TypeVar, cast
+
+import torch
+
+from lockstep.errors import LaunchError, UserError, WorkerError
+from lockstep.launch import worker
+from lockstep.launch.count import count_processes
+from lockstep.launch.failure import Ending, Record
+from lockstep.launch.local import GRACE_SECONDS, run_workers
+from lockstep.plan import Plan
+
+T = TypeVar("T")
+
+_UNGUARDED_STATUS = 97
+
+
+def spawn(
+    main: Callable[..., T],
+    *,
+    nproc: int | Literal["auto"] = "auto",
+    args: tuple[Any, ...] = (),
+    plan: str | None = None,
+    run_dir: str | None = None,
+) -> T:
+    """Call `main(*args)` in `nproc` new processes of this machine, and return what it returned on rank 0.
+
+    `nproc="auto"` is what the plan says where all its axes have a size, and otherwise one process a GPU, or one where there is none.
+    `plan` and `run_dir` hold for every run that `main` trains. The result must be picklable.
+
+    Where `main` can be imported (it stands in a file), the processes are fresh interpreters: `args` must be picklable, and a script calls
+    this under `if __name__ == "__main__":`. Where it cannot (a notebook, a prompt) they are forks of this process: CUDA must not be in use
+    yet, and each computes with one thread, because threads that torch has started here do not exist there.
+
+    A `UserError` in any process is raised here as its own type, with its text; any other failure as `WorkerError`, whose text holds the
+    first failing rank's traceback. On a failure the other processes are stopped. Raises `LaunchError` and `PlanError` before it starts any.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        # A worker that imports the script comes by here again; what it should say, its parent says once.
+        os._exit(_UNGUARDED_STATUS)
+    _refuse_in_worker()
+    count = count_processes(nproc, Plan.parse(plan) if plan is not None else None, torch.cuda.device_count, name="nproc=")
+    starter = _Starter(_start_method(main), main, args)
+    ending = run_workers(
+        starter.start, count=count, launcher="spawn", plan=plan, run_dir=os.path.abspath(run_dir) if run_dir is not None else None
+    )
+    _raise_failure(ending)
+    result: T = starter.result()
+    return result
+
+
+def _refuse_in_worker() -> None:
+    for name in ("LOCKSTEP_LAUNCHER", "TORCHELASTIC_RUN_ID"):
+        if name in os.environ:
+            raise LaunchError(
+                f"ls.spawn in a process that a launcher started ({name}={os.environ[name]}); each of its processes would start more; "
+                "call the function itself here, or start the script with python"
+            )
+
+
+def _start_method(main: Callable[..., Any]) -> Literal["spawn", "fork"]:
+    if getattr(main, "__module__", None) != "__main__" or hasattr(sys.modules["__main__"], "__file__"):
+        return "spawn"
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        raise LaunchError(
+            f"{main!r} is defined in a notebook or at a prompt, so that its processes are forks of this one, and CUDA is in use here; "
+            "a fork cannot use CUDA after that; restart and call ls.spawn before anything touches a GPU, or import the function from a file"
+        )
+    return "fork"
+
+
+def _raise_failure(ending: Ending) -> None:
+    if ending.signal == signal.SIGINT:
+        raise KeyboardInterrupt
+    if ending.signal is not None:
+        # The handler that was there before is back: what it does about the signal, or death, is what was asked for.
+        os.kill(os.getpid(), ending.signal)
+        raise WorkerError(ending.report())
+    first = ending.first
+    if first is None:
+        return
+    if first.record is None and first.returncode == _UNGUARDED_STATUS:
+        raise LaunchError(
+            "ls.spawn at the top level of a script; each process that it starts imports the script, and comes to ls.spawn again; put the "
+            'call under `if __name__ == "__main__":`'
+        )
+    if first.record is not None and first.record.user_error:
+        raise _rebuild(first.record) from None
+    raise WorkerError(ending.report())
+
+
+def _rebuild(record: Record) -> UserError:
+    """The error as it was raised in the worker: its own class where that is known here, with its text."""
+    module, _, name = record.kind.partition(":")
+    home = sys.modules.get("__main__" if module == "__mp_main__" else module)
+    found: Any = home
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    kind: type[UserError] = found if isinstance(found, type) and issubclass(found, UserError) else UserError
+    # Not through __init__: a class may take other arguments than its text.
+    error = kind.__new__(kind)
+    error.args = (record.message,)
+    return error
+
+
+class _Call:
+    """The function and its arguments, on their way to a worker; unpickled where a failure of that is recorded."""
+
+    def __init__(self, main: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self._content: tuple[Callable[..., Any], tuple[Any, ...]] | bytes = (main, args)
+
+    def __getstate__(self) -> bytes:
+        try:
+            return bytes(ForkingPickler.dumps(self._content))
+        except Exception as error:
+            raise LaunchError(
+                f"the function or its arguments cannot be sent to another process ({type(error).__name__}: {error}); both are pickled; "
+                "define the function at the top level of a file, and pass only what pickles"
+            ) from error
+
+    def __setstate__(self, state: bytes) -> None:
+        self._content = state
+
+    def load(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return ForkingPickler.loads(self._content) if isinstance(self._content, bytes) else self._content
+
+
+class _Starter:
+    """Starts the workers, and receives the result of the first."""
+
+    def __init__(self, method: Literal["spawn", "fork"], main: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self._forked = method == "fork"
+        self._context: Any = multiprocessing.get_context(method)
+        self._call = _Call(main, args)
+        self._first: _FunctionProcess | None = None
+
+    def start(self, environment: Mapping[str, str]) -> _FunctionProcess:
+        receiver, sender = self._context.Pipe(duplex=False) if self._first is None else (None, None)
+        process = self._context.Process(target=_work, args=(self._call, sender, self._forked), name=f"rank-{environment['RANK']}")
+        one_thread = {"OMP_NUM_THREADS": "1"} if self._forked else {}
+        try:
+            with _environment({**environment, **one_thread}), _signals_blocked():
+                process.start()
+        finally:
+            if sender is not None:
+                sender.close()
+        started = _FunctionProcess(process, receiver)
+        self._first = self._first or started
+        return started
+
+    def result(self) -> Any:
+        data = self._first.received if self._first is not None else None
+        return pickle.loads(data) if data is not None else None
+
+
+class _FunctionProcess:
+    """A `lockstep.launch.local.Process` made by multiprocessing."""
+
+    def __init__(self, process: BaseProcess, result: Connection | None) -> None:
+        self._process = process
+        self._result = result
+        self.received: bytes | None = None
+
+    @property
+    def pid(self) -> int:
+        return cast(int, self._process.pid)
+
+    def poll(self) -> int | None:
+        returncode = self._process.exitcode
+        self._receive()
+        return returncode
+
+    def _receive(self) -> None:
+        try:
+            if self._result is not None and self._result.poll():
+                self.received = self._result.recv_bytes()
+                self._close()
+        except (EOFError, OSError):
+            self._close()
+
+    def _close(self) -> None:
+        if self._result is not None:
+            self._result.close()
+        self._result = None
+
+
+def _work(call: _Call, result: Connection | None, forked: bool) -> None:
+    """Runs in the worker."""
+    if forked:
+        # What the parent registered is the parent's to run; and OpenMP hangs with more than the one thread that came along.
+        atexit._clear()
+        torch.set_num_threads(1)
+    os.setsid()
+    for number in GRACE_SECONDS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(line_buffering=True)
+
+    def body() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, GRACE_SECONDS)
+        main, args = call.load()
+        value = main(*args)
+        if result is not None:
+            result.send_bytes(_pickled(value))
+
+    worker.run(body, worker.begin())
+
+
+def _pickled(value: object) -> bytes:
+    try:
+        return pickle.dumps(value)
+    except Exception as error:
+        raise LaunchError(
+            f"the function returned a {type(value).__name__} that cannot be sent back ({type(error).__name__}: {error}); "
+            "the result of rank 0 is pickled; return something that pickles, or write it to a file"
+        ) from error
+
+
+@contextmanager
+def _environment(added: Mapping[str, str]) -> Iterator[None]:
+    """A worker has its variables from its first instruction on, when the libraries read them."""
+    before = {name: os.environ.get(name) for name in added}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """A worker starts with these signals blocked, until it stands on its own and has handlers of its own."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, GRACE_SECONDS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

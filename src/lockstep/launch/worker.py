@@ -1,0 +1,164 @@
+"""Inside a worker process: run the user's code as Python itself would, and leave a record of how it failed.
+
+`python -P -m lockstep.launch.worker [-m] SCRIPT ARGS...` is what `lockstep run` starts. Nothing here imports torch or multiprocessing
+before the user's code does: the first would be felt, the second would remember the wrong `__main__`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import ctypes
+import faulthandler
+import importlib.util
+import io
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from pathlib import Path
+from types import CodeType, ModuleType, TracebackType
+from typing import Any, NoReturn
+
+from lockstep.errors import LaunchError
+from lockstep.launch.failure import describe, exit_status
+
+RECORD = "LOCKSTEP_WORKER_RECORD"
+CRASH = "LOCKSTEP_WORKER_CRASH"
+AGENT = "LOCKSTEP_WORKER_AGENT"
+
+_PR_SET_PDEATHSIG = 1
+_INTERRUPTED_STATUS = 128 + signal.SIGINT
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run a script, or with `-m` a module, as `__main__`."""
+    record = begin()
+    if arguments[0] == "-m":
+        run(lambda: _run_module(arguments[1], arguments[2:]), record)
+    else:
+        run(lambda: _run_script(arguments[0], arguments[1:]), record)
+
+
+def begin() -> Path | None:
+    """Tie this process to its launcher. Returns where the record of a failure goes; None: nobody asked for one.
+
+    Takes the launcher's own variables out of the environment, so that what the user's code starts does not write in our place.
+    """
+    record, crash, agent = (os.environ.pop(name, None) for name in (RECORD, CRASH, AGENT))
+    if agent is not None:
+        _die_with(int(agent))
+    if crash is not None and not faulthandler.is_enabled():
+        # Kept open for as long as the process lives: faulthandler writes to the descriptor.
+        faulthandler.enable(open(crash, "w", encoding="utf-8"), all_threads=False)  # noqa: SIM115
+    return Path(record) if record is not None else None
+
+
+def run(body: Callable[[], object], record: Path | None) -> None:
+    """Call `body`. Returns where it returns or leaves with status 0; otherwise writes the record and ends the process."""
+    process = os.getpid()
+    hook = sys.excepthook
+    try:
+        body()
+    except BaseException as error:
+        # A child that the user's code forked may come back up to here: it is not this worker.
+        if record is None or os.getpid() != process:
+            raise
+        if isinstance(error, SystemExit):
+            _leave_as_asked(error, record)
+            return
+        status = _INTERRUPTED_STATUS if isinstance(error, KeyboardInterrupt) else exit_status(error)
+        frames = _user_frames(error.__traceback__)
+        describe(error, frames, status).write(record)
+        if sys.excepthook is not hook and not isinstance(error, KeyboardInterrupt):
+            # The user's code has put in a hook of its own (error reporting, say): Python would call it.
+            sys.excepthook(type(error), error, frames)
+        _leave(status)
+
+
+def _leave_as_asked(error: SystemExit, record: Path) -> None:
+    if error.code is None or error.code == 0:
+        return
+    if not isinstance(error.code, int):
+        print(error.code, file=sys.stderr)
+    status = error.code & 0xFF if isinstance(error.code, int) else 1
+    describe(error, None, status).write(record)
+    _leave(status)
+
+
+def _leave(status: int) -> NoReturn:
+    """End the process after its atexit functions and flushes, past all destructors: those of a process group may wait for its peers."""
+    try:
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        ctypes.CDLL(None).fflush(None)
+    finally:
+        os._exit(status)
+
+
+def _run_script(script: str, arguments: Sequence[str]) -> None:
+    path = os.path.abspath(script)
+    sys.argv = [script, *arguments]
+    _search_first(os.path.dirname(os.path.realpath(script)))
+    with io.open_code(path) as file:
+        source = file.read()
+    _execute(compile(source, path, "exec", dont_inherit=True), __file__=path, __loader__=SourceFileLoader("__main__", path))
+
+
+def _run_module(name: str, arguments: Sequence[str]) -> None:
+    sys.argv = ["-m", *arguments]
+    _search_first(os.getcwd())
+    spec, code = _module_code(name)
+    sys.argv[0] = spec.origin or name
+    _execute(code, __file__=spec.origin, __loader__=spec.loader, __spec__=spec, __package__=spec.parent, __cached__=spec.cached)
+
+
+def _module_code(name: str) -> tuple[ModuleSpec, CodeType]:
+    try:
+        spec = importlib.util.find_spec(name) if all(name.split(".")) else None
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        spec = None
+    if spec is None:
+        raise LaunchError(f"no module named {name!r}; -m takes the name of a module that Python can import from here; correct the name")
+    if spec.submodule_search_locations is not None:
+        return _module_code(f"{name}.__main__")
+    code = getattr(spec.loader, "get_code", lambda _: None)(name)
+    if code is None:
+        raise LaunchError(f"the module {name!r} is not Python code; -m takes a module written in Python; name another")
+    return spec, code
+
+
+def _execute(code: CodeType, **attributes: Any) -> None:
+    """Run code in a fresh `__main__` that stays in place, for what runs after it (atexit functions, threads) and for pickle."""
+    module = ModuleType("__main__")
+    module.__dict__.update({"__builtins__": builtins, "__cached__": None, **attributes})
+    sys.modules["__main__"] = module
+    exec(code, module.__dict__)
+
+
+def _search_first(directory: str) -> None:
+    if not os.environ.get("PYTHONSAFEPATH"):
+        sys.path.insert(0, directory)
+
+
+def _user_frames(frames: TracebackType | None) -> TracebackType | None:
+    here = os.path.dirname(__file__)
+    while frames is not None and os.path.dirname(frames.tb_frame.f_code.co_filename) == here:
+        frames = frames.tb_next
+    return frames
+
+
+def _die_with(agent: int) -> None:
+    """Have the kernel kill this process when its launcher is gone, however that came about."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != agent:
+            os._exit(1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
