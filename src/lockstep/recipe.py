@@ -65,11 +65,11 @@ class Evaluation:
     """Samples in one forward. None: the recipe's microbatch."""
 
     def __post_init__(self) -> None:
-        _check_dataset("Evaluation.data", self.data)
+        check_dataset("Evaluation.data", self.data)
         if self.every is not None:
-            _check_count("Evaluation.every", self.every, "steps")
+            check_count("Evaluation.every", self.every, "steps")
         if self.microbatch is not None:
-            _check_count("Evaluation.microbatch", self.microbatch, "samples")
+            check_count("Evaluation.microbatch", self.microbatch, "samples")
         for name, metric in self.metrics.items():
             if not isinstance(metric, Mean | Gathered):
                 raise RecipeError(
@@ -127,10 +127,10 @@ class Recipe:
             _check_callable(f"Recipe.{name}", getattr(self, name), optional=False)
         for name in ("inputs", "weight", "collate", "schedule"):
             _check_callable(f"Recipe.{name}", getattr(self, name), optional=True)
-        _check_dataset("Recipe.data", self.data)
-        _check_count("Recipe.global_batch", self.global_batch, "samples")
+        check_dataset("Recipe.data", self.data)
+        check_count("Recipe.global_batch", self.global_batch, "samples")
         if self.microbatch is not None:
-            _check_count("Recipe.microbatch", self.microbatch, "samples")
+            check_count("Recipe.microbatch", self.microbatch, "samples")
             if self.microbatch > self.global_batch:
                 raise RecipeError(
                     f"microbatch={self.microbatch} is larger than global_batch={self.global_batch}; a global batch is made of whole "
@@ -139,9 +139,9 @@ class Recipe:
         if (self.steps is None) == (self.epochs is None):
             raise RecipeError(f"steps={self.steps} and epochs={self.epochs}; a recipe has one length; give exactly one of the two")
         if self.steps is not None:
-            _check_count("Recipe.steps", self.steps, "steps")
+            check_count("Recipe.steps", self.steps, "steps")
         if self.epochs is not None:
-            _check_count("Recipe.epochs", self.epochs, "epochs")
+            check_count("Recipe.epochs", self.epochs, "epochs")
         if self.clip_norm is not None and not (_is_number(self.clip_norm) and 0 < self.clip_norm < math.inf):
             raise RecipeError(f"clip_norm={self.clip_norm!r}; a norm to clip at is positive and finite; None does not clip")
         if self.precision not in get_args(Precision):
@@ -180,7 +180,8 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _check_count(name: str, value: Any, unit: str) -> None:
+def check_count(name: str, value: Any, unit: str) -> None:
+    """Raises `RecipeError` unless `value` is a whole number of at least 1."""
     if not _is_int(value) or value < 1:
         raise RecipeError(f"{name}={value!r}; it counts {unit} and must be a whole number of at least 1")
 
@@ -190,7 +191,8 @@ def _check_callable(name: str, value: Any, *, optional: bool) -> None:
         raise RecipeError(f"{name} is {_kind(value)}; it must be a function{' or None' if optional else ''}")
 
 
-def _check_dataset(name: str, value: Any) -> None:
+def check_dataset(name: str, value: Any) -> None:
+    """Raises `DataError` unless `value` is a map-style dataset with a sample in it."""
     if not hasattr(value, "__len__") or not (hasattr(value, "__getitem__") or hasattr(value, "__getitems__")):
         raise DataError(f"{name} is a {type(value).__name__}; it must be a map-style dataset, with len(data) and data[i]")
     if len(value) == 0:

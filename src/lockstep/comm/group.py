@@ -79,9 +79,7 @@ def join(*, rank: int, size: int, local_rank: int, local_size: int, timeout: tim
         return World(dist.get_rank(), dist.get_world_size(), local_rank, local_size, device, owns_group=False)
     if size > 1:
         try:
-            dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if use_gpu else "gloo", timeout=timeout, device_id=device if use_gpu else None
-            )
+            dist.init_process_group("cpu:gloo,cuda:nccl" if use_gpu else "gloo", timeout=timeout, device_id=device if use_gpu else None)
         except dist.DistNetworkError as error:
             raise LaunchError(_network_error(error)) from error
     return World(rank, size, local_rank, local_size, device, owns_group=size > 1)

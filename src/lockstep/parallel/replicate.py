@@ -8,9 +8,9 @@ handing in a zero.
 One more parameter rides along, `slots`. Its gradient is set after the backward, by hand, and carries what a step has to say beyond
 gradients: which parameters were used, and each microbatch's loss and weight. It is ready last, so it completes the last bucket, and a
 step costs no collective beyond the gradients' own. Each number is written by one rank and is zero on the others, so its sum is exact.
-"""
 
-from __future__ import annotations
+(No `from __future__ import annotations` here: DDP looks at its hooks' annotations, and wants classes.)
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -71,7 +71,7 @@ class Replica:
         self._ddp: DistributedDataParallel | None = None
         self._hooks: list[Any] = []
         if world.size > 1:
-            slots = len(parameters) + 2 * max_microbatches
+            slots = len(parameters) + 2 * max_microbatches + 1
             self._touched = _Touched(self._parameters, slots)
             self._ddp = DistributedDataParallel(self._touched, gradient_as_bucket_view=True, init_sync=False)
             self._ddp.register_comm_hook(None, self._ordered_bucket if bitwise else _sum_bucket)
@@ -108,27 +108,29 @@ class Replica:
         if self._bitwise:
             self._counter.push(self._take_leaf())
 
-    def finish(self, values: Tensor | None, weights: Tensor | None) -> tuple[Tensor, Tensor]:
+    def finish(self, values: Tensor | None, weights: Tensor | None, *, flag: bool) -> tuple[Tensor, Tensor, Tensor | bool]:
         """Sum over all ranks. `values` and `weights`: one number for each of this rank's microbatches (None: it has none).
 
-        Returns those of all microbatches, in their order, two tensors of shape (count,).
+        Returns those of all microbatches, in their order, two tensors of shape (count,), and how many ranks raised the flag.
         """
         if self._ddp is None:
             if self._bitwise:
                 self._put_root()
             assert values is not None and weights is not None, "a world of one has every microbatch"
-            return values, weights
+            return values, weights, flag
         if not self._synchronised:
             zero = torch.zeros((), device=self._touched.slots.device, requires_grad=True)
             self._synchronise(zero, torch.zeros_like(zero), None)
         sent = self._slots(values, weights)
+        sent[-1] = flag
         slots = self._touched.slots
         torch.autograd.backward(slots.view_as(slots), sent)
         assert slots.grad is not None
         received, slots.grad = slots.grad, None
         self._forget_unused(received)
         first, second = len(self._parameters), len(self._parameters) + self._max_microbatches
-        return received[first : first + self._count].clone(), received[second : second + self._count].clone()
+        received = received.clone()
+        return received[first : first + self._count], received[second : second + self._count], received[-1]
 
     def _synchronise(self, total: Tensor, seed: Tensor, inputs: list[nn.Parameter] | None) -> None:
         assert self._ddp is not None
@@ -154,8 +156,9 @@ class Replica:
                 parameter.grad = None
 
     def _note_use(self, index: int) -> Callable[[Tensor], None]:
-        def hook(_: Tensor) -> None:
-            self._used[index] = 1.0
+        def hook(parameter: Tensor) -> None:
+            if parameter.grad is not None:
+                self._used[index] = 1.0
 
         return hook
 

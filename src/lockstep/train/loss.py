@@ -31,11 +31,13 @@ class Contribution:
     """Scalar: this microbatch's part of the step's loss; its raw total where only the forward knows the weight."""
     weight: Tensor
     """Scalar: the weight, where only the forward knows it; else 0."""
+    brought_weight: bool
+    """Whether only the forward knew the weight."""
     terms: dict[str, Tensor]
     """Each term's part of the step's loss, where there are several."""
 
 
-def contribution(loss: Any, *, samples: int, step_samples: int, batch: Any, weights: Weights | None, prescale: float) -> Contribution:
+def contribution(loss: Any, *, samples: int, step_samples: int, batch: Any, weights: Weights | None, prescale: Tensor) -> Contribution:
     """Read what a loss function returned for a microbatch of `samples` in a step of `step_samples`. Raises `LossError`.
 
     `weights`: each term's denominator over the whole step, where `Recipe.weight` gives it. `prescale`: what a total is divided by before
@@ -45,8 +47,8 @@ def contribution(loss: Any, *, samples: int, step_samples: int, batch: Any, weig
         return _forward_known(loss, weights, prescale)
     if not isinstance(loss, Mapping):
         total, scale = _term(SINGLE, loss, samples=samples, step_samples=step_samples, batch=batch, weights=weights)
-        value = total.detach() * scale
-        return Contribution(total, _seed(value, scale), value, value.new_zeros(()), {})
+        value = _recorded(total) * scale
+        return Contribution(total, _seed(total, value, scale), value, value.new_zeros(()), False, {})
     if not loss:
         raise LossError("the loss is an empty dict; give it one term at least, or return the loss itself")
     if weights is not None and (missing := set(weights) ^ {name for name, term in loss.items() if isinstance(term, Sum)}):
@@ -58,9 +60,10 @@ def contribution(loss: Any, *, samples: int, step_samples: int, batch: Any, weig
     for name, term in loss.items():
         total, scale = _term(name, term, samples=samples, step_samples=step_samples, batch=batch, weights=weights)
         scaled[name] = total * scale
-    total = torch.stack([term.float() for term in scaled.values()]).sum() if len(scaled) > 1 else next(iter(scaled.values()))
-    value = total.detach()
-    return Contribution(total, _seed(value, 1.0), value, value.new_zeros(()), {name: term.detach() for name, term in scaled.items()})
+    total = sum(scaled.values(), start=torch.zeros((), device=next(iter(scaled.values())).device))
+    value = _recorded(total)
+    terms = {name: term.detach() for name, term in scaled.items()}
+    return Contribution(total, _seed(total, value, 1.0), value, value.new_zeros(()), False, terms)
 
 
 def weights_of(raw: Any) -> Weights:
@@ -101,19 +104,26 @@ def _term(name: str, term: Any, *, samples: int, step_samples: int, batch: Any, 
     return total, samples / step_samples
 
 
-def _forward_known(loss: Loss, weights: Weights | None, prescale: float) -> Contribution:
+def _forward_known(loss: Loss, weights: Weights | None, prescale: Tensor) -> Contribution:
     if weights is not None:
-        raise LossError("the loss is an ls.Loss, which brings its own weight, and Recipe.weight is given too; return ls.Sum, or drop the weight")
+        raise LossError(
+            "the loss is an ls.Loss, which brings its own weight, and Recipe.weight is given too; return ls.Sum, or drop the weight"
+        )
     total = _checked(SINGLE, loss.total)
-    value = total.detach()
+    value = _recorded(total)
     if isinstance(loss.weight, Tensor) and loss.weight.numel() != 1:
         raise LossError(f"the weight of ls.Loss has shape {tuple(loss.weight.shape)}; it is a number or a scalar tensor")
-    weight = torch.as_tensor(loss.weight, dtype=torch.float32, device=total.device).detach().reshape(())
-    return Contribution(total, _seed(value, 1.0 / prescale), value, weight, {})
+    weight = torch.as_tensor(loss.weight, dtype=value.dtype, device=total.device).detach().reshape(())
+    return Contribution(total, _seed(total, value, 1.0 / prescale), value, weight, True, {})
 
 
-def _seed(value: Tensor, scale: float) -> Tensor:
-    return (value - value) + scale
+def _recorded(total: Tensor) -> Tensor:
+    value = total.detach()
+    return value if value.dtype in (torch.float32, torch.float64) else value.float()
+
+
+def _seed(total: Tensor, value: Tensor, scale: float | Tensor) -> Tensor:
+    return ((value - value) + scale).to(total.dtype)
 
 
 def _checked(name: str, total: Any) -> Tensor:
@@ -138,7 +148,9 @@ def _number(name: Any, value: Any) -> float:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
     kind = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-    raise LossError(f"the weight of term {name!r} is {kind}; it is a number or a scalar tensor: the denominator of the term in this microbatch")
+    raise LossError(
+        f"the weight of term {name!r} is {kind}; it is a number or a scalar tensor: the denominator of the term in this microbatch"
+    )
 
 
 def _holds_ignore_index(batch: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -49,7 +50,8 @@ def trainable(model: Any) -> dict[str, nn.Parameter]:
 def allocate_state(optimizer: Optimizer) -> None:
     """Make the optimizer's state now, so that no step can run out of memory half-way through applying itself.
 
-    A trial step with zero gradients and a zero learning rate makes it, and is then wiped out; so only for optimizers whose state starts at zero. The others allocate in their first step.
+    A trial step with zero gradients and a zero learning rate makes it, and is then wiped out; so only for optimizers whose state starts
+    at zero. The others allocate in their first step.
     """
     if type(optimizer) not in STATE_IS_ZERO_AT_FIRST:
         return
@@ -125,14 +127,14 @@ def _scheduler(factory: Callable[[Any], Any], optimizer: Optimizer, as_function:
 
 def _check_cover(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    held = [id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    held = Counter(id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
     left_out = [name for name, parameter in trainable(model).items() if id(parameter) not in held]
     if left_out:
         raise RecipeError(
             f"the optimizer leaves out {_listed(left_out)}; every trainable parameter must be in exactly one optimizer: add them, or freeze "
             "them with requires_grad_(False)"
         )
-    twice = sorted({names.get(i, "(unnamed)") for i in held if held.count(i) > 1}) if len(set(held)) < len(held) else []
+    twice = [names.get(i, "(unnamed)") for i, times in held.items() if times > 1]
     if twice:
         raise RecipeError(f"{_listed(twice)} stand in two optimizers; each would move them; give every parameter to exactly one")
     strangers = sum(i not in names for i in held)

@@ -1,0 +1,129 @@
+"""Measuring a model on data it does not learn from: every sample counts exactly once, at any world size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep import assignment
+from lockstep import precision as precisions
+from lockstep.comm.group import World, exact_sum
+from lockstep.data.device import to_device
+from lockstep.data.loader import Loader, Span
+from lockstep.errors import DataError
+from lockstep.recipe import Evaluation, Gathered, Loss, Mean, Recipe, Sum
+from lockstep.train.loss import SINGLE, weights_of
+
+Row = list[float]
+"""One microbatch's (total, weight) of each loss term and each metric that adds up, flat."""
+
+
+def output_of(recipe: Recipe, model: nn.Module, batch: Any) -> Any:
+    """What `loss` and the metrics are called with: the model's output, or the model itself where the recipe has no `inputs`."""
+    if recipe.inputs is None:
+        return model
+    inputs = recipe.inputs(batch)
+    if isinstance(inputs, dict):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+
+
+@dataclass(slots=True)
+class Evaluator:
+    """A recipe's evaluation on one rank."""
+
+    recipe: Recipe
+    evaluation: Evaluation
+    world: World
+    loader: Loader
+
+    @classmethod
+    def of(cls, recipe: Recipe, evaluation: Evaluation, world: World, workers: int) -> Evaluator:
+        loader = Loader(evaluation.data, collate=recipe.collate, seed=recipe.seed, shuffle=False, workers=workers, device=world.device)
+        return cls(recipe, evaluation, world, loader)
+
+    def measure(self, model: nn.Module) -> dict[str, float]:
+        """The loss and every metric, the same on every rank. Every rank calls it. Leaves the model in the mode it was in."""
+        training = model.training
+        model.eval()
+        try:
+            with torch.no_grad():
+                return self._measure(model)
+        finally:
+            model.train(training)
+
+    def _measure(self, model: nn.Module) -> dict[str, float]:
+        cuts = assignment.microbatches(len(self.evaluation.data), self._microbatch(), self.world.size)
+        spans = [
+            Span(step=0, index=index, start=cuts[index][0], stop=cuts[index][1])
+            for index in assignment.share(len(cuts), self.world.rank, self.world.size)
+        ]
+        names: list[str] = []
+        rows: list[Row] = []
+        collected: dict[str, list[tuple[Tensor, ...]]] = {name: [] for name in self._metrics(Gathered)}
+        for item in self.loader.fetch(spans):
+            weights = None if self.recipe.weight is None else weights_of(self.recipe.weight(item.batch))
+            batch = to_device(item.batch, self.world.device)
+            with precisions.autocast(self.recipe.precision, self.world.device):
+                output = output_of(self.recipe, model, batch)
+                sums = dict(self._loss_sums(self.recipe.loss(output, batch), item.size, weights))
+            for name, metric in self._metrics(Mean).items():
+                values = metric.values(output, batch)
+                sums[name] = (float(values.double().sum()), float(values.numel()))
+            for name, metric in self._metrics(Gathered).items():
+                collected[name].append(_checked(name, metric.collect(output, batch), item.size))
+            names = list(sums)
+            rows.append([number for pair in sums.values() for number in pair])
+        return {**self._added_up(names, rows, cuts), **self._gathered(collected)}
+
+    def _microbatch(self) -> int | None:
+        return self.evaluation.microbatch or self.recipe.microbatch or self.recipe.global_batch
+
+    def _metrics(self, kind: type[Any]) -> dict[str, Any]:
+        return {name: metric for name, metric in self.evaluation.metrics.items() if isinstance(metric, kind)}
+
+    def _loss_sums(self, loss: Any, samples: int, weights: dict[str, float] | None) -> Iterator[tuple[str, tuple[float, float]]]:
+        terms = loss if isinstance(loss, dict) else {SINGLE: loss}
+        for name, term in terms.items():
+            label = SINGLE if name == SINGLE else f"{SINGLE}/{name}"
+            if isinstance(term, Loss):
+                yield label, (float(term.total), float(term.weight))
+            elif isinstance(term, Sum):
+                yield label, (float(term.total), (weights or {})[name])
+            else:
+                yield label, (float(term) * samples, float(samples))
+
+    def _added_up(self, names: list[str], rows: list[Row], cuts: list[tuple[int, int]]) -> dict[str, float]:
+        names = next(found for found in self.world.gather_values(names or None) if found is not None)
+        mine = torch.tensor(rows, dtype=torch.float64).reshape(len(rows), 2 * len(names))
+        counts = [len(assignment.share(len(cuts), rank, self.world.size)) for rank in range(self.world.size)]
+        columns = self.world.gather_rows(mine, counts).T.tolist()
+        totals = [exact_sum(column) for column in columns]
+        means = {name: totals[2 * i] / totals[2 * i + 1] if totals[2 * i + 1] else float("nan") for i, name in enumerate(names)}
+        if SINGLE not in means:
+            means = {SINGLE: sum(value for name, value in means.items() if name.startswith(f"{SINGLE}/")), **means}
+        return means
+
+    def _gathered(self, collected: dict[str, list[tuple[Tensor, ...]]]) -> dict[str, float]:
+        measured = {}
+        for name, parts in collected.items():
+            columns = max(self.world.gather_values(len(parts[0]) if parts else 0))
+            everyone = [self.world.gather_ragged(torch.cat([part[i] for part in parts]) if parts else None) for i in range(columns)]
+            compute: Callable[..., float] = self._metrics(Gathered)[name].compute
+            measured[name] = float(compute(*everyone))
+        return measured
+
+
+def _checked(name: str, collected: Any, samples: int) -> tuple[Tensor, ...]:
+    tensors = (collected,) if isinstance(collected, Tensor) else tuple(collected)
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor) or tensor.dim() == 0 or len(tensor) != samples:
+            shape = f"shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
+            raise DataError(
+                f"metric {name!r} collected {shape} from a microbatch of {samples} samples; each tensor that it collects has one row a sample"
+            )
+    return tuple(tensor.cpu() for tensor in tensors)

@@ -1,0 +1,106 @@
+"""What people add to training: a small protocol, and the two that most people want."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from lockstep.errors import RecipeError
+
+if TYPE_CHECKING:
+    from lockstep.events import Event
+    from lockstep.train.run import Run
+
+
+class Hook:
+    """Methods that `train` calls on every rank alike, in the order in which the hooks were given. All do nothing unless overridden."""
+
+    def on_start(self, run: Run) -> None:
+        """Before the first step."""
+
+    def on_step(self, run: Run) -> None:
+        """After every step, applied or not; `run.step` counts the steps done."""
+
+    def on_evaluation(self, run: Run, metrics: Mapping[str, float]) -> None:
+        """After every evaluation, with its metrics, the same on every rank."""
+
+    def on_save(self, run: Run) -> None:
+        """After the weights were written."""
+
+    def on_event(self, run: Run, event: Event) -> None:
+        """When something was written to the run's log of events."""
+
+    def on_end(self, run: Run) -> None:
+        """After the last step and evaluation, before the run's result is written."""
+
+
+class EarlyStopping(Hook):
+    """End training when a metric has not got better for a while."""
+
+    def __init__(self, metric: str = "loss", *, patience: int = 3, mode: Literal["min", "max"] = "min", min_delta: float = 0.0) -> None:
+        """`metric`: of the evaluation. `patience`: evaluations without an improvement of more than `min_delta` before the end."""
+        if patience < 1:
+            raise RecipeError(f"patience={patience}; it counts evaluations and is at least 1")
+        if mode not in ("min", "max"):
+            raise RecipeError(f"mode={mode!r}; it is 'min' where less is better, or 'max'")
+        self.metric = metric
+        self.best: float | None = None
+        self._patience = patience
+        self._sign = 1.0 if mode == "min" else -1.0
+        self._min_delta = min_delta
+        self._waited = 0
+
+    def on_start(self, run: Run) -> None:
+        if run.recipe.evaluation is None or run.recipe.evaluation.every is None:
+            raise RecipeError(
+                "EarlyStopping without Recipe.evaluation, or with every=None; it watches evaluations; give ls.Evaluation(every=...)"
+            )
+
+    def on_evaluation(self, run: Run, metrics: Mapping[str, float]) -> None:
+        if self.metric not in metrics:
+            raise RecipeError(f"EarlyStopping watches {self.metric!r}, which is not measured; measured are {', '.join(metrics)}")
+        value = metrics[self.metric]
+        if self.best is None or self._sign * value < self._sign * self.best - self._min_delta:
+            self.best, self._waited = value, 0
+            return
+        self._waited += 1
+        if self._waited >= self._patience:
+            run.stop(f"{self.metric} has not got better than {self.best:.6g} for {self._waited} evaluations")
+
+
+class ExponentialMovingAverage(Hook):
+    """Keep a moving average of the weights: after each step, average = decay × average + (1 - decay) × weights. (Polyak and Juditsky, 1992.)
+
+    `model_average.safetensors` in the run directory holds it at the end, with the model's buffers as they are.
+    """
+
+    def __init__(self, decay: float = 0.999) -> None:
+        if not 0 <= decay < 1:
+            raise RecipeError(f"decay={decay}; it is the share of the old average that stays, from 0 to below 1")
+        self.decay = decay
+        self._averages: list[Tensor] = []
+
+    def on_start(self, run: Run) -> None:
+        self._averages = [p.detach().clone() for p in run.model.parameters()]
+
+    def on_step(self, run: Run) -> None:
+        torch._foreach_lerp_(self._averages, [p.detach() for p in run.model.parameters()], 1 - self.decay)
+
+    def on_end(self, run: Run) -> None:
+        with self.applied(run):
+            run.save("model_average.safetensors", run.model.state_dict())
+
+    @contextmanager
+    def applied(self, run: Run) -> Iterator[None]:
+        """Within, the model has the averaged weights: to evaluate it, say."""
+        own = [p.detach().clone() for p in run.model.parameters()]
+        parameters = [p.detach() for p in run.model.parameters()]
+        torch._foreach_copy_(parameters, self._averages)
+        try:
+            yield
+        finally:
+            torch._foreach_copy_(parameters, own)

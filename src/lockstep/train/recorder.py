@@ -1,0 +1,135 @@
+"""What a run writes down. Only rank 0 writes; on the others the same calls do nothing."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import lockstep.errors
+from lockstep.comm.group import World
+from lockstep.errors import UserError
+from lockstep.events import Event, EventLog
+from lockstep.plan import Plan
+from lockstep.watch.metrics import MetricsLog
+from lockstep.watch.progress import Progress
+from lockstep.watch.rundir import RunDirectory, default_run_path, describe_environment
+
+
+class Recorder:
+    """The run directory, its logs and the progress display. Every rank makes one, at the same moment."""
+
+    def __init__(self, run_dir: str | None, world: World) -> None:
+        """Raises `RunDirectoryError` on every rank where rank 0 cannot use the directory. None: a new one below `runs`."""
+        self._directory: RunDirectory | None = None
+        failure: list[str] | None = None
+        path = ""
+        if world.rank == 0:
+            wanted = Path(run_dir) if run_dir is not None else default_run_path(sys.argv[0], datetime.now())
+            try:
+                self._directory = RunDirectory.create(wanted)
+                path = str(self._directory.path)
+            except UserError as error:
+                failure = [type(error).__name__, str(error)]
+        path, failure = world.gather_values([path, failure])[0]
+        if failure is not None:
+            raise getattr(lockstep.errors, failure[0])(failure[1])
+        self.path = Path(path)
+        self.events = EventLog(self.path / "events.jsonl" if self._directory else None)
+        self._metrics = MetricsLog(self.path) if self._directory else None
+        self._progress: Progress | None = None
+
+    def start(self, *, plan: Plan, world: World, launcher: str, seed: int, recipe: Mapping[str, Any] | None) -> None:
+        """Write `run.json`: what runs, how and where."""
+        if self._directory is None:
+            return
+        self._directory.write_json(
+            "run.json",
+            {
+                "recipe": recipe,
+                "seed": seed,
+                "plan": {"text": str(plan), **asdict(plan)},
+                "world_size": world.size,
+                "launcher": launcher,
+                "started": datetime.now().astimezone().isoformat(timespec="seconds"),
+                "environment": describe_environment(world.device),
+            },
+        )
+
+    def show(self, total_steps: int) -> None:
+        """Start the progress display."""
+        if self._directory is not None and self._progress is None:
+            self._progress = Progress(total_steps, stream=sys.stderr)
+
+    def step(self, step: int, values: Mapping[str, float], extra: Mapping[str, float]) -> None:
+        """One logging step: `values` has loss, lr and samples_per_second."""
+        if self._metrics is not None:
+            self._metrics.write(step, {**values, **extra})
+        if self._progress is not None:
+            self._progress.update(step, loss=values["loss"], lr=values["lr"], samples_per_second=values["samples_per_second"], extra=extra)
+
+    def evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        if self._metrics is not None:
+            self._metrics.write(step, {f"evaluation/{name}": value for name, value in values.items()})
+        if self._progress is not None:
+            self._progress.evaluation(step, values)
+
+    def event(self, name: str, step: int, **details: Any) -> Event:
+        event = Event(name, step, details)
+        self.events.record(event)
+        return event
+
+    def message(self, text: str) -> None:
+        """A line for the person who watches."""
+        if self._progress is not None:
+            self._progress.message(text)
+        elif self._directory is not None:
+            print(text, file=sys.stderr)
+
+    def save_tensors(self, name: str, state_dict: Mapping[str, Any]) -> None:
+        if self._directory is not None:
+            self._directory.save_tensors(name, state_dict)
+
+    def write_json(self, name: str, value: Mapping[str, Any]) -> None:
+        if self._directory is not None:
+            self._directory.write_json(name, value)
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.close()
+        if self._metrics is not None:
+            self._metrics.close()
+        self.events.close()
+        if self._directory is not None:
+            self._directory.close()
+
+
+class Pace:
+    """Samples a second between logging steps, evaluations left out."""
+
+    def __init__(self) -> None:
+        self.started = self._since = time.perf_counter()
+        self._samples = 0
+        self.total_samples = 0
+
+    def count(self, samples: int) -> None:
+        self._samples += samples
+        self.total_samples += samples
+
+    def restart(self) -> float:
+        """Samples a second since the last call."""
+        now = time.perf_counter()
+        rate = self._samples / max(now - self._since, 1e-9)
+        self._since, self._samples = now, 0
+        return rate
+
+    def seconds(self) -> float:
+        """Since the start, everything included."""
+        return time.perf_counter() - self.started
+
+    def leave_out(self, seconds: float) -> None:
+        self._since += seconds

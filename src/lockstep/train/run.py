@@ -1,0 +1,185 @@
+"""`train`: a recipe executed under a plan. It is written on `Session`, and adds evaluation, hooks and the run's result."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lockstep.errors import RecipeError
+from lockstep.events import Event
+from lockstep.plan import Plan
+from lockstep.recipe import Recipe
+from lockstep.train.evaluate import Evaluator, output_of
+from lockstep.train.hooks import Hook
+from lockstep.train.session import Session
+from lockstep.train.step import Step
+from lockstep.watch.fingerprint import fingerprint
+from lockstep.watch.rundir import check_tensors
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """What a run came to: the same on every rank, and on rank 0 written to `result.json`."""
+
+    steps: int
+    """Optimizer steps done."""
+    loss: float
+    """The training loss of the last step: Σ total / Σ weight over its global batch."""
+    metrics: dict[str, float]
+    """The last evaluation: `loss` and the recipe's metrics. Empty without one."""
+    fingerprint: str
+    """SHA-256 of the final parameters and buffers, see `lockstep.fingerprint`."""
+    run_dir: str
+    plan: str
+    """The plan as resolved."""
+    world_size: int
+    seconds: float
+    """Wall-clock time of training, evaluations included, set-up not."""
+    samples_per_second: float
+    """Training samples over those seconds."""
+    events: list[Event]
+    """Everything in `events.jsonl`, as this rank saw it."""
+
+
+class Run:
+    """What hooks see and may do."""
+
+    def __init__(self, recipe: Recipe, session: Session, model: nn.Module, optimizers: list[Optimizer], hooks: Sequence[Hook]) -> None:
+        self.recipe = recipe
+        self.session = session
+        self.model = model
+        """The user's own module."""
+        self.optimizers = optimizers
+        self.hooks = hooks
+        self.step = 0
+        """Steps done."""
+        self.metrics: dict[str, float] = {}
+        """The last evaluation."""
+        self.evaluated_at: int | None = None
+        self.last: Step | None = None
+        self.seconds = 0.0
+
+    def stop(self, reason: str) -> None:
+        """Ask for the end of training. From `on_evaluation` it takes effect at once, else at the next logging step, on all ranks alike."""
+        self.session.stop(reason)
+
+    def event(self, name: str, **details: Any) -> None:
+        """Write down that something happened."""
+        self.session.event(name, self.step, **details)
+
+    def save(self, name: str, state_dict: Mapping[str, Any]) -> None:
+        """Write tensors to a safetensors file in the run directory. Every rank calls it; rank 0 writes."""
+        self.session.recorder.save_tensors(name, state_dict)
+
+
+def train(
+    recipe: Recipe,
+    *,
+    plan: str | Plan | None = None,
+    run_dir: str | None = None,
+    hooks: Sequence[Hook] = (),
+    log_every: int = 10,
+) -> Result:
+    """Train, on as many processes as were started. Every rank calls it, with the same recipe.
+
+    `plan` and `run_dir`: where the launcher gives none. None: `replicate=auto`, and a new directory below `runs`. `log_every`: steps between
+    the lines of `metrics.jsonl`. Raises the children of `lockstep.errors.UserError`.
+    """
+    if not isinstance(recipe, Recipe):
+        raise RecipeError(f"train({recipe!r}); it takes an ls.Recipe: build one with ls.Recipe(model=..., data=..., loss=..., ...)")
+    session = Session(
+        run_dir=run_dir, seed=recipe.seed, plan=plan, precision=recipe.precision, log_every=log_every, recipe=recipe.describe()
+    )
+    with session:
+        _check_plan(recipe, session.plan)
+        model, made = session.prepare(recipe.model, recipe.optimizer, schedule=recipe.schedule)
+        check_tensors(model.state_dict())
+        run = Run(recipe, session, model, made if isinstance(made, list) else [made], hooks)
+        evaluator = None
+        if recipe.evaluation is not None:
+            evaluator = Evaluator.of(recipe, recipe.evaluation, session.world, session.plan.workers)
+            session.on_exit(evaluator.loader.close)
+        session.on_event(lambda event: [hook.on_event(run, event) for hook in hooks])
+        for hook in hooks:
+            hook.on_start(run)
+        _train(run, evaluator)
+        return _result(run)
+
+
+def _train(run: Run, evaluator: Evaluator | None) -> None:
+    recipe, session = run.recipe, run.session
+    steps = session.steps(
+        recipe.data,
+        global_batch=recipe.global_batch,
+        microbatch=recipe.microbatch,
+        steps=recipe.steps,
+        epochs=recipe.epochs,
+        collate=recipe.collate,
+        weight=recipe.weight,
+    )
+    every = recipe.evaluation.every if recipe.evaluation is not None else None
+    for step in steps:
+        for batch in step.microbatches():
+            with session.autocast():
+                loss = recipe.loss(output_of(recipe, run.model, batch), batch)
+            step.backward(loss)
+        step.commit(clip_norm=recipe.clip_norm)
+        run.step, run.last = step.index + 1, step
+        for hook in run.hooks:
+            hook.on_step(run)
+        if evaluator is not None and every is not None and run.step % every == 0:
+            _evaluate(run, evaluator)
+            session.take_stop()
+    if evaluator is not None and run.evaluated_at != run.step:
+        _evaluate(run, evaluator)
+    run.seconds = session.pace.seconds()
+    for hook in run.hooks:
+        hook.on_end(run)
+
+
+def _evaluate(run: Run, evaluator: Evaluator) -> None:
+    started = time.perf_counter()
+    run.metrics = evaluator.measure(run.model)
+    run.evaluated_at = run.step
+    run.session.recorder.evaluation(run.step, run.metrics)
+    run.session.pace.leave_out(time.perf_counter() - started)
+    for hook in run.hooks:
+        hook.on_evaluation(run, run.metrics)
+
+
+def _result(run: Run) -> Result:
+    session = run.session
+    assert run.last is not None, "a recipe has at least one step"
+    state = run.model.state_dict()
+    session.recorder.save_tensors("model.safetensors", state)
+    for hook in run.hooks:
+        hook.on_save(run)
+    session.event("run-ended", run.step)
+    result = Result(
+        steps=run.step,
+        loss=run.last.committed[0].loss(),
+        metrics=run.metrics,
+        fingerprint=fingerprint(state),
+        run_dir=str(session.recorder.path),
+        plan=str(session.plan),
+        world_size=session.world_size,
+        seconds=run.seconds,
+        samples_per_second=session.pace.total_samples / run.seconds,
+        events=list(session.recorder.events.events),
+    )
+    written = {name: value for name, value in asdict(result).items() if name != "events"}
+    session.recorder.write_json("result.json", written)
+    return result
+
+
+def _check_plan(recipe: Recipe, plan: Plan) -> None:
+    if plan.numerics == "bitwise" and recipe.microbatch is None:
+        raise RecipeError(
+            "numerics=bitwise with microbatch=None; without a fixed microbatch each number of processes computes others; "
+            f"give Recipe.microbatch, for example microbatch={max(1, recipe.global_batch // 8)}"
+        )

@@ -1,0 +1,292 @@
+"""The lower level that `train` is written on, for loops that a recipe cannot express: GANs, reinforcement learning."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep import precision as precisions
+from lockstep.comm.group import World, exact_sum, join
+from lockstep.data.generators import seed_generators
+from lockstep.data.loader import Loader
+from lockstep.errors import LossError, RecipeError
+from lockstep.events import Event
+from lockstep.keys import Stream, key
+from lockstep.launch.environment import Environment
+from lockstep.plan import Plan
+from lockstep.recipe import check_count, check_dataset
+from lockstep.train import optimizers
+from lockstep.train.recorder import Pace, Recorder
+from lockstep.train.source import Length, Microbatches, from_data, from_indices
+from lockstep.train.step import Pair, Step, no_weight
+
+
+class Session:
+    """The processes, the run directory and the models of one run. Every rank makes one, and makes the same calls on it.
+
+    Use it in a `with`. `plan` and `run_dir` of the launcher go before the ones given here. Raises `PlanError`, `LaunchError` and
+    `RunDirectoryError` on entering.
+    """
+
+    def __init__(
+        self,
+        *,
+        run_dir: str | None = None,
+        seed: int = 0,
+        plan: str | Plan | None = None,
+        precision: precisions.Precision = "fp32",
+        log_every: int = 10,
+        recipe: dict[str, Any] | None = None,
+    ) -> None:
+        """`log_every`: steps between lines of metrics.jsonl. `recipe`: what to say of it in run.json."""
+        check_count("log_every", log_every, "steps")
+        self.seed = seed
+        self.log_every = log_every
+        self.precision = precision
+        self._given_plan = Plan.parse(plan) if isinstance(plan, str) else plan
+        self._given_run_dir = run_dir
+        self._recipe = recipe
+        self._pairs: list[Pair] = []
+        self._listeners: list[Callable[[Event], object]] = []
+        self._stack = ExitStack()
+        self.stopping: str | None = None
+        """Why no further step is taken, once `stop` has taken effect."""
+        self._wants_to_stop: str | None = None
+
+    def __enter__(self) -> Session:
+        environment = Environment.read(os.environ)
+        with ExitStack() as stack:
+            self.world = join(
+                rank=environment.rank,
+                size=environment.world_size,
+                local_rank=environment.local_rank,
+                local_size=environment.local_world_size,
+            )
+            launched = Plan.parse(environment.plan) if environment.plan is not None else None
+            self.plan = (launched or self._given_plan or Plan()).resolve(self.world.size)
+            _set_up_computation(self.plan, self.world, stack)
+            self.recorder = Recorder(environment.run_dir or self._given_run_dir, self.world)
+            stack.callback(self.recorder.close)
+            stack.callback(self._close_pairs)
+            self._stack = stack.pop_all()
+        self.recorder.start(plan=self.plan, world=self.world, launcher=environment.launcher, seed=self.seed, recipe=self._recipe)
+        self.event("run-started", plan=str(self.plan), world_size=self.world.size)
+        for name, given, launched_as in (
+            ("plan", self._given_plan and str(self._given_plan.resolve(self.world.size)), launched and str(self.plan)),
+            ("run_dir", self._given_run_dir, environment.run_dir),
+        ):
+            if given and launched_as and given != launched_as:
+                self.event("launcher-overrides-script", name=name, script=given, launcher=launched_as)
+        if warning := precisions.slow_on_this_cpu(self.precision, self.world.device):
+            self.event("slow-precision", reason=warning)
+            self.recorder.message(f"warning: {warning}")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if error is not None:
+            self.event("run-failed", error=f"{kind.__name__ if kind else ''}: {error}")
+        self._stack.close()
+        if error is None:
+            self.world.leave()
+
+    @property
+    def rank(self) -> int:
+        """0 for the process that writes."""
+        return self.world.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.world.size
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes: its GPU, or the CPU."""
+        return self.world.device
+
+    def prepare(
+        self, build_model: Callable[[], Any], build_optimizer: Callable[[Any], Any], *, schedule: Callable[[Any], Any] | None = None
+    ) -> tuple[Any, Any]:
+        """Build a model and its optimizer (or list of optimizers) for training. Every rank calls it.
+
+        Returns what the two functions returned, the model on this rank's device. The model is built under generators seeded alike on
+        every rank. May be called again, for another pair. Raises `RecipeError`.
+        """
+        seed_generators(key(self.seed, Stream.MODEL, len(self._pairs)), self.device)
+        model = build_model()
+        parameters = optimizers.trainable(model)
+        model.to(self.device)
+        self._check_equal(model)
+        model.train()
+        made = optimizers.built(build_optimizer, model)
+        self._pairs.append(
+            Pair(
+                model,
+                parameters,
+                made,
+                world=self.world,
+                precision=self.precision,
+                schedule=schedule,
+                bitwise=self.plan.numerics == "bitwise",
+            )
+        )
+        return model, made if len(made) > 1 else made[0]
+
+    def steps(
+        self,
+        data: Any,
+        *,
+        global_batch: int,
+        microbatch: int | None = None,
+        steps: int | None = None,
+        epochs: int | None = None,
+        collate: Callable[[list[Any]], Any] | None = None,
+        weight: Callable[[Any], Any] | None = None,
+    ) -> Iterator[Step]:
+        """The steps of training, each the same on every rank. Arguments are those of `Recipe`.
+
+        `data=None`: there is no dataset; a microbatch is a `range` of indices in the global batch, the same in every step (the environments
+        of reinforcement learning). After each step the pairs must be committed. Raises `DataError`, `RecipeError`, `LossError`.
+        """
+        check_count("global_batch", global_batch, "samples")
+        if not self._pairs:
+            raise RecipeError("session.steps before session.prepare; a step needs a model and an optimizer; prepare them first")
+        if data is not None:
+            check_dataset("data", data)
+        length = Length(
+            samples=len(data) if data is not None else global_batch,
+            global_batch=global_batch,
+            microbatch=microbatch,
+            steps=steps,
+            epochs=epochs,
+            ranks=self.world.size,
+        )
+        if data is None:
+            return self._run(from_indices(length, world=self.world, seed=self.seed), length, weight)
+        loader = Loader(data, collate=collate, seed=self.seed, workers=self.plan.workers, device=self.device)
+        self._stack.callback(loader.close)
+        return self._run(from_data(loader, length, world=self.world, seed=self.seed), length, weight)
+
+    def _run(self, sources: Iterator[Microbatches], length: Length, weight: Callable[[Any], Any] | None) -> Iterator[Step]:
+        self.pace = Pace()
+        self.recorder.show(length.steps)
+        unpolled: list[Step] = []
+        terms: list[str] | None = None
+        for source in sources:
+            if weight is not None:
+                terms = source.weigh(weight, terms)
+                for name, total in (source.weights or {}).items():
+                    if not total:
+                        raise LossError(no_weight(source.step, name))
+            if len(self._pairs) > 1:
+                source.keep()
+            step = Step(source.step, source, self._pairs, self.world, wants_to_stop=lambda: self._wants_to_stop is not None)
+            yield step
+            self._check_committed(step)
+            self.pace.count(step.samples)
+            unpolled.append(step)
+            if (step.index + 1) % self.log_every == 0 or step.index + 1 == length.steps:
+                self._log(unpolled)
+                unpolled = []
+                if any(bool(outcome.stops) for outcome in step.committed.values()):
+                    self.take_stop()
+            if self.stopping is not None:
+                self.event("stopped", reason=self.stopping, step=step.index + 1)
+                return
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The context that forwards run in, for the session's precision. Backwards and commits stay outside."""
+        return precisions.autocast(self.precision, self.device)
+
+    def mean(self, values: Tensor) -> float:
+        """The mean over all values of all ranks, the same on each. `values`: any shape, perhaps empty. Every rank calls it."""
+        everyone = self.world.gather_ragged(values.detach().reshape(-1).double().cpu())
+        return exact_sum(everyone.tolist()) / max(len(everyone), 1)
+
+    def stop(self, reason: str) -> None:
+        """Ask for the end of training. Any rank may; it takes effect on all at the next logging step or evaluation."""
+        self._wants_to_stop = reason
+
+    def event(self, name: str, step: int = 0, **details: Any) -> None:
+        """Write down that something happened; rank 0's events are in events.jsonl."""
+        event = self.recorder.event(name, step, **details)
+        for listener in self._listeners:
+            listener(event)
+
+    def on_event(self, listener: Callable[[Event], object]) -> None:
+        """Call `listener` with every event from now on."""
+        self._listeners.append(listener)
+
+    def on_exit(self, close: Callable[[], object]) -> None:
+        """Call `close` when the session ends, however it ends."""
+        self._stack.callback(close)
+
+    def _log(self, steps: list[Step]) -> None:
+        for step in steps:
+            for outcome in step.committed.values():
+                outcome.check()
+                if outcome.applied is False:
+                    self.event("step-skipped", step.index, reason="the scaled gradient overflowed; the loss scale was halved")
+        last = steps[-1]
+        outcome = last.committed[0]
+        values = {
+            "loss": outcome.loss(),
+            "lr": outcome.pair.schedule.rate(),
+            "gradient_norm": float(outcome.norm),
+            "samples_per_second": self.pace.restart(),
+        }
+        terms = {f"loss/{name}": value for name, value in outcome.term_losses().items()}
+        self.recorder.step(last.index + 1, values, {**terms, **last.logged})
+
+    def take_stop(self) -> None:
+        """Learn why any rank wants to stop, if one does. Every rank calls it."""
+        reasons = self.world.gather_values(self._wants_to_stop)
+        self.stopping = next((reason for reason in reasons if reason is not None), None)
+
+    def _check_committed(self, step: Step) -> None:
+        if len(step.committed) < len(self._pairs):
+            raise LossError(
+                f"step {step.index} ended with {len(step.committed)} of {len(self._pairs)} prepared pairs committed; call "
+                "step.commit(optimizer) for each on every rank, in every step"
+            )
+
+    def _check_equal(self, model: nn.Module) -> None:
+        """Replicas start equal because they are built alike; a model that is not (it read the rank, or the clock) is refused."""
+        if self.world.size == 1:
+            return
+        tensors = {name: t for name, t in model.state_dict().items() if isinstance(t, Tensor) and t.numel()}
+        sums = {name: [list(t.shape), float(t.double().sum()), float(t.double().abs().sum())] for name, t in tensors.items()}
+        everyone = self.world.gather_values(sums)
+        for rank, other in enumerate(everyone):
+            different = [name for name in {**everyone[0], **other} if repr(everyone[0].get(name)) != repr(other.get(name))]
+            if different:
+                raise RecipeError(
+                    f"the model is not the same on ranks 0 and {rank}: {different[0]!r} differs; the factory must build the same model in every "
+                    "process: draw weights from torch's, numpy's or python's default generator (they are seeded), never from the rank or time"
+                )
+
+    def _close_pairs(self) -> None:
+        for pair in self._pairs:
+            pair.close()
+
+
+def _set_up_computation(plan: Plan, world: World, stack: ExitStack) -> None:
+    """Threads and determinism for the duration of the session; what was set before is put back."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    bitwise = plan.numerics == "bitwise"
+    stack.callback(torch.set_num_threads, torch.get_num_threads())
+    torch.set_num_threads(1 if bitwise and world.device.type == "cpu" else max(1, cores // world.local_size))
+    if bitwise and world.device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
+        stack.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+    stack.callback(random.setstate, random.getstate())
+    stack.callback(torch.default_generator.set_state, torch.default_generator.get_state())

@@ -1,0 +1,342 @@
+"""The step as a transaction: accumulate, reduce, scale, clip, apply. Nothing of the model changes before the reduced gradient is known."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lockstep import precision as precisions
+from lockstep.comm.group import World, exact_sum
+from lockstep.errors import LossError
+from lockstep.parallel.replicate import Replica
+from lockstep.parallel.statistics import RunningStatistics
+from lockstep.train.loss import Contribution, contribution
+from lockstep.train.optimizers import Schedule
+
+if TYPE_CHECKING:
+    from lockstep.train.session import Microbatches
+
+
+class Pair:
+    """A model and its optimizers on one rank, with what one step of them leaves for the next."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: dict[str, nn.Parameter],
+        optimizers: Sequence[Optimizer],
+        *,
+        world: World,
+        precision: precisions.Precision,
+        schedule: Callable[[Any], Any] | None,
+        bitwise: bool,
+    ) -> None:
+        self.model = model
+        self.names = list(parameters)
+        self.parameters = list(parameters.values())
+        self.optimizers = list(optimizers)
+        self.world = world
+        self.scaler = precisions.loss_scaler(precision, world.device)
+        self.schedule = Schedule(schedule, optimizers)
+        self.statistics = RunningStatistics(model, world)
+        self.forward_knows: bool | None = None
+        """Whether only the forward knows the weight, as the first commit found. None before."""
+        self.terms: list[str] = []
+        """The names of the loss's terms where there are several, as the first commit found."""
+        self.prescale: Tensor | None = None
+        """Then: the power of two that a total is divided by before its backward, near the last step's weight. Scalar."""
+        self.skipped = 0
+        """Steps that fp16's loss scale skipped."""
+        self._bitwise = bitwise
+        self._replica: Replica | None = None
+        self._room = 0
+        self._gates_on_device = world.device.type == "cuda" and all(group.get("fused") for o in optimizers for group in o.param_groups)
+
+    def replica(self, microbatches: int) -> Replica:
+        """The gradients' keeper, made anew where a step has more microbatches than any before. Every rank calls it alike."""
+        if self._replica is None or microbatches > self._room:
+            if self._replica is not None:
+                self._replica.close()
+            self._room = microbatches
+            self._replica = Replica(self.parameters, self.world, bitwise=self._bitwise, max_microbatches=microbatches)
+        return self._replica
+
+    def close(self) -> None:
+        self.statistics.close()
+        if self._replica is not None:
+            self._replica.close()
+            self._replica = None
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def agree_on_loss(self, parts: Sequence[Contribution]) -> None:
+        """At the first commit, tell a rank without a microbatch what the others' losses look like. Every rank calls it."""
+        mine = [parts[0].brought_weight, list(parts[0].terms)] if parts else None
+        self.forward_knows, self.terms = next(kind for kind in self.world.gather_values(mine) if kind is not None)
+
+    def rescale(self, weights: Tensor, prescale: Tensor) -> None:
+        """Divide the summed gradient by the sum of weights, and choose the next step's power of two."""
+        total = weights.double().sum()
+        gradients = self.gradients()
+        if gradients:
+            torch._foreach_mul_(gradients, (prescale / total).to(gradients[0].dtype))
+        self.prescale = torch.where(total > 0, torch.exp2(torch.round(torch.log2(total))), prescale)
+
+    def gradients(self) -> list[Tensor]:
+        return [p.grad for p in self.parameters if p.grad is not None]
+
+    def apply(self, step: int, clip_norm: float | None) -> tuple[Tensor, bool | None]:
+        """Clip and step the optimizers, all or none. Returns the gradient's norm before clipping, and whether the step was applied:
+        None where a GPU decides and nobody has asked it yet."""
+        if self.scaler is not None:
+            for optimizer in self.optimizers:
+                self.scaler.unscale_(optimizer)
+        gradients = self.gradients()
+        norm = precisions.global_norm(gradients) if gradients else torch.zeros((), device=self.world.device)
+        if clip_norm is not None and gradients:
+            precisions.clip(self.parameters, norm, clip_norm)
+        self.schedule.before_step(step)
+        applied = self._step(norm)
+        if applied is not False:
+            self.schedule.after_step()
+        return norm, applied
+
+    def _step(self, norm: Tensor) -> bool | None:
+        if self.scaler is not None:
+            before = self.scaler.get_scale()
+            for optimizer in self.optimizers:
+                self.scaler.step(optimizer)
+            self.scaler.update()
+            skipped = self.scaler.get_scale() < before
+            self.skipped += skipped
+            return not skipped
+        if self._gates_on_device:
+            stop = (~torch.isfinite(norm)).float()
+            for optimizer in self.optimizers:
+                optimizer.found_inf = stop  # type: ignore[attr-defined]  # read by torch's fused optimizers
+                optimizer.step()
+            return None
+        if not math.isfinite(float(norm)):
+            return False
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return True
+
+
+class Step:
+    """One optimizer step under way, the same on all ranks. Made by `Session.steps`."""
+
+    def __init__(self, index: int, source: Microbatches, pairs: Sequence[Pair], world: World, *, wants_to_stop: Callable[[], bool]) -> None:
+        self.index = index
+        """0 for the first."""
+        self.samples = source.samples
+        """Samples of the global batch."""
+        self.count = source.count
+        """Microbatches of the global batch, over all ranks."""
+        self.committed: dict[int, Outcome] = {}
+        """What each pair's commit came to, by its place in the session."""
+        self.logged: dict[str, float] = {}
+        self._pairs = pairs
+        self.source = source
+        self.world = world
+        self._poll = world.device.type == "cpu"
+        self._wants_to_stop = wants_to_stop
+        self._phase: _Phase | None = None
+
+    def microbatches(self) -> Iterator[Any]:
+        """This rank's share of the batch, one microbatch after another, each under its own random generators. Perhaps none.
+
+        May be run through again after a `commit`, for another pair: the same batches then, with generators of their own.
+        """
+        for place, batch, samples in self.source.batches(passes=len(self.committed)):
+            self._current = (place, batch, samples)
+            yield batch
+
+    def backward(self, loss: Any, optimizer: Any = None) -> None:
+        """Add the gradient of this microbatch's loss. Called once for each microbatch, on the rank that has it.
+
+        `loss`: a scalar (the mean over this microbatch's samples), an `ls.Loss`, or with `weight` given to `steps`, an `ls.Sum` or a
+        dict. `optimizer`: which of several prepared pairs it is for; other models that the loss reaches get no gradient.
+        Raises `LossError`.
+        """
+        pair = self._pairs[self._place(optimizer)]
+        phase = self._begun(pair)
+        place, batch, samples = self._current
+        if phase.seen and phase.seen[-1] >= place:
+            raise LossError(
+                f"step {self.index}, microbatch {place}: a second backward; each microbatch has one: add the losses, and call it on their sum"
+            )
+        part = contribution(
+            loss, samples=samples, step_samples=self.samples, batch=batch, weights=self.source.weights, prescale=self._prescale(pair)
+        )
+        pair.statistics.note_microbatch()
+        seed = part.seed if pair.scaler is None else pair.scaler.scale(part.seed)
+        phase.seen.append(place)
+        phase.parts.append(part)
+        phase.replica.backward(part.total, seed, only_these=len(self._pairs) > 1)
+        pair.statistics.discard_recomputed()
+
+    def commit(self, optimizer: Any = None, *, clip_norm: float | None = None) -> None:
+        """Reduce, scale, clip, apply: on all ranks or on none. Every rank calls it once a step, for each prepared pair.
+
+        `clip_norm`: largest global norm of the gradient. Raises `LossError` where the loss or gradient is not finite (at the next logging
+        step on a GPU, with the model not updated by such a step where the optimizer is `fused`).
+        """
+        number = self._place(optimizer)
+        pair = self._pairs[number]
+        phase = self._begun(pair)
+        missing = [place for place in phase.share if place not in phase.seen]
+        if missing:
+            raise LossError(
+                f"step {self.index}: commit without a backward for microbatches {missing} of this rank; call step.backward once for each "
+                "microbatch; for one that is to count for nothing, give a loss multiplied by 0"
+            )
+        self._check_kind(pair, phase.parts)
+        values = torch.stack([part.value for part in phase.parts]) if phase.parts else None
+        weights = torch.stack([part.weight for part in phase.parts]) if phase.parts else None
+        values, weights, stops = phase.replica.finish(values, weights, flag=self._wants_to_stop())
+        pair.statistics.check()
+        if pair.forward_knows:
+            pair.rescale(weights, self._prescale(pair))
+        norm, applied = pair.apply(self.index, clip_norm)
+        pair.statistics.commit(self.count, apply=applied is not False)
+        weights = weights if pair.forward_knows else None
+        outcome = Outcome(self, pair, values, weights, norm, applied, stops, [part.terms for part in phase.parts])
+        self.committed[number] = outcome
+        self._phase = None
+        if self._poll:
+            outcome.check()
+
+    def log(self, values: dict[str, float]) -> None:
+        """Numbers of the user's own for this step's line in metrics.jsonl and the progress display; rank 0's are written."""
+        self.logged.update(values)
+
+    def _begun(self, pair: Pair) -> _Phase:
+        if self._phase is None:
+            replica = pair.replica(self.source.most)
+            self._phase = _Phase(pair, replica, replica.begin(self.count))
+        if self._phase.pair is not pair:
+            raise LossError(
+                f"step {self.index}: backward for a second model before the first one's commit; run through step.microbatches() and commit "
+                "for one (model, optimizer) pair, then for the next"
+            )
+        return self._phase
+
+    def _prescale(self, pair: Pair) -> Tensor:
+        if pair.prescale is None:
+            pair.prescale = torch.tensor(2.0 ** round(math.log2(self.samples)), dtype=torch.float64, device=self.world.device)
+        return pair.prescale
+
+    def _check_kind(self, pair: Pair, parts: Sequence[Contribution]) -> None:
+        kinds = {part.brought_weight for part in parts}
+        if pair.forward_knows is None:
+            pair.agree_on_loss(parts)
+        if kinds - {pair.forward_knows}:
+            raise LossError(
+                f"step {self.index}: the loss is an ls.Loss for some microbatches and not for others; it must be the same kind for all: "
+                "return ls.Loss(total, weight) always, or never"
+            )
+
+    def _place(self, optimizer: Any) -> int:
+        if optimizer is None and len(self._pairs) == 1:
+            return 0
+        for place, pair in enumerate(self._pairs):
+            if optimizer is pair.optimizers or any(optimizer is o for o in pair.optimizers):
+                return place
+        given = "no optimizer" if optimizer is None else f"an optimizer ({type(optimizer).__name__}) that this session did not prepare"
+        raise LossError(f"step {self.index}: {given}, with {len(self._pairs)} pairs prepared; name one that session.prepare returned")
+
+
+@dataclass(slots=True)
+class _Phase:
+    """One pair's part of a step, from its first backward to its commit."""
+
+    pair: Pair
+    replica: Replica
+    share: range
+    seen: list[int] = field(default_factory=list)
+    parts: list[Contribution] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a commit came to. Numbers stay on the device until somebody reads them."""
+
+    step: Step
+    pair: Pair
+    values: Tensor
+    """(microbatches,): each one's part of the loss; its raw total where `weights` is there."""
+    weights: Tensor | None
+    norm: Tensor
+    """Scalar: the gradient's global norm before clipping."""
+    applied: bool | None
+    """Whether the model was updated. None: a GPU decided; `check` finds out."""
+    stops: Tensor | bool
+    """How many ranks wanted to stop."""
+    terms: list[dict[str, Tensor]]
+    """Of this rank's microbatches, each term's part of the loss, where there are several."""
+
+    def loss(self) -> float:
+        """Σ total / Σ weight over the step's microbatches: the same on every rank and at any world size."""
+        total = exact_sum(self.values.tolist())
+        if self.weights is None:
+            return total
+        weight = exact_sum(self.weights.tolist())
+        return total / weight if weight else math.nan
+
+    def term_losses(self) -> dict[str, float]:
+        """Each term's part of the loss, where there are several. Every rank calls it, when all do."""
+        if not self.pair.terms:
+            return {}
+        rows = [{name: float(value) for name, value in terms.items()} for terms in self.terms]
+        everyone = [row for rank_rows in self.step.world.gather_values(rows) for row in rank_rows]
+        return {name: exact_sum([row[name] for row in everyone]) for name in self.pair.terms}
+
+    def check(self) -> None:
+        """Raise `LossError` where no step can be taken from this one's loss or gradient: alike on every rank, before anything is lost."""
+        if math.isfinite(float(self.norm)) and self.applied is not False and self.weights is None:
+            return
+        step = self.step
+        for place, value in enumerate(self.values.tolist()):
+            if not math.isfinite(value):
+                raise LossError(
+                    f"step {step.index}: the loss is {value} in microbatch {place}, computed by rank {step.source.owner(place)} from samples "
+                    f"{step.source.samples_of(place)}; a step needs a finite loss; the model was not changed by this step: look at those "
+                    "samples, the learning rate, and divisions, logarithms and square roots in the model"
+                )
+        if self.weights is not None:
+            self._check_weights(self.weights.tolist())
+        if not math.isfinite(float(self.norm)) and self.pair.scaler is None:
+            raise LossError(
+                f"step {step.index}: every loss is finite and the gradient is not, first in {self._not_finite()}; a step needs a finite "
+                "gradient; the model was not changed by this step: look for square roots and norms at 0, and for overflow"
+            )
+
+    def _check_weights(self, weights: list[float]) -> None:
+        for place, weight in enumerate(weights):
+            if not 0 <= weight < math.inf:
+                raise LossError(
+                    f"step {self.step.index}: the weight of microbatch {place} is {weight}; a weight counts what was summed and is finite and "
+                    "not negative"
+                )
+        if not any(weights):
+            raise LossError(no_weight(self.step.index, "loss"))
+
+    def _not_finite(self) -> str:
+        for name, parameter in zip(self.pair.names, self.pair.parameters, strict=True):
+            if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
+                return f"parameter {name!r}"
+        return "the norm over all parameters (it overflows)"
+
+
+def no_weight(step: int, term: str) -> str:
+    return (
+        f"step {step}: the weights of term {term!r} add up to 0 over the whole global batch; the loss is divided by their sum; check the "
+        "labels (are all ignored?) or use a larger global_batch"
+    )
