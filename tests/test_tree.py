@@ -88,7 +88,7 @@ def test_a_counter_holds_few_values_at_a_time(start, leaves):
         assert len(counter.values) <= 2 * count.bit_length()
 
 
-@pytest.mark.parametrize("nodes", [[(0, 2)], [(0, 1), (2, 3)], [(1, 3)], [(0, 2), (2, 4)], []])
+@pytest.mark.parametrize("nodes", [[(0, 2)], [(0, 2), (3, 4)], [(2, 4)], [(0, 1), (1, 4)], [(0, 2), (2, 5)], []])
 def test_nodes_that_do_not_make_up_the_tree_are_refused(nodes):
     with pytest.raises(ValueError, match="node"):
-        fold(nodes, [1] * len(nodes), 3, int.__add__)
+        fold(nodes, [1] * len(nodes), 4, int.__add__)

@@ -1,0 +1,78 @@
+"""Which sample stands at a position of a run: a pure function of the seed and the position, in constant memory.
+
+Position p is place p % length of epoch p // length. Each epoch has its own permutation of 0..length-1: a Feistel network
+(Luby and Rackoff, 1988) on the smallest power of two that holds `length`, walked until it falls below `length` (Black and
+Rogaway, 2002). The halves take turns, so they need not be equal. The round function is splitmix64's, keyed by seed, epoch and round.
+
+The bits of an order are a contract: a run that is resumed, or repeated years later, must see the same samples.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.errors import DataError
+from lockstep.keys import GOLDEN, MIX_FIRST, MIX_SECOND, Stream, key
+
+# Every two rounds divide the bias by about the square root of the domain. Measured over 10 million epochs of 4 and of 5 samples, and
+# 200 million samples of 513 to 1024: 8 rounds show no bias from a domain of 2**10 on, and 16 none from 2**4 on, where 12 do.
+ROUNDS: Final = 8
+ROUNDS_OF_SMALL_DOMAINS: Final = 16
+SMALL_DOMAIN_BITS: Final = 9
+SMALLEST_DOMAIN_BITS: Final = 4
+
+
+class Order:
+    """The order of `length` samples under `seed`, epoch after epoch. Every rank makes its own. Raises `DataError` where `length` < 1."""
+
+    def __init__(self, length: int, seed: int) -> None:
+        if length < 1:
+            raise DataError(f"length={length}; an order is of at least one sample; give data that are not empty")
+        self.length = length
+        bits = max((length - 1).bit_length(), SMALLEST_DOMAIN_BITS)
+        self._low_bits = np.uint64(bits // 2)
+        self._low_mask = np.uint64((1 << bits // 2) - 1)
+        self._high_mask = np.uint64((1 << bits - bits // 2) - 1)
+        self._rounds = ROUNDS_OF_SMALL_DOMAINS if bits <= SMALL_DOMAIN_BITS else ROUNDS
+        self._key = np.uint64(key(seed, Stream.ORDER))
+
+    def samples(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The epoch and the sample of each position (0 to 2**63 - 1): two arrays of the shape of `positions`.
+
+        Uses about ten times the memory of `positions`, whatever the length: ask for some thousand positions at a time.
+        """
+        epochs, places = np.divmod(positions.reshape(-1), np.int64(self.length))
+        keys = _mix(self._key + epochs.view(np.uint64) * np.uint64(GOLDEN))
+        samples = self._permute(places.view(np.uint64), keys)
+        outside = np.flatnonzero(samples >= self.length)
+        while outside.size:
+            walked = self._permute(samples[outside], keys[outside])
+            samples[outside] = walked
+            outside = outside[walked >= self.length]
+        if self.length > 1:
+            # A Feistel network has only even permutations; swapping the first two samples in every other epoch gives the odd ones.
+            samples ^= (keys >> np.uint64(63)) & (samples < 2)
+        return epochs.reshape(positions.shape), samples.view(np.int64).reshape(positions.shape)
+
+    def _permute(self, values: NDArray[np.uint64], keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        low, high = values & self._low_mask, values >> self._low_bits
+        for number in range(self._rounds):
+            round_keys = keys + np.uint64(number * GOLDEN % 2**64)
+            if number % 2:
+                low ^= _mix(round_keys + high) & self._low_mask
+            else:
+                high ^= _mix(round_keys + low) & self._high_mask
+        return high << self._low_bits | low
+
+
+def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """`keys.mix` of every element, in place."""
+    state ^= state >> np.uint64(30)
+    state *= np.uint64(MIX_FIRST)
+    state ^= state >> np.uint64(27)
+    state *= np.uint64(MIX_SECOND)
+    state ^= state >> np.uint64(31)
+    return state
