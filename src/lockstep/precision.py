@@ -36,7 +36,8 @@ def slow_on_this_cpu(precision: Precision, device: torch.device) -> str | None:
 
 def global_norm(gradients: Sequence[Tensor]) -> Tensor:
     """The 2-norm of all gradients as one vector: a scalar tensor. Each tensor's own norm first, in their order."""
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(gradients))))
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(gradients))))
+    return norm
 
 
 def clip(parameters: Sequence[nn.Parameter], norm: Tensor, limit: float) -> None:

@@ -108,7 +108,7 @@ class Recipe:
     inputs: Callable[[Any], Any] | None = None
     """(batch) -> what the model is called with: a tuple of arguments, a dict of keywords, or one tensor."""
     weight: Callable[[Any], Any] | None = None
-    """(batch as collated, on the CPU) -> the denominator that goes with `Sum`: a number or scalar tensor, or a dict with the loss's names."""
+    """(batch as collated, on the CPU) -> the denominator that goes with `Sum`: a number, or a dict with the loss's names."""
     collate: Callable[[list[Any]], Any] | None = None
     """(samples) -> batch. None: torch's default collate."""
     schedule: Callable[[Any], Any] | None = None

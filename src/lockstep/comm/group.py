@@ -88,8 +88,14 @@ def join(*, rank: int, size: int, local_rank: int, local_size: int, timeout: tim
 def _network_error(error: Exception) -> str:
     address = f"{os.environ.get('MASTER_ADDR', '(unset)')}:{os.environ.get('MASTER_PORT', '(unset)')}"
     if "EADDRINUSE" in str(error):
-        return f"the rendezvous port {address} (MASTER_ADDR:MASTER_PORT) is in use by another program; give another, or let lockstep run choose"
-    return f"cannot meet the other processes at {address} (MASTER_ADDR:MASTER_PORT): {error}; is rank 0 running there, and reachable?"
+        return (
+            f"the rendezvous port {address} (MASTER_ADDR:MASTER_PORT) is in use by another program; "
+            "give another, or let lockstep run choose"
+        )
+    return (
+        f"cannot meet the other processes at {address} (MASTER_ADDR:MASTER_PORT): {error}; every process must be able to reach rank 0 "
+        "there: check that it runs, and the address"
+    )
 
 
 def exact_sum(values: Sequence[float]) -> float:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.assignment import share
@@ -50,7 +51,7 @@ class _Touched(nn.Module):
         self._parameters_once = list(parameters)
 
     def forward(self, loss: Tensor) -> Tensor:
-        touched: Tensor = _Touch.apply(loss, *self._parameters_once)
+        touched: Tensor = _Touch.apply(loss, *self._parameters_once)  # type: ignore[no-untyped-call]
         return touched
 
 
@@ -75,7 +76,7 @@ class Replica:
             self._touched = _Touched(self._parameters, slots)
             self._ddp = DistributedDataParallel(self._touched, gradient_as_bucket_view=True, init_sync=False)
             self._ddp.register_comm_hook(None, self._ordered_bucket if bitwise else _sum_bucket)
-            self._hooks = [p.register_post_accumulate_grad_hook(self._note_use(i)) for i, p in enumerate(self._parameters)]
+            self._hooks = [p.register_post_accumulate_grad_hook(self._note_use(i)) for i, p in enumerate(self._parameters)]  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
         for hook in self._hooks:
@@ -116,7 +117,8 @@ class Replica:
         if self._ddp is None:
             if self._bitwise:
                 self._put_root()
-            assert values is not None and weights is not None, "a world of one has every microbatch"
+            assert values is not None
+            assert weights is not None
             return values, weights, flag
         if not self._synchronised:
             zero = torch.zeros((), device=self._touched.slots.device, requires_grad=True)
@@ -178,7 +180,7 @@ class Replica:
         for parameter, gradient, used in zip(self._parameters, root, self._used, strict=True):
             parameter.grad = gradient if used else None
 
-    def _ordered_bucket(self, _: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def _ordered_bucket(self, _: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Start this bucket's ordered sum; once the last bucket is here, end all of them in their order, which is the same on all ranks."""
         members = [self._places.get(id(parameter)) for parameter in bucket.parameters()]
         buffer, last_leaf = bucket.buffer(), bucket.gradients()
@@ -200,14 +202,14 @@ class Replica:
         return future
 
 
-def _sum_bucket(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def _sum_bucket(_: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     assert work is not None
     future: torch.futures.Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
     return future
 
 
-def _flatten(value: Sequence[Tensor], like: dist.GradBucket) -> Tensor:
+def _flatten(value: Sequence[Tensor], like: GradBucket) -> Tensor:
     """The tensors laid out as the bucket lays out its gradients, strides and all."""
     buffer = like.buffer()
     flat = torch.zeros_like(buffer)

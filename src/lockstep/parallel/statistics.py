@@ -32,8 +32,13 @@ class _Scratch:
     @classmethod
     def of(cls, module: _BatchNorm) -> _Scratch:
         kept = {name: module._buffers[name] for name in BUFFERS}
-        present = {name: buffer for name, buffer in kept.items() if buffer is not None}
-        return cls(module, present, {name: torch.zeros_like(buffer) for name, buffer in present.items()})
+        scratch = cls(module, {name: buffer for name, buffer in kept.items() if buffer is not None}, {})
+        scratch.renew()
+        return scratch
+
+    def renew(self) -> None:
+        """Fresh buffers, not zeroed ones: autograd has saved those of the forward for its backward."""
+        self.taken = {name: torch.zeros_like(buffer) for name, buffer in self.kept.items()}
 
     def swap_in(self, module: nn.Module, _: Any) -> None:
         if module.training:
@@ -50,10 +55,8 @@ class _Scratch:
         if momentum is None:
             gains = gains * calls
         keep = torch.ones_like(calls) if momentum is None else (1.0 - momentum) ** calls
-        row = torch.cat([torch.stack([keep, calls]), gains])
-        for buffer in self.taken.values():
-            buffer.zero_()
-        return row
+        self.renew()
+        return torch.cat([torch.stack([keep, calls]), gains])
 
     def apply(self, rows: Tensor) -> None:
         """Update the module's own buffers from all microbatches, in order. `rows`: (microbatches, 2 + 2 features)."""
@@ -83,12 +86,17 @@ class RunningStatistics:
         self._hooks += [scratch.module.register_forward_hook(scratch.swap_out, always_call=True) for scratch in self._scratches]
         self._rows: list[Tensor] = []
         ours = {id(buffer) for scratch in self._scratches for buffer in scratch.kept.values()}
+        self._others = {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in ours}
         self._model = model
-        self._others = {name: (id(b), b._version) for name, b in model.named_buffers() if id(b) not in ours}
+        self.begin()
 
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
+
+    def begin(self) -> None:
+        """At the start of a step: how the buffers that no forward may change stand."""
+        self._versions = {name: buffer._version for name, buffer in self._others.items()}
 
     def note_microbatch(self) -> None:
         """Take down what the forward just done did to the statistics; what a recomputation in the backward does is not counted."""
@@ -98,16 +106,18 @@ class RunningStatistics:
     def discard_recomputed(self) -> None:
         """After a backward: forget what activation checkpointing computed again."""
         for scratch in self._scratches:
-            for buffer in scratch.taken.values():
-                buffer.zero_()
+            scratch.renew()
 
     def check(self) -> None:
         """Raises `RecipeError` where a forward has changed a buffer that is not BatchNorm's."""
-        for name, buffer in self._model.named_buffers():
-            if name in self._others and self._others[name] != (id(buffer), buffer._version):
+        if not self._others:
+            return
+        now = dict(self._model.named_buffers())
+        for name, version in self._versions.items():
+            if now.get(name) is not self._others[name] or self._others[name]._version != version:
                 raise RecipeError(
-                    f"the model's forward changed its buffer {name!r}; microbatches are computed on different ranks, so such a buffer would "
-                    "depend on the number of processes (BatchNorm's running statistics are the exception, and are handled); "
+                    f"the model's forward changed its buffer {name!r}; microbatches are computed on different ranks, so it would "
+                    "depend on the number of processes (BatchNorm's running statistics are handled); "
                     "make it a parameter, or update it outside the forward from a hook"
                 )
 
@@ -121,5 +131,5 @@ class RunningStatistics:
         self._rows = []
         everyone = self._world.gather_rows(mine, [len(share(count, rank, self._world.size)) for rank in range(self._world.size)])
         if apply:
-            for scratch, rows in zip(self._scratches, everyone.split(widths, dim=1), strict=True):
+            for scratch, rows in zip(self._scratches, torch.split(everyone, widths, dim=1), strict=True):
                 scratch.apply(rows)

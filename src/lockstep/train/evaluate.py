@@ -123,7 +123,5 @@ def _checked(name: str, collected: Any, samples: int) -> tuple[Tensor, ...]:
     for tensor in tensors:
         if not isinstance(tensor, Tensor) or tensor.dim() == 0 or len(tensor) != samples:
             shape = f"shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
-            raise DataError(
-                f"metric {name!r} collected {shape} from a microbatch of {samples} samples; each tensor that it collects has one row a sample"
-            )
+            raise DataError(f"metric {name!r} collected {shape} from a microbatch of {samples} samples; each tensor has one row a sample")
     return tuple(tensor.cpu() for tensor in tensors)

@@ -73,7 +73,7 @@ class EarlyStopping(Hook):
 
 
 class ExponentialMovingAverage(Hook):
-    """Keep a moving average of the weights: after each step, average = decay × average + (1 - decay) × weights. (Polyak and Juditsky, 1992.)
+    """Keep a moving average of the weights (Polyak and Juditsky, 1992): after each step, decay × average + (1 - decay) × weights.
 
     `model_average.safetensors` in the run directory holds it at the end, with the model's buffers as they are.
     """

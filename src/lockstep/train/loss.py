@@ -53,8 +53,8 @@ def contribution(loss: Any, *, samples: int, step_samples: int, batch: Any, weig
         raise LossError("the loss is an empty dict; give it one term at least, or return the loss itself")
     if weights is not None and (missing := set(weights) ^ {name for name, term in loss.items() if isinstance(term, Sum)}):
         raise LossError(
-            f"the loss has terms {sorted(loss)} and the weight has {sorted(weights)}; {sorted(missing)} is not a Sum in the one and a weight "
-            "in the other; a weight goes with each ls.Sum of the loss, by the same name"
+            f"the loss has terms {sorted(loss)} and the weight has {sorted(weights)}; {sorted(missing)} is not a Sum in one and a "
+            "weight in the other; a weight goes with each ls.Sum of the loss, by the same name"
         )
     scaled = {}
     for name, term in loss.items():
@@ -97,8 +97,8 @@ def _term(name: str, term: Any, *, samples: int, step_samples: int, batch: Any, 
         )
     if _holds_ignore_index(batch):
         raise LossError(
-            f"term {name!r} of the loss is a plain scalar, and the batch holds the ignore index {IGNORE_INDEX}; a mean over the tokens that "
-            "are not ignored would be weighted as a mean over samples; return ls.Sum(total) with Recipe.weight = batch -> "
+            f"term {name!r} of the loss is a plain scalar, and the batch holds the ignore index {IGNORE_INDEX}; a mean over tokens "
+            "that are not ignored would be weighted as a mean over samples; return ls.Sum(total) with Recipe.weight = batch -> "
             f"(labels != {IGNORE_INDEX}).sum(), or ls.Loss(total, weight)"
         )
     return total, samples / step_samples

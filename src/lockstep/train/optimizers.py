@@ -23,8 +23,8 @@ def built(factory: Callable[[nn.Module], Any], model: nn.Module) -> list[Optimiz
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
             raise RecipeError(
-                f"the optimizer factory returned {optimizer!r} (a {type(optimizer).__name__}); it must return a torch.optim.Optimizer, or a "
-                "list of them"
+                f"the optimizer factory returned {optimizer!r} (a {type(optimizer).__name__}); it must return a torch.optim.Optimizer, "
+                "or a list of them"
             )
     if not optimizers:
         raise RecipeError("the optimizer factory returned an empty list; it must return at least one torch.optim.Optimizer")
@@ -131,8 +131,8 @@ def _check_cover(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     left_out = [name for name, parameter in trainable(model).items() if id(parameter) not in held]
     if left_out:
         raise RecipeError(
-            f"the optimizer leaves out {_listed(left_out)}; every trainable parameter must be in exactly one optimizer: add them, or freeze "
-            "them with requires_grad_(False)"
+            f"the optimizer leaves out {_listed(left_out)}; every trainable parameter must be in exactly one optimizer: add them, or "
+            "freeze them with requires_grad_(False)"
         )
     twice = [names.get(i, "(unnamed)") for i, times in held.items() if times > 1]
     if twice:

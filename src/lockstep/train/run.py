@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -87,8 +88,8 @@ def train(
 ) -> Result:
     """Train, on as many processes as were started. Every rank calls it, with the same recipe.
 
-    `plan` and `run_dir`: where the launcher gives none. None: `replicate=auto`, and a new directory below `runs`. `log_every`: steps between
-    the lines of `metrics.jsonl`. Raises the children of `lockstep.errors.UserError`.
+    `plan` and `run_dir`: where the launcher gives none. None: `replicate=auto`, and a new directory below `runs`. `log_every`: steps
+    between the lines of `metrics.jsonl`. Raises the children of `lockstep.errors.UserError`.
     """
     if not isinstance(recipe, Recipe):
         raise RecipeError(f"train({recipe!r}); it takes an ls.Recipe: build one with ls.Recipe(model=..., data=..., loss=..., ...)")
@@ -104,7 +105,8 @@ def train(
         if recipe.evaluation is not None:
             evaluator = Evaluator.of(recipe, recipe.evaluation, session.world, session.plan.workers)
             session.on_exit(evaluator.loader.close)
-        session.on_event(lambda event: [hook.on_event(run, event) for hook in hooks])
+        for hook in hooks:
+            session.on_event(partial(hook.on_event, run))
         for hook in hooks:
             hook.on_start(run)
         _train(run, evaluator)

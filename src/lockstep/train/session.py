@@ -21,7 +21,7 @@ from lockstep.events import Event
 from lockstep.keys import Stream, key
 from lockstep.launch.environment import Environment
 from lockstep.plan import Plan
-from lockstep.recipe import check_count, check_dataset
+from lockstep.recipe import Precision, check_count, check_dataset
 from lockstep.train import optimizers
 from lockstep.train.recorder import Pace, Recorder
 from lockstep.train.source import Length, Microbatches, from_data, from_indices
@@ -41,7 +41,7 @@ class Session:
         run_dir: str | None = None,
         seed: int = 0,
         plan: str | Plan | None = None,
-        precision: precisions.Precision = "fp32",
+        precision: Precision = "fp32",
         log_every: int = 10,
         recipe: dict[str, Any] | None = None,
     ) -> None:
@@ -83,7 +83,7 @@ class Session:
             ("run_dir", self._given_run_dir, environment.run_dir),
         ):
             if given and launched_as and given != launched_as:
-                self.event("launcher-overrides-script", name=name, script=given, launcher=launched_as)
+                self.event("launcher-overrides-script", what=name, script=given, launcher=launched_as)
         if warning := precisions.slow_on_this_cpu(self.precision, self.world.device):
             self.event("slow-precision", reason=warning)
             self.recorder.message(f"warning: {warning}")
@@ -267,8 +267,8 @@ class Session:
             different = [name for name in {**everyone[0], **other} if repr(everyone[0].get(name)) != repr(other.get(name))]
             if different:
                 raise RecipeError(
-                    f"the model is not the same on ranks 0 and {rank}: {different[0]!r} differs; the factory must build the same model in every "
-                    "process: draw weights from torch's, numpy's or python's default generator (they are seeded), never from the rank or time"
+                    f"the model is not the same on ranks 0 and {rank}: {different[0]!r} differs; the factory must build the same model in "
+                    "every process: draw weights from torch's, numpy's or python's default generator (they are seeded), not from the rank"
                 )
 
     def _close_pairs(self) -> None:

@@ -16,11 +16,12 @@ from lockstep.comm.group import World, exact_sum
 from lockstep.errors import LossError
 from lockstep.parallel.replicate import Replica
 from lockstep.parallel.statistics import RunningStatistics
+from lockstep.recipe import Precision
 from lockstep.train.loss import Contribution, contribution
 from lockstep.train.optimizers import Schedule
 
 if TYPE_CHECKING:
-    from lockstep.train.session import Microbatches
+    from lockstep.train.source import Microbatches
 
 
 class Pair:
@@ -33,7 +34,7 @@ class Pair:
         optimizers: Sequence[Optimizer],
         *,
         world: World,
-        precision: precisions.Precision,
+        precision: Precision,
         schedule: Callable[[Any], Any] | None,
         bitwise: bool,
     ) -> None:
@@ -170,7 +171,8 @@ class Step:
         place, batch, samples = self._current
         if phase.seen and phase.seen[-1] >= place:
             raise LossError(
-                f"step {self.index}, microbatch {place}: a second backward; each microbatch has one: add the losses, and call it on their sum"
+                f"step {self.index}, microbatch {place}: a second backward; each microbatch has one: "
+                "add the losses, and call it on their sum"
             )
         part = contribution(
             loss, samples=samples, step_samples=self.samples, batch=batch, weights=self.source.weights, prescale=self._prescale(pair)
@@ -220,6 +222,7 @@ class Step:
     def _begun(self, pair: Pair) -> _Phase:
         if self._phase is None:
             replica = pair.replica(self.source.most)
+            pair.statistics.begin()
             self._phase = _Phase(pair, replica, replica.begin(self.count))
         if self._phase.pair is not pair:
             raise LossError(
@@ -306,9 +309,9 @@ class Outcome:
         for place, value in enumerate(self.values.tolist()):
             if not math.isfinite(value):
                 raise LossError(
-                    f"step {step.index}: the loss is {value} in microbatch {place}, computed by rank {step.source.owner(place)} from samples "
-                    f"{step.source.samples_of(place)}; a step needs a finite loss; the model was not changed by this step: look at those "
-                    "samples, the learning rate, and divisions, logarithms and square roots in the model"
+                    f"step {step.index}: the loss is {value} in microbatch {place}, computed by rank {step.source.owner(place)} from "
+                    f"samples {step.source.samples_of(place)}; a step needs a finite loss; the model was not changed by this step: "
+                    "look at those samples, the learning rate, and divisions, logarithms and roots in the model"
                 )
         if self.weights is not None:
             self._check_weights(self.weights.tolist())
@@ -322,8 +325,8 @@ class Outcome:
         for place, weight in enumerate(weights):
             if not 0 <= weight < math.inf:
                 raise LossError(
-                    f"step {self.step.index}: the weight of microbatch {place} is {weight}; a weight counts what was summed and is finite and "
-                    "not negative"
+                    f"step {self.step.index}: the weight of microbatch {place} is {weight}; a weight counts what was summed and is "
+                    "finite and not negative"
                 )
         if not any(weights):
             raise LossError(no_weight(self.step.index, "loss"))
