@@ -62,7 +62,7 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
     """The elements in row-major order, as contiguous 1-d tensors of at most `_PIECE_BYTES` each."""
     count, limit = tensor.numel(), _PIECE_BYTES // tensor.element_size()
     if count <= limit:
-        yield tensor.reshape(-1)
+        yield tensor.reshape(-1).contiguous()
     elif tensor.is_contiguous():
         flat = tensor.view(-1)
         yield from (flat[start : start + limit] for start in range(0, count, limit))
@@ -76,5 +76,6 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
 def _bytes(piece: Tensor) -> memoryview:
     """The elements of a contiguous 1-d tensor as little-endian bytes; without a copy where they lie in memory like that."""
     width = piece.element_size() // (2 if piece.is_complex() else 1)
-    array = piece.cpu().view(torch.uint8).numpy()
+    # A single element may have any stride and be contiguous, and could then not be viewed as bytes.
+    array = piece.cpu().as_strided(piece.shape, (1,)).view(torch.uint8).numpy()
     return (array if sys.byteorder == "little" else array.reshape(-1, width)[:, ::-1].copy()).data

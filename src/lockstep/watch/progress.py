@@ -13,10 +13,14 @@ from typing import TYPE_CHECKING, TextIO
 if TYPE_CHECKING:
     from rich.console import Console
 
+_Values = tuple[float | None, float | None, float | None, Mapping[str, float]]
+
 _LIVE_SECONDS = 0.1
 """Least time between two refreshes of the live line."""
-_LINE_SECONDS, _LONGEST_LINE_SECONDS, _LINES_A_DOUBLING = 2.0, 60.0, 50
-"""Where there is no terminal: least time between two lines; later in the run 1/50 of the time gone by; never more than 60 s."""
+_LINE_SECONDS, _LONGEST_LINE_SECONDS, _LINE_SHARE = 2.0, 60.0, 0.02
+"""Where there is no terminal: least time between two lines; later in the run, this share of the time gone by; never more than 60 s."""
+_WARM_UP_STEPS = 5
+"""Steps that a first interval must have for a guess at the time left to be made from it."""
 _BAR_LEAST, _BAR_MOST = 8, 40
 """Columns."""
 
@@ -37,7 +41,7 @@ class Progress:
         self._began = clock()
         self._pace = _Pace(start, self._began)
         self._step = start
-        self._numbers: list[tuple[int, str]] = []
+        self._latest: _Values = (None, None, None, {})
         self._shown_at = -math.inf
         self._stale = False
         console = _terminal(stream)
@@ -59,18 +63,19 @@ class Progress:
         now = self._clock()
         self._pace.update(step, now)
         self._step = step
-        self._numbers = _numbers(loss, lr, samples_per_second, extra or {})
+        self._latest = (loss, lr, samples_per_second, extra or {})
         self._stale = True
         if step >= self._total:
             self._show(f"after {_duration(now - self._began)}")
         elif now - self._shown_at >= self._gap:
             self._shown_at = now
             if isinstance(self._display, _PlainLines):
-                self._gap = min(_LONGEST_LINE_SECONDS, max(_LINE_SECONDS, (now - self._began) / _LINES_A_DOUBLING))
+                self._gap = min(_LONGEST_LINE_SECONDS, max(_LINE_SECONDS, _LINE_SHARE * (now - self._began)))
             self._show(self._pace.left(self._total))
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
         """Write what an evaluation after `step` steps gave, to stay."""
+        self._pace.evaluation(step)
         numbers = "".join(f"  {name} {_number(value)}" for name, value in values.items())
         self.message(f"evaluation at step {step}/{self._total}{numbers}")
 
@@ -96,7 +101,7 @@ class Progress:
 
     def _show(self, time_text: str) -> None:
         self._stale = False
-        parts = sorted([*self._numbers, *([(_TIME, time_text)] if time_text else [])])
+        parts = _numbers(*self._latest, time_text)
         try:
             if self._display is not None:
                 self._display.status(self._step, self._total, parts)
@@ -111,22 +116,34 @@ class Progress:
 
 
 class _Pace:
-    """Seconds a step takes, and from them the time left.
+    """What a step takes, and what evaluations take besides, and from both the time left.
 
-    A mean over the steps seen so far, in which step n has a weight in proportion to n: steady, and the latest half of the run counts
-    for three quarters. What happens between steps (evaluations, saving) is part of it. The first interval, in which things warm up,
-    counts only until there is a second.
+    The seconds of a step are a mean over the steps seen so far, in which step n has a weight in proportion to n: steady, and the latest
+    half of the run counts for three quarters. The first interval, in which things warm up, counts only until there is a second: what it
+    gives is a guess, marked with "~". What an interval with an evaluation took more than its steps do is expected as often as so far.
     """
 
     def __init__(self, step: int, now: float) -> None:
-        self._step, self._time = step, now
-        self._counted = 0
-        self._intervals = 0
+        self._start = self._step = step
+        self._time = now
+        self._counted = self._intervals = 0
         self._seconds_a_step = math.nan
+        self._evaluated: int | None = None
+        self._last_evaluation = step
+        self._evaluation_seconds = 0.0
+
+    def evaluation(self, step: int) -> None:
+        self._evaluated = step
 
     def update(self, step: int, now: float) -> None:
         steps, seconds = step - self._step, now - self._time
         if steps <= 0:
+            return
+        self._step, self._time = step, now
+        evaluated, self._evaluated = self._evaluated, None
+        if evaluated is not None and self._intervals > 1:
+            self._last_evaluation = evaluated
+            self._evaluation_seconds += max(0.0, seconds - steps * self._seconds_a_step)
             return
         if self._intervals == 1:
             self._counted = 0
@@ -135,12 +152,14 @@ class _Pace:
         share = 1 - (self._counted / (self._counted + steps)) ** 2
         self._seconds_a_step = seconds / steps if share == 1 else self._seconds_a_step + share * (seconds / steps - self._seconds_a_step)
         self._counted += steps
-        self._step, self._time = step, now
 
     def left(self, total: int) -> str:
-        if self._intervals == 0:
+        if self._intervals == 0 or (self._intervals == 1 and self._counted < _WARM_UP_STEPS):
             return ""
-        return ("~" if self._intervals == 1 else "") + f"{_duration((total - self._step) * self._seconds_a_step)} left"
+        seconds = (total - self._step) * self._seconds_a_step
+        if self._last_evaluation > self._start:
+            seconds += (total - self._last_evaluation) * self._evaluation_seconds / (self._last_evaluation - self._start)
+        return ("~" if self._intervals == 1 else "") + f"{_duration(seconds)} left"
 
 
 _LOSS, _LR, _RATE, _TIME, _EXTRA = range(5)
@@ -149,7 +168,9 @@ _IMPORTANCE = {_LOSS: 0, _TIME: 0, _RATE: _BAR_LEAST + 1, _LR: _BAR_LEAST + 1, _
 """The numbers in the order in which a narrow line takes them in, and the columns that each must leave for the bar."""
 
 
-def _numbers(loss: float | None, lr: float | None, samples_per_second: float | None, extra: Mapping[str, float]) -> list[tuple[int, str]]:
+def _numbers(
+    loss: float | None, lr: float | None, samples_per_second: float | None, extra: Mapping[str, float], time_text: str
+) -> list[tuple[int, str]]:
     found: list[tuple[int, str]] = []
     if loss is not None:
         found.append((_LOSS, f"loss {_number(loss)}"))
@@ -158,6 +179,8 @@ def _numbers(loss: float | None, lr: float | None, samples_per_second: float | N
     if samples_per_second is not None and math.isfinite(samples_per_second):
         digits = 0 if samples_per_second >= 100 else 1 if samples_per_second >= 10 else 2
         found.append((_RATE, f"{samples_per_second:,.{digits}f} samples/s"))
+    if time_text:
+        found.append((_TIME, time_text))
     if extra:
         found.append((_EXTRA, "  ".join(f"{name} {_number(value)}" for name, value in extra.items())))
     return found

@@ -1,0 +1,188 @@
+"""The metrics log: valid JSON lines and TensorBoard events with the same numbers, from one write, without a thread."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lockstep.errors import DataError
+from lockstep.watch.metrics import MetricsLog
+
+
+class Clock:
+    """Seconds that pass only when a test says so."""
+
+    def __init__(self, now: float = 1_000_000_000.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line, parse_constant=pytest.fail) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def crc32c(data: bytes) -> int:
+    """CRC-32C of RFC 3720, bit by bit."""
+    register = 0xFFFFFFFF
+    for byte in data:
+        register ^= byte
+        for _ in range(8):
+            register = (register >> 1) ^ (0x82F63B78 if register & 1 else 0)
+    return register ^ 0xFFFFFFFF
+
+
+def masked(data: bytes) -> int:
+    crc = crc32c(data)
+    return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def events(folder: Path) -> list[Any]:
+    """The records of the one event file, with their checksums checked."""
+    from tensorboardX.proto.event_pb2 import Event  # type: ignore[import-untyped]
+
+    (path,) = folder.glob("events.out.tfevents.*")
+    data, found = path.read_bytes(), []
+    while data:
+        (length,) = struct.unpack("<Q", data[:8])
+        assert struct.unpack("<I", data[8:12])[0] == masked(data[:8])
+        body = data[12 : 12 + length]
+        assert len(body) == length
+        assert struct.unpack("<I", data[12 + length : 16 + length])[0] == masked(body)
+        found.append(Event.FromString(body))
+        data = data[16 + length :]
+    return found
+
+
+def test_the_checksum_of_this_test_is_the_published_one() -> None:
+    assert crc32c(b"123456789") == 0xE3069283
+
+
+def test_a_write_is_one_line_of_json(tmp_path: Path) -> None:
+    clock = Clock()
+    with MetricsLog(tmp_path, clock) as log:
+        log.write(1, {"loss": 2.5, "lr": 3e-4})
+        clock.now += 2
+        log.write(2, {"evaluation/loss": np.float32(2.25), "accuracy": torch.tensor(0.5), "count": 3})
+    assert rows(tmp_path) == [
+        {"step": 1, "time": 1_000_000_000.0, "loss": 2.5, "lr": 3e-4},
+        {"step": 2, "time": 1_000_000_002.0, "evaluation/loss": 2.25, "accuracy": 0.5, "count": 3.0},
+    ]
+
+
+def test_a_write_is_one_tensorboard_record_with_all_values(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path, Clock()) as log:
+        log.write(10, {"loss": 2.5, "evaluation/accuracy": 0.75})
+        log.write(20, {"loss": 2.25})
+    header, first, second = events(tmp_path)
+    assert header.file_version == "brain.Event:2"
+    assert (first.step, first.wall_time) == (10, 1_000_000_000.0)
+    assert [(value.tag, value.simple_value) for value in first.summary.value] == [("loss", 2.5), ("evaluation/accuracy", 0.75)]
+    assert [(value.tag, value.simple_value) for value in second.summary.value] == [("loss", 2.25)]
+
+
+def test_numbers_that_are_not_finite_are_null_with_a_sign_and_the_json_stays_valid(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path, Clock()) as log:
+        log.write(1, {"loss": math.nan, "norm": math.inf, "least": -math.inf, "lr": 0.1})
+    (row,) = rows(tmp_path)
+    assert row == {
+        "step": 1,
+        "time": 1_000_000_000.0,
+        "loss": None,
+        "norm": None,
+        "least": None,
+        "lr": 0.1,
+        "not_finite": {"loss": "nan", "norm": "inf", "least": "-inf"},
+    }
+    values = [value.simple_value for value in events(tmp_path)[1].summary.value]
+    assert math.isnan(values[0])
+    assert values[1:3] == [math.inf, -math.inf]
+
+
+def test_numbers_too_large_for_tensorboards_floats_do_not_end_a_run(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path, Clock()) as log:
+        log.write(1, {"loss": 1e300})
+    assert rows(tmp_path)[0]["loss"] == 1e300
+    assert events(tmp_path)[1].summary.value[0].simple_value == math.inf
+
+
+def test_rows_can_be_read_at_once_and_then_at_most_a_second_late(tmp_path: Path) -> None:
+    clock = Clock()
+
+    def seen() -> tuple[int, int]:
+        return len(rows(tmp_path)), len(events(tmp_path)) - 1
+
+    with MetricsLog(tmp_path, clock) as log:
+        log.write(0, {"loss": 1.0})
+        assert seen() == (1, 1)
+        for step in range(1, 10):
+            clock.now += 0.1
+            log.write(step, {"loss": 1.0})
+        assert seen() == (1, 1)
+        clock.now += 0.11
+        log.write(10, {"loss": 1.0})
+        assert seen() == (11, 11)
+        log.write(11, {"loss": 1.0})
+        assert seen() == (11, 11)
+        log.flush()
+        assert seen() == (12, 12)
+        log.write(12, {"loss": 1.0})
+    assert seen() == (13, 13)
+
+
+def test_a_clock_that_is_set_back_does_not_keep_rows_from_the_file(tmp_path: Path) -> None:
+    clock = Clock()
+    with MetricsLog(tmp_path, clock) as log:
+        log.write(1, {"loss": 1.0})
+        clock.now -= 3600
+        log.write(2, {"loss": 1.0})
+        assert len(rows(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("name", ["step", "time", "not_finite"])
+def test_a_metric_with_a_name_of_the_row_itself_is_refused(tmp_path: Path, name: str) -> None:
+    with MetricsLog(tmp_path, Clock()) as log, pytest.raises(DataError) as refused:
+        log.write(1, {"loss": 1.0, name: 2.0})
+    assert str(refused.value) == f"a metric is named '{name}'; a row of metrics.jsonl has '{name}' of its own; choose another name"
+    assert rows(tmp_path) == []
+
+
+@pytest.mark.parametrize(("value", "found"), [("high", "'high' (a str)"), (None, "None (a NoneType)"), ([1.0], "[1.0] (a list)")])
+def test_a_metric_that_is_no_number_is_refused(tmp_path: Path, value: Any, found: str) -> None:
+    with MetricsLog(tmp_path, Clock()) as log, pytest.raises(DataError) as refused:
+        log.write(1, {"quality": value})
+    assert str(refused.value) == f"metric 'quality' is {found}; a metric is one number; reduce it to one, say by mean()"
+
+
+def test_a_tensor_of_several_numbers_is_refused(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path, Clock()) as log, pytest.raises(DataError, match=r"metric 'quality' is tensor.*reduce it to one"):
+        log.write(1, {"quality": torch.zeros(2)})
+
+
+def test_closing_twice_is_fine_and_no_thread_is_ever_started(tmp_path: Path) -> None:
+    before = threading.active_count()
+    log = MetricsLog(tmp_path, Clock())
+    log.write(1, {"loss": 1.0})
+    assert threading.active_count() == before
+    log.close()
+    log.close()
+
+
+def test_the_environment_is_left_as_it_was_by_the_import_of_tensorboardx(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from pathlib import Path; from lockstep.watch.metrics import MetricsLog; before = dict(os.environ);"
+        "assert 'tensorboardX' not in sys.modules; MetricsLog(Path(sys.argv[1])).close(); assert 'tensorboardX' in sys.modules;"
+        "print({**os.environ} == before)"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, capture_output=True, text=True).stdout == "True\n"
