@@ -1,0 +1,273 @@
+"""What a piece of code left behind: two snapshots of what this process holds, and what the later one has more.
+
+    before = take()
+    ...
+    assert remaining(before) == []
+
+Linux only: it reads /proc and /dev/shm.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Collection, Hashable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+Kind = Literal["process", "thread", "port", "descriptor", "environment", "shared-memory", "temporary-file"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+SHARED_MEMORY = Path("/dev/shm")
+POLL_SECONDS = 0.02
+# pytest rewrites its variable in each phase of a test.
+VOLATILE_VARIABLES = frozenset({"PYTEST_CURRENT_TEST"})
+# Python starts one of these for the rest of the interpreter's life; it and its pipe belong to the interpreter, not to whoever came first.
+INTERPRETER_PROCESSES = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+
+# The state of a listening socket in /proc/net/tcp.
+LISTENING = "0A"
+
+Found = dict[Hashable, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What this process held when `take` was called."""
+
+    found: Mapping[Kind, Mapping[Hashable, str]]
+    """Kind -> identity -> how it is named in a report."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exempt:
+    """What a snapshot leaves out: things that live longer than the code under test, such as a `WorkerPool`'s own."""
+
+    processes: Collection[int] = ()
+    """Ids of processes. They and their descendants are left out."""
+    descriptors: Collection[int] = ()
+    """Numbers of file descriptors of this process."""
+
+
+def take(kinds: Collection[Kind] = KINDS, exempt: Exempt | None = None) -> Snapshot:
+    """Look at what this process holds now.
+
+    Child processes (descendants too, and ended ones that nobody waited for), Python threads, TCP ports that this process or a child listens
+    on, open file descriptors, environment variables and the working directory, files in /dev/shm and in the temporary folder
+    (`tempfile.gettempdir()`: give a test session one of its own, or other programs' files are seen).
+    """
+    left_out = exempt or Exempt()
+    family = _family(left_out) if "process" in kinds or "port" in kinds else {}
+    looks: dict[Kind, Callable[[], Found]] = {
+        "process": lambda: _processes(family),
+        "thread": _threads,
+        "port": lambda: _ports(family),
+        "descriptor": lambda: _descriptors(left_out),
+        "environment": _environment,
+        "shared-memory": _shared_memory,
+        "temporary-file": _temporary_files,
+    }
+    return Snapshot({kind: looks[kind]() for kind in kinds})
+
+
+def compare(before: Snapshot, after: Snapshot) -> list[str]:
+    """Name what `after` holds that `before` did not, one sentence each; and variables of the environment that are gone."""
+    leaks = []
+    for kind, now in after.found.items():
+        then = before.found.get(kind, {})
+        leaks += [f"{kind}: {text}" for identity, text in now.items() if identity not in then]
+    if "environment" in after.found:
+        still = {name for name, _ in _variables(after)}
+        leaks += [f"environment: {name} was removed" for name, _ in _variables(before) if name not in still]
+    return leaks
+
+
+def remaining(before: Snapshot, exempt: Exempt | None = None, timeout_seconds: float = 3.0) -> list[str]:
+    """What is still held beyond `before`, after at most `timeout_seconds` in which ending threads and processes may end.
+
+    Returns at once where nothing is. Collects garbage first where something is, because a descriptor may wait for a cycle to be freed.
+    Leaves out files in /dev/shm that a process maps which is neither this one nor its descendant.
+    """
+    kinds = tuple(before.found)
+    deadline = time.monotonic() + timeout_seconds
+
+    def found() -> list[str]:
+        after = take(kinds, exempt)
+        new = {str(path) for path in after.found.get("shared-memory", {})} - {str(path) for path in before.found.get("shared-memory", {})}
+        strangers = _mapped_by_strangers(new)
+        return [leak for leak in compare(before, after) if leak.removeprefix("shared-memory: ") not in strangers]
+
+    leaks = found()
+    if leaks:
+        gc.collect()
+        leaks = found()
+    while leaks and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+        leaks = found()
+    return leaks
+
+
+def _variables(snapshot: Snapshot) -> list[tuple[str, str]]:
+    return [identity for identity in snapshot.found.get("environment", {}) if isinstance(identity, tuple)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Process:
+    parent: int
+    state: str
+    started: int
+    """Clock ticks since boot: with the id, it tells a process from a later one of the same id."""
+
+
+def _family(exempt: Exempt) -> dict[int, _Process]:
+    """The descendants of this process by id, without the exempt, the interpreter's own, and theirs."""
+    everyone = {int(name): process for name in os.listdir("/proc") if name.isdecimal() and (process := _process(int(name))) is not None}
+    children: dict[int, list[int]] = {}
+    for number, process in everyone.items():
+        children.setdefault(process.parent, []).append(number)
+    family: dict[int, _Process] = {}
+    waiting = children.get(os.getpid(), [])
+    while waiting:
+        number = waiting.pop()
+        if number not in exempt.processes and not any(name in _command(number) for name in INTERPRETER_PROCESSES):
+            family[number] = everyone[number]
+            waiting += children.get(number, [])
+    return family
+
+
+def _process(number: int) -> _Process | None:
+    try:
+        text = Path(f"/proc/{number}/stat").read_text()
+    except OSError:
+        return None  # it has ended
+    fields = text.rpartition(")")[2].split()  # the name before it, in brackets, may hold anything
+    return _Process(parent=int(fields[1]), state=fields[0], started=int(fields[19]))
+
+
+def _command(number: int) -> str:
+    try:
+        return Path(f"/proc/{number}/cmdline").read_text(errors="replace").replace("\0", " ").strip()
+    except OSError:
+        return ""
+
+
+def _processes(family: dict[int, _Process]) -> Found:
+    return {
+        (number, process.started): f"{number} has ended and was not waited for"
+        if process.state == "Z"
+        else f"{number} ({process.state}): {_command(number)[:200]}"
+        for number, process in family.items()
+    }
+
+
+def _ports(family: dict[int, _Process]) -> Found:
+    found: Found = {}
+    for number, target in _targets(os.getpid()).items():
+        if target.startswith("socket:") and (port := _listening_port(number)) is not None:
+            found[(os.getpid(), target)] = f"{port} is listened on by this process"
+    listening = _listening_inodes() if family else {}
+    for number in family:
+        for target in _targets(number).values():
+            if target in listening:
+                found[(number, target)] = f"{listening[target]} is listened on by process {number} ({_command(number)[:80]})"
+    return found
+
+
+def _listening_port(descriptor: int) -> int | None:
+    try:
+        with socket.socket(fileno=os.dup(descriptor)) as copy:
+            if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                return int(copy.getsockname()[1])
+    except OSError:
+        pass  # closed since it was listed
+    return None
+
+
+def _listening_inodes() -> dict[str, int]:
+    """The listening TCP sockets of this machine, as /proc names them, and their ports. Slow where there are many connections."""
+    listening: dict[str, int] = {}
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        if os.path.exists(table):
+            rows = [line.split() for line in Path(table).read_text().splitlines()[1:]]
+            listening.update({f"socket:[{row[9]}]": int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == LISTENING})
+    return listening
+
+
+def _targets(number: int) -> dict[int, str]:
+    """What the open descriptors of a process refer to."""
+    targets = {}
+    try:
+        for name in os.listdir(f"/proc/{number}/fd"):
+            with contextlib.suppress(OSError):  # the descriptor of this very listing, or one closed since
+                targets[int(name)] = os.readlink(f"/proc/{number}/fd/{name}")
+    except OSError:
+        pass  # the process has ended
+    return targets
+
+
+def _threads() -> Found:
+    return {
+        (thread.ident, thread.name): f"{thread.name} ({'daemon, ' if thread.daemon else ''}{type(thread).__qualname__})"
+        for thread in threading.enumerate()
+    }
+
+
+def _descriptors(exempt: Exempt) -> Found:
+    left_out = {*exempt.descriptors, _tracker_descriptor()}
+    return {(number, target): f"{number} -> {target}" for number, target in _targets(os.getpid()).items() if number not in left_out}
+
+
+def _tracker_descriptor() -> int:
+    from multiprocessing import resource_tracker
+
+    number = getattr(resource_tracker._resource_tracker, "_fd", None)
+    return number if isinstance(number, int) else -1
+
+
+def _environment() -> Found:
+    found: Found = {
+        (name, value): f"{name}={value[:200]!r} was set" for name, value in os.environ.items() if name not in VOLATILE_VARIABLES
+    }
+    found[("working directory", os.getcwd())] = f"the working directory became {os.getcwd()}"
+    return found
+
+
+def _temporary_files() -> Found:
+    folder = tempfile.gettempdir()
+    return {entry.path: entry.path for entry in os.scandir(folder)}
+
+
+def _shared_memory() -> Found:
+    return {entry.path: entry.path for entry in os.scandir(SHARED_MEMORY)} if SHARED_MEMORY.is_dir() else {}
+
+
+def _mapped_by_strangers(paths: Collection[str]) -> set[str]:
+    """Those of `paths` that a process maps which is neither this one nor its descendant."""
+    if not paths:
+        return set()
+    mapped: set[str] = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            text = (process / "maps").read_text(errors="replace")
+        except OSError:
+            continue  # it ended, or belongs to somebody else
+        hits = {path for path in paths if path in text}
+        if hits and not _is_family(int(process.name)):
+            mapped |= hits
+    return mapped
+
+
+def _is_family(number: int) -> bool:
+    while number > 1:
+        if number == os.getpid():
+            return True
+        process = _process(number)
+        if process is None:
+            return False
+        number = process.parent
+    return False

@@ -1,0 +1,324 @@
+"""A pool of Gloo worker processes for tests, shared by a whole test session.
+
+    @pytest.fixture(scope="session")
+    def pool():
+        with WorkerPool() as pool:
+            yield pool
+
+    def mean_of_ranks() -> float:                       # at module level: it is pickled by its name
+        value = torch.tensor(float(torch.distributed.get_rank()))
+        torch.distributed.all_reduce(value)
+        return value.item() / torch.distributed.get_world_size()
+
+    def test_the_mean_of_two_ranks(pool):
+        assert pool.run(2, mean_of_ranks) == [0.5, 0.5]
+
+Importing torch takes seconds, a fork of a process that has done so some ten milliseconds. So one process, the nursery, imports what workers
+need, and every run forks its workers from it: each run gets fresh processes, and what it leaves in them cannot reach the next. Linux only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from types import TracebackType
+from typing import IO, Any
+
+from lockstep.errors import LaunchError, UserError, WorkerError
+from lockstep.testing.leaks import Exempt
+from lockstep.testing.worker import DUMP_SIGNAL, FAILED, PACKET_BYTES, kill_group, loopback_store
+
+START_SECONDS = 120.0
+# Taking the group down, and the wait for what is ending when `check_leaks` looks.
+LEAVE_SECONDS = 15.0
+DUMP_SECONDS = 2.0
+# A rank that was killed closes its sockets a moment before its end can be seen; the others' complaints about that arrive first.
+DEATH_SECONDS = 0.05
+NURSERY = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); from lockstep.testing.worker import nursery; "
+NURSERY += "nursery(int(sys.argv.pop(1)), json.loads(sys.argv.pop(1)))"
+# One thread each, so that the nursery can be forked; and a look for GPUs that does not make CUDA unusable in the forks.
+NURSERY_ENVIRONMENT = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "PYTORCH_NVML_BASED_CUDA_CHECK"), "1")
+
+
+class WorkerFailed(WorkerError):
+    """A rank raised, was killed, left something behind or did not answer in time. The text has its traceback, or its stacks."""
+
+    def __init__(self, rank: int, text: str) -> None:
+        super().__init__(text)
+        self.rank = rank
+        """The rank that failed first; where several did not answer, the lowest of them."""
+
+
+@dataclass(slots=True)
+class _Worker:
+    rank: int
+    process: int
+    pipe: Connection
+    dump: IO[bytes]
+    end: int
+    """A descriptor that can be read once the process has ended."""
+    status: int | None = field(default=None)
+
+
+class WorkerPool:
+    """Runs functions on `world_size` fresh processes with a Gloo process group. Used by one thread at a time.
+
+    `max_workers` is the largest world size. `preload` names modules that the nursery imports before the first run, beside torch and the
+    modules that functions come from. With `check_leaks`, a run fails where a rank leaves a process, a thread, a listening port, an open
+    descriptor or an environment variable behind.
+
+    The nursery starts when the pool is made, and imports while the caller goes on; `close`, or leaving the `with` block, ends it.
+    Raises `LaunchError` where the platform lacks what the pool stands on.
+    """
+
+    def __init__(self, max_workers: int = 4, *, preload: Iterable[str] = (), check_leaks: bool = False) -> None:
+        if not hasattr(os, "pidfd_open"):
+            raise LaunchError(f"WorkerPool on {sys.platform}; it needs Linux 5.3 or later, for pidfd_open; run these tests there")
+        if max_workers < 1:
+            raise LaunchError(f"max_workers={max_workers}; a pool runs at least 1 worker; give a positive number")
+        self.max_workers = max_workers
+        self._preload = list(preload)
+        self._check_leaks = check_leaks
+        self._closed = False
+        self._start()
+
+    def run(self, world_size: int, function: Callable[..., Any], *args: Any, timeout_seconds: float = 60.0) -> list[Any]:
+        """Call `function(*args)` on ranks 0 to `world_size` - 1 at once; return the results in rank order.
+
+        Each rank is a new process with: a default Gloo group over loopback (at world size 1 too); RANK, WORLD_SIZE, LOCAL_RANK,
+        LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torchrun sets them, on top of this process's environment; this process's working
+        directory and `sys.path`; one intra-op thread; random generators of Python, NumPy and torch in one fixed state.
+        The function stands at the top level of a module; it, its arguments and its results are pickled.
+
+        Raises a rank's own `UserError`, as it is and caused by a `WorkerFailed`; `WorkerFailed` for any other exception, a death, a leak,
+        and for ranks that do not answer within `timeout_seconds`, whose stacks it shows. The other ranks are killed at once.
+        `LaunchError`: `world_size` is more than `max_workers`, or the function cannot be pickled.
+        """
+        if not 1 <= world_size <= self.max_workers:
+            raise LaunchError(f"world_size={world_size}; this pool runs 1 to max_workers={self.max_workers} ranks; make a larger pool")
+        if self._closed:
+            raise LaunchError("this WorkerPool is closed; a closed pool runs nothing; make another")
+        task = _task(function, timeout_seconds, self._check_leaks)
+        try:
+            payload = pickle.dumps((function, args))
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise LaunchError(
+                f"{function!r} and its arguments cannot be pickled ({error}); define it at the top level of a module"
+            ) from error
+
+        store = loopback_store()
+        workers: list[_Worker] = []
+        try:
+            workers += self._fork(world_size, task)
+            for worker in workers:
+                header = {**task, "rank": worker.rank, "world_size": world_size, "port": store.port}
+                _send(worker, json.dumps(header).encode(), payload)
+            results = [pickle.loads(answer) for answer in self._answers(workers, timeout_seconds)]
+            for worker in workers:
+                _send(worker, b"all have answered")
+            left = [json.loads(answer) for answer in self._answers(workers, LEAVE_SECONDS)]
+        finally:
+            self._end(workers)
+            del store
+        for rank, found in enumerate(left):
+            if found:
+                raise WorkerFailed(rank, f"rank {rank} of {world_size} left behind:\n  " + "\n  ".join(found))
+        return results
+
+    def close(self) -> None:
+        """End the nursery and, with it, everything that the pool started. May be called again."""
+        self._closed = True
+        self._control.close()
+        try:
+            self._nursery.wait(DUMP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._nursery.kill()
+            self._nursery.wait()
+
+    @property
+    def exempt(self) -> Exempt:
+        """What the pool itself holds, for `lockstep.testing.leaks` to leave out."""
+        return Exempt(processes=(self._nursery.pid,), descriptors=(self._control.fileno(),))
+
+    def __enter__(self) -> WorkerPool:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.settimeout(START_SECONDS)
+        path = json.dumps([entry for entry in sys.path if isinstance(entry, str)])
+        command = [sys.executable, "-c", NURSERY, path, str(theirs.fileno()), json.dumps(self._preload)]
+        with theirs:
+            self._nursery = subprocess.Popen(
+                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env={**os.environ, **NURSERY_ENVIRONMENT}
+            )
+        self._ready = False
+
+    def _ask(self, request: dict[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
+        try:
+            if not self._ready:
+                self._ready = bool(self._control.recv(PACKET_BYTES))
+            socket.send_fds(self._control, [json.dumps(request).encode()], descriptors)
+            answer = self._control.recv(PACKET_BYTES)
+        except OSError as error:
+            raise self._nursery_lost(str(error)) from error
+        if not answer:
+            raise self._nursery_lost("it closed its socket")
+        return dict(json.loads(answer))
+
+    def _nursery_lost(self, reason: str) -> WorkerError:
+        self._control.close()
+        self._nursery.kill()
+        status = self._nursery.wait()
+        self._start()
+        return WorkerError(f"the pool's nursery process ended with status {status} ({reason}); what it wrote to stderr says why")
+
+    def _fork(self, world_size: int, task: dict[str, Any]) -> list[_Worker]:
+        pairs = [socket.socketpair() for _ in range(world_size)]
+        dumps: list[IO[bytes]] = [tempfile.TemporaryFile() for _ in range(world_size)]  # noqa: SIM115
+        given = [number for (_, theirs), dump in zip(pairs, dumps, strict=True) for number in (theirs.fileno(), dump.fileno())]
+        try:
+            answer = self._ask({"do": "fork", "module": task["module"], "file": task["file"], "path": task["path"]}, given)
+        except BaseException:
+            for mine, _ in pairs:
+                mine.close()
+            for dump in dumps:
+                dump.close()
+            raise
+        finally:
+            for _, theirs in pairs:
+                theirs.close()
+        return [
+            _Worker(rank, process, Connection(mine.detach()), dump, os.pidfd_open(process))
+            for rank, (process, (mine, _), dump) in enumerate(zip(answer["processes"], pairs, dumps, strict=True))
+        ]
+
+    def _answers(self, workers: list[_Worker], timeout_seconds: float) -> list[bytes]:
+        """One answer of each worker, in rank order. Raises for the first that fails, or when the time is over."""
+        deadline = time.monotonic() + timeout_seconds
+        answers: dict[int, bytes] = {}
+        while len(answers) < len(workers):
+            pending = [worker for worker in workers if worker.rank not in answers]
+            ready = wait([item for worker in pending for item in (worker.pipe, worker.end)], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise _timed_out(pending, len(workers), timeout_seconds)
+            arrived = {worker.rank: _receive(worker) for worker in pending if worker.pipe in ready or worker.end in ready}
+            if any(answer is None or answer[:1] == FAILED for answer in arrived.values()):
+                raise self._failed(pending, arrived, len(workers))
+            answers.update({rank: answer[1:] for rank, answer in arrived.items() if answer is not None})
+        return [answers[worker.rank] for worker in workers]
+
+    def _failed(self, pending: list[_Worker], arrived: dict[int, bytes | None], world_size: int) -> Exception:
+        """The error of the rank that failed first: a death before any exception, and exceptions in the order of their raising."""
+        reports = {rank: json.loads(answer[1:]) for rank, answer in arrived.items() if answer is not None and answer[:1] == FAILED}
+        first = min(reports, key=lambda rank: reports[rank]["time"], default=-1)
+        if first >= 0 and reports[first]["error"] is not None:
+            cause = WorkerFailed(first, f"rank {first} of {world_size} raised:\n{reports[first]['text']}")
+            error = _user_error(bytes.fromhex(reports[first]["error"]))
+            error.__cause__ = cause
+            return error
+        dead = [worker for worker in pending if worker.rank in arrived and arrived[worker.rank] is None]
+        dead = dead or [worker for worker in pending if worker.end in wait([other.end for other in pending], DEATH_SECONDS)]
+        if not dead:
+            return WorkerFailed(first, f"rank {first} of {world_size} raised:\n{reports[first]['text']}")
+        self._reap(dead)
+        said = [f"rank {worker.rank} of {world_size} {_ending(worker)}\n{_dumped(worker)}" for worker in dead]
+        said += [f"rank {rank} then raised:\n{report['text']}" for rank, report in sorted(reports.items())]
+        return WorkerFailed(dead[0].rank, "\n".join(said))
+
+    def _reap(self, workers: list[_Worker]) -> None:
+        unknown = [worker for worker in workers if worker.status is None]
+        for worker in unknown:
+            kill_group(worker.process)
+        answer = self._ask({"do": "reap", "processes": [worker.process for worker in unknown]})
+        for worker, status in zip(unknown, answer["statuses"], strict=True):
+            worker.status = status
+
+    def _end(self, workers: list[_Worker]) -> None:
+        try:
+            self._reap(workers)
+        finally:
+            for worker in workers:
+                worker.pipe.close()
+                worker.dump.close()
+                os.close(worker.end)
+
+
+def _task(function: Callable[..., Any], timeout_seconds: float, check_leaks: bool) -> dict[str, Any]:
+    inner = getattr(function, "func", function)  # a functools.partial
+    module = str(getattr(inner, "__module__", type(inner).__module__))
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if module == "__main__" and file is None:
+        raise LaunchError(f"{function!r} was defined interactively; workers import it from a file; put it in a module")
+    return {
+        "module": module,
+        "file": os.path.abspath(file) if file is not None else None,
+        "path": [entry for entry in sys.path if isinstance(entry, str)],
+        "environment": dict(os.environ),
+        "folder": os.getcwd(),
+        "timeout_seconds": timeout_seconds,
+        "check_leaks": check_leaks,
+    }
+
+
+def _send(worker: _Worker, *messages: bytes) -> None:
+    try:
+        for message in messages:
+            worker.pipe.send_bytes(message)
+    except (BrokenPipeError, ConnectionResetError):
+        pass  # it has ended, which the wait for its answer reports
+
+
+def _receive(worker: _Worker) -> bytes | None:
+    """What the worker sent, or None where it ended without a word."""
+    try:
+        return worker.pipe.recv_bytes() if worker.pipe.poll(0) else None
+    except (EOFError, ConnectionResetError):
+        return None
+
+
+def _timed_out(pending: list[_Worker], world_size: int, timeout_seconds: float) -> WorkerFailed:
+    # Stopped first, so that none sees another go before it has written its own stacks.
+    for number in (signal.SIGSTOP, DUMP_SIGNAL, signal.SIGCONT):
+        for worker in pending:
+            os.kill(worker.process, number)
+    late = time.monotonic() + DUMP_SECONDS
+    for worker in pending:
+        wait([worker.end], max(0.0, late - time.monotonic()))
+    ranks = ", ".join(str(worker.rank) for worker in pending)
+    stacks = [f"rank {worker.rank}:\n{_dumped(worker) or '  (it wrote no stacks)'}" for worker in pending]
+    text = f"of {world_size} ranks, {ranks} did not answer within {timeout_seconds:g} s; their stacks:\n"
+    return WorkerFailed(pending[0].rank, text + "\n".join(stacks))
+
+
+def _dumped(worker: _Worker) -> str:
+    worker.dump.seek(0)
+    return worker.dump.read().decode(errors="replace")
+
+
+def _ending(worker: _Worker) -> str:
+    if worker.status is None or worker.status >= 0:
+        return f"ended with status {worker.status} before it answered"
+    return f"was killed by {signal.Signals(-worker.status).name}"
+
+
+def _user_error(payload: bytes) -> UserError:
+    loaded = pickle.loads(payload)
+    if isinstance(loaded, UserError):
+        return loaded
+    kind, text = loaded
+    error: UserError = kind.__new__(kind, text)
+    return error

@@ -1,0 +1,255 @@
+"""The other side of `lockstep.testing.pool`: a nursery process that imports torch once, and the workers that it forks.
+
+The nursery runs no tensor operation and starts no thread, so that a fork of it is safe. A worker serves one run and ends: nothing that a
+run leaves in its processes can reach the next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import importlib
+import importlib.util
+import json
+import os
+import pickle
+import random
+import runpy
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from lockstep.errors import UserError
+from lockstep.testing import leaks
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
+
+PACKET_BYTES = 1 << 17
+MOST_DESCRIPTORS = 200
+# Importing torch._dynamo takes about a second, which the first optimizer of a process would pay: see torch._compile.
+PRELOADED = ("numpy", "torch", "torch.distributed", "torch.nn.parallel", "torch.utils.data", "torch._dynamo")
+# What one worker holds alone; /dev/shm and the temporary folder it shares with the other ranks, and the parent's test checks those.
+PRIVATE_KINDS: tuple[leaks.Kind, ...] = ("process", "thread", "port", "descriptor", "environment")
+# Slurm and libraries use SIGUSR1 and SIGUSR2 for their own ends.
+DUMP_SIGNAL = signal.SIGRTMIN + 7
+# The first byte of an answer says what the rest is.
+RESULT, LEFT, FAILED = b"R", b"L", b"F"
+MASTER_ADDRESS = "127.0.0.1"
+
+
+def nursery(control_descriptor: int, preload: Iterable[str]) -> None:
+    """Import what workers need, then fork and reap them as the packets on the control socket ask, until its other end is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    control = socket.socket(fileno=control_descriptor)
+    for name in (*PRELOADED, *preload):
+        if importlib.util.find_spec(name.partition(".")[0]) is not None:
+            importlib.import_module(name)
+    _warm_up()
+    control.send(json.dumps({"ready": os.getpid()}).encode())
+    children: set[int] = set()
+    while True:
+        packet, descriptors, _, _ = socket.recv_fds(control, PACKET_BYTES, MOST_DESCRIPTORS)
+        if not packet:
+            for child in children:
+                kill_group(child)
+            os._exit(0)
+        request = json.loads(packet)
+        if request["do"] == "fork":
+            answer = {"processes": _fork(control, descriptors, request)}
+            children.update(answer["processes"])
+        else:
+            answer = {"statuses": [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in request["processes"]]}
+            children.difference_update(request["processes"])
+        control.send(json.dumps(answer).encode())
+
+
+def kill_group(process: int) -> None:
+    """SIGKILL a worker that was not reaped yet, and whatever it started in its process group."""
+    for kill in (os.killpg, os.kill):
+        try:
+            kill(process, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+def import_for(name: str, file: str | None) -> ModuleType:
+    """The module `name` from `file`, under that name, also where it cannot be found by its name (pytest's importlib mode)."""
+    module = sys.modules.get(name)
+    if module is None:
+        try:
+            module = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if file is None or not name.startswith(str(error.name)):
+                raise
+    if file is None or (module is not None and os.path.samefile(getattr(module, "__file__", None) or os.devnull, file)):
+        if module is None:
+            raise ModuleNotFoundError(name)
+        return module
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ModuleNotFoundError(f"{name} in {file}")
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def loopback_store() -> TCPStore:
+    """The server of a TCPStore on a free port of the loopback interface alone.
+
+    Left to itself TCPStore listens on every interface, over IPv6, and asks the name server who ::ffff:127.0.0.1 is: where that answer is
+    lost, every client waits five seconds.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, not in its __all__
+
+    listener = socket.create_server((MASTER_ADDRESS, 0))
+    port = listener.getsockname()[1]
+    return TCPStore(MASTER_ADDRESS, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def _warm_up() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    loopback_store()  # libuv keeps a pipe for the life of the process that first uses it; used here, it is no leak of a run's
+
+
+def _fork(control: socket.socket, descriptors: list[int], request: dict[str, Any]) -> list[int]:
+    sys.path[:] = request["path"]
+    if request["module"] != "__main__":
+        try:
+            import_for(request["module"], request["file"])
+        except Exception:
+            sys.modules.pop(request["module"], None)  # the worker meets the same error, and reports it
+    gc.freeze()  # a collection in a worker would otherwise copy every page of what the nursery imported
+    sys.stdout.flush()
+    sys.stderr.flush()
+    processes = []
+    pairs = list(zip(descriptors[::2], descriptors[1::2], strict=True))
+    for pipe, dump in pairs:
+        process = os.fork()
+        if process == 0:
+            try:
+                control.close()
+                for other in descriptors:
+                    if other not in (pipe, dump):
+                        os.close(other)
+                _serve(Connection(pipe), dump)
+            finally:
+                os._exit(1)
+        with contextlib.suppress(OSError):  # it did so itself, and may have ended since
+            os.setpgid(process, process)
+        processes.append(process)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    return processes
+
+
+def _serve(pipe: Connection, dump_descriptor: int) -> None:
+    """Run one task: receive it, answer, wait until all ranks have answered, take the group down, answer again."""
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    # The signal writes all stacks and then, chained to its default action, ends the process: who sent it knows that the dump is whole.
+    faulthandler.enable(file=dump_descriptor)
+    faulthandler.register(DUMP_SIGNAL, file=dump_descriptor, all_threads=True, chain=True)
+    task = json.loads(pipe.recv_bytes())
+    _enter(task)
+    try:
+        function, arguments = _load(task, pipe.recv_bytes())
+        leave = _join(task)
+        payload = pickle.dumps(function(*arguments))
+    except BaseException as error:
+        _answer_failure(pipe, error)
+        return
+    pipe.send_bytes(RESULT + payload)
+    del function, arguments
+    pipe.recv_bytes()
+    try:
+        left = leave()
+    except BaseException as error:
+        _answer_failure(pipe, error)
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pipe.send_bytes(LEFT + json.dumps(left).encode())
+    os._exit(0)
+
+
+def _enter(task: dict[str, Any]) -> None:
+    import torch
+
+    rank, world_size = str(task["rank"]), str(task["world_size"])
+    os.environ.clear()
+    os.environ.update(task["environment"])
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=world_size)
+    os.environ.update(MASTER_ADDR=MASTER_ADDRESS, MASTER_PORT=str(task["port"]), TORCHELASTIC_USE_AGENT_STORE="True")
+    os.environ.update(GLOO_SOCKET_IFNAME="lo")
+    os.chdir(task["folder"])
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+
+
+def _load(task: dict[str, Any], payload: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    if task["module"] == "__main__":
+        main = ModuleType("__mp_main__")
+        main.__dict__.update(runpy.run_path(task["file"], run_name="__mp_main__"))
+        sys.modules["__main__"] = sys.modules["__mp_main__"] = main
+    else:
+        import_for(task["module"], task["file"])
+    function, arguments = pickle.loads(payload)
+    return function, arguments
+
+
+def _join(task: dict[str, Any]) -> Callable[[], list[str]]:
+    """Make the default group; return what takes it down and names what the run left behind."""
+    from torch import distributed
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, not in its __all__
+
+    before = leaks.take(PRIVATE_KINDS) if task["check_leaks"] else None
+    timeout = timedelta(seconds=task["timeout_seconds"])
+    store = TCPStore(MASTER_ADDRESS, task["port"], None, False, timeout)
+    distributed.init_process_group("gloo", store=store, rank=task["rank"], world_size=task["world_size"], timeout=timeout)
+    del store
+
+    def leave() -> list[str]:
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
+        return leaks.remaining(before) if before is not None else []
+
+    return leave
+
+
+def _answer_failure(pipe: Connection, error: BaseException) -> None:
+    if error.__traceback__ is not None:
+        error.__traceback__ = error.__traceback__.tb_next  # without this module's own frame
+    report = {
+        "time": time.monotonic_ns(),
+        "text": "".join(traceback.format_exception(error)),
+        "error": _pickled(error).hex() if isinstance(error, UserError) else None,
+    }
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pipe.send_bytes(FAILED + json.dumps(report).encode())
+    pipe.poll(None)  # until the parent ends this process; its sockets stay open, so that the other ranks do not report their closing
+
+
+def _pickled(error: UserError) -> bytes:
+    """The error whole where it survives pickling, and its type and text where it does not."""
+    try:
+        payload = pickle.dumps(error)
+        if str(pickle.loads(payload)) == str(error):
+            return payload
+    except Exception:  # whatever its constructor or its attributes make of it
+        pass
+    return pickle.dumps((type(error), str(error)))

@@ -1,0 +1,70 @@
+"""What every test gets: a pool of workers, a temporary folder of this session's own, and a look at what it left behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+
+import pytest
+
+from lockstep.testing import leaks
+from lockstep.testing.pool import WorkerPool
+from lockstep.testing.worker import loopback_store
+
+PASSED = pytest.StashKey[bool]()
+FOLDER = pytest.StashKey[str]()
+WARM = pytest.StashKey[bool]()
+pools: list[WorkerPool] = []
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give the session a temporary folder in which nobody else writes; `tmp_path` stays where pytest keeps it."""
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+    config.stash[FOLDER] = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="lockstep-tests-")
+    tempfile.tempdir = None
+    # Importing torch._dynamo, which the first optimizer does, makes this folder.
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(config.stash[FOLDER], "torchinductor")
+    os.mkdir(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    shutil.rmtree(config.stash[FOLDER])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    report = yield
+    if call.when == "call":
+        item.stash[PASSED] = report.passed
+    return report
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[WorkerPool]:
+    with WorkerPool(max_workers=4, check_leaks=True) as pool:
+        pools.append(pool)
+        yield pool
+        pools.remove(pool)
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that passed and left a process, thread, port, descriptor, variable or file behind."""
+    if "torch" in sys.modules and not request.session.stash.get(WARM, False):
+        loopback_store()  # libuv keeps the pipe that it opens here for the life of the process
+        request.session.stash[WARM] = True
+    before = leaks.take(exempt=_exempt())
+    yield
+    if request.node.stash.get(PASSED, False) and (found := leaks.remaining(before, exempt=_exempt())):
+        pytest.fail("the test left behind:\n  " + "\n  ".join(found), pytrace=False)
+
+
+def _exempt() -> leaks.Exempt:
+    owned = [pool.exempt for pool in pools]
+    return leaks.Exempt(
+        processes=[number for exempt in owned for number in exempt.processes],
+        descriptors=[number for exempt in owned for number in exempt.descriptors],
+    )
