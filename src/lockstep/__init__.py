@@ -20,32 +20,32 @@ if TYPE_CHECKING:
     from lockstep.recipe import Recipe as Recipe
     from lockstep.recipe import Sum as Sum
     from lockstep.schedule import warmup_cosine as warmup_cosine
-    from lockstep.train.hooks import EarlyStopping as EarlyStopping
-    from lockstep.train.hooks import ExponentialMovingAverage as ExponentialMovingAverage
-    from lockstep.train.hooks import Hook as Hook
-    from lockstep.train.run import Result as Result
-    from lockstep.train.run import train as train
-    from lockstep.train.session import Session as Session
+    from lockstep.training.hooks import EarlyStopping as EarlyStopping
+    from lockstep.training.hooks import ExponentialMovingAverage as ExponentialMovingAverage
+    from lockstep.training.hooks import Hook as Hook
+    from lockstep.training.run import Result as Result
+    from lockstep.training.run import train as train
+    from lockstep.training.session import Session as Session
     from lockstep.watch.fingerprint import fingerprint as fingerprint
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "EarlyStopping": "lockstep.train.hooks",
+    "EarlyStopping": "lockstep.training.hooks",
     "Evaluation": "lockstep.recipe",
-    "ExponentialMovingAverage": "lockstep.train.hooks",
+    "ExponentialMovingAverage": "lockstep.training.hooks",
     "Gathered": "lockstep.recipe",
-    "Hook": "lockstep.train.hooks",
+    "Hook": "lockstep.training.hooks",
     "Loss": "lockstep.recipe",
     "Mean": "lockstep.recipe",
     "Plan": "lockstep.plan",
     "Recipe": "lockstep.recipe",
-    "Result": "lockstep.train.run",
-    "Session": "lockstep.train.session",
+    "Result": "lockstep.training.run",
+    "Session": "lockstep.training.session",
     "Sum": "lockstep.recipe",
     "fingerprint": "lockstep.watch.fingerprint",
     "spawn": "lockstep.launch.spawn",
-    "train": "lockstep.train.run",
+    "train": "lockstep.training.run",
     "warmup_cosine": "lockstep.schedule",
 }
 

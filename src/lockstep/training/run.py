@@ -15,10 +15,10 @@ from lockstep.errors import RecipeError
 from lockstep.events import Event
 from lockstep.plan import Plan
 from lockstep.recipe import Recipe
-from lockstep.train.evaluate import Evaluator, output_of
-from lockstep.train.hooks import Hook
-from lockstep.train.session import Session
-from lockstep.train.step import Step
+from lockstep.training.evaluate import Evaluator, output_of
+from lockstep.training.hooks import Hook
+from lockstep.training.session import Session
+from lockstep.training.step import Step
 from lockstep.watch.fingerprint import fingerprint
 from lockstep.watch.rundir import check_tensors
 

@@ -16,7 +16,7 @@ from lockstep.data.device import to_device
 from lockstep.data.loader import Loader, Span
 from lockstep.errors import DataError
 from lockstep.recipe import Evaluation, Gathered, Loss, Mean, Recipe, Sum
-from lockstep.train.loss import SINGLE, weights_of
+from lockstep.training.loss import SINGLE, weights_of
 
 Row = list[float]
 """One microbatch's (total, weight) of each loss term and each metric that adds up, flat."""

@@ -13,7 +13,7 @@ from lockstep.errors import RecipeError
 
 if TYPE_CHECKING:
     from lockstep.events import Event
-    from lockstep.train.run import Run
+    from lockstep.training.run import Run
 
 
 class Hook:

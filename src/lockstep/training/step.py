@@ -17,11 +17,11 @@ from lockstep.errors import LossError
 from lockstep.parallel.replicate import Replica
 from lockstep.parallel.statistics import RunningStatistics
 from lockstep.recipe import Precision
-from lockstep.train.loss import Contribution, contribution
-from lockstep.train.optimizers import Schedule
+from lockstep.training.loss import Contribution, contribution
+from lockstep.training.optimizers import Schedule
 
 if TYPE_CHECKING:
-    from lockstep.train.source import Microbatches
+    from lockstep.training.source import Microbatches
 
 
 class Pair:

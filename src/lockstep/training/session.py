@@ -22,10 +22,10 @@ from lockstep.keys import Stream, key
 from lockstep.launch.environment import Environment
 from lockstep.plan import Plan
 from lockstep.recipe import Precision, check_count, check_dataset
-from lockstep.train import optimizers
-from lockstep.train.recorder import Pace, Recorder
-from lockstep.train.source import Length, Microbatches, from_data, from_indices
-from lockstep.train.step import Pair, Step, no_weight
+from lockstep.training import optimizers
+from lockstep.training.recorder import Pace, Recorder
+from lockstep.training.source import Length, Microbatches, from_data, from_indices
+from lockstep.training.step import Pair, Step, no_weight
 
 
 class Session:

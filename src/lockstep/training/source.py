@@ -18,7 +18,7 @@ from lockstep.data.loader import Loader, Microbatch, Span
 from lockstep.errors import LossError
 from lockstep.keys import Stream, key
 from lockstep.order import Order
-from lockstep.train.loss import Weights, weights_of
+from lockstep.training.loss import Weights, weights_of
 
 
 class Length:
