@@ -1,0 +1,58 @@
+"""import-linter holds the floors (see pyproject.toml): here, that it sees what it is there to see."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+PLANTS = {
+    "upward": ("lockstep/plan.py", "import lockstep.watch.metrics\n", "lockstep.plan is not allowed to import lockstep.watch"),
+    "upward in a function": (
+        "lockstep/comm/group.py",
+        "def planted():\n    from lockstep.training import run\n    return run\n",
+        "lockstep.comm is not allowed to import lockstep.training",
+    ),
+    "sibling": ("lockstep/data/loader.py", "import lockstep.watch\n", "lockstep.data is not allowed to import lockstep.watch"),
+    "without a floor": ("lockstep/helpers.py", "", "helpers"),
+    "torch in a pure module": ("lockstep/tree.py", "import torch\n", "lockstep.tree is not allowed to import torch"),
+    "a test dependency": ("lockstep/watch/metrics.py", "import psutil\n", "lockstep is not allowed to import psutil"),
+}
+
+
+def lint(folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [str(Path(sys.executable).parent / "lint-imports"), "--no-cache", "--no-logo"]
+    environment = {**os.environ, "PYTHONPATH": str(folder / "src"), "COLUMNS": "200"}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    shutil.copytree(ROOT / "src" / "lockstep", tmp_path / "src" / "lockstep", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+def test_a_planted_import_is_found(copy: Path, plant: str) -> None:
+    path, text, message = PLANTS[plant]
+    with (copy / "src" / path).open("a") as file:
+        file.write("\n" + text)
+    ended = lint(copy)
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert message in ended.stdout
+
+
+def test_an_import_for_type_checking_alone_is_allowed(copy: Path) -> None:
+    with (copy / "src" / "lockstep" / "plan.py").open("a") as file:
+        file.write(
+            "\nfrom typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from lockstep.training.run import Result\n    import torch\n"
+        )
+    ended = lint(copy)
+    assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -1,0 +1,249 @@
+"""Each kind of thing that code can leave behind is found, named, and gone from the report once it is gone."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from multiprocessing import resource_tracker, shared_memory
+from pathlib import Path
+
+import pytest
+
+from lockstep.testing import leaks
+
+LISTENER = "import socket; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); input()"
+
+
+@contextmanager
+def a_process() -> Iterator[str]:
+    with subprocess.Popen(["sleep", "3600"]) as process:
+        yield f"process: {process.pid} (S): sleep 3600"
+        process.kill()
+
+
+@contextmanager
+def a_process_nobody_waited_for() -> Iterator[str]:
+    process = os.posix_spawn("/bin/true", ["true"], {})
+    os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
+    yield f"process: {process} has ended and was not waited for"
+    os.waitpid(process, 0)
+
+
+@contextmanager
+def a_thread() -> Iterator[str]:
+    end = threading.Event()
+    thread = threading.Thread(target=end.wait, name="left-over", daemon=True)
+    thread.start()
+    yield "thread: left-over (daemon, Thread)"
+    end.set()
+    thread.join()
+
+
+@contextmanager
+def a_port() -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"port: {server.getsockname()[1]} is listened on by this process"
+
+
+@contextmanager
+def a_port_of_a_child() -> Iterator[str]:
+    with subprocess.Popen([sys.executable, "-c", LISTENER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        yield f"port: {process.stdout.readline().strip()} is listened on by process {process.pid}"
+        process.communicate("\n")
+
+
+@contextmanager
+def a_descriptor() -> Iterator[str]:
+    with open(os.devnull) as file:
+        yield f"descriptor: {file.fileno()} -> /dev/null"
+
+
+@contextmanager
+def a_variable() -> Iterator[str]:
+    os.environ["LOCKSTEP_TEST"] = "left"
+    yield "environment: LOCKSTEP_TEST='left' was set"
+    del os.environ["LOCKSTEP_TEST"]
+
+
+@contextmanager
+def a_changed_variable() -> Iterator[str]:
+    before, os.environ["TMPDIR"] = os.environ["TMPDIR"], "/elsewhere"
+    yield "environment: TMPDIR='/elsewhere' was set"
+    os.environ["TMPDIR"] = before
+
+
+@contextmanager
+def a_removed_variable() -> Iterator[str]:
+    value = os.environ.pop("TMPDIR")
+    yield "environment: TMPDIR was removed"
+    os.environ["TMPDIR"] = value
+
+
+@contextmanager
+def a_working_directory() -> Iterator[str]:
+    before = os.getcwd()
+    os.chdir("/")
+    yield "environment: the working directory became /"
+    os.chdir(before)
+
+
+@contextmanager
+def a_shared_memory_segment() -> Iterator[str]:
+    segment = shared_memory.SharedMemory(create=True, size=4096)
+    resource_tracker.unregister(f"/{segment.name}", "shared_memory")
+    segment.close()
+    yield f"shared-memory: /dev/shm/{segment.name}"
+    os.unlink(f"/dev/shm/{segment.name}")
+
+
+@contextmanager
+def a_temporary_file() -> Iterator[str]:
+    with tempfile.NamedTemporaryFile(delete=False) as file:
+        pass
+    yield f"temporary-file: {file.name}"
+    os.unlink(file.name)
+
+
+KINDS = [
+    a_process,
+    a_process_nobody_waited_for,
+    a_thread,
+    a_port,
+    a_port_of_a_child,
+    a_descriptor,
+    a_variable,
+    a_changed_variable,
+    a_removed_variable,
+    a_working_directory,
+    a_shared_memory_segment,
+    a_temporary_file,
+]
+
+
+@pytest.mark.parametrize("leak", KINDS, ids=lambda leak: leak.__name__)
+def test_a_leak_is_named_while_it_lasts(leak: Callable[[], AbstractContextManager[str]]) -> None:
+    before = leaks.take()
+    with leak() as text:
+        found = leaks.remaining(before, timeout_seconds=0)
+    assert any(text in line for line in found), (text, found)
+    assert leaks.remaining(before) == []
+
+
+def test_every_kind_has_a_leak_here() -> None:
+    named = set()
+    before = leaks.take()
+    for leak in KINDS:
+        with leak():
+            named |= {line.partition(":")[0] for line in leaks.remaining(before, timeout_seconds=0)}
+    assert named == set(leaks.KINDS)
+
+
+def test_only_the_kinds_asked_for_are_looked_at() -> None:
+    before = leaks.take(["thread"])
+    with a_descriptor():
+        assert leaks.remaining(before) == []
+
+
+def test_what_is_gone_is_no_leak() -> None:
+    with a_descriptor(), a_thread():
+        before = leaks.take()
+    assert leaks.compare(before, leaks.take()) == []
+
+
+def test_what_is_ending_is_waited_for() -> None:
+    before = leaks.take()
+    thread = threading.Timer(0.3, lambda: None)
+    thread.start()
+    assert leaks.remaining(before) == []
+    thread.join()
+
+
+def test_a_descriptor_in_a_cycle_is_collected_first() -> None:
+    class Holder:
+        pass
+
+    gc.disable()
+    try:
+        before = leaks.take()
+        holder = Holder()
+        holder.itself, holder.socket = holder, socket.socketpair()  # type: ignore[attr-defined]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)
+            del holder
+            assert leaks.compare(before, leaks.take()) != []
+            assert leaks.remaining(before, timeout_seconds=0) == []
+    finally:
+        gc.enable()
+
+
+def test_exempt_processes_are_left_out_with_their_descendants() -> None:
+    before = leaks.take()
+    with subprocess.Popen(["sh", "-c", "sleep 3600 & echo started; wait"], stdout=subprocess.PIPE, process_group=0) as shell:
+        assert shell.stdout is not None
+        shell.stdout.readline()
+        exempt = leaks.Exempt(processes=[shell.pid], descriptors=[shell.stdout.fileno()])
+        assert leaks.remaining(before, exempt, timeout_seconds=0) == []
+        assert len([line for line in leaks.remaining(before, timeout_seconds=0) if line.startswith("process: ")]) == 2
+        os.killpg(shell.pid, 9)
+
+
+def test_the_interpreters_own_resource_tracker_is_no_leak() -> None:
+    before = leaks.take()
+    with subprocess.Popen([sys.executable, "-c", "input()", "multiprocessing.resource_tracker"], stdin=subprocess.PIPE) as process:
+        assert [line for line in leaks.remaining(before, timeout_seconds=0) if line.startswith("process: ")] == []
+        process.communicate(b"\n")
+
+
+def test_shared_memory_that_a_stranger_maps_is_no_leak() -> None:
+    script = "import mmap, sys; f = open(sys.argv[1], 'r+b'); m = mmap.mmap(f.fileno(), 0); print('mapped', flush=True); input()"
+    # The shell ends at once, so that the process which it started becomes somebody else's child.
+    orphan = ["sh", "-c", 'exec 3<&0; "$@" <&3 &', "sh", sys.executable, "-c", script]
+    before = leaks.take(["shared-memory"])
+    with a_shared_memory_segment() as text:
+        path = text.removeprefix("shared-memory: ")
+        with subprocess.Popen([*orphan, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as shell:
+            assert shell.stdout is not None
+            assert shell.stdout.readline() == b"mapped\n"
+            shell.wait()
+            assert leaks.remaining(before, timeout_seconds=0) == []
+            shell.communicate(b"\n")
+        assert leaks.remaining(before, timeout_seconds=0) == [text]
+
+
+TESTS_OF_A_SESSION = """
+import os, tempfile, threading
+
+def test_clean():
+    with tempfile.TemporaryFile():
+        pass
+
+def test_leaky():
+    tempfile.mkstemp(prefix="left-over-")
+    threading.Thread(target=threading.Event().wait, daemon=True, name="left-over").start()
+    os.environ["LOCKSTEP_TEST"] = "left"
+
+def test_failing():
+    os.environ["LOCKSTEP_TEST"] = "a failing test is not blamed twice"
+    raise ValueError
+"""
+
+
+def test_the_session_fails_a_test_that_passes_and_leaves_something(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text((Path(__file__).parent / "conftest.py").read_text())
+    (tmp_path / "test_it.py").write_text(TESTS_OF_A_SESSION)
+    options = ["-q", "-p", "no:randomly", "-p", "no:cacheprovider", "-c", os.devnull]
+    command = [sys.executable, "-m", "pytest", *options, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert "1 failed, 2 passed, 1 error" in ended.stdout, ended.stdout + ended.stderr
+    _, _, report = ended.stdout.partition("ERROR at teardown of test_leaky")
+    for text in ("thread: left-over", "temporary-file: ", "environment: LOCKSTEP_TEST='left' was set"):
+        assert text in report
