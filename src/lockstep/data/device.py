@@ -1,0 +1,83 @@
+"""Batches from the host's memory to the device's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """The batch on `device`: tensors in dicts, lists, (named) tuples and dataclasses, and whatever has a method `to`.
+
+    Where `device` is the CPU it is the batch itself, not a copy.
+
+    On CUDA, tensors are copied on a stream of their own: it does not wait for what the device has yet to compute, so a copy that is asked
+    for while the device works on the microbatch before runs beside it. What is computed next waits for the copy. The host waits for
+    nothing where the batch is in pinned memory.
+    """
+    if device.type == "cpu":
+        return batch
+    if device.type != "cuda":
+        return _map(batch, lambda tensor: tensor.to(device), lambda thing: thing.to(device))
+    compute, copies = torch.cuda.current_stream(device), _copy_stream(device)
+
+    def move(tensor: Tensor) -> Tensor:
+        if tensor.device == device:
+            return tensor
+        if tensor.is_cuda:
+            return tensor.to(device)
+        with torch.cuda.stream(copies):
+            moved = tensor.to(device, non_blocking=True)
+        # The memory belongs to the copies' stream: this keeps it from being used again before the computation is done with it.
+        moved.record_stream(compute)
+        return moved
+
+    moved = _map(batch, move, lambda thing: thing.to(device))
+    compute.wait_stream(copies)
+    return moved
+
+
+def pin(batch: Any) -> Any:
+    """The batch in pinned memory, from which CUDA copies without the host's waiting."""
+    return _map(
+        batch,
+        lambda tensor: tensor.pin_memory() if tensor.is_cpu else tensor,
+        lambda thing: thing.pin_memory() if hasattr(thing, "pin_memory") else thing,
+    )
+
+
+@cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _map(value: Any, of_tensor: Callable[[Tensor], Tensor], of_thing: Callable[[Any], Any]) -> Any:
+    """The same containers with every tensor, and every other object that can be moved (it has a method `to`), replaced."""
+    if isinstance(value, Tensor):
+        return of_tensor(value)
+    if isinstance(value, type):
+        return value
+    if hasattr(value, "to"):
+        return of_thing(value)
+    if isinstance(value, Mapping):
+        parts = {name: _map(part, of_tensor, of_thing) for name, part in value.items()}
+        if type(value) is dict:
+            return parts
+        changed: Any = copy.copy(value)
+        changed.update(parts)
+        return changed
+    if isinstance(value, list | tuple):
+        moved = [_map(part, of_tensor, of_thing) for part in value]
+        return type(value)(*moved) if hasattr(value, "_fields") else type(value)(moved)
+    if is_dataclass(value):
+        changed = copy.copy(value)
+        for field in fields(value):
+            object.__setattr__(changed, field.name, _map(getattr(value, field.name), of_tensor, of_thing))
+        return changed
+    return value
