@@ -1,0 +1,60 @@
+# PYTHON makes the virtual environment: make PYTHON=python3.12 venv
+PYTHON ?= python3
+NPROC ?= 2
+ifndef RUN_DIR
+RUN_DIR := runs/gpt-$(shell date +%Y%m%d-%H%M%S)
+endif
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed-for
+CODE := src tests examples benchmarks
+
+.DEFAULT_GOAL := help
+.PHONY: help venv train test slow check bench clean
+
+help: ## show this
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+venv: $(STAMP) ## make .venv and install lockstep in it, under constraints.txt (again only where something changed)
+
+# The stamp holds the folder that the installation is for: a copied or moved checkout installs anew.
+ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR))
+.PHONY: $(STAMP)
+endif
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than Python 3.11, which lockstep needs; name another: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 2; }
+	@$(BIN)/python -c 'import pip' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
+	@echo "installing into $(VENV) (torch and what the tests need: some minutes the first time)"
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@echo '$(CURDIR)' > $(STAMP)
+
+train: venv ## train a small GPT on the text of Python's standard library, on NPROC=2 processes
+	$(BIN)/lockstep run --nproc $(NPROC) --run-dir $(RUN_DIR) examples/gpt.py
+	@echo
+	@echo "The results are in $(RUN_DIR):"
+	@ls -1 $(RUN_DIR) | sed 's/^/  /'
+
+test: venv ## the tests, in a few minutes
+	$(BIN)/python -m pytest -q
+
+slow: venv ## the slow tier: 8 processes, all launchers, all loader workers
+	$(BIN)/python -m pytest -q -m slow -o timeout=900 -o faulthandler_timeout=960
+
+check: venv ## ruff, mypy --strict, and the floors
+	$(BIN)/ruff check $(wildcard $(CODE))
+	$(BIN)/ruff format --check $(wildcard $(CODE))
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+bench: venv ## every benchmark: a table each, and JSON in build/benchmarks
+	@mkdir -p build/benchmarks
+	@for script in benchmarks/*.py; do \
+		name=$$(basename $$script .py); echo "== $$name"; \
+		$(BIN)/python $$script --json build/benchmarks/$$name.json || exit 1; \
+	done
+
+clean: ## remove the virtual environment, caches and built files (not runs/)
+	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache src/*.egg-info
+	find src tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} +
