@@ -1,0 +1,76 @@
+"""What the tests of training train: a tiny model on tiny data. At module level, so that workers can be told their names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import lockstep as ls
+from lockstep.order import Order
+
+FEATURES = 6
+OUTPUTS = 3
+
+
+def network(width: int = 16) -> nn.Module:
+    return nn.Sequential(nn.Linear(FEATURES, width), nn.Tanh(), nn.Linear(width, OUTPUTS))
+
+
+def rows(samples: int, seed: int = 5) -> TensorDataset:
+    """Each sample's own index, its features and its target."""
+    generator = torch.Generator().manual_seed(seed)
+    features = torch.randn(samples, FEATURES, generator=generator)
+    return TensorDataset(torch.arange(samples), features, torch.randn(samples, OUTPUTS, generator=generator))
+
+
+def squared_error(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+    return ((model(batch[1]) - batch[2]) ** 2).mean()
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def recipe(**changes: Any) -> ls.Recipe:
+    """Two steps of four microbatches of four samples, changed as asked."""
+    given: dict[str, Any] = {
+        "model": network,
+        "data": rows(48),
+        "loss": squared_error,
+        "optimizer": adamw,
+        "global_batch": 16,
+        "microbatch": 4,
+        **changes,
+    }
+    if given.keys().isdisjoint({"steps", "epochs"}):
+        given["steps"] = 2
+    return ls.Recipe(**given)
+
+
+def samples_at(start: int, stop: int, *, of: int, seed: int = 0) -> list[int]:
+    """The samples at positions [start, stop) of the order of `of` samples."""
+    return [int(sample) for sample in Order(of, seed).samples(np.arange(start, stop))[1]]
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two nests of tensors and numbers have the same bits."""
+    if isinstance(one, Tensor):
+        return isinstance(other, Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return isinstance(other, dict) and one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
