@@ -43,9 +43,8 @@ class _Touch(torch.autograd.Function):
 class _Touched(nn.Module):
     """What DDP wraps: the parameters and the slots, and `_Touch` as the forward. It holds no buffers, so DDP synchronises none."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], slots: int) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], slots: int, dtype: torch.dtype) -> None:
         super().__init__()
-        dtype = torch.float64 if any(p.dtype is torch.float64 for p in parameters) else torch.float32
         self.slots = nn.Parameter(torch.zeros(slots, dtype=dtype, device=parameters[0].device))
         self.touched = nn.ParameterList(parameters)
         self._parameters_once = list(parameters)
@@ -69,11 +68,12 @@ class Replica:
         self._bitwise = bitwise
         self._used = [0.0] * len(parameters)
         self._max_microbatches = max_microbatches
+        self._dtype = torch.float64 if any(p.dtype is torch.float64 for p in parameters) else torch.float32
         self._ddp: DistributedDataParallel | None = None
         self._hooks: list[Any] = []
         if world.size > 1:
             slots = len(parameters) + 2 * max_microbatches + 1
-            self._touched = _Touched(self._parameters, slots)
+            self._touched = _Touched(self._parameters, slots, self._dtype)
             self._ddp = DistributedDataParallel(self._touched, gradient_as_bucket_view=True, init_sync=False)
             self._ddp.register_comm_hook(None, self._ordered_bucket if bitwise else _sum_bucket)
             self._hooks = [p.register_post_accumulate_grad_hook(self._note_use(i)) for i, p in enumerate(self._parameters)]  # type: ignore[no-untyped-call]
@@ -119,7 +119,7 @@ class Replica:
                 self._put_root()
             assert values is not None
             assert weights is not None
-            return values, weights, flag
+            return values.to(self._dtype), weights.to(self._dtype), flag
         if not self._synchronised:
             zero = torch.zeros((), device=self._touched.slots.device, requires_grad=True)
             self._synchronise(zero, torch.zeros_like(zero), None)
