@@ -1,0 +1,199 @@
+"""Laws 2 and 5: with numerics=bitwise the model has the same bits at any world size, whatever it is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
+from training.subjects import recipe, same, samples_at, squared_error, state_of
+
+import lockstep as ls
+from lockstep.testing.pool import WorkerPool
+
+WORLD_SIZES = (1, 2, 3, 4)
+SAMPLES = 100
+STEPS = 3
+SEEN_ONCE = samples_at(32, 33, of=SAMPLES)[0]
+"""The first sample of step 1 where a step has 32 samples, and in no other step."""
+
+
+class Everything(nn.Module):
+    """Dropout, BatchNorm, tied weights, and parts that some microbatches, one step or no step at all uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.dropout = nn.Dropout(0.3)
+        self.hidden = nn.Linear(8, 8)
+        self.sometimes = nn.Linear(8, 8)
+        self.once = nn.Linear(8, 8)
+        self.never = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, index: Tensor, token: Tensor) -> Tensor:
+        x = torch.tanh(self.hidden(self.dropout(self.norm(self.embedding(token)))))
+        if index[0] % 2:
+            x = x + self.sometimes(x)
+        if bool((index == SEEN_ONCE).any()):
+            x = x + self.once(x)
+        return self.head(x)
+
+
+def tokens() -> TensorDataset:
+    drawn = torch.randint(11, (2, SAMPLES), generator=torch.Generator().manual_seed(3))
+    return TensorDataset(torch.arange(SAMPLES), *drawn)
+
+
+def loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+    return cross_entropy(model(batch[0], batch[1]), batch[2])
+
+
+def loss_in_float64(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+    return cross_entropy(model(batch[0], batch[1]).double(), batch[2])
+
+
+def weighted_loss(model: nn.Module, batch: Sequence[Tensor]) -> ls.Loss:
+    each = cross_entropy(model(batch[0], batch[1]), batch[2], reduction="none")
+    return ls.Loss((each * batch[1] / 3).sum(), (batch[1] / 3).sum())
+
+
+def two_terms(model: nn.Module, batch: Sequence[Tensor]) -> dict[str, Any]:
+    output = model(batch[0], batch[1])
+    return {"entropy": ls.Sum(cross_entropy(output, batch[2], reduction="sum")), "size": (output**2).mean()}
+
+
+def count(batch: Sequence[Tensor]) -> dict[str, Tensor]:
+    return {"entropy": (batch[1] > 3).sum()}
+
+
+def foreach_adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.3, foreach=True)
+
+
+def fused_adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.3, fused=True)
+
+
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.3)
+
+
+def everything(optimizer: Callable[[nn.Module], Any], **changes: Any) -> ls.Recipe:
+    given: dict[str, Any] = {"global_batch": 32, "microbatch": 4, "clip_norm": 0.5, "steps": STEPS, "loss": loss, **changes}
+    return recipe(model=Everything, data=tokens(), optimizer=optimizer, **given)
+
+
+def in_two_dtypes() -> nn.Module:
+    model = nn.Sequential(nn.Linear(6, 8), Widened(nn.Linear(8, 8).double()), nn.Linear(8, 3))
+    return model
+
+
+class Widened(nn.Module):
+    """A layer that computes in float64 between two that do not."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x.double())).float()
+
+
+CASES: dict[str, Callable[[], ls.Recipe]] = {
+    "AdamW (foreach), 8 microbatches": lambda: everything(foreach_adamw),
+    "AdamW (foreach), 7 microbatches": lambda: everything(foreach_adamw, global_batch=28),
+    "AdamW (fused), 8 microbatches": lambda: everything(fused_adamw),
+    "AdamW (fused), 7 microbatches, the last one short": lambda: everything(fused_adamw, global_batch=27),
+    "momentum SGD, 8 microbatches": lambda: everything(momentum),
+    "epochs with a short last batch of 1 microbatch": lambda: everything(foreach_adamw, steps=None, epochs=1),
+    "one microbatch": lambda: everything(foreach_adamw, global_batch=4),
+    "weights from the forward": lambda: everything(foreach_adamw, loss=weighted_loss),
+    "two terms": lambda: everything(foreach_adamw, loss=two_terms, weight=count),
+    "a loss in float64": lambda: everything(foreach_adamw, loss=loss_in_float64),
+    "parameters in float32 and float64": lambda: recipe(model=in_two_dtypes, loss=squared_error, global_batch=28),
+    "bf16": lambda: everything(foreach_adamw, precision="bf16"),
+    "fp16": lambda: everything(foreach_adamw, precision="fp16"),
+}
+USES_EVERYTHING = [name for name in CASES if "8 microbatches" in name]
+
+
+class Weights(ls.Hook):
+    """How the model stood before the first step and after each."""
+
+    def __init__(self) -> None:
+        self.states: list[dict[str, Tensor]] = []
+
+    def on_start(self, run: Any) -> None:
+        self.states.append(state_of(run.model))
+
+    on_step = on_start
+
+
+def train_all_cases(run_dir: str, numerics: str, names: Sequence[str]) -> dict[str, Any]:
+    found = {}
+    for name in names:
+        weights = Weights()
+        result = ls.train(CASES[name](), plan=f"numerics={numerics}", run_dir=f"{run_dir}/{name}", hooks=[weights])
+        found[name] = (result.fingerprint, result.loss, weights.states)
+    return found
+
+
+@pytest.fixture(scope="module")
+def trained(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any]]:
+    @cache
+    def run(world_size: int, numerics: str = "bitwise") -> list[Any]:
+        names = list(CASES) if numerics == "bitwise" else USES_EVERYTHING
+        return pool.run(world_size, train_all_cases, str(tmp_path_factory.mktemp("runs")), numerics, names)
+
+    return run
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("world_size", WORLD_SIZES[1:])
+def test_the_fingerprint_and_the_loss_are_those_of_one_process(trained: Callable[..., list[Any]], world_size: int, name: str) -> None:
+    fingerprint, loss, _ = trained(1)[0][name]
+    for rank, result in enumerate(trained(world_size)):
+        assert result[name][:2] == (fingerprint, loss), f"rank {rank}"
+
+
+def test_the_cases_have_fingerprints_of_their_own(trained: Callable[..., list[Any]]) -> None:
+    assert len({fingerprint for fingerprint, *_ in trained(1)[0].values()}) >= len(CASES) - 1
+
+
+@pytest.mark.parametrize("numerics", ["fast", "bitwise"])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("name", USES_EVERYTHING)
+def test_a_parameter_moves_in_exactly_the_steps_that_use_it(
+    trained: Callable[..., list[Any]], world_size: int, numerics: str, name: str
+) -> None:
+    for rank, result in enumerate(trained(world_size, numerics)):
+        states = result[name][2]
+        steps = list(zip(states, states[1:], strict=False))
+        moved = {part: [not same(before[part], after[part]) for before, after in steps] for part in states[0]}
+        for part in ("weight", "bias"):
+            assert moved[f"never.{part}"] == [False, False, False], f"rank {rank}"
+            assert moved[f"once.{part}"] == [False, True, False], f"rank {rank}"
+            assert moved[f"sometimes.{part}"] == moved[f"hidden.{part}"] == [True, True, True], f"rank {rank}"
+        assert same(states[-1]["head.weight"], states[-1]["embedding.weight"])
+
+
+def test_fast_and_bitwise_differ_by_rounding_only(trained: Callable[..., list[Any]]) -> None:
+    name = "momentum SGD, 8 microbatches"
+    bitwise = trained(1)[0][name][2][-1]
+    for size in WORLD_SIZES:
+        fast = trained(size, "fast")[0][name][2][-1]
+        for part, value in bitwise.items():
+            torch.testing.assert_close(fast[part], value, rtol=1e-4, atol=1e-5)
+
+
+def test_some_microbatches_use_what_others_do_not() -> None:
+    firsts = [samples_at(4 * place, 4 * place + 1, of=SAMPLES)[0] % 2 for place in range(8 * STEPS)]
+    assert all(0 < sum(firsts[8 * step : 8 * step + 8]) < 8 for step in range(STEPS))
