@@ -101,6 +101,8 @@ def test_pieces_hold_no_more_than_their_limit_and_a_contiguous_tensor_is_not_cop
 def test_conjugate_and_negative_views_are_hashed_by_their_values() -> None:
     values = sample("complex64", 3, 4)
     state = {"conjugate": values.conj(), "negative": values.conj().imag, "real": values.real, "plain": values}
+    state["negative and contiguous"] = values[:1, :1].conj().imag
+    assert state["negative and contiguous"].is_contiguous()
     assert values.conj().is_conj()
     assert values.conj().imag.is_neg()
     assert fingerprint(state) == by_the_docstring(state)

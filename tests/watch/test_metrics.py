@@ -165,9 +165,10 @@ def test_a_metric_that_is_no_number_is_refused(tmp_path: Path, value: Any, found
     assert str(refused.value) == f"metric 'quality' is {found}; a metric is one number; reduce it to one, say by mean()"
 
 
-def test_a_tensor_of_several_numbers_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("value", [torch.zeros(2), torch.tensor(1j)])
+def test_a_tensor_that_is_not_one_real_number_is_refused(tmp_path: Path, value: Any) -> None:
     with MetricsLog(tmp_path, Clock()) as log, pytest.raises(DataError, match=r"metric 'quality' is tensor.*reduce it to one"):
-        log.write(1, {"quality": torch.zeros(2)})
+        log.write(1, {"quality": value})
 
 
 def test_closing_twice_is_fine_and_no_thread_is_ever_started(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import random
 import re
 import sys
@@ -195,10 +196,10 @@ def test_a_first_interval_of_several_steps_gives_a_guess_that_is_marked(clock: C
 def test_a_resumed_run_counts_only_its_own_steps(clock: Clock) -> None:
     stream = io.StringIO()
     with Progress(1000, stream=stream, clock=clock, start=900) as progress:
-        run(progress, clock, range(901, 921), seconds=2)
-    lines = stream.getvalue().splitlines()
-    assert lines[10].startswith("step 911/1000")
-    assert lines[10].endswith("2:58 left")
+        for step in (910, 920):
+            clock.now += 20
+            progress.update(step)
+    assert stream.getvalue().splitlines() == ["step 910/1000  ~3:00 left", "step 920/1000  2:40 left"]
 
 
 def test_on_a_terminal_one_line_is_kept_up_to_date_and_results_stay_above_it(clock: Clock, terminal: Terminal) -> None:
@@ -216,7 +217,36 @@ def test_on_a_terminal_one_line_is_kept_up_to_date_and_results_stay_above_it(clo
         ]
         run(progress, clock, range(251, 501))
     assert terminal.screen()[2:] == [f"500/500 {'━' * 38}  loss 2.4012  lr 3.0e-04  1,250 samples/s  after 4:10", ""]
+
+
+def test_the_cursor_is_never_left_hidden_because_a_killed_process_could_not_show_it(clock: Clock, terminal: Terminal) -> None:
+    with Progress(500, stream=terminal, clock=clock) as progress:
+        for step in range(1, 4):
+            assert "\x1b[?25h" in terminal.getvalue().rpartition("\x1b[?25l")[2]
+            run(progress, clock, range(step, step + 1))
+            progress.message("text")
     assert "\x1b[?25h" in terminal.getvalue().rpartition("\x1b[?25l")[2]
+
+
+def test_a_run_that_ends_early_says_how_long_it_took(clock: Clock, terminal: Terminal) -> None:
+    with Progress(500, stream=terminal, clock=clock) as progress:
+        run(progress, clock, range(1, 101), seconds=1)
+        assert terminal.screen()[0].endswith("6:40 left")
+    assert terminal.screen()[0].startswith("100/500 ")
+    assert terminal.screen()[0].endswith("after 1:40")
+
+
+def test_the_line_follows_the_width_of_the_terminal(clock: Clock, terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS")
+    lines = {}
+    with Progress(500, stream=terminal, clock=clock) as progress:
+        for step, columns in ((1, 120), (2, 45), (3, 120)):
+            monkeypatch.setattr("os.get_terminal_size", lambda *_, columns=columns: os.terminal_size((columns, 24)))
+            run(progress, clock, range(step, step + 1))
+            lines[step] = terminal.screen()[0]
+    assert len(lines[2]) <= 45
+    assert "samples/s" not in lines[2]
+    assert len(re.findall("[━─]", lines[1])) == len(re.findall("[━─]", lines[3])) == 40
 
 
 def test_a_terminal_is_drawn_at_most_ten_times_a_second_and_at_the_end(clock: Clock, terminal: Terminal) -> None:
@@ -333,16 +363,25 @@ def test_a_stream_that_cannot_encode_a_text_gets_what_it_can(clock: Clock, termi
 
 
 @pytest.mark.parametrize("live", [False, True])
-def test_a_stream_that_breaks_ends_the_display_and_not_the_run(clock: Clock, terminal: Terminal, live: bool) -> None:
+@pytest.mark.parametrize("first", ["update", "message"])
+def test_a_stream_that_breaks_ends_the_display_and_not_the_run(clock: Clock, terminal: Terminal, live: bool, first: str) -> None:
     stream = terminal if live else io.StringIO()
+    tried = []
 
-    def breaks(_: str) -> int:
+    def breaks(text: str) -> int:
+        tried.append(text)
         raise OSError(5, "Input/output error")
 
     with Progress(10, stream=stream, clock=clock) as progress:
         run(progress, clock, range(1, 3))
         stream.write = breaks  # type: ignore[method-assign]
-        run(progress, clock, range(3, 6))
-        progress.message("nobody reads this")
+        if first == "update":
+            run(progress, clock, range(3, 4), seconds=3)
+        else:
+            progress.message("nobody reads this")
+        ended_after = len(tried)
+        assert ended_after > 0
+        run(progress, clock, range(4, 11), seconds=3)
+        progress.message("nor this")
         progress.evaluation(5, {"loss": 1.0})
-        run(progress, clock, range(6, 11), seconds=3)
+    assert len(tried) == ended_after

@@ -238,6 +238,7 @@ def test_a_file_of_tensors_holds_every_name_with_its_bits(tmp_path: Path) -> Non
         "expanded": torch.randn(3, 1).expand(3, 5),
         "conjugate": torch.randn(3, dtype=torch.complex64).conj(),
         "negative": torch.randn(3, dtype=torch.complex64).conj().imag,
+        "negative.contiguous": torch.randn(1, dtype=torch.complex64).conj().imag,
         "scalar": torch.tensor(7),
         "empty": torch.empty(0, 3),
         "empty.too": torch.empty(0),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import socket
@@ -9,7 +10,6 @@ import struct
 import time
 from collections.abc import Callable, Mapping
 from functools import cache
-from json import JSONEncoder
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -31,7 +31,6 @@ class MetricsLog:
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
-        self._encode = JSONEncoder(allow_nan=False).encode
         self._rows = (path / "metrics.jsonl").open("a", encoding="utf-8")
         self._events = _EventFile(path, clock())
         self._flushed = -math.inf
@@ -48,7 +47,7 @@ class MetricsLog:
         if not all(map(math.isfinite, numbers.values())):
             not_finite = {name: str(number) for name, number in numbers.items() if not math.isfinite(number)}
             row.update(dict.fromkeys(not_finite), not_finite=not_finite)
-        self._rows.write(self._encode(row) + "\n")
+        self._rows.write(json.dumps(row) + "\n")
         self._events.write(step, now, numbers)
         if abs(now - self._flushed) >= _FLUSH_SECONDS:
             self._flushed = now

@@ -255,11 +255,7 @@ class _LiveLine:
         self._console.print(self._text(_encodable(text, self._console.encoding), "bold"), soft_wrap=True)
 
     def close(self) -> None:
-        try:
-            sys.stdout.flush()  # an unfinished line that was printed meanwhile
-            sys.stderr.flush()
-        finally:
-            self._live.stop()
+        self._live.stop()
 
 
 def _terminal(stream: TextIO) -> Console | None:
