@@ -38,11 +38,11 @@ def command(nproc: str, plan: str | None, run_dir: str | None, is_module: bool, 
     death by signal), or 130 or 143 where lockstep itself got SIGINT or SIGTERM.
     """
     parsed = Plan.parse(plan) if plan is not None else None
-    count = count_processes(nproc, parsed, _count_gpus, name="--nproc ")
     if is_module:
         _check_module(script)
     else:
         _check_script(script)
+    count = count_processes(nproc, parsed, _count_gpus, name="--nproc ")
 
     from lockstep.launch.local import run_workers  # imports torch: after all that can be checked without it
 

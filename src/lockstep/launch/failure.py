@@ -146,10 +146,10 @@ class Ending:
         count = len(self.failures)
         head = f"rank {first.rank} {first.end}" + (f", first of {count}" if count > 1 else "")
         body = first.record.traceback if first.record is not None else first.crash
-        after = "; ".join(self._after(first))
-        return "\n".join(filter(None, (head + (":" if body else ""), body.rstrip(), after)))
+        after = "; ".join(self._others(first))
+        return "\n".join(filter(None, (head + (":" if body else ""), body.rstrip(), f"The others: {after}." if after else "")))
 
-    def _after(self, first: Failure) -> Iterator[str]:
+    def _others(self, first: Failure) -> Iterator[str]:
         later = sorted((f for f in self.failures if f is not first), key=lambda f: (f.time, f.rank))
         lost = [f.rank for f in later if f.record is not None and f.record.peer_lost]
         if lost:
@@ -184,11 +184,13 @@ def exit_status(error: BaseException) -> int:
 
 
 def read_crash(path: Path) -> str:
-    """The Python stack that faulthandler wrote at a fatal signal; empty where there is none."""
+    """The Python stack that faulthandler wrote at a fatal signal, without our own frames; empty where there is none."""
     try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
         return ""
+    ours = (os.path.join("lockstep", "launch", "worker.py"), "<frozen runpy>", "Extension modules: ")
+    return "\n".join(line for line in lines if not any(text in line for text in ours)).strip()
 
 
 def read_torch_record(path: Path, returncode: int) -> Record | None:

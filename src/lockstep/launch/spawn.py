@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import multiprocessing
 import os
 import pickle
@@ -12,16 +11,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from multiprocessing.reduction import ForkingPickler
 from typing import Any, Literal, TypeVar, cast
 
 import torch
 
 from lockstep.errors import LaunchError, UserError, WorkerError
-from lockstep.launch import worker
+from lockstep.launch.call import PASSED_ON, Call, work
 from lockstep.launch.count import count_processes
 from lockstep.launch.failure import Ending, Record
-from lockstep.launch.local import GRACE_SECONDS, run_workers
+from lockstep.launch.local import run_workers
 from lockstep.plan import Plan
 
 T = TypeVar("T")
@@ -73,7 +71,7 @@ def _refuse_in_worker() -> None:
 
 
 def _start_method(main: Callable[..., Any]) -> Literal["spawn", "fork"]:
-    if getattr(main, "__module__", None) != "__main__" or hasattr(sys.modules["__main__"], "__file__"):
+    if getattr(main, "__module__", None) != "__main__" or os.path.exists(getattr(sys.modules["__main__"], "__file__", "")):
         return "spawn"
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise LaunchError(
@@ -117,40 +115,18 @@ def _rebuild(record: Record) -> UserError:
     return error
 
 
-class _Call:
-    """The function and its arguments, on their way to a worker; unpickled where a failure of that is recorded."""
-
-    def __init__(self, main: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        self._content: tuple[Callable[..., Any], tuple[Any, ...]] | bytes = (main, args)
-
-    def __getstate__(self) -> bytes:
-        try:
-            return bytes(ForkingPickler.dumps(self._content))
-        except Exception as error:
-            raise LaunchError(
-                f"the function or its arguments cannot be sent to another process ({type(error).__name__}: {error}); both are pickled; "
-                "define the function at the top level of a file, and pass only what pickles"
-            ) from error
-
-    def __setstate__(self, state: bytes) -> None:
-        self._content = state
-
-    def load(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return ForkingPickler.loads(self._content) if isinstance(self._content, bytes) else self._content
-
-
 class _Starter:
     """Starts the workers, and receives the result of the first."""
 
     def __init__(self, method: Literal["spawn", "fork"], main: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self._forked = method == "fork"
         self._context: Any = multiprocessing.get_context(method)
-        self._call = _Call(main, args)
+        self._call = Call(main, args)
         self._first: _FunctionProcess | None = None
 
     def start(self, environment: Mapping[str, str]) -> _FunctionProcess:
         receiver, sender = self._context.Pipe(duplex=False) if self._first is None else (None, None)
-        process = self._context.Process(target=_work, args=(self._call, sender, self._forked), name=f"rank-{environment['RANK']}")
+        process = self._context.Process(target=work, args=(self._call, sender, self._forked), name=f"rank-{environment['RANK']}")
         one_thread = {"OMP_NUM_THREADS": "1"} if self._forked else {}
         try:
             with _environment({**environment, **one_thread}), _signals_blocked():
@@ -198,40 +174,6 @@ class _FunctionProcess:
         self._result = None
 
 
-def _work(call: _Call, result: Connection | None, forked: bool) -> None:
-    """Runs in the worker."""
-    if forked:
-        # What the parent registered is the parent's to run; and OpenMP hangs with more than the one thread that came along.
-        atexit._clear()
-        torch.set_num_threads(1)
-    os.setsid()
-    for number in GRACE_SECONDS:
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(line_buffering=True)
-
-    def body() -> None:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, GRACE_SECONDS)
-        main, args = call.load()
-        value = main(*args)
-        if result is not None:
-            result.send_bytes(_pickled(value))
-
-    worker.run(body, worker.begin())
-
-
-def _pickled(value: object) -> bytes:
-    try:
-        return pickle.dumps(value)
-    except Exception as error:
-        raise LaunchError(
-            f"the function returned a {type(value).__name__} that cannot be sent back ({type(error).__name__}: {error}); "
-            "the result of rank 0 is pickled; return something that pickles, or write it to a file"
-        ) from error
-
-
 @contextmanager
 def _environment(added: Mapping[str, str]) -> Iterator[None]:
     """A worker has its variables from its first instruction on, when the libraries read them."""
@@ -250,7 +192,7 @@ def _environment(added: Mapping[str, str]) -> Iterator[None]:
 @contextmanager
 def _signals_blocked() -> Iterator[None]:
     """A worker starts with these signals blocked, until it stands on its own and has handlers of its own."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, GRACE_SECONDS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
     try:
         yield
     finally:
