@@ -92,3 +92,10 @@ def test_a_counter_holds_few_values_at_a_time(start, leaves):
 def test_nodes_that_do_not_make_up_the_tree_are_refused(nodes):
     with pytest.raises(ValueError, match="node"):
         fold(nodes, [1] * len(nodes), 4, int.__add__)
+
+
+def test_a_leaf_beyond_the_last_is_refused():
+    counter = Counter(int.__add__, start=3, count=4)
+    counter.push(1)
+    with pytest.raises(ValueError, match=r"node \(4, 5\) after leaf 3 of 4"):
+        counter.push(1)

@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 from lockstep.assignment import microbatches
+from lockstep.data.fetch import Fetcher
 from lockstep.data.loader import CHUNK_POSITIONS, Loader, Span
 from lockstep.errors import DataError, WorkerError
 from lockstep.order import Order
@@ -155,6 +156,21 @@ def test_the_augmentation_of_a_sample_depends_on_seed_epoch_and_sample_only(load
         assert len(set(one_generator)) == 30
     assert augmentation(load, among=spans(6, 5, steps=5)) == numbers
     assert not set(augmentation(load, seed=1).values()) & set(numbers.values())
+
+
+def test_the_augmentation_of_a_microbatch_fetched_at_once_depends_on_seed_epoch_and_first_sample_only(load):
+    def numbers(size, **options):
+        fetched = load(Many(lambda indices: {"first": indices[0], "drawn": drawn()}), spans(10, size), **options)
+        return {(each.step, each.batch["first"]): each.batch["drawn"] for each in fetched}
+
+    assert len(set(numbers(2).values())) == 15
+    assert numbers(4).items() < numbers(2).items()
+    assert not set(numbers(2, seed=1).values()) & set(numbers(2).values())
+
+
+def test_tensors_that_are_only_indexed_need_no_generators():
+    assert not Fetcher(pairs(), None, seed=0).seeds
+    assert Fetcher(pairs(), list, seed=0).seeds
 
 
 def test_a_subset_of_an_augmented_dataset_is_augmented_sample_by_sample(load):

@@ -72,10 +72,10 @@ class Failure:
         text = "".join(traceback.format_exception(error))
         try:
             pickled = pickle.dumps(error)
-            returns = type(pickle.loads(pickled)) is type(error)
+            pickle.loads(pickled)
         except Exception:
-            returns = False
-        return cls(pickled if returns else None, text)
+            return cls(None, text)
+        return cls(pickled, text)
 
     def reraise(self) -> None:
         if self.error is None:
