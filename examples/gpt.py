@@ -94,7 +94,7 @@ class GPT(nn.Module):
         self.blocks = nn.Sequential(*(Block(width, heads, dropout) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
         for embedding in (self.bytes, self.positions):
-            nn.init.normal_(embedding.weight, std=0.02)
+            nn.init.normal_(embedding.weight, std=0.05)
 
     def forward(self, text: Tensor) -> Tensor:
         x = self.dropout(self.bytes(text) + self.positions.weight[: text.shape[1]])
@@ -127,7 +127,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dropout", type=float, default=0.0, help="(default: %(default)s)")
     parser.add_argument("--layers", type=int, default=4, help="(default: %(default)s)")
     parser.add_argument("--width", type=int, default=128, help="numbers that stand for one byte (default: %(default)s)")
-    parser.add_argument("--heads", type=int, default=4, help="(default: %(default)s)")
+    parser.add_argument("--heads", type=int, default=2, help="(default: %(default)s)")
     parser.add_argument("--context", type=int, default=128, help="bytes that the model sees (default: %(default)s)")
     parser.add_argument("--sample", type=int, default=400, help="bytes to generate at the end (default: %(default)s)")
     options = parser.parse_args(argv)

@@ -1,0 +1,281 @@
+"""What `ls.train` costs beside a careful hand-written loop, and what bitwise numerics cost beside fast.
+
+    python benchmarks/overhead.py [--rounds 9] [--only mlp gpt bitwise] [--json FILE]
+
+The hand-written loop has DistributedSampler, DataLoader, DDP with gradients as bucket views (bare at one process), fused AdamW,
+`zero_grad(set_to_none=True)` and, for the GPT, clipping; it never reads a loss. `ls.train` runs as it comes: run directory, metrics,
+progress display, a check of every gradient. Both have the same model, optimizer and sizes, one thread a process, no loader worker, the
+same process group and the same live processes. In a round every side runs once, in an order that turns from round to round; each is
+timed on rank 0 by the wall clock, from the end of its warm-up steps to the end of its last step. A row's ratio is the median over
+rounds of its steps/s over those of the case's first side in the same round; beside it is the middle half of those ratios.
+
+Quote numbers only of a machine that did nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import lockstep as ls
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+import gpt
+
+HAND = "DataLoader, __getitem__"
+AT_ONCE = "DataLoader, __getitems__"
+NO_LOADER = "no loader"
+LOCKSTEP = "ls.train"
+PREPARED = 64
+"""Batches that the loop without a loader goes through again and again."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What both sides train. `steps` are timed, after `warmup` steps that are not."""
+
+    build: Callable[[], nn.Module]
+    data: Any
+    """As a user gives it to `ls.train`."""
+    one_by_one: Any
+    """The same with `__getitem__` alone, as most datasets are written."""
+    at_once: Any
+    """The same with a `__getitems__` that gives a whole batch."""
+    inputs: Callable[[Any], Tensor]
+    loss: Callable[[Tensor, Any], Tensor]
+    global_batch: int
+    clip_norm: float | None
+    warmup: int
+    steps: int
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
+
+
+class Rows(TensorDataset):
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, ...]:
+        rows = torch.tensor(indices)
+        return tuple(tensor.index_select(0, rows) for tensor in self.tensors)
+
+
+class SingleWindows:
+    def __init__(self, data: gpt.Windows) -> None:
+        self.windows = data.windows
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.windows[index].long()
+
+
+def mlp() -> Workload:
+    generator = torch.Generator().manual_seed(0)
+    images, labels = torch.randn(60_000, 784, generator=generator), torch.randint(0, 10, (60_000,), generator=generator)
+    return Workload(
+        build=lambda: nn.Sequential(nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 10)),
+        data=TensorDataset(images, labels),
+        one_by_one=TensorDataset(images, labels),
+        at_once=Rows(images, labels),
+        inputs=lambda batch: batch[0],
+        loss=lambda logits, batch: F.cross_entropy(logits, batch[1]),
+        global_batch=64,
+        clip_norm=None,
+        warmup=100,
+        steps=1000,
+    )
+
+
+def small_gpt(global_batch: int = 16) -> Workload:
+    windows = gpt.Windows(gpt.read_text()[0], 128)
+    return Workload(
+        build=lambda: gpt.GPT(layers=4, width=128, heads=4, context=128, dropout=0.0),
+        data=windows,
+        one_by_one=SingleWindows(windows),
+        at_once=windows,
+        inputs=lambda batch: batch[:, :-1],
+        loss=gpt.cross_entropy,
+        global_batch=global_batch,
+        clip_norm=1.0,
+        warmup=10,
+        steps=30,
+    )
+
+
+def hand_written(work: Workload, *, at_once: bool = False, loader: bool = True) -> float:
+    """Steps/s of the loop that one would write."""
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    torch.manual_seed(0)
+    model = work.build()
+    optimizer = work.optimizer(model)
+    parallel = DistributedDataParallel(model, gradient_as_bucket_view=True) if size > 1 else model
+    batches = _loaded(work, rank, size, at_once=at_once)
+    if not loader:
+        batches = itertools.cycle([next(batches) for _ in range(PREPARED)])
+    start = 0.0
+    for step, batch in zip(range(work.warmup + work.steps), batches, strict=False):
+        if step == work.warmup:
+            start = time.perf_counter()
+        loss = work.loss(parallel(work.inputs(batch)), batch)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        if work.clip_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), work.clip_norm)
+        optimizer.step()
+    return work.steps / (time.perf_counter() - start)
+
+
+def _loaded(work: Workload, rank: int, size: int, *, at_once: bool) -> Iterator[Any]:
+    data = work.at_once if at_once else work.one_by_one
+    sampler: DistributedSampler[Any] = DistributedSampler(data, num_replicas=size, rank=rank, shuffle=True, seed=0, drop_last=True)
+    collate = (lambda batch: batch) if at_once else None
+    batches = DataLoader(data, batch_size=work.global_batch // size, sampler=sampler, collate_fn=collate, drop_last=True)
+    epoch = 0
+    while True:
+        sampler.set_epoch(epoch)
+        yield from batches
+        epoch += 1
+
+
+class Clock(ls.Hook):
+    """The time between the end of the warm-up and the end of the last step."""
+
+    def __init__(self, work: Workload) -> None:
+        self.work = work
+        self.start = self.end = 0.0
+
+    def on_step(self, run: Any) -> None:
+        if run.step == self.work.warmup:
+            self.start = time.perf_counter()
+        elif run.step == self.work.warmup + self.work.steps:
+            self.end = time.perf_counter()
+            self.threads = torch.get_num_threads()
+
+
+def lockstep(work: Workload, *, microbatch: int, numerics: str = "fast") -> float:
+    """Steps/s of `ls.train`."""
+    clock = Clock(work)
+    recipe = ls.Recipe(
+        model=work.build,
+        data=work.data,
+        inputs=work.inputs,
+        loss=work.loss,
+        optimizer=work.optimizer,
+        global_batch=work.global_batch,
+        microbatch=microbatch,
+        steps=work.warmup + work.steps,
+        clip_norm=work.clip_norm,
+    )
+    with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):
+        ls.train(recipe, plan=f"numerics={numerics}", run_dir=f"{folder}/run", hooks=[clock])
+    if clock.threads != 1:
+        raise SystemExit(f"ls.train computed with {clock.threads} threads and the hand-written loop with 1; nothing to compare")
+    return work.steps / (clock.end - clock.start)
+
+
+def sides_of(case: str, size: int, steps: int | None) -> dict[str, Callable[[], float]]:
+    work = mlp() if case == "mlp" else small_gpt(32 if case == "bitwise" else 16)
+    if steps is not None:
+        work = replace(work, steps=steps)
+    if case == "bitwise":
+        return {numerics: lambda numerics=numerics: lockstep(work, microbatch=4, numerics=numerics) for numerics in ("fast", "bitwise")}
+    return {
+        HAND: lambda: hand_written(work),
+        AT_ONCE: lambda: hand_written(work, at_once=True),
+        NO_LOADER: lambda: hand_written(work, at_once=True, loader=False),
+        LOCKSTEP: lambda: lockstep(work, microbatch=work.global_batch // size),
+    }
+
+
+def measure(case: str, rounds: int, steps: int | None) -> dict[str, list[float]]:
+    """Runs in each process. Steps/s of each side in each round, as this rank saw them."""
+    size = int(os.environ["WORLD_SIZE"])
+    if size == 1:
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    torch.set_num_threads(1)
+    if size > 1:
+        dist.init_process_group("gloo")
+    sides = sides_of(case, size, steps)
+    rates: dict[str, list[float]] = {name: [] for name in sides}
+    names = list(sides)
+    for turn in range(-1, rounds):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            if size > 1:
+                dist.barrier()
+            rate = sides[name]()
+            if turn >= 0:
+                rates[name].append(rate)
+    if size > 1:
+        dist.destroy_process_group()
+    return rates
+
+
+def rows_of(case: str, size: int, rates: dict[str, list[float]]) -> list[dict[str, Any]]:
+    baseline = next(iter(rates))
+    rows = []
+    for name, values in rates.items():
+        ratios = [value / other for value, other in zip(values, rates[baseline], strict=True)]
+        low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else (ratios[0],) * 3
+        rows.append(
+            {
+                "case": case,
+                "processes": size,
+                "side": name,
+                "steps_per_second": statistics.median(values),
+                "ratio": statistics.median(ratios),
+                "ratio_low": low,
+                "ratio_high": high,
+                "rates": values,
+            }
+        )
+    return rows
+
+
+def show(rows: list[dict[str, Any]], rounds: int) -> None:
+    table = Table(title=f"steps/s, median of {rounds} rounds, one thread a process, {os.cpu_count()} cores")
+    for column in ("case", "processes", "side", "steps/s", "ratio", "middle half"):
+        table.add_column(column, justify="left" if column in ("case", "side") else "right")
+    for row in rows:
+        spread = f"{row['ratio_low']:.3f} to {row['ratio_high']:.3f}"
+        table.add_row(row["case"], str(row["processes"]), row["side"], f"{row['steps_per_second']:.1f}", f"{row['ratio']:.3f}", spread)
+    Console().print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9, help="in each, every side runs once (default: %(default)s)")
+    parser.add_argument("--only", nargs="+", choices=("mlp", "gpt", "bitwise"), default=("mlp", "gpt", "bitwise"))
+    parser.add_argument("--steps", type=int, help="timed steps of each side in each round (default: 1000 for the MLP, 30 for the GPT)")
+    parser.add_argument("--json", metavar="FILE", help="also write the rows, with every rate, to this file")
+    options = parser.parse_args()
+    rows = []
+    for case in options.only:
+        for size in (2, 3) if case == "bitwise" else (1, 2):
+            rows += rows_of(case, size, ls.spawn(measure, nproc=size, args=(case, options.rounds, options.steps)))
+            show(rows, options.rounds)
+    if options.json:
+        Path(options.json).write_text(json.dumps({"rounds": options.rounds, "threads": 1, "rows": rows}, indent=2))
+
+
+if __name__ == "__main__":
+    main()
