@@ -1,0 +1,94 @@
+"""Who a process is, from its environment variables."""
+
+from __future__ import annotations
+
+import pytest
+
+from lockstep.errors import LaunchError
+from lockstep.launch.environment import Environment
+
+TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+
+
+def test_a_process_without_a_launcher_is_rank_0_of_1() -> None:
+    assert Environment.read({"HOME": "/root"}) == Environment(
+        rank=0, local_rank=0, world_size=1, local_world_size=1, launcher="python", plan=None, run_dir=None
+    )
+
+
+def test_what_torchrun_sets_is_read() -> None:
+    assert Environment.read(TORCHRUN) == Environment(
+        rank=3, local_rank=1, world_size=4, local_world_size=2, launcher="torchrun", plan=None, run_dir=None
+    )
+
+
+@pytest.mark.parametrize("launcher", ["lockstep", "spawn"])
+def test_our_launchers_say_who_they_are_and_pass_the_plan_and_the_run_directory(launcher: str) -> None:
+    read = Environment.read(TORCHRUN | {"LOCKSTEP_LAUNCHER": launcher, "LOCKSTEP_PLAN": "replicate=4", "LOCKSTEP_RUN_DIR": "/runs/a"})
+    assert (read.launcher, read.plan, read.run_dir) == (launcher, "replicate=4", "/runs/a")
+
+
+def test_an_empty_plan_or_run_directory_is_none() -> None:
+    read = Environment.read({"LOCKSTEP_PLAN": "", "LOCKSTEP_RUN_DIR": ""})
+    assert (read.plan, read.run_dir) == (None, None)
+
+
+def test_without_local_ranks_all_processes_are_on_this_machine() -> None:
+    read = Environment.read({"RANK": "1", "WORLD_SIZE": "3"})
+    assert (read.local_rank, read.local_world_size) == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("environ", "text"),
+    [
+        (
+            {"RANK": "1"},
+            "RANK=1 without WORLD_SIZE; a launcher sets both; unset RANK to run one process, or set WORLD_SIZE",
+        ),
+        (
+            {"WORLD_SIZE": "2"},
+            "WORLD_SIZE=2 without RANK; a launcher sets both; unset WORLD_SIZE to run one process, or set RANK",
+        ),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"},
+            "LOCAL_RANK=0 without LOCAL_WORLD_SIZE; a launcher sets both; unset LOCAL_RANK to run one process, or set LOCAL_WORLD_SIZE",
+        ),
+        (
+            {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"},
+            "LOCAL_RANK=0 without RANK; a launcher sets RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; unset LOCAL_RANK and "
+            "LOCAL_WORLD_SIZE to run one process, or start the script with lockstep run",
+        ),
+        (
+            {"RANK": "2", "WORLD_SIZE": "2"},
+            "RANK=2 with WORLD_SIZE=2; ranks count from 0 to WORLD_SIZE - 1; correct what sets them",
+        ),
+        (
+            {"RANK": "0", "WORLD_SIZE": "0"},
+            "RANK=0 with WORLD_SIZE=0; ranks count from 0 to WORLD_SIZE - 1; correct what sets them",
+        ),
+        (
+            TORCHRUN | {"LOCAL_RANK": "2"},
+            "LOCAL_RANK=2 with LOCAL_WORLD_SIZE=2; ranks count from 0 to LOCAL_WORLD_SIZE - 1; correct what sets them",
+        ),
+        (
+            TORCHRUN | {"LOCAL_WORLD_SIZE": "5"},
+            "LOCAL_WORLD_SIZE=5 with WORLD_SIZE=4; the processes of one machine are some of all processes; correct what sets them",
+        ),
+        (
+            {"RANK": "one", "WORLD_SIZE": "2"},
+            "RANK='one'; it is a whole number of at least 0; correct what sets it, or unset it",
+        ),
+        (
+            {"RANK": "-1", "WORLD_SIZE": "2"},
+            "RANK='-1'; it is a whole number of at least 0; correct what sets it, or unset it",
+        ),
+        (
+            {"LOCKSTEP_LAUNCHER": "mpirun"},
+            "LOCKSTEP_LAUNCHER=mpirun; lockstep's launchers set it to one of python, torchrun, lockstep, spawn; unset it",
+        ),
+    ],
+)
+def test_values_that_contradict_each_other_are_refused(environ: dict[str, str], text: str) -> None:
+    with pytest.raises(LaunchError) as refused:
+        Environment.read(environ)
+    assert str(refused.value) == text

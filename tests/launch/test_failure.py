@@ -1,0 +1,165 @@
+"""What is recorded of a failure, which failure is the first, and what is said about it."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.errors import DataError
+from lockstep.launch.failure import Ending, Failure, Record, describe, exit_status, read_crash, read_torch_record
+
+GLOO = "[pair.cc:553] Connection closed by peer [127.0.0.1]:41096. This is typically caused by a remote worker crashing."
+
+
+def record(error: BaseException, time: float = 0.0) -> Record:
+    try:
+        raise error
+    except BaseException as caught:
+        made = describe(caught, caught.__traceback__, exit_status(caught))
+    return Record(**{field: getattr(made, field) for field in Record.__slots__} | {"time": time})
+
+
+def failure(rank: int, time: float, error: BaseException) -> Failure:
+    return Failure(rank=rank, time=time, returncode=exit_status(error), record=record(error, time))
+
+
+def killed(rank: int, time: float, number: signal.Signals, crash: str = "") -> Failure:
+    return Failure(rank=rank, time=time, returncode=-number, crash=crash)
+
+
+def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.record"
+    assert Record.read(path) is None
+    written = record(DataError("the value 'é\ud800'; the rule; the remedy"))
+    written.write(path)
+    assert Record.read(path) == written
+    assert [entry.name for entry in tmp_path.iterdir()] == ["rank-0.record"]
+
+
+def test_a_record_says_what_was_raised_and_where() -> None:
+    made = record(KeyError("name"))
+    assert (made.kind, made.message, made.status, made.user_error, made.peer_lost) == ("builtins:KeyError", "'name'", 1, False, False)
+    assert made.traceback.startswith("Traceback (most recent call last):\n")
+    assert made.traceback.endswith("    raise error\nKeyError: 'name'\n")
+
+
+def test_a_user_error_is_marked_and_ends_with_status_2() -> None:
+    made = record(DataError("text"))
+    assert (made.kind, made.user_error, made.status) == ("lockstep.errors:DataError", True, 2)
+
+
+def test_an_error_whose_text_cannot_be_had_is_recorded() -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    assert record(Mute()).message == "<Mute whose text cannot be had>"
+
+
+class DistBackendError(RuntimeError):
+    """torch's has this name; the record does not import torch."""
+
+
+@pytest.mark.parametrize("error", [RuntimeError(GLOO), ConnectionResetError(), BrokenPipeError(), DistBackendError("NCCL error")])
+def test_the_loss_of_a_peer_is_told_from_other_errors(error: Exception) -> None:
+    assert record(error).peer_lost
+    wrapped = ValueError("step 3 failed")
+    wrapped.__cause__ = error
+    assert record(wrapped).peer_lost
+    assert not record(ValueError(GLOO)).peer_lost
+
+
+def test_the_first_failure_is_the_earliest_that_is_not_the_loss_of_a_peer() -> None:
+    lost = failure(0, 1.0, RuntimeError(GLOO))
+    cause = failure(2, 2.0, ValueError("boom"))
+    later = failure(1, 3.0, ValueError("boom"))
+    assert Ending(failures=[lost, later, cause]).first is cause
+    assert Ending(failures=[lost, killed(3, 2.5, signal.SIGKILL), later]).first == killed(3, 2.5, signal.SIGKILL)
+    assert Ending(failures=[lost]).first is lost
+
+
+@given(st.lists(st.tuples(st.floats(0, 9), st.booleans()), min_size=1, max_size=6))
+def test_the_first_failure_is_the_same_in_whatever_order_they_are_seen(times: list[tuple[float, bool]]) -> None:
+    failures = [failure(rank, time, RuntimeError(GLOO) if lost else ValueError()) for rank, (time, lost) in enumerate(times)]
+    first = Ending(failures=failures).first
+    assert first is not None
+    assert Ending(failures=failures[::-1]).first == first
+    assert all(first.time <= other.time for other in failures if other.record is not None and not other.record.peer_lost) or all(
+        lost for _, lost in times
+    )
+
+
+def test_the_report_has_the_first_failure_on_top_and_one_line_about_the_others() -> None:
+    ending = Ending(
+        failures=[failure(0, 1.0, RuntimeError(GLOO)), failure(3, 2.0, ValueError("boom")), failure(5, 3.0, KeyError("name"))],
+        stopped=[1, 2, 4],
+        finished=[6],
+    )
+    lines = ending.report().splitlines()
+    assert lines[:2] == ["rank 3 failed (exit status 1), first of 3:", "Traceback (most recent call last):"]
+    assert lines[-2:] == [
+        "ValueError: boom",
+        "The others: rank 0 lost a peer; rank 5 failed (exit status 1) too with KeyError: 'name'; ranks 1-2, 4 were stopped; "
+        "rank 6 had finished.",
+    ]
+    assert ending.report().count("Traceback") == 1
+    assert ending.status == 1
+
+
+def test_the_report_of_a_user_error_is_its_message_alone() -> None:
+    ending = Ending(failures=[failure(rank, float(rank), DataError("value; rule; remedy")) for rank in (1, 0)])
+    assert (ending.report(), ending.status) == ("DataError: value; rule; remedy", 2)
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "text"),
+    [
+        (signal.SIGKILL, 137, "rank 1 was killed by SIGKILL (often the kernel or the container, because memory ran out)"),
+        (signal.SIGBUS, 128 + signal.SIGBUS, "rank 1 was killed by SIGBUS (memory that could not be had; often /dev/shm is full)"),
+        (signal.SIGUSR1, 128 + signal.SIGUSR1, "rank 1 was killed by SIGUSR1"),
+    ],
+)
+def test_a_death_by_signal_is_named_with_what_it_usually_means(number: signal.Signals, status: int, text: str) -> None:
+    ending = Ending(failures=[killed(1, 0.0, number)])
+    assert (ending.report(), ending.status) == (text, status)
+
+
+def test_the_python_stack_at_a_crash_is_shown_without_our_own_frames(tmp_path: Path) -> None:
+    path = tmp_path / "crash"
+    path.write_text(
+        "Fatal Python error: Segmentation fault\n\n"
+        'Current thread 0x1 (most recent call first):\n  File "/home/me/train.py", line 3 in main\n'
+        '  File "/lib/lockstep/launch/worker.py", line 140 in _execute\n  File "<frozen runpy>", line 88 in _run_code\n\n'
+        "Extension modules: numpy (total: 1)\n"
+    )
+    ending = Ending(failures=[killed(0, 0.0, signal.SIGSEGV, read_crash(path))])
+    assert ending.report() == (
+        "rank 0 was killed by SIGSEGV (a crash in native code):\nFatal Python error: Segmentation fault\n\n"
+        'Current thread 0x1 (most recent call first):\n  File "/home/me/train.py", line 3 in main'
+    )
+    assert read_crash(tmp_path / "none") == ""
+
+
+def test_what_torch_recorded_is_read_and_anything_else_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "torch"
+    assert read_torch_record(path, 1) is None
+    path.write_text('{"message": "not the form we know"}')
+    assert read_torch_record(path, 1) is None
+    path.write_text('{"message": {"message": "ValueError: boom", "extraInfo": {"py_callstack": "Traceback: boom", "timestamp": "1"}}}')
+    read = read_torch_record(path, 3)
+    assert read is not None
+    assert (read.kind, read.message, read.traceback, read.status) == (":ValueError", "boom", "Traceback: boom", 3)
+
+
+def test_after_a_signal_to_the_launcher_failures_are_its_consequence() -> None:
+    ending = Ending(failures=[failure(0, 1.0, RuntimeError(GLOO))], stopped=[1], signal=signal.SIGTERM)
+    assert (ending.report(), ending.status) == ("stopped by SIGTERM; no worker is left", 143)
+
+
+def test_nothing_is_said_where_nothing_failed() -> None:
+    ending = Ending(finished=[0, 1])
+    assert (ending.report(), ending.status, ending.first) == ("", 0, None)
