@@ -76,7 +76,7 @@ class _Scratch:
 
 
 class RunningStatistics:
-    """The buffers of one model. Every rank: `note_microbatch` after each forward, `commit` once a step."""
+    """The buffers of one model. Every rank: `begin` before a step's first forward, `note_microbatch` after each, `commit` once."""
 
     def __init__(self, model: nn.Module, world: World) -> None:
         self._world = world
@@ -95,16 +95,17 @@ class RunningStatistics:
             hook.remove()
 
     def begin(self) -> None:
-        """At the start of a step: how the buffers that no forward may change stand."""
+        """Before the first forward of a step: how the buffers that no forward may change stand; earlier forwards do not count."""
         self._versions = {name: buffer._version for name, buffer in self._others.items()}
+        self.discard()
 
     def note_microbatch(self) -> None:
         """Take down what the forward just done did to the statistics; what a recomputation in the backward does is not counted."""
         if self._scratches:
             self._rows.append(torch.cat([scratch.row() for scratch in self._scratches]))
 
-    def discard_recomputed(self) -> None:
-        """After a backward: forget what activation checkpointing computed again."""
+    def discard(self) -> None:
+        """Forget what other forwards did to the statistics: those of activation checkpointing, or of another model's turn."""
         for scratch in self._scratches:
             scratch.renew()
 

@@ -155,6 +155,8 @@ class Step:
 
         May be run through again after a `commit`, for another pair: the same batches then, with generators of their own.
         """
+        for pair in self._pairs:
+            pair.statistics.begin()
         for place, batch, samples in self.source.batches(passes=len(self.committed)):
             self._current = (place, batch, samples)
             yield batch
@@ -177,12 +179,14 @@ class Step:
         part = contribution(
             loss, samples=samples, step_samples=self.samples, batch=batch, weights=self.source.weights, prescale=self._prescale(pair)
         )
-        pair.statistics.note_microbatch()
+        for each in self._pairs:  # a forward of one model may run others
+            each.statistics.note_microbatch()
         seed = part.seed if pair.scaler is None else pair.scaler.scale(part.seed)
         phase.seen.append(place)
         phase.parts.append(part)
         phase.replica.backward(part.total, seed, only_these=len(self._pairs) > 1)
-        pair.statistics.discard_recomputed()
+        for each in self._pairs:
+            each.statistics.discard()
 
     def commit(self, optimizer: Any = None, *, clip_norm: float | None = None) -> None:
         """Reduce, scale, clip, apply: on all ranks or on none. Every rank calls it once a step, for each prepared pair.
@@ -203,11 +207,13 @@ class Step:
         values = torch.stack([part.value for part in phase.parts]) if phase.parts else None
         weights = torch.stack([part.weight for part in phase.parts]) if phase.parts else None
         values, weights, stops = phase.replica.finish(values, weights, flag=self._wants_to_stop())
-        pair.statistics.check()
+        for each in self._pairs:
+            each.statistics.check()
         if pair.forward_knows:
             pair.rescale(weights, self._prescale(pair))
         norm, applied = pair.apply(self.index, clip_norm)
-        pair.statistics.commit(self.count, apply=applied is not False)
+        for each in self._pairs:
+            each.statistics.commit(self.count, apply=applied is not False)
         weights = weights if pair.forward_knows else None
         outcome = Outcome(self, pair, values, weights, norm, applied, stops, [part.terms for part in phase.parts])
         self.committed[number] = outcome
@@ -222,7 +228,6 @@ class Step:
     def _begun(self, pair: Pair) -> _Phase:
         if self._phase is None:
             replica = pair.replica(self.source.most)
-            pair.statistics.begin()
             self._phase = _Phase(pair, replica, replica.begin(self.count))
         if self._phase.pair is not pair:
             raise LossError(
