@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -92,8 +93,7 @@ def everything(optimizer: Callable[[nn.Module], Any], **changes: Any) -> ls.Reci
 
 
 def in_two_dtypes() -> nn.Module:
-    model = nn.Sequential(nn.Linear(6, 8), Widened(nn.Linear(8, 8).double()), nn.Linear(8, 3))
-    return model
+    return nn.Sequential(nn.Linear(6, 8), Widened(nn.Linear(8, 8).double()), nn.Linear(8, 3))
 
 
 class Widened(nn.Module):
@@ -176,7 +176,7 @@ def test_a_parameter_moves_in_exactly_the_steps_that_use_it(
 ) -> None:
     for rank, result in enumerate(trained(world_size, numerics)):
         states = result[name][2]
-        steps = list(zip(states, states[1:], strict=False))
+        steps = list(pairwise(states))
         moved = {part: [not same(before[part], after[part]) for before, after in steps] for part in states[0]}
         for part in ("weight", "bias"):
             assert moved[f"never.{part}"] == [False, False, False], f"rank {rank}"
