@@ -47,8 +47,8 @@ class Microbatch:
 class Loader:
     """Fetches microbatches of a map-style dataset. Each rank makes its own, and asks it for its own spans.
 
-    `collate`: (samples) -> batch; None: torch's default collate. `shuffle=False`: the sample at a position is the position itself, and
-    no generator is seeded. `workers`: processes that fetch ahead; 0: this process fetches when asked. The batches are the same, and
+    `collate`: (samples) -> batch; None: torch's default collate. `shuffle=False`: the sample at a position is the position itself.
+    `workers`: processes that fetch ahead; 0: this process fetches when asked. The batches are the same, and
     this process's default generators are left as they are. `device`: batches are for it, and in pinned memory where it is CUDA.
     """
 
@@ -63,7 +63,7 @@ class Loader:
         device: torch.device,
     ) -> None:
         self._order = Order(len(data), seed) if shuffle else None
-        self._fetcher = Fetcher(data, collate, seed if shuffle else None)
+        self._fetcher = Fetcher(data, collate, seed)
         self._pinned = device.type == "cuda"
         self._workers = Workers(self._fetcher, workers, pinned=self._pinned) if workers else None
         self._isolation = Isolation()

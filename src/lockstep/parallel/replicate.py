@@ -27,6 +27,10 @@ from lockstep.comm.ordered import OrderedSum, Shares
 from lockstep.tree import Counter
 
 
+Number = Tensor | float
+"""A scalar tensor, or a number that the host knows already."""
+
+
 class _Touch(torch.autograd.Function):
     """The identity on a loss, whose graph reaches every parameter without giving it a gradient."""
 
@@ -109,17 +113,17 @@ class Replica:
         if self._bitwise:
             self._counter.push(self._take_leaf())
 
-    def finish(self, values: Tensor | None, weights: Tensor | None, *, flag: bool) -> tuple[Tensor, Tensor, Tensor | bool]:
-        """Sum over all ranks. `values` and `weights`: one number for each of this rank's microbatches (None: it has none).
+    def finish(
+        self, values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | bool]:
+        """Sum over all ranks. `values` and `weights`: one number for each of this rank's microbatches; no weights on any rank, or on all.
 
         Returns those of all microbatches, in their order, two tensors of shape (count,), and how many ranks raised the flag.
         """
         if self._ddp is None:
             if self._bitwise:
                 self._put_root()
-            assert values is not None
-            assert weights is not None
-            return values.to(self._dtype), weights.to(self._dtype), flag
+            return self._column(values), None if weights is None else self._column(weights), flag
         if not self._synchronised:
             zero = torch.zeros((), device=self._touched.slots.device, requires_grad=True)
             self._synchronise(zero, torch.zeros_like(zero), None)
@@ -132,21 +136,27 @@ class Replica:
         self._forget_unused(received)
         first, second = len(self._parameters), len(self._parameters) + self._max_microbatches
         received = received.clone()
-        return received[first : first + self._count], received[second : second + self._count], received[-1]
+        received_weights = None if weights is None else received[second : second + self._count]
+        return received[first : first + self._count], received_weights, received[-1]
 
     def _synchronise(self, total: Tensor, seed: Tensor, inputs: list[nn.Parameter] | None) -> None:
         assert self._ddp is not None
         self._synchronised = True
         torch.autograd.backward(self._ddp(total), seed, inputs=inputs)
 
-    def _slots(self, values: Tensor | None, weights: Tensor | None) -> Tensor:
+    def _column(self, numbers: Sequence[Number]) -> Tensor:
+        if isinstance(numbers[0], float):
+            return torch.tensor(numbers, dtype=self._dtype)
+        return torch.stack([number for number in numbers if isinstance(number, Tensor)]).to(self._dtype)
+
+    def _slots(self, values: Sequence[Number], weights: Sequence[Number] | None) -> Tensor:
         slots = self._touched.slots
         sent = torch.zeros_like(slots)
         sent[: len(self._used)] = torch.tensor(self._used, dtype=slots.dtype)
         for offset, numbers in ((0, values), (self._max_microbatches, weights)):
-            if numbers is not None:
+            if numbers:
                 first = len(self._parameters) + offset + self._share.start
-                sent[first : first + len(numbers)] = numbers
+                sent[first : first + len(numbers)] = self._column(numbers)
         return sent
 
     def _forget_unused(self, received: Tensor) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -27,12 +29,10 @@ class Contribution:
     """Scalar with a gradient."""
     seed: Tensor
     """Scalar. NaN where the loss is not finite, so that the summed gradient shows it to every rank."""
-    value: Tensor
+    value: Tensor | float
     """Scalar: this microbatch's part of the step's loss; its raw total where only the forward knows the weight."""
-    weight: Tensor
-    """Scalar: the weight, where only the forward knows it; else 0."""
-    brought_weight: bool
-    """Whether only the forward knew the weight."""
+    weight: Tensor | None
+    """Scalar: the weight, where only the forward knows it."""
     terms: dict[str, Tensor]
     """Each term's part of the step's loss, where there are several."""
 
@@ -47,8 +47,11 @@ def contribution(loss: Any, *, samples: int, step_samples: int, batch: Any, weig
         return _forward_known(loss, weights, prescale)
     if not isinstance(loss, Mapping):
         total, scale = _term(SINGLE, loss, samples=samples, step_samples=step_samples, batch=batch, weights=weights)
+        if total.is_cpu:
+            number = total.item()
+            return Contribution(total, _constant(scale if math.isfinite(number) else math.nan, total.dtype), number * scale, None, {})
         value = _recorded(total) * scale
-        return Contribution(total, _seed(total, value, scale), value, value.new_zeros(()), False, {})
+        return Contribution(total, _seed(total, value, scale), value, None, {})
     if not loss:
         raise LossError("the loss is an empty dict; give it one term at least, or return the loss itself")
     if weights is not None and (missing := set(weights) ^ {name for name, term in loss.items() if isinstance(term, Sum)}):
@@ -63,7 +66,7 @@ def contribution(loss: Any, *, samples: int, step_samples: int, batch: Any, weig
     total = sum(scaled.values(), start=torch.zeros((), device=next(iter(scaled.values())).device))
     value = _recorded(total)
     terms = {name: term.detach() for name, term in scaled.items()}
-    return Contribution(total, _seed(total, value, 1.0), value, value.new_zeros(()), False, terms)
+    return Contribution(total, _seed(total, value, 1.0), value, None, terms)
 
 
 def weights_of(raw: Any) -> Weights:
@@ -114,7 +117,13 @@ def _forward_known(loss: Loss, weights: Weights | None, prescale: Tensor) -> Con
     if isinstance(loss.weight, Tensor) and loss.weight.numel() != 1:
         raise LossError(f"the weight of ls.Loss has shape {tuple(loss.weight.shape)}; it is a number or a scalar tensor")
     weight = torch.as_tensor(loss.weight, dtype=value.dtype, device=total.device).detach().reshape(())
-    return Contribution(total, _seed(total, value, 1.0 / prescale), value, weight, True, {})
+    return Contribution(total, _seed(total, value, 1.0 / prescale), value, weight, {})
+
+
+@lru_cache(maxsize=64)
+def _constant(value: float, dtype: torch.dtype) -> Tensor:
+    """A scalar on the CPU, made once. Backward only reads it."""
+    return torch.tensor(value, dtype=dtype)
 
 
 def _recorded(total: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -15,9 +16,13 @@ from lockstep.comm.group import World
 from lockstep.errors import UserError
 from lockstep.events import Event, EventLog
 from lockstep.plan import Plan
-from lockstep.watch.metrics import MetricsLog
+from lockstep.watch.metrics import RESERVED_NAMES, MetricsLog
 from lockstep.watch.progress import Progress
 from lockstep.watch.rundir import RunDirectory, default_run_path, describe_environment
+
+
+NAMES_OF_A_ROW = RESERVED_NAMES | {"loss", "lr", "gradient_norm", "samples_per_second"}
+"""What the run writes in each line of metrics.jsonl."""
 
 
 class Recorder:
@@ -26,12 +31,13 @@ class Recorder:
     def __init__(self, run_dir: str | None, world: World) -> None:
         """Raises `RunDirectoryError` on every rank where rank 0 cannot use the directory. None: a new one below `runs`."""
         self._directory: RunDirectory | None = None
+        self._open = ExitStack()
         failure: list[str] | None = None
         path = ""
         if world.rank == 0:
             wanted = Path(run_dir) if run_dir is not None else default_run_path(sys.argv[0], datetime.now())
             try:
-                self._directory = RunDirectory.create(wanted)
+                self._directory = self._open.enter_context(RunDirectory.create(wanted))
                 path = str(self._directory.path)
             except UserError as error:
                 failure = [type(error).__name__, str(error)]
@@ -40,7 +46,8 @@ class Recorder:
             raise getattr(lockstep.errors, failure[0])(failure[1])
         self.path = Path(path)
         self.events = EventLog(self.path / "events.jsonl" if self._directory else None)
-        self._metrics = MetricsLog(self.path) if self._directory else None
+        self._open.callback(self.events.close)
+        self._metrics = self._open.enter_context(MetricsLog(self.path)) if self._directory else None
         self._progress: Progress | None = None
 
     def start(self, *, plan: Plan, world: World, launcher: str, seed: int, recipe: Mapping[str, Any] | None) -> None:
@@ -63,7 +70,7 @@ class Recorder:
     def show(self, total_steps: int) -> None:
         """Start the progress display."""
         if self._directory is not None and self._progress is None:
-            self._progress = Progress(total_steps, stream=sys.stderr)
+            self._progress = self._open.enter_context(Progress(total_steps, stream=sys.stderr))
 
     def step(self, step: int, values: Mapping[str, float], extra: Mapping[str, float]) -> None:
         """One logging step: `values` has loss, lr and samples_per_second."""
@@ -75,6 +82,7 @@ class Recorder:
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
         if self._metrics is not None:
             self._metrics.write(step, {f"evaluation/{name}": value for name, value in values.items()})
+            self._metrics.flush()
         if self._progress is not None:
             self._progress.evaluation(step, values)
 
@@ -99,13 +107,7 @@ class Recorder:
             self._directory.write_json(name, value)
 
     def close(self) -> None:
-        if self._progress is not None:
-            self._progress.close()
-        if self._metrics is not None:
-            self._metrics.close()
-        self.events.close()
-        if self._directory is not None:
-            self._directory.close()
+        self._open.close()
 
 
 class Pace:

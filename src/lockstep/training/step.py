@@ -13,12 +13,14 @@ from torch.optim import Optimizer
 
 from lockstep import precision as precisions
 from lockstep.comm.group import World, exact_sum
-from lockstep.errors import LossError
+from lockstep.errors import DataError, LossError
 from lockstep.parallel.replicate import Replica
 from lockstep.parallel.statistics import RunningStatistics
 from lockstep.recipe import Precision
 from lockstep.training.loss import Contribution, contribution
 from lockstep.training.optimizers import Schedule
+from lockstep.training.recorder import NAMES_OF_A_ROW
+from lockstep.watch.metrics import as_number
 
 if TYPE_CHECKING:
     from lockstep.training.source import Microbatches
@@ -78,7 +80,7 @@ class Pair:
 
     def agree_on_loss(self, parts: Sequence[Contribution]) -> None:
         """At the first commit, tell a rank without a microbatch what the others' losses look like. Every rank calls it."""
-        mine = [parts[0].brought_weight, list(parts[0].terms)] if parts else None
+        mine = [parts[0].weight is not None, list(parts[0].terms)] if parts else None
         self.forward_knows, self.terms = next(kind for kind in self.world.gather_values(mine) if kind is not None)
 
     def rescale(self, weights: Tensor, prescale: Tensor) -> None:
@@ -159,6 +161,8 @@ class Step:
             pair.statistics.begin()
         for place, batch, samples in self.source.batches(passes=len(self.committed)):
             self._current = (place, batch, samples)
+            for pair in self._pairs:
+                pair.statistics.discard()  # what no backward took down: recomputations, forwards without one
             yield batch
 
     def backward(self, loss: Any, optimizer: Any = None) -> None:
@@ -185,8 +189,6 @@ class Step:
         phase.seen.append(place)
         phase.parts.append(part)
         phase.replica.backward(part.total, seed, only_these=len(self._pairs) > 1)
-        for each in self._pairs:
-            each.statistics.discard()
 
     def commit(self, optimizer: Any = None, *, clip_norm: float | None = None) -> None:
         """Reduce, scale, clip, apply: on all ranks or on none. Every rank calls it once a step, for each prepared pair.
@@ -204,17 +206,18 @@ class Step:
                 "microbatch; for one that is to count for nothing, give a loss multiplied by 0"
             )
         self._check_kind(pair, phase.parts)
-        values = torch.stack([part.value for part in phase.parts]) if phase.parts else None
-        weights = torch.stack([part.weight for part in phase.parts]) if phase.parts else None
-        values, weights, stops = phase.replica.finish(values, weights, flag=self._wants_to_stop())
+        values, weights, stops = phase.replica.finish(
+            [part.value for part in phase.parts],
+            [part.weight for part in phase.parts if part.weight is not None] if pair.forward_knows else None,
+            flag=self._wants_to_stop(),
+        )
         for each in self._pairs:
             each.statistics.check()
-        if pair.forward_knows:
+        if weights is not None:
             pair.rescale(weights, self._prescale(pair))
         norm, applied = pair.apply(self.index, clip_norm)
         for each in self._pairs:
             each.statistics.commit(self.count, apply=applied is not False)
-        weights = weights if pair.forward_knows else None
         outcome = Outcome(self, pair, values, weights, norm, applied, stops, [part.terms for part in phase.parts])
         self.committed[number] = outcome
         self._phase = None
@@ -222,8 +225,14 @@ class Step:
             outcome.check()
 
     def log(self, values: dict[str, float]) -> None:
-        """Numbers of the user's own for this step's line in metrics.jsonl and the progress display; rank 0's are written."""
-        self.logged.update(values)
+        """Numbers of the user's own for this step's line in metrics.jsonl and the progress display; rank 0's are written.
+
+        Raises `DataError` for a value that is no number, or a name that the line has already.
+        """
+        for name, value in values.items():
+            if name in NAMES_OF_A_ROW:
+                raise DataError(f"step.log({{{name!r}: ...}}); the run itself writes {name!r} in every line; choose another name")
+            self.logged[name] = as_number(name, value)
 
     def _begun(self, pair: Pair) -> _Phase:
         if self._phase is None:
@@ -242,7 +251,7 @@ class Step:
         return pair.prescale
 
     def _check_kind(self, pair: Pair, parts: Sequence[Contribution]) -> None:
-        kinds = {part.brought_weight for part in parts}
+        kinds = {part.weight is not None for part in parts}
         if pair.forward_knows is None:
             pair.agree_on_loss(parts)
         if kinds - {pair.forward_knows}:

@@ -74,15 +74,17 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
     if not RESERVED_NAMES.isdisjoint(values):
         name = min(RESERVED_NAMES.intersection(values))
         raise DataError(f"a metric is named {name!r}; a row of metrics.jsonl has {name!r} of its own; choose another name")
-    numbers: dict[str, float] = {}
-    for name, value in values.items():
-        try:
-            numbers[name] = value if type(value) is float else float(value)
-        except (TypeError, ValueError, RuntimeError):
-            raise DataError(
-                f"metric {name!r} is {value!r} (a {type(value).__name__}); a metric is one number; reduce it to one, say by mean()"
-            ) from None
-    return numbers
+    return {name: value if type(value) is float else as_number(name, value) for name, value in values.items()}
+
+
+def as_number(name: str, value: Any) -> float:
+    """The metric as a float. Raises `DataError` where it is no number or scalar tensor."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise DataError(
+            f"metric {name!r} is {value!r} (a {type(value).__name__}); a metric is one number; reduce it to one, say by mean()"
+        ) from None
 
 
 class _EventFile:
