@@ -22,7 +22,11 @@ def autocast(precision: Precision, device: torch.device) -> AbstractContextManag
 
 def loss_scaler(precision: Precision, device: torch.device) -> torch.amp.GradScaler | None:
     """fp16 gradients underflow unless the loss is scaled; torch's own scaler does it (scale 2**16 at first, halved at an overflow)."""
-    return torch.amp.GradScaler(device.type) if precision == "fp16" else None
+    if precision != "fp16":
+        return None
+    scaler = torch.amp.GradScaler(device.type)
+    scaler.scale(torch.zeros((), device=device))  # makes its state, which a rank without a microbatch needs too
+    return scaler
 
 
 def slow_on_this_cpu(precision: Precision, device: torch.device) -> str | None:

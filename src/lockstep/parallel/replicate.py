@@ -26,7 +26,6 @@ from lockstep.comm.group import World
 from lockstep.comm.ordered import OrderedSum, Shares
 from lockstep.tree import Counter
 
-
 Number = Tensor | float
 """A scalar tensor, or a number that the host knows already."""
 

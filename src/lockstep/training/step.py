@@ -84,12 +84,16 @@ class Pair:
         self.forward_knows, self.terms = next(kind for kind in self.world.gather_values(mine) if kind is not None)
 
     def rescale(self, weights: Tensor, prescale: Tensor) -> None:
-        """Divide the summed gradient by the sum of weights, and choose the next step's power of two."""
+        """Divide the summed gradient by the sum of weights, and choose the next step's power of two.
+
+        Weights that count nothing make the gradient NaN, so that the step is not applied.
+        """
         total = weights.double().sum()
+        counts = (weights >= 0).all() & (total > 0) & torch.isfinite(total)
         gradients = self.gradients()
         if gradients:
-            torch._foreach_mul_(gradients, (prescale / total).to(gradients[0].dtype))
-        self.prescale = torch.where(total > 0, torch.exp2(torch.round(torch.log2(total))), prescale)
+            torch._foreach_mul_(gradients, torch.where(counts, prescale / total, math.nan).to(gradients[0].dtype))
+        self.prescale = torch.where(counts, torch.exp2(torch.round(torch.log2(total))), prescale)
 
     def gradients(self) -> list[Tensor]:
         return [p.grad for p in self.parameters if p.grad is not None]
