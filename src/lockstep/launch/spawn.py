@@ -8,7 +8,7 @@ import pickle
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, Literal, TypeVar, cast
@@ -52,12 +52,10 @@ def spawn(
         os._exit(_UNGUARDED_STATUS)
     _refuse_in_worker()
     count = count_processes(nproc, Plan.parse(plan) if plan is not None else None, torch.cuda.device_count, name="nproc=")
-    starter = _Starter(_start_method(main), main, args)
-    ending = run_workers(
-        starter.start, count=count, launcher="spawn", plan=plan, run_dir=os.path.abspath(run_dir) if run_dir is not None else None
-    )
-    _raise_failure(ending)
-    result: T = starter.result()
+    directory = os.path.abspath(run_dir) if run_dir is not None else None
+    with closing(_Starter(_start_method(main), main, args)) as starter:
+        _raise_failure(run_workers(starter.start, count=count, launcher="spawn", plan=plan, run_dir=directory))
+        result: T = starter.result()
     return result
 
 
@@ -122,10 +120,10 @@ class _Starter:
         self._forked = method == "fork"
         self._context: Any = multiprocessing.get_context(method)
         self._call = Call(main, args)
-        self._first: _FunctionProcess | None = None
+        self._started: list[_FunctionProcess] = []
 
     def start(self, environment: Mapping[str, str]) -> _FunctionProcess:
-        receiver, sender = self._context.Pipe(duplex=False) if self._first is None else (None, None)
+        receiver, sender = self._context.Pipe(duplex=False) if not self._started else (None, None)
         process = self._context.Process(target=work, args=(self._call, sender, self._forked), name=f"rank-{environment['RANK']}")
         one_thread = {"OMP_NUM_THREADS": "1"} if self._forked else {}
         try:
@@ -135,12 +133,16 @@ class _Starter:
             if sender is not None:
                 sender.close()
         started = _FunctionProcess(process, receiver)
-        self._first = self._first or started
+        self._started.append(started)
         return started
 
     def result(self) -> Any:
-        data = self._first.received if self._first is not None else None
+        data = self._started[0].received
         return pickle.loads(data) if data is not None else None
+
+    def close(self) -> None:
+        for started in self._started:
+            started.close()
 
 
 class _FunctionProcess:
@@ -162,16 +164,17 @@ class _FunctionProcess:
 
     def _receive(self) -> None:
         try:
-            if self._result is not None and self._result.poll():
+            if self._result is not None and self.received is None and self._result.poll():
                 self.received = self._result.recv_bytes()
-                self._close()
         except (EOFError, OSError):
-            self._close()
+            self.received = None  # it ended without a result, or in the middle of one
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Of the process's descriptors, at the end."""
         if self._result is not None:
             self._result.close()
-        self._result = None
+        with suppress(ValueError):  # it runs on, where not even SIGKILL ended it
+            self._process.close()
 
 
 @contextmanager
