@@ -101,12 +101,12 @@ class Pair:
     def apply(self, step: int, clip_norm: float | None) -> tuple[Tensor, bool | None]:
         """Clip and step the optimizers, all or none. Returns the gradient's norm before clipping, and whether the step was applied:
         None where a GPU decides and nobody has asked it yet."""
-        if self.scaler is not None:
+        gradients = self.gradients()
+        if self.scaler is not None and gradients:
             for optimizer in self.optimizers:
                 self.scaler.unscale_(optimizer)
-        gradients = self.gradients()
         norm = precisions.global_norm(gradients) if gradients else torch.zeros((), device=self.world.device)
-        if clip_norm is not None and gradients:
+        if clip_norm is not None and gradients and (self._gates_on_device or math.isfinite(float(norm))):
             precisions.clip(self.parameters, norm, clip_norm)
         self.schedule.before_step(step)
         applied = self._step(norm)
@@ -115,25 +115,21 @@ class Pair:
         return norm, applied
 
     def _step(self, norm: Tensor) -> bool | None:
-        if self.scaler is not None:
-            before = self.scaler.get_scale()
-            for optimizer in self.optimizers:
-                self.scaler.step(optimizer)
-            self.scaler.update()
-            skipped = self.scaler.get_scale() < before
-            self.skipped += skipped
-            return not skipped
-        if self._gates_on_device:
+        if self._gates_on_device and self.scaler is None:
             stop = (~torch.isfinite(norm)).float()
             for optimizer in self.optimizers:
                 optimizer.found_inf = stop  # type: ignore[attr-defined]  # read by torch's fused optimizers
                 optimizer.step()
             return None
-        if not math.isfinite(float(norm)):
-            return False
-        for optimizer in self.optimizers:
-            optimizer.step()
-        return True
+        applied = math.isfinite(float(norm))
+        if self.scaler is not None:  # its own step would leave out only the optimizers whose gradients overflowed
+            self.skipped += not applied
+            if self.gradients():
+                self.scaler.update()
+        if applied:
+            for optimizer in self.optimizers:
+                optimizer.step()
+        return applied
 
 
 class Step:
