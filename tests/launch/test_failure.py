@@ -160,6 +160,13 @@ def test_after_a_signal_to_the_launcher_failures_are_its_consequence() -> None:
     assert (ending.report(), ending.status) == ("stopped by SIGTERM; no worker is left", 143)
 
 
+def test_a_process_that_the_kernel_holds_is_named() -> None:
+    held = "rank 1 did not end, not even by SIGKILL: the kernel holds it"
+    assert Ending(stopped=[0, 1], left=[1], signal=signal.SIGTERM).report() == f"stopped by SIGTERM; {held}"
+    ending = Ending(failures=[killed(0, 1.0, signal.SIGUSR1)], stopped=[1], left=[1])
+    assert ending.report() == f"rank 0 was killed by SIGUSR1\nThe others: rank 1 was stopped; {held}."
+
+
 def test_nothing_is_said_where_nothing_failed() -> None:
     ending = Ending(finished=[0, 1])
     assert (ending.report(), ending.status, ending.first) == ("", 0, None)

@@ -119,6 +119,8 @@ class Ending:
     """Ranks that the launcher stopped because of a failure or a signal."""
     finished: Sequence[int] = ()
     """Ranks that ended by themselves with status 0."""
+    left: Sequence[int] = ()
+    """Ranks that not even SIGKILL ended in time: the kernel holds them."""
     signal: int | None = None
     """The signal that the launcher got and passed on. Failures after it are its consequence."""
 
@@ -137,7 +139,7 @@ class Ending:
     def report(self) -> str:
         """What is said of it, in lines, the first failure on top; empty where all went well."""
         if self.signal is not None:
-            return f"stopped by {_signal_name(self.signal)}; no worker is left"
+            return f"stopped by {_signal_name(self.signal)}; {self._remaining() or 'no worker is left'}"
         first = self.first
         if first is None:
             return ""
@@ -162,6 +164,11 @@ class Ending:
             yield f"{_ranks(self.stopped)} {'was' if len(self.stopped) == 1 else 'were'} stopped"
         if self.finished:
             yield f"{_ranks(self.finished)} had finished"
+        if self.left:
+            yield self._remaining()
+
+    def _remaining(self) -> str:
+        return f"{_ranks(self.left)} did not end, not even by SIGKILL: the kernel holds it" if self.left else ""
 
 
 def describe(error: BaseException, frames: TracebackType | None, status: int) -> Record:

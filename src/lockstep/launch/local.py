@@ -160,6 +160,7 @@ class Agent(SimpleElasticAgent):
             failures=list(self._failures.values()),
             stopped=sorted(self._stopped - failed),
             finished=sorted(rank for rank, code in self._returncodes.items() if code == 0 and rank not in failed | self._stopped),
+            left=self._running(),
             signal=self._signal,
         )
 

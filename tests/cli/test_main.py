@@ -1,0 +1,96 @@
+"""The command line before it starts anything: help, versions, mistakes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep import __version__
+
+LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
+
+
+def lockstep(*arguments: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([LOCKSTEP, *arguments], cwd=folder, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["run", "--help"], ["--version"], ["run", "missing.py"], []])
+def test_torch_is_not_imported_before_workers_are_started(arguments: list[str]) -> None:
+    program = "import sys\nfrom lockstep.cli.main import main\ntry: main()\nfinally: print('torch' in sys.modules)"
+    ended = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)
+    assert ended.stdout.splitlines()[-1] == "False"
+
+
+def test_help_names_the_commands_and_an_example() -> None:
+    ended = lockstep("--help")
+    assert ended.returncode == 0
+    assert "  lockstep run --nproc 2 train.py\n" in ended.stdout
+    assert "  run  Run SCRIPT on several processes of this machine.\n" in ended.stdout
+
+
+def test_run_help_names_its_options_and_examples() -> None:
+    ended = lockstep("run", "--help")
+    assert ended.returncode == 0
+    for text in ("--nproc N|auto|gpu", "--plan PLAN", "--run-dir DIR", "-m ", '  lockstep run --plan "replicate=2,numerics=bitwise"'):
+        assert text in ended.stdout
+
+
+def test_the_module_is_the_command() -> None:
+    for arguments in (["--version"], ["run", "--help"], ["nix"]):
+        as_module = subprocess.run([sys.executable, "-m", "lockstep", *arguments], capture_output=True, text=True, check=False)
+        as_command = lockstep(*arguments)
+        assert (as_module.returncode, as_module.stdout, as_module.stderr) == (as_command.returncode, as_command.stdout, as_command.stderr)
+
+
+def test_the_version_of_lockstep_torch_and_python_is_printed() -> None:
+    ended = lockstep("--version")
+    assert ended.returncode == 0
+    assert ended.stdout.startswith(f"lockstep {__version__}, torch 2.")
+    assert ended.stdout.endswith(f", Python {sys.version.partition(' ')[0]}\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ([], "UsageError: Missing command; see lockstep --help"),
+        (["nix"], "UsageError: No such command 'nix'; see lockstep --help"),
+        (["run"], "UsageError: Missing argument 'SCRIPT'; see lockstep run --help"),
+        (["run", "--nix", "train.py"], "UsageError: No such option '--nix'; see lockstep run --help"),
+        (
+            ["run", "trian.py"],
+            "LaunchError: 'trian.py' is not there; SCRIPT is the path of a Python file; correct it, or give -m before a module's name",
+        ),
+        (["run", "."], "LaunchError: '.' is a directory; SCRIPT is the path of a Python file; name the file in it"),
+        (
+            ["run", "-m", "missing.train"],
+            "LaunchError: no module named 'missing.train'; -m takes the name of a module that Python can import from here; "
+            "correct the name",
+        ),
+        (
+            ["run", "--nproc", "0", "train.py"],
+            "LaunchError: --nproc 0; it is a whole number of processes, at least 1, or auto (what the plan says, or one a GPU, or 1), or "
+            "gpu (one a GPU); give one of those",
+        ),
+        (
+            ["run", "--nproc", "two", "train.py"],
+            "LaunchError: --nproc two; it is a whole number of processes, at least 1, or auto (what the plan says, or one a GPU, or 1), or "
+            "gpu (one a GPU); give one of those",
+        ),
+        (
+            ["run", "--nproc", "3", "--plan", "replicate=2", "train.py"],
+            "PlanError: plan 'replicate=2,numerics=fast' with 3 processes; the axes multiply to 2, and must multiply to the number of "
+            "processes; change the plan, or start 2 processes",
+        ),
+        (
+            ["run", "--plan", "replicate", "train.py"],
+            "PlanError: 'replicate' in plan 'replicate'; a plan is made of name=value pairs, such as replicate=2,numerics=bitwise",
+        ),
+    ],
+)
+def test_a_mistake_is_one_message_and_status_2(tmp_path: Path, arguments: list[str], text: str) -> None:
+    (tmp_path / "train.py").write_text("print('started')")
+    ended = lockstep(*arguments, folder=tmp_path)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", f"lockstep: {text}\n")

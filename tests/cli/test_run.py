@@ -1,0 +1,120 @@
+"""`lockstep run`, whole: each of these starts processes that import torch, which takes seconds."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
+SCRIPTS = Path(__file__).parent.parent / "scripts"
+
+
+def without_gpus() -> dict[str, str]:
+    return {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+
+
+def lockstep_run(*arguments: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([LOCKSTEP, "run", *arguments], cwd=folder, env=without_gpus(), capture_output=True, text=True, check=False)
+
+
+def test_a_script_written_for_torchrun_runs_unchanged(tmp_path: Path) -> None:
+    arguments = ["--help", "--nproc", "3", "-m", "--", "", "a b", "$$x", "${local_rank}"]
+    plan = "replicate=2,numerics=bitwise"
+    ended = lockstep_run("--plan", plan, "--run-dir", "runs/a", str(SCRIPTS / "torchrun_style.py"), *arguments, folder=tmp_path)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    found = sorted((json.loads(line) for line in ended.stdout.splitlines()), key=lambda row: row["rank"])
+    listening = {address for row in found for address in row.pop("listening")}
+    assert listening == {"127.0.0.1"}
+    assert found == [
+        {
+            "rank": rank,
+            "size": 2,
+            "local_rank": rank,
+            "sum": [3.0, 3.0, 3.0],
+            "gradient": [[1.0, 1.0, 1.0, 1.0]],
+            "squares": [[0.0, 1.0, 4.0], [9.0, 16.0, 25.0]] if rank == 0 else [],
+            "pickled": True,
+            "arguments": arguments,
+            "plan": plan,
+            "run_dir": str(tmp_path / "runs" / "a"),
+            "threads": max(1, len(os.sched_getaffinity(0)) // 2),
+        }
+        for rank in (0, 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "expected"),
+    [
+        (
+            "raise",
+            1,
+            r"lockstep: rank 0 failed \(exit status 1\)(, first of 2)?:\nTraceback \(most recent call last\):\n(?s:.*)\nValueError: boom\n",
+        ),
+        (
+            "kill",
+            137,
+            r"lockstep: rank 0 was killed by SIGKILL \(often the kernel or the container, because memory ran out\)(, first of 2)?\n",
+        ),
+        ("user", 2, r"lockstep: DataError: value; rule; remedy\n"),
+    ],
+)
+def test_when_a_rank_fails_all_stop_within_10_seconds_and_it_is_reported_once(how: str, status: int, expected: str) -> None:
+    ended = lockstep_run("--nproc", "4", str(SCRIPTS / "failing.py"), how)
+    seconds = time.time() - float(ended.stdout.removeprefix("failing at "))
+    assert ended.returncode == status
+    others = "" if how == "user" else r"The others: (rank 1 lost a peer; ranks 2-3|ranks 1-3) were stopped\.\n"
+    assert re.fullmatch(expected + others, ended.stderr), ended.stderr
+    assert seconds < 10
+
+
+def test_sigterm_to_the_command_leaves_no_process(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, subprocess, time\nprint(os.getpid(), subprocess.Popen(['sleep', '1000']).pid, flush=True)\ntime.sleep(1000)"
+    )
+    with subprocess.Popen(
+        [LOCKSTEP, "run", "--nproc", "2", str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as started:
+        assert started.stdout is not None
+        assert started.stderr is not None
+        processes = [int(number) for _ in range(2) for number in started.stdout.readline().split()]
+        started.send_signal(signal.SIGTERM)
+        assert started.stderr.read() == "lockstep: stopped by SIGTERM; no worker is left\n"
+    assert started.returncode == 143
+    assert len(processes) == 4
+    for number in processes:
+        with suppress(psutil.NoSuchProcess):
+            psutil.Process(number).wait(10)
+
+
+def test_sigkill_to_the_command_leaves_no_worker(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(1000)")
+    temporary = {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen([LOCKSTEP, "run", str(script)], stdout=subprocess.PIPE, text=True, env={**os.environ, **temporary}) as started:
+        assert started.stdout is not None
+        worker = int(started.stdout.readline())
+        started.kill()
+    with suppress(psutil.NoSuchProcess):
+        psutil.Process(worker).wait(10)
+
+
+def test_one_process_a_gpu_is_refused_without_a_gpu(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print('started')")
+    ended = lockstep_run("--nproc", "gpu", "train.py", folder=tmp_path)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert (
+        ended.stderr
+        == "lockstep: LaunchError: --nproc gpu; it starts one process a GPU, and torch sees no GPU here; give a number, or auto\n"
+    )

@@ -1,0 +1,31 @@
+"""Four ranks: one fails as its argument says, the others are where it is hard to stop them."""
+
+import itertools
+import os
+import signal
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+if rank == 2:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+dist.barrier()
+if rank == 0:
+    print("failing at", time.time(), flush=True)
+    if sys.argv[1] == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if sys.argv[1] == "user":
+        from lockstep.errors import DataError
+
+        raise DataError("value; rule; remedy")
+    raise ValueError("boom")
+if rank == 1:
+    dist.all_reduce(torch.ones(3))  # in a collective with the rank that fails
+if rank == 2:
+    time.sleep(1000)  # deaf to SIGTERM
+signal.signal(signal.SIGTERM, lambda *_: None)
+sum(itertools.repeat(0))  # in C, where Python handles no signal
