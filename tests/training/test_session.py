@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import softplus
-from training.subjects import network, rows, same, sgd, squared_error, state_of
+from training.subjects import rows, same, sgd, state_of
 
 import lockstep as ls
-from lockstep.errors import LossError, RecipeError
 from lockstep.testing.pool import WorkerPool
 
 NOISE = 4

@@ -1,0 +1,233 @@
+"""Law 4: nothing of the model changes before the reduced gradient is known to all ranks, and finite."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+from training.subjects import adamw, recipe, rows, same, samples_at, squared_error, state_of
+
+import lockstep as ls
+from lockstep.assignment import share
+from lockstep.errors import LossError
+from lockstep.testing.pool import WorkerPool
+
+WORLD_SIZES = (1, 2, 3)
+SAMPLES, GLOBAL_BATCH, MICROBATCH = 48, 16, 4
+BAD_STEP, BAD_MICROBATCH = 1, 2
+POSITION = BAD_STEP * GLOBAL_BATCH + BAD_MICROBATCH * MICROBATCH
+BAD_SAMPLES = samples_at(POSITION, POSITION + MICROBATCH, of=SAMPLES)
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh())
+        self.powers = nn.ParameterList([torch.zeros(3)])
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+
+def with_a_bad_sample(value: float) -> TensorDataset:
+    index, features, targets = rows(SAMPLES).tensors
+    features[BAD_SAMPLES[1], 0] = value
+    return TensorDataset(index, features, targets)
+
+
+class Halves(nn.Module):
+    """Two layers, of which the gradient of the second one alone grows with the first feature where that is 1000 or more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.quiet = nn.Linear(6, 3)
+        self.loud = nn.Linear(6, 3)
+        self.unused = nn.Linear(6, 3)
+
+
+def overflowing(model: Halves, batch: Sequence[Tensor]) -> Tensor:
+    features = batch[1].clamp(-3, 3)
+    loudness = batch[1][:, 0].max() if bool((batch[1] >= 1000).any()) else 1.0
+    return squared_error(model.quiet, [batch[0], features, batch[2]]) / 10 + model.loud(features).float().square().mean() * loudness / 10
+
+
+def infinite(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+    return squared_error(model, batch) / (0.0 if bool(batch[1].isnan().any()) else 1.0)
+
+
+def with_an_infinite_slope(model: Normed, batch: Sequence[Tensor]) -> Tensor:
+    """The slope of a square root at 0 is infinite, and times 0 it is NaN: the loss is finite, and the gradient of `powers` is not."""
+    power = model.powers[0]
+    return squared_error(model, batch) + (power.abs().sqrt().sum() if bool((batch[1] == 0).any()) else (power * 0).sum())
+
+
+def weights_of(batch: Sequence[Tensor]) -> Tensor:
+    return batch[1].new_tensor(len(batch[1]))
+
+
+def as_sum(model: nn.Module, batch: Sequence[Tensor]) -> ls.Sum:
+    return ls.Sum(squared_error(model, batch) * len(batch[1]))
+
+
+def as_loss(model: nn.Module, batch: Sequence[Tensor]) -> ls.Loss:
+    return ls.Loss(squared_error(model, batch) * len(batch[1]), len(batch[1]))
+
+
+def with_a_weight_of(value: float) -> Callable[..., ls.Loss]:
+    return partial(weighted_by, value)
+
+
+def weighted_by(value: float, model: nn.Module, batch: Sequence[Tensor]) -> ls.Loss:
+    """Weights of 1, but for the bad sample's microbatch."""
+    return ls.Loss(squared_error(model, batch), value if int(batch[0][1]) == BAD_SAMPLES[1] else 1.0)
+
+
+class Standing(ls.Hook):
+    """The model and the optimizer as they stand, and as they stood after each step."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, Any]] = []
+
+    def on_start(self, run: Any) -> None:
+        self.run = run
+        self.seen.append(self.now())
+
+    def on_step(self, run: Any) -> None:
+        self.seen.append(self.now())
+
+    def now(self) -> dict[str, Any]:
+        optimizers = [copy.deepcopy(optimizer.state_dict()["state"]) for optimizer in self.run.optimizers]
+        return {"model": state_of(self.run.model), "optimizers": optimizers}
+
+
+def fail(run_dir: str, numerics: str, changes: dict[str, Any]) -> tuple[str, bool, int]:
+    """The error's text, whether the model and the optimizer are as after the step before, and how many steps there were."""
+    standing = Standing()
+    given = {"model": Normed, "data": with_a_bad_sample(torch.nan), "steps": 3, "clip_norm": 0.1, **changes}
+    try:
+        ls.train(recipe(**given), plan=f"numerics={numerics}", run_dir=run_dir, hooks=[standing])
+    except LossError as error:
+        return str(error), same(standing.now(), standing.seen[-1]), len(standing.seen) - 1
+    raise AssertionError("it trained")
+
+
+NOT_FINITE = {
+    "a scalar": ({"loss": squared_error}, "nan"),
+    "a scalar, infinite": ({"loss": infinite}, "nan"),
+    "a sum": ({"loss": as_sum, "weight": weights_of}, "nan"),
+    "a loss with its weight": ({"loss": as_loss}, "nan"),
+    "a scalar in fp16": ({"loss": squared_error, "precision": "fp16"}, "nan"),
+}
+
+
+@pytest.mark.parametrize("numerics", ["fast", "bitwise"])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("name", NOT_FINITE)
+def test_a_loss_that_is_not_finite_is_named_on_all_ranks_and_changes_nothing(
+    pool: WorkerPool, tmp_path: Path, world_size: int, numerics: str, name: str
+) -> None:
+    changes, value = NOT_FINITE[name]
+    owner = next(rank for rank in range(world_size) if BAD_MICROBATCH in share(GLOBAL_BATCH // MICROBATCH, rank, world_size))
+    for text, unchanged, steps in pool.run(world_size, fail, str(tmp_path / "run"), numerics, changes):
+        assert text.startswith(
+            f"step {BAD_STEP}: the loss is {value} in microbatch {BAD_MICROBATCH}, computed by rank {owner} from samples {BAD_SAMPLES}; "
+            "a step needs a finite loss; the model was not changed by this step: look at those samples"
+        )
+        assert unchanged
+        assert steps == BAD_STEP
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.1])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_a_gradient_that_is_not_finite_is_named_by_its_parameter(
+    pool: WorkerPool, tmp_path: Path, world_size: int, clip_norm: float | None
+) -> None:
+    changes = {"data": with_a_bad_sample(0.0), "loss": with_an_infinite_slope, "clip_norm": clip_norm}
+    for text, unchanged, steps in pool.run(world_size, fail, str(tmp_path / "run"), "fast", changes):
+        assert text.startswith(
+            f"step {BAD_STEP}: every loss is finite and the gradient is not, first in parameter 'powers.0'; a step needs a finite gradient; "
+            "the model was not changed by this step"
+        )
+        assert unchanged
+        assert steps == BAD_STEP
+
+
+@pytest.mark.parametrize("value", [-2.0, torch.inf, torch.nan])
+def test_a_weight_that_counts_nothing_is_named_and_changes_nothing(pool: WorkerPool, tmp_path: Path, value: float) -> None:
+    changes = {"data": rows(SAMPLES), "loss": with_a_weight_of(value)}
+    for text, unchanged, steps in pool.run(2, fail, str(tmp_path / "run"), "fast", changes):
+        assert text == (
+            f"step {BAD_STEP}: the weight of microbatch {BAD_MICROBATCH} is {value}; a weight counts what was summed and is finite and "
+            "not negative"
+        )
+        assert unchanged
+        assert steps == BAD_STEP
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_weights_that_add_up_to_nothing_change_nothing(pool: WorkerPool, tmp_path: Path, world_size: int) -> None:
+    changes = {"data": rows(SAMPLES), "loss": weightless}
+    for text, unchanged, steps in pool.run(world_size, fail, str(tmp_path / "run"), "fast", changes):
+        assert text.startswith(
+            "step 0: the weights of term 'loss' add up to 0 over the whole global batch; the loss is divided by their sum"
+        )
+        assert unchanged
+        assert steps == 0
+
+
+def weightless(model: nn.Module, batch: Sequence[Tensor]) -> ls.Loss:
+    return ls.Loss((model(batch[1]) * 0).sum(), 0.0)
+
+
+class Scale(Standing):
+    def now(self) -> dict[str, Any]:
+        (pair,) = self.run.session._pairs
+        return {**super().now(), "scale": pair.scaler.get_scale()}
+
+
+def overflow(run_dir: str, three_optimizers: bool, global_batch: int) -> tuple[list[dict[str, Any]], list[Any], float]:
+    scale = Scale()
+    halves = recipe(
+        model=Halves,
+        data=with_a_bad_sample(1000.0),
+        loss=overflowing,
+        optimizer=three_adamws if three_optimizers else adamw,
+        schedule=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
+        precision="fp16",
+        clip_norm=1.0,
+        steps=SAMPLES // global_batch,
+        global_batch=global_batch,
+    )
+    result = ls.train(halves, run_dir=run_dir, hooks=[scale], log_every=2)
+    rate = scale.run.optimizers[0].param_groups[0]["lr"]
+    return scale.seen, [event for event in result.events if event.name == "step-skipped"], rate
+
+
+def three_adamws(model: Halves) -> list[torch.optim.Optimizer]:
+    return [torch.optim.AdamW(part.parameters(), lr=1e-2) for part in (model.quiet, model.loud, model.unused)]
+
+
+@pytest.mark.parametrize(("world_size", "global_batch"), [(1, 16), (2, 16), (3, 8), (4, 4)])
+@pytest.mark.parametrize("three_optimizers", [False, True])
+def test_an_overflow_of_fp16_skips_the_step_on_all_ranks_and_halves_the_scale(
+    pool: WorkerPool, tmp_path: Path, world_size: int, global_batch: int, three_optimizers: bool
+) -> None:
+    bad = POSITION // global_batch
+    everyone = pool.run(world_size, overflow, str(tmp_path / "run"), three_optimizers, global_batch)
+    for seen, events, rate in everyone:
+        assert same(seen, everyone[0][0])
+        skipped = [step for step, (before, after) in enumerate(pairwise(seen)) if same(before["model"], after["model"])]
+        assert skipped == [event.step for event in events] == [bad]
+        assert same(seen[bad]["optimizers"], seen[bad + 1]["optimizers"])
+        assert [standing["scale"] for standing in seen] == [2.0**16] * (bad + 1) + [2.0**15] * (len(seen) - bad - 1)
+        assert events[0].details == {"reason": "the scaled gradient overflowed; the loss scale was halved"}
+        assert rate == 1e-2 * 0.5 ** (len(seen) - 2)
