@@ -1,0 +1,121 @@
+"""Plans: the axes, the mini-language, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.errors import PlanError
+from lockstep.plan import Plan
+
+
+@pytest.mark.parametrize(
+    ("text", "plan"),
+    [
+        ("", Plan()),
+        ("replicate=auto", Plan()),
+        ("replicate=3", Plan(replicate=3)),
+        ("numerics=bitwise", Plan(numerics="bitwise")),
+        (" replicate = 2 , numerics = bitwise ,", Plan(replicate=2, numerics="bitwise")),
+        ("workers=2,shard=1,tensor=1,pipeline=1", Plan(replicate=1, workers=2)),
+    ],
+)
+def test_the_mini_language_says_what_the_keywords_say(text: str, plan: Plan) -> None:
+    assert Plan.parse(text) == plan
+
+
+@given(
+    replicate=st.integers(1, 64) | st.just("auto"),
+    numerics=st.sampled_from(["fast", "bitwise"]),
+    workers=st.integers(0, 9),
+)
+def test_a_plan_reads_back_what_it_writes(replicate: Any, numerics: Any, workers: int) -> None:
+    plan = Plan(replicate=replicate, numerics=numerics, workers=workers)
+    assert Plan.parse(str(plan)) == plan
+
+
+@given(world_size=st.integers(1, 1000), numerics=st.sampled_from(["fast", "bitwise"]))
+def test_auto_fills_what_is_left(world_size: int, numerics: Any) -> None:
+    plan = Plan(numerics=numerics).resolve(world_size)
+    assert plan == Plan(replicate=world_size, numerics=numerics)
+    assert plan.resolve(world_size) == plan
+
+
+def test_an_axis_that_is_not_given_is_1_where_another_is() -> None:
+    plan = Plan(shard=1)
+    assert (plan.replicate, plan.shard, plan.tensor, plan.pipeline) == (1, 1, 1, 1)
+    assert Plan().replicate == "auto"
+
+
+def test_a_plan_is_frozen_and_takes_keywords_only() -> None:
+    with pytest.raises(FrozenInstanceError):
+        Plan().replicate = 2  # type: ignore[misc]
+    with pytest.raises(TypeError, match="positional"):
+        Plan(2)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "text", "message"),
+    [
+        (
+            3,
+            "replicate=2",
+            "plan 'replicate=2,numerics=fast' with 3 processes; the axes multiply to 2, and must multiply to the number of processes; "
+            "change the plan, or start 2 processes",
+        ),
+        (1, "replicate=4,numerics=bitwise", "plan 'replicate=4,numerics=bitwise' with 1 processes; the axes multiply to 4"),
+        (2, "shard=1", "plan 'replicate=1,numerics=fast' with 2 processes; the axes multiply to 1"),
+    ],
+)
+def test_axes_that_do_not_multiply_to_the_world_size_are_refused(world_size: int, text: str, message: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        Plan.parse(text).resolve(world_size)
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("replica=2", "'replica' in plan 'replica=2' is unknown; known are replicate, shard, tensor, pipeline, numerics, workers"),
+        ("replicate=2,replicate=2", "'replicate' stands twice in plan 'replicate=2,replicate=2'; give it once"),
+        ("replicate=0", "replicate=0; the size of a mesh axis is a whole number of at least 1, or auto"),
+        ("replicate=-2", "replicate=-2; the size of a mesh axis is a whole number of at least 1, or auto"),
+        ("replicate=two", "replicate='two' in plan 'replicate=two'; the value is a whole number or auto"),
+        ("replicate=2.0", "replicate='2.0' in plan 'replicate=2.0'; the value is a whole number or auto"),
+        ("replicate", "'replicate' in plan 'replicate'; a plan is made of name=value pairs, such as replicate=2,numerics=bitwise"),
+        ("replicate=", "'replicate=' in plan 'replicate='; a plan is made of name=value pairs"),
+        ("2", "'2' in plan '2'; a plan is made of name=value pairs"),
+        ("shard=2", "shard=2; the axis 'shard' is not built yet; this version builds replicate"),
+        ("replicate=2,tensor=2", "tensor=2; the axis 'tensor' is not built yet"),
+        ("pipeline=auto", "pipeline=auto; the axis 'pipeline' is not built yet"),
+        ("context=2", "'context=2' in plan 'context=2'; 'context' is not built yet; this version knows replicate, shard"),
+        ("compile=1", "'compile=1' in plan 'compile=1'; 'compile' is not built yet"),
+        ("numerics=exact", "numerics=exact; known are fast, bitwise"),
+        ("numerics=auto", "numerics=auto; known are fast, bitwise"),
+        ("workers=-1", "workers=-1; it counts loader processes a rank and is 0 or more"),
+        ("workers=auto", "workers='auto' in plan 'workers=auto'; the value is a whole number"),
+    ],
+)
+def test_what_makes_no_plan_is_refused_when_it_is_read(text: str, message: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        Plan.parse(text)
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"replicate": True}, "replicate=True; the size of a mesh axis is a whole number"),
+        ({"replicate": 2.0}, "replicate=2.0; the size of a mesh axis is a whole number"),
+        ({"workers": False}, "workers=False; it counts loader processes"),
+        ({"numerics": None}, "numerics=None; known are fast, bitwise"),
+    ],
+)
+def test_what_makes_no_plan_is_refused_when_it_is_made(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        Plan(**changes)
+    assert str(caught.value).startswith(message)
