@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lockstep.recipe import Precision
 
@@ -38,12 +39,22 @@ def slow_on_this_cpu(precision: Precision, device: torch.device) -> str | None:
     return f"this CPU has no {precision} matrix instructions: expect {precision} to be many times slower than fp32"
 
 
-def global_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """The 2-norm of all gradients as one vector: a scalar tensor. Each tensor's own norm first, in their order."""
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(gradients))))
-    return norm
+def global_norm(gradients: Sequence[Tensor]) -> Tensor | float:
+    """The 2-norm of all gradients as one vector: a number on a CPU, a scalar tensor on a GPU, which the host does not wait for.
+
+    Each tensor's own norm first, then theirs in one step: the order does not depend on how gradients are laid out in memory.
+    """
+    norms = list(torch._foreach_norm(list(gradients))) if gradients else []
+    if all(norm.is_cpu for norm in norms):
+        return math.hypot(*[norm.item() for norm in norms])
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return total
 
 
-def clip(parameters: Sequence[nn.Parameter], norm: Tensor, limit: float) -> None:
-    """Scale the gradients so that their global norm, `norm` now, is at most `limit`."""
-    nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+def clip(gradients: Sequence[Tensor], norm: Tensor | float, limit: float) -> None:
+    """Scale the gradients so that their global norm, `norm` now, is at most `limit`. A norm that is not finite is left alone."""
+    if isinstance(norm, Tensor):
+        factor = torch.clamp(limit / norm, max=1.0)
+        torch._foreach_mul_(list(gradients), torch.where(torch.isfinite(norm), factor, 1.0))
+    elif limit < norm < math.inf:
+        torch._foreach_mul_(list(gradients), limit / norm)

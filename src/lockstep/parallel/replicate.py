@@ -114,15 +114,16 @@ class Replica:
 
     def finish(
         self, values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool
-    ) -> tuple[Tensor, Tensor | None, Tensor | bool]:
+    ) -> tuple[Tensor | list[float], Tensor | None, Tensor | bool]:
         """Sum over all ranks. `values` and `weights`: one number for each of this rank's microbatches; no weights on any rank, or on all.
 
-        Returns those of all microbatches, in their order, two tensors of shape (count,), and how many ranks raised the flag.
+        Returns those of all microbatches, in their order, (count,) each, and how many ranks raised the flag.
         """
         if self._ddp is None:
             if self._bitwise:
                 self._put_root()
-            return self._column(values), None if weights is None else self._column(weights), flag
+            column = self._column(values)
+            return column if column.is_cuda else column.tolist(), None if weights is None else self._column(weights), flag
         if not self._synchronised:
             zero = torch.zeros((), device=self._touched.slots.device, requires_grad=True)
             self._synchronise(zero, torch.zeros_like(zero), None)

@@ -23,9 +23,10 @@ from lockstep.launch.environment import Environment
 from lockstep.plan import Plan
 from lockstep.recipe import Precision, check_count, check_dataset
 from lockstep.training import optimizers
+from lockstep.training.outcome import Outcome, no_weight
 from lockstep.training.recorder import Pace, Recorder
 from lockstep.training.source import Length, Microbatches, from_data, from_indices
-from lockstep.training.step import Pair, Step, no_weight
+from lockstep.training.step import Pair, Step
 
 
 class Session:
@@ -165,18 +166,18 @@ class Session:
             microbatch=microbatch,
             steps=steps,
             epochs=epochs,
-            ranks=self.world.size,
+            world=self.world,
         )
         if data is None:
-            return self._run(from_indices(length, world=self.world, seed=self.seed), length, weight)
+            return self._run(from_indices(length, seed=self.seed), length, weight)
         loader = Loader(data, collate=collate, seed=self.seed, workers=self.plan.workers, device=self.device)
         self._stack.callback(loader.close)
-        return self._run(from_data(loader, length, world=self.world, seed=self.seed), length, weight)
+        return self._run(from_data(loader, length, seed=self.seed), length, weight)
 
     def _run(self, sources: Iterator[Microbatches], length: Length, weight: Callable[[Any], Any] | None) -> Iterator[Step]:
         self.pace = Pace()
         self.recorder.show(length.steps)
-        unpolled: list[Step] = []
+        unread: list[Outcome] = []
         terms: list[str] | None = None
         for source in sources:
             if weight is not None:
@@ -190,10 +191,10 @@ class Session:
             yield step
             self._check_committed(step)
             self.pace.count(step.samples)
-            unpolled.append(step)
+            unread += step.committed.values()
             if (step.index + 1) % self.log_every == 0 or step.index + 1 == length.steps:
-                self._log(unpolled)
-                unpolled = []
+                self._log(step, unread)
+                unread = []
                 if any(bool(outcome.stops) for outcome in step.committed.values()):
                     self.take_stop()
             if self.stopping is not None:
@@ -227,14 +228,13 @@ class Session:
         """Call `close` when the session ends, however it ends."""
         self._stack.callback(close)
 
-    def _log(self, steps: list[Step]) -> None:
-        for step in steps:
-            for outcome in step.committed.values():
-                outcome.check()
-                if outcome.applied is False:
-                    self.event("step-skipped", step.index, reason="the scaled gradient overflowed; the loss scale was halved")
-        last = steps[-1]
-        outcome = last.committed[0]
+    def _log(self, step: Step, unread: list[Outcome]) -> None:
+        for outcome in unread:
+            outcome.check()
+            if outcome.applied is False:
+                reason = "the scaled gradient overflowed; the loss scale was halved"
+                self.event("step-skipped", outcome.layout.step, reason=reason)
+        outcome = step.committed[0]
         values = {
             "loss": outcome.loss(),
             "lr": outcome.pair.schedule.rate(),
@@ -242,7 +242,7 @@ class Session:
             "samples_per_second": self.pace.restart(),
         }
         terms = {f"loss/{name}": value for name, value in outcome.term_losses().items()}
-        self.recorder.step(last.index + 1, values, {**terms, **last.logged})
+        self.recorder.step(step.index + 1, values, {**terms, **step.logged})
 
     def take_stop(self) -> None:
         """Learn why any rank wants to stop, if one does. Every rank calls it."""

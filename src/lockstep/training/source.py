@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -21,58 +21,91 @@ from lockstep.order import Order
 from lockstep.training.loss import Weights, weights_of
 
 
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a batch of some size is made of microbatches, and which of them are whose."""
+
+    spans: tuple[tuple[int, int], ...]
+    """Of each microbatch, inside the batch."""
+    shares: tuple[range, ...]
+    """The microbatches of each rank."""
+
+
 class Length:
     """How long training is and how it is cut: arithmetic on (step, microbatch), the same on every rank."""
 
     def __init__(
-        self, *, samples: int, global_batch: int, microbatch: int | None, steps: int | None, epochs: int | None, ranks: int
+        self, *, samples: int, global_batch: int, microbatch: int | None, steps: int | None, epochs: int | None, world: World
     ) -> None:
         self.samples = samples
-        self.global_batch = global_batch
-        self.in_epochs = epochs is not None
+        self.world = world
         self.steps = assignment.steps_of(length=samples, global_batch=global_batch, steps=steps, epochs=epochs)
+        self._global_batch = global_batch
+        self._in_epochs = epochs is not None
         self._microbatch = microbatch
-        self._ranks = ranks
-        self.most_microbatches = len(self.cut(min(global_batch, samples) if self.in_epochs else global_batch))
-        self.cut = lru_cache(maxsize=8)(self.cut)  # type: ignore[method-assign]
-
-    def cut(self, size: int) -> list[tuple[int, int]]:
-        """The spans of a batch of `size` samples."""
-        return assignment.microbatches(size, self._microbatch, self._ranks)
+        self._cuts: dict[int, Cut] = {}
+        self.most_microbatches = len(self.cut(min(global_batch, samples) if self._in_epochs else global_batch).spans)
 
     def span(self, step: int) -> tuple[int, int]:
         """The positions of a step's global batch."""
-        return assignment.batch_span(step, length=self.samples, global_batch=self.global_batch, epochs=self.in_epochs)
+        return assignment.batch_span(step, length=self.samples, global_batch=self._global_batch, epochs=self._in_epochs)
 
-    def share(self, step: int, rank: int) -> list[Span]:
-        """A rank's microbatches of a step."""
+    def cut(self, size: int) -> Cut:
+        """How a batch of `size` samples is cut; there are at most two sizes in a run."""
+        if size not in self._cuts:
+            spans = tuple(assignment.microbatches(size, self._microbatch, self.world.size))
+            shares = tuple(assignment.share(len(spans), rank, self.world.size) for rank in range(self.world.size))
+            self._cuts[size] = Cut(spans, shares)
+        return self._cuts[size]
+
+    def share(self, step: int) -> list[Span]:
+        """This rank's microbatches of a step."""
         start, stop = self.span(step)
-        cuts = self.cut(stop - start)
+        cut = self.cut(stop - start)
         return [
-            Span(step=step, index=index, start=start + cuts[index][0], stop=start + cuts[index][1])
-            for index in assignment.share(len(cuts), rank, self._ranks)
+            Span(step=step, index=index, start=start + cut.spans[index][0], stop=start + cut.spans[index][1])
+            for index in cut.shares[self.world.rank]
         ]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where the samples of one step are from, for whoever asks later."""
+
+    step: int
+    start: int
+    """The first position of the global batch."""
+    cut: Cut
+    order: Order | None
+
+    def owner(self, place: int) -> int:
+        """The rank that computes microbatch `place`."""
+        return next(rank for rank, share in enumerate(self.cut.shares) if place in share)
+
+    def samples_of(self, place: int) -> list[int]:
+        """The indices in the dataset of microbatch `place`; without a dataset, those in the batch."""
+        start, stop = self.cut.spans[place]
+        if self.order is None:
+            return list(range(start, stop))
+        return [int(sample) for sample in self.order.samples(np.arange(self.start + start, self.start + stop))[1]]
 
 
 class Microbatches:
     """One step's microbatches on this rank."""
 
-    weights: Weights | None = None
-    """Each term's denominator over the whole step, where a weight function gives it."""
-
-    def __init__(self, step: int, length: Length, items: Iterator[Microbatch], *, world: World, seed: int, order: Order | None) -> None:
+    def __init__(self, step: int, length: Length, items: Iterator[Microbatch], *, seed: int, order: Order | None) -> None:
         start, stop = length.span(step)
         self.step = step
-        self.start = start
         self.samples = stop - start
-        self.cuts = length.cut(self.samples)
-        self.count = len(self.cuts)
+        self.layout = Layout(step, start, length.cut(self.samples), order)
+        self.count = len(self.layout.cut.spans)
         self.most = length.most_microbatches
+        self.weights: Weights | None = None
+        """Each term's denominator over the whole step, where a weight function gives it."""
         self._items = items
         self._kept: list[Microbatch] | None = None
-        self._world = world
+        self._world = length.world
         self._seed = seed
-        self._order = order
 
     def weigh(self, weight: Callable[[Any], Any], names: Sequence[str] | None) -> list[str]:
         """Fetch this rank's share and add up its weights with the other ranks'. Every rank calls it. Returns the names of the terms."""
@@ -87,8 +120,7 @@ class Microbatches:
                     "it must have the same terms for every microbatch"
                 )
         rows = torch.tensor([list(weights.values()) for weights in mine], dtype=torch.float64).reshape(len(mine), len(names))
-        counts = [len(assignment.share(self.count, rank, self._world.size)) for rank in range(self._world.size)]
-        columns = self._world.gather_rows(rows, counts).T.tolist()
+        columns = self._world.gather_rows(rows, [len(share) for share in self.layout.cut.shares]).T.tolist()
         self.weights = {name: exact_sum(column) for name, column in zip(names, columns, strict=True)}
         return list(names)
 
@@ -104,34 +136,23 @@ class Microbatches:
             seed_generators(key(self._seed, Stream.FORWARD, self.step, item.index, passes), self._world.device)
             yield item.index, batch, item.size
 
-    def owner(self, place: int) -> int:
-        """The rank that computes microbatch `place`."""
-        ranks = range(self._world.size)
-        return next(rank for rank in ranks if place in assignment.share(self.count, rank, self._world.size))
 
-    def samples_of(self, place: int) -> list[int]:
-        """The indices in the dataset of microbatch `place`."""
-        start, stop = (self.start + offset for offset in self.cuts[place])
-        if self._order is None:
-            return list(range(*self.cuts[place]))
-        return [int(sample) for sample in self._order.samples(np.arange(start, stop))[1]]
-
-
-def from_data(loader: Loader, length: Length, *, world: World, seed: int) -> Iterator[Microbatches]:
+def from_data(loader: Loader, length: Length, *, seed: int) -> Iterator[Microbatches]:
     """The steps of a dataset, in its keyed order."""
     order = Order(length.samples, seed)
-    fetched = loader.fetch(span for step in range(length.steps) for span in length.share(step, world.rank))
+    fetched = loader.fetch(span for step in range(length.steps) for span in length.share(step))
     for step in range(length.steps):
-        mine = islice(fetched, len(length.share(step, world.rank)))
-        yield Microbatches(step, length, mine, world=world, seed=seed, order=order)
+        start, stop = length.span(step)
+        mine = islice(fetched, len(length.cut(stop - start).shares[length.world.rank]))
+        yield Microbatches(step, length, mine, seed=seed, order=order)
 
 
-def from_indices(length: Length, *, world: World, seed: int) -> Iterator[Microbatches]:
+def from_indices(length: Length, *, seed: int) -> Iterator[Microbatches]:
     """Steps without data: a microbatch is the range of its indices in the global batch, the same in every step."""
     for step in range(length.steps):
-        start = length.span(step)[0]
+        start, _ = length.span(step)
         items = (
             Microbatch(step=step, index=span.index, size=span.stop - span.start, batch=range(span.start - start, span.stop - start))
-            for span in length.share(step, world.rank)
+            for span in length.share(step)
         )
-        yield Microbatches(step, length, items, world=world, seed=seed, order=None)
+        yield Microbatches(step, length, items, seed=seed, order=None)

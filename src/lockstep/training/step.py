@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep import precision as precisions
-from lockstep.comm.group import World, exact_sum
+from lockstep.comm.group import World
 from lockstep.errors import DataError, LossError
 from lockstep.parallel.replicate import Replica
 from lockstep.parallel.statistics import RunningStatistics
 from lockstep.recipe import Precision
 from lockstep.training.loss import Contribution, contribution
 from lockstep.training.optimizers import Schedule
+from lockstep.training.outcome import Outcome
 from lockstep.training.recorder import NAMES_OF_A_ROW
 from lockstep.watch.metrics import as_number
 
@@ -43,7 +44,7 @@ class Pair:
         self.model = model
         self.names = list(parameters)
         self.parameters = list(parameters.values())
-        self.optimizers = list(optimizers)
+        self.optimizers = optimizers
         self.world = world
         self.scaler = precisions.loss_scaler(precision, world.device)
         self.schedule = Schedule(schedule, optimizers)
@@ -98,25 +99,25 @@ class Pair:
     def gradients(self) -> list[Tensor]:
         return [p.grad for p in self.parameters if p.grad is not None]
 
-    def apply(self, step: int, clip_norm: float | None) -> tuple[Tensor, bool | None]:
+    def apply(self, step: int, clip_norm: float | None) -> tuple[Tensor | float, bool | None]:
         """Clip and step the optimizers, all or none. Returns the gradient's norm before clipping, and whether the step was applied:
         None where a GPU decides and nobody has asked it yet."""
         gradients = self.gradients()
         if self.scaler is not None and gradients:
             for optimizer in self.optimizers:
                 self.scaler.unscale_(optimizer)
-        norm = precisions.global_norm(gradients) if gradients else torch.zeros((), device=self.world.device)
-        if clip_norm is not None and gradients and (self._gates_on_device or math.isfinite(float(norm))):
-            precisions.clip(self.parameters, norm, clip_norm)
+        norm = precisions.global_norm(gradients)
+        if clip_norm is not None:
+            precisions.clip(gradients, norm, clip_norm)
         self.schedule.before_step(step)
         applied = self._step(norm)
         if applied is not False:
             self.schedule.after_step()
         return norm, applied
 
-    def _step(self, norm: Tensor) -> bool | None:
+    def _step(self, norm: Tensor | float) -> bool | None:
         if self._gates_on_device and self.scaler is None:
-            stop = (~torch.isfinite(norm)).float()
+            stop = (~torch.isfinite(torch.as_tensor(norm, device=self.world.device))).float()
             for optimizer in self.optimizers:
                 optimizer.found_inf = stop  # type: ignore[attr-defined]  # read by torch's fused optimizers
                 optimizer.step()
@@ -151,6 +152,7 @@ class Step:
         self._poll = world.device.type == "cpu"
         self._wants_to_stop = wants_to_stop
         self._phase: _Phase | None = None
+        self._current: tuple[int, Any, int] | None = None
 
     def microbatches(self) -> Iterator[Any]:
         """This rank's share of the batch, one microbatch after another, each under its own random generators. Perhaps none.
@@ -174,6 +176,8 @@ class Step:
         """
         pair = self._pairs[self._place(optimizer)]
         phase = self._begun(pair)
+        if self._current is None:
+            raise LossError(f"step {self.index}: backward outside of a loop over step.microbatches(); the loss is a microbatch's")
         place, batch, samples = self._current
         if phase.seen and phase.seen[-1] >= place:
             raise LossError(
@@ -218,9 +222,9 @@ class Step:
         norm, applied = pair.apply(self.index, clip_norm)
         for each in self._pairs:
             each.statistics.commit(self.count, apply=applied is not False)
-        outcome = Outcome(self, pair, values, weights, norm, applied, stops, [part.terms for part in phase.parts])
+        outcome = Outcome(self.source.layout, pair, values, weights, norm, applied, stops, [part.terms for part in phase.parts])
         self.committed[number] = outcome
-        self._phase = None
+        self._phase = self._current = None
         if self._poll:
             outcome.check()
 
@@ -279,81 +283,3 @@ class _Phase:
     share: range
     seen: list[int] = field(default_factory=list)
     parts: list[Contribution] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What a commit came to. Numbers stay on the device until somebody reads them."""
-
-    step: Step
-    pair: Pair
-    values: Tensor
-    """(microbatches,): each one's part of the loss; its raw total where `weights` is there."""
-    weights: Tensor | None
-    norm: Tensor
-    """Scalar: the gradient's global norm before clipping."""
-    applied: bool | None
-    """Whether the model was updated. None: a GPU decided; `check` finds out."""
-    stops: Tensor | bool
-    """How many ranks wanted to stop."""
-    terms: list[dict[str, Tensor]]
-    """Of this rank's microbatches, each term's part of the loss, where there are several."""
-
-    def loss(self) -> float:
-        """Σ total / Σ weight over the step's microbatches: the same on every rank and at any world size."""
-        total = exact_sum(self.values.tolist())
-        if self.weights is None:
-            return total
-        weight = exact_sum(self.weights.tolist())
-        return total / weight if weight else math.nan
-
-    def term_losses(self) -> dict[str, float]:
-        """Each term's part of the loss, where there are several. Every rank calls it, when all do."""
-        if not self.pair.terms:
-            return {}
-        rows = [{name: float(value) for name, value in terms.items()} for terms in self.terms]
-        everyone = [row for rank_rows in self.step.world.gather_values(rows) for row in rank_rows]
-        return {name: exact_sum([row[name] for row in everyone]) for name in self.pair.terms}
-
-    def check(self) -> None:
-        """Raise `LossError` where no step can be taken from this one's loss or gradient: alike on every rank, before anything is lost."""
-        if math.isfinite(float(self.norm)) and self.applied is not False and self.weights is None:
-            return
-        step = self.step
-        for place, value in enumerate(self.values.tolist()):
-            if not math.isfinite(value):
-                raise LossError(
-                    f"step {step.index}: the loss is {value} in microbatch {place}, computed by rank {step.source.owner(place)} from "
-                    f"samples {step.source.samples_of(place)}; a step needs a finite loss; the model was not changed by this step: "
-                    "look at those samples, the learning rate, and divisions, logarithms and roots in the model"
-                )
-        if self.weights is not None:
-            self._check_weights(self.weights.tolist())
-        if not math.isfinite(float(self.norm)) and self.pair.scaler is None:
-            raise LossError(
-                f"step {step.index}: every loss is finite and the gradient is not, first in {self._not_finite()}; a step needs a finite "
-                "gradient; the model was not changed by this step: look for square roots and norms at 0, and for overflow"
-            )
-
-    def _check_weights(self, weights: list[float]) -> None:
-        for place, weight in enumerate(weights):
-            if not 0 <= weight < math.inf:
-                raise LossError(
-                    f"step {self.step.index}: the weight of microbatch {place} is {weight}; a weight counts what was summed and is "
-                    "finite and not negative"
-                )
-        if not any(weights):
-            raise LossError(no_weight(self.step.index, "loss"))
-
-    def _not_finite(self) -> str:
-        for name, parameter in zip(self.pair.names, self.pair.parameters, strict=True):
-            if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
-                return f"parameter {name!r}"
-        return "the norm over all parameters (it overflows)"
-
-
-def no_weight(step: int, term: str) -> str:
-    return (
-        f"step {step}: the weights of term {term!r} add up to 0 over the whole global batch; the loss is divided by their sum; check the "
-        "labels (are all ignored?) or use a larger global_batch"
-    )

@@ -1,0 +1,98 @@
+"""What a step came to: its loss, and whether a step could be taken at all."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lockstep.comm.group import exact_sum
+from lockstep.errors import LossError
+from lockstep.training.source import Layout
+
+if TYPE_CHECKING:
+    from lockstep.training.step import Pair
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a commit came to. Numbers stay on the device until somebody reads them."""
+
+    layout: Layout
+    pair: Pair
+    values: Tensor | list[float]
+    """(microbatches,): each one's part of the loss; its raw total where `weights` is there."""
+    weights: Tensor | None
+    norm: Tensor | float
+    """Scalar: the gradient's global norm before clipping."""
+    applied: bool | None
+    """Whether the model was updated. None: a GPU decided; `check` finds out."""
+    stops: Tensor | bool
+    """How many ranks wanted to stop."""
+    terms: list[dict[str, Tensor]]
+    """Of this rank's microbatches, each term's part of the loss, where there are several."""
+
+    def loss(self) -> float:
+        """Σ total / Σ weight over the step's microbatches: the same on every rank and at any world size."""
+        total = exact_sum(self._values())
+        if self.weights is None:
+            return total
+        weight = exact_sum(self.weights.tolist())
+        return total / weight if weight else math.nan
+
+    def term_losses(self) -> dict[str, float]:
+        """Each term's part of the loss, where there are several. Every rank calls it, when all do."""
+        if not self.pair.terms:
+            return {}
+        rows = [{name: float(value) for name, value in terms.items()} for terms in self.terms]
+        everyone = [row for rank_rows in self.pair.world.gather_values(rows) for row in rank_rows]
+        return {name: exact_sum([row[name] for row in everyone]) for name in self.pair.terms}
+
+    def check(self) -> None:
+        """Raise `LossError` where no step can be taken from this one's loss or gradient: alike on every rank, before anything is lost."""
+        if math.isfinite(float(self.norm)) and self.applied is not False and self.weights is None:
+            return
+        layout = self.layout
+        for place, value in enumerate(self._values()):
+            if not math.isfinite(value):
+                raise LossError(
+                    f"step {layout.step}: the loss is {value} in microbatch {place}, computed by rank {layout.owner(place)} from "
+                    f"samples {layout.samples_of(place)}; a step needs a finite loss; the model was not changed by this step: "
+                    "look at those samples, the learning rate, and divisions, logarithms and roots in the model"
+                )
+        if self.weights is not None:
+            self._check_weights(self.weights.tolist())
+        if not math.isfinite(float(self.norm)) and self.pair.scaler is None:
+            raise LossError(
+                f"step {layout.step}: every loss is finite and the gradient is not, first in {self._not_finite()}; a step needs a finite "
+                "gradient; the model was not changed by this step: look for square roots and norms at 0, and for overflow"
+            )
+
+    def _values(self) -> list[float]:
+        return self.values if isinstance(self.values, list) else self.values.tolist()
+
+    def _check_weights(self, weights: list[float]) -> None:
+        for place, weight in enumerate(weights):
+            if not 0 <= weight < math.inf:
+                raise LossError(
+                    f"step {self.layout.step}: the weight of microbatch {place} is {weight}; a weight counts what was summed and is "
+                    "finite and not negative"
+                )
+        if not any(weights):
+            raise LossError(no_weight(self.layout.step, "loss"))
+
+    def _not_finite(self) -> str:
+        for name, parameter in zip(self.pair.names, self.pair.parameters, strict=True):
+            if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
+                return f"parameter {name!r}"
+        return "the norm over all parameters (it overflows)"
+
+
+def no_weight(step: int, term: str) -> str:
+    return (
+        f"step {step}: the weights of term {term!r} add up to 0 over the whole global batch; the loss is divided by their sum; check the "
+        "labels (are all ignored?) or use a larger global_batch"
+    )
