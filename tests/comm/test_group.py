@@ -1,0 +1,129 @@
+"""The small exchanges that everything else is made of."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, distributed
+
+from lockstep.comm.group import World, exact_sum, join
+from lockstep.errors import LaunchError
+from lockstep.testing.pool import WorkerPool
+
+COUNTS = {1: [3], 2: [2, 0], 3: [0, 3, 1], 4: [1, 0, 5, 2]}
+
+
+def world() -> World:
+    numbers = {name: int(os.environ[name.upper()]) for name in ("rank", "local_rank")}
+    return join(size=int(os.environ["WORLD_SIZE"]), local_size=int(os.environ["LOCAL_WORLD_SIZE"]), **numbers)
+
+
+def rows_of(rank: int, count: int) -> Tensor:
+    return torch.arange(count * 2, dtype=torch.float64).reshape(count, 2) + 100 * rank
+
+
+def exchange() -> dict[str, Any]:
+    here = world()
+    counts = COUNTS[here.size]
+    rows = rows_of(here.rank, counts[here.rank])
+    text = {"rank": here.rank, "text": "ü" * here.rank, "none": None, "list": [1.5, math.inf] * here.rank}
+    return {
+        "world": (here.rank, here.size, str(here.device), here.owns_group),
+        "rows": here.gather_rows(rows, counts),
+        "no rows": here.gather_rows(rows[:0], [0] * here.size),
+        "whole numbers": here.gather_rows(torch.tensor([here.rank]), [1] * here.size),
+        "values": here.gather_values(text),
+        "ragged": here.gather_ragged(rows if counts[here.rank] else None),
+        "ragged, known shapes": here.gather_ragged(rows),
+        "ragged flags": here.gather_ragged(torch.ones(counts[here.rank], dtype=torch.bool)),
+        "still there": distributed.is_initialized(),
+    }
+
+
+@pytest.mark.parametrize("world_size", COUNTS)
+def test_every_rank_gets_the_rows_and_values_of_all_in_rank_order(pool: WorkerPool, world_size: int) -> None:
+    counts = COUNTS[world_size]
+    everything = torch.cat([rows_of(rank, count) for rank, count in enumerate(counts)])
+    for rank, found in enumerate(pool.run(world_size, exchange)):
+        assert found["world"] == (rank, world_size, "cpu", False)
+        for name in ("rows", "ragged", "ragged, known shapes"):
+            assert torch.equal(found[name], everything), name
+            assert found[name].dtype is torch.float64
+        assert found["no rows"].shape == (0, 2)
+        assert found["whole numbers"].tolist() == list(range(world_size))
+        assert found["ragged flags"].tolist() == [True] * sum(counts)
+        assert [value["rank"] for value in found["values"]] == list(range(world_size))
+        assert found["values"][-1]["text"] == "ü" * (world_size - 1)
+        assert found["values"][-1]["list"] == [1.5, math.inf] * (world_size - 1)
+        assert found["still there"]
+
+
+def leave_a_group_of_others() -> bool:
+    world().leave()
+    return distributed.is_initialized()
+
+
+def test_a_group_that_was_there_already_is_left_alone(pool: WorkerPool) -> None:
+    assert pool.run(2, leave_a_group_of_others) == [True, True]
+
+
+def join_and_leave() -> tuple[bool, float, bool]:
+    distributed.destroy_process_group()
+    here = world()
+    total = sum(here.gather_values(here.rank))
+    here.leave()
+    return here.owns_group, total, distributed.is_initialized()
+
+
+def test_a_group_that_was_made_is_taken_down(pool: WorkerPool) -> None:
+    assert pool.run(2, join_and_leave) == [(True, 1, False)] * 2
+
+
+def test_one_process_needs_no_group() -> None:
+    here = join(rank=0, size=1, local_rank=0, local_size=1)
+    assert not here.owns_group
+    assert here.gather_values({"a": 1}) == [{"a": 1}]
+    assert here.gather_rows(torch.ones(2), [2]).tolist() == [1.0, 1.0]
+    assert here.gather_ragged(torch.ones(2)).tolist() == [1.0, 1.0]
+    here.leave()
+
+
+def test_a_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        with pytest.raises(LaunchError) as caught:
+            join(rank=0, size=2, local_rank=0, local_size=2, timeout=timedelta(seconds=5))
+        port = taken.getsockname()[1]
+    assert str(caught.value) == (
+        f"the rendezvous port 127.0.0.1:{port} (MASTER_ADDR:MASTER_PORT) is in use by another program; give another, or let lockstep run "
+        "choose"
+    )
+
+
+@given(st.lists(st.floats(allow_nan=False, allow_infinity=False, width=32), max_size=60), st.randoms(use_true_random=False))
+def test_an_exact_sum_does_not_depend_on_the_order(values: list[float], shuffled: random.Random) -> None:
+    other = values[:]
+    shuffled.shuffle(other)
+    assert exact_sum(values) == exact_sum(other)
+
+
+def test_an_exact_sum_is_correctly_rounded_and_shows_what_is_not_finite() -> None:
+    assert exact_sum([0.1] * 10) == 1.0
+    assert exact_sum([1e16, 1.0, -1e16]) == 1.0
+    assert exact_sum([]) == 0.0
+    assert exact_sum([1.0, math.inf]) == math.inf
+    assert math.isnan(exact_sum([math.nan, 1.0]))
+    assert math.isnan(exact_sum([math.inf, -math.inf]))
