@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +23,7 @@ from torch import distributed
 
 from lockstep.errors import LaunchError, PlanError, UserError
 from lockstep.testing import leaks
+from lockstep.testing import pool as pool_module
 from lockstep.testing.pool import WorkerFailed, WorkerPool
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "GLOO_SOCKET_IFNAME")
@@ -49,6 +52,11 @@ def surroundings() -> tuple[str | None, str, int, torch.dtype]:
 
 def draw() -> tuple[float, float, float]:
     return random.random(), float(np.random.random()), torch.rand(()).item()
+
+
+def draw_from_seed_0() -> tuple[float, float, float]:
+    torch_draw = torch.rand((), generator=torch.Generator().manual_seed(0)).item()
+    return random.Random(0).random(), float(np.random.RandomState(0).random()), torch_draw
 
 
 def disturb() -> int:
@@ -101,6 +109,17 @@ def rank_1_exits() -> None:
 def rank_1_stops() -> None:
     if distributed.get_rank() == 1:
         sys.exit("enough")
+    distributed.barrier()
+
+
+def rank_1_hangs_up_and_dies_when_told(fifo: str) -> None:
+    if distributed.get_rank() == 1:
+        for number in map(int, os.listdir("/proc/self/fd")):
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
+                if connection.family == socket.AF_INET and connection.getpeername():
+                    connection.shutdown(socket.SHUT_RDWR)
+        Path(fifo).read_bytes()
+        os.kill(os.getpid(), signal.SIGKILL)
     distributed.barrier()
 
 
@@ -162,7 +181,7 @@ def test_what_a_run_changes_does_not_reach_the_next(lenient: WorkerPool) -> None
     disturbed = lenient.run(2, disturb)
     assert lenient.run(2, surroundings) == before
     assert lenient.run(2, draw) == drawn
-    assert drawn[0] == drawn[1]
+    assert drawn == [draw_from_seed_0()] * 2
     assert not set(disturbed) & set(lenient.run(2, os.getpid))
 
 
@@ -232,6 +251,23 @@ def test_a_rank_that_is_killed_is_named_before_those_that_complain(pool: WorkerP
     assert pool.run(2, sum_of_ranks) == [1.0, 1.0]
 
 
+def test_a_death_goes_before_a_complaint_that_arrived_earlier(pool: WorkerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    receive = pool_module._receive
+
+    def receive_and_tell(worker: object) -> bytes | None:
+        answer = receive(worker)  # type: ignore[arg-type]
+        if answer is not None:
+            fifo.write_bytes(b"die")
+        return answer
+
+    monkeypatch.setattr(pool_module, "_receive", receive_and_tell)
+    monkeypatch.setattr(pool_module, "DEATH_SECONDS", 30.0)
+    with pytest.raises(WorkerFailed, match=r"^rank 1 of 2 was killed by SIGKILL(.|\n)*rank 0 then raised(.|\n)*in barrier"):
+        pool.run(2, rank_1_hangs_up_and_dies_when_told, str(fifo))
+
+
 def test_a_rank_that_ends_by_itself_is_named_with_its_status(pool: WorkerPool) -> None:
     with pytest.raises(WorkerFailed, match=r"^rank 1 of 2 ended with status 3 before it answered"):
         pool.run(2, rank_1_exits)
@@ -258,19 +294,22 @@ def test_processes_that_a_rank_started_end_with_its_run(lenient: WorkerPool, tmp
     assert_ends(int(path.read_text()))
 
 
-def test_an_interrupted_run_leaves_the_pool_usable(lenient: WorkerPool) -> None:
+@pytest.mark.parametrize("seconds", [0.001, 0.5], ids=["while it forks", "while ranks work"])
+def test_an_interrupted_run_leaves_the_pool_usable(seconds: float) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    previous = signal.signal(signal.SIGALRM, interrupt)
-    timer = signal.setitimer(signal.ITIMER_REAL, 0.5)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            lenient.run(2, rank_1_hangs)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, *timer)
-        signal.signal(signal.SIGALRM, previous)
-    assert lenient.run(2, sum_of_ranks) == [1.0, 1.0]
+    with WorkerPool(max_workers=2) as pool:
+        pool.run(1, sum_of_ranks)
+        previous = signal.signal(signal.SIGALRM, interrupt)
+        timer = signal.setitimer(signal.ITIMER_REAL, seconds)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                pool.run(2, rank_1_hangs)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, *timer)
+            signal.signal(signal.SIGALRM, previous)
+        assert pool.run(2, sum_of_ranks) == [1.0, 1.0]
 
 
 def test_a_nursery_that_dies_is_replaced(capfd: pytest.CaptureFixture[str]) -> None:

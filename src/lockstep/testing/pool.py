@@ -137,13 +137,9 @@ class WorkerPool:
 
     def close(self) -> None:
         """End the nursery and, with it, everything that the pool started. May be called again."""
-        self._closed = True
-        self._control.close()
-        try:
-            self._nursery.wait(DUMP_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._nursery.kill()
-            self._nursery.wait()
+        if not self._closed:
+            self._closed = True
+            self._end_nursery()
 
     @property
     def exempt(self) -> Exempt:
@@ -167,24 +163,35 @@ class WorkerPool:
             )
         self._ready = False
 
+    def _end_nursery(self) -> int:
+        """End the nursery and, with it, all that it forked; return its exit status."""
+        self._control.close()
+        try:
+            return self._nursery.wait(DUMP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._nursery.kill()
+            return self._nursery.wait()
+
     def _ask(self, request: dict[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
         try:
             if not self._ready:
                 self._ready = bool(self._control.recv(PACKET_BYTES))
             socket.send_fds(self._control, [json.dumps(request).encode()], descriptors)
             answer = self._control.recv(PACKET_BYTES)
+            if not answer:
+                raise ConnectionResetError("it closed its socket")
         except OSError as error:
-            raise self._nursery_lost(str(error)) from error
-        if not answer:
-            raise self._nursery_lost("it closed its socket")
+            status = self._replace_nursery()
+            raise WorkerError(f"the pool's nursery process ended with status {status} ({error}); its stderr says why") from error
+        except BaseException:  # an interrupt: an answer that nobody reads would be taken for that to the next request
+            self._replace_nursery()
+            raise
         return dict(json.loads(answer))
 
-    def _nursery_lost(self, reason: str) -> WorkerError:
-        self._control.close()
-        self._nursery.kill()
-        status = self._nursery.wait()
+    def _replace_nursery(self) -> int:
+        status = self._end_nursery()
         self._start()
-        return WorkerError(f"the pool's nursery process ended with status {status} ({reason}); what it wrote to stderr says why")
+        return status
 
     def _fork(self, world_size: int, task: dict[str, Any]) -> list[_Worker]:
         pairs = [socket.socketpair() for _ in range(world_size)]
@@ -241,6 +248,8 @@ class WorkerPool:
 
     def _reap(self, workers: list[_Worker]) -> None:
         unknown = [worker for worker in workers if worker.status is None]
+        if not unknown:
+            return
         for worker in unknown:
             kill_group(worker.process)
         answer = self._ask({"do": "reap", "processes": [worker.process for worker in unknown]})

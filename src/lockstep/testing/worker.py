@@ -56,20 +56,29 @@ def nursery(control_descriptor: int, preload: Iterable[str]) -> None:
     _warm_up()
     control.send(json.dumps({"ready": os.getpid()}).encode())
     children: set[int] = set()
-    while True:
-        packet, descriptors, _, _ = socket.recv_fds(control, PACKET_BYTES, MOST_DESCRIPTORS)
-        if not packet:
-            for child in children:
-                kill_group(child)
-            os._exit(0)
-        request = json.loads(packet)
-        if request["do"] == "fork":
-            answer = {"processes": _fork(control, descriptors, request)}
-            children.update(answer["processes"])
-        else:
-            answer = {"statuses": [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in request["processes"]]}
-            children.difference_update(request["processes"])
-        control.send(json.dumps(answer).encode())
+    try:
+        while packet := _next(control):
+            _answer(control, children, *packet)
+    except BrokenPipeError:
+        pass  # whoever asked is gone
+    for child in children:
+        kill_group(child)
+    os._exit(0)
+
+
+def _next(control: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+    packet, descriptors, _, _ = socket.recv_fds(control, PACKET_BYTES, MOST_DESCRIPTORS)
+    return (json.loads(packet), descriptors) if packet else None
+
+
+def _answer(control: socket.socket, children: set[int], request: dict[str, Any], descriptors: list[int]) -> None:
+    if request["do"] == "fork":
+        answer = {"processes": _fork(control, descriptors, request)}
+        children.update(answer["processes"])
+    else:
+        answer = {"statuses": [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in request["processes"]]}
+        children.difference_update(request["processes"])
+    control.send(json.dumps(answer).encode())
 
 
 def kill_group(process: int) -> None:
