@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lockstep.errors import RecipeError
 
@@ -25,6 +27,11 @@ def built(factory: Callable[[nn.Module], Any], model: nn.Module) -> list[Optimiz
             raise RecipeError(
                 f"the optimizer factory returned {optimizer!r} (a {type(optimizer).__name__}); it must return a torch.optim.Optimizer, "
                 "or a list of them"
+            )
+        if _needs_a_closure(optimizer):
+            raise RecipeError(
+                f"the optimizer factory returned a {type(optimizer).__name__}, whose step() needs a closure that computes the loss again; a "
+                "step takes one gradient; choose an optimizer whose step() needs none, such as torch.optim.AdamW"
             )
     if not optimizers:
         raise RecipeError("the optimizer factory returned an empty list; it must return at least one torch.optim.Optimizer")
@@ -78,6 +85,7 @@ class Schedule:
         self._multiplier: Callable[[int], float] | None = None
         self._schedulers: list[LRScheduler] = []
         self._groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        self._rate: Tensor | float = self._groups[0]["lr"]
         if schedule is None:
             return
         try:
@@ -94,9 +102,14 @@ class Schedule:
         self._base = [float(group["lr"]) for group in self._groups]
 
     def before_step(self, step: int) -> None:
-        if self._multiplier is None:
-            return
-        multiplier = self._multiplier(step)
+        if self._multiplier is not None:
+            self._set(step, self._multiplier(step))
+        rate = self._groups[0]["lr"]
+        self._rate = rate.clone() if isinstance(rate, Tensor) else rate
+
+    def _set(self, step: int, multiplier: float) -> None:
+        if not math.isfinite(multiplier):
+            raise RecipeError(f"schedule({step}) returned {multiplier}; the multiplier of the learning rate is finite; correct the schedule")
         for group, base in zip(self._groups, self._base, strict=True):
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(base * multiplier)
@@ -109,7 +122,7 @@ class Schedule:
 
     def rate(self) -> float:
         """The first parameter group's learning rate, as it was in the last step."""
-        return float(self._groups[0]["lr"])
+        return float(self._rate)
 
 
 def _scheduler(factory: Callable[[Any], Any], optimizer: Optimizer, as_function: Exception) -> LRScheduler:
@@ -122,7 +135,17 @@ def _scheduler(factory: Callable[[Any], Any], optimizer: Optimizer, as_function:
         ) from error
     if not isinstance(made, LRScheduler):
         raise RecipeError(f"schedule(optimizer) returned {made!r} (a {type(made).__name__}); it must return a torch LRScheduler")
+    if isinstance(made, ReduceLROnPlateau):
+        raise RecipeError(
+            "schedule(optimizer) returned a ReduceLROnPlateau, whose step() needs a metric; a schedule is stepped once a step without one; "
+            "choose another, or change the rates of run.optimizers in a hook's on_evaluation"
+        )
     return made
+
+
+def _needs_a_closure(optimizer: Optimizer) -> bool:
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def _check_cover(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
