@@ -30,8 +30,8 @@ def built(factory: Callable[[nn.Module], Any], model: nn.Module) -> list[Optimiz
             )
         if _needs_a_closure(optimizer):
             raise RecipeError(
-                f"the optimizer factory returned a {type(optimizer).__name__}, whose step() needs a closure that computes the loss again; a "
-                "step takes one gradient; choose an optimizer whose step() needs none, such as torch.optim.AdamW"
+                f"the optimizer factory returned a {type(optimizer).__name__}, whose step() needs a closure that computes the loss again; "
+                "a step takes one gradient; choose an optimizer whose step() needs none, such as torch.optim.AdamW"
             )
     if not optimizers:
         raise RecipeError("the optimizer factory returned an empty list; it must return at least one torch.optim.Optimizer")
@@ -109,7 +109,7 @@ class Schedule:
 
     def _set(self, step: int, multiplier: float) -> None:
         if not math.isfinite(multiplier):
-            raise RecipeError(f"schedule({step}) returned {multiplier}; the multiplier of the learning rate is finite; correct the schedule")
+            raise RecipeError(f"schedule({step}) returned {multiplier}; a multiplier of the learning rate is finite; correct the schedule")
         for group, base in zip(self._groups, self._base, strict=True):
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(base * multiplier)

@@ -1,0 +1,319 @@
+"""Optimizers: that they share out the model, that their state is there before the first step, and their learning rates."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau, StepLR
+from training.subjects import FEATURES, OUTPUTS, network, recipe, rows, same, samples_at, squared_error, state_of
+
+import lockstep as ls
+from lockstep.errors import LockstepError, RecipeError
+from lockstep.testing.pool import WorkerPool
+from lockstep.training.optimizers import STATE_IS_ZERO_AT_FIRST, Schedule, allocate_state, built, trainable
+
+VARIANTS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "Adam": partial(torch.optim.Adam, weight_decay=0.1),
+    "Adam, foreach": partial(torch.optim.Adam, foreach=True, amsgrad=True),
+    "Adam, fused": partial(torch.optim.Adam, fused=True, weight_decay=0.1),
+    "AdamW": partial(torch.optim.AdamW, weight_decay=0.1),
+    "AdamW, one by one": partial(torch.optim.AdamW, foreach=False, maximize=True),
+    "AdamW, fused": partial(torch.optim.AdamW, fused=True, amsgrad=True, weight_decay=0.1),
+    "AdamW, a tensor as rate": lambda parameters: torch.optim.AdamW(parameters, lr=torch.tensor(1e-2), fused=True),
+    "Adamax": partial(torch.optim.Adamax, weight_decay=0.1),
+    "RMSprop": partial(torch.optim.RMSprop, weight_decay=0.1),
+    "RMSprop, centered, with momentum": partial(torch.optim.RMSprop, centered=True, momentum=0.9),
+    "Adadelta": partial(torch.optim.Adadelta, weight_decay=0.1),
+    "SGD": partial(torch.optim.SGD, lr=0.1),
+    "SGD, momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5, weight_decay=0.1),
+    "NAdam": torch.optim.NAdam,
+    "RAdam": torch.optim.RAdam,
+    "Adagrad": torch.optim.Adagrad,
+    "Rprop": torch.optim.Rprop,
+    "ASGD": torch.optim.ASGD,
+}
+
+
+def train_three_steps(variant: Callable[[Any], torch.optim.Optimizer], allocate: bool) -> tuple[dict[str, Tensor], Any]:
+    torch.manual_seed(2)
+    model = network()
+    optimizer = variant(model.parameters())
+    before = state_of(model)
+    if allocate:
+        allocate_state(optimizer)
+        assert same(state_of(model), before)
+        assert all(p.grad is None for p in model.parameters())
+    for step in range(3):
+        optimizer.zero_grad()
+        batch = [tensor[4 * step : 4 * step + 4] for tensor in rows(12).tensors]
+        squared_error(model, batch).backward()
+        optimizer.step()
+    return state_of(model), copy.deepcopy(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_state_made_beforehand_is_the_state_that_the_first_step_makes(name: str) -> None:
+    assert same(train_three_steps(VARIANTS[name], allocate=True), train_three_steps(VARIANTS[name], allocate=False))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_state_is_there_before_the_first_step_where_it_starts_at_zero(name: str) -> None:
+    model = network()
+    optimizer = VARIANTS[name](model.parameters())
+    allocate_state(optimizer)
+    if type(optimizer) in STATE_IS_ZERO_AT_FIRST:
+        numbers = {id(value) for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)}
+        assert all(optimizer.state[parameter] for parameter in model.parameters())
+        squared_error(model, rows(4).tensors).backward()
+        optimizer.step()
+        assert {id(value) for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)} == numbers
+
+
+def test_every_optimizer_whose_state_starts_at_zero_is_tried_here() -> None:
+    tried = {type(variant(network().parameters())) for variant in VARIANTS.values()}
+    assert set(STATE_IS_ZERO_AT_FIRST) <= tried
+
+
+def frozen_in_part() -> nn.Module:
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2), "c": nn.Linear(2, 2)})
+    model["c"].requires_grad_(False)
+    return model
+
+
+STRANGER = nn.Parameter(torch.zeros(1))
+Factory = Callable[[Any], Any]
+REFUSED: dict[str, tuple[Factory, str]] = {
+    "nothing": (
+        lambda model: None,
+        "the optimizer factory returned None (a NoneType); it must return a torch.optim.Optimizer, or a list of them",
+    ),
+    "a class": (lambda model: torch.optim.SGD, "the optimizer factory returned <class 'torch.optim.sgd.SGD'> (a type); it must return"),
+    "a list with something else": (
+        lambda model: [torch.optim.SGD(model.parameters()), "more"],
+        "the optimizer factory returned 'more' (a str); it must return a torch.optim.Optimizer, or a list of them",
+    ),
+    "an empty list": (lambda model: [], "the optimizer factory returned an empty list; it must return at least one"),
+    "parameters left out": (
+        lambda model: torch.optim.SGD([model["a"].weight]),
+        "the optimizer leaves out a.bias, b.weight, b.bias; every trainable parameter must be in exactly one optimizer: add them, or "
+        "freeze them with requires_grad_(False)",
+    ),
+    "parameters twice": (
+        lambda model: [torch.optim.SGD(model.parameters()), torch.optim.SGD(model["a"].parameters())],
+        "a.weight, a.bias stand in two optimizers; each would move them; give every parameter to exactly one",
+    ),
+    "parameters of another model": (
+        lambda model: torch.optim.SGD([*model.parameters(), STRANGER]),
+        "the optimizer holds 1 parameters that are not the model's; build it from the model it is given",
+    ),
+    "one that needs a closure": (
+        lambda model: torch.optim.LBFGS(model.parameters()),
+        "the optimizer factory returned a LBFGS, whose step() needs a closure",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_optimizers_that_do_not_share_out_the_model_are_refused(name: str) -> None:
+    factory, message = REFUSED[name]
+    with pytest.raises(RecipeError) as caught:
+        built(factory, frozen_in_part())
+    assert str(caught.value).startswith(message)
+
+
+def test_many_parameters_that_are_left_out_are_named_in_part() -> None:
+    model = nn.ModuleList([nn.Linear(1, 1) for _ in range(5)])
+    with pytest.raises(RecipeError, match=r"leaves out 0\.bias, 1\.weight, 1\.bias, 2\.weight, 2\.bias and 4 more;"):
+        built(lambda model: torch.optim.SGD([model[0].weight]), model)
+
+
+def test_a_frozen_parameter_may_be_held_or_left_out() -> None:
+    model = frozen_in_part()
+    assert len(built(lambda model: torch.optim.AdamW(model.parameters()), model)) == 1
+    assert len(built(lambda model: torch.optim.AdamW([*model["a"].parameters(), *model["b"].parameters()]), model)) == 1
+    assert list(trainable(model)) == ["a.weight", "a.bias", "b.weight", "b.bias"]
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (nn.Linear(1, 1).requires_grad_(False), "the model (Linear) has no trainable parameter; training needs one at least: check"),
+        (nn.Tanh(), "the model (Tanh) has no trainable parameter; training needs one at least"),
+        ("model", "the model factory returned 'model' (a str); it must return a torch.nn.Module"),
+        (nn.Linear, "the model factory returned <class 'torch.nn.modules.linear.Linear'> (a type); it must return a torch.nn.Module"),
+    ],
+)
+def test_a_model_with_nothing_to_train_is_refused(model: Any, message: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        trainable(model)
+    assert str(caught.value).startswith(message)
+
+
+def two_sets(model: nn.Sequential) -> list[torch.optim.Optimizer]:
+    return [
+        torch.optim.AdamW([{"params": [model[0].weight]}, {"params": [model[0].bias], "lr": 3e-2}], lr=1e-2),
+        torch.optim.SGD(model[2].parameters(), lr=0.3, momentum=0.9),
+    ]
+
+
+def a_schedule(step: int) -> float:
+    return 1.0 / (1 + step)
+
+
+def a_scheduler(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    return LambdaLR(optimizer, a_schedule)
+
+
+class Rates(ls.Hook):
+    def __init__(self) -> None:
+        self.states: list[dict[str, Tensor]] = []
+        self.norms: list[float] = []
+
+    def on_start(self, run: Any) -> None:
+        self.states.append(state_of(run.model))
+
+    def on_step(self, run: Any) -> None:
+        self.states.append(state_of(run.model))
+        self.norms.append(math.sqrt(sum(float(p.grad.double().square().sum()) for p in run.model.parameters())))
+
+
+STEPS, CLIP_NORM = 4, 0.2
+
+
+def train_two_sets(run_dir: str) -> list[tuple[list[dict[str, Tensor]], list[float]]]:
+    found = []
+    for name, schedule in {"pure": a_schedule, "scheduler": a_scheduler}.items():
+        rates = Rates()
+        given = recipe(optimizer=two_sets, schedule=schedule, clip_norm=CLIP_NORM, steps=STEPS)
+        ls.train(given, run_dir=f"{run_dir}/{name}", hooks=[rates], log_every=1)
+        found.append((rates.states, rates.norms))
+    return found
+
+
+def two_sets_by_hand(first: dict[str, Tensor]) -> tuple[list[dict[str, Tensor]], list[float]]:
+    model = nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, OUTPUTS))
+    model.load_state_dict(first)
+    optimizers = two_sets(model)
+    schedulers = [a_scheduler(optimizer) for optimizer in optimizers]
+    states, norms = [state_of(model)], []
+    for step in range(STEPS):
+        chosen = samples_at(16 * step, 16 * step + 16, of=48)
+        model.zero_grad()
+        squared_error(model, [tensor[chosen] for tensor in rows(48).tensors]).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)))
+        for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
+            optimizer.step()
+            scheduler.step()
+        states.append(state_of(model))
+    return states, norms
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_two_optimizers_a_schedule_and_clipping_do_what_they_do_in_plain_torch(pool: WorkerPool, tmp_path: Path, world_size: int) -> None:
+    everyone = pool.run(world_size, train_two_sets, str(tmp_path))
+    states, norms = two_sets_by_hand(everyone[0][0][0][0])
+    assert min(norms) > CLIP_NORM
+    for pure, scheduler in everyone:
+        assert same(pure[0], scheduler[0])
+        assert same(pure[0], everyone[0][0][0])
+        for found, expected in zip(pure[0], states, strict=True):
+            for name, value in expected.items():
+                torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+        assert pure[1] == pytest.approx([CLIP_NORM] * STEPS, rel=1e-4)
+    for name in ("pure", "scheduler"):
+        lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        assert [line["lr"] for line in lines] == pytest.approx([1e-2 * a_schedule(step) for step in range(STEPS)])
+        assert [line["gradient_norm"] for line in lines] == pytest.approx(norms, rel=1e-4)
+
+
+def an_optimizer() -> torch.optim.Optimizer:
+    return torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
+
+
+def test_a_pure_schedule_multiplies_the_rate_of_every_group_of_every_optimizer() -> None:
+    one = torch.optim.SGD([{"params": [nn.Parameter(torch.zeros(1))], "lr": 1.0}, {"params": [nn.Parameter(torch.zeros(1))]}], lr=0.5)
+    other = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=torch.tensor(0.25))
+    schedule = Schedule(a_schedule, [one, other])
+    for step in (0, 1, 3, 1):
+        schedule.before_step(step)
+        schedule.after_step()
+        rates = [float(group["lr"]) for optimizer in (one, other) for group in optimizer.param_groups]
+        assert rates == [1.0 / (1 + step), 0.5 / (1 + step), 0.25 / (1 + step)]
+    assert isinstance(other.param_groups[0]["lr"], Tensor)
+
+
+def test_the_rate_is_that_of_the_last_step_for_either_kind_of_schedule() -> None:
+    for given in (a_schedule, lambda optimizer: StepLR(optimizer, 1, gamma=0.5)):
+        optimizer = an_optimizer()
+        schedule = Schedule(given, [optimizer])
+        for step, rate in enumerate((0.5, 0.25)):
+            schedule.before_step(step)
+            assert float(optimizer.param_groups[0]["lr"]) == rate
+            optimizer.step()
+            schedule.after_step()
+            assert schedule.rate() == rate
+
+
+def test_a_multiplier_that_is_not_finite_is_refused_before_the_step() -> None:
+    optimizer = an_optimizer()
+    schedule = Schedule(lambda step: 1.0 if step < 2 else math.nan, [optimizer])
+    schedule.before_step(1)
+    with pytest.raises(RecipeError, match=r"^schedule\(2\) returned nan; a multiplier of the learning rate is finite; correct"):
+        schedule.before_step(2)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def failing_schedule(step: int) -> float:
+    raise ValueError("no rate today")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (lambda step: "fast", "schedule(0) returned 'fast' (a str); a schedule is step -> multiplier of the learning rate, a number; or"),
+        (lambda step: None, "schedule(0) returned None (a NoneType); a schedule is step -> multiplier"),
+        (lambda step: True, "schedule(0) returned True (a bool); a schedule is step -> multiplier"),
+        (
+            failing_schedule,
+            "schedule is neither step -> multiplier (schedule(0) raised ValueError: no rate today) nor optimizer -> torch LRScheduler "
+            "(that raised ValueError: no rate today)",
+        ),
+        (lambda optimizer: optimizer.param_groups, "schedule(optimizer) returned [{"),
+        (
+            lambda optimizer: ReduceLROnPlateau(optimizer),
+            "schedule(optimizer) returned a ReduceLROnPlateau, whose step() needs a metric",
+        ),
+    ],
+)
+def test_what_makes_no_schedule_is_refused(given: Callable[[Any], Any], message: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        Schedule(given, [an_optimizer()])
+    assert str(caught.value).startswith(message)
+
+
+def train_with(run_dir: str, changes: dict[str, Any]) -> str:
+    try:
+        ls.train(recipe(**changes), run_dir=run_dir)
+    except LockstepError as error:
+        return f"{type(error).__name__}: {error}"
+    return "it trained"
+
+
+def test_a_bad_optimizer_is_told_to_all_ranks_alike_before_the_first_step(pool: WorkerPool, tmp_path: Path) -> None:
+    everyone = pool.run(3, train_with, str(tmp_path / "run"), {"optimizer": leaving_out})
+    assert everyone == [everyone[0]] * 3
+    assert everyone[0].startswith("RecipeError: the optimizer leaves out 2.weight, 2.bias; every trainable parameter")
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+
+
+def leaving_out(model: nn.Sequential) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model[0].parameters())
