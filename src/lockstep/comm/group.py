@@ -68,10 +68,16 @@ class World:
 def join(*, rank: int, size: int, local_rank: int, local_size: int, timeout: timedelta = timedelta(minutes=10)) -> World:
     """Meet the other processes. Every rank calls it. A process group that is there already is used and left alone.
 
-    The device is this rank's GPU where there is one for each local rank (NCCL, with Gloo for CPU tensors), else the CPU (Gloo).
-    Raises `LaunchError` where the address of the rendezvous cannot be used.
+    The device is this rank's GPU where there are GPUs (NCCL, with Gloo for CPU tensors), else the CPU (Gloo). Raises `LaunchError` where
+    there are fewer GPUs than processes, or the address of the rendezvous cannot be used.
     """
-    use_gpu = torch.cuda.is_available() and torch.cuda.device_count() >= local_size
+    gpus = torch.cuda.device_count()
+    use_gpu = gpus > 0
+    if use_gpu and gpus < local_size:
+        raise LaunchError(
+            f"{local_size} processes on this machine and {gpus} GPUs; each process takes a GPU of its own; start {gpus} processes, or hide "
+            "the GPUs (CUDA_VISIBLE_DEVICES=) to compute on the CPU"
+        )
     device = torch.device("cuda", local_rank) if use_gpu else torch.device("cpu")
     if use_gpu:
         torch.cuda.set_device(device)

@@ -152,7 +152,8 @@ class Replica:
     def _slots(self, values: Sequence[Number], weights: Sequence[Number] | None) -> Tensor:
         slots = self._touched.slots
         sent = torch.zeros_like(slots)
-        sent[: len(self._used)] = torch.tensor(self._used, dtype=slots.dtype)
+        used = torch.tensor(self._used, dtype=slots.dtype, pin_memory=slots.is_cuda)
+        sent[: len(self._used)].copy_(used, non_blocking=True)
         for offset, numbers in ((0, values), (self._max_microbatches, weights)):
             if numbers:
                 first = len(self._parameters) + offset + self._share.start

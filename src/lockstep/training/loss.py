@@ -116,7 +116,10 @@ def _forward_known(loss: Loss, weights: Weights | None, prescale: Tensor) -> Con
     value = _recorded(total)
     if isinstance(loss.weight, Tensor) and loss.weight.numel() != 1:
         raise LossError(f"the weight of ls.Loss has shape {tuple(loss.weight.shape)}; it is a number or a scalar tensor")
-    weight = torch.as_tensor(loss.weight, dtype=value.dtype, device=total.device).detach().reshape(())
+    if isinstance(loss.weight, Tensor):
+        weight = loss.weight.detach().to(total.device, value.dtype, non_blocking=True).reshape(())
+    else:
+        weight = torch.full((), loss.weight, dtype=value.dtype, device=total.device)
     return Contribution(total, _seed(total, value, 1.0 / prescale), value, weight, {})
 
 

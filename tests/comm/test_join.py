@@ -1,0 +1,40 @@
+"""Meeting the other processes."""
+
+import os
+import socket
+import subprocess
+import sys
+from datetime import timedelta
+
+import pytest
+import torch
+
+from lockstep.comm.group import join
+from lockstep.errors import LaunchError
+
+
+def test_a_rendezvous_port_in_use_is_an_error_with_status_2_and_no_traceback() -> None:
+    script = "from lockstep.comm.group import join; join(rank=0, size=2, local_rank=0, local_size=2)"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "WORLD_SIZE": "2"}
+        done = subprocess.run([sys.executable, "-c", script], env={**os.environ, **environment}, capture_output=True, text=True, timeout=50)
+    assert done.returncode == 2
+    message = next(line for line in done.stderr.splitlines() if line.startswith("lockstep: "))
+    assert message == (
+        f"lockstep: LaunchError: the rendezvous port 127.0.0.1:{port} (MASTER_ADDR:MASTER_PORT) is in use by another program; "
+        "give another, or let lockstep run choose"
+    )
+    assert "Traceback" not in done.stderr
+
+
+def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(LaunchError, match=r"2 processes on this machine and 1 GPUs; each process takes a GPU of its own; start 1 processes"):
+        join(rank=0, size=2, local_rank=0, local_size=2, timeout=timedelta(seconds=5))
+
+
+def test_a_world_of_one_has_no_process_group() -> None:
+    world = join(rank=0, size=1, local_rank=0, local_size=1)
+    assert (world.rank, world.size, world.owns_group) == (0, 1, False)
+    assert not torch.distributed.is_initialized()
