@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from numbers import Real
 from typing import Any
 
 import torch
@@ -46,6 +47,8 @@ def contribution(loss: Any, *, samples: int, step_samples: int, batch: Any, weig
     if isinstance(loss, Loss):
         return _forward_known(loss, weights, prescale)
     if not isinstance(loss, Mapping):
+        if weights is not None and weights.keys() != {SINGLE}:
+            _check_names({SINGLE: loss}, weights)
         total, scale = _term(SINGLE, loss, samples=samples, step_samples=step_samples, batch=batch, weights=weights)
         if total.is_cpu:
             number = total.item()
@@ -54,11 +57,8 @@ def contribution(loss: Any, *, samples: int, step_samples: int, batch: Any, weig
         return Contribution(total, _seed(total, value, scale), value, None, {})
     if not loss:
         raise LossError("the loss is an empty dict; give it one term at least, or return the loss itself")
-    if weights is not None and (missing := set(weights) ^ {name for name, term in loss.items() if isinstance(term, Sum)}):
-        raise LossError(
-            f"the loss has terms {sorted(loss)} and the weight has {sorted(weights)}; {sorted(missing)} is not a Sum in one and a "
-            "weight in the other; a weight goes with each ls.Sum of the loss, by the same name"
-        )
+    if weights is not None:
+        _check_names(loss, weights)
     scaled = {}
     for name, term in loss.items():
         total, scale = _term(name, term, samples=samples, step_samples=step_samples, batch=batch, weights=weights)
@@ -76,6 +76,14 @@ def weights_of(raw: Any) -> Weights:
         if not 0 <= value < float("inf"):
             raise LossError(f"the weight of term {name!r} is {value}; it counts what the term sums over and is finite and not negative")
     return weights
+
+
+def _check_names(terms: Mapping[str, Any], weights: Weights) -> None:
+    if missing := set(weights) ^ {name for name, term in terms.items() if isinstance(term, Sum)}:
+        raise LossError(
+            f"the loss has terms {sorted(terms)} and the weight has {sorted(weights)}; {sorted(missing)} is not a Sum in one and a "
+            "weight in the other; a weight goes with each ls.Sum of the loss, by the same name"
+        )
 
 
 def _term(name: str, term: Any, *, samples: int, step_samples: int, batch: Any, weights: Weights | None) -> tuple[Tensor, float]:
@@ -157,7 +165,7 @@ def _checked(name: str, total: Any) -> Tensor:
 def _number(name: Any, value: Any) -> float:
     if isinstance(value, Tensor) and value.numel() == 1:
         return float(value)
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    if isinstance(value, Real) and not isinstance(value, bool):
         return float(value)
     kind = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
     raise LossError(

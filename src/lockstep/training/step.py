@@ -209,7 +209,7 @@ class Step:
                 f"step {self.index}: commit without a backward for microbatches {missing} of this rank; call step.backward once for each "
                 "microbatch; for one that is to count for nothing, give a loss multiplied by 0"
             )
-        self._check_kind(pair, phase.parts)
+        self._check_kind(pair, phase)
         values, weights, stops = phase.replica.finish(
             [part.value for part in phase.parts],
             [part.weight for part in phase.parts if part.weight is not None] if pair.forward_knows else None,
@@ -254,15 +254,21 @@ class Step:
             pair.prescale = torch.tensor(2.0 ** round(math.log2(self.samples)), dtype=torch.float64, device=self.world.device)
         return pair.prescale
 
-    def _check_kind(self, pair: Pair, parts: Sequence[Contribution]) -> None:
-        kinds = {part.weight is not None for part in parts}
+    def _check_kind(self, pair: Pair, phase: _Phase) -> None:
+        kinds = {part.weight is not None for part in phase.parts}
         if pair.forward_knows is None:
-            pair.agree_on_loss(parts)
+            pair.agree_on_loss(phase.parts)
         if kinds - {pair.forward_knows}:
             raise LossError(
                 f"step {self.index}: the loss is an ls.Loss for some microbatches and not for others; it must be the same kind for all: "
                 "return ls.Loss(total, weight) always, or never"
             )
+        for place, part in zip(phase.seen, phase.parts, strict=True):
+            if part.terms.keys() != set(pair.terms):
+                raise LossError(
+                    f"step {self.index}, microbatch {place}: the loss has terms {list(part.terms)} and had {pair.terms} before; it must have "
+                    "the same terms for every microbatch: give one that does not apply as a zero, (output * 0).sum()"
+                )
 
     def _place(self, optimizer: Any) -> int:
         if optimizer is None and len(self._pairs) == 1:
