@@ -266,8 +266,8 @@ class Step:
         for place, part in zip(phase.seen, phase.parts, strict=True):
             if part.terms.keys() != set(pair.terms):
                 raise LossError(
-                    f"step {self.index}, microbatch {place}: the loss has terms {list(part.terms)} and had {pair.terms} before; it must have "
-                    "the same terms for every microbatch: give one that does not apply as a zero, (output * 0).sum()"
+                    f"step {self.index}, microbatch {place}: the loss has terms {list(part.terms)} and had {pair.terms} before; it must "
+                    "have the same terms for every microbatch: give one that does not apply as a zero, (output * 0).sum()"
                 )
 
     def _place(self, optimizer: Any) -> int:
