@@ -20,7 +20,7 @@ SAMPLES, GLOBAL_BATCH, MICROBATCH, STEPS = 60, 22, 4, 4
 
 
 class Normed(nn.Module):
-    """Every way to use a BatchNorm: with a momentum, with none (a cumulative average), twice, recomputed, frozen, without statistics."""
+    """Ways to use a BatchNorm: with a momentum, without (a cumulative average), twice, recomputed, frozen, without statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,8 +41,9 @@ class Normed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.cumulative(torch.tanh(self.moving(self.first(x))))
         x = torch.tanh(self.twice(torch.tanh(self.twice(x)) * 2 + 1))
+        x = self.cumulative(x * 3 - 1)
         x = checkpoint(self.recomputed, x, use_reentrant=False)
-        return self.last(self.bare(self.frozen(x)))
+        return self.last(self.frozen(self.bare(x)))
 
 
 class Spectral(nn.Module):
@@ -130,7 +131,7 @@ def test_running_statistics_are_those_of_one_process_in_every_step(pool: WorkerP
     microbatches = STEPS * -(-GLOBAL_BATCH // MICROBATCH)
     last = everyone[0][-1]
     assert last["moving.num_batches_tracked"] == last["recomputed.1.num_batches_tracked"] == microbatches
-    assert last["twice.num_batches_tracked"] == 2 * microbatches
+    assert last["twice.num_batches_tracked"] == last["cumulative.num_batches_tracked"] == 2 * microbatches
     assert same(last["frozen.running_mean"], torch.zeros(5))
 
 

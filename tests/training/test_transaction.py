@@ -154,8 +154,8 @@ def test_a_gradient_that_is_not_finite_is_named_by_its_parameter(
     changes = {"data": with_a_bad_sample(0.0), "loss": with_an_infinite_slope, "clip_norm": clip_norm}
     for text, unchanged, steps in pool.run(world_size, fail, str(tmp_path / "run"), "fast", changes):
         assert text.startswith(
-            f"step {BAD_STEP}: every loss is finite and the gradient is not, first in parameter 'powers.0'; a step needs a finite gradient; "
-            "the model was not changed by this step"
+            f"step {BAD_STEP}: every loss is finite and the gradient is not, first in parameter 'powers.0'; a step needs a finite "
+            "gradient; the model was not changed by this step"
         )
         assert unchanged
         assert steps == BAD_STEP

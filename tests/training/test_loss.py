@@ -1,0 +1,354 @@
+"""What a loss and its weight may be, what it comes to, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from training.subjects import network, recipe, rows, same, samples_at, squared_error
+
+import lockstep as ls
+from lockstep.errors import LossError
+from lockstep.testing.pool import WorkerPool
+from lockstep.training.loss import Weights, contribution, weights_of
+
+W = torch.ones((), requires_grad=True)
+
+
+def read(loss: Any, weights: Weights | None = None, batch: Any = None) -> Any:
+    prescale = torch.tensor(4.0, dtype=torch.float64)
+    return contribution(loss, samples=2, step_samples=8, batch=batch, weights=weights, prescale=prescale)
+
+
+def value_and_gradient(loss: Any, weights: Weights | None = None) -> tuple[float, float]:
+    W.grad = None
+    part = read(loss, weights)
+    part.total.backward(part.seed)
+    return float(part.value), float(W.grad)
+
+
+@pytest.mark.parametrize(
+    ("loss", "weights", "expected"),
+    [
+        (lambda: 3 * W, None, (3 * 2 / 8, 3 * 2 / 8)),
+        (lambda: (3 * W).reshape(1, 1), None, (3 * 2 / 8, 3 * 2 / 8)),
+        (lambda: {"a": 3 * W}, None, (3 * 2 / 8, 3 * 2 / 8)),
+        (lambda: ls.Sum(3 * W), {"loss": 5.0}, (3 / 5, 3 / 5)),
+        (lambda: {"a": ls.Sum(3 * W), "b": ls.Sum(7 * W), "c": W}, {"a": 5.0, "b": 2.0}, (3 / 5 + 7 / 2 + 2 / 8, 3 / 5 + 7 / 2 + 2 / 8)),
+        (lambda: ls.Loss(3 * W, 2), None, (3, 3 / 4)),
+        (lambda: ls.Loss(3 * W, torch.tensor([2])), None, (3, 3 / 4)),
+    ],
+)
+def test_the_value_and_the_gradient_are_this_microbatchs_part_of_the_step(
+    loss: Callable[[], Any], weights: Weights | None, expected: tuple[float, float]
+) -> None:
+    assert value_and_gradient(loss(), weights) == pytest.approx(expected)
+
+
+def test_the_weight_of_a_loss_is_taken_as_a_scalar_without_gradient() -> None:
+    weight = read(ls.Loss(3 * W, (2 * W).reshape(1))).weight
+    assert float(weight) == 2.0
+    assert weight.shape == ()
+    assert not weight.requires_grad
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], Weights | None, Any, str]] = {
+    "a number": (
+        lambda: 3.5,
+        None,
+        None,
+        "term 'loss' of the loss is 3.5 (a float); it must be a scalar tensor with a gradient: do not call .item() or float() on it",
+    ),
+    "nothing": (lambda: None, None, None, "term 'loss' of the loss is None (a NoneType); it must be a scalar tensor with a gradient"),
+    "not a scalar": (
+        lambda: W * torch.ones(3, 2),
+        None,
+        None,
+        "term 'loss' of the loss has shape (3, 2); it must be a scalar; take its mean() or sum()",
+    ),
+    "of no elements": (lambda: W * torch.ones(0), None, None, "term 'loss' of the loss has shape (0,); it must be a scalar"),
+    "without a gradient": (
+        lambda: (W * 2).detach(),
+        None,
+        None,
+        "term 'loss' of the loss has no gradient; it must depend on the model's parameters through differentiable operations: look for",
+    ),
+    "a term without a gradient": (
+        lambda: {"a": W, "b": torch.ones(())},
+        None,
+        None,
+        "term 'b' of the loss has no gradient; it must depend on the model's parameters",
+    ),
+    "no terms": (dict, None, None, "the loss is an empty dict; give it one term at least, or return the loss itself"),
+    "a Loss as a term": (
+        lambda: {"a": ls.Loss(W, 1)},
+        None,
+        None,
+        "term 'a' of the loss is an ls.Loss; several terms have several denominators, which must be known before the forward; return "
+        "{name: ls.Sum(total)} and give Recipe.weight = batch -> {name: denominator}",
+    ),
+    "a Sum without a weight": (
+        lambda: ls.Sum(W),
+        None,
+        None,
+        "term 'loss' of the loss is an ls.Sum, and there is no weight to divide it by; give Recipe.weight = batch -> its denominator, or "
+        "return ls.Loss(total, weight)",
+    ),
+    "a scalar with a weight": (
+        lambda: W,
+        {"loss": 2.0},
+        None,
+        "term 'loss' of the loss is a plain scalar, the mean over this microbatch's samples, and Recipe.weight gives it another "
+        "denominator; return ls.Sum(total), the sum over what the weight counts, or drop the weight",
+    ),
+    "a Loss with a weight": (
+        lambda: ls.Loss(W, 1),
+        {"loss": 2.0},
+        None,
+        "the loss is an ls.Loss, which brings its own weight, and Recipe.weight is given too; return ls.Sum, or drop the weight",
+    ),
+    "a weight that is no scalar": (
+        lambda: ls.Loss(W, torch.ones(2)),
+        None,
+        None,
+        "the weight of ls.Loss has shape (2,); it is a number or a scalar tensor",
+    ),
+    "a Sum that no weight goes with": (
+        lambda: {"a": ls.Sum(W), "b": ls.Sum(W)},
+        {"a": 2.0},
+        None,
+        "the loss has terms ['a', 'b'] and the weight has ['a']; ['b'] is not a Sum in one and a weight in the other; a weight goes with "
+        "each ls.Sum of the loss, by the same name",
+    ),
+    "a weight that no Sum goes with": (
+        lambda: {"a": ls.Sum(W)},
+        {"a": 2.0, "c": 1.0},
+        None,
+        "the loss has terms ['a'] and the weight has ['a', 'c']; ['c'] is not a Sum in one and a weight in the other",
+    ),
+    "one Sum with weights by name": (
+        lambda: ls.Sum(W),
+        {"entropy": 2.0},
+        None,
+        "the loss has terms ['loss'] and the weight has ['entropy'];",
+    ),
+    "a scalar with weights by name": (
+        lambda: W,
+        {"entropy": 2.0},
+        None,
+        "the loss has terms ['loss'] and the weight has ['entropy'];",
+    ),
+    "a scalar where labels are ignored": (
+        lambda: W,
+        None,
+        {"x": torch.zeros(2), "labels": [torch.tensor([1, -100])]},
+        "term 'loss' of the loss is a plain scalar, and the batch holds the ignore index -100; a mean over tokens that are not ignored "
+        "would be weighted as a mean over samples; return ls.Sum(total) with Recipe.weight = batch -> (labels != -100).sum(), or "
+        "ls.Loss(total, weight)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_loss_is_refused(name: str) -> None:
+    loss, weights, batch, message = REFUSED[name]
+    with pytest.raises(LossError) as caught:
+        read(loss(), weights, batch)
+    assert str(caught.value).startswith(message)
+
+
+def test_other_negative_numbers_in_a_batch_are_not_taken_for_ignored_labels() -> None:
+    batch = (torch.tensor([-1, -99, -101]), torch.tensor([-100.0]), {"empty": torch.zeros(0, dtype=torch.int64)})
+    assert float(read(W, None, batch).value) == 0.25
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        (3, {"loss": 3.0}),
+        (2.5, {"loss": 2.5}),
+        (torch.tensor(4), {"loss": 4.0}),
+        (torch.tensor([4.5]), {"loss": 4.5}),
+        (np.int64(5), {"loss": 5.0}),
+        (np.float32(0.5), {"loss": 0.5}),
+        ({"a": 1, "b": torch.tensor(0)}, {"a": 1.0, "b": 0.0}),
+    ],
+)
+def test_a_weight_is_a_number_or_numbers_by_name(raw: Any, expected: Weights) -> None:
+    assert weights_of(raw) == expected
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (-1, "the weight of term 'loss' is -1.0; it counts what the term sums over and is finite and not negative"),
+        ({"a": 1, "b": float("nan")}, "the weight of term 'b' is nan; it counts what the term sums over"),
+        (torch.tensor(float("inf")), "the weight of term 'loss' is inf; it counts"),
+        (
+            torch.ones(2),
+            "the weight of term 'loss' is of shape (2,); it is a number or a scalar tensor: the denominator of the term in this microbatch",
+        ),
+        ("3", "the weight of term 'loss' is a str; it is a number or a scalar tensor"),
+        (None, "the weight of term 'loss' is a NoneType; it is a number"),
+        (True, "the weight of term 'loss' is a bool; it is a number"),
+    ],
+)
+def test_what_is_no_weight_is_refused(raw: Any, message: str) -> None:
+    with pytest.raises(LossError) as caught:
+        weights_of(raw)
+    assert str(caught.value).startswith(message)
+
+
+Batch = Sequence[Tensor]
+
+
+def parts(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    output = model(batch[1])
+    return (output - batch[2]).abs().sum(), output.square().sum()
+
+
+def two_terms(model: nn.Module, batch: Batch) -> dict[str, Any]:
+    near, size = parts(model, batch)
+    return {"near": ls.Sum(near), "size": ls.Sum(size), "mean": squared_error(model, batch)}
+
+
+def two_weights(batch: Batch) -> dict[str, Any]:
+    return {"near": int((batch[2] > 0).sum()), "size": (batch[0] % 3).sum()}
+
+
+def one_loss(model: nn.Module, batch: Batch) -> ls.Loss:
+    return ls.Loss(parts(model, batch)[0], (batch[0] % 5).sum())
+
+
+def from_output(output: Tensor, batch: Batch) -> ls.Sum:
+    return ls.Sum((output - batch[2]).abs().sum())
+
+
+def weight_of_output(batch: Batch) -> Tensor:
+    return (batch[0] % 5).sum()
+
+
+def inputs(batch: Batch) -> dict[str, Tensor]:
+    return {"input": batch[1]}
+
+
+def frozen(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.0)
+
+
+class First(ls.Hook):
+    def on_start(self, run: Any) -> None:
+        self.state = {name: value.clone() for name, value in run.model.state_dict().items()}
+
+
+LOSSES: dict[str, dict[str, Any]] = {
+    "terms": {"loss": two_terms, "weight": two_weights},
+    "a loss": {"loss": one_loss},
+    "a sum of the output": {"loss": from_output, "weight": weight_of_output, "inputs": inputs},
+    "a mean": {"loss": squared_error},
+}
+
+
+def losses(run_dir: str) -> dict[str, tuple[float, dict[str, float], dict[str, Tensor]]]:
+    found = {}
+    evaluation = ls.Evaluation(data=rows(11, seed=8))
+    for name, changes in LOSSES.items():
+        first = First()
+        given = recipe(optimizer=frozen, global_batch=14, steps=2, evaluation=evaluation, **changes)
+        result = ls.train(given, run_dir=f"{run_dir}/{name}", hooks=[first], log_every=1)
+        found[name] = (result.loss, result.metrics, first.state)
+    return found
+
+
+def by_hand(model: nn.Module, batch: Batch) -> dict[str, float]:
+    """The losses over a whole batch at once, in float64."""
+    near, size = parts(model, batch)
+    weights = two_weights(batch)
+    mean = squared_error(model, batch)
+    terms = {"near": near / weights["near"], "size": size / weights["size"], "mean": mean}
+    each = near / weight_of_output(batch)
+    values = {"terms": sum(terms.values()), **terms, "a loss": each, "a sum of the output": each, "a mean": mean}
+    return {name: float(value) for name, value in values.items()}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_losses_in_training_and_evaluation_are_those_of_hand_arithmetic(pool: WorkerPool, tmp_path: Path, world_size: int) -> None:
+    everyone = pool.run(world_size, losses, str(tmp_path))
+    assert same(everyone, [everyone[0]] * world_size)
+    chosen = samples_at(14, 28, of=48)
+    for name, (loss, metrics, state) in everyone[0].items():
+        model = network()
+        model.load_state_dict(state)
+        model.double()
+        trained, measured = (
+            by_hand(model, [tensor[picked].double() for tensor in data.tensors])
+            for data, picked in ((rows(48), chosen), (rows(11, seed=8), list(range(11))))
+        )
+        assert loss == pytest.approx(trained[name], rel=1e-5)
+        assert metrics["loss"] == pytest.approx(measured[name], rel=1e-5)
+        row = last_row(tmp_path / name)
+        assert row["evaluation/loss"] == metrics["loss"]
+        if name == "terms":
+            for term in ("near", "size", "mean"):
+                assert metrics[f"loss/{term}"] == pytest.approx(measured[term], rel=1e-5)
+                assert row[f"loss/{term}"] == pytest.approx(trained[term], rel=1e-5)
+
+
+def last_row(run_dir: Path) -> Mapping[str, float]:
+    """What the last step's rows say together."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return {name: value for line in lines if line["step"] == 2 for name, value in line.items()}
+
+
+def term_that_comes_late(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    loss = squared_error(model, batch)
+    return {"main": loss, "aux": loss} if int(batch[0][0]) % 2 else {"main": loss}
+
+
+def kind_that_changes(model: nn.Module, batch: Batch) -> Any:
+    loss = squared_error(model, batch)
+    return ls.Loss(loss, 1) if int(batch[0][0]) % 2 else loss
+
+
+def weights_that_change(batch: Batch) -> dict[str, float]:
+    return {"near": 1.0, "size": 1.0} if int(batch[0][0]) % 2 else {"near": 1.0}
+
+
+def no_weights(batch: Batch) -> dict[str, float]:
+    return {"near": 1.0, "size": 0.0}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"loss": term_that_comes_late}, r"^step 0.*terms \['main'(, 'aux')?\] .*had \['main'(, 'aux')?\]"),
+        (
+            {"loss": kind_that_changes},
+            r"^step 0: the loss is an ls\.Loss for some microbatches and not for others; it must be the same kind",
+        ),
+        (
+            {"loss": two_terms, "weight": weights_that_change},
+            r"^step 0, microbatch \d: the weight has terms \['near'.*\] and had \['near'.*\] before; it must have the same terms for every",
+        ),
+        (
+            {"loss": two_terms, "weight": no_weights},
+            r"^step 0: the weights of term 'size' add up to 0 over the whole global batch; the loss is divided by their sum; check the",
+        ),
+    ],
+)
+def test_a_loss_or_weight_that_changes_its_kind_or_counts_nothing_is_refused(
+    pool: WorkerPool, tmp_path: Path, world_size: int, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(LossError, match=message):
+        pool.run(world_size, train, str(tmp_path / "run"), changes)
+
+
+def train(run_dir: str, changes: dict[str, Any]) -> None:
+    ls.train(recipe(**changes), run_dir=run_dir)
