@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -167,8 +168,17 @@ def test_a_rank_that_ends_without_a_word_is_seen(run: Starter) -> None:
     assert run("if rank == 0: os._exit(3)\nsignal.pause()").report() == "rank 0 failed (exit status 3)\nThe others: rank 1 was stopped."
 
 
-def test_a_killed_rank_is_named_with_its_signal(run: Starter) -> None:
-    ending = run("if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\nsignal.pause()")
+def test_a_killed_rank_is_named_with_its_signal_and_what_it_started_ends(run: Starter, tmp_path: Path) -> None:
+    ending = run(
+        """
+        import subprocess
+        if rank == 1:
+            open("sleeper", "w").write(str(subprocess.Popen(["sleep", "1000"]).pid))
+            os.kill(os.getpid(), signal.SIGKILL)
+        signal.pause()
+        """
+    )
+    wait_for_end(int((tmp_path / "sleeper").read_text()))
     assert ending.status == 137
     assert ending.report().startswith("rank 1 was killed by SIGKILL (often the kernel or the container, because memory ran out)\n")
 
@@ -202,6 +212,45 @@ def test_ranks_that_lose_their_peer_do_not_hide_the_one_that_went(run: Starter) 
     assert ending.report().splitlines()[-1] == "The others: rank 0 lost a peer."
 
 
+def test_where_all_that_failed_lost_a_peer_the_cause_is_waited_for(run: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "LATER_SECONDS", 0.0)
+    monkeypatch.setattr(local, "LATER_PEER_SECONDS", 30.0)
+    ending = run(
+        """
+        if rank == 0: raise ConnectionResetError("Connection reset by peer")
+        record = os.environ["TORCHELASTIC_ERROR_FILE"].replace("rank-1.torch", "rank-0.record")
+        while not os.path.exists(record): pass
+        time.sleep(0.5)  # as a process dies that writes a core file
+        raise ValueError("the cause")
+        """
+    )
+    assert ending.first is not None
+    assert ending.first.rank == 1
+
+
+def test_a_rank_that_failed_may_end_its_exit_functions_while_the_others_are_stopped(run: Starter, tmp_path: Path) -> None:
+    ending = run(
+        """
+        import atexit
+        if rank == 0:
+            def stop(*_):
+                open("stopped", "w").close()
+                sys.exit(0)
+            signal.signal(signal.SIGTERM, stop)
+            open("ready", "w").close()
+            while True: signal.pause()
+        def upload():
+            while not os.path.exists("stopped"): pass
+            open("uploaded", "w").close()
+        atexit.register(upload)
+        while not os.path.exists("ready"): pass
+        raise ValueError("boom")
+        """
+    )
+    assert (ending.status, ending.stopped) == (1, [0])
+    assert (tmp_path / "uploaded").exists()
+
+
 def test_a_lost_peer_that_ended_well_is_reported_as_such(run: Starter) -> None:
     ending = run("if rank == 1: raise ConnectionResetError('Connection reset by peer')")
     assert (ending.status, ending.finished) == (1, [0])
@@ -230,11 +279,14 @@ def test_a_signal_to_the_launcher_ends_all_workers(run: Starter, number: signal.
     assert {each: signal.getsignal(each) for each in PASSED_ON} == before
 
 
-def test_a_signal_is_passed_on_and_the_workers_may_save(run: Starter, tmp_path: Path) -> None:
+def test_a_signal_is_passed_on_to_all_that_a_worker_started_and_they_may_save(run: Starter, tmp_path: Path) -> None:
     ending = run(
         """
+        import subprocess
+        child = subprocess.Popen(["sh", "-c", "trap 'exit 7' TERM; echo up; while :; do sleep 0.05; done"], stdout=subprocess.PIPE)
+        child.stdout.readline()
         def save(*_):
-            open("saved", "w").write("all of it")
+            open("saved", "w").write(f"child {child.wait()}")
             sys.exit(0)
         signal.signal(signal.SIGTERM, save)
         os.kill(os.getppid(), signal.SIGTERM)
@@ -243,7 +295,7 @@ def test_a_signal_is_passed_on_and_the_workers_may_save(run: Starter, tmp_path: 
         count=1,
     )
     assert (ending.status, ending.stopped) == (143, [0])
-    assert (tmp_path / "saved").read_text() == "all of it"
+    assert (tmp_path / "saved").read_text() == "child 7"
 
 
 def test_a_second_signal_does_not_wait(run: Starter) -> None:
@@ -272,6 +324,14 @@ def test_a_signal_that_is_ignored_stays_ignored(run: Starter) -> None:
         signal.signal(signal.SIGHUP, before)
 
 
+def test_the_name_service_is_not_asked(run: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
+    def getfqdn(name: str = "") -> str:
+        raise AssertionError("without a network this takes seconds")
+
+    monkeypatch.setattr(socket, "getfqdn", getfqdn)
+    assert run("pass", count=1).status == 0
+
+
 def test_workers_run_from_a_thread_too(run: Starter) -> None:
     endings: list[Ending] = []
     thread = threading.Thread(target=lambda: endings.append(run("pass")))
@@ -296,3 +356,24 @@ def test_a_worker_that_cannot_be_started_stops_the_others(tmp_path: Path) -> Non
 
 def test_the_signals_that_are_passed_on_are_those_that_are_blocked_while_a_worker_starts() -> None:
     assert set(local.GRACE_SECONDS) == set(PASSED_ON)
+
+
+def test_a_process_that_does_not_end_is_left_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "STOP_SECONDS", 0.1)
+    monkeypatch.setattr(local, "KILL_SECONDS", 0.1)
+    sleeper = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+
+    class Held:
+        """As the kernel would hold it: its end cannot be seen."""
+
+        pid = sleeper.pid
+
+        def poll(self) -> int | None:
+            return None
+
+    def start(environment: Mapping[str, str]) -> local.Process:
+        return Held() if environment["RANK"] == "1" else subprocess.Popen(["false"], start_new_session=True)
+
+    ending = run_workers(start, count=2, launcher="lockstep", plan=None, run_dir=None)
+    assert sleeper.wait() == -signal.SIGTERM
+    assert (ending.status, ending.stopped, ending.left) == (1, [1], [1])

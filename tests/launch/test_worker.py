@@ -65,7 +65,7 @@ def test_a_module_finds_what_python_would_give_it(tmp_path: Path, module: str) -
     assert json.loads(ended.stdout) == json.loads(plain.stdout)
 
 
-@pytest.mark.parametrize("module", ["package.missing", "missing", "package..train", "package"])
+@pytest.mark.parametrize("module", ["package.missing", "missing", "package..train", "package.", "package"])
 def test_a_module_that_is_not_there_is_a_user_error(tmp_path: Path, module: str) -> None:
     script(tmp_path, "", "package/__init__.py")
     ended, record = work(tmp_path, "-m", module)

@@ -159,7 +159,7 @@ class Agent(SimpleElasticAgent):
         return Ending(
             failures=list(self._failures.values()),
             stopped=sorted(self._stopped - failed),
-            finished=sorted(rank for rank, code in self._returncodes.items() if code == 0 and rank not in failed | self._stopped),
+            finished=sorted(rank for rank in self._returncodes if rank not in failed | self._stopped),
             left=self._running(),
             signal=self._signal,
         )

@@ -149,7 +149,7 @@ def _run_module(name: str, arguments: Sequence[str]) -> None:
 
 def _module_code(name: str) -> tuple[ModuleSpec, CodeType]:
     try:
-        spec = importlib.util.find_spec(name) if all(name.split(".")) else None
+        spec = importlib.util.find_spec(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
