@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,14 +47,15 @@ class Evaluator:
         return cls(recipe, evaluation, world, loader)
 
     def measure(self, model: nn.Module) -> dict[str, float]:
-        """The loss and every metric, the same on every rank. Every rank calls it. Leaves the model in the mode it was in."""
-        training = model.training
+        """The loss and every metric, the same on every rank. Every rank calls it. Leaves every module in the mode it was in."""
+        modes = [(module, module.training) for module in model.modules()]
         model.eval()
         try:
             with torch.no_grad():
                 return self._measure(model)
         finally:
-            model.train(training)
+            for module, training in modes:
+                module.training = training
 
     def _measure(self, model: nn.Module) -> dict[str, float]:
         cuts = assignment.microbatches(len(self.evaluation.data), self._microbatch(), self.world.size)
@@ -72,8 +73,7 @@ class Evaluator:
                 output = output_of(self.recipe, model, batch)
                 sums = dict(self._loss_sums(self.recipe.loss(output, batch), item.size, weights))
             for name, metric in self._metrics(Mean).items():
-                values = metric.values(output, batch)
-                sums[name] = (float(values.double().sum()), float(values.numel()))
+                sums[name] = _sum_and_number(name, metric.values(output, batch))
             for name, metric in self._metrics(Gathered).items():
                 collected[name].append(_checked(name, metric.collect(output, batch), item.size))
             names = list(sums)
@@ -87,9 +87,9 @@ class Evaluator:
         return {name: metric for name, metric in self.evaluation.metrics.items() if isinstance(metric, kind)}
 
     def _loss_sums(self, loss: Any, samples: int, weights: dict[str, float] | None) -> Iterator[tuple[str, tuple[float, float]]]:
-        terms = loss if isinstance(loss, dict) else {SINGLE: loss}
-        for name, term in terms.items():
-            label = SINGLE if name == SINGLE else f"{SINGLE}/{name}"
+        several = isinstance(loss, Mapping)
+        for name, term in loss.items() if several else [(SINGLE, loss)]:
+            label = f"{SINGLE}/{name}" if several else SINGLE
             if isinstance(term, Loss):
                 yield label, (float(term.total), float(term.weight))
             elif isinstance(term, Sum):
@@ -105,7 +105,7 @@ class Evaluator:
         totals = [exact_sum(column) for column in columns]
         means = {name: totals[2 * i] / totals[2 * i + 1] if totals[2 * i + 1] else float("nan") for i, name in enumerate(names)}
         if SINGLE not in means:
-            means = {SINGLE: sum(value for name, value in means.items() if name.startswith(f"{SINGLE}/")), **means}
+            means = {SINGLE: sum(value for name, value in means.items() if name not in self.evaluation.metrics), **means}
         return means
 
     def _gathered(self, collected: dict[str, list[tuple[Tensor, ...]]]) -> dict[str, float]:
@@ -118,8 +118,14 @@ class Evaluator:
         return measured
 
 
+def _sum_and_number(name: str, values: Any) -> tuple[float, float]:
+    if not isinstance(values, Tensor):
+        raise DataError(f"metric {name!r} has values {values!r} (a {type(values).__name__}); a Mean's values are a tensor, one a sample")
+    return float(values.double().sum()), float(values.numel())
+
+
 def _checked(name: str, collected: Any, samples: int) -> tuple[Tensor, ...]:
-    tensors = (collected,) if isinstance(collected, Tensor) else tuple(collected)
+    tensors = tuple(collected) if isinstance(collected, list | tuple) else (collected,)
     for tensor in tensors:
         if not isinstance(tensor, Tensor) or tensor.dim() == 0 or len(tensor) != samples:
             shape = f"shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
