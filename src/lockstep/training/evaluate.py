@@ -54,6 +54,7 @@ class Evaluator:
             with torch.no_grad():
                 return self._measure(model)
         finally:
+            model.train(modes[0][1])  # which some models override, to do more
             for module, training in modes:
                 module.training = training
 

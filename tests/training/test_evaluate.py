@@ -1,0 +1,247 @@
+"""Evaluation: every sample counts exactly once, at any world size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sklearn.metrics import roc_auc_score
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
+from training.subjects import recipe, rows, squared_error, state_of
+
+import lockstep as ls
+from lockstep.errors import DataError
+from lockstep.testing.pool import WorkerPool
+
+WORLD_SIZES = (1, 2, 3)
+Batch = Sequence[Tensor]
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[bool] = []
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5))
+        self.head = nn.Linear(8, 2)
+
+    def train(self, mode: bool = True) -> Classifier:
+        self.calls.append(mode)
+        return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+
+def labelled(samples: int, seed: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    features = torch.randn(samples, 4, generator=generator)
+    labels = (features.sum(1) + torch.randn(samples, generator=generator) > 0).long()
+    return TensorDataset(torch.arange(samples), features, labels)
+
+
+def inputs(batch: Batch) -> Tensor:
+    return batch[1]
+
+
+def entropy(output: Tensor, batch: Batch) -> Tensor:
+    return cross_entropy(output, batch[2])
+
+
+def index(output: Tensor, batch: Batch) -> Tensor:
+    return batch[0]
+
+
+def correct(output: Tensor, batch: Batch) -> Tensor:
+    return output.argmax(1) == batch[2]
+
+
+def scores(output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    return output[:, 1] - output[:, 0], batch[2]
+
+
+def area(score: Tensor, label: Tensor) -> float:
+    return float(roc_auc_score(label.numpy(), score.numpy()))
+
+
+def in_order(order: Tensor) -> float:
+    return float(torch.equal(order, torch.arange(len(order))))
+
+
+def kind(order: Tensor) -> float:
+    return float(order.dtype is torch.int64 and order.device.type == "cpu")
+
+
+class Watch(ls.Hook):
+    """The modes of all modules after each evaluation, the model then, and its metrics. One module is kept in evaluation mode."""
+
+    def on_start(self, run: Any) -> None:
+        run.model.body[1].eval()
+        self.model = run.model
+        self.seen: list[tuple[list[bool], dict[str, Tensor], dict[str, float]]] = []
+
+    def on_evaluation(self, run: Any, metrics: Any) -> None:
+        self.seen.append(([module.training for module in run.model.modules()], state_of(run.model), dict(metrics)))
+
+
+def measure(run_dir: str, samples: int, microbatch: int | None) -> tuple[ls.Result, Watch, tuple[float, float, float]]:
+    held_out = labelled(samples, seed=1)
+    watch = Watch()
+    metrics = {
+        "mean index": ls.Mean(index),
+        "accuracy": ls.Mean(correct),
+        "area": ls.Gathered(scores, area),
+        "order": ls.Gathered(index, in_order),
+        "kind": ls.Gathered(index, kind),
+    }
+    given = recipe(
+        model=Classifier,
+        data=labelled(30, seed=2),
+        inputs=inputs,
+        loss=entropy,
+        evaluation=ls.Evaluation(data=held_out, every=2, microbatch=microbatch, metrics=metrics),
+        steps=3,
+    )
+    result = ls.train(given, run_dir=run_dir, hooks=[watch])
+    model = Classifier()
+    model.load_state_dict(watch.seen[-1][1])
+    model.eval()
+    with torch.no_grad():
+        output = model(held_out.tensors[1])
+    score, label = scores(output, held_out.tensors)
+    return (
+        result,
+        watch,
+        (float(entropy(output, held_out.tensors)), float(correct(output, held_out.tensors).double().mean()), area(score, label)),
+    )
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("microbatch", [None, 5, 64])
+def test_37_samples_count_once_each_whatever_the_ranks_and_microbatches(
+    pool: WorkerPool, tmp_path: Path, world_size: int, microbatch: int | None
+) -> None:
+    everyone = pool.run(world_size, measure, str(tmp_path / "run"), 37, microbatch)
+    for result, watch, (loss, accuracy, auc) in everyone:
+        metrics = result.metrics
+        assert metrics == everyone[0][0].metrics == watch.seen[-1][2]
+        assert metrics["mean index"] == 18.0
+        assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
+        assert metrics["accuracy"] == accuracy
+        assert metrics["area"] == pytest.approx(auc, abs=1e-9)
+        assert metrics["order"] == metrics["kind"] == 1.0
+        assert len(watch.seen) == 2
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_a_rank_may_have_no_sample(pool: WorkerPool, tmp_path: Path, world_size: int) -> None:
+    for result, _, (loss, accuracy, auc) in pool.run(world_size, measure, str(tmp_path / "run"), 5, 4):
+        metrics = result.metrics
+        assert (metrics["mean index"], metrics["order"], metrics["kind"]) == (2.0, 1.0, 1.0)
+        assert (metrics["accuracy"], metrics["area"]) == (accuracy, auc)
+        assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
+
+
+def test_every_module_is_left_in_the_mode_it_was_in(pool: WorkerPool, tmp_path: Path) -> None:
+    for _, watch, _ in pool.run(2, measure, str(tmp_path / "run"), 7, 4):
+        names = [name for name, _ in Classifier().named_modules()]
+        assert [modes for modes, _, _ in watch.seen] == [[name != "body.1" for name in names]] * 2
+        assert watch.model.calls[-4:] == [False, True] * 2
+
+
+def fingerprints(run_dir: str) -> list[str]:
+    found = []
+    for every in (None, 1):
+        evaluation = ls.Evaluation(data=labelled(9, seed=1), every=every)
+        given = recipe(model=Classifier, data=labelled(30, seed=2), inputs=inputs, loss=entropy, evaluation=evaluation, steps=3)
+        found.append(ls.train(given, run_dir=f"{run_dir}/{every}", plan="numerics=bitwise").fingerprint)
+    return found
+
+
+def test_how_often_it_is_measured_does_not_change_what_is_learned(pool: WorkerPool, tmp_path: Path) -> None:
+    assert len({fingerprint for found in pool.run(2, fingerprints, str(tmp_path)) for fingerprint in found}) == 1
+
+
+def all_losses(model: nn.Module, batch: Batch) -> dict[str, Any]:
+    loss = squared_error(model, batch)
+    return {"loss": loss, "twice": 2 * loss}
+
+
+def two_losses(run_dir: str) -> dict[str, float]:
+    return ls.train(recipe(loss=all_losses, evaluation=ls.Evaluation(data=rows(9))), run_dir=run_dir).metrics
+
+
+def test_the_loss_is_the_sum_of_all_terms_even_where_one_is_called_loss(pool: WorkerPool, tmp_path: Path) -> None:
+    for metrics in pool.run(2, two_losses, str(tmp_path / "run")):
+        assert metrics["loss/twice"] == pytest.approx(2 * metrics["loss/loss"])
+        assert metrics["loss"] == pytest.approx(3 * metrics["loss/loss"])
+
+
+def a_row_too_many(model: nn.Module, batch: Batch) -> tuple[Tensor]:
+    return (torch.zeros(len(batch[0]) + 1),)
+
+
+def a_scalar(model: nn.Module, batch: Batch) -> tuple[Tensor]:
+    return (torch.zeros(()),)
+
+
+def a_list(model: nn.Module, batch: Batch) -> tuple[Any]:
+    return ([0.0] * len(batch[0]),)
+
+
+def a_number(model: nn.Module, batch: Batch) -> Any:
+    return 0.5
+
+
+def nothing(*_: Any) -> float:
+    return 0.0
+
+
+BAD_METRICS: dict[str, tuple[Any, str]] = {
+    "a row too many": (
+        ls.Gathered(a_row_too_many, nothing),
+        "metric 'bad' collected shape (5,) from a microbatch of 4 samples; each tensor has one row a sample",
+    ),
+    "a scalar": (ls.Gathered(a_scalar, nothing), "metric 'bad' collected shape () from a microbatch of 4 samples"),
+    "a list": (ls.Gathered(a_list, nothing), "metric 'bad' collected a list from a microbatch of 4 samples"),
+    "nothing": (ls.Gathered(a_number, nothing), "metric 'bad' collected a float from a microbatch of 4 samples"),
+    "a mean of a number": (ls.Mean(a_number), "metric 'bad' has values 0.5 (a float); a Mean's values are a tensor, one a sample"),
+}
+
+
+def evaluate_badly(run_dir: str, metric: Any) -> str:
+    try:
+        ls.train(recipe(evaluation=ls.Evaluation(data=rows(8), metrics={"bad": metric})), run_dir=run_dir)
+    except DataError as error:
+        return str(error)
+    return "it was measured"
+
+
+@pytest.mark.parametrize("name", BAD_METRICS)
+def test_a_metric_that_is_not_what_it_says_is_refused(pool: WorkerPool, tmp_path: Path, name: str) -> None:
+    metric, message = BAD_METRICS[name]
+    assert all(text.startswith(message) for text in pool.run(2, evaluate_badly, str(tmp_path / "run"), metric))
+
+
+def not_a_number(order: Tensor) -> float:
+    return math.nan
+
+
+def without_a_value(run_dir: str) -> float:
+    evaluation = ls.Evaluation(data=rows(8), metrics={"area": ls.Gathered(first, not_a_number)})
+    return ls.train(recipe(evaluation=evaluation), run_dir=run_dir).metrics["area"]
+
+
+def first(model: nn.Module, batch: Batch) -> Tensor:
+    return batch[0]
+
+
+def test_a_metric_may_be_nan_and_is_null_in_the_files(pool: WorkerPool, tmp_path: Path) -> None:
+    assert all(map(math.isnan, pool.run(2, without_a_value, str(tmp_path / "run"))))
+    assert '"evaluation/area": null' in (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert '"area": null' in (tmp_path / "run" / "result.json").read_text()
