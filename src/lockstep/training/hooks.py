@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
@@ -47,6 +48,8 @@ class EarlyStopping(Hook):
             raise RecipeError(f"patience={patience}; it counts evaluations and is at least 1")
         if mode not in ("min", "max"):
             raise RecipeError(f"mode={mode!r}; it is 'min' where less is better, or 'max'")
+        if not min_delta >= 0:
+            raise RecipeError(f"min_delta={min_delta}; it is how much better counts as better, 0 or more")
         self.metric = metric
         self.best: float | None = None
         self._patience = patience
@@ -55,6 +58,7 @@ class EarlyStopping(Hook):
         self._waited = 0
 
     def on_start(self, run: Run) -> None:
+        self.best, self._waited = None, 0
         if run.recipe.evaluation is None or run.recipe.evaluation.every is None:
             raise RecipeError(
                 "EarlyStopping without Recipe.evaluation, or with every=None; it watches evaluations; give ls.Evaluation(every=...)"
@@ -64,12 +68,13 @@ class EarlyStopping(Hook):
         if self.metric not in metrics:
             raise RecipeError(f"EarlyStopping watches {self.metric!r}, which is not measured; measured are {', '.join(metrics)}")
         value = metrics[self.metric]
-        if self.best is None or self._sign * value < self._sign * self.best - self._min_delta:
+        if not math.isnan(value) and (self.best is None or self._sign * value < self._sign * self.best - self._min_delta):
             self.best, self._waited = value, 0
             return
         self._waited += 1
         if self._waited >= self._patience:
-            run.stop(f"{self.metric} has not got better than {self.best:.6g} for {self._waited} evaluations")
+            best = math.nan if self.best is None else self.best
+            run.stop(f"{self.metric} has not got better than {best:.6g} for {self._waited} evaluations")
 
 
 class ExponentialMovingAverage(Hook):
