@@ -1,0 +1,273 @@
+"""Hooks: when each is called, and the two that come with lockstep."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, distributed, nn
+from training.subjects import recipe, rows, same, state_of
+
+import lockstep as ls
+from lockstep.errors import RecipeError
+from lockstep.testing.pool import WorkerPool
+
+
+class Calls(ls.Hook):
+    def __init__(self, name: str, calls: list[str]) -> None:
+        self.name = name
+        self.calls = calls
+
+    def note(self, text: str) -> None:
+        self.calls.append(f"{self.name} {text}")
+
+    def on_start(self, run: Any) -> None:
+        self.note(f"start {run.step}")
+
+    def on_step(self, run: Any) -> None:
+        self.note(f"step {run.step}")
+
+    def on_evaluation(self, run: Any, metrics: Mapping[str, float]) -> None:
+        self.note(f"evaluation {run.step} {sorted(metrics)} {metrics is run.metrics}")
+
+    def on_event(self, run: Any, event: Any) -> None:
+        self.note(f"event {event.name} {event.step} {event.details}")
+
+    def on_end(self, run: Any) -> None:
+        assert not Path(run.session.recorder.path, "model.safetensors").exists()
+        self.note(f"end {run.step}")
+
+    def on_save(self, run: Any) -> None:
+        distributed.barrier()
+        assert Path(run.session.recorder.path, "model.safetensors").exists()
+        assert not Path(run.session.recorder.path, "result.json").exists()
+        distributed.barrier()
+        self.note(f"save {run.step}")
+
+
+class Tells(ls.Hook):
+    def on_step(self, run: Any) -> None:
+        if run.step == 2:
+            run.event("something-happened", rank=run.session.rank)
+
+
+def call_hooks(run_dir: str) -> tuple[list[str], list[Any]]:
+    calls: list[str] = []
+    evaluation = ls.Evaluation(data=rows(5), every=2)
+    result = ls.train(
+        recipe(steps=3, evaluation=evaluation), run_dir=run_dir, hooks=[Calls("a", calls), Calls("b", calls), Tells()], log_every=2
+    )
+    return calls, result.events
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_hooks_are_called_in_their_order_on_every_rank(pool: WorkerPool, tmp_path: Path, world_size: int) -> None:
+    for rank, (calls, events) in enumerate(pool.run(world_size, call_hooks, str(tmp_path / "run"))):
+        expected = [
+            "start 0",
+            "step 1",
+            "step 2",
+            f"event something-happened 2 {{'rank': {rank}}}",
+            "evaluation 2 ['loss'] True",
+            "step 3",
+            "evaluation 3 ['loss'] True",
+            "end 3",
+            "save 3",
+            "event run-ended 3 {}",
+        ]
+        assert [call.removeprefix("a ") for call in calls if call.startswith("a ")] == expected
+        assert calls == [f"{name} {call}" for call in expected for name in "ab"]
+        assert [event.name for event in events] == ["run-started", "something-happened", "run-ended"]
+
+
+def by_index(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+    return batch[0].float()
+
+
+class Scripted(ls.Hook):
+    """Gives the metric of each evaluation a value of its own, before the hook behind it looks at it."""
+
+    def __init__(self, values: Sequence[float]) -> None:
+        self.values = list(values)
+
+    def on_evaluation(self, run: Any, metrics: dict[str, float]) -> None:
+        metrics["score"] = self.values[run.step - 1]
+
+
+NAN = float("nan")
+SCRIPTS: dict[str, tuple[list[float], dict[str, Any], int, float]] = {
+    "less is better": ([3, 2, 2.5, 2.1, 1, 1, 1, 1], {"patience": 2}, 4, 2),
+    "patience counts from the best": ([3, 2, 2.5, 1, 1.5, 1.5, 1.5, 0], {"patience": 3}, 7, 1),
+    "more is better": ([1, 2, 1, 1, 3, 3, 3, 3], {"patience": 2, "mode": "max"}, 4, 2),
+    "an improvement that is too small": ([3, 2.95, 2.9, 2.7, 2.65, 2.6, 0, 0], {"patience": 2, "min_delta": 0.1}, 3, 3),
+    "an improvement that is too small, more is better": (
+        [1, 1.05, 1.1, 2, 0, 0, 0, 0],
+        {"patience": 2, "min_delta": 0.1, "mode": "max"},
+        3,
+        1,
+    ),
+    "nan is no improvement": ([3, NAN, NAN, 1, 1, 1, 1, 1], {"patience": 2}, 3, 3),
+    "nan at first": ([NAN, 3, 2, 1, 0, -1, -2, -3], {"patience": 2}, 8, -3),
+    "always better": ([8, 7, 6, 5, 4, 3, 2, 1], {"patience": 1}, 8, 1),
+}
+
+
+def stop_early(run_dir: str, name: str) -> list[tuple[int, float | None, list[Any]]]:
+    """Twice with one hook: what the first run left in it does not count in the second."""
+    values, arguments, _, _ = SCRIPTS[name]
+    evaluation = ls.Evaluation(data=rows(5), every=1)
+    stopping = ls.EarlyStopping("score", **arguments)
+    found = []
+    for repeat in range(2):
+        given = recipe(steps=len(values), evaluation=evaluation)
+        result = ls.train(given, run_dir=f"{run_dir}/{repeat}", hooks=[Scripted(values), stopping], log_every=3)
+        found.append((result.steps, stopping.best, [event.details for event in result.events if event.name == "stopped"]))
+    return found
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_early_stopping_ends_training_where_a_metric_has_not_got_better(pool: WorkerPool, tmp_path: Path, name: str) -> None:
+    values, arguments, steps, best = SCRIPTS[name]
+    for found in pool.run(2, stop_early, str(tmp_path), name):
+        for ended, reached, details in found:
+            assert (ended, reached) == (steps, best)
+            reason = f"score has not got better than {best:.6g} for {arguments['patience']} evaluations"
+            assert details == ([{"reason": reason}] if steps < len(values) else [])
+
+
+def diverging(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.2, maximize=True)
+
+
+def stop_where_the_loss_rises(run_dir: str) -> tuple[int, dict[str, float], int]:
+    evaluation = ls.Evaluation(data=rows(5), every=2)
+    given = recipe(steps=20, evaluation=evaluation, optimizer=diverging)
+    result = ls.train(given, run_dir=run_dir, plan="numerics=bitwise", hooks=[ls.EarlyStopping(patience=2)])
+    return result.steps, result.metrics, len(Path(run_dir, "metrics.jsonl").read_text().splitlines())
+
+
+def test_early_stopping_ends_at_the_same_step_at_any_world_size(pool: WorkerPool, tmp_path: Path) -> None:
+    found = [pool.run(size, stop_where_the_loss_rises, str(tmp_path / str(size))) for size in (1, 2, 3)]
+    assert same([result[:2] for results in found for result in results], [found[0][0][:2]] * 6)
+    assert found[0][0][0] == 6
+
+
+def watch(run_dir: str, metric: str, every: int | None, evaluated: bool) -> None:
+    evaluation = ls.Evaluation(data=rows(5), every=every, metrics={"accuracy": ls.Mean(by_index)}) if evaluated else None
+    ls.train(recipe(evaluation=evaluation), run_dir=run_dir, hooks=[ls.EarlyStopping(metric)])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("f1", 1, True), r"^EarlyStopping watches 'f1', which is not measured; measured are loss, accuracy$"),
+        (("loss", None, True), r"^EarlyStopping without Recipe\.evaluation, or with every=None; it watches evaluations; give ls\.Eval"),
+        (("loss", None, False), r"^EarlyStopping without Recipe\.evaluation, or with every=None"),
+    ],
+)
+def test_early_stopping_without_its_metric_is_refused(pool: WorkerPool, tmp_path: Path, arguments: Any, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        pool.run(2, watch, str(tmp_path / "run"), *arguments)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ls.EarlyStopping(patience=0), "patience=0; it counts evaluations and is at least 1"),
+        (lambda: ls.EarlyStopping(mode="best"), "mode='best'; it is 'min' where less is better, or 'max'"),  # type: ignore[arg-type]
+        (lambda: ls.EarlyStopping(min_delta=-0.1), "min_delta=-0.1; it is how much better counts as better, 0 or more"),
+        (lambda: ls.ExponentialMovingAverage(1.0), "decay=1.0; it is the share of the old average that stays, from 0 to below 1"),
+        (lambda: ls.ExponentialMovingAverage(-0.1), "decay=-0.1; it is the share"),
+    ],
+)
+def test_hooks_refuse_what_makes_no_sense_when_they_are_made(make: Any, message: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        make()
+    assert str(caught.value).startswith(message)
+
+
+class StopsOnOneRank(ls.Hook):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step(self, run: Any) -> None:
+        if run.session.rank == run.session.world_size - 1 and run.step == self.step:
+            run.stop("enough")
+
+
+def stop_on_one_rank(run_dir: str, step: int) -> tuple[int, list[tuple[int, Any]], str, list[int]]:
+    result = ls.train(recipe(steps=20), run_dir=run_dir, hooks=[StopsOnOneRank(step)], log_every=4)
+    stopped = [(event.step, event.details) for event in result.events if event.name == "stopped"]
+    lines = [json.loads(line)["step"] for line in Path(run_dir, "metrics.jsonl").read_text().splitlines()]
+    return result.steps, stopped, result.fingerprint, lines
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(("asked_at", "ends_at"), [(1, 4), (3, 4), (4, 8), (18, 20)])
+def test_a_stop_asked_for_on_one_rank_ends_all_at_the_same_logging_step(
+    pool: WorkerPool, tmp_path: Path, world_size: int, asked_at: int, ends_at: int
+) -> None:
+    everyone = pool.run(world_size, stop_on_one_rank, str(tmp_path / "run"), asked_at)
+    assert len({fingerprint for _, _, fingerprint, _ in everyone}) == 1
+    for steps, stopped, _, _ in everyone:
+        assert steps == ends_at
+        assert stopped == [(ends_at, {"reason": "enough"})]
+    assert everyone[0][3] == list(range(4, ends_at + 1, 4))
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.frozen = nn.Linear(3, 3).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.frozen(self.norm(self.layer(x)))
+
+
+class Applies(ls.Hook):
+    def __init__(self, average: ls.ExponentialMovingAverage) -> None:
+        self.average = average
+        self.states: list[dict[str, Tensor]] = []
+
+    def on_start(self, run: Any) -> None:
+        self.states.append(state_of(run.model))
+
+    on_step = on_start
+
+    def on_end(self, run: Any) -> None:
+        with self.average.applied(run):
+            self.within = state_of(run.model)
+        self.after = state_of(run.model)
+
+
+def average_weights(run_dir: str, decay: float) -> dict[str, Any]:
+    average = ls.ExponentialMovingAverage(decay)
+    applies = Applies(average)
+    result = ls.train(recipe(model=Normed, steps=5), run_dir=run_dir, hooks=[average, applies])
+    return {"states": applies.states, "within": applies.within, "after": applies.after, "fingerprint": result.fingerprint}
+
+
+@pytest.mark.parametrize(("world_size", "decay"), [(1, 0.9), (2, 0.9), (2, 0.0)])
+def test_the_moving_average_is_that_of_the_closed_form_on_every_rank_and_in_its_file(
+    pool: WorkerPool, tmp_path: Path, world_size: int, decay: float
+) -> None:
+    for found in pool.run(world_size, average_weights, str(tmp_path / "run"), decay):
+        states = [{name: value.double() for name, value in state.items()} for state in found["states"]]
+        steps = len(states) - 1
+        for name, value in found["within"].items():
+            shares = [decay**steps] + [(1 - decay) * decay ** (steps - step) for step in range(1, steps + 1)]
+            expected = sum(share * state[name] for share, state in zip(shares, states, strict=True))
+            if name.startswith(("layer", "norm.weight", "norm.bias", "frozen")):
+                torch.testing.assert_close(value.double(), expected, rtol=1e-5, atol=1e-7)
+            else:
+                assert same(value, found["after"][name])
+        assert same(found["after"], found["states"][-1])
+        assert same(load_file(tmp_path / "run" / "model_average.safetensors"), found["within"])
+        assert ls.fingerprint(found["after"]) == found["fingerprint"]
