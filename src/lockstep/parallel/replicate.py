@@ -127,17 +127,18 @@ class Replica:
         if not self._synchronised:
             zero = torch.zeros((), device=self._touched.slots.device, requires_grad=True)
             self._synchronise(zero, torch.zeros_like(zero), None)
-        sent = self._slots(values, weights)
-        sent[-1] = flag
         slots = self._touched.slots
-        torch.autograd.backward(slots.view_as(slots), sent)
+        torch.autograd.backward(slots.view_as(slots), self._sent(values, weights, flag))
         assert slots.grad is not None
         received, slots.grad = slots.grad, None
         self._forget_unused(received)
         first, second = len(self._parameters), len(self._parameters) + self._max_microbatches
-        received = received.clone()
-        received_weights = None if weights is None else received[second : second + self._count]
-        return received[first : first + self._count], received_weights, received[-1]
+        received_weights = None if weights is None else received[second : second + self._count].clone()
+        if received.is_cuda:
+            received = received.clone()
+            return received[first : first + self._count], received_weights, received[-1]
+        numbers = received.tolist()
+        return numbers[first : first + self._count], received_weights, bool(numbers[-1])
 
     def _synchronise(self, total: Tensor, seed: Tensor, inputs: list[nn.Parameter] | None) -> None:
         assert self._ddp is not None
@@ -149,15 +150,20 @@ class Replica:
             return torch.tensor(numbers, dtype=self._dtype)
         return torch.stack([number for number in numbers if isinstance(number, Tensor)]).to(self._dtype)
 
-    def _slots(self, values: Sequence[Number], weights: Sequence[Number] | None) -> Tensor:
+    def _sent(self, values: Sequence[Number], weights: Sequence[Number] | None, flag: bool) -> Tensor:
+        """This rank's slots: its own numbers in their places, zeros in the others'."""
         slots = self._touched.slots
-        sent = torch.zeros_like(slots)
-        used = torch.tensor(self._used, dtype=slots.dtype, pin_memory=slots.is_cuda)
-        sent[: len(self._used)].copy_(used, non_blocking=True)
-        for offset, numbers in ((0, values), (self._max_microbatches, weights)):
+        row = [*self._used, *[0.0] * (2 * self._max_microbatches), float(flag)]
+        first = len(self._parameters) + self._share.start
+        columns = [(first, values), (first + self._max_microbatches, weights or [])]
+        if not slots.is_cuda:
+            for start, numbers in columns:
+                row[start : start + len(numbers)] = map(float, numbers)
+            return torch.tensor(row, dtype=slots.dtype)
+        sent = torch.tensor(row, dtype=slots.dtype, pin_memory=True).to(slots.device, non_blocking=True)
+        for start, numbers in columns:
             if numbers:
-                first = len(self._parameters) + offset + self._share.start
-                sent[first : first + len(numbers)] = self._column(numbers)
+                sent[start : start + len(numbers)] = self._column(numbers)
         return sent
 
     def _forget_unused(self, received: Tensor) -> None:
