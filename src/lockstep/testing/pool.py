@@ -19,6 +19,7 @@ need, and every run forks its workers from it: each run gets fresh processes, an
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -123,6 +124,9 @@ class WorkerPool:
             for worker in workers:
                 header = {**task, "rank": worker.rank, "world_size": world_size, "port": store.port}
                 _send(worker, json.dumps(header).encode(), payload)
+            self._answers(workers, timeout_seconds)  # all have joined the group
+            for worker in workers:
+                _send(worker, b"all have joined")
             results = [pickle.loads(answer) for answer in self._answers(workers, timeout_seconds)]
             for worker in workers:
                 _send(worker, b"all have answered")
@@ -194,24 +198,20 @@ class WorkerPool:
         return status
 
     def _fork(self, world_size: int, task: dict[str, Any]) -> list[_Worker]:
-        pairs = [socket.socketpair() for _ in range(world_size)]
-        dumps: list[IO[bytes]] = [tempfile.TemporaryFile() for _ in range(world_size)]  # noqa: SIM115
-        given = [number for (_, theirs), dump in zip(pairs, dumps, strict=True) for number in (theirs.fileno(), dump.fileno())]
-        try:
+        with contextlib.ExitStack() as mine, contextlib.ExitStack() as theirs:
+            pipes, dumps, given = [], [], []
+            for _ in range(world_size):
+                pipe, their_pipe = socket.socketpair()
+                pipes.append(mine.enter_context(pipe))
+                dumps.append(mine.enter_context(tempfile.TemporaryFile()))
+                given += [theirs.enter_context(their_pipe).fileno(), dumps[-1].fileno()]
             answer = self._ask({"do": "fork", "module": task["module"], "file": task["file"], "path": task["path"]}, given)
-        except BaseException:
-            for mine, _ in pairs:
-                mine.close()
-            for dump in dumps:
-                dump.close()
-            raise
-        finally:
-            for _, theirs in pairs:
-                theirs.close()
-        return [
-            _Worker(rank, process, Connection(mine.detach()), dump, os.pidfd_open(process))
-            for rank, (process, (mine, _), dump) in enumerate(zip(answer["processes"], pairs, dumps, strict=True))
-        ]
+            workers = [
+                _Worker(rank, process, Connection(pipe.detach()), dump, os.pidfd_open(process))
+                for rank, (process, pipe, dump) in enumerate(zip(answer["processes"], pipes, dumps, strict=True))
+            ]
+            mine.pop_all()
+        return workers
 
     def _answers(self, workers: list[_Worker], timeout_seconds: float) -> list[bytes]:
         """One answer of each worker, in rank order. Raises for the first that fails, or when the time is over."""

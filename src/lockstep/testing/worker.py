@@ -42,7 +42,7 @@ PRIVATE_KINDS: tuple[leaks.Kind, ...] = ("process", "thread", "port", "descripto
 # Slurm and libraries use SIGUSR1 and SIGUSR2 for their own ends.
 DUMP_SIGNAL = signal.SIGRTMIN + 7
 # The first byte of an answer says what the rest is.
-RESULT, LEFT, FAILED = b"R", b"L", b"F"
+JOINED, RESULT, LEFT, FAILED = b"J", b"R", b"L", b"F"
 MASTER_ADDRESS = "127.0.0.1"
 
 
@@ -163,7 +163,7 @@ def _fork(control: socket.socket, descriptors: list[int], request: dict[str, Any
 
 
 def _serve(pipe: Connection, dump_descriptor: int) -> None:
-    """Run one task: receive it, answer, wait until all ranks have answered, take the group down, answer again."""
+    """Run one task: join the group, call the function, take the group down; after each, answer and wait until all ranks have answered."""
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # The signal writes all stacks and then, chained to its default action, ends the process: who sent it knows that the dump is whole.
@@ -174,13 +174,13 @@ def _serve(pipe: Connection, dump_descriptor: int) -> None:
     try:
         function, arguments = _load(task, pipe.recv_bytes())
         leave = _join(task)
+        _meet(pipe, JOINED)
         payload = pickle.dumps(function(*arguments))
     except BaseException as error:
         _answer_failure(pipe, error)
         return
-    pipe.send_bytes(RESULT + payload)
     del function, arguments
-    pipe.recv_bytes()
+    _meet(pipe, RESULT + payload)
     try:
         left = leave()
     except BaseException as error:
@@ -190,6 +190,12 @@ def _serve(pipe: Connection, dump_descriptor: int) -> None:
     sys.stderr.flush()
     pipe.send_bytes(LEFT + json.dumps(left).encode())
     os._exit(0)
+
+
+def _meet(pipe: Connection, answer: bytes) -> None:
+    """Wait until every rank has come this far, so that none goes away while another still needs it."""
+    pipe.send_bytes(answer)
+    pipe.recv_bytes()
 
 
 def _enter(task: dict[str, Any]) -> None:
