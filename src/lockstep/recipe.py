@@ -128,26 +128,11 @@ class Recipe:
         for name in ("inputs", "weight", "collate", "schedule"):
             _check_callable(f"Recipe.{name}", getattr(self, name), optional=True)
         check_dataset("Recipe.data", self.data)
-        check_count("Recipe.global_batch", self.global_batch, "samples")
-        if self.microbatch is not None:
-            check_count("Recipe.microbatch", self.microbatch, "samples")
-            if self.microbatch > self.global_batch:
-                raise RecipeError(
-                    f"microbatch={self.microbatch} is larger than global_batch={self.global_batch}; a global batch is made of whole "
-                    f"microbatches; give microbatch={self.global_batch} or less, or a larger global_batch"
-                )
-        if (self.steps is None) == (self.epochs is None):
-            raise RecipeError(f"steps={self.steps} and epochs={self.epochs}; a recipe has one length; give exactly one of the two")
-        if self.steps is not None:
-            check_count("Recipe.steps", self.steps, "steps")
-        if self.epochs is not None:
-            check_count("Recipe.epochs", self.epochs, "epochs")
-        if self.clip_norm is not None and not (_is_number(self.clip_norm) and 0 < self.clip_norm < math.inf):
-            raise RecipeError(f"clip_norm={self.clip_norm!r}; a norm to clip at is positive and finite; None does not clip")
-        if self.precision not in get_args(Precision):
-            raise RecipeError(f"precision={self.precision!r}; known are {', '.join(get_args(Precision))}")
-        if not _is_int(self.seed) or not 0 <= self.seed < 2**63:
-            raise RecipeError(f"seed={self.seed!r}; a seed is a whole number from 0 to 2**63 - 1")
+        check_batch(self.global_batch, self.microbatch, of="Recipe.")
+        check_length(self.steps, self.epochs, of="Recipe.")
+        check_clip_norm(self.clip_norm)
+        check_precision(self.precision)
+        check_seed(self.seed)
         if self.evaluation is not None and not isinstance(self.evaluation, Evaluation):
             raise RecipeError(f"evaluation is {_kind(self.evaluation)}; give ls.Evaluation(data=..., every=..., metrics=...) or None")
 
@@ -184,6 +169,47 @@ def check_count(name: str, value: Any, unit: str) -> None:
     """Raises `RecipeError` unless `value` is a whole number of at least 1."""
     if not _is_int(value) or value < 1:
         raise RecipeError(f"{name}={value!r}; it counts {unit} and must be a whole number of at least 1")
+
+
+def check_batch(global_batch: Any, microbatch: Any, *, of: str = "") -> None:
+    """Raises `RecipeError` unless the two are numbers of samples, the second one no larger than the first, or None. `of`: whose they are."""
+    check_count(f"{of}global_batch", global_batch, "samples")
+    if microbatch is None:
+        return
+    check_count(f"{of}microbatch", microbatch, "samples")
+    if microbatch > global_batch:
+        raise RecipeError(
+            f"microbatch={microbatch} is larger than global_batch={global_batch}; a global batch is made of whole "
+            f"microbatches; give microbatch={global_batch} or less, or a larger global_batch"
+        )
+
+
+def check_length(steps: Any, epochs: Any, *, of: str = "") -> None:
+    """Raises `RecipeError` unless exactly one of the two is a whole number of at least 1, and the other None."""
+    if (steps is None) == (epochs is None):
+        raise RecipeError(f"steps={steps} and epochs={epochs}; a recipe has one length; give exactly one of the two")
+    if steps is not None:
+        check_count(f"{of}steps", steps, "steps")
+    if epochs is not None:
+        check_count(f"{of}epochs", epochs, "epochs")
+
+
+def check_clip_norm(value: Any) -> None:
+    """Raises `RecipeError` unless `value` is positive and finite, or None."""
+    if value is not None and not (_is_number(value) and 0 < value < math.inf):
+        raise RecipeError(f"clip_norm={value!r}; a norm to clip at is positive and finite; None does not clip")
+
+
+def check_precision(value: Any) -> None:
+    """Raises `RecipeError` unless `value` is one of `Precision`."""
+    if value not in get_args(Precision):
+        raise RecipeError(f"precision={value!r}; known are {', '.join(get_args(Precision))}")
+
+
+def check_seed(value: Any) -> None:
+    """Raises `RecipeError` unless `value` is a whole number from 0 to 2**63 - 1."""
+    if not _is_int(value) or not 0 <= value < 2**63:
+        raise RecipeError(f"seed={value!r}; a seed is a whole number from 0 to 2**63 - 1")
 
 
 def _check_callable(name: str, value: Any, *, optional: bool) -> None:

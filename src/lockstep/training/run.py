@@ -17,7 +17,7 @@ from lockstep.plan import Plan
 from lockstep.recipe import Recipe
 from lockstep.training.evaluate import Evaluator, output_of
 from lockstep.training.hooks import Hook
-from lockstep.training.session import Session
+from lockstep.training.session import Session, check_microbatch_is_fixed
 from lockstep.training.step import Step
 from lockstep.watch.fingerprint import fingerprint
 from lockstep.watch.rundir import check_tensors
@@ -97,7 +97,7 @@ def train(
         run_dir=run_dir, seed=recipe.seed, plan=plan, precision=recipe.precision, log_every=log_every, recipe=recipe.describe()
     )
     with session:
-        _check_plan(recipe, session.plan)
+        check_microbatch_is_fixed(session.plan, recipe.global_batch, recipe.microbatch)
         model, made = session.prepare(recipe.model, recipe.optimizer, schedule=recipe.schedule)
         check_tensors(model.state_dict())
         run = Run(recipe, session, model, made if isinstance(made, list) else [made], hooks)
@@ -177,11 +177,3 @@ def _result(run: Run) -> Result:
     written = {name: value for name, value in asdict(result).items() if name != "events"}
     session.recorder.write_json("result.json", written)
     return result
-
-
-def _check_plan(recipe: Recipe, plan: Plan) -> None:
-    if plan.numerics == "bitwise" and recipe.microbatch is None:
-        raise RecipeError(
-            "numerics=bitwise with microbatch=None; without a fixed microbatch each number of processes computes others; "
-            f"give Recipe.microbatch, for example microbatch={max(1, recipe.global_batch // 8)}"
-        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -16,12 +18,12 @@ from lockstep import precision as precisions
 from lockstep.comm.group import World, exact_sum, join
 from lockstep.data.generators import seed_generators
 from lockstep.data.loader import Loader
-from lockstep.errors import LossError, RecipeError
+from lockstep.errors import LossError, PlanError, RecipeError
 from lockstep.events import Event
 from lockstep.keys import Stream, key
 from lockstep.launch.environment import Environment
 from lockstep.plan import Plan
-from lockstep.recipe import Precision, check_count, check_dataset
+from lockstep.recipe import Precision, check_batch, check_count, check_dataset, check_length, check_precision, check_seed
 from lockstep.training import optimizers
 from lockstep.training.outcome import Outcome, no_weight
 from lockstep.training.recorder import Pace, Recorder
@@ -48,6 +50,10 @@ class Session:
     ) -> None:
         """`log_every`: steps between lines of metrics.jsonl. `recipe`: what to say of it in run.json."""
         check_count("log_every", log_every, "steps")
+        check_precision(precision)
+        check_seed(seed)
+        if not isinstance(plan, Plan | str | None):
+            raise PlanError(f"plan={plan!r} (a {type(plan).__name__}); it is an ls.Plan, or text such as 'replicate=2,numerics=bitwise'")
         self.seed = seed
         self.log_every = log_every
         self.precision = precision
@@ -80,7 +86,7 @@ class Session:
         self.recorder.start(plan=self.plan, world=self.world, launcher=environment.launcher, seed=self.seed, recipe=self._recipe)
         self.event("run-started", plan=str(self.plan), world_size=self.world.size)
         for name, given, launched_as in (
-            ("plan", self._given_plan and str(self._given_plan.resolve(self.world.size)), launched and str(self.plan)),
+            ("plan", self._given_plan and _resolved(self._given_plan, self.world.size), launched and str(self.plan)),
             ("run_dir", self._given_run_dir, environment.run_dir),
         ):
             if given and launched_as and given != launched_as:
@@ -155,7 +161,9 @@ class Session:
         `data=None`: there is no dataset; a microbatch is a `range` of indices in the global batch, the same in every step (the environments
         of reinforcement learning). After each step the pairs must be committed. Raises `DataError`, `RecipeError`, `LossError`.
         """
-        check_count("global_batch", global_batch, "samples")
+        check_batch(global_batch, microbatch)
+        check_length(steps, epochs)
+        check_microbatch_is_fixed(self.plan, global_batch, microbatch)
         if not self._pairs:
             raise RecipeError("session.steps before session.prepare; a step needs a model and an optimizer; prepare them first")
         if data is not None:
@@ -206,9 +214,9 @@ class Session:
         return precisions.autocast(self.precision, self.device)
 
     def mean(self, values: Tensor) -> float:
-        """The mean over all values of all ranks, the same on each. `values`: any shape, perhaps empty. Every rank calls it."""
+        """The mean over all values of all ranks, the same on each; NaN where there is none. `values`: any shape. Every rank calls it."""
         everyone = self.world.gather_ragged(values.detach().reshape(-1).double().cpu())
-        return exact_sum(everyone.tolist()) / max(len(everyone), 1)
+        return exact_sum(everyone.tolist()) / len(everyone) if len(everyone) else math.nan
 
     def stop(self, reason: str) -> None:
         """Ask for the end of training. Any rank may; it takes effect on all at the next logging step or evaluation."""
@@ -276,6 +284,23 @@ class Session:
             pair.close()
 
 
+def check_microbatch_is_fixed(plan: Plan, global_batch: int, microbatch: int | None) -> None:
+    """Raises `RecipeError` where microbatches depend on the number of processes and the plan asks for bits that do not."""
+    if plan.numerics == "bitwise" and microbatch is None:
+        raise RecipeError(
+            "numerics=bitwise with microbatch=None; without a fixed microbatch each number of processes computes others; "
+            f"give a microbatch, for example microbatch={max(1, global_batch // 8)}"
+        )
+
+
+def _resolved(plan: Plan, world_size: int) -> str:
+    """In words; as it stands where it does not fit the processes."""
+    try:
+        return str(plan.resolve(world_size))
+    except PlanError:
+        return str(plan)
+
+
 def _set_up_computation(plan: Plan, world: World, stack: ExitStack) -> None:
     """Threads and determinism for the duration of the session; what was set before is put back."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -289,4 +314,5 @@ def _set_up_computation(plan: Plan, world: World, stack: ExitStack) -> None:
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
     stack.callback(random.setstate, random.getstate())
+    stack.callback(np.random.set_state, np.random.get_state())
     stack.callback(torch.default_generator.set_state, torch.default_generator.get_state())

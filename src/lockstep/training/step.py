@@ -16,7 +16,7 @@ from lockstep.comm.group import World
 from lockstep.errors import DataError, LossError
 from lockstep.parallel.replicate import Replica
 from lockstep.parallel.statistics import RunningStatistics
-from lockstep.recipe import Precision
+from lockstep.recipe import Precision, check_clip_norm
 from lockstep.training.loss import Contribution, contribution
 from lockstep.training.optimizers import Schedule
 from lockstep.training.outcome import Outcome
@@ -200,7 +200,10 @@ class Step:
         `clip_norm`: largest global norm of the gradient. Raises `LossError` where the loss or gradient is not finite (at the next logging
         step on a GPU, with the model not updated by such a step where the optimizer is `fused`).
         """
+        check_clip_norm(clip_norm)
         number = self._place(optimizer)
+        if number in self.committed:
+            raise LossError(f"step {self.index}: a second commit for one pair; each pair has one commit a step; leave the second one out")
         pair = self._pairs[number]
         phase = self._begun(pair)
         missing = [place for place in phase.share if place not in phase.seen]
