@@ -172,7 +172,7 @@ def check_count(name: str, value: Any, unit: str) -> None:
 
 
 def check_batch(global_batch: Any, microbatch: Any, *, of: str = "") -> None:
-    """Raises `RecipeError` unless the two are numbers of samples, the second one no larger than the first, or None. `of`: whose they are."""
+    """Raises `RecipeError` unless both are numbers of samples, the second one no larger than the first, or None. `of`: whose they are."""
     check_count(f"{of}global_batch", global_batch, "samples")
     if microbatch is None:
         return

@@ -82,7 +82,11 @@ class Session:
             self.recorder = Recorder(environment.run_dir or self._given_run_dir, self.world)
             stack.callback(self.recorder.close)
             stack.callback(self._close_pairs)
+            self._start(environment, launched)
             self._stack = stack.pop_all()
+        return self
+
+    def _start(self, environment: Environment, launched: Plan | None) -> None:
         self.recorder.start(plan=self.plan, world=self.world, launcher=environment.launcher, seed=self.seed, recipe=self._recipe)
         self.event("run-started", plan=str(self.plan), world_size=self.world.size)
         for name, given, launched_as in (
@@ -94,7 +98,6 @@ class Session:
         if warning := precisions.slow_on_this_cpu(self.precision, self.world.device):
             self.event("slow-precision", reason=warning)
             self.recorder.message(f"warning: {warning}")
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         if error is not None:
