@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import softplus
-from training.subjects import rows, same, sgd, state_of
+from training.subjects import FEATURES, adamw, network, rows, same, sgd, squared_error, state_of
 
 import lockstep as ls
+from lockstep.errors import LockstepError, RecipeError
 from lockstep.testing.pool import WorkerPool
 
 NOISE = 4
@@ -70,3 +73,262 @@ def test_two_models_whose_losses_reach_both_train_alike_at_any_world_size(pool: 
     lines = [json.loads(line) for line in (tmp_path / "3" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert all(line["of the generator"] == line["loss"] != line["of the critic"] for line in lines)
+
+
+def train_without_data(run_dir: str) -> dict[str, Any]:
+    """A microbatch is a range of fixed indices; each index has its own value, as an environment has its own state."""
+    dealt, means, draws = [], [], []
+    with ls.Session(run_dir=run_dir, plan="numerics=bitwise", log_every=1) as session:
+        model, optimizer = session.prepare(network, adamw)
+        for step in session.steps(None, global_batch=10, microbatch=3, steps=2):
+            values = []
+            for batch in step.microbatches():
+                dealt.append((step.index, batch))
+                draws.append((step.index, batch.start, float(torch.rand(()))))
+                features = torch.tensor([[float(index)] * FEATURES for index in batch])
+                step.backward((model(features).mean(1) * torch.tensor([1.0 / (1 + index) for index in batch])).mean())
+                values += [float(index) for index in batch]
+            step.commit(optimizer)
+            means.append(session.mean(torch.tensor(values)))
+            step.log({"return": means[-1], "rank": session.rank})
+        empty = session.mean(torch.zeros(0))
+        matrix = session.mean(torch.full((2, 2), float(session.rank), dtype=torch.float16))
+    return {"dealt": dealt, "means": means, "draws": draws, "empty": empty, "matrix": matrix, "fingerprint": ls.fingerprint(model)}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_without_data_fixed_indices_are_dealt_to_the_ranks(pool: WorkerPool, tmp_path: Path, world_size: int) -> None:
+    everyone = pool.run(world_size, train_without_data, str(tmp_path / "run"))
+    spans = [range(3), range(3, 6), range(6, 9), range(9, 10)]
+    for step in (0, 1):
+        assert [span for found in everyone for number, span in found["dealt"] if number == step] == spans
+    alone = train_alone(tmp_path / "alone")
+    assert sorted(draw for found in everyone for draw in found["draws"]) == sorted(alone["draws"])
+    for found in everyone:
+        assert found["means"] == [4.5, 4.5]
+        assert math.isnan(found["empty"])
+        assert found["matrix"] == (world_size - 1) / 2
+        assert found["fingerprint"] == alone["fingerprint"]
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["return"], line["rank"]) for line in lines] == [(1, 4.5, 0), (2, 4.5, 0)]
+
+
+def train_alone(path: Path) -> dict[str, Any]:
+    return train_without_data(str(path))
+
+
+def a_list_of_optimizers(model: nn.Sequential) -> list[torch.optim.Optimizer]:
+    return [sgd(model[0]), sgd(model[2])]
+
+
+def name_the_pair(run_dir: str, several: bool) -> list[str]:
+    """By the optimizer, by any of a list of them, by the list, or not at all where there is one pair."""
+    fingerprints = []
+    for number, name in enumerate((lambda made: made, lambda made: made[-1] if several else made, lambda made: None)):
+        with ls.Session(run_dir=f"{run_dir}/{number}") as session:
+            model, made = session.prepare(network, a_list_of_optimizers if several else sgd)
+            assert isinstance(made, list) == several
+            for step in session.steps(rows(8), global_batch=8, microbatch=4, steps=2):
+                for batch in step.microbatches():
+                    step.backward(squared_error(model, batch), name(made))
+                step.commit(name(made))
+        fingerprints.append(ls.fingerprint(model))
+    return fingerprints
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_pair_is_named_by_what_prepare_returned(tmp_path: Path, several: bool) -> None:
+    assert len(set(name_the_pair(str(tmp_path), several))) == 1
+
+
+def misuse(run_dir: str, loop: Callable[[ls.Session, Any, Any], None]) -> str:
+    with ls.Session(run_dir=run_dir) as session:
+        model, optimizer = session.prepare(network, sgd)
+        try:
+            loop(session, model, optimizer)
+        except LockstepError as error:
+            return f"{type(error).__name__}: {error}"
+    raise AssertionError("nobody minded")
+
+
+def steps_of(session: ls.Session, **changes: Any) -> Any:
+    return session.steps(**{"data": rows(16), "global_batch": 8, "microbatch": 4, "steps": 2, **changes})
+
+
+def a_second_backward(session: ls.Session, model: Any, optimizer: Any) -> None:
+    for step in steps_of(session):
+        for batch in step.microbatches():
+            step.backward(squared_error(model, batch))
+            step.backward(squared_error(model, batch))
+
+
+def a_missing_backward(session: ls.Session, model: Any, optimizer: Any) -> None:
+    for step in steps_of(session):
+        for number, batch in enumerate(step.microbatches()):
+            if number == 0:
+                step.backward(squared_error(model, batch))
+        step.commit(optimizer)
+
+
+def no_backward(session: ls.Session, model: Any, optimizer: Any) -> None:
+    next(iter(steps_of(session))).commit(optimizer)
+
+
+def a_missing_commit(session: ls.Session, model: Any, optimizer: Any) -> None:
+    for step in steps_of(session):
+        for batch in step.microbatches():
+            step.backward(squared_error(model, batch))
+
+
+def a_second_commit(session: ls.Session, model: Any, optimizer: Any) -> None:
+    for step in steps_of(session):
+        for batch in step.microbatches():
+            step.backward(squared_error(model, batch))
+        step.commit()
+        step.commit()
+
+
+def a_backward_outside(session: ls.Session, model: Any, optimizer: Any) -> None:
+    for step in steps_of(session):
+        step.backward(squared_error(model, rows(4).tensors))
+
+
+def an_optimizer_of_its_own(session: ls.Session, model: Any, optimizer: Any) -> None:
+    for step in steps_of(session):
+        for batch in step.microbatches():
+            step.backward(squared_error(model, batch), adamw(model))
+
+
+def no_optimizer_where_there_are_two(session: ls.Session, model: Any, optimizer: Any) -> None:
+    session.prepare(network, sgd)
+    for step in steps_of(session):
+        for batch in step.microbatches():
+            step.backward(squared_error(model, batch))
+
+
+def two_pairs_at_once(session: ls.Session, model: Any, optimizer: Any) -> None:
+    other, its_optimizer = session.prepare(network, sgd)
+    for step in steps_of(session):
+        for batch in step.microbatches():
+            step.backward(squared_error(model, batch), optimizer)
+            step.backward(squared_error(other, batch), its_optimizer)
+
+
+def one_of_two_commits(session: ls.Session, model: Any, optimizer: Any) -> None:
+    session.prepare(network, sgd)
+    for step in steps_of(session):
+        for batch in step.microbatches():
+            step.backward(squared_error(model, batch), optimizer)
+        step.commit(optimizer)
+
+
+def a_clip_norm_of_nothing(session: ls.Session, model: Any, optimizer: Any) -> None:
+    for step in steps_of(session):
+        for batch in step.microbatches():
+            step.backward(squared_error(model, batch))
+        step.commit(clip_norm=0.0)
+
+
+def a_name_of_the_row(session: ls.Session, model: Any, optimizer: Any) -> None:
+    next(iter(steps_of(session))).log({"step": 3})
+
+
+def no_number(session: ls.Session, model: Any, optimizer: Any) -> None:
+    next(iter(steps_of(session))).log({"return": [1.0, 2.0]})
+
+
+def with_arguments(**changes: Any) -> Callable[[ls.Session, Any, Any], None]:
+    return lambda session, model, optimizer: steps_of(session, **changes)
+
+
+MISUSES: dict[str, tuple[Callable[[ls.Session, Any, Any], None], str]] = {
+    "a second backward": (
+        a_second_backward,
+        "LossError: step 0, microbatch 0: a second backward; each microbatch has one: add the losses, and call it on their sum",
+    ),
+    "a missing backward": (
+        a_missing_backward,
+        "LossError: step 0: commit without a backward for microbatches [1] of this rank; call step.backward once for each microbatch; for",
+    ),
+    "no backward": (no_backward, "LossError: step 0: commit without a backward for microbatches [0, 1] of this rank"),
+    "a missing commit": (
+        a_missing_commit,
+        "LossError: step 0 ended with 0 of 1 prepared pairs committed; call step.commit(optimizer) for each on every rank, in every step",
+    ),
+    "a second commit": (a_second_commit, "LossError: step 0: a second commit for one pair; each pair has one commit a step"),
+    "a backward outside": (
+        a_backward_outside,
+        "LossError: step 0: backward outside of a loop over step.microbatches(); the loss is a microbatch's",
+    ),
+    "an optimizer of its own": (
+        an_optimizer_of_its_own,
+        "LossError: step 0: an optimizer (AdamW) that this session did not prepare, with 1 pairs prepared; name one that session.prepare",
+    ),
+    "no optimizer where there are two": (
+        no_optimizer_where_there_are_two,
+        "LossError: step 0: no optimizer, with 2 pairs prepared; name one that session.prepare returned",
+    ),
+    "two pairs at once": (
+        two_pairs_at_once,
+        "LossError: step 0: backward for a second model before the first one's commit; run through step.microbatches() and commit for one",
+    ),
+    "one of two commits": (one_of_two_commits, "LossError: step 0 ended with 1 of 2 prepared pairs committed"),
+    "a clip norm of nothing": (a_clip_norm_of_nothing, "RecipeError: clip_norm=0.0; a norm to clip at is positive and finite"),
+    "a name of the row": (a_name_of_the_row, "DataError: step.log({'step': ...}); the run itself writes 'step' in every line; choose"),
+    "no number": (no_number, "DataError: metric 'return' is [1.0, 2.0] (a list); a metric is one number"),
+    "no samples": (with_arguments(global_batch=0), "RecipeError: global_batch=0; it counts samples and must be a whole number of at least"),
+    "a microbatch of nothing": (with_arguments(microbatch=0), "RecipeError: microbatch=0; it counts samples"),
+    "a microbatch of too much": (
+        with_arguments(microbatch=9),
+        "RecipeError: microbatch=9 is larger than global_batch=8; a global batch is made of whole microbatches; give microbatch=8 or less",
+    ),
+    "no length": (with_arguments(steps=None), "RecipeError: steps=None and epochs=None; a recipe has one length; give exactly one"),
+    "two lengths": (with_arguments(epochs=1), "RecipeError: steps=2 and epochs=1; a recipe has one length; give exactly one"),
+    "no steps": (with_arguments(steps=0), "RecipeError: steps=0; it counts steps"),
+    "no epochs": (with_arguments(steps=None, epochs=0), "RecipeError: epochs=0; it counts epochs"),
+    "empty data": (with_arguments(data=[]), "DataError: data is empty (its len() is 0); training needs at least one sample"),
+    "no data": (with_arguments(data=iter([1])), "DataError: data is a list_iterator; it must be a map-style dataset"),
+}
+
+
+@pytest.mark.parametrize("name", MISUSES)
+def test_a_loop_that_is_wrong_is_told_so(tmp_path: Path, name: str) -> None:
+    loop, message = MISUSES[name]
+    assert misuse(str(tmp_path / "run"), loop).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"precision": "fp8"}, "precision='fp8'; known are fp32, bf16, fp16"),
+        ({"seed": -1}, "seed=-1; a seed is a whole number from 0 to 2**63 - 1"),
+        ({"log_every": 0}, "log_every=0; it counts steps"),
+    ],
+)
+def test_a_session_that_contradicts_itself_is_refused_when_it_is_made(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        ls.Session(**changes)
+    assert str(caught.value).startswith(message)
+
+
+def test_a_session_that_fails_while_it_is_entered_gives_its_directory_up(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        ls.Session(run_dir=str(tmp_path / "run"), recipe={"model": object()}).__enter__()
+    assert "lock" not in {path.name for path in (tmp_path / "run").iterdir()}
+    with ls.Session(run_dir=str(tmp_path / "run")):
+        pass
+
+
+def test_steps_without_a_model_are_refused(tmp_path: Path) -> None:
+    with (
+        ls.Session(run_dir=str(tmp_path / "run")) as session,
+        pytest.raises(RecipeError, match=r"^session\.steps before session\.prepare;"),
+    ):
+        session.steps(rows(8), global_batch=8, steps=1)
+
+
+def test_bitwise_without_a_microbatch_is_refused(tmp_path: Path) -> None:
+    with ls.Session(run_dir=str(tmp_path / "run"), plan="numerics=bitwise") as session:
+        session.prepare(network, sgd)
+        with pytest.raises(RecipeError, match=r"^numerics=bitwise with microbatch=None; .*; give a microbatch, for example microbatch=1$"):
+            session.steps(rows(8), global_batch=8, steps=1)
