@@ -42,7 +42,7 @@ def accuracy(logits: Tensor, batch: list[Tensor]) -> Tensor:
 def main(argv: list[str] | None = None) -> ls.Result:
     parser = argparse.ArgumentParser(description="Classify scikit-learn's handwritten digits with a small perceptron.")
     length = parser.add_mutually_exclusive_group()
-    length.add_argument("--epochs", type=int, default=20, help="passes over the training digits (default: %(default)s)")
+    length.add_argument("--epochs", type=int, default=30, help="passes over the training digits (default: %(default)s)")
     length.add_argument("--steps", type=int, help="optimizer steps, instead of --epochs")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--global-batch", type=int, default=64, help="digits in a step, over all processes (default: %(default)s)")

@@ -132,7 +132,7 @@ def test_cartpole_counts_a_game_until_it_ends(example: Load) -> None:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Start:
+def start(example: Load, tmp_path: Path) -> Start:
     """Starts an example in one of the four ways, in bitwise numerics, and returns the fingerprint that its run wrote."""
 
     def run(launcher: str, name: str, arguments: list[str], *, nproc: int = 1, workers: int = 0) -> str:
@@ -140,19 +140,19 @@ def start(tmp_path: Path) -> Start:
         plan = f"replicate={nproc},numerics=bitwise,workers={workers}"
         script = str(EXAMPLES / f"{name}.py")
         if launcher == "spawn":
-            result = ls.spawn(importlib.import_module(name).main, nproc=nproc, args=(arguments,), plan=plan, run_dir=str(folder))
+            result = ls.spawn(example(name).main, nproc=nproc, args=(arguments,), plan=plan, run_dir=str(folder))
             assert result.fingerprint == _fingerprint(folder)
             return result.fingerprint
-        command, chosen = {
-            "python": ([], {"LOCKSTEP_PLAN": plan, "LOCKSTEP_RUN_DIR": str(folder)}),
-            "torchrun": (
-                ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)],
-                {"LOCKSTEP_PLAN": plan, "LOCKSTEP_RUN_DIR": str(folder)},
-            ),
-            "lockstep": (["-m", "lockstep", "run", "--nproc", str(nproc), "--plan", plan, "--run-dir", str(folder)], {}),
+        command = {
+            "python": [],
+            "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)],
+            "lockstep": ["-m", "lockstep", "run", "--nproc", str(nproc), "--plan", plan, "--run-dir", str(folder)],
         }[launcher]
+        environment = {**os.environ, "TMPDIR": str(tmp_path)}  # torchrun leaves a folder there
+        if launcher != "lockstep":
+            environment |= {"LOCKSTEP_PLAN": plan, "LOCKSTEP_RUN_DIR": str(folder)}
         ending = subprocess.run(
-            [sys.executable, *command, script, *arguments], env={**os.environ, **chosen}, capture_output=True, text=True, check=False
+            [sys.executable, *command, script, *arguments], env=environment, capture_output=True, text=True, check=False
         )
         assert ending.returncode == 0, ending.stderr
         return _fingerprint(folder)
@@ -173,7 +173,7 @@ def test_one_fingerprint_at_1_2_3_4_and_8_processes(name: str, arguments: list[s
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "arguments"), [("gpt", BITWISE_GPT), ("digits", BITWISE_DIGITS)])
-def test_one_fingerprint_under_every_launcher(name: str, arguments: list[str], example: Load, start: Start) -> None:
+def test_one_fingerprint_under_every_launcher(name: str, arguments: list[str], start: Start) -> None:
     found = {"python": start("python", name, arguments)}
     found |= {launcher: start(launcher, name, arguments, nproc=2) for launcher in ("torchrun", "lockstep", "spawn")}
     assert set(found.values()) == {found["python"]}, found
