@@ -312,11 +312,11 @@ def test_a_session_that_contradicts_itself_is_refused_when_it_is_made(changes: d
 
 
 def test_a_session_that_fails_while_it_is_entered_gives_its_directory_up(tmp_path: Path) -> None:
+    before = torch.default_generator.get_state(), torch.get_num_threads()
     with pytest.raises(TypeError, match="not JSON serializable"):
         ls.Session(run_dir=str(tmp_path / "run"), recipe={"model": object()}).__enter__()
     assert "lock" not in {path.name for path in (tmp_path / "run").iterdir()}
-    with ls.Session(run_dir=str(tmp_path / "run")):
-        pass
+    assert same((torch.default_generator.get_state(), torch.get_num_threads()), before)
 
 
 def test_steps_without_a_model_are_refused(tmp_path: Path) -> None:
