@@ -1,0 +1,90 @@
+"""Precision: what the forward computes in, the loss scale, the global norm and clipping."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from lockstep import precision
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_the_forward_computes_in_what_was_asked_for_and_parameters_stay(name: Any, dtype: torch.dtype) -> None:
+    layer = nn.Linear(3, 2)
+    with precision.autocast(name, CPU):
+        assert layer(torch.ones(1, 3)).dtype is dtype
+    assert layer.weight.dtype is torch.float32
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_only_fp16_scales_its_loss_and_from_the_start() -> None:
+    assert precision.loss_scaler("fp32", CPU) is None
+    assert precision.loss_scaler("bf16", CPU) is None
+    scaler = precision.loss_scaler("fp16", CPU)
+    assert scaler is not None
+    assert scaler.get_scale() == 2.0**16
+    assert "scale" in scaler.state_dict()
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+    optimizer.param_groups[0]["params"][0].grad = torch.tensor([2.0**16])
+    scaler.unscale_(optimizer)
+    assert optimizer.param_groups[0]["params"][0].grad.tolist() == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16", "amx", "slow"),
+    [
+        ("fp32", False, False, False),
+        ("bf16", False, False, True),
+        ("bf16", True, False, False),
+        ("bf16", False, True, False),
+        ("fp16", False, False, True),
+    ],
+)
+def test_a_precision_that_is_slow_on_this_cpu_says_so(
+    monkeypatch: pytest.MonkeyPatch, name: Any, bf16: bool, amx: bool, slow: bool
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bf16)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    expected = f"this CPU has no {name} matrix instructions: expect {name} to be many times slower than fp32" if slow else None
+    assert precision.slow_on_this_cpu(name, CPU) == expected
+    assert precision.slow_on_this_cpu(name, CUDA) is None
+
+
+@given(st.lists(st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=5), min_size=1, max_size=5), st.floats(0.01, 1000))
+def test_clipping_is_torchs_to_within_its_epsilon(rows: list[list[float]], limit: float) -> None:
+    gradients = [torch.tensor(row) for row in rows]
+    parameters = [nn.Parameter(torch.zeros(len(row))) for row in rows]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient.clone()
+    expected = float(nn.utils.clip_grad_norm_(parameters, limit))
+    norm = precision.global_norm(gradients)
+    assert float(norm) == pytest.approx(expected, rel=1e-5, abs=1e-30)
+    precision.clip(gradients, norm, limit)
+    for gradient, parameter in zip(gradients, parameters, strict=True):
+        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-3, atol=1e-6)
+
+
+def test_a_gradient_within_the_limit_keeps_its_bits() -> None:
+    gradient = torch.tensor([3.0, 4.0])
+    precision.clip([gradient], precision.global_norm([gradient]), 5.0)
+    assert gradient.tolist() == [3.0, 4.0]
+    precision.clip([gradient], precision.global_norm([gradient]), 2.5)
+    assert gradient.tolist() == [1.5, 2.0]
+
+
+def test_a_gradient_that_is_not_finite_is_left_to_be_looked_at() -> None:
+    gradients = [torch.tensor([1.0, 2.0]), torch.tensor([math.inf, 0.0])]
+    precision.clip(gradients, precision.global_norm(gradients), 1.0)
+    assert [gradient.tolist() for gradient in gradients] == [[1.0, 2.0], [math.inf, 0.0]]
+
+
+def test_the_norm_of_no_gradients_is_0() -> None:
+    assert float(precision.global_norm([])) == 0.0
