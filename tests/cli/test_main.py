@@ -17,7 +17,9 @@ def lockstep(*arguments: str, folder: Path | None = None) -> subprocess.Complete
     return subprocess.run([LOCKSTEP, *arguments], cwd=folder, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["run", "--help"], ["--version"], ["run", "missing.py"], []])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["-h"], ["run", "--help"], ["--version"], ["run", "missing.py"], ["run", "-m", "missing"], []]
+)
 def test_torch_is_not_imported_before_workers_are_started(arguments: list[str]) -> None:
     program = "import sys\nfrom lockstep.cli.main import main\ntry: main()\nfinally: print('torch' in sys.modules)"
     ended = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)

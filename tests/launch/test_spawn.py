@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from textwrap import dedent
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ def test_the_result_is_what_rank_0_returned_and_arguments_may_be_queues() -> Non
 
 def test_processes_have_their_variables_from_the_start_and_this_one_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "elsewhere")
     before = dict(os.environ)
     handlers = {number: signal.getsignal(number) for number in PASSED_ON}
     found = ls.spawn(functions.describe_process, nproc=2, plan="replicate=2,numerics=bitwise", run_dir="runs/a")
@@ -41,12 +43,28 @@ def test_processes_have_their_variables_from_the_start_and_this_one_keeps_its_ow
         "LOCKSTEP_PLAN": "replicate=2,numerics=bitwise",
         "LOCKSTEP_RUN_DIR": os.path.abspath("runs/a"),
         "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 2)),
-        "at import": 0,
-        "leads": True,
+        "rank at import": 0,
+        "blocked": set(),
+        "leads a session": True,
         "torch": False,
     }
     assert dict(os.environ) == before
     assert {number: signal.getsignal(number) for number in PASSED_ON} == handlers
+
+
+def test_signals_wait_while_a_process_starts_until_it_has_handlers_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    starter = module._Starter("fork", functions.double, ())
+    blocked: list[set[Any]] = []
+
+    class Process(multiprocessing.Process):
+        def start(self) -> None:
+            blocked.append(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+
+    monkeypatch.setattr(starter, "_context", SimpleNamespace(Pipe=multiprocessing.Pipe, Process=Process))
+    starter.start({"RANK": "0"})
+    starter.close()
+    assert blocked == [set(PASSED_ON)]
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()
 
 
 def test_the_number_of_processes_comes_from_the_plan_where_it_says_one(capfd: pytest.CaptureFixture[str]) -> None:
@@ -178,7 +196,7 @@ def test_a_script_that_calls_it_unguarded_is_told_once(tmp_path: Path) -> None:
 def test_a_notebooks_functions_run_in_forks_that_leave_its_own_things_alone(tmp_path: Path) -> None:
     # Torch has used its threads here before, and an output file is open, and an atexit function registered.
     source = """
-        import atexit, os, sys, torch
+        import atexit, os, signal, sys, torch
         import lockstep as ls
         torch.set_num_threads(2)
         matrix = torch.ones(700, 700)
@@ -198,20 +216,20 @@ def test_a_notebooks_functions_run_in_forks_that_leave_its_own_things_alone(tmp_
                 atexit.register(lambda: print("child atexit"))
                 raise ValueError("boom")
             dist.barrier()
-            return result, torch.get_num_threads()
-        result, threads = ls.spawn(main, nproc=2, args=(False,))
-        print(type(result) is Result, result.value.item(), threads)
+            return result, torch.get_num_threads(), os.environ["OMP_NUM_THREADS"], signal.getsignal(signal.SIGTERM)
+        result, *others = ls.spawn(main, nproc=2, args=(False,))
+        print(type(result) is Result, result.value.item(), *others)
         try:
             ls.spawn(main, nproc=2, args=(True,))
         except ls.errors.WorkerError as error:
             print(str(error).splitlines()[-2:])
         """
-    ended = subprocess.run(
-        [sys.executable, "-", str(tmp_path / "notes")], input=dedent(source), capture_output=True, text=True, check=False, timeout=50
-    )
+    line = [sys.executable, "-", str(tmp_path / "notes")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "2"}
+    ended = subprocess.run(line, input=dedent(source), env=environment, capture_output=True, text=True, check=False, timeout=50)
     assert ended.stderr == ""
     assert ended.stdout.splitlines() == [
-        "True 3.0 1",
+        "True 3.0 1 1 0",
         "child atexit",
         "['ValueError: boom', 'The others: rank 0 lost a peer.']",
         "parent atexit",

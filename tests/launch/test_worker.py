@@ -185,6 +185,21 @@ def test_threads_are_waited_for_and_then_atexit_functions_run(tmp_path: Path) ->
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "thread\nPoint\n", "")
 
 
+@pytest.mark.parametrize("status", [0, 1])
+def test_objects_are_not_taken_down(tmp_path: Path, status: int) -> None:
+    name = script(
+        tmp_path,
+        f"""
+        class Group:
+            def __del__(self): print("waits for its peers")
+        group = Group()
+        if {status}: raise ValueError
+        """,
+    )
+    ended, _ = work(tmp_path, name)
+    assert (ended.returncode, ended.stdout) == (status, "")
+
+
 def test_classes_of_the_script_travel_to_spawned_processes_and_back(tmp_path: Path) -> None:
     name = script(
         tmp_path,

@@ -33,8 +33,12 @@ def double(point: Point, queue: Any = None) -> Point:
 
 def describe_process() -> dict[str, Any]:
     names = ("RANK", "WORLD_SIZE", "LOCKSTEP_LAUNCHER", "LOCKSTEP_PLAN", "LOCKSTEP_RUN_DIR", "OMP_NUM_THREADS")
-    leads = os.getpid() == os.getsid(0)
-    return {name: os.environ.get(name) for name in names} | {"at import": RANK, "leads": leads, "torch": "torch" in sys.modules}
+    return {name: os.environ.get(name) for name in names} | {
+        "rank at import": RANK,
+        "blocked": signal.pthread_sigmask(signal.SIG_BLOCK, ()),
+        "leads a session": os.getpid() == os.getsid(0),
+        "torch": "torch" in sys.modules,
+    }
 
 
 def large() -> bytes:

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 import click
 
 from lockstep import __version__
-from lockstep.errors import USER_ERROR_STATUS, UserError
+from lockstep.errors import USER_ERROR_STATUS
 
 _COMMANDS = ("run",)
 
@@ -47,11 +47,12 @@ def _commands() -> None:
 
 
 def main() -> None:
-    """Run the command line, and end the process with its status: 2 and one message for a user's mistake."""
+    """Run the command line, and end the process with its status: 2 and one message for a user's mistake.
+
+    A `UserError` goes through: `lockstep.errors.install_excepthook` has seen to it.
+    """
     try:
         status = _commands.main(prog_name="lockstep", standalone_mode=False)
-    except UserError as error:
-        _fail(f"{type(error).__name__}: {error}")
     except click.UsageError as error:
         where = error.ctx.command_path if error.ctx is not None else "lockstep"
         _fail(f"UsageError: {error.format_message().rstrip('.')}; see {where} --help")
