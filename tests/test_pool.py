@@ -22,11 +22,11 @@ import pytest
 import torch
 from torch import distributed
 
-from lockstep.errors import LaunchError, PlanError, UserError
+from lockstep.errors import LaunchError, PlanError, UserError, WorkerError
 from lockstep.testing import leaks
 from lockstep.testing import pool as pool_module
 from lockstep.testing.pool import WorkerFailed, WorkerPool
-from lockstep.testing.worker import FAILED
+from lockstep.testing.worker import FAILED, import_for
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "GLOO_SOCKET_IFNAME")
 FOREVER = 3600.0
@@ -74,6 +74,10 @@ def join_as_torchrun_does() -> float:
     distributed.destroy_process_group()
     distributed.init_process_group("gloo")
     return sum_of_ranks()
+
+
+def is_imported(name: str) -> bool:
+    return name in sys.modules
 
 
 def add(left: torch.Tensor, right: dict[str, int]) -> torch.Tensor:
@@ -324,6 +328,46 @@ def test_a_run_interrupted_while_it_forks_leaves_the_pool_usable(monkeypatch: py
         assert pool.run(2, sum_of_ranks) == [1.0, 1.0]
 
 
+def test_modules_named_to_be_preloaded_are_there(tmp_path: Path) -> None:
+    with WorkerPool(max_workers=1, preload=["plistlib"]) as pool:
+        assert pool.run(1, is_imported, "plistlib") == [True]
+
+
+def test_a_module_that_cannot_be_preloaded_fails_the_first_run(capfd: pytest.CaptureFixture[str]) -> None:
+    with (
+        WorkerPool(max_workers=1, preload=["no_such_module"]) as pool,
+        pytest.raises(WorkerError, match="nursery process ended with status 1"),
+    ):
+        pool.run(1, sum_of_ranks)
+    assert "No module named 'no_such_module'" in capfd.readouterr().err
+
+
+def test_a_module_is_imported_from_its_file_whatever_else_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "module_of_a_test.py").write_text(f"FOLDER = {folder!r}")
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "one"), *sys.path])
+    two = str(tmp_path / "two" / "module_of_a_test.py")
+    try:
+        assert import_for("module_of_a_test", None).FOLDER == "one"
+        assert import_for("module_of_a_test", two).FOLDER == "two"
+        assert import_for("package_that_is_not_there.module_of_a_test", two).FOLDER == "two"
+        with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+            import_for("no_such_module", None)
+    finally:
+        sys.modules.pop("module_of_a_test", None)
+        sys.modules.pop("package_that_is_not_there.module_of_a_test", None)
+
+
+def test_the_page_on_testing_runs(tmp_path: Path) -> None:
+    text = (Path(__file__).parent.parent / "docs" / "testing.md").read_text()
+    for name, block in re.findall(r"^```py\n# (\w+\.py)\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE):
+        (tmp_path / name).write_text(block)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:randomly", "-p", "no:cacheprovider", "-c", os.devnull, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert "2 passed" in ended.stdout, ended.stdout + ended.stderr
+
+
 def test_a_nursery_that_dies_is_replaced(capfd: pytest.CaptureFixture[str]) -> None:
     with WorkerPool(max_workers=1) as pool:
         pool.run(1, sum_of_ranks)
@@ -384,8 +428,10 @@ def test_a_world_larger_than_the_pool_is_refused(pool: WorkerPool) -> None:
         pool.run(5, sum_of_ranks)
     with pytest.raises(LaunchError, match=r"world_size=0; this pool runs 1 to max_workers=4 ranks"):
         pool.run(0, sum_of_ranks)
-    with pytest.raises(LaunchError, match=r"max_workers=0; a pool runs at least 1 worker"):
+    with pytest.raises(LaunchError, match=r"max_workers=0; a pool runs 1 to 100 workers"):
         WorkerPool(max_workers=0)
+    with pytest.raises(LaunchError, match=r"max_workers=101; a pool runs 1 to 100 workers"):
+        WorkerPool(max_workers=101)
 
 
 def test_a_function_that_is_not_at_module_level_is_refused(pool: WorkerPool) -> None:

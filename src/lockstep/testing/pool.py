@@ -37,7 +37,7 @@ from typing import IO, Any
 
 from lockstep.errors import LaunchError, UserError, WorkerError
 from lockstep.testing.leaks import Exempt
-from lockstep.testing.worker import DUMP_SIGNAL, FAILED, PACKET_BYTES, kill_group, loopback_store
+from lockstep.testing.worker import DUMP_SIGNAL, FAILED, MOST_WORKERS, PACKET_BYTES, kill_group, loopback_store
 
 START_SECONDS = 120.0
 # Taking the group down, and the wait for what is ending when `check_leaks` looks.
@@ -75,8 +75,8 @@ class WorkerPool:
     """Runs functions on `world_size` fresh processes with a Gloo process group. Used by one thread at a time.
 
     `max_workers` is the largest world size. `preload` names modules that the nursery imports before the first run, beside torch and the
-    modules that functions come from. With `check_leaks`, a run fails where a rank leaves a process, a thread, a listening port, an open
-    descriptor or an environment variable behind.
+    modules that functions come from; one that cannot be imported fails that run. With `check_leaks`, a run fails where a rank leaves a
+    process, a thread, a listening port, an open descriptor or an environment variable behind.
 
     The nursery starts when the pool is made, and imports while the caller goes on; `close`, or leaving the `with` block, ends it.
     Raises `LaunchError` where the platform lacks what the pool stands on.
@@ -85,8 +85,8 @@ class WorkerPool:
     def __init__(self, max_workers: int = 4, *, preload: Iterable[str] = (), check_leaks: bool = False) -> None:
         if not hasattr(os, "pidfd_open"):
             raise LaunchError(f"WorkerPool on {sys.platform}; it needs Linux 5.3 or later, for pidfd_open; run these tests there")
-        if max_workers < 1:
-            raise LaunchError(f"max_workers={max_workers}; a pool runs at least 1 worker; give a positive number")
+        if not 1 <= max_workers <= MOST_WORKERS:
+            raise LaunchError(f"max_workers={max_workers}; a pool runs 1 to {MOST_WORKERS} workers; give a number between")
         self.max_workers = max_workers
         self._preload = list(preload)
         self._check_leaks = check_leaks

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
 PACKET_BYTES = 1 << 17
-MOST_DESCRIPTORS = 200
+MOST_WORKERS = 100
 # Importing torch._dynamo takes about a second, which the first optimizer of a process would pay: see torch._compile.
 PRELOADED = ("numpy", "torch", "torch.distributed", "torch.nn.parallel", "torch.utils.data", "torch._dynamo")
 # What one worker holds alone; /dev/shm and the temporary folder it shares with the other ranks, and the parent's test checks those.
@@ -51,12 +51,11 @@ def nursery(control_descriptor: int, preload: Iterable[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     control = socket.socket(fileno=control_descriptor)
     for name in (*PRELOADED, *preload):
-        if importlib.util.find_spec(name.partition(".")[0]) is not None:
-            importlib.import_module(name)
+        importlib.import_module(name)
     _warm_up()
-    control.send(json.dumps({"ready": os.getpid()}).encode())
     children: set[int] = set()
     try:
+        control.send(b"ready")
         while packet := _next(control):
             _answer(control, children, *packet)
     except BrokenPipeError:
@@ -67,7 +66,7 @@ def nursery(control_descriptor: int, preload: Iterable[str]) -> None:
 
 
 def _next(control: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    packet, descriptors, _, _ = socket.recv_fds(control, PACKET_BYTES, MOST_DESCRIPTORS)
+    packet, descriptors, _, _ = socket.recv_fds(control, PACKET_BYTES, 2 * MOST_WORKERS)
     return (json.loads(packet), descriptors) if packet else None
 
 
@@ -136,8 +135,8 @@ def _fork(control: socket.socket, descriptors: list[int], request: dict[str, Any
     if request["module"] != "__main__":
         try:
             import_for(request["module"], request["file"])
-        except Exception:
-            sys.modules.pop(request["module"], None)  # the worker meets the same error, and reports it
+        except BaseException:  # the worker meets the same error, and reports it
+            sys.modules.pop(request["module"], None)
     gc.freeze()  # a collection in a worker would otherwise copy every page of what the nursery imported
     sys.stdout.flush()
     sys.stderr.flush()
