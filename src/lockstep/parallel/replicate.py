@@ -200,7 +200,7 @@ class Replica:
     def _ordered_bucket(self, _: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Start this bucket's ordered sum; once the last bucket is here, end all of them in their order, which is the same on all ranks."""
         members = [self._places.get(id(parameter)) for parameter in bucket.parameters()]
-        buffer, last_leaf = bucket.buffer(), bucket.gradients()
+        buffer, last_leaf = bucket.buffer(), _gradients(bucket)
         counter: Counter[list[Tensor]] = Counter(_add_into_right, start=self._share.start, count=self._count)
         for node, value in zip(self._counter.nodes, self._counter.values, strict=True):
             counter.push_node(node, [torch.zeros_like(g) if m is None else value[m] for m, g in zip(members, last_leaf, strict=True)])
@@ -226,12 +226,22 @@ def _sum_bucket(_: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     return future
 
 
+def _gradients(bucket: GradBucket) -> list[Tensor]:
+    """Views of the bucket, each laid out as its parameter is: `bucket.gradients()` takes all of them for contiguous."""
+    return [
+        gradient.as_strided(parameter.shape, parameter.stride())
+        if not parameter.is_contiguous() and torch.ops.aten.is_non_overlapping_and_dense(parameter)
+        else gradient
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True)
+    ]
+
+
 def _flatten(value: Sequence[Tensor], like: GradBucket) -> Tensor:
     """The tensors laid out as the bucket lays out its gradients, strides and all."""
     buffer = like.buffer()
     flat = torch.zeros_like(buffer)
     start = buffer.storage_offset()
-    views = [flat.as_strided(g.shape, g.stride(), g.storage_offset() - start) for g in like.gradients()]
+    views = [flat.as_strided(g.shape, g.stride(), g.storage_offset() - start) for g in _gradients(like)]
     torch._foreach_copy_(views, list(value))
     return flat
 

@@ -54,6 +54,21 @@ def trainable(model: Any) -> dict[str, nn.Parameter]:
     return found
 
 
+def check_gradients(model: nn.Module, parameters: dict[str, nn.Parameter], *, bitwise: bool) -> None:
+    """Raises `RecipeError` where the model's gradients will be of a kind that cannot be summed over ranks."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise RecipeError(
+                f"the model's {name or 'embedding'!r} has sparse=True; gradients are summed over ranks and clipped as dense tensors; "
+                "build it with sparse=False"
+            )
+    if bitwise and (found := [name for name, parameter in parameters.items() if parameter.is_complex()]):
+        raise RecipeError(
+            f"numerics=bitwise with complex parameters ({_listed(found)}); it sums real numbers; keep them as real tensors and use "
+            "torch.view_as_complex in the forward, or choose numerics=fast"
+        )
+
+
 def allocate_state(optimizer: Optimizer) -> None:
     """Make the optimizer's state now, so that no step can run out of memory half-way through applying itself.
 

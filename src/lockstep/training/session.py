@@ -131,6 +131,7 @@ class Session:
         seed_generators(key(self.seed, Stream.MODEL, len(self._pairs)), self.device)
         model = build_model()
         parameters = optimizers.trainable(model)
+        optimizers.check_gradients(model, parameters, bitwise=self.plan.numerics == "bitwise")
         model.to(self.device)
         self._check_equal(model)
         model.train()
