@@ -16,6 +16,8 @@ from training.subjects import network, recipe, rows, samples_at
 
 import lockstep as ls
 from lockstep.assignment import batch_span, microbatches, steps_of
+from lockstep.precision import autocast
+from lockstep.recipe import Precision
 from lockstep.testing.pool import WorkerPool
 
 WORLD_SIZES = (1, 2, 3, 4)
@@ -57,6 +59,7 @@ class Case:
     global_batch: int = 16
     microbatch: int | None = 4
     epochs: bool = False
+    precision: Precision = "fp32"
     loss: Callable[..., Any] = scalar
     weight: Callable[..., Any] | None = None
 
@@ -87,6 +90,7 @@ class Case:
             loss=self.loss,
             weight=self.weight,
             optimizer=frozen,
+            precision=self.precision,
             global_batch=self.global_batch,
             microbatch=self.microbatch,
             steps=None if self.epochs else self.steps(),
@@ -104,6 +108,7 @@ CASES = {
     "weights 1 and 100, from the forward": Case(loss=weighted_loss),
     "weights 1 and 100, short last batch": Case(samples=21, epochs=True, loss=weighted_loss),
     "two terms, each with its denominator": Case(loss=two_terms, weight=two_weights),
+    "bf16": Case(precision="bf16", global_batch=14),
 }
 
 
@@ -135,7 +140,7 @@ def gradients_of_all_cases(run_dir: str) -> dict[str, tuple[dict[str, Tensor], l
 
 
 def by_hand(case: Case, weights: dict[str, Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """The gradient of each step on one process, one microbatch after another, without lockstep."""
+    """The gradient of each step on one process, one microbatch after another, without lockstep. In float32: in the case's precision."""
     model = network()
     model.load_state_dict(weights)
     model.to(dtype)
@@ -144,7 +149,8 @@ def by_hand(case: Case, weights: dict[str, Tensor], dtype: torch.dtype) -> list[
         model.zero_grad()
         samples = sum(len(batch[1]) for batch in step)
         for batch in step:
-            loss = case.loss(model, batch)
+            with autocast(case.precision if dtype is torch.float32 else "fp32", torch.device("cpu")):
+                loss = case.loss(model, batch)
             if isinstance(loss, dict):
                 totals = {name: sum(two_weights(other)[name] for other in step) for name in loss}
                 sum(term.total / totals[name] for name, term in loss.items()).backward()
@@ -180,6 +186,12 @@ def test_the_gradient_is_one_process_in_float64_within_4_times_float32s_own_erro
         for step, truth in enumerate(exact):
             error, own_error = ((gradient - truth).norm() / truth.norm() for gradient in (found[step], own[step]))
             assert error <= 4 * own_error, f"rank {rank}, step {step}: {error:.2e} and {own_error:.2e}"
+
+
+def test_bf16_has_an_error_of_its_own(measured: Callable[[int], list[Any]]) -> None:
+    weights, _ = measured(1)[0]["bf16"]
+    exact, own = (by_hand(CASES["bf16"], weights, dtype)[0] for dtype in (torch.float64, torch.float32))
+    assert 1e-4 < (own - exact).norm() / exact.norm() < 3e-2
 
 
 def test_the_cases_are_what_they_are_called() -> None:

@@ -19,7 +19,7 @@ from training.subjects import FEATURES, OUTPUTS, network, recipe, rows, same, sa
 import lockstep as ls
 from lockstep.errors import LockstepError, RecipeError
 from lockstep.testing.pool import WorkerPool
-from lockstep.training.optimizers import STATE_IS_ZERO_AT_FIRST, Schedule, allocate_state, built, trainable
+from lockstep.training.optimizers import STATE_IS_ZERO_AT_FIRST, Schedule, allocate_state, built, check_gradients, trainable
 
 VARIANTS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Adam": partial(torch.optim.Adam, weight_decay=0.1),
@@ -156,6 +156,18 @@ def test_a_model_with_nothing_to_train_is_refused(model: Any, message: str) -> N
     with pytest.raises(RecipeError) as caught:
         trainable(model)
     assert str(caught.value).startswith(message)
+
+
+def test_gradients_that_cannot_be_summed_are_refused_by_name() -> None:
+    sparse = nn.Sequential(nn.Linear(1, 1), nn.Embedding(2, 2, sparse=True))
+    with pytest.raises(
+        RecipeError, match=r"^the model's '1' has sparse=True; gradients are summed over ranks and clipped as dense tensors; "
+    ):
+        check_gradients(sparse, trainable(sparse), bitwise=False)
+    waves = nn.ParameterDict({"wave": torch.zeros(2, dtype=torch.complex64), "rest": torch.zeros(2)})
+    check_gradients(waves, trainable(waves), bitwise=False)
+    with pytest.raises(RecipeError, match=r"^numerics=bitwise with complex parameters \(wave\); it sums real numbers; keep them as real"):
+        check_gradients(waves, trainable(waves), bitwise=True)
 
 
 def two_sets(model: nn.Sequential) -> list[torch.optim.Optimizer]:

@@ -107,6 +107,20 @@ class Widened(nn.Module):
         return torch.tanh(self.layer(x.double())).float()
 
 
+class LaidOutOtherwise(nn.Module):
+    """Parameters that are dense and not contiguous, and one that is not dense."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(2, 4, 3, padding=1).to(memory_format=torch.channels_last)
+        self.transposed = nn.Parameter(torch.randn(3, 12).t())
+        self.strided = nn.Parameter(torch.randn(3, 6)[:, ::2])
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.convolution(x.reshape(-1, 2, 1, 3)).flatten(1)
+        return features @ self.transposed @ self.strided
+
+
 CASES: dict[str, Callable[[], ls.Recipe]] = {
     "AdamW (foreach), 8 microbatches": lambda: everything(foreach_adamw),
     "AdamW (foreach), 7 microbatches": lambda: everything(foreach_adamw, global_batch=28),
@@ -119,6 +133,7 @@ CASES: dict[str, Callable[[], ls.Recipe]] = {
     "two terms": lambda: everything(foreach_adamw, loss=two_terms, weight=count),
     "a loss in float64": lambda: everything(foreach_adamw, loss=loss_in_float64),
     "parameters in float32 and float64": lambda: recipe(model=in_two_dtypes, loss=squared_error, global_batch=28),
+    "parameters that are not contiguous": lambda: recipe(model=LaidOutOtherwise, loss=squared_error, global_batch=28, clip_norm=0.1),
     "bf16": lambda: everything(foreach_adamw, precision="bf16"),
     "fp16": lambda: everything(foreach_adamw, precision="fp16"),
 }
