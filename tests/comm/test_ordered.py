@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from hypothesis import given
@@ -46,6 +48,7 @@ def leaves(count: int, length: int) -> list[Tensor]:
 
 def ordered_sums() -> list[list[Tensor]]:
     """For each count of microbatches the sum of each length, all of a count under way at once."""
+    warnings.simplefilter("error")  # every rank would show it
     rank, world_size = distributed.get_rank(), distributed.get_world_size()
     found = []
     for count in COUNTS:
