@@ -57,7 +57,7 @@ def test_an_example_imports_nothing_of_lockstep_but_its_public_face(name: str) -
 def test_regression_finds_the_line(example: Load) -> None:
     result = example("regression").main([])
     assert result.steps == 200
-    assert result.loss < 0.03  # the noise in the data is 0.01
+    assert 0.005 < result.loss < 0.03  # the noise in the data is 0.01
 
 
 def test_digits_tells_97_of_100_digits(example: Load, capsys: pytest.CaptureFixture[str]) -> None:
