@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -60,6 +61,11 @@ def main() -> None:
         _fail(f"UsageError: {error.format_message()}")
     except (click.Abort, KeyboardInterrupt):
         sys.exit(130)
+    if "torch" in sys.modules:
+        # All that was started has been ended: without this, taking torch's modules down takes half a second more.
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(status or 0)
     sys.exit(status or 0)
 
 
