@@ -15,6 +15,7 @@ step costs no collective beyond the gradients' own. Each number is written by on
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -122,8 +123,8 @@ class Replica:
         if self._ddp is None:
             if self._bitwise:
                 self._put_root()
-            column = self._column(values)
-            return column if column.is_cuda else column.tolist(), None if weights is None else self._column(weights), flag
+            recorded = self._column(values) if isinstance(values[0], Tensor) else [self._rounded(value) for value in values]
+            return recorded, None if weights is None else self._column(weights), flag
         if not self._synchronised:
             zero = torch.zeros((), device=self._touched.slots.device, requires_grad=True)
             self._synchronise(zero, torch.zeros_like(zero), None)
@@ -149,6 +150,10 @@ class Replica:
         if isinstance(numbers[0], float):
             return torch.tensor(numbers, dtype=self._dtype)
         return torch.stack([number for number in numbers if isinstance(number, Tensor)]).to(self._dtype)
+
+    def _rounded(self, value: Number) -> float:
+        """As it comes out of a slot: a world of one records what any other does."""
+        return float(np.float32(value)) if self._dtype is torch.float32 else float(value)
 
     def _sent(self, values: Sequence[Number], weights: Sequence[Number] | None, flag: bool) -> Tensor:
         """This rank's slots: its own numbers in their places, zeros in the others'."""

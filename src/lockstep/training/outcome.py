@@ -27,7 +27,7 @@ class Outcome:
     """(microbatches,): each one's part of the loss; its raw total where `weights` is there."""
     weights: Tensor | None
     norm: Tensor | float
-    """Scalar: the gradient's global norm before clipping."""
+    """Scalar: the gradient's global norm before clipping; at a step that is not logged, perhaps only a number that is finite as it is."""
     applied: bool | None
     """Whether the model was updated. None: a GPU decided; `check` finds out."""
     stops: Tensor | bool

@@ -199,12 +199,13 @@ class Session:
                         raise LossError(no_weight(source.step, name))
             if len(self._pairs) > 1:
                 source.keep()
-            step = Step(source.step, source, self._pairs, self.world, wants_to_stop=lambda: self._wants_to_stop is not None)
+            logs = (source.step + 1) % self.log_every == 0 or source.step + 1 == length.steps
+            step = Step(source.step, source, self._pairs, self.world, logs=logs, wants_to_stop=lambda: self._wants_to_stop is not None)
             yield step
             self._check_committed(step)
             self.pace.count(step.samples)
             unread += step.committed.values()
-            if (step.index + 1) % self.log_every == 0 or step.index + 1 == length.steps:
+            if logs:
                 self._log(step, unread)
                 unread = []
                 if any(bool(outcome.stops) for outcome in step.committed.values()):

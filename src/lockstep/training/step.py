@@ -99,14 +99,17 @@ class Pair:
     def gradients(self) -> list[Tensor]:
         return [p.grad for p in self.parameters if p.grad is not None]
 
-    def apply(self, step: int, clip_norm: float | None) -> tuple[Tensor | float, bool | None]:
-        """Clip and step the optimizers, all or none. Returns the gradient's norm before clipping, and whether the step was applied:
-        None where a GPU decides and nobody has asked it yet."""
+    def apply(self, step: int, clip_norm: float | None, *, measure: bool) -> tuple[Tensor | float, bool | None]:
+        """Clip and step the optimizers, all or none.
+
+        Returns the gradient's norm before clipping (where nobody clips, and not `measure`: a number that is finite as it is), and
+        whether the step was applied: None where a GPU decides and nobody has asked it yet.
+        """
         gradients = self.gradients()
         if self.scaler is not None and gradients:
             for optimizer in self.optimizers:
                 self.scaler.unscale_(optimizer)
-        norm = precisions.global_norm(gradients)
+        norm = precisions.global_norm(gradients) if measure or clip_norm is not None else precisions.total(gradients)
         if clip_norm is not None:
             precisions.clip(gradients, norm, clip_norm)
         self.schedule.before_step(step)
@@ -136,7 +139,9 @@ class Pair:
 class Step:
     """One optimizer step under way, the same on all ranks. Made by `Session.steps`."""
 
-    def __init__(self, index: int, source: Microbatches, pairs: Sequence[Pair], world: World, *, wants_to_stop: Callable[[], bool]) -> None:
+    def __init__(
+        self, index: int, source: Microbatches, pairs: Sequence[Pair], world: World, *, logs: bool, wants_to_stop: Callable[[], bool]
+    ) -> None:
         self.index = index
         """0 for the first."""
         self.samples = source.samples
@@ -150,6 +155,7 @@ class Step:
         self.source = source
         self.world = world
         self._poll = world.device.type == "cpu"
+        self._logs = logs
         self._wants_to_stop = wants_to_stop
         self._phase: _Phase | None = None
         self._current: tuple[int, Any, int] | None = None
@@ -222,7 +228,7 @@ class Step:
             each.statistics.check()
         if weights is not None:
             pair.rescale(weights, self._prescale(pair))
-        norm, applied = pair.apply(self.index, clip_norm)
+        norm, applied = pair.apply(self.index, clip_norm, measure=self._logs)
         for each in self._pairs:
             each.statistics.commit(self.count, apply=applied is not False)
         outcome = Outcome(self.source.layout, pair, values, weights, norm, applied, stops, [part.terms for part in phase.parts])
