@@ -18,7 +18,8 @@ def test_a_rendezvous_port_in_use_is_an_error_with_status_2_and_no_traceback() -
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "WORLD_SIZE": "2"}
-        done = subprocess.run([sys.executable, "-c", script], env={**os.environ, **environment}, capture_output=True, text=True, timeout=50)
+        command = [sys.executable, "-c", script]
+        done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=50)
     assert done.returncode == 2
     message = next(line for line in done.stderr.splitlines() if line.startswith("lockstep: "))
     assert message == (
