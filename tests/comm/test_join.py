@@ -31,7 +31,9 @@ def test_a_rendezvous_port_in_use_is_an_error_with_status_2_and_no_traceback() -
 
 def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(LaunchError, match=r"2 processes on this machine and 1 GPUs; each process takes a GPU of its own; start 1 processes"):
+    with pytest.raises(
+        LaunchError, match=r"2 processes on this machine and 1 GPUs; each process takes a GPU of its own; start 1 processes"
+    ):
         join(rank=0, size=2, local_rank=0, local_size=2, timeout=timedelta(seconds=5))
 
 
