@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.assignment import share
 from lockstep.comm.group import World
 from lockstep.comm.ordered import OrderedSum, Shares
+from lockstep.errors import RecipeError
 from lockstep.tree import Counter
 
 Number = Tensor | float
@@ -144,7 +145,15 @@ class Replica:
     def _synchronise(self, total: Tensor, seed: Tensor, inputs: list[nn.Parameter] | None) -> None:
         assert self._ddp is not None
         self._synchronised = True
-        torch.autograd.backward(self._ddp(total), seed, inputs=inputs)
+        try:
+            torch.autograd.backward(self._ddp(total), seed, inputs=inputs)
+        except RuntimeError as error:
+            if "mark a variable ready only once" not in str(error):
+                raise
+            raise RecipeError(
+                "a parameter's gradient was complete twice in one backward, as reentrant activation checkpoints make it; ranks sum a "
+                "gradient once; give torch.utils.checkpoint.checkpoint use_reentrant=False"
+            ) from error
 
     def _column(self, numbers: Sequence[Number]) -> Tensor:
         if isinstance(numbers[0], float):

@@ -58,11 +58,14 @@ class _Scratch:
         self.renew()
         return torch.cat([torch.stack([keep, calls]), gains])
 
-    def apply(self, rows: Tensor) -> None:
-        """Update the module's own buffers from all microbatches, in order. `rows`: (microbatches, 2 + 2 features)."""
+    def apply(self, rows: Tensor, gate: Tensor | None) -> None:
+        """Update the module's own buffers from all microbatches, in order, unless the `gate` is False.
+
+        `rows`: (microbatches, 2 + 2 features).
+        """
         mean, variance = self.kept["running_mean"], self.kept["running_var"]
         running = torch.cat([mean, variance]).double()
-        tracked = self.kept["num_batches_tracked"]
+        tracked, before = self.kept["num_batches_tracked"], running
         for row in rows:
             keep, calls, gain = row[0], row[1], row[2:]
             if self.module.momentum is None:
@@ -70,7 +73,9 @@ class _Scratch:
                 running = (running * seen + gain) / (seen + calls).clamp(min=1)
             else:
                 running = keep * running + gain
-            tracked += calls.to(tracked.dtype)
+            tracked += (calls if gate is None else calls * gate).to(tracked.dtype)
+        if gate is not None:
+            running = torch.where(gate, running, before)
         mean.copy_(running[: len(mean)])
         variance.copy_(running[len(mean) :])
 
@@ -87,6 +92,9 @@ class RunningStatistics:
         self._rows: list[Tensor] = []
         ours = {id(buffer) for scratch in self._scratches for buffer in scratch.kept.values()}
         self._others = {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in ours}
+        self._parameters = dict(model.named_parameters())
+        self._trainable = [parameter.requires_grad for parameter in self._parameters.values()]
+        self._watched = [("buffer", *item) for item in self._others.items()] + [("parameter", *item) for item in self._parameters.items()]
         self._model = model
         self.begin()
 
@@ -95,8 +103,17 @@ class RunningStatistics:
             hook.remove()
 
     def begin(self) -> None:
-        """Before the first forward of a step: how the buffers that no forward may change stand; earlier forwards do not count."""
-        self._versions = {name: buffer._version for name, buffer in self._others.items()}
+        """Before the first forward of a step: how what no forward may change stands; earlier forwards do not count.
+
+        Raises `RecipeError` where a parameter was frozen or thawed since the model was prepared.
+        """
+        for (name, parameter), then in zip(self._parameters.items(), self._trainable, strict=True):
+            if parameter.requires_grad is not then:
+                raise RecipeError(
+                    f"parameter {name!r} has requires_grad={not then} and had {then} when the model was prepared; ranks sum the gradients of "
+                    "what was trainable then; freeze in the model's factory, or give the parameter a group of the optimizer with lr=0"
+                )
+        self._versions = [tensor._version for _, _, tensor in self._watched]
         self.discard()
 
     def note_microbatch(self) -> None:
@@ -110,20 +127,21 @@ class RunningStatistics:
             scratch.renew()
 
     def check(self) -> None:
-        """Raises `RecipeError` where a forward has changed a buffer that is not BatchNorm's."""
-        if not self._others:
-            return
-        now = dict(self._model.named_buffers())
-        for name, version in self._versions.items():
-            if now.get(name) is not self._others[name] or self._others[name]._version != version:
+        """Raises `RecipeError` where a forward has changed a parameter, or a buffer that is not BatchNorm's."""
+        now = dict(self._model.named_buffers()) if self._others else {}
+        for (kind, name, tensor), version in zip(self._watched, self._versions, strict=True):
+            if tensor._version != version or (kind == "buffer" and now.get(name) is not tensor):
                 raise RecipeError(
-                    f"the model's forward changed its buffer {name!r}; microbatches are computed on different ranks, so it would "
+                    f"the model's forward changed its {kind} {name!r}; microbatches are computed on different ranks, so it would "
                     "depend on the number of processes (BatchNorm's running statistics are handled); "
-                    "make it a parameter, or update it outside the forward from a hook"
+                    "update it outside the forward, between steps, from a hook's on_step say"
                 )
 
-    def commit(self, count: int, *, apply: bool) -> None:
-        """Gather the rows of all `count` microbatches and, where the step was applied, update the running statistics. Every rank."""
+    def commit(self, count: int, *, apply: bool | Tensor) -> None:
+        """Gather the rows of all `count` microbatches and, where the step was applied, update the running statistics. Every rank.
+
+        `apply`: whether it was; a scalar tensor where a GPU decides.
+        """
         if not self._scratches:
             return
         widths = [2 + 2 * len(scratch.kept["running_mean"]) for scratch in self._scratches]
@@ -131,6 +149,6 @@ class RunningStatistics:
         mine = torch.stack(self._rows) if self._rows else torch.zeros((0, sum(widths)), dtype=torch.float64, device=device)
         self._rows = []
         everyone = self._world.gather_rows(mine, [len(share(count, rank, self._world.size)) for rank in range(self._world.size)])
-        if apply:
+        if apply is not False:
             for scratch, rows in zip(self._scratches, torch.split(everyone, widths, dim=1), strict=True):
-                scratch.apply(rows)
+                scratch.apply(rows, None if apply is True else apply)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -46,6 +47,11 @@ def trainable(model: Any) -> dict[str, nn.Parameter]:
     if not isinstance(model, nn.Module):
         raise RecipeError(f"the model factory returned {model!r} (a {type(model).__name__}); it must return a torch.nn.Module")
     found = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if lazy := [name for name, parameter in found.items() if isinstance(parameter, UninitializedParameter)]:
+        raise RecipeError(
+            f"the model has lazy parameters without a shape ({_listed(lazy)}); the optimizer needs them before the first batch; run the "
+            "model once on an example in the model's factory, or use layers with given sizes"
+        )
     if not found:
         raise RecipeError(
             f"the model ({type(model).__name__}) has no trainable parameter; training needs one at least: check requires_grad, and that "

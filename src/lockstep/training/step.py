@@ -230,7 +230,7 @@ class Step:
             pair.rescale(weights, self._prescale(pair))
         norm, applied = pair.apply(self.index, clip_norm, measure=self._logs)
         for each in self._pairs:
-            each.statistics.commit(self.count, apply=applied is not False)
+            each.statistics.commit(self.count, apply=torch.isfinite(torch.as_tensor(norm)) if applied is None else applied)
         outcome = Outcome(self.source.layout, pair, values, weights, norm, applied, stops, [part.terms for part in phase.parts])
         self.committed[number] = outcome
         self._phase = self._current = None
