@@ -110,8 +110,8 @@ class RunningStatistics:
         for (name, parameter), then in zip(self._parameters.items(), self._trainable, strict=True):
             if parameter.requires_grad is not then:
                 raise RecipeError(
-                    f"parameter {name!r} has requires_grad={not then} and had {then} when the model was prepared; ranks sum the gradients of "
-                    "what was trainable then; freeze in the model's factory, or give the parameter a group of the optimizer with lr=0"
+                    f"parameter {name!r} has requires_grad={not then} and had {then} when the model was prepared; ranks sum the gradients "
+                    "of what was trainable then; freeze in the model's factory, or give the parameter a group of the optimizer with lr=0"
                 )
         self._versions = [tensor._version for _, _, tensor in self._watched]
         self.discard()
