@@ -12,7 +12,9 @@ from torch.utils.checkpoint import checkpoint
 from training.subjects import recipe, rows, same, samples_at, sgd, squared_error, state_of
 
 import lockstep as ls
+from lockstep.comm.group import World
 from lockstep.errors import RecipeError
+from lockstep.parallel.statistics import RunningStatistics
 from lockstep.testing.pool import WorkerPool
 
 SAMPLES, GLOBAL_BATCH, MICROBATCH, STEPS = 60, 22, 4, 4
@@ -140,5 +142,102 @@ def test_running_statistics_are_those_of_one_process_in_every_step(pool: WorkerP
 def test_a_forward_that_changes_another_buffer_is_refused_by_its_name(
     pool: WorkerPool, tmp_path: Any, world_size: int, microbatch: int, replaces: bool
 ) -> None:
-    with pytest.raises(RecipeError, match=r"forward changed its buffer 'calls_seen'.*make it a parameter, or update it outside"):
+    with pytest.raises(RecipeError, match=r"forward changed its buffer 'calls_seen'.*update it outside the forward, between steps"):
         pool.run(world_size, train_a_model_that_changes_a_buffer, str(tmp_path / "run"), replaces, microbatch)
+
+
+class Renormed(nn.Module):
+    """torch shortens the rows that a forward reads, in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(60, 6, max_norm=0.5)
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.embedding((x[:, 0].abs() * 9).long()))
+
+
+class Momentum(nn.Module):
+    """A frozen copy follows the weights, in the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.online = nn.Linear(6, 3)
+        self.target = nn.Linear(6, 3).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.target.weight.lerp_(self.online.weight, 0.1)
+        return self.online(x) - self.target(x)
+
+
+class Reentrant(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.block, self.last = nn.Linear(6, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(checkpoint(self.block, self.first(x), use_reentrant=True))
+
+
+class Freezes(ls.Hook):
+    def on_step(self, run: Any) -> None:
+        if run.step == 2:
+            run.model.last.requires_grad_(False)
+
+
+def attempt(run_dir: str, model: type[nn.Module], numerics: str) -> tuple[str, int]:
+    hooks = [Freezes()] if model is Normed else []
+    states = States()
+    try:
+        ls.train(recipe(model=model, steps=4), run_dir=run_dir, hooks=[*hooks, states], plan=f"numerics={numerics}")
+    except RecipeError as error:
+        return str(error), len(states.states) - 1
+    raise AssertionError("it trained")
+
+
+@pytest.mark.parametrize("numerics", ["fast", "bitwise"])
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("model", "steps", "message"),
+    [
+        (Renormed, 0, "the model's forward changed its parameter 'embedding.weight'; microbatches are computed on different ranks, so it"),
+        (Momentum, 0, "the model's forward changed its parameter 'target.weight'; microbatches are computed on different ranks, so it"),
+        (
+            Normed,
+            2,
+            "parameter 'last.weight' has requires_grad=False and had True when the model was prepared; ranks sum the gradients of what was "
+            "trainable then; freeze in the model's factory, or give the parameter a group of the optimizer with lr=0",
+        ),
+    ],
+)
+def test_a_parameter_that_changes_otherwise_than_by_a_step_is_refused_on_all_ranks(
+    pool: WorkerPool, tmp_path: Any, world_size: int, model: type[nn.Module], steps: int, message: str, numerics: str
+) -> None:
+    for text, done in pool.run(world_size, attempt, str(tmp_path / "run"), model, numerics):
+        assert text.startswith(message)
+        assert done == steps
+
+
+def test_a_reentrant_checkpoint_is_refused_at_two_processes(pool: WorkerPool, tmp_path: Any) -> None:
+    for text, _ in pool.run(2, attempt, str(tmp_path / "run"), Reentrant, "fast"):
+        assert text.endswith("give torch.utils.checkpoint.checkpoint use_reentrant=False")
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_where_a_gpu_decides_a_step_that_is_not_applied_leaves_the_statistics_alone(momentum: float | None) -> None:
+    world = World(0, 1, 0, 1, torch.device("cpu"), owns_group=False)
+    norm = nn.BatchNorm1d(2, momentum=momentum)
+    statistics = RunningStatistics(norm, world)
+    seen = []
+    for gate in (True, False):
+        statistics.begin()
+        norm(torch.tensor([[0.0, 4.0], [2.0, 8.0]]) if gate else torch.full((2, 2), torch.nan))
+        statistics.note_microbatch()
+        statistics.commit(1, apply=torch.tensor(gate))
+        seen.append({name: value.clone() for name, value in norm.named_buffers()})
+    share = 1.0 if momentum is None else momentum
+    assert seen[0]["running_mean"].tolist() == pytest.approx([share * 1.0, share * 6.0])
+    assert same(seen[0], seen[1])
+    statistics.close()

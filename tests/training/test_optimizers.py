@@ -148,6 +148,10 @@ def test_a_frozen_parameter_may_be_held_or_left_out() -> None:
     [
         (nn.Linear(1, 1).requires_grad_(False), "the model (Linear) has no trainable parameter; training needs one at least: check"),
         (nn.Tanh(), "the model (Tanh) has no trainable parameter; training needs one at least"),
+        (
+            nn.Sequential(nn.LazyLinear(2), nn.Linear(2, 1)),
+            "the model has lazy parameters without a shape (0.weight, 0.bias); the optimizer needs them before the first batch; run",
+        ),
         ("model", "the model factory returned 'model' (a str); it must return a torch.nn.Module"),
         (nn.Linear, "the model factory returned <class 'torch.nn.modules.linear.Linear'> (a type); it must return a torch.nn.Module"),
     ],
