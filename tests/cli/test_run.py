@@ -54,7 +54,7 @@ def test_a_script_written_for_torchrun_runs_unchanged(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "status", "expected"),
+    ("how", "status", "first"),
     [
         (
             "raise",
@@ -66,16 +66,38 @@ def test_a_script_written_for_torchrun_runs_unchanged(tmp_path: Path) -> None:
             137,
             r"lockstep: rank 0 was killed by SIGKILL \(often the kernel or the container, because memory ran out\)(, first of 2)?\n",
         ),
-        ("user", 2, r"lockstep: DataError: value; rule; remedy\n"),
     ],
+    ids=["raise", "kill"],
 )
-def test_when_a_rank_fails_all_stop_within_10_seconds_and_it_is_reported_once(how: str, status: int, expected: str) -> None:
+def test_when_a_rank_fails_all_stop_within_10_seconds_and_it_is_reported_once(how: str, status: int, first: str) -> None:
     ended = lockstep_run("--nproc", "4", str(SCRIPTS / "failing.py"), how)
     seconds = time.time() - float(ended.stdout.removeprefix("failing at "))
     assert ended.returncode == status
-    others = "" if how == "user" else r"The others: (rank 1 lost a peer; ranks 2-3|ranks 1-3) were stopped\.\n"
-    assert re.fullmatch(expected + others, ended.stderr), ended.stderr
+    assert re.fullmatch(first + r"The others: (rank 1 lost a peer; ranks 2-3|ranks 1-3) were stopped\.\n", ended.stderr), ended.stderr
+    assert ended.stderr.count("Traceback") == (how == "raise")
     assert seconds < 10
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "printed"),
+    [
+        (
+            "from lockstep.errors import DataError; raise DataError('value; rule; remedy')",
+            2,
+            "lockstep: DataError: value; rule; remedy\n",
+        ),
+        (
+            "raise SystemExit(7) if os.environ['RANK'] == '1' else SystemExit(signal.pause())",
+            7,
+            "lockstep: rank 1 failed (exit status 7)\nThe others: rank 0 was stopped.\n",
+        ),
+    ],
+    ids=["user error", "exit status"],
+)
+def test_the_status_of_the_script_is_that_of_the_command(tmp_path: Path, end: str, status: int, printed: str) -> None:
+    (tmp_path / "script.py").write_text(f"import os, signal\n{end}")
+    ended = lockstep_run("--nproc", "2", "script.py", folder=tmp_path)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (status, "", printed)
 
 
 def test_sigterm_to_the_command_leaves_no_process(tmp_path: Path) -> None:

@@ -18,10 +18,6 @@ if rank == 0:
     print("failing at", time.time(), flush=True)
     if sys.argv[1] == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    if sys.argv[1] == "user":
-        from lockstep.errors import DataError
-
-        raise DataError("value; rule; remedy")
     raise ValueError("boom")
 if rank == 1:
     dist.all_reduce(torch.ones(3))  # in a collective with the rank that fails
