@@ -205,9 +205,11 @@ class Session:
             self._check_committed(step)
             self.pace.count(step.samples)
             unread += step.committed.values()
-            if logs:
-                self._log(step, unread)
+            if logs or self.stopping is not None:
+                self._read(unread)
                 unread = []
+            if logs:
+                self._log(step)
                 if any(bool(outcome.stops) for outcome in step.committed.values()):
                     self.take_stop()
             if self.stopping is not None:
@@ -241,12 +243,14 @@ class Session:
         """Call `close` when the session ends, however it ends."""
         self._stack.callback(close)
 
-    def _log(self, step: Step, unread: list[Outcome]) -> None:
-        for outcome in unread:
+    def _read(self, outcomes: list[Outcome]) -> None:
+        for outcome in outcomes:
             outcome.check()
             if outcome.applied is False:
                 reason = "the scaled gradient overflowed; the loss scale was halved"
                 self.event("step-skipped", outcome.layout.step, reason=reason)
+
+    def _log(self, step: Step) -> None:
         outcome = step.committed[0]
         values = {
             "loss": outcome.loss(),
