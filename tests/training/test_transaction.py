@@ -231,3 +231,21 @@ def test_an_overflow_of_fp16_skips_the_step_on_all_ranks_and_halves_the_scale(
         assert [standing["scale"] for standing in seen] == [2.0**16] * (bad + 1) + [2.0**15] * (len(seen) - bad - 1)
         assert events[0].details == {"reason": "the scaled gradient overflowed; the loss scale was halved"}
         assert rate == 1e-2 * 0.5 ** (len(seen) - 2)
+
+
+class StopsAtOnce(ls.Hook):
+    def on_evaluation(self, run: Any, metrics: Any) -> None:
+        run.stop("seen enough")
+
+
+def overflow_and_stop(run_dir: str) -> list[tuple[str, int]]:
+    """The step that is skipped comes before the evaluation that ends training, and no logging step does."""
+    evaluation = ls.Evaluation(data=rows(4), every=BAD_STEP + 1)
+    given = recipe(model=Halves, data=with_a_bad_sample(1000.0), loss=overflowing, precision="fp16", steps=3, evaluation=evaluation)
+    result = ls.train(given, run_dir=run_dir, hooks=[StopsAtOnce()], log_every=50)
+    return [(event.name, event.step) for event in result.events if event.name != "slow-precision"]
+
+
+def test_a_skipped_step_is_an_event_even_where_training_stops_before_the_next_logging_step(pool: WorkerPool, tmp_path: Path) -> None:
+    names = [("run-started", 0), ("step-skipped", BAD_STEP), ("stopped", BAD_STEP + 1), ("run-ended", BAD_STEP + 1)]
+    assert pool.run(2, overflow_and_stop, str(tmp_path / "run")) == [names] * 2
