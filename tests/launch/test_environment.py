@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from lockstep.errors import LaunchError
 from lockstep.launch.environment import Environment
 
+pytestmark = pytest.mark.usefixtures("eight_cores")
+
 TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+
+
+@pytest.fixture
+def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
 
 
 def test_a_process_without_a_launcher_is_rank_0_of_1() -> None:
     assert Environment.read({"HOME": "/root"}) == Environment(
-        rank=0, local_rank=0, world_size=1, local_world_size=1, launcher="python", plan=None, run_dir=None
+        rank=0, local_rank=0, world_size=1, local_world_size=1, launcher="python", plan=None, run_dir=None, threads=8
     )
 
 
 def test_what_torchrun_sets_is_read() -> None:
     assert Environment.read(TORCHRUN) == Environment(
-        rank=3, local_rank=1, world_size=4, local_world_size=2, launcher="torchrun", plan=None, run_dir=None
+        rank=3, local_rank=1, world_size=4, local_world_size=2, launcher="torchrun", plan=None, run_dir=None, threads=4
     )
 
 
@@ -92,3 +101,13 @@ def test_values_that_contradict_each_other_are_refused(environ: dict[str, str], 
     with pytest.raises(LaunchError) as refused:
         Environment.read(environ)
     assert str(refused.value) == text
+
+
+def test_threads_are_what_somebody_asked_for_else_a_share_of_the_cores() -> None:
+    rank = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    ours = {**rank, "LOCKSTEP_LAUNCHER": "lockstep"}
+    assert Environment.read(rank).threads == 4
+    assert Environment.read({**rank, "OMP_NUM_THREADS": "1"}).threads == 4  # torchrun sets it unasked
+    assert Environment.read({**rank, "OMP_NUM_THREADS": "3"}).threads == 3
+    assert Environment.read({**ours, "OMP_NUM_THREADS": "1"}).threads == 1
+    assert Environment.read({"OMP_NUM_THREADS": "12"}).threads == 12

@@ -20,8 +20,9 @@ import pytest
 
 from lockstep.launch import local
 from lockstep.launch.call import PASSED_ON
+from lockstep.launch.environment import threads_per_process
 from lockstep.launch.failure import Ending
-from lockstep.launch.local import GRACE_SECONDS, LoopbackRendezvous, run_workers, threads_per_process
+from lockstep.launch.local import GRACE_SECONDS, LoopbackRendezvous, run_workers
 
 Starter = Callable[..., Ending]
 

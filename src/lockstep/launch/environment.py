@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, cast, get_args
@@ -29,6 +30,8 @@ class Environment:
     """The plan given at launch, in the mini-language of `Plan.parse`. None: none was given."""
     run_dir: str | None
     """The run directory given at launch. None: none was given."""
+    threads: int
+    """Intra-op threads of this process: OMP_NUM_THREADS where somebody set it (torchrun sets 1 unasked), else cores ÷ processes."""
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Environment:
@@ -63,6 +66,7 @@ class Environment:
             launcher=_launcher(environ),
             plan=environ.get("LOCKSTEP_PLAN") or None,
             run_dir=environ.get("LOCKSTEP_RUN_DIR") or None,
+            threads=_threads(environ, local_world_size),
         )
 
 
@@ -71,6 +75,19 @@ def _launcher(environ: Mapping[str, str]) -> Launcher:
     if name not in get_args(Launcher):
         raise LaunchError(f"LOCKSTEP_LAUNCHER={name}; lockstep's launchers set it to one of {', '.join(get_args(Launcher))}; unset it")
     return cast(Launcher, name)
+
+
+def _threads(environ: Mapping[str, str], local_world_size: int) -> int:
+    asked = _whole(environ, "OMP_NUM_THREADS", 0)
+    if _launcher(environ) == "torchrun" and asked == 1:
+        asked = 0
+    return asked or threads_per_process(local_world_size)
+
+
+def threads_per_process(count: int) -> int:
+    """Intra-op threads for each of `count` processes of this machine: the cores that this process may use, shared out, at least 1."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // count)
 
 
 def _both_or_neither(environ: Mapping[str, str], one: str, other: str) -> None:

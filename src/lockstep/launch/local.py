@@ -32,7 +32,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from lockstep.launch import worker
-from lockstep.launch.environment import Launcher
+from lockstep.launch.environment import Launcher, threads_per_process
 from lockstep.launch.failure import Ending, Failure, Record, read_crash, read_torch_record
 
 LOOPBACK = "127.0.0.1"
@@ -318,12 +318,6 @@ class Agent(SimpleElasticAgent):
 
     def _file(self, rank: int, kind: str) -> Path:
         return self._records / f"rank-{rank}.{kind}"
-
-
-def threads_per_process(count: int) -> int:
-    """Intra-op threads for each of `count` processes of this machine: the cores that this process may use, shared out, at least 1."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // count)
 
 
 def _signal_group(leader: int, number: signal.Signals) -> None:

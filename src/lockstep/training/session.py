@@ -78,7 +78,7 @@ class Session:
             )
             launched = Plan.parse(environment.plan) if environment.plan is not None else None
             self.plan = (launched or self._given_plan or Plan()).resolve(self.world.size)
-            _set_up_computation(self.plan, self.world, stack)
+            _set_up_computation(self.plan, self.world, environment.threads, stack)
             self.recorder = Recorder(environment.run_dir or self._given_run_dir, self.world)
             stack.callback(self.recorder.close)
             stack.callback(self._close_pairs)
@@ -310,12 +310,11 @@ def _resolved(plan: Plan, world_size: int) -> str:
         return str(plan)
 
 
-def _set_up_computation(plan: Plan, world: World, stack: ExitStack) -> None:
+def _set_up_computation(plan: Plan, world: World, threads: int, stack: ExitStack) -> None:
     """Threads and determinism for the duration of the session; what was set before is put back."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     bitwise = plan.numerics == "bitwise"
     stack.callback(torch.set_num_threads, torch.get_num_threads())
-    torch.set_num_threads(1 if bitwise and world.device.type == "cpu" else max(1, cores // world.local_size))
+    torch.set_num_threads(1 if bitwise and world.device.type == "cpu" else threads)
     if bitwise and world.device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
