@@ -52,9 +52,9 @@ def global_norm(gradients: Sequence[Tensor]) -> Tensor | float:
 
 
 def total(gradients: Sequence[Tensor]) -> Tensor | float:
-    """A number that is finite only where every gradient is: their sum. Half the time of the norm, on a CPU."""
+    """A number that is finite only where every gradient is: their sums' sizes. Half the time of the norm, on a CPU."""
     if gradients and gradients[0].is_cpu:
-        return sum([gradient.sum().item() for gradient in gradients])
+        return sum([abs(gradient.sum().item()) for gradient in gradients])
     return global_norm(gradients)
 
 

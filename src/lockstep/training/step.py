@@ -226,6 +226,9 @@ class Step:
         )
         for each in self._pairs:
             each.statistics.check()
+        if self._poll and not all(map(math.isfinite, values if isinstance(values, list) else values.tolist())):
+            # It need not show in the gradient: torch.where lets none through to what it leaves out.
+            Outcome(self.source.layout, pair, values, weights, math.nan, False, stops, []).check()
         if weights is not None:
             pair.rescale(weights, self._prescale(pair))
         norm, applied = pair.apply(self.index, clip_norm, measure=self._logs)
