@@ -299,3 +299,25 @@ def test_one_process_needs_no_launcher_and_no_group(tmp_path: Path, monkeypatch:
     assert (result.steps, result.world_size, result.plan) == (2, 1, "replicate=1,numerics=fast")
     assert json.loads((tmp_path / "run" / "run.json").read_text())["launcher"] == "python"
     assert not distributed.is_initialized()
+
+
+class Waves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wave = nn.Parameter(torch.randn(6, 3, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.to(torch.complex64) @ self.wave).real
+
+
+def train_waves(run_dir: str) -> float:
+    return ls.train(recipe(model=Waves, steps=3, optimizer=adam), run_dir=run_dir).loss
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=0.1)
+
+
+def test_complex_parameters_train_in_fast_numerics(pool: WorkerPool, tmp_path: Path) -> None:
+    losses = [loss for size in (1, 2) for loss in pool.run(size, train_waves, str(tmp_path / str(size)))]
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
