@@ -7,7 +7,8 @@ The hand-written loop has DistributedSampler, DataLoader, DDP with gradients as 
 progress display, a check of every gradient. Both have the same model, optimizer and sizes, one thread a process, no loader worker, the
 same process group and the same live processes. In a round every side runs once, in an order that turns from round to round; each is
 timed on rank 0 by the wall clock, from the end of its warm-up steps to the end of its last step. A row's ratio is the median over
-rounds of its steps/s over those of the case's first side in the same round; beside it is the middle half of those ratios.
+rounds of its steps/s over those of the case's first side in the same round; beside it is the middle half of those ratios. The last
+column is the same ratio by rank 0's processor time: it counts no waiting for the other ranks, and is steadier where the machine is shared.
 
 Quote numbers only of a machine that did nothing else.
 """
@@ -26,7 +27,7 @@ from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -42,9 +43,9 @@ import lockstep as ls
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import gpt
 
-HAND = "DataLoader, __getitem__"
-AT_ONCE = "DataLoader, __getitems__"
-NO_LOADER = "no loader"
+HAND = "by hand"
+AT_ONCE = "by hand, __getitems__"
+NO_LOADER = "by hand, no loader"
 LOCKSTEP = "ls.train"
 PREPARED = 64
 """Batches that the loop without a loader goes through again and again."""
@@ -122,8 +123,23 @@ def small_gpt(global_batch: int = 16) -> Workload:
     )
 
 
-def hand_written(work: Workload, *, at_once: bool = False, loader: bool = True) -> float:
-    """Steps/s of the loop that one would write."""
+class Speed(NamedTuple):
+    """Steps in a second of the wall clock, and in a second of this process's processor time."""
+
+    wall: float
+    processor: float
+
+
+class Stopwatch:
+    def __init__(self) -> None:
+        self._wall, self._processor = time.perf_counter(), time.process_time()
+
+    def speed(self, steps: int) -> Speed:
+        return Speed(steps / (time.perf_counter() - self._wall), steps / (time.process_time() - self._processor))
+
+
+def hand_written(work: Workload, *, at_once: bool = False, loader: bool = True) -> Speed:
+    """The loop that one would write."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     torch.manual_seed(0)
     model = work.build()
@@ -132,17 +148,17 @@ def hand_written(work: Workload, *, at_once: bool = False, loader: bool = True) 
     batches = _loaded(work, rank, size, at_once=at_once)
     if not loader:
         batches = itertools.cycle([next(batches) for _ in range(PREPARED)])
-    start = 0.0
+    watch = Stopwatch()
     for step, batch in zip(range(work.warmup + work.steps), batches, strict=False):
         if step == work.warmup:
-            start = time.perf_counter()
+            watch = Stopwatch()
         loss = work.loss(parallel(work.inputs(batch)), batch)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         if work.clip_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), work.clip_norm)
         optimizer.step()
-    return work.steps / (time.perf_counter() - start)
+    return watch.speed(work.steps)
 
 
 def _loaded(work: Workload, rank: int, size: int, *, at_once: bool) -> Iterator[Any]:
@@ -158,22 +174,21 @@ def _loaded(work: Workload, rank: int, size: int, *, at_once: bool) -> Iterator[
 
 
 class Clock(ls.Hook):
-    """The time between the end of the warm-up and the end of the last step."""
+    """Times the steps after the warm-up."""
 
     def __init__(self, work: Workload) -> None:
         self.work = work
-        self.start = self.end = 0.0
 
     def on_step(self, run: Any) -> None:
         if run.step == self.work.warmup:
-            self.start = time.perf_counter()
+            self.watch = Stopwatch()
         elif run.step == self.work.warmup + self.work.steps:
-            self.end = time.perf_counter()
+            self.speed = self.watch.speed(self.work.steps)
             self.threads = torch.get_num_threads()
 
 
-def lockstep(work: Workload, *, microbatch: int, numerics: str = "fast") -> float:
-    """Steps/s of `ls.train`."""
+def lockstep(work: Workload, *, microbatch: int, numerics: str = "fast") -> Speed:
+    """`ls.train`."""
     clock = Clock(work)
     recipe = ls.Recipe(
         model=work.build,
@@ -190,10 +205,10 @@ def lockstep(work: Workload, *, microbatch: int, numerics: str = "fast") -> floa
         ls.train(recipe, plan=f"numerics={numerics}", run_dir=f"{folder}/run", hooks=[clock])
     if clock.threads != 1:
         raise SystemExit(f"ls.train computed with {clock.threads} threads and the hand-written loop with 1; nothing to compare")
-    return work.steps / (clock.end - clock.start)
+    return clock.speed
 
 
-def sides_of(case: str, size: int, steps: int | None) -> dict[str, Callable[[], float]]:
+def sides_of(case: str, size: int, steps: int | None) -> dict[str, Callable[[], Speed]]:
     work = mlp() if case == "mlp" else small_gpt(32 if case == "bitwise" else 16)
     if steps is not None:
         work = replace(work, steps=steps)
@@ -207,8 +222,8 @@ def sides_of(case: str, size: int, steps: int | None) -> dict[str, Callable[[], 
     }
 
 
-def measure(case: str, rounds: int, steps: int | None) -> dict[str, list[float]]:
-    """Runs in each process. Steps/s of each side in each round, as this rank saw them."""
+def measure(case: str, rounds: int, steps: int | None) -> dict[str, list[Speed]]:
+    """Runs in each process. Each side's speed in each round, as this rank saw it."""
     size = int(os.environ["WORLD_SIZE"])
     if size == 1:
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
@@ -216,49 +231,51 @@ def measure(case: str, rounds: int, steps: int | None) -> dict[str, list[float]]
     if size > 1:
         dist.init_process_group("gloo")
     sides = sides_of(case, size, steps)
-    rates: dict[str, list[float]] = {name: [] for name in sides}
+    speeds: dict[str, list[Speed]] = {name: [] for name in sides}
     names = list(sides)
     for turn in range(-1, rounds):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             if size > 1:
                 dist.barrier()
-            rate = sides[name]()
+            speed = sides[name]()
             if turn >= 0:
-                rates[name].append(rate)
+                speeds[name].append(speed)
     if size > 1:
         dist.destroy_process_group()
-    return rates
+    return speeds
 
 
-def rows_of(case: str, size: int, rates: dict[str, list[float]]) -> list[dict[str, Any]]:
-    baseline = next(iter(rates))
+def rows_of(case: str, size: int, speeds: dict[str, list[Speed]]) -> list[dict[str, Any]]:
+    baseline = next(iter(speeds.values()))
     rows = []
-    for name, values in rates.items():
-        ratios = [value / other for value, other in zip(values, rates[baseline], strict=True)]
-        low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else (ratios[0],) * 3
+    for name, own in speeds.items():
+        ratios = [speed.wall / other.wall for speed, other in zip(own, baseline, strict=True)]
+        low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
         rows.append(
             {
                 "case": case,
                 "processes": size,
                 "side": name,
-                "steps_per_second": statistics.median(values),
+                "steps_per_second": statistics.median(speed.wall for speed in own),
                 "ratio": statistics.median(ratios),
                 "ratio_low": low,
                 "ratio_high": high,
-                "rates": values,
+                "processor_ratio": statistics.median(speed.processor / other.processor for speed, other in zip(own, baseline, strict=True)),
+                "speeds": own,
             }
         )
     return rows
 
 
 def show(rows: list[dict[str, Any]], rounds: int) -> None:
-    table = Table(title=f"steps/s, median of {rounds} rounds, one thread a process, {os.cpu_count()} cores")
-    for column in ("case", "processes", "side", "steps/s", "ratio", "middle half"):
-        table.add_column(column, justify="left" if column in ("case", "side") else "right")
+    table = Table(title=f"steps/s on n processes of one thread, {os.cpu_count()} cores, median of {rounds} rounds")
+    for column in ("case", "n", "side", "steps/s", "ratio", "middle half", "cpu ratio"):
+        table.add_column(column, justify="left" if column in ("case", "side") else "right", no_wrap=True)
     for row in rows:
-        spread = f"{row['ratio_low']:.3f} to {row['ratio_high']:.3f}"
-        table.add_row(row["case"], str(row["processes"]), row["side"], f"{row['steps_per_second']:.1f}", f"{row['ratio']:.3f}", spread)
-    Console().print(table)
+        spread = f"{row['ratio_low']:.3f}-{row['ratio_high']:.3f}"
+        numbers = (f"{row['steps_per_second']:.1f}", f"{row['ratio']:.3f}", spread, f"{row['processor_ratio']:.3f}")
+        table.add_row(row["case"], str(row["processes"]), row["side"], *numbers)
+    Console(width=None if sys.stdout.isatty() else 100).print(table)
 
 
 def main() -> None:
