@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -110,6 +111,17 @@ CASES = {
     "two terms, each with its denominator": Case(loss=two_terms, weight=two_weights),
     "bf16": Case(precision="bf16", global_batch=14),
 }
+
+
+for number in range(12):
+    drawn = random.Random(number)
+    CASES[f"drawn at random, {number}"] = Case(
+        samples=drawn.randint(1, 40),
+        global_batch=(batch := drawn.randint(1, 24)),
+        microbatch=drawn.choice([None, drawn.randint(1, batch)]),
+        epochs=drawn.random() < 0.5,
+        **drawn.choice([{}, {"loss": weighted_loss}, {"loss": weighted_sum, "weight": weight}]),
+    )
 
 
 def frozen(model: nn.Module) -> torch.optim.Optimizer:

@@ -274,7 +274,7 @@ def by_hand(model: nn.Module, batch: Batch) -> dict[str, float]:
     terms = {"near": near / weights["near"], "size": size / weights["size"], "mean": mean}
     each = near / weight_of_output(batch)
     values = {"terms": sum(terms.values()), **terms, "a loss": each, "a sum of the output": each, "a mean": mean}
-    return {name: float(value) for name, value in values.items()}
+    return {name: value.item() for name, value in values.items()}
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

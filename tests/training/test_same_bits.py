@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 from training.subjects import recipe, same, samples_at, squared_error, state_of
 
 import lockstep as ls
@@ -133,11 +136,14 @@ CASES: dict[str, Callable[[], ls.Recipe]] = {
     "two terms": lambda: everything(foreach_adamw, loss=two_terms, weight=count),
     "a loss in float64": lambda: everything(foreach_adamw, loss=loss_in_float64),
     "parameters in float32 and float64": lambda: recipe(model=in_two_dtypes, loss=squared_error, global_batch=28),
-    "parameters that are not contiguous": lambda: recipe(model=LaidOutOtherwise, loss=squared_error, global_batch=28, clip_norm=0.1),
+    "parameters that are not contiguous": lambda: recipe(
+        model=LaidOutOtherwise, loss=squared_error, optimizer=momentum, global_batch=28, clip_norm=0.1
+    ),
     "bf16": lambda: everything(foreach_adamw, precision="bf16"),
     "fp16": lambda: everything(foreach_adamw, precision="fp16"),
 }
 USES_EVERYTHING = [name for name in CASES if "8 microbatches" in name]
+COMPARED = ["momentum SGD, 8 microbatches", "parameters that are not contiguous"]
 
 
 class Weights(ls.Hook):
@@ -165,7 +171,7 @@ def train_all_cases(run_dir: str, numerics: str, names: Sequence[str]) -> dict[s
 def trained(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any]]:
     @cache
     def run(world_size: int, numerics: str = "bitwise") -> list[Any]:
-        names = list(CASES) if numerics == "bitwise" else USES_EVERYTHING
+        names = list(CASES) if numerics == "bitwise" else sorted({*USES_EVERYTHING, *COMPARED})
         return pool.run(world_size, train_all_cases, str(tmp_path_factory.mktemp("runs")), numerics, names)
 
     return run
@@ -200,8 +206,8 @@ def test_a_parameter_moves_in_exactly_the_steps_that_use_it(
         assert same(states[-1]["head.weight"], states[-1]["embedding.weight"])
 
 
-def test_fast_and_bitwise_differ_by_rounding_only(trained: Callable[..., list[Any]]) -> None:
-    name = "momentum SGD, 8 microbatches"
+@pytest.mark.parametrize("name", COMPARED)
+def test_fast_and_bitwise_differ_by_rounding_only(trained: Callable[..., list[Any]], name: str) -> None:
     bitwise = trained(1)[0][name][2][-1]
     for size in WORLD_SIZES:
         fast = trained(size, "fast")[0][name][2][-1]
@@ -212,3 +218,33 @@ def test_fast_and_bitwise_differ_by_rounding_only(trained: Callable[..., list[An
 def test_some_microbatches_use_what_others_do_not() -> None:
     firsts = [samples_at(4 * place, 4 * place + 1, of=SAMPLES)[0] % 2 for place in range(8 * STEPS)]
     assert all(0 < sum(firsts[8 * step : 8 * step + 8]) < 8 for step in range(STEPS))
+
+
+class Augmented(Dataset[tuple[Tensor, Tensor, Tensor]]):
+    """Every look at a sample draws from all three generators."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
+        noise = torch.rand(6) + random.random() + float(np.random.random())
+        return torch.tensor(index), torch.full((6,), index / 40) + noise, torch.ones(3)
+
+
+def mixed(samples: list[tuple[Tensor, Tensor, Tensor]]) -> list[Tensor]:
+    order = torch.randperm(len(samples))
+    return [torch.stack(column)[order] for column in zip(*samples, strict=True)]
+
+
+def train_augmented(run_dir: str, workers: int) -> tuple[str, float, float]:
+    given = recipe(data=Augmented(), collate=mixed, loss=squared_error, steps=6, evaluation=ls.Evaluation(data=Augmented()))
+    result = ls.train(given, plan=f"numerics=bitwise,workers={workers}", run_dir=run_dir)
+    return result.fingerprint, result.loss, result.metrics["loss"]
+
+
+@pytest.mark.parametrize(("world_size", "workers"), [(1, 1), (2, 0), (2, 3)])
+def test_augmentation_depends_neither_on_ranks_nor_on_loader_workers(
+    pool: WorkerPool, tmp_path: Path, world_size: int, workers: int
+) -> None:
+    (alone,) = pool.run(1, train_augmented, str(tmp_path / "alone"), 0)
+    assert pool.run(world_size, train_augmented, str(tmp_path / "run"), workers) == [alone] * world_size
