@@ -134,6 +134,8 @@ CASES: dict[str, Callable[[], ls.Recipe]] = {
     "one microbatch": lambda: everything(foreach_adamw, global_batch=4),
     "weights from the forward": lambda: everything(foreach_adamw, loss=weighted_loss),
     "two terms": lambda: everything(foreach_adamw, loss=two_terms, weight=count),
+    "two terms, one microbatch": lambda: everything(foreach_adamw, loss=two_terms, weight=count, global_batch=4),
+    "weights from the forward, one microbatch": lambda: everything(foreach_adamw, loss=weighted_loss, global_batch=4),
     "a loss in float64": lambda: everything(foreach_adamw, loss=loss_in_float64),
     "parameters in float32 and float64": lambda: recipe(model=in_two_dtypes, loss=squared_error, global_batch=28),
     "parameters that are not contiguous": lambda: recipe(
@@ -248,3 +250,34 @@ def test_augmentation_depends_neither_on_ranks_nor_on_loader_workers(
 ) -> None:
     (alone,) = pool.run(1, train_augmented, str(tmp_path / "alone"), 0)
     assert pool.run(world_size, train_augmented, str(tmp_path / "run"), workers) == [alone] * world_size
+
+
+def train_with_seeds(run_dir: str, seeds: Sequence[int]) -> list[str]:
+    given = [everything(foreach_adamw, seed=seed) for seed in seeds]
+    return [ls.train(each, run_dir=f"{run_dir}/{number}", plan="numerics=bitwise").fingerprint for number, each in enumerate(given)]
+
+
+def test_a_run_depends_on_its_seed_and_on_no_run_before_it(pool: WorkerPool, tmp_path: Path) -> None:
+    for fingerprints in pool.run(2, train_with_seeds, str(tmp_path), [0, 1, 0, 2**63 - 1]):
+        assert fingerprints[0] == fingerprints[2]
+        assert len(set(fingerprints)) == 3
+
+
+def train_in_two_phases(run_dir: str) -> tuple[str, list[int]]:
+    """With more microbatches a step in the second one."""
+    with ls.Session(run_dir=run_dir, plan="numerics=bitwise") as session:
+        model, optimizer = session.prepare(Everything, foreach_adamw)
+        counts = []
+        for global_batch in (8, 20, 4):
+            for step in session.steps(tokens(), global_batch=global_batch, microbatch=4, steps=2):
+                for batch in step.microbatches():
+                    step.backward(loss(model, batch))
+                step.commit(optimizer, clip_norm=1.0)
+                counts.append(step.count)
+    return ls.fingerprint(model), counts
+
+
+def test_phases_with_batches_of_other_sizes_have_the_same_bits_too(pool: WorkerPool, tmp_path: Path) -> None:
+    found = [result for size in (1, 2, 3) for result in pool.run(size, train_in_two_phases, str(tmp_path / str(size)))]
+    assert found == [found[0]] * 6
+    assert found[0][1] == [2, 2, 5, 5, 1, 1]
