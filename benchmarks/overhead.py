@@ -225,8 +225,6 @@ def sides_of(case: str, size: int, steps: int | None) -> dict[str, Callable[[], 
 def measure(case: str, rounds: int, steps: int | None) -> dict[str, list[Speed]]:
     """Runs in each process. Each side's speed in each round, as this rank saw it."""
     size = int(os.environ["WORLD_SIZE"])
-    if size == 1:
-        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     torch.set_num_threads(1)
     if size > 1:
         dist.init_process_group("gloo")
@@ -285,6 +283,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="timed steps of each side in each round (default: 1000 for the MLP, 30 for the GPT)")
     parser.add_argument("--json", metavar="FILE", help="also write the rows, with every rate, to this file")
     options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
     rows = []
     for case in options.only:
         for size in (2, 3) if case == "bitwise" else (1, 2):
