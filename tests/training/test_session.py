@@ -75,6 +75,27 @@ def test_two_models_whose_losses_reach_both_train_alike_at_any_world_size(pool: 
     assert all(line["of the generator"] == line["loss"] != line["of the critic"] for line in lines)
 
 
+def draw_in_two_passes(run_dir: str) -> list[float]:
+    drawn = []
+    with ls.Session(run_dir=run_dir) as session:
+        models = [session.prepare(network, sgd) for _ in range(2)]
+        for step in session.steps(rows(12), global_batch=12, microbatch=4, steps=2):
+            for model, optimizer in models:
+                for batch in step.microbatches():
+                    drawn.append(float(torch.rand((), dtype=torch.float64)))
+                    step.backward(squared_error(model, batch), optimizer)
+                step.commit(optimizer)
+    return drawn
+
+
+def test_each_microbatch_of_each_step_and_pass_has_random_numbers_of_its_own(pool: WorkerPool, tmp_path: Path) -> None:
+    found = [
+        sorted(number for numbers in pool.run(size, draw_in_two_passes, str(tmp_path / str(size))) for number in numbers) for size in (1, 2)
+    ]
+    assert found[0] == found[1]
+    assert len(set(found[0])) == 2 * 2 * 3
+
+
 def train_without_data(run_dir: str) -> dict[str, Any]:
     """A microbatch is a range of fixed indices; each index has its own value, as an environment has its own state."""
     dealt, means, draws = [], [], []
