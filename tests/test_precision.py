@@ -26,9 +26,9 @@ def test_the_forward_computes_in_what_was_asked_for_and_parameters_stay(name: An
 
 
 def test_only_fp16_scales_its_loss_and_from_the_start() -> None:
-    assert precision.loss_scaler("fp32", CPU) is None
-    assert precision.loss_scaler("bf16", CPU) is None
-    scaler = precision.loss_scaler("fp16", CPU)
+    assert precision.loss_scaler("fp32", CPU, factor=1) is None
+    assert precision.loss_scaler("bf16", CPU, factor=1) is None
+    scaler = precision.loss_scaler("fp16", CPU, factor=1)
     assert scaler is not None
     assert scaler.get_scale() == 2.0**16
     assert "scale" in scaler.state_dict()

@@ -21,11 +21,14 @@ def autocast(precision: Precision, device: torch.device) -> AbstractContextManag
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
-def loss_scaler(precision: Precision, device: torch.device) -> torch.amp.GradScaler | None:
-    """fp16 gradients underflow unless the loss is scaled; torch's own scaler does it (scale 2**16 at first, halved at an overflow)."""
+def loss_scaler(precision: Precision, device: torch.device, *, factor: int) -> torch.amp.GradScaler | None:
+    """fp16 gradients underflow unless the loss is scaled; torch's own scaler does it, halving the scale at an overflow.
+
+    The first scale is 2**16, less whatever `factor` the loss is multiplied by besides.
+    """
     if precision != "fp16":
         return None
-    scaler = torch.amp.GradScaler(device.type)
+    scaler = torch.amp.GradScaler(device.type, init_scale=2.0 ** (16 - (factor - 1).bit_length()))
     scaler.scale(torch.zeros((), device=device))  # makes its state, which a rank without a microbatch needs too
     return scaler
 

@@ -28,9 +28,10 @@ Start = Callable[..., str]
 
 @pytest.fixture
 def example(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Load:
-    """Imports an example; what it trains stays below `tmp_path`."""
+    """Imports an example; what it trains stays below `tmp_path`, and computes with one thread."""
     monkeypatch.syspath_prepend(EXAMPLES)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
     def load(name: str) -> ModuleType:
         with patch.dict(os.environ):  # scikit-learn and gymnasium set variables of other libraries

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
@@ -59,6 +58,11 @@ class _Touched(nn.Module):
         return touched
 
 
+def sum_factor(world: World, *, bitwise: bool) -> int:
+    """What is sent is multiplied by it: DDP's own all-reduce, which no Python slows down, gives the mean over ranks instead of the sum."""
+    return 1 if bitwise else world.size
+
+
 class Replica:
     """One model's gradients on one rank, from the first microbatch of a step to the sum over all ranks.
 
@@ -76,11 +80,13 @@ class Replica:
         self._dtype = torch.float64 if any(p.dtype is torch.float64 for p in parameters) else torch.float32
         self._ddp: DistributedDataParallel | None = None
         self._hooks: list[Any] = []
+        self._factor = sum_factor(world, bitwise=bitwise)
         if world.size > 1:
             slots = len(parameters) + 2 * max_microbatches + 1
             self._touched = _Touched(self._parameters, slots, self._dtype)
             self._ddp = DistributedDataParallel(self._touched, gradient_as_bucket_view=True, init_sync=False)
-            self._ddp.register_comm_hook(None, self._ordered_bucket if bitwise else _sum_bucket)
+            if bitwise:
+                self._ddp.register_comm_hook(None, self._ordered_bucket)
             self._hooks = [p.register_post_accumulate_grad_hook(self._note_use(i)) for i, p in enumerate(self._parameters)]  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
@@ -106,6 +112,8 @@ class Replica:
     def backward(self, total: Tensor, seed: Tensor, *, only_these: bool) -> None:
         """Add the gradient of `seed * total`, the next microbatch's. `only_these`: leave other parameters that the graph reaches alone."""
         self._left -= 1
+        if self._factor > 1:
+            seed = seed * self._factor
         inputs = self._parameters if only_these else None
         if self._ddp is not None and self._left == 0:
             self._synchronise(total, seed, inputs)
@@ -173,12 +181,12 @@ class Replica:
         if not slots.is_cuda:
             for start, numbers in columns:
                 row[start : start + len(numbers)] = map(float, numbers)
-            return torch.tensor(row, dtype=slots.dtype)
+            return torch.tensor(row, dtype=slots.dtype) * self._factor
         sent = torch.tensor(row, dtype=slots.dtype, pin_memory=True).to(slots.device, non_blocking=True)
         for start, numbers in columns:
             if numbers:
                 sent[start : start + len(numbers)] = self._column(numbers)
-        return sent
+        return sent * self._factor
 
     def _forget_unused(self, received: Tensor) -> None:
         """A gradient of zeros is not the absence of one: AdamW would decay the weight, momentum would move it."""
@@ -231,13 +239,6 @@ class Replica:
             for waiting, into, promised in self._sums:
                 promised.set_result(into.copy_(waiting.finish()))
         return future
-
-
-def _sum_bucket(_: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    work = dist.all_reduce(bucket.buffer(), async_op=True)
-    assert work is not None
-    future: torch.futures.Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
-    return future
 
 
 def _gradients(bucket: GradBucket) -> list[Tensor]:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lockstep import precision as precisions
 from lockstep.comm.group import World
 from lockstep.errors import DataError, LossError
-from lockstep.parallel.replicate import Replica
+from lockstep.parallel.replicate import Replica, sum_factor
 from lockstep.parallel.statistics import RunningStatistics
 from lockstep.recipe import Precision, check_clip_norm
 from lockstep.training.loss import Contribution, contribution
@@ -46,7 +46,7 @@ class Pair:
         self.parameters = list(parameters.values())
         self.optimizers = optimizers
         self.world = world
-        self.scaler = precisions.loss_scaler(precision, world.device)
+        self.scaler = precisions.loss_scaler(precision, world.device, factor=sum_factor(world, bitwise=bitwise))
         self.schedule = Schedule(schedule, optimizers)
         self.statistics = RunningStatistics(model, world)
         self.forward_knows: bool | None = None
