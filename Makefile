@@ -38,7 +38,7 @@ train: venv ## train a small GPT on the text of Python's standard library, on NP
 	@ls -1 $(RUN_DIR) | sed 's/^/  /'
 
 test: venv ## the tests, in a few minutes
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q --durations=10
 
 slow: venv ## the slow tier: 8 processes, all launchers, all loader workers
 	$(BIN)/python -m pytest -q -m slow -o timeout=900 -o faulthandler_timeout=960
