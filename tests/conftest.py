@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 from lockstep.testing import leaks
@@ -28,6 +29,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # Importing torch._dynamo, which the first optimizer does, makes this folder.
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(config.stash[FOLDER], "torchinductor")
     os.mkdir(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    hypothesis.settings.register_profile("lockstep", deadline=None)  # how long an example takes says how busy the machine is
+    hypothesis.settings.load_profile("lockstep")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
