@@ -121,7 +121,7 @@ def cross_entropy(logits: Tensor, batch: Tensor) -> Tensor:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a byte-level GPT on the source text of Python's own standard library.")
-    parser.add_argument("--steps", type=int, default=1200, help="optimizer steps (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=1000, help="optimizer steps (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--global-batch", type=int, default=16, help="windows of text in a step, over all processes (default: %(default)s)")
     parser.add_argument("--microbatch", type=int, default=4, help="windows in one forward and backward (default: %(default)s)")
