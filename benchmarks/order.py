@@ -1,6 +1,6 @@
 """The time and memory that 4,096 positions of an order take, beside torch's DistributedSampler where its list of the epoch fits.
 
-    python benchmarks/order.py [--json] [--repeats 7]
+    python benchmarks/order.py [--json FILE] [--repeats 7]
 
 Sides take turns; times are medians. A sampler builds the list of an epoch when the epoch starts: `first` is the wait for its first 4,096
 samples, `each` what 4,096 samples take over the whole epoch. Memory is the peak that Python and numpy allocated; torch.randperm's 8 bytes
@@ -16,6 +16,7 @@ import time
 import tracemalloc
 from collections.abc import Callable
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -94,14 +95,11 @@ def measure(repeats: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print JSON, not a table")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures there too")
     parser.add_argument("--repeats", type=int, default=7, help="timings of each side; the median counts")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     rows = measure(arguments.repeats)
-    if arguments.json:
-        print(json.dumps({"positions": POSITIONS, "repeats": arguments.repeats, "rows": rows}, indent=2))
-        return
     table = Table(title=f"{POSITIONS} positions, median of {arguments.repeats}")
     for column in ("samples", "side", "first (ms)", "each (ms)", "peak (MB)"):
         table.add_column(column, justify="left" if column == "side" else "right")
@@ -109,6 +107,9 @@ def main() -> None:
         numbers = (f"{row['first_milliseconds']:.3f}", f"{row['each_milliseconds']:.3f}", f"{row['peak_bytes'] / 1e6:.3f}")
         table.add_row(f"10^{len(str(row['samples'])) - 1}", row["side"], *numbers)
     Console().print(table)
+    if arguments.json:
+        report = {"positions": POSITIONS, "repeats": arguments.repeats, "rows": rows}
+        arguments.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
