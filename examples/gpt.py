@@ -24,7 +24,7 @@ SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to
 TRAINING_BYTES = 8 * 2**20
 HELD_OUT_EVERY = 24
 HELD_OUT_BYTES = 8192
-TEMPERATURE = 0.8
+TEMPERATURE = 0.9
 PROMPT = b"def "
 
 
