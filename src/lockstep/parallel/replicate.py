@@ -7,7 +7,8 @@ handing in a zero.
 
 One more parameter rides along, `slots`. Its gradient is set after the backward, by hand, and carries what a step has to say beyond
 gradients: which parameters were used, and each microbatch's loss and weight. It is ready last, so it completes the last bucket, and a
-step costs no collective beyond the gradients' own. Each number is written by one rank and is zero on the others, so its sum is exact.
+step costs no collective beyond the gradients' own. Each number is written by one rank and is zero on the others, so its sum
+is exact, but for the last digit where `sum_factor` is no power of two.
 
 (No `from __future__ import annotations` here: DDP looks at its hooks' annotations, and wants classes.)
 """

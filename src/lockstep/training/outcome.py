@@ -36,7 +36,7 @@ class Outcome:
     """Of this rank's microbatches, each term's part of the loss, where there are several."""
 
     def loss(self) -> float:
-        """Σ total / Σ weight over the step's microbatches: the same on every rank and at any world size."""
+        """Σ total / Σ weight over the step's microbatches: the same on every rank; in bitwise numerics, at any world size too."""
         total = exact_sum(self._values())
         if self.weights is None:
             return total

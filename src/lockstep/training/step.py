@@ -55,8 +55,6 @@ class Pair:
         """The names of the loss's terms where there are several, as the first commit found."""
         self.prescale: Tensor | None = None
         """Then: the power of two that a total is divided by before its backward, near the last step's weight. Scalar."""
-        self.skipped = 0
-        """Steps that fp16's loss scale skipped."""
         self._bitwise = bitwise
         self._replica: Replica | None = None
         self._room = 0
@@ -126,10 +124,8 @@ class Pair:
                 optimizer.step()
             return None
         applied = math.isfinite(float(norm))
-        if self.scaler is not None:  # its own step would leave out only the optimizers whose gradients overflowed
-            self.skipped += not applied
-            if self.gradients():
-                self.scaler.update()
+        if self.scaler is not None and self.gradients():
+            self.scaler.update()  # its own step would leave out only the optimizers whose gradients overflowed
         if applied:
             for optimizer in self.optimizers:
                 optimizer.step()
