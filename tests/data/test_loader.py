@@ -198,6 +198,15 @@ def test_tensors_give_the_batches_of_the_default_collate(load):
         assert plain(fetched) == plain(one_by_one)
 
 
+def test_one_microbatch_of_tensors_may_be_changed_while_another_waits_for_its_backward(load):
+    first, second = (microbatch.batch[0] for microbatch in load(pairs(), spans(8, 4, steps=1)))
+    weight = torch.ones_like(first, requires_grad=True)
+    loss = (first * weight).sum()
+    second.zero_()
+    loss.backward()
+    assert torch.equal(weight.grad, first)
+
+
 def test_a_tensor_dataset_with_an_item_of_its_own_is_asked_for_it(load):
     class Doubled(TensorDataset):
         def __getitem__(self, index):

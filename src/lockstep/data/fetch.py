@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +18,9 @@ from lockstep.errors import DataError
 from lockstep.keys import Stream, key
 
 CPU = torch.device("cpu")
+GATHERED_BYTES = 2**20
+GATHERED_REQUESTS = 16
+"""Rows of a TensorDataset are copied for so many small microbatches at a time, or for those that come to so many bytes."""
 
 
 class Request(NamedTuple):
@@ -51,7 +55,9 @@ class Fetcher:
         self.seeds = self._seed_of_samples is not None or self._seed_of_collate is not None
         """Whether it seeds the default generators of the process it runs in."""
         self._make: Callable[[Request], Any] = self._one_by_one
-        if tensors and collate is None:
+        self.gathers = tensors and collate is None
+        """Whether a batch is rows of tensors and nothing else; `gathered` is for these."""
+        if self.gathers:
             self._make = self._rows
         elif _fetches_many(data):
             self._make = self._at_once
@@ -69,8 +75,21 @@ class Fetcher:
                 "the length; give data whose len() stays the same"
             )
 
+    def gathered(self, requests: Iterator[Request]) -> Iterator[tuple[Request, list[Tensor]]]:
+        """Each request and its batch. Those of small microbatches are copied several at a time, into parts of one memory."""
+        row_bytes = sum(tensor[:1].nbytes for tensor in self._data.tensors)
+        while several := list(_some_requests(requests, max(GATHERED_BYTES // max(row_bytes, 1), 1))):
+            sizes = [len(request.samples) for request in several]
+            columns = [torch.split(column, sizes) for column in self._rows_at(np.concatenate([request.samples for request in several]))]
+            for request, parts in zip(several, zip(*columns, strict=True), strict=True):
+                self.check_length(request)
+                yield request, [part.data for part in parts]  # .data: no view of the others', which may be changed in place
+
     def _rows(self, request: Request) -> list[Tensor]:
-        rows = torch.from_numpy(request.samples)
+        return self._rows_at(request.samples)
+
+    def _rows_at(self, samples: NDArray[np.int64]) -> list[Tensor]:
+        rows = torch.from_numpy(samples)
         return [tensor.index_select(0, rows if tensor.is_cpu else rows.to(tensor.device)) for tensor in self._data.tensors]
 
     def _at_once(self, request: Request) -> Any:
@@ -121,6 +140,15 @@ class Fetcher:
         except Exception as error:
             error.add_note(f"raised by collate in {request}, samples {_some(request.samples.tolist())}")
             raise
+
+
+def _some_requests(requests: Iterator[Request], rows: int) -> Iterator[Request]:
+    """At least one, at most `GATHERED_REQUESTS`, and no more once they have so many rows."""
+    for request in islice(requests, GATHERED_REQUESTS):
+        yield request
+        rows -= len(request.samples)
+        if rows <= 0:
+            return
 
 
 def _fetches_many(data: Any) -> bool:

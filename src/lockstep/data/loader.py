@@ -75,18 +75,20 @@ class Loader:
         One call at a time. Raises `DataError` where the dataset changes its length, where samples do not make a batch, and where a batch
         is made otherwise than the first one; and whatever the dataset or `collate` raises.
         """
-        requests = self._requests(spans)
-        fetched = self._in_workers(requests, self._workers) if self._workers is not None else self._in_process(requests)
-        for request, batch in fetched:
-            made = structure(batch)
-            if made != self._structure:
-                self._check_structure(made, request)
+        for request, batch in self._fetched(self._requests(spans)):
             yield Microbatch(request.step, request.microbatch, len(request.samples), pin(batch) if self._pinned else batch)
 
     def close(self) -> None:
         """End the worker processes."""
         if self._workers is not None:
             self._workers.close()
+
+    def _fetched(self, requests: Iterator[Request]) -> Iterator[tuple[Request, Any]]:
+        if self._workers is not None:
+            return self._checked(self._in_workers(requests, self._workers))
+        if self._fetcher.gathers:
+            return self._fetcher.gathered(requests)
+        return self._checked(self._in_process(requests))
 
     def _in_process(self, requests: Iterator[Request]) -> Iterator[tuple[Request, Any]]:
         for request in requests:
@@ -119,6 +121,13 @@ class Loader:
             for span in chunk:
                 start, stop = stop, stop + span.stop - span.start
                 yield Request(span.step, span.index, epochs[start:stop], samples[start:stop])
+
+    def _checked(self, fetched: Iterator[tuple[Request, Any]]) -> Iterator[tuple[Request, Any]]:
+        for request, batch in fetched:
+            made = structure(batch)
+            if made != self._structure:
+                self._check_structure(made, request)
+            yield request, batch
 
     def _check_structure(self, made: Any, request: Request) -> None:
         if self._structure is None:

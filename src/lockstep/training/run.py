@@ -124,10 +124,11 @@ def _train(run: Run, evaluator: Evaluator | None) -> None:
         collate=recipe.collate,
         weight=recipe.weight,
     )
+    autocast = session.autocast()
     every = recipe.evaluation.every if recipe.evaluation is not None else None
     for step in steps:
         for batch in step.microbatches():
-            with session.autocast():
+            with autocast:
                 loss = recipe.loss(output_of(recipe, run.model, batch), batch)
             step.backward(loss)
         step.commit(clip_norm=recipe.clip_norm)

@@ -21,7 +21,7 @@ from lockstep.order import Order
 from lockstep.training.loss import Weights, weights_of
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Cut:
     """How a batch of some size is made of microbatches, and which of them are whose."""
 
@@ -68,7 +68,7 @@ class Length:
         ]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Layout:
     """Where the samples of one step are from, for whoever asks later."""
 

@@ -33,6 +33,7 @@ class MetricsLog:
         self._clock = clock
         self._rows = (path / "metrics.jsonl").open("a", encoding="utf-8")
         self._events = _EventFile(path, clock())
+        self._waiting: list[tuple[int, float, dict[str, float]]] = []
         self._flushed = -math.inf
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -42,24 +43,24 @@ class MetricsLog:
         Raises `DataError` for a value that is no number, or a name that the row itself needs.
         """
         now = self._clock()
-        numbers = _numbers(values)
-        row: dict[str, Any] = {"step": step, "time": now, **numbers}
-        if not all(map(math.isfinite, numbers.values())):
-            not_finite = {name: str(number) for name, number in numbers.items() if not math.isfinite(number)}
-            row.update(dict.fromkeys(not_finite), not_finite=not_finite)
-        self._rows.write(json.dumps(row) + "\n")
-        self._events.write(step, now, numbers)
+        self._waiting.append((step, now, _numbers(values)))
         if abs(now - self._flushed) >= _FLUSH_SECONDS:
             self._flushed = now
             self.flush()
 
     def flush(self) -> None:
         """Hand what was written to the operating system, so that other processes can read it."""
+        waiting, self._waiting = self._waiting, []
+        for step, time_, numbers in waiting:  # put into words here, many at a time: it takes half as long as amid a step
+            self._rows.write(json.dumps(_row(step, time_, numbers)) + "\n")
+            self._events.write(step, time_, numbers)
         self._rows.flush()
         self._events.flush()
 
     def close(self) -> None:
         """May be called again, and does nothing then."""
+        if not self._rows.closed:
+            self.flush()
         self._rows.close()
         self._events.close()
 
@@ -68,6 +69,14 @@ class MetricsLog:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
+
+
+def _row(step: int, now: float, numbers: dict[str, float]) -> dict[str, Any]:
+    row: dict[str, Any] = {"step": step, "time": now, **numbers}
+    if not all(map(math.isfinite, numbers.values())):
+        not_finite = {name: str(number) for name, number in numbers.items() if not math.isfinite(number)}
+        row.update(dict.fromkeys(not_finite), not_finite=not_finite)
+    return row
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
