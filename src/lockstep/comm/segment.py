@@ -1,0 +1,296 @@
+"""A piece of memory that the processes of one host share, and the wait of one rank for the others' counters in it.
+
+The memory is a memfd of rank 0, which the others open through /proc. It has no name at any moment: whenever whoever is killed, the kernel
+frees it with the last process that maps it. It is no part of /dev/shm, so its limit (64 MB in a container) does not count. Its pages are
+allocated when it is made, so that a later write cannot fail.
+
+It starts with 64-bit words: a line for each rank (its counter, its state, which peer it lost), then what each rank is calling. A word is
+written by one rank and read by the others. On x86-64 no processor sees a later store before an earlier one, so that a counter, stored after
+the data that it announces, needs no barrier. Other machines reorder stores, and are refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import mmap
+import os
+import platform
+import secrets
+import select
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.errors import LockstepError
+
+# A cache line for each rank's words, so that one rank's store does not slow another's load.
+LINE_BYTES = 64
+_LINE = LINE_BYTES // 8
+_COUNTER, _STATE, _CULPRIT = range(3)
+_LIVE, _LEFT, _DIED, _LATE, _DIFFER, _STOPPED = range(6)
+_PAGE_BYTES = 4096
+# A wait spins so long, giving way to other processes at each turn; a sleep and its wake-up take 0.1 ms.
+_SPIN_SECONDS = 3e-4
+# Then it sleeps: an eighth of what it has waited, so that a sleep lengthens no wait by more, and at most this long.
+_SLEEP_SHARE = 1 / 8
+_LONGEST_SLEEP_SECONDS = 2e-3
+_EXCHANGE_BYTES = 4096
+
+
+class ExchangeError(LockstepError):
+    """An exchange through shared memory did not take place. The group that it was made through cannot be used any more."""
+
+    def __init__(self, ranks: Sequence[int], text: str) -> None:
+        super().__init__(text)
+        self.ranks = tuple(ranks)
+        """The ranks at fault, as their group numbers them."""
+
+
+class PeerDied(ExchangeError):
+    """The process of a rank ended before it had done its part."""
+
+
+class PeersLate(ExchangeError):
+    """Ranks did not do their part within the timeout. They are alive: they hang, are stopped, or compute for longer than that."""
+
+
+class CallsDiffer(ExchangeError):
+    """Ranks called different collectives, or gave different sizes or dtypes."""
+
+
+class PeerStopped(ExchangeError):
+    """A rank raised in a collective, called `abort`, or closed the group."""
+
+
+_ERRORS: dict[int, type[ExchangeError]] = {
+    _DIED: PeerDied,
+    _LATE: PeersLate,
+    _DIFFER: CallsDiffer,
+    _STOPPED: PeerStopped,
+    _LEFT: PeerStopped,
+}
+_SAID = {
+    _DIED: "its process ended",
+    _LATE: "it was waited for in vain",
+    _DIFFER: "it called another collective",
+    _STOPPED: "it stopped exchanging: it raised, or called abort",
+    _LEFT: "it closed the group",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Unavailable:
+    """Why these processes cannot share memory. The same on every rank."""
+
+    reason: str
+
+
+class Segment:
+    """One rank's view of the shared memory. Made by `open_segment`; used by one thread at a time, except for `stop`."""
+
+    def __init__(self, memory: mmap.mmap, rank: int, ends: Sequence[int], timeout: timedelta) -> None:
+        """`ends`: for each rank a descriptor that can be read once its process has ended (-1 for this one)."""
+        self.rank = rank
+        self.size = len(ends)
+        self.memory = memory
+        self.words = memoryview(memory)[: _words_bytes(self.size)].cast("q")
+        self.data_bytes = _words_bytes(self.size)
+        """Where the data begin. Before them, from word `calls(0, 0)` on, stands what the ranks call."""
+        self.peers = [peer for peer in range(self.size) if peer != rank]
+        self.counters = [_line(peer) + _COUNTER for peer in range(self.size)]
+        self._ends = ends
+        self._poll = select.poll()
+        self._ranks = {end: peer for peer, end in enumerate(ends) if end >= 0}
+        for end in self._ranks:
+            self._poll.register(end, select.POLLIN)
+        self._timeout = timeout
+        self._closed = False
+
+    def calls(self, buffer: int, rank: int) -> int:
+        """The first of the `size` + 1 words in which a rank says what it calls; `buffer` is 0 or 1."""
+        return _line(self.size) + (buffer * self.size + rank) * _call_words(self.size)
+
+    def wait(self, target: int) -> None:
+        """Return once every rank's counter has reached `target`. Raises an `ExchangeError` where that cannot come, or does not in time."""
+        words = self.words
+        places = [self.counters[peer] for peer in self.peers]
+        start = time.monotonic()
+        while True:
+            while words[places[-1]] >= target:
+                places.pop()
+                if not places:
+                    return
+            waited = time.monotonic() - start
+            if waited < _SPIN_SECONDS:
+                os.sched_yield()
+            else:
+                time.sleep(min(waited * _SLEEP_SHARE, _LONGEST_SLEEP_SECONDS))
+                self._look(target, waited)
+
+    def _look(self, target: int, waited: float) -> None:
+        """Raise where a rank that is waited for has ended or left, where any rank has stopped, and when the time is over."""
+        words = self.words
+        dead = [self._ranks[end] for end, _ in self._poll.poll(0)]
+        left = [peer for peer in self.peers if words[_line(peer) + _STATE] == _LEFT]
+        stopped = [peer for peer in range(self.size) if words[_line(peer) + _STATE] > _LEFT]
+        # Read after the states: what a rank did before it ended counts.
+        missing = [peer for peer in self.peers if words[self.counters[peer]] < target]
+        for kind, ranks in ((_DIED, dead), (_LEFT, left)):
+            if gone := [peer for peer in ranks if peer in missing]:
+                raise self._error(kind, gone)
+        if stopped and missing:
+            first = min(stopped, key=lambda peer: words[_line(peer) + _STATE])
+            line = _line(first)
+            raise self._error(words[line + _STATE], [words[line + _CULPRIT]], seen_by=first)
+        if missing and waited > self._timeout.total_seconds():
+            raise self._error(_LATE, missing)
+
+    def _error(self, kind: int, ranks: Sequence[int], seen_by: int | None = None) -> ExchangeError:
+        named = ", ".join(map(str, ranks))
+        text = f"an exchange through shared memory failed on rank {self.rank} of {self.size}, for rank {named}: {_SAID[kind]}"
+        if kind == _LATE:
+            text += f" for {self._timeout.total_seconds():g} s; see what it does, or give a longer timeout"
+        if seen_by is not None and seen_by not in ranks:
+            text += f" (rank {seen_by} saw it first)"
+        return _ERRORS[kind](ranks, text)
+
+    def stop(self, cause: BaseException | None = None) -> None:
+        """Tell the other ranks that this one exchanges no more; they raise an error of `cause`'s type, or `PeerStopped`. For any thread."""
+        if self._closed or self.words[_line(self.rank) + _STATE] != _LIVE:
+            return
+        kind = next((kind for kind, error in _ERRORS.items() if type(cause) is error), _STOPPED)
+        culprit = cause.ranks[0] if isinstance(cause, ExchangeError) else self.rank
+        self.words[_line(self.rank) + _CULPRIT] = culprit
+        self.words[_line(self.rank) + _STATE] = kind
+
+    def close(self) -> None:
+        """Give the memory back. What this rank has sent can still be read by the others. May be called again."""
+        if self._closed:
+            return
+        if self.words[_line(self.rank) + _STATE] == _LIVE:
+            self.words[_line(self.rank) + _STATE] = _LEFT
+        self._closed = True
+        self.words.release()
+        _close(self._ends)
+        del self.memory  # unmapped with the last tensor that looks into it
+
+
+def _line(rank: int) -> int:
+    return _LINE * (1 + rank)
+
+
+def _call_words(size: int) -> int:
+    return -(-(size + 1) // _LINE) * _LINE
+
+
+def _words_bytes(size: int) -> int:
+    words = _line(size) + 2 * size * _call_words(size)
+    return -(-8 * words // _PAGE_BYTES) * _PAGE_BYTES
+
+
+def open_segment(group: dist.ProcessGroup, data_bytes: int, timeout: timedelta) -> Segment | Unavailable:
+    """Memory for `data_bytes` shared by the ranks of `group`, zero at first. Every rank calls it, and all get a segment or the same reason.
+
+    The group exchanges CPU tensors. Whether the ranks are on one host is asked of the kernel, not of the launcher: all have the same boot
+    and process numbers, and each finds rank 0's random mark in what it opened.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if size == 1:
+        return Unavailable("there is one process, which has nobody to share memory with")
+    with contextlib.ExitStack() as opened:
+        facts, reason = _attempt(lambda: _facts(rank, _words_bytes(size) + data_bytes, opened))
+        everyone = _exchange(group, {"facts": facts, "reason": reason})
+        if reason := _verdict(everyone):
+            return Unavailable(reason)
+        found, reason = _attempt(lambda: _open([each["facts"] for each in everyone], rank))
+        everyone = _exchange(group, {"reason": reason})
+    if reason := _verdict(everyone):
+        if found is not None:
+            _close(found[1])
+        return Unavailable(reason)
+    assert found is not None
+    return Segment(found[0], rank, found[1], timeout)
+
+
+def _attempt(call: Callable[[], Any]) -> tuple[Any, str]:
+    """What it returned and no reason, or None and why it failed: a rank that fails must still take part in the exchange that says so."""
+    try:
+        return call(), ""
+    except (OSError, AttributeError, ValueError) as error:  # AttributeError: not Linux, or an old one
+        return None, f"{type(error).__name__}: {error}"
+
+
+def _verdict(everyone: Sequence[dict[str, Any]]) -> str:
+    for rank, each in enumerate(everyone):
+        if each["reason"]:
+            return f"rank {rank}: {each['reason']}"
+        if "facts" in each and each["facts"]["host"] != everyone[0]["facts"]["host"]:
+            return f"rank {rank} runs on another host than rank 0, or in another container"
+    return ""
+
+
+def _facts(rank: int, size_bytes: int, opened: contextlib.ExitStack) -> dict[str, Any]:
+    """What the others must know of this process; on rank 0 also the memory, whose descriptor `opened` closes."""
+    if platform.machine() != "x86_64":
+        raise ValueError(f"the processor is {platform.machine()}; x86_64 alone keeps the order of stores, which this rests on")
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        boot = file.read().strip()
+    host = [boot, os.stat("/proc/self/ns/pid").st_ino]
+    facts: dict[str, Any] = {"host": host, "process": os.getpid()}
+    if rank == 0:
+        descriptor = os.memfd_create("lockstep", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        opened.callback(os.close, descriptor)
+        try:
+            os.posix_fallocate(descriptor, 0, size_bytes)
+        except OSError as error:
+            raise ValueError(f"{size_bytes} bytes of shared memory cannot be had: {error}") from error
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        mark = secrets.token_hex(8)
+        os.pwrite(descriptor, bytes.fromhex(mark), 0)
+        facts |= {"descriptor": descriptor, "mark": mark, "bytes": size_bytes}
+    return facts
+
+
+def _open(everyone: Sequence[dict[str, Any]], rank: int) -> tuple[mmap.mmap, list[int]]:
+    """The memory, and for each peer a descriptor that tells its end. That these are the peers, the exchange after this shows: they live."""
+    first = everyone[0]
+    descriptor = os.open(f"/proc/{first['process']}/fd/{first['descriptor']}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        memory = mmap.mmap(descriptor, first["bytes"])
+    finally:
+        os.close(descriptor)
+    if memory[:8].hex() != first["mark"]:
+        raise ValueError("the memory that it opened is not rank 0's; the processes see different /proc")
+    ends: list[int] = []
+    try:
+        for peer, facts in enumerate(everyone):
+            ends.append(-1 if peer == rank else os.pidfd_open(facts["process"]))
+    except BaseException:
+        _close(ends)
+        raise
+    return memory, ends
+
+
+def _close(descriptors: Sequence[int]) -> None:
+    for descriptor in descriptors:
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def _exchange(group: dist.ProcessGroup, value: dict[str, Any]) -> list[dict[str, Any]]:
+    """Each rank's JSON value, in rank order. Every rank calls it."""
+    text = json.dumps(value)
+    if len(text) > _EXCHANGE_BYTES:
+        text = json.dumps({"reason": value["reason"][: _EXCHANGE_BYTES // 8]})
+    row = torch.frombuffer(bytearray(text.ljust(_EXCHANGE_BYTES).encode()), dtype=torch.uint8)
+    rows: list[Tensor] = [torch.empty_like(row) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(rows, row, group=group)
+    return [json.loads(bytes(row.numpy())) for row in rows]
