@@ -241,10 +241,7 @@ def _facts(rank: int, size_bytes: int, opened: contextlib.ExitStack) -> dict[str
     """What the others must know of this process; on rank 0 also the memory, whose descriptor `opened` closes."""
     if platform.machine() != "x86_64":
         raise ValueError(f"the processor is {platform.machine()}; x86_64 alone keeps the order of stores, which this rests on")
-    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        boot = file.read().strip()
-    host = [boot, os.stat("/proc/self/ns/pid").st_ino]
-    facts: dict[str, Any] = {"host": host, "process": os.getpid()}
+    facts: dict[str, Any] = {"host": _host(), "process": os.getpid()}
     if rank == 0:
         descriptor = os.memfd_create("lockstep", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         opened.callback(os.close, descriptor)
@@ -257,6 +254,12 @@ def _facts(rank: int, size_bytes: int, opened: contextlib.ExitStack) -> dict[str
         os.pwrite(descriptor, bytes.fromhex(mark), 0)
         facts |= {"descriptor": descriptor, "mark": mark, "bytes": size_bytes}
     return facts
+
+
+def _host() -> list[str | int]:
+    """The running kernel, and the namespace of its process numbers."""
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        return [file.read().strip(), os.stat("/proc/self/ns/pid").st_ino]
 
 
 def _open(everyone: Sequence[dict[str, Any]], rank: int) -> tuple[mmap.mmap, list[int]]:

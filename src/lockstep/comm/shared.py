@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
-from typing import Concatenate, ParamSpec
+from typing import Concatenate, ParamSpec, cast
 
 import torch
 import torch.distributed as dist
@@ -57,9 +57,7 @@ class _Views:
     """Each rank's cell for this one."""
 
 
-def _collective(
-    method: Callable[Concatenate["SharedGroup", P], None],
-) -> Callable[Concatenate["SharedGroup", P], None]:
+def _collective(method: Callable[Concatenate["SharedGroup", P], None]) -> Callable[Concatenate["SharedGroup", P], None]:
     """What every collective does on an error: the other ranks are told, and this rank can call no other."""
 
     @functools.wraps(method)
@@ -72,7 +70,7 @@ def _collective(
             self._fail(error)
             raise
 
-    return wrapped
+    return cast(Callable[Concatenate["SharedGroup", P], None], wrapped)
 
 
 class SharedGroup:
@@ -133,14 +131,15 @@ class SharedGroup:
     @_collective
     def reduce_scatter(self, output: Tensor, tensor: Tensor) -> None:
         """`tensor` is one chunk a rank, in rank order; `output` becomes the sum over ranks of this rank's chunk. They do not overlap."""
-        into, chunks = _flat(output), _flat(tensor).view(self.size, -1) if tensor.numel() else tensor.view(self.size, 0)
-        if chunks.shape[1] != into.numel() or tensor.dtype is not output.dtype:
+        into, flat = _flat(output), _flat(tensor)
+        if len(into) * self.size != len(flat) or tensor.dtype is not output.dtype:
             raise ValueError(f"reduce_scatter of {_said(tensor)} into {_said(output)}; the output is 1/{self.size} of the input")
         _refuse_overlap(output, tensor)
+        chunks = flat.view(self.size, len(into))
         views = self._start(_REDUCE_SCATTER, into)
         cell = views.sent[0][self._others[0]].numel()
-        pieces = [chunk.split(cell) for chunk in chunks.unbind()]
-        for place, total in enumerate(into.split(cell)):
+        pieces = [_split(chunk, cell) for chunk in chunks.unbind()]
+        for place, total in enumerate(_split(into, cell)):
             buffer = self._round & 1
             length = total.numel()
             for peer in self._others:
@@ -153,15 +152,16 @@ class SharedGroup:
     @_collective
     def all_gather(self, output: Tensor, tensor: Tensor) -> None:
         """`output` becomes the tensors of all ranks, of one size, in rank order. `tensor` may be this rank's part of `output`."""
-        mine, chunks = _flat(tensor), _flat(output).view(self.size, -1) if output.numel() else output.view(self.size, 0)
-        if chunks.shape[1] != mine.numel() or tensor.dtype is not output.dtype:
+        into, mine = _flat(output), _flat(tensor)
+        if len(into) != len(mine) * self.size or tensor.dtype is not output.dtype:
             raise ValueError(f"all_gather of {_said(tensor)} into {_said(output)}; the output is {self.size} times the input")
+        chunks = into.view(self.size, len(mine))
         views = self._start(_ALL_GATHER, mine)
         capacity = views.whole[0][0].numel()
         if chunks[self.rank].data_ptr() != mine.data_ptr():
             chunks[self.rank].copy_(mine)
-        gathered = [chunk.split(capacity) for chunk in chunks.unbind()]
-        for place, piece in enumerate(mine.split(capacity)):
+        gathered = [_split(chunk, capacity) for chunk in chunks.unbind()]
+        for place, piece in enumerate(_split(mine, capacity)):
             buffer = self._round & 1
             length = piece.numel()
             _head(views.whole[buffer][self.rank], length).copy_(piece)
@@ -176,7 +176,7 @@ class SharedGroup:
         if not 0 <= source < self.size:
             raise ValueError(f"source={source}; the ranks of this group are 0 to {self.size - 1}")
         views = self._start(_BROADCAST, flat, source)
-        for place, piece in enumerate(flat.split(views.whole[0][0].numel())):
+        for place, piece in enumerate(_split(flat, views.whole[0][0].numel())):
             shown = _head(views.whole[self._round & 1][source], piece.numel())
             if source == self.rank:
                 shown.copy_(piece)
@@ -253,7 +253,7 @@ class SharedGroup:
         """Write down what this rank calls, for the others to compare in the first round."""
         views = self._views.get(tensor.dtype) or self._make_views(tensor.dtype)
         length = tensor.numel() if sizes is None else 0
-        self._signature = ((length << 16 | detail) << 8 | views.code) << 4 | operation
+        self._signature = _signature_of(operation, views.code, length, detail)
         place = self._calls[self._round & 1][self.rank]
         self._words[place] = self._signature
         if sizes is not None:
@@ -296,7 +296,7 @@ class SharedGroup:
     def _reduce_directly(self, flat: Tensor, views: _Views) -> None:
         """Every rank adds everything."""
         whole = views.whole
-        for place, piece in enumerate(flat.split(whole[0][0].numel())):
+        for place, piece in enumerate(_split(flat, whole[0][0].numel())):
             parts = whole[self._round & 1]
             if len(piece) < len(parts[0]):
                 parts = [part[: len(piece)] for part in parts]
@@ -307,7 +307,7 @@ class SharedGroup:
     def _reduce_by_slices(self, flat: Tensor, views: _Views) -> None:
         """Every rank adds its slice of a piece, and shows the sum in the next round, beside the next piece."""
         lane, room = views.lane, views.results[0][0].numel()
-        pieces = flat.split(room * self.size)
+        pieces = _split(flat, room * self.size)
         earlier: tuple[Tensor, ...] = ()
         for place in range(len(pieces) + 1):
             buffer = self._round & 1
@@ -316,7 +316,7 @@ class SharedGroup:
             if place < len(pieces):
                 piece = pieces[place]
                 width = _up(-(-len(piece) // self.size), lane)
-                slices = piece.split(width)
+                slices = _split(piece, width)
                 for rank, part in enumerate(slices):
                     if rank != self.rank:
                         views.whole[buffer][self.rank][rank * width :][: len(part)].copy_(part)
@@ -362,6 +362,12 @@ def _add(parts: Sequence[Tensor], out: Tensor) -> None:
         out.add_(part)
 
 
+def _split(tensor: Tensor, length: int) -> tuple[Tensor, ...]:
+    """Pieces of `length` elements, the last with what is left; one empty piece of an empty tensor."""
+    pieces: tuple[Tensor, ...] = tensor.split(length)  # type: ignore[no-untyped-call]
+    return pieces
+
+
 def _head(tensor: Tensor, length: int) -> Tensor:
     return tensor if len(tensor) == length else tensor[:length]
 
@@ -385,6 +391,10 @@ def _refuse_overlap(output: Tensor, tensor: Tensor) -> None:
 
 def _said(tensor: Tensor) -> str:
     return f"{tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _signature_of(operation: int, code: int, length: int, detail: int) -> int:
+    return ((length << 16 | detail) << 8 | code) << 4 | operation
 
 
 def _called(signature: int) -> str:
