@@ -1,0 +1,208 @@
+"""What was done to which storage, in order, and how to do again the part of it on which one tensor depends.
+
+The log knows storages, not tensors: a view is a storage with a size, strides and an offset, so views need no entry, an operation on a
+slice is a write to the storage, and `p.data.copy_(q)` or `p.data = q` need no rule of their own.
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lockstep.keys import key as key_of
+
+
+class Numbered:
+    """Counts the random operations, and starts generators from a key."""
+
+    def __init__(self, key: int) -> None:
+        self._key = key
+        self.count = 0
+
+    def start(self) -> None:
+        """Start Python's, NumPy's and torch's default generators."""
+        random.seed(self._key)
+        np.random.seed(self._key & 0xFFFFFFFF)
+        torch.default_generator.manual_seed(self._key)
+
+    def next(self) -> int:
+        self.count += 1
+        return self.count - 1
+
+    def seed(self, number: int) -> None:
+        torch.default_generator.manual_seed(key_of(self._key, number))
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A tensor, as the log knows it."""
+
+    storage: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def of(self, storage: torch.UntypedStorage) -> Tensor:
+        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.size, self.stride)
+
+    @property
+    def bytes(self) -> int:
+        return int(np.prod(self.size, dtype=np.int64)) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One operation that wrote."""
+
+    func: Any
+    args: Any
+    kwargs: Any
+    outputs: tuple[View | None, ...]
+    """For each tensor that it returned, in order: the view of a new storage, or None for an alias of an old one."""
+    reads: frozenset[int]
+    writes: frozenset[int]
+    fresh: frozenset[int]
+    """The storages whose former contents do not matter to it."""
+    number: int | None
+    generator: Tensor | None
+    """The state of the generator that it was given."""
+    dtype: torch.dtype
+    """The default at the time."""
+
+
+class Log:
+    """What was done to which storage, and how to do it again."""
+
+    def __init__(self, numbered: Numbered) -> None:
+        self._numbered = numbered
+        self._entries: list[Entry] = []
+        self._writers: dict[int, list[int]] = {}
+        self._kept: dict[int, Any] = {}
+        self._constants: dict[int, torch.UntypedStorage] = {}
+
+    def knows(self, storage: int) -> bool:
+        return storage in self._kept
+
+    def keep(self, storage: Any) -> int:
+        """Storages are known by their addresses, so each that was seen is kept: they have no memory of their own."""
+        self._kept[storage._cdata] = storage
+        return int(storage._cdata)
+
+    def constant(self, storage: int, value: torch.UntypedStorage) -> None:
+        """Hold the values of a storage that no operation writes."""
+        self._constants[storage] = value
+
+    def is_constant(self, storage: int) -> bool:
+        return storage in self._constants
+
+    @property
+    def constant_bytes(self) -> int:
+        return sum(value.nbytes() for value in self._constants.values())
+
+    def add(self, entry: Entry) -> None:
+        for storage in entry.writes:
+            self._writers.setdefault(storage, []).append(len(self._entries))
+        self._entries.append(entry)
+
+    def is_whole(self, view: View) -> bool:
+        """Whether it is all of its storage."""
+        return view.offset == 0 and view.bytes == self._kept[view.storage].nbytes() and _is_dense(view)
+
+    def replay(self, views: Iterable[View]) -> list[Tensor]:
+        """The values of `views` as they are at the end of the log."""
+        views = list(views)
+        wanted = {view.storage for view in views}
+        chosen = self._slice(wanted)
+        last = {storage: index for index in chosen for storage in self._entries[index].reads | self._entries[index].writes}
+        values: dict[int, torch.UntypedStorage] = {}
+        state, dtype = torch.default_generator.get_state(), torch.get_default_dtype()
+        try:
+            with torch.no_grad():
+                for index in chosen:
+                    entry = self._entries[index]
+                    self._run(entry, values)
+                    for storage in entry.reads | entry.writes:
+                        if last[storage] == index and storage not in wanted:
+                            values.pop(storage, None)
+                return [view.of(self._value(view.storage, values)) for view in views]
+        finally:
+            torch.default_generator.set_state(state)
+            torch.set_default_dtype(dtype)
+
+    def _slice(self, wanted: set[int]) -> list[int]:
+        """The entries on which the storages depend, in order."""
+        chosen: set[int] = set()
+        live: set[int] = set()  # for each of these exactly one pair is in next_writes
+        next_writes: list[tuple[int, int]] = []
+
+        def follow(storage: int, before: int) -> None:
+            place = bisect_left(self._writers.get(storage, ()), before) - 1
+            if place >= 0:
+                live.add(storage)
+                heappush(next_writes, (-self._writers[storage][place], storage))
+
+        for storage in wanted:
+            follow(storage, len(self._entries))
+        while next_writes:
+            negative, storage = heappop(next_writes)
+            index = -negative
+            chosen.add(index)
+            live.remove(storage)
+            entry = self._entries[index]
+            if storage not in entry.fresh:
+                follow(storage, index)
+            for read in entry.reads - live:
+                follow(read, index)
+        return sorted(chosen)
+
+    def _value(self, storage: int, values: dict[int, torch.UntypedStorage]) -> torch.UntypedStorage:
+        if storage in self._constants:
+            return self._constants[storage]
+        if storage not in values:
+            values[storage] = torch.UntypedStorage(self._kept[storage].nbytes())  # type: ignore[no-untyped-call]
+        return values[storage]
+
+    def _run(self, entry: Entry, values: dict[int, torch.UntypedStorage]) -> None:
+        def real(item: Any) -> Any:
+            return item.of(self._value(item.storage, values)) if isinstance(item, View) else item
+
+        args, kwargs = tree_map(real, entry.args), tree_map(real, entry.kwargs)
+        if entry.number is not None:
+            self._numbered.seed(entry.number)
+        if entry.generator is not None:
+            generator = torch.Generator()
+            generator.set_state(entry.generator)
+            args, kwargs = tree_map(lambda item: generator if isinstance(item, torch.Generator) else item, (args, kwargs))
+        torch.set_default_dtype(entry.dtype)
+        outputs = tensors_of(entry.func(*args, **kwargs))
+        for view, output in zip(entry.outputs, outputs, strict=True):
+            if view is None:
+                continue
+            if (output.stride(), output.storage_offset()) == (view.stride, view.offset):
+                values[view.storage] = output.untyped_storage()
+            else:
+                view.of(self._value(view.storage, values)).copy_(output)
+
+
+def tensors_of(tree: Any) -> list[Any]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _is_dense(view: View) -> bool:
+    """Whether no two of its elements share a place and no place between them is left out."""
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(view.stride, view.size, strict=True) if size != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
