@@ -33,7 +33,7 @@ from lockstep.testing.pool import WorkerPool
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8, torch.complex64)
 # Small, so that a tensor of a few thousand elements takes many rounds.
 BUFFER_BYTES = 16 << 10
-CASES = 60
+CASES = 150
 # A death is told within a second; this is for a machine with more to do.
 DEATH_GRACE_SECONDS = 4.0
 
@@ -118,10 +118,11 @@ CHECKS = (check_all_reduce, check_reduce_scatter, check_all_gather, check_broadc
 
 
 def run_cases(group: SharedGroup, seed: int, count: int) -> list[str]:
-    """What was wrong. The collectives follow each other in a random order."""
+    """What was wrong. The collectives follow each other in a random order, and sums are added in either way."""
     draw = random.Random(seed)
     wrong = []
     for case in range(count):
+        shared._DIRECT_RANKS, shared._DIRECT_BYTES = draw.choice([0, 4]), draw.choice([0, 8 << 10])
         check, dtype = draw.choice(CHECKS), draw.choice(DTYPES)
         if not check(group, draw, dtype, case):
             wrong.append(f"case {case}: {check.__name__}, {dtype}")
@@ -229,10 +230,14 @@ Caught = tuple[str, tuple[int, ...], str, float]
 
 def caught(group: SharedGroup, call: Callable[[], object]) -> Caught:
     """Call until it fails; the group stays useless after that."""
-    start = time.monotonic()
-    with pytest.raises(ExchangeError) as first:
+
+    def until_it_fails() -> None:
         for _ in range(1000):
             call()
+
+    start = time.monotonic()
+    with pytest.raises(ExchangeError) as first:
+        until_it_fails()
     seconds = time.monotonic() - start
     with pytest.raises(type(first.value)) as again:
         group.all_reduce(torch.zeros(3))
@@ -291,6 +296,27 @@ def test_a_killed_rank_is_named_on_all_others_within_a_second(pool: WorkerPool, 
     assert set(os.listdir("/dev/shm")) <= set(before)
 
 
+def lose_a_rank_in_a_backward(rank: int) -> tuple[str, tuple[int, ...]]:
+    group = shared_group()
+    parallel = DistributedDataParallel(nn.Linear(30, 40), bucket_cap_mb=0.001)
+    parallel.register_comm_hook(None, group.sum_bucket)
+    if rank == 1:
+        at_round(group, 3, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+    def train() -> None:
+        for _ in range(1000):
+            parallel(torch.ones(30)).sum().backward()
+
+    with pytest.raises(ExchangeError) as raised:
+        train()
+    group.close()
+    return type(raised.value).__name__, raised.value.ranks
+
+
+def test_a_backward_raises_the_error_of_its_hook(pool: WorkerPool, tmp_path: Path) -> None:
+    assert pool.run(1, forked, str(tmp_path), 2, lose_a_rank_in_a_backward) == [[("PeerDied", (1,)), -signal.SIGKILL]]
+
+
 def die_while_it_is_made(point: str, rank: int) -> str:
     """Rank 1 is killed after rank 0 has made the memory; rank 0 hears of it from the process group, and is killed too."""
     if rank == 1:
@@ -327,6 +353,12 @@ def test_a_timeout_names_the_ranks_that_are_missing(pool: WorkerPool) -> None:
         assert seconds >= 0.4
 
 
+def met_again(result: Caught | str) -> Caught | str:
+    """Returned on every rank once all are here: no group is closed before."""
+    distributed.barrier()
+    return result
+
+
 def raise_in_one(number: int) -> Caught | str:
     def fail() -> None:
         raise ZeroDivisionError("on purpose")
@@ -338,8 +370,8 @@ def raise_in_one(number: int) -> Caught | str:
                 collective(group, "all_reduce")()
             with pytest.raises(PeerStopped, match="raised ZeroDivisionError: on purpose; this group is of no more use"):
                 collective(group, "all_gather")()
-            return "raised"
-        return caught(group, collective(group, "all_reduce"))
+            return met_again("raised")
+        return met_again(caught(group, collective(group, "all_reduce")))
 
 
 def abort_in_one() -> Caught | str:
@@ -349,8 +381,8 @@ def abort_in_one() -> Caught | str:
             group.abort()
             with pytest.raises(PeerStopped, match="rank 1 aborted"):
                 group.all_reduce(torch.ones(3))
-            return "raised"
-        return caught(group, lambda: group.all_reduce(torch.ones(3)))
+            return met_again("raised")
+        return met_again(caught(group, lambda: group.all_reduce(torch.ones(3))))
 
 
 def close_in_one() -> Caught | str:
