@@ -569,7 +569,12 @@ def test_no_two_words_of_the_segment_are_in_one_place(size: int, buffers: int) -
     assert 8 * (first + 2 * size * width) <= segment._words_bytes(size)
 
 
-@given(length=st.integers(0, 2**35), operation=st.integers(0, 4), code=st.integers(0, len(shared._DTYPES) - 1), source=st.integers(0, 999))
+@given(
+    length=st.integers(0, 2**39 - 1),
+    operation=st.integers(0, 4),
+    code=st.integers(0, len(shared._DTYPES) - 1),
+    source=st.integers(0, 2**16 - 1),
+)
 def test_what_is_called_can_be_read_back(length: int, operation: int, code: int, source: int) -> None:
     text = shared._called(shared._signature_of(operation, code, length, source))
     assert text.startswith(f"{shared._NAMES[operation]} of {str(shared._DTYPES[code]).removeprefix('torch.')}")

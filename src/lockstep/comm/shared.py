@@ -396,11 +396,12 @@ def _said(tensor: Tensor) -> str:
 
 
 def _signature_of(operation: int, code: int, length: int, detail: int) -> int:
-    return ((length << 16 | detail) << 8 | code) << 4 | operation
+    """One word, for lengths below 2**39."""
+    return ((length << 16 | detail) << 4 | code) << 4 | operation
 
 
 def _called(signature: int) -> str:
-    operation, code, detail, length = signature & 15, signature >> 4 & 255, signature >> 12 & 65535, signature >> 28
+    operation, code, detail, length = signature & 15, signature >> 4 & 15, signature >> 8 & 65535, signature >> 24
     text = f"{_NAMES[operation]} of {str(_DTYPES[code]).removeprefix('torch.')}"
     if operation != _ALL_TO_ALL:
         text += f", {length} elements"
