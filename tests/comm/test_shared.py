@@ -214,6 +214,7 @@ def forked(path: str, world_size: int, function: Callable[[int], Any]) -> list[A
             try:
                 store = distributed.FileStore(f"{path}/store", world_size)
                 distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+                distributed.barrier()
                 Path(f"{path}/{rank}").write_bytes(pickle.dumps(function(rank)))
                 os._exit(0)
             except BaseException:
