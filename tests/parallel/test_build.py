@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import random
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +214,7 @@ FACTORIES: dict[str, Callable[[], nn.Module]] = {
     "special": special,
     "random_operations": random_operations,
     "example": lambda: example().GPT(layers=2, width=16, heads=2, context=8, dropout=0.1),
+    "deepcopy": lambda: nn.ModuleList([copy.deepcopy(module) for module in (linear(), nn.BatchNorm1d(3), tied())]),
     "bfloat16": lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).to("cpu", torch.bfloat16),
     "orthogonal": with_weight(nn.init.orthogonal_),
     "truncated": with_weight(lambda weight: nn.init.trunc_normal_(weight, std=0.02)),
@@ -261,7 +263,7 @@ STEPS: dict[str, Callable[[Tensor, Tensor], object]] = {
     "swap": lambda a, b: setattr(a, "data", b.data.flip(0)),
     "transposed": lambda a, b: a.t().copy_(b.t().cumsum(0)),
     "own_part": lambda a, b: a[0].copy_(a[2]),
-    "overwritten_by_itself": lambda a, b: a.copy_(a.flip(1)),
+    "itself": lambda a, b: a.copy_(a),
 }
 
 
@@ -359,6 +361,7 @@ INITIALISERS: dict[str, tuple[Callable[[Tensor], object], float]] = {
     "orthogonal": (nn.init.orthogonal_, 4),
     "truncated": (lambda weight: nn.init.trunc_normal_(weight, std=0.5), 4),
     "scaled": (lambda weight: setattr(weight, "data", torch.randn(64, 64) * 0.02), 2),
+    "chain": (lambda weight: setattr(weight, "data", reduce(torch.mul, range(1, 9), torch.randn(64, 64))), 2),
 }
 
 
@@ -406,7 +409,14 @@ def test_values_from_numpy_are_counted() -> None:
     assert deferred.constant_bytes == 12 * 8 + 4 * 4 + 5 * 8
 
 
-def changed_after(*_: object) -> nn.Module:
+def test_values_from_a_file_are_counted(tmp_path: Path) -> None:
+    torch.save(nn.Linear(3, 4).state_dict(), tmp_path / "state.pt")
+    factory = initialised(lambda: nn.Linear(3, 4), lambda model: model.load_state_dict(torch.load(tmp_path / "state.pt")))
+    check(factory)
+    assert Deferred.build(factory, KEY).constant_bytes == (12 + 4) * 4
+
+
+def changed_after() -> nn.Module:
     array = np.ones(3, dtype=np.float32)
     model = nn.ParameterList([nn.Parameter(torch.zeros(3))])
     model[0].data.copy_(torch.from_numpy(array))
@@ -437,35 +447,20 @@ def shares_memory() -> nn.Module:
     return model
 
 
-def has_graph() -> nn.Module:
-    model = linear()
-    model.doubled = model.weight * 2
-    return model
-
-
-def has_hook() -> nn.Module:
-    model = linear()
-    model.weight.register_hook(lambda gradient: gradient)
-    return model
-
-
-def fails() -> nn.Module:
-    return nn.Linear(3, "four")  # type: ignore[arg-type]
-
-
-def on_meta() -> nn.Module:
-    return nn.Linear(3, 4, device="meta")
-
-
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "numpy": (asks_numpy, "RuntimeError: .numpy() is not supported"),
     "caught": (falls_back, "aten.zeros.default: it makes a tensor on the device meta"),
-    "meta": (on_meta, "aten.empty.memory_format: it makes a tensor on the device meta"),
-    "lazy": (lambda: nn.LazyLinear(3), "test_build.py"),
-    "fails": (fails, "TypeError"),
+    "meta": (lambda: nn.Linear(3, 4, device="meta"), "aten.empty.memory_format: it makes a tensor on the device meta"),
+    "lazy": (lambda: nn.LazyLinear(3), "weight has no shape before the first forward"),
+    "fails": (lambda: nn.Linear(3, "four"), "TypeError"),
     "shares": (shares_memory, "part and weight are two tensors that share memory"),
-    "graph": (has_graph, "a tensor outside its parameters and buffers is part of a graph of gradients"),
-    "hook": (has_hook, "weight has hooks on its gradient"),
+    "graph": (
+        initialised(linear, lambda model: setattr(model, "doubled", model.weight * 2)),
+        "a tensor outside its parameters and buffers is part of a graph of gradients",
+    ),
+    "hook": (initialised(linear, lambda model: model.weight.register_hook(abs)), "weight has hooks on its gradient"),
+    "mixed": (lambda: torch._foreach_mul_([torch.tensor(3.0), torch.rand(2)], 2), "aten._foreach_mul_.Scalar: it writes both to"),
+    "conjugate": (lambda: torch.rand(2, dtype=torch.cfloat).conj(), "aten._conj.default: it makes a tensor that is"),
     "no_module": (lambda: [linear()], "the function returned a list, not a torch.nn.Module"),
 }
 

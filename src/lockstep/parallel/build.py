@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedTensorMixin
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
@@ -124,7 +125,7 @@ class _Recorder(_Keyed):  # type: ignore[no-untyped-call]
         tensors = tensors_of((args, kwargs))
         given = _generator(args, kwargs)
         number = self.numbered.next() if _draws(func) and given is None else None
-        if tensors and not any(map(self.is_fake, tensors)):
+        if not any(map(self.is_fake, tensors)) and (tensors or _is_empty(func, args, kwargs)):
             return self._now(func, args, kwargs, number)
         written = _written(func, args, kwargs)
         if any(not self.is_fake(tensor) for tensor in written):
@@ -285,6 +286,8 @@ def _check(recorder: _Recorder, tensors: list[tuple[str, Any]]) -> None:
     """Raise `CannotDefer` for what one tensor alone cannot express."""
     seen: dict[int, str] = {}
     for name, tensor in tensors:
+        if isinstance(tensor, UninitializedTensorMixin):
+            raise CannotDefer(f"{name} has no shape before the first forward")
         if tensor.device.type != "cpu":
             raise CannotDefer(f"{name} is on the device {tensor.device}, not on the CPU")
         if not tensor.is_leaf or tensor.grad is not None:
@@ -382,6 +385,12 @@ def _generator(args: Any, kwargs: Any) -> torch.Generator | None:
         if isinstance(item, torch.Generator) and item is not torch.default_generator:
             return item
     return None
+
+
+def _is_empty(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether it makes a tensor of no elements: what is to be given the storage of a file, or of a copy."""
+    on_cpu = torch.device(kwargs.get("device") or "cpu").type == "cpu"
+    return func is torch.ops.aten.empty.memory_format and 0 in args[0] and on_cpu
 
 
 @cache
