@@ -21,6 +21,8 @@ CPU = torch.device("cpu")
 GATHERED_BYTES = 2**20
 GATHERED_REQUESTS = 16
 """Rows of a TensorDataset are copied for so many small microbatches at a time, or for those that come to so many bytes."""
+ALIGNMENT_BYTES = 64
+"""Where torch has its tensors start. A matrix product may have other bits where they start elsewhere."""
 
 
 class Request(NamedTuple):
@@ -29,6 +31,8 @@ class Request(NamedTuple):
     step: int
     microbatch: int
     """Its index in the step."""
+    counts: bool
+    """Whether it is part of the step, see `Span`."""
     epochs: NDArray[np.int64]
     """The epoch of each sample, of shape (samples,)."""
     samples: NDArray[np.int64]
@@ -76,9 +80,11 @@ class Fetcher:
             )
 
     def gathered(self, requests: Iterator[Request]) -> Iterator[tuple[Request, list[Tensor]]]:
-        """Each request and its batch. Those of small microbatches are copied several at a time, into parts of one memory."""
-        row_bytes = sum(tensor[:1].nbytes for tensor in self._data.tensors)
-        while several := list(_some_requests(requests, max(GATHERED_BYTES // max(row_bytes, 1), 1))):
+        """Each request and its batch. Those of small microbatches are copied several at a time, into parts of one memory, where each part
+        starts as a tensor of its own would."""
+        widths = [tensor[:1].nbytes for tensor in self._data.tensors]
+        rows = max(GATHERED_BYTES // max(sum(widths), 1), 1)
+        while several := list(_some_requests(requests, rows, lambda size: all(size * width % ALIGNMENT_BYTES == 0 for width in widths))):
             sizes = [len(request.samples) for request in several]
             columns = [torch.split(column, sizes) for column in self._rows_at(np.concatenate([request.samples for request in several]))]
             for request, parts in zip(several, zip(*columns, strict=True), strict=True):
@@ -142,12 +148,12 @@ class Fetcher:
             raise
 
 
-def _some_requests(requests: Iterator[Request], rows: int) -> Iterator[Request]:
-    """At least one, at most `GATHERED_REQUESTS`, and no more once they have so many rows."""
+def _some_requests(requests: Iterator[Request], rows: int, fits: Callable[[int], bool]) -> Iterator[Request]:
+    """At least one, at most `GATHERED_REQUESTS`, and no more once they have so many rows, or the next would not start where it must."""
     for request in islice(requests, GATHERED_REQUESTS):
         yield request
         rows -= len(request.samples)
-        if rows <= 0:
+        if rows <= 0 or not fits(len(request.samples)):
             return
 
 
