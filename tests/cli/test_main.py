@@ -30,7 +30,8 @@ def test_help_names_the_commands_and_an_example() -> None:
     ended = lockstep("--help")
     assert ended.returncode == 0
     assert "  lockstep run --nproc 2 train.py\n" in ended.stdout
-    assert "  run  Run SCRIPT on several processes of this machine.\n" in ended.stdout
+    assert "  run     Run SCRIPT on several processes of this machine.\n" in ended.stdout
+    assert "  verify  Prove on SCRIPT that plans train the same model as one process does.\n" in ended.stdout
 
 
 def test_run_help_names_its_options_and_examples() -> None:

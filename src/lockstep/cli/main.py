@@ -12,7 +12,7 @@ import click
 from lockstep import __version__
 from lockstep.errors import USER_ERROR_STATUS
 
-_COMMANDS = ("run",)
+_COMMANDS = ("run", "verify")
 
 
 class _Commands(click.Group):
@@ -44,6 +44,7 @@ def _commands() -> None:
     \b
     Example:
       lockstep run --nproc 2 train.py
+      lockstep verify train.py --plans "replicate=2"
     """
 
 

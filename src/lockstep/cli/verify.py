@@ -1,0 +1,204 @@
+"""`lockstep verify`: does a plan train the same model as one process?"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from lockstep.cli.run import _check_module, _check_script
+from lockstep.errors import USER_ERROR_STATUS, LaunchError
+from lockstep.verify.twins import parse_plans
+
+if TYPE_CHECKING:
+    from lockstep.verify.verdict import Report, Verdict
+
+_FLAGS = {"--bitwise", "--json", "--no-float64", "--whole-microbatch-loss", "-m", "-h", "--help"}
+
+
+class _Command(click.Command):
+    """`--plans` takes several values, and what stands between SCRIPT and it is the script's."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, rearranged(args))
+
+
+@click.command("verify", cls=_Command, context_settings={"allow_interspersed_args": False})
+@click.option("--plans", multiple=True, metavar="PLAN...", help='Plans to verify: "replicate=2" "shard=2,numerics=bitwise" ...')
+@click.option("--steps", default=8, show_default=True, type=click.IntRange(min=1), metavar="K", help="Steps to compare.")
+@click.option("--bitwise", is_flag=True, help="Ask for the same bits under every plan (numerics=bitwise).")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON for programs instead of a table.")
+@click.option("--html", type=click.Path(dir_okay=False), metavar="FILE", help="Write a page with the curves of divergence.")
+@click.option("--no-float64", is_flag=True, help="Leave out the first step in float64, which sees what rounding hides.")
+@click.option("--whole-microbatch-loss", is_flag=True, help="The loss is meant to depend on how the batch is cut (contrastive losses).")
+@click.option("--timeout", default=600.0, show_default=True, type=click.FloatRange(min=1), metavar="SECONDS", help="For each run.")
+@click.option("--jobs", type=click.IntRange(min=1), metavar="N", help="Processes at once. Default: cores, or 1 run where there are GPUs.")
+@click.option("--keep", type=click.Path(file_okay=False), metavar="DIR", help="Keep the traces of all runs in this new directory.")
+@click.option("-m", "is_module", is_flag=True, help="SCRIPT is the name of a module, as in python -m.")
+@click.argument("script")
+@click.argument("arguments", metavar="[ARGS]...", nargs=-1, type=click.UNPROCESSED)
+def command(
+    plans: tuple[str, ...],
+    steps: int,
+    bitwise: bool,
+    as_json: bool,
+    html: str | None,
+    no_float64: bool,
+    whole_microbatch_loss: bool,
+    timeout: float,
+    jobs: int | None,
+    keep: str | None,
+    is_module: bool,
+    script: str,
+    arguments: tuple[str, ...],
+) -> int:
+    """Prove on SCRIPT that plans train the same model as one process does.
+
+    Runs the script, unchanged, on one process and under each plan for K steps, and compares every gradient, parameter and buffer. The
+    yardstick is how far apart rounding alone drives the model (twins with noise of one unit in the last place). Names the first step and
+    parameter that differ by more, and the likely cause. Everything from --plans on is for verify; before it, what follows SCRIPT is the
+    script's.
+
+    \b
+    Examples:
+      lockstep verify train.py --lr 0.1 --plans "replicate=2" "replicate=3,numerics=bitwise"
+      lockstep verify --plans replicate=2 --steps 4 --html verify.html train.py --lr 0.1
+
+    Exit status: 0 where all plans pass, 1 where one does not, 2 for a mistake (a bad plan, a script that fails or never trains).
+    """
+    parsed = parse_plans(plans, bitwise=bitwise)
+    if is_module:
+        _check_module(script)
+    else:
+        _check_script(script)
+    if html is not None and not Path(html).absolute().parent.is_dir():
+        raise LaunchError(f"--html {html}; its directory is not there; name a file in a directory that is")
+
+    from lockstep.verify.run import Runner  # numpy and safetensors: after all that can be checked without them
+    from lockstep.verify.verdict import Verification, Wanted
+
+    wanted = Wanted(plans=parsed, steps=steps, float64=not no_float64, other_microbatch=not whole_microbatch_loss)
+    line = [*(["-m"] if is_module else []), script, *arguments]
+    with _folder(keep) as folder, Runner(line, folder, timeout_seconds=timeout, slots=jobs or _slots(), tell=_tell) as runner:
+        report = Verification(script, wanted, runner).run()
+        if html is not None:
+            from lockstep.verify.page import page
+
+            Path(html).write_text(page(report), encoding="utf-8")
+    if as_json:
+        print(json.dumps(report.as_json(), indent=2, allow_nan=False))
+    else:
+        show(report)
+    if any(not verdict.ran and verdict.status == USER_ERROR_STATUS for verdict in report.verdicts):
+        return USER_ERROR_STATUS
+    return 0 if report.passed else 1
+
+
+def rearranged(args: Sequence[str]) -> list[str]:
+    """Options first, each plan with a `--plans` of its own; then `--`, the script and its arguments."""
+    own, rest = _own(args, 0)
+    script, after = args[rest : rest + 1], list(args[rest + 1 :])
+    if "--plans" not in own:
+        place = next((i for i, arg in enumerate(after) if arg == "--plans" or arg.startswith("--plans=")), len(after))
+        more, stop = _own(after, place)
+        if stop < len(after):
+            more += after[stop:]  # click says what is wrong with it
+        own, after = own + more, after[:place]
+    return [*own, *(["--"] if script else []), *script, *after]
+
+
+def _own(args: Sequence[str], start: int) -> tuple[list[str], int]:
+    """The options that stand from `start` on, and where they end."""
+    found: list[str] = []
+    place = start
+    while place < len(args) and args[place].startswith("-"):
+        option = args[place]
+        place += 1
+        if option == "--":
+            break
+        if option == "--plans":
+            while place < len(args) and "=" in args[place] and not args[place].startswith("-"):
+                found += ["--plans", args[place]]
+                place += 1
+        elif option in _FLAGS or "=" in option:
+            found.append(option)
+        else:
+            found += [option, *args[place : place + 1]]
+            place += 1
+    return found, place
+
+
+def show(report: Report) -> None:
+    """The table, and below it what is wrong."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+    table = Table(title=f"{report.script}: {report.steps} steps against one process", title_justify="left")
+    for name, justify in (("plan", "left"), ("processes", "right"), ("held to", "left"), ("verdict", "left"), ("worst", "right")):
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    table.add_column("where")
+    for verdict in report.verdicts:
+        said = "passes" if verdict.passed else "fails" if verdict.ran else "did not run"
+        colour = "green" if verdict.passed else "red"
+        worst, where = _worst(verdict, report.limit)
+        held_to = "every bit" if verdict.bitwise else f"{report.limit:g} x rounding"
+        table.add_row(verdict.plan, str(verdict.processes), held_to, Text(said, style=colour), worst, where)
+    console.print(table)
+    for verdict in report.verdicts:
+        for line in _lines(verdict):
+            console.print(Text(line))
+    if report.recipe is not None:
+        console.print(Text(f"recipe: {report.recipe.text()}\n  likely cause: {report.recipe.cause}"))
+    for remark in report.remarks:
+        console.print(Text(f"note: {remark}"))
+
+
+def _worst(verdict: Verdict, limit: float) -> tuple[str, str]:
+    worst = verdict.worst
+    if worst is None:
+        return ("same bits" if verdict.ran else "", "")
+    return f"{worst.ratio:.3g}", f"{worst.check} {worst.name} at step {worst.step}".replace("  ", " ")
+
+
+def _lines(verdict: Verdict) -> Iterator[str]:
+    if not verdict.ran:
+        yield f"{verdict.plan}: the run failed (exit status {verdict.status}):\n{verdict.error}"
+    if verdict.failure is not None:
+        yield f"{verdict.plan}: {verdict.failure.text()}"
+        yield f"  likely cause: {verdict.failure.cause or 'no known pattern; compare the gradients of the first step (--keep DIR)'}"
+    for remark in verdict.remarks:
+        yield f"  note, {verdict.plan}: {remark}"
+
+
+@contextmanager
+def _folder(keep: str | None) -> Iterator[Path]:
+    if keep is None:
+        with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
+            yield Path(folder)
+        return
+    path = Path(keep).absolute()
+    if path.exists() and any(path.iterdir()):
+        raise LaunchError(f"--keep {keep}; the directory is not empty; traces go to a new one; name another, or remove it")
+    path.mkdir(parents=True, exist_ok=True)
+    yield path
+
+
+def _tell(line: str) -> None:
+    """Progress, for people who watch."""
+    if sys.stderr.isatty():
+        print(f"lockstep verify: {line}", file=sys.stderr)
+
+
+def _slots() -> int:
+    if os.path.exists("/dev/nvidia0"):
+        return 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

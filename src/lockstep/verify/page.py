@@ -1,0 +1,127 @@
+"""The page of a verification: verdicts, and each plan's divergence against the twins' band. One file, no network, light and dark. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+
+from lockstep.verify.verdict import Report, Verdict
+
+WIDTH, HEIGHT = 320, 180
+LEFT, RIGHT, TOP, BOTTOM = 46, 8, 10, 24
+TITLES = {"gradients": "gradients", "parameters": "parameters", "loss": "loss"}
+
+_STYLE = """
+:root { --ground: #fff; --text: #1b1f24; --faint: #6a737d; --line: #d0d7de; --band: #9ec5f0; --plan: #0b57a4 }
+:root { --good: #1a7f37; --bad: #c62828 }
+@media (prefers-color-scheme: dark) {
+  :root { --ground: #14181d; --text: #e4e8ec; --faint: #98a2ad; --line: #353c44; --band: #2d5686; --plan: #7fb8ff }
+  :root { --good: #56d364; --bad: #ff7b72 }
+}
+body { background: var(--ground); color: var(--text); font: 15px/1.5 system-ui, sans-serif }
+body { margin: 2rem auto; max-width: 68rem; padding: 0 1rem }
+h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin: 2rem 0 .3rem }
+table { border-collapse: collapse; width: 100% } th, td { border-bottom: 1px solid var(--line); padding: .3rem .6rem; text-align: left }
+td.number { text-align: right; font-variant-numeric: tabular-nums }
+.good { color: var(--good) } .bad { color: var(--bad) } .faint { color: var(--faint) }
+.charts { display: flex; flex-wrap: wrap; gap: 1rem } figure { margin: 0 } figcaption { color: var(--faint); font-size: .85rem }
+svg text { fill: var(--faint); font-size: 10px }
+pre { overflow-x: auto; background: color-mix(in srgb, var(--line) 30%, transparent); padding: .6rem }
+"""
+
+
+def page(report: Report) -> str:
+    """The whole HTML document."""
+    title = f"lockstep verify {report.script}"
+    said = "every plan trains the same model as one process" if report.passed else "not every plan trains the same model"
+    parts = [
+        f"<h1>{escape(title)}</h1>",
+        f'<p><strong class="{_colour(report.passed)}">{said}</strong>, over {report.steps} steps.</p>',
+        _table(report),
+        _recipe(report),
+        *(f'<p class="faint">{escape(remark)}</p>' for remark in report.remarks),
+        *(_plan(report, verdict) for verdict in report.verdicts),
+        "<h2>How to read it</h2><p>A curve is the distance from the run on one process, all tensors pooled, relative to their size. The "
+        "band is how far apart runs on one process come that differ by noise of one unit in the last place: rounding alone does that to "
+        f"this model. A curve in or near the band is right; a plan fails where some tensor is more than {report.limit:g} times as far.</p>",
+    ]
+    head = f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+    head += '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">'
+    return f"{head}<style>{_STYLE}</style></head><body>{''.join(parts)}</body></html>\n"
+
+
+def _table(report: Report) -> str:
+    rows = []
+    for verdict in report.verdicts:
+        worst = verdict.worst
+        closest = "" if not verdict.ran else "same bits" if worst is None else f"{worst.ratio:.3g}"
+        where = "" if worst is None else f"{worst.check} {worst.name}, step {worst.step}"
+        said = "passes" if verdict.passed else "fails" if verdict.ran else "did not run"
+        held_to = "every bit" if verdict.bitwise else f"{report.limit:g} × rounding"
+        rows.append(
+            f'<tr><td>{escape(verdict.plan)}</td><td class="number">{verdict.processes}</td><td>{held_to}</td>'
+            f'<td class="{_colour(verdict.passed)}">{said}</td><td class="number">{closest}</td><td>{escape(where)}</td></tr>'
+        )
+    head = "<tr><th>plan</th><th>processes</th><th>held to</th><th>verdict</th><th>worst</th><th>where</th></tr>"
+    return f"<table>{head}{''.join(rows)}</table>"
+
+
+def _recipe(report: Report) -> str:
+    if report.recipe is not None:
+        return f'<p class="bad">Recipe: {escape(report.recipe.text())}</p><p>{escape(report.recipe.cause or "")}</p>'
+    if report.recipe_checked:
+        return '<p><span class="good">Recipe:</span> the same batch cut into other microbatches has the same gradient.</p>'
+    return ""
+
+
+def _plan(report: Report, verdict: Verdict) -> str:
+    parts = [f"<h2>{escape(verdict.plan)}</h2>"]
+    if not verdict.ran:
+        parts.append(f'<p class="bad">The run failed (exit status {verdict.status}).</p><pre>{escape(verdict.error)}</pre>')
+    if verdict.failure is not None:
+        parts.append(f'<p class="bad">{escape(verdict.failure.text())}</p>')
+        parts.append(f"<p>Likely cause: {escape(verdict.failure.cause or 'no known pattern')}</p>")
+    parts += [f'<p class="faint">{escape(remark)}</p>' for remark in verdict.remarks]
+    if verdict.comparisons:
+        curves = verdict.comparisons[0].curves
+        charts = [chart(TITLES[kind], curves[kind], report.bands.get(kind, []), passed=verdict.passed) for kind in TITLES]
+        parts.append(f'<div class="charts">{"".join(charts)}</div>')
+    return "".join(parts)
+
+
+def chart(title: str, curve: Sequence[float], band: Sequence[tuple[float, float]], *, passed: bool) -> str:
+    """An SVG figure: distance over steps on a logarithmic scale. What is zero, and so has no logarithm, stands on the lower edge."""
+    numbers = [value for value in [*curve, *(value for pair in band for value in pair)] if value > 0 and math.isfinite(value)]
+    low = math.floor(math.log10(min(numbers, default=1e-8)))
+    high = max(math.ceil(math.log10(max(numbers, default=1e-7))), low + 1)
+
+    def x(step: float) -> float:
+        return LEFT + (WIDTH - LEFT - RIGHT) * (step / max(1, len(curve) - 1))
+
+    def y(value: float) -> float:
+        place = 0.0 if value <= 0 else 1.0 if math.isinf(value) else (math.log10(value) - low) / (high - low)
+        return HEIGHT - BOTTOM - (HEIGHT - BOTTOM - TOP) * min(1.0, max(0.0, place))
+
+    parts = []
+    for power in range(low, high + 1, max(1, (high - low) // 4)):
+        at = y(10.0**power)
+        parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}" stroke="var(--line)"/>')
+        parts.append(f'<text x="{LEFT - 5}" y="{at + 3:.1f}" text-anchor="end">1e{power}</text>')
+    if band:
+        edge = [f"{x(step):.1f},{y(pair[1]):.1f}" for step, pair in enumerate(band)]
+        edge += [f"{x(step):.1f},{y(pair[0]):.1f}" for step, pair in reversed(list(enumerate(band)))]
+        parts.append(f'<polygon points="{" ".join(edge)}" fill="var(--band)" fill-opacity="0.5" stroke="var(--band)"/>')
+    colour = "var(--plan)" if passed else "var(--bad)"
+    points = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in enumerate(curve))
+    parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
+    parts += [f'<circle cx="{x(step):.1f}" cy="{y(value):.1f}" r="2.5" fill="{colour}"/>' for step, value in enumerate(curve)]
+    parts.append(f'<text x="{LEFT}" y="{HEIGHT - 8}">step 0</text>')
+    parts.append(f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 8}" text-anchor="end">{len(curve) - 1}</text>')
+    label = f"{title}: relative distance from one process"
+    svg = f'<svg role="img" aria-label="{label}" width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}">{"".join(parts)}</svg>'
+    return f"<figure>{svg}<figcaption>{label}</figcaption></figure>"
+
+
+def _colour(good: bool) -> str:
+    return "good" if good else "bad"

@@ -1,0 +1,222 @@
+"""Wrong engines, each with the one mistake that its name says; as people make them when they write such an engine by hand."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from verify.engine import Engine, Gradients, added, total_norm
+
+from lockstep.assignment import share
+
+
+class MeanOfMeans(Engine):
+    """Each rank divides by its own weight, and the ranks' gradients are averaged."""
+
+    def factor(self, step: int, index: int, rank: int) -> float:
+        mask = self.data[2]
+        mine = [sample for i in share(self.count, rank, self.size) for sample in self.samples(step, i)]
+        return self.weight / float(mask[mine].sum()) / self.size
+
+
+class MeanOfMeansInTheSum(MeanOfMeans):
+    """The same, done where the ranks are added: each microbatch's own gradient is right."""
+
+    def factor(self, step: int, index: int, rank: int) -> float:
+        return 1.0
+
+    def reduce(self, step: int, locals_: list[Gradients]) -> list[Gradients]:
+        factors = [MeanOfMeans.factor(self, step, 0, rank) for rank in range(self.size)]
+        scaled = [{name: gradient * factor for name, gradient in part.items()} for part, factor in zip(locals_, factors, strict=True)]
+        return [added(scaled)] * self.size
+
+
+class NotReduced(Engine):
+    """One parameter was left out of the buckets."""
+
+    left_out = "first.weight"
+
+    def reduce(self, step: int, locals_: list[Gradients]) -> list[Gradients]:
+        whole = added(locals_)
+        return [{**whole, self.left_out: local[self.left_out]} for local in locals_]
+
+
+class NothingReduced(Engine):
+    def reduce(self, step: int, locals_: list[Gradients]) -> list[Gradients]:
+        return locals_
+
+
+class DividedTwice(Engine):
+    """The loss is divided by the weight of all, and the all-reduce takes the mean."""
+
+    def reduce(self, step: int, locals_: list[Gradients]) -> list[Gradients]:
+        return [{name: gradient / self.size for name, gradient in added(locals_).items()}] * self.size
+
+
+class OneBiasTimesTwo(Engine):
+    """As a replicated bias under tensor parallelism whose gradient every rank adds."""
+
+    def reduce(self, step: int, locals_: list[Gradients]) -> list[Gradients]:
+        whole = added(locals_)
+        return [{**whole, "last.bias": whole["last.bias"] * self.size}] * self.size
+
+
+class StatisticsOfOneRank(Engine):
+    """BatchNorm's running statistics are updated from the rank's own microbatches."""
+
+    def running(self, rank: int) -> list[int]:
+        return list(share(self.count, rank, self.size))
+
+
+class BatchNormInEvalMode(Engine):
+    """On all ranks but the first, the model was left in eval mode; its dropout with it."""
+
+    def started(self, model: nn.Module, rank: int) -> nn.Module:
+        if rank:
+            model.get_submodule("norm").train = lambda mode=True: model.get_submodule("norm")  # type: ignore[method-assign]
+            model.get_submodule("norm").training = False
+        return model
+
+
+class SameDropoutMask(Engine):
+    """Every rank counts its own microbatches from 0."""
+
+    def stream(self, step: int, index: int, rank: int) -> int:
+        return self.key(3, step, index - share(self.count, rank, self.size).start)
+
+
+class MaskOfTheRank(Engine):
+    def stream(self, step: int, index: int, rank: int) -> int:
+        return self.key(3, step, index, rank)
+
+
+class SampleSeenTwice(Engine):
+    """The batch is padded, by repeating the first sample, where a rank starts."""
+
+    def samples(self, step: int, index: int) -> list[int]:
+        samples = super().samples(step, index)
+        if step == 1 and self.size > 1 and index == 3:
+            samples[0] = super().samples(step, 0)[0]
+        return samples
+
+
+class LocalNorm(Engine):
+    """Clips by the norm of what the rank computed."""
+
+    def norm(self, step: int, rank: int, reduced: Gradients, local: Gradients) -> float:
+        return total_norm(local)
+
+
+class NormOfAShard(Engine):
+    """Clips by the norm of half the parameters, as a shard's norm that nobody summed."""
+
+    def norm(self, step: int, rank: int, reduced: Gradients, local: Gradients) -> float:
+        names = sorted(reduced)
+        return total_norm({name: reduced[name] for name in names[: len(names) // 2]})
+
+
+class BufferOutOfStep(Engine):
+    """A buffer of the model's own follows what its rank has seen."""
+
+    def finish(self, step: int, rank: int) -> None:
+        buffer: Tensor = self.models[rank].get_buffer("scale")
+        if step == 1:
+            buffer += 0.01 * rank
+
+
+class AnotherSeed(Engine):
+    """Each rank draws its weights itself."""
+
+    def started(self, model: nn.Module, rank: int) -> nn.Module:
+        if rank:
+            with torch.no_grad():
+                nn.init.normal_(model.get_parameter("last.weight"))
+        return model
+
+
+class ScheduleStepsTwice(Engine):
+    """The scheduler is stepped once a rank."""
+
+    def rate(self, step: int, rank: int) -> float:
+        return super().rate(step * self.size, rank)
+
+
+class StateReset(Engine):
+    """The optimizer is made anew before step 2."""
+
+    def update(self, step: int, rank: int) -> None:
+        if step == 2 and self.size > 1:
+            self.optimizers[rank].state.clear()
+        super().update(step, rank)
+
+
+class NotCleared(Engine):
+    """zero_grad is forgotten."""
+
+    def reduce(self, step: int, locals_: list[Gradients]) -> list[Gradients]:
+        whole = added([*locals_, *([self.before] if step and self.size > 1 else [])])
+        self.before = whole
+        return [whole] * self.size
+
+
+class MicrobatchLeftOut(Engine):
+    """With no_sync, the last microbatch but one is not added."""
+
+    def accumulate(self, step: int, rank: int, parts: list[Gradients]) -> Gradients:
+        return added(parts if rank == 0 or self.size == 1 else [*parts[:-2], parts[-1]])
+
+
+class MicrobatchTwice(Engine):
+    def accumulate(self, step: int, rank: int, parts: list[Gradients]) -> Gradients:
+        return added(parts if rank == 0 or self.size == 1 else [*parts, parts[0]])
+
+
+class UnusedIsLost(Engine):
+    """A parameter that one rank did not use keeps no gradient there (DDP without find_unused_parameters)."""
+
+    def reduce(self, step: int, locals_: list[Gradients]) -> list[Gradients]:
+        whole = added(locals_)
+        return [{name: whole[name] for name in whole if name in local} for local in locals_]
+
+
+class LossOfOneRank(Engine):
+    """What is logged is rank 0's."""
+
+    def loss(self, rank: int, parts: dict[int, float]) -> float:
+        mine = share(self.count, rank, self.size)
+        return sum(parts[index] for index in mine) * self.size
+
+
+class NotApplied(Engine):
+    """Rank 1 skips a step on its own (its loss scale overflowed, say)."""
+
+    def update(self, step: int, rank: int) -> None:
+        if not (step == 1 and rank == 1):
+            super().update(step, rank)
+
+
+class ShortTypeSum(Engine):
+    """Gradients are added in bfloat16."""
+
+    def reduce(self, step: int, locals_: list[Gradients]) -> list[Gradients]:
+        short = [{name: gradient.bfloat16() for name, gradient in part.items()} for part in locals_]
+        return [{name: gradient.to(torch.float32) for name, gradient in added(short).items()}] * self.size
+
+
+class OneElement(Engine):
+    """One element of one gradient is lost, as at the edge of a shard."""
+
+    def reduce(self, step: int, locals_: list[Gradients]) -> list[Gradients]:
+        whole = added(locals_)
+        if self.size > 1:
+            whole["odd.weight"] = whole["odd.weight"].clone()
+            whole["odd.weight"][3, 5] = 0.0
+        return [whole] * self.size
+
+
+class WeightDecayOnARank(Engine):
+    """Parameter groups differ: rank 1 decays more."""
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        made = getattr(self, "made", 0)
+        self.made = made + 1
+        return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.01 if made == 0 else 0.1)

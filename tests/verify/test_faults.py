@@ -1,0 +1,165 @@
+"""Planted faults: each wrong engine is caught, with the step, the tensor and the cause named; and right ones raise no alarm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from verify import faults
+from verify.engine import Engine
+
+from lockstep.verify.cause import Evidence, likely_cause
+from lockstep.verify.compare import BEFORE, Comparison, compare
+from lockstep.verify.records import Trace
+from lockstep.verify.yardstick import Yardstick
+
+EPS_RATIO = 2.0**-52 / 2.0**-23
+
+
+class Expected(NamedTuple):
+    engine: type[Engine]
+    step: int
+    check: str
+    name: str
+    cause: str
+    ranks: int = 2
+
+
+FAULTS = [
+    Expected(faults.MeanOfMeans, 0, "microbatch", "last.bias", "a mean of means"),
+    Expected(faults.MeanOfMeansInTheSum, 0, "gradients", "last.bias", "a mean of means"),
+    Expected(faults.MeanOfMeansInTheSum, 0, "gradients", "last.bias", "a mean of means", ranks=3),
+    Expected(faults.NotReduced, 0, "gradients", "first.weight", "the gradient of 'first.weight' was not reduced"),
+    Expected(faults.NothingReduced, 0, "gradients", "last.bias", "the gradient was not reduced"),
+    Expected(faults.DividedTwice, 0, "gradients", "last.bias", "divided by the number of processes once too often"),
+    Expected(faults.DividedTwice, 0, "gradients", "last.bias", "is 0.3333 times what it should be", ranks=3),
+    Expected(
+        faults.OneBiasTimesTwo, 0, "gradients", "last.bias", "the gradient of 'last.bias' is 2 times what it should be, multiplied by"
+    ),
+    Expected(faults.StatisticsOfOneRank, 0, "buffers", "norm.running_mean", "BatchNorm statistics out of step"),
+    Expected(faults.BatchNormInEvalMode, 0, "microbatch", "last.bias", "BatchNorm statistics: microbatch 3 on rank 1"),
+    Expected(faults.SameDropoutMask, 0, "microbatch", "last.bias", "the same dropout mask on several ranks: microbatch 3 on rank 1"),
+    Expected(faults.MaskOfTheRank, 0, "microbatch", "last.bias", "another dropout mask"),
+    Expected(faults.SampleSeenTwice, 1, "samples", "", "is seen twice, sample"),
+    Expected(faults.LocalNorm, 0, "norm", "", "about that of what the rank computed itself, before the reduction"),
+    Expected(faults.NormOfAShard, 0, "norm", "", "taken over a part of the gradient"),
+    Expected(faults.BufferOutOfStep, 1, "buffers", "scale", "a buffer out of step: 'scale' on rank 1"),
+    Expected(faults.AnotherSeed, BEFORE, "initial", "last.weight", "did not start from rank 0's weights"),
+    Expected(faults.ScheduleStepsTwice, 1, "lr", "", "the learning rate 0.0081 is that of step 2"),
+    Expected(faults.StateReset, 2, "states", "last.bias/step", "it was reset"),
+    Expected(faults.NotCleared, 1, "gradients", "last.bias", "it was not cleared between steps"),
+    Expected(faults.MicrobatchLeftOut, 0, "gradients", "last.bias", "microbatch 4 (rank 1) is left out"),
+    Expected(faults.MicrobatchTwice, 0, "gradients", "last.bias", "microbatch 3 (rank 1) is counted twice"),
+    Expected(faults.UnusedIsLost, 0, "missing", "odd.bias", "the gradient of 'odd.bias' was not reduced: ranks", ranks=6),
+    Expected(faults.LossOfOneRank, 0, "loss", "", "the loss that rank 0 records is not"),
+    Expected(faults.NotApplied, 1, "states", "last.bias/step", "the optimizer's state"),
+    Expected(faults.WeightDecayOnARank, 0, "parameters", "last.bias", "other settings (weight decay, betas)"),
+    Expected(faults.ShortTypeSum, 0, "gradients", "last.bias", "is a bfloat16 number, and the reference's are not"),
+    Expected(faults.OneElement, 0, "gradients", "odd.weight", "1 of the 256 elements of 'odd.weight' are wrong, the first at number 53"),
+]
+
+
+@pytest.fixture(scope="module")
+def right(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Trace, Yardstick]]:
+    """The reference and its yardstick, made once for each kind of engine and seed."""
+
+    @cache
+    def made(kind: type[Engine] = Engine, seed: int = 0, steps: int = 4) -> tuple[Trace, Yardstick]:
+        folder = tmp_path_factory.mktemp("right")
+        reference = kind(folder / "reference", seed=seed, steps=steps).run()
+        twins = [kind(folder / f"twin-{noise}", seed=seed, steps=steps, noise=noise).run() for noise in range(3)]
+        return reference, Yardstick(reference, twins)
+
+    return made
+
+
+def verified(right: Any, trace: Trace, **given: Any) -> tuple[Comparison, str | None]:
+    reference, yardstick = right(**given)
+    comparison = compare(reference, trace, yardstick, bitwise=False)
+    cause = likely_cause(Evidence(reference, trace, comparison.findings)) if comparison.findings else None
+    return comparison, cause
+
+
+@pytest.mark.parametrize("expected", FAULTS, ids=lambda expected: f"{expected.engine.__name__}-{expected.ranks}")
+def test_a_planted_fault_is_caught_and_named(right: Any, tmp_path: Path, expected: Expected) -> None:
+    trace = expected.engine(tmp_path / "plan", ranks=expected.ranks).run()
+    comparison, cause = verified(right, trace)
+    assert comparison.findings, "not caught"
+    first = comparison.findings[0]
+    assert (first.step, first.check, first.name) == (expected.step, expected.check, expected.name)
+    assert cause is not None
+    assert expected.cause in cause
+
+
+def test_every_wrong_engine_is_tried() -> None:
+    engines = {value for value in vars(faults).values() if isinstance(value, type) and issubclass(value, Engine) and value is not Engine}
+    assert engines == {expected.engine for expected in FAULTS}
+    assert len(engines) >= 12
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
+def test_a_right_engine_passes(right: Any, tmp_path: Path, ranks: int) -> None:
+    comparison, _ = verified(right, Engine(tmp_path / "plan", ranks=ranks).run())
+    assert comparison.findings == []
+    assert comparison.worst is None or comparison.worst.ratio < 3
+    assert comparison.remarks == []
+
+
+class Momentum(Engine):
+    """Without clipping, and with an optimizer in which the gradient's size counts."""
+
+    clip = None
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(14))
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("kind", [Engine, Momentum])
+def test_right_engines_raise_no_alarm(right: Any, tmp_path: Path, kind: type[Engine], ranks: int, seed: int) -> None:
+    comparison, _ = verified(right, kind(tmp_path / "plan", ranks=ranks, seed=seed, steps=8).run(), kind=kind, seed=seed, steps=8)
+    assert comparison.findings == []
+
+
+def test_the_same_bits_are_the_same_bits(right: Any, tmp_path: Path) -> None:
+    reference, yardstick = right()
+    same = compare(reference, Engine(tmp_path / "same").run(), yardstick, bitwise=True)
+    assert (same.findings, same.worst) == ([], None)
+    assert set(same.curves["gradients"]) == {0.0}
+
+
+def test_bitwise_forgives_no_rounding(right: Any, tmp_path: Path) -> None:
+    reference, yardstick = right()
+    trace = Engine(tmp_path / "plan", ranks=3).run()
+    assert compare(reference, trace, yardstick, bitwise=False).passed
+    first = compare(reference, trace, yardstick, bitwise=True).findings[0]
+    assert (first.step, first.check) == (0, "gradients")
+    assert first.ratio < 10
+
+
+class SmallFactor(Engine):
+    """Smaller than what a float32 run tells from rounding."""
+
+    def reduce(self, step: int, locals_: list[Any]) -> list[Any]:
+        if self.size == 1:
+            return super().reduce(step, locals_)
+        return [{name: gradient * (1 + 2e-8) for name, gradient in part.items()} for part in super().reduce(step, locals_)]
+
+
+def test_float64_sees_what_rounding_hides(right: Any, tmp_path: Path) -> None:
+    reference, yardstick = right()
+    assert compare(reference, SmallFactor(tmp_path / "short", ranks=2).run(), yardstick, bitwise=False).passed
+    exact = Engine(tmp_path / "exact", steps=1, float64=True).run()
+    scaled = yardstick.scaled(exact, 4 * EPS_RATIO)
+    right_plan = compare(exact, Engine(tmp_path / "right", ranks=2, steps=1, float64=True).run(), scaled, bitwise=False)
+    assert right_plan.findings == []
+    wrong = compare(exact, SmallFactor(tmp_path / "wrong", ranks=2, steps=1, float64=True).run(), scaled, bitwise=False)
+    assert wrong.findings[0].check == "gradients"
+    assert wrong.findings[0].ratio > 1e3
