@@ -292,6 +292,16 @@ def test_a_draw_does_not_depend_on_the_draws_before_it() -> None:
     assert torch.equal(second, torch.randn(5))
 
 
+def test_pythons_generators_are_started() -> None:
+    values = []
+    for seed in (1, 2):
+        random.seed(seed)
+        np.random.seed(seed)
+        values.append(build(from_numpy, KEY))
+    assert torch.equal(values[0].weight, values[1].weight)
+    assert torch.equal(values[0].chosen, values[1].chosen)
+
+
 def test_another_key_gives_other_values() -> None:
     assert not torch.equal(build(linear, 1).weight, build(linear, 2).weight)
     assert not torch.equal(Deferred.build(linear, 1).materialise("weight"), Deferred.build(linear, 2).materialise("weight"))
@@ -304,9 +314,12 @@ def generators() -> tuple[float, float, Tensor]:
 def test_the_generators_stand_alike_after_either_way_of_building() -> None:
     build(from_numpy, KEY)
     after_whole = generators()
-    deferred = Deferred.build(from_numpy, KEY)
+    Deferred.build(from_numpy, KEY)
     assert generators() == after_whole
-    state = torch.default_generator.get_state()
+
+
+def test_computing_a_tensor_leaves_the_generator_as_it_was() -> None:
+    deferred, state = Deferred.build(linear, KEY), torch.default_generator.get_state()
     deferred.materialise("bias")
     assert torch.equal(torch.default_generator.get_state(), state)
 

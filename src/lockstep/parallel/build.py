@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
@@ -286,7 +286,7 @@ def _check(recorder: _Recorder, tensors: list[tuple[str, Any]]) -> None:
     """Raise `CannotDefer` for what one tensor alone cannot express."""
     seen: dict[int, str] = {}
     for name, tensor in tensors:
-        if isinstance(tensor, UninitializedTensorMixin):
+        if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
             raise CannotDefer(f"{name} has no shape before the first forward")
         if tensor.device.type != "cpu":
             raise CannotDefer(f"{name} is on the device {tensor.device}, not on the CPU")
