@@ -91,7 +91,6 @@ class SharedGroup:
         self._segment = segment
         self._buffer_bytes = buffer_bytes
         self._words = segment.words
-        self._counter = segment.counters[self.rank]
         self._others = segment.peers
         self._other_counters = [segment.counters[peer] for peer in segment.peers]
         self._calls = [[segment.calls(buffer, rank) for rank in range(self.size)] for buffer in range(2)]
@@ -267,7 +266,7 @@ class SharedGroup:
         """[Note: Rounds] Announce what this rank has written, and wait until all have written theirs."""
         self._round = target = self._round + 1
         words = self._words
-        words[self._counter] = target
+        self._segment.announce(target)
         for place in self._other_counters:
             if words[place] < target:
                 self._segment.wait(target)
