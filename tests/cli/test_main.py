@@ -18,7 +18,7 @@ def lockstep(*arguments: str, folder: Path | None = None) -> subprocess.Complete
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["-h"], ["run", "--help"], ["--version"], ["run", "missing.py"], ["run", "-m", "missing"], []]
+    "arguments", [["--help"], ["-h"], ["run", "--help"], ["--version"], ["run", "missing.py"], ["run", "-m", "missing"], ["verify", "--help"], []]
 )
 def test_torch_is_not_imported_before_workers_are_started(arguments: list[str]) -> None:
     program = "import sys\nfrom lockstep.cli.main import main\ntry: main()\nfinally: print('torch' in sys.modules)"
@@ -31,7 +31,7 @@ def test_help_names_the_commands_and_an_example() -> None:
     assert ended.returncode == 0
     assert "  lockstep run --nproc 2 train.py\n" in ended.stdout
     assert "  run     Run SCRIPT on several processes of this machine.\n" in ended.stdout
-    assert "  verify  Prove on SCRIPT that plans train the same model as one process does.\n" in ended.stdout
+    assert "  verify  Prove that plans train the model that one process does.\n" in ended.stdout
 
 
 def test_run_help_names_its_options_and_examples() -> None:

@@ -29,6 +29,9 @@ class _Command(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         return super().parse_args(ctx, rearranged(args))
 
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        return ["SCRIPT [ARGS]... --plans PLAN... [OPTIONS]"]
+
 
 @click.command("verify", cls=_Command, context_settings={"allow_interspersed_args": False})
 @click.option("--plans", multiple=True, metavar="PLAN...", help='Plans to verify: "replicate=2" "shard=2,numerics=bitwise" ...')
@@ -59,7 +62,7 @@ def command(
     script: str,
     arguments: tuple[str, ...],
 ) -> int:
-    """Prove on SCRIPT that plans train the same model as one process does.
+    """Prove that plans train the model that one process does.
 
     Runs the script, unchanged, on one process and under each plan for K steps, and compares every gradient, parameter and buffer. The
     yardstick is how far apart rounding alone drives the model (twins with noise of one unit in the last place). Names the first step and

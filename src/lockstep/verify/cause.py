@@ -148,6 +148,15 @@ def _batchnorm_microbatch(evidence: Evidence) -> str | None:
     )
 
 
+def _something_else(evidence: Evidence) -> str | None:
+    first = evidence.first
+    return (
+        f"microbatch {first.microbatches[0]} has another gradient on rank {first.rank} from the same samples and the same random state: "
+        "the data, the model or the loss looks at something that is not the same for all (the rank, the number of processes, the clock, a "
+        "generator of its own)"
+    )
+
+
 def _sum_of_what(evidence: Evidence) -> str | None:
     """Fit the gradients that are wrong by what the ranks' own microbatches add up to."""
     for names in (evidence.names("gradients", "sum"), evidence.names("gradients", "sum")[:1]):
@@ -392,7 +401,7 @@ Pattern = Callable[[Evidence], str | None]
 _PATTERNS: dict[str, tuple[Pattern, ...]] = {
     "initial": (_initial,),
     "samples": (_samples,),
-    "microbatch": (_generators, _scaled_microbatches, _batchnorm_microbatch),
+    "microbatch": (_generators, _scaled_microbatches, _batchnorm_microbatch, _something_else),
     "missing": (_missing,),
     "gradients": (_sum_of_what, _generators, _short_type, _few_elements),
     "sum": (_sum_of_what,),

@@ -27,13 +27,16 @@ KINDS = ("gradients", "states", "parameters", "buffers")
 
 
 def distance(one: Mark | None, other: Mark | None) -> float:
-    """Between two tensors by their marks. Infinite where one is missing, or they are not alike; zero where they have the same bits."""
+    """Between two tensors by their marks. Infinite where one is missing, or they are not alike; zero where they have the same bits, and
+    where neither is finite (a step that overflowed and was skipped)."""
     if one is None or other is None:
         return 0.0 if one is other else math.inf
     if one.sha == other.sha:
         return 0.0
     if one.count != other.count:
         return math.inf
+    if math.isnan(one.norm) and math.isnan(other.norm):
+        return 0.0
     estimate = float(np.sqrt(np.mean((one.projection - other.projection) ** 2)))
     return estimate if math.isfinite(estimate) else math.inf
 

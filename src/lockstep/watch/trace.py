@@ -193,7 +193,8 @@ def mark(name: str, tensor: Tensor) -> dict[str, Any]:
         piece = flat[first : first + _PIECE]
         digest.update(piece.view(torch.uint8).numpy().data)
         values = piece.to(torch.float64).numpy()
-        projection += project(values, start, first)
+        with np.errstate(invalid="ignore"):  # a gradient that overflowed
+            projection += project(values, start, first)
         total += float(np.dot(values, values))
     norm = math.sqrt(total) if total >= 0 else math.nan
     return {

@@ -1,0 +1,235 @@
+"""Traces as they are written and read: marks, projections, files, what is asked for by the environment."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from lockstep.errors import LaunchError
+from lockstep.verify import records
+from lockstep.verify.records import Mark
+from lockstep.verify.yardstick import distance
+from lockstep.watch import trace
+from lockstep.watch.trace import TensorFile, Tracer, mark, project
+from lockstep.watch.tracing import Tracing
+
+
+def marked(name: str, tensor: Tensor) -> Mark:
+    found = Mark.of(mark(name, tensor))
+    assert found is not None
+    return found
+
+
+def test_the_distance_of_two_tensors_is_seen_in_their_projections() -> None:
+    ratios = []
+    for seed in range(60):
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(300, generator=generator)
+        y = x + 1e-3 * torch.randn(300, generator=generator)
+        ratios.append(distance(marked(f"w{seed}", x), marked(f"w{seed}", y)) / float((x.double() - y.double()).norm()))
+    assert min(ratios) > 0.3
+    assert max(ratios) < 1.9
+    assert np.mean(np.square(ratios)) == pytest.approx(1.0, abs=0.15)
+
+
+def test_one_element_is_seen_exactly() -> None:
+    x = torch.randn(1000)
+    y = x.clone()
+    y[777] += 0.5
+    assert distance(marked("w", x), marked("w", y)) == pytest.approx(abs(float(y[777].double() - x[777].double())), rel=1e-9)
+
+
+def test_projections_are_linear_and_differ_by_name() -> None:
+    x, y = torch.randn(2, 500, dtype=torch.float64)
+    total = marked("w", x + y).projection
+    np.testing.assert_allclose(total, marked("w", x).projection + marked("w", y).projection, rtol=1e-9)
+    assert not np.allclose(marked("w", x).projection, marked("v", x).projection)
+
+
+def test_a_tensor_has_one_mark_however_it_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(1000)
+    whole = mark("w", x)
+    monkeypatch.setattr(trace, "_PIECE", 77)
+    cut = mark("w", x)
+    assert cut["sha"] == whole["sha"]
+    np.testing.assert_allclose(cut["projection"], whole["projection"], rtol=1e-12)
+    np.testing.assert_allclose(cut["norm"], float(x.double().norm()), rtol=1e-12)
+
+
+def test_the_signs_are_fair_and_pinned() -> None:
+    ones = project(np.ones(4096), 12345, 0)
+    assert np.all(np.abs(ones) < 4 * 64)
+    assert project(np.arange(5.0), 1, 2).tolist() == [project(np.arange(5.0), 1, 2)[row] for row in range(8)]
+    assert {abs(value) for value in project(np.array([2.0]), 7, 3)} == {2.0}
+    assert [int(value) for value in project(np.array([1.0]), 0, 0)] == [-1, -1, -1, 1, 1, 1, -1, 1]
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(4, 6).t(),
+        torch.randn(3, 6)[:, ::2],
+        torch.tensor(3.5),
+        torch.empty(0),
+        torch.randn(5).bfloat16(),
+        torch.randn(5, dtype=torch.complex64),
+        torch.arange(4),
+        torch.tensor([True, False]),
+    ],
+    ids=["transposed", "strided", "scalar", "empty", "bfloat16", "complex", "int64", "bool"],
+)
+def test_any_tensor_is_marked_and_kept(tmp_path: Path, tensor: Tensor) -> None:
+    values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    found = marked("w", tensor)
+    assert found.norm == pytest.approx(float(values.double().norm()), rel=1e-9)
+    assert found.sha == marked("w", tensor.clone().contiguous()).sha
+    with TensorFile(tmp_path / "one.safetensors") as file:
+        file.add("w", tensor)
+        file.add("again", tensor)
+    kept = load_file(tmp_path / "one.safetensors")
+    assert kept.keys() == {"w", "again"}
+    assert torch.equal(kept["w"].to(values.dtype), values)
+    assert [path.name for path in tmp_path.iterdir()] == ["one.safetensors"]
+
+
+def test_what_is_not_finite_is_null_and_far_from_all_else(tmp_path: Path) -> None:
+    line = json.dumps(mark("w", torch.tensor([1.0, math.inf])), allow_nan=False)
+    broken = Mark.of(json.loads(line))
+    assert math.isinf(distance(broken, marked("w", torch.ones(2))))
+    assert distance(broken, Mark.of(mark("w", torch.tensor([math.inf, 2.0])))) == 0.0
+
+
+def test_what_is_missing_on_one_side_is_infinitely_far() -> None:
+    assert distance(None, None) == 0.0
+    assert math.isinf(distance(None, marked("w", torch.ones(2))))
+    assert math.isinf(distance(marked("w", torch.ones(3)), marked("w", torch.ones(2))))
+
+
+def named(scale: float = 1.0) -> list[tuple[str, Tensor | None]]:
+    return [("a", scale * torch.ones(3)), ("b", None)]
+
+
+def trace_steps(folder: Path, steps: int, *, rank: int = 0, whole: bool = True, asked: int | None = None) -> list[bool]:
+    folder.mkdir(exist_ok=True)
+    tracer = Tracer(Tracing(folder=folder, steps=asked), rank=rank, world_size=2, plan="replicate=2", whole=whole)
+    tracer.facts(batchnorm=False)
+    tracer.start(0, named(), [])
+    last = []
+    for step in range(steps):
+        tracer.generator()
+        tracer.microbatch(0, step, rank, [7 * rank, 8], named() if whole else None)
+        tracer.gradients(0, step, named(2.0), gain=0.5)
+        last.append(tracer.applied(0, step, loss=1.5, weight=None, norm=None, lr=0.1, parameters=named(3.0), buffers=[], states=[]))
+    tracer.close()
+    return last
+
+
+def test_a_trace_is_read_as_it_was_written(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        assert trace_steps(tmp_path, 3, rank=rank, asked=3) == [False, False, True]
+    (found,) = records.read(tmp_path)
+    assert (found.plan, found.world_size, found.pair, found.steps, sorted(found.ranks)) == ("replicate=2", 2, 0, 3, [0, 1])
+    assert found.facts == {"batchnorm": False}
+    assert [(m.rank, m.index, m.samples, m.drew) for m in found.of_step(1)] == [(0, 0, (0, 8), False), (1, 1, (7, 8), False)]
+    step = found.first.steps[2]
+    assert (step.loss, step.weight, step.norm, step.lr, step.gain) == (1.5, None, None, 0.1, 0.5)
+    assert step.tensors["gradients"]["b"] is None
+    assert step.tensors["parameters"]["a"] is not None
+    assert step.tensors["parameters"]["a"].norm == pytest.approx(3 * 3**0.5)
+    for number, kept in ((0, True), (1, False), (2, True)):
+        value = found.tensor(number, "gradients", "a")
+        assert (value is not None and value.tolist() == [2.0, 2.0, 2.0]) == kept
+    assert found.tensor(0, "gradients", "b") is None
+
+
+def test_a_rank_that_holds_a_part_runs_through_the_tensors_and_writes_none(tmp_path: Path) -> None:
+    looked: list[str] = []
+
+    def gathered() -> Any:
+        for name, tensor in named():
+            looked.append(name)
+            yield name, tensor
+
+    trace_steps(tmp_path, 1, rank=0, whole=False)
+    tracer = Tracer(Tracing(folder=tmp_path), rank=1, world_size=2, plan="shard=2", whole=False)
+    tracer.start(0, gathered(), gathered())
+    tracer.gradients(0, 0, gathered())
+    tracer.applied(0, 0, loss=1.0, weight=None, norm=None, lr=None, parameters=gathered(), buffers=gathered(), states=gathered())
+    tracer.close()
+    assert looked == ["a", "b"] * 6
+    (found,) = records.read(tmp_path)
+    assert sorted(found.ranks) == [0]
+
+
+def test_a_run_that_never_trained_has_no_trace(tmp_path: Path) -> None:
+    assert records.read(tmp_path) == []
+    Tracer(Tracing(folder=tmp_path), rank=0, world_size=1, plan="replicate=1", whole=True).close()
+    assert records.read(tmp_path) == []
+
+
+def test_half_a_line_is_left_out(tmp_path: Path) -> None:
+    trace_steps(tmp_path, 2)
+    path = tmp_path / "rank-0.jsonl"
+    path.write_text(path.read_text()[:-20])
+    (found,) = records.read(tmp_path)
+    assert found.steps == 1
+
+
+def test_the_order_of_the_backward_is_noted(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    tracer = Tracer(Tracing(folder=tmp_path), rank=0, world_size=1, plan="replicate=1", whole=True)
+    tracer.start(0, model.named_parameters(), [])
+    tracer.watch(0, model.named_parameters())
+    for _ in range(2):
+        model(torch.ones(1, 2)).sum().backward()
+    tracer.gradients(0, 0, [(name, p.grad) for name, p in model.named_parameters()])
+    tracer.applied(0, 0, loss=1.0, weight=None, norm=None, lr=None, parameters=model.named_parameters(), buffers=[], states=[])
+    tracer.close()
+    order = records.read(tmp_path)[0].backward_order
+    assert sorted(order) == sorted(name for name, _ in model.named_parameters())
+    assert {name[0] for name in order[:2]} == {"1"}
+
+
+def test_whether_a_forward_drew_is_noted(tmp_path: Path) -> None:
+    tracer = Tracer(Tracing(folder=tmp_path), rank=0, world_size=1, plan="replicate=1", whole=True)
+    for index, draws in enumerate((False, True)):
+        tracer.generator()
+        if draws:
+            torch.rand(1)
+        tracer.microbatch(0, 0, index, [], None)
+    tracer.close()
+    rows = [json.loads(line) for line in (tmp_path / "rank-0.jsonl").read_text().splitlines()]
+    assert [row["drew"] for row in rows if row["kind"] == "microbatch"] == [False, True]
+
+
+def test_what_is_asked_for_comes_through_the_environment(tmp_path: Path) -> None:
+    for tracing in (
+        Tracing(folder=tmp_path),
+        Tracing(folder=tmp_path, steps=3, noise=0, float64=True, microbatch=2, eval_mode=True),
+    ):
+        assert Tracing.read(tracing.variables()) == tracing
+    assert Tracing.read({"PATH": "/bin"}) is None
+
+
+@pytest.mark.parametrize(
+    ("environ", "text"),
+    [
+        (
+            {"LOCKSTEP_TRACE_STEPS": "3"},
+            "LOCKSTEP_TRACE_STEPS=3 without LOCKSTEP_TRACE; lockstep verify sets both; unset LOCKSTEP_TRACE_STEPS",
+        ),
+        ({"LOCKSTEP_TRACE": "/x", "LOCKSTEP_TRACE_STEPS": "0"}, "LOCKSTEP_TRACE_STEPS='0'; it is a whole number of at least 1; unset it"),
+        ({"LOCKSTEP_TRACE": "/x", "LOCKSTEP_TRACE_FLOAT64": "yes"}, "LOCKSTEP_TRACE_FLOAT64='yes'; it is 1 or 0; unset it"),
+    ],
+)
+def test_a_value_that_is_none_is_refused(environ: dict[str, str], text: str) -> None:
+    with pytest.raises(LaunchError, match="^" + text.replace(".", r"\.")):
+        Tracing.read(environ)

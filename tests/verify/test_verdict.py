@@ -1,0 +1,281 @@
+"""A whole verification, with runs that are engines in this process instead of the user's script in others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from verify import faults
+from verify.engine import Engine, Network
+
+from lockstep.errors import LaunchError, PlanError
+from lockstep.plan import Plan
+from lockstep.verify.page import page
+from lockstep.verify.run import Ended
+from lockstep.verify.twins import (
+    Job,
+    common_microbatch,
+    in_float64,
+    microbatch_jobs,
+    noise_jobs,
+    parse_plans,
+    plan_job,
+    reference_jobs,
+)
+from lockstep.verify.verdict import Report, Verification, Wanted
+
+
+class PerSample(Network):
+    """What it does with a sample does not depend on the others in the microbatch."""
+
+    def forward(self, sample: Tensor, x: Tensor) -> Tensor:
+        return self.last(self.odd(self.dropout(torch.tanh(self.norm(self.first(x))))))
+
+
+class Quiet(Engine):
+    """No dropout, and BatchNorm by its running statistics: what the same batch cut otherwise is tried with."""
+
+    model = PerSample
+
+    def started(self, model: nn.Module, rank: int) -> nn.Module:
+        model.eval()
+        model.train = lambda mode=True: model  # type: ignore[method-assign]
+        return model
+
+
+class InProcess:
+    """Stands for `Runner`: each job is an engine, run when it is started."""
+
+    def __init__(self, folder: Path, kinds: Callable[[Job], type[Engine]] = lambda job: Engine) -> None:
+        self.folder = folder
+        self.jobs: list[Job] = []
+        self.failing: dict[str, tuple[int, str]] = {}
+        self.facts: dict[str, Any] = {"microbatch": 4, "global_batch": 24, "precision": "fp32"}
+        self.kinds = kinds
+
+    def start(self, job: Job) -> Future[Ended]:
+        self.jobs.append(job)
+        future: Future[Ended] = Future()
+        future.set_result(self.ended(job))
+        return future
+
+    def run(self, jobs: Sequence[Job]) -> list[Ended]:
+        return [self.start(job).result() for job in jobs]
+
+    def ended(self, job: Job) -> Ended:
+        if job.name in self.failing:
+            status, error = self.failing[job.name]
+            return Ended(job=job, status=status, traces=[], error=error, seconds=1.0, timed_out=status == 143)
+        kind = self.kinds(job)
+        made = type("Made", (kind,), {"microbatch": job.microbatch or 4})
+        folder = self.folder / f"{len(self.jobs)}-{job.name}"
+        trace = made(folder, ranks=job.processes, steps=job.steps, noise=job.noise, float64=job.float64).run()
+        trace.facts = {**trace.facts, **self.facts, "microbatch": job.microbatch or self.facts["microbatch"]}
+        return Ended(job=job, status=0, traces=[trace], error="", seconds=1.0)
+
+
+def wanted(*plans: str, steps: int = 3, bitwise: bool = False, float64: bool = True, other: bool = False) -> Wanted:
+    return Wanted(plans=parse_plans(plans, bitwise=bitwise), steps=steps, float64=float64, other_microbatch=other)
+
+
+def verify(runner: InProcess, asked: Wanted) -> Report:
+    return Verification("train.py", asked, runner).run()  # type: ignore[arg-type]
+
+
+def of_plan(kind: type[Engine], part: str = "plan-") -> Callable[[Job], type[Engine]]:
+    return lambda job: kind if job.name.startswith(part) else Engine
+
+
+def test_right_plans_pass_in_the_runs_type_and_in_float64(tmp_path: Path) -> None:
+    runner = InProcess(tmp_path)
+    report = verify(runner, wanted("replicate=2", "replicate=3"))
+    assert report.passed
+    assert [verdict.plan for verdict in report.verdicts] == ["replicate=2,numerics=fast", "replicate=3,numerics=fast"]
+    assert all(len(verdict.float64) == 1 and verdict.float64[0].passed for verdict in report.verdicts)
+    assert {job.name for job in runner.jobs} == {
+        *("reference-fast", "twin-0", "twin-1", "twin-2", "reference-fast-float64"),
+        *("plan-replicate2-numericsfast", "plan-replicate3-numericsfast"),
+        *("plan-replicate2-numericsfast-float64", "plan-replicate3-numericsfast-float64"),
+    }
+    assert all(job.steps == (1 if job.float64 else 3) for job in runner.jobs)
+
+
+def test_a_wrong_plan_fails_and_the_right_one_beside_it_does_not(tmp_path: Path) -> None:
+    runner = InProcess(tmp_path, lambda job: faults.DividedTwice if job.processes == 2 else Engine)
+    report = verify(runner, wanted("replicate=2", "replicate=3"))
+    wrong, right = report.verdicts
+    assert (wrong.passed, right.passed, report.passed) == (False, True, False)
+    assert wrong.failure is not None
+    assert wrong.failure.text().startswith("step 0: gradient 'last.bias', ")
+    assert "divided by the number of processes once too often" in str(wrong.failure.cause)
+    found = json.loads(json.dumps(report.as_json(), allow_nan=False))
+    assert (found["passed"], found["plans"][0]["failure"]["name"], found["plans"][0]["failure"]["step"]) == (False, "last.bias", 0)
+    assert found["plans"][1]["failure"] is None
+    assert len(found["twins"]["gradients"]) == len(found["plans"][0]["curves"]["gradients"]) == 3
+
+
+def test_what_only_float64_sees_fails_too(tmp_path: Path) -> None:
+    class TooSmall(Engine):
+        def reduce(self, step: int, locals_: list[Any]) -> list[Any]:
+            return [{name: g * (1 + 2e-8) for name, g in part.items()} for part in super().reduce(step, locals_)]
+
+    (verdict,) = verify(InProcess(tmp_path / "a", of_plan(TooSmall)), wanted("replicate=2")).verdicts
+    assert verdict.failure is not None
+    assert verdict.failure.text().endswith("(in float64)")
+    assert verify(InProcess(tmp_path / "b", of_plan(TooSmall)), wanted("replicate=2", float64=False)).passed
+
+
+def test_bitwise_plans_are_held_to_a_bitwise_reference_without_twins(tmp_path: Path) -> None:
+    runner = InProcess(tmp_path)
+    report = verify(runner, wanted("replicate=3", bitwise=True))
+    assert [job.name for job in runner.jobs] == ["reference-bitwise", "plan-replicate3-numericsbitwise"]
+    assert not report.passed  # this engine adds in another order at 3 ranks
+    assert report.verdicts[0].bitwise
+
+
+def test_a_script_that_fails_in_float64_is_verified_without_it(tmp_path: Path) -> None:
+    runner = InProcess(tmp_path)
+    runner.failing["reference-fast-float64"] = (1, "Traceback\nRuntimeError: expected Float")
+    report = verify(runner, wanted("replicate=2"))
+    assert report.passed
+    assert report.remarks == ["the first step was not repeated in float64: the script fails in it (RuntimeError: expected Float)"]
+
+
+def test_a_plan_under_which_the_script_fails_did_not_run(tmp_path: Path) -> None:
+    runner = InProcess(tmp_path)
+    runner.failing["plan-replicate2-numericsfast"] = (2, "lockstep: PlanError: why")
+    (verdict,) = verify(runner, wanted("replicate=2")).verdicts
+    assert (verdict.ran, verdict.passed, verdict.status, verdict.error) == (False, False, 2, "lockstep: PlanError: why")
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "text"),
+    [
+        (
+            1,
+            "Traceback\nValueError: boom",
+            r"'train.py' fails under one process \(exit status 1\), so that .*\nTraceback\nValueError: boom",
+        ),
+        (
+            143,
+            "",
+            r"'train.py' under one process did not come to its step 3 in 1 s; verify waits that long for each run; give fewer --steps",
+        ),
+        (0, "", r"'train.py' ended without a step of lockstep's training; verify compares the steps of ls.train or ls.Session; call one"),
+    ],
+)
+def test_a_script_that_cannot_be_verified_is_a_mistake(tmp_path: Path, status: int, error: str, text: str) -> None:
+    runner = InProcess(tmp_path)
+    runner.failing["reference-fast"] = (status, error)
+    with pytest.raises(LaunchError, match=f"(?s)^{text}"):
+        verify(runner, wanted("replicate=2"))
+
+
+def test_a_size_that_is_left_to_the_plan_is_fixed_for_all(tmp_path: Path) -> None:
+    runner = InProcess(tmp_path)
+    runner.facts["microbatch"] = None
+    report = verify(runner, wanted("replicate=2", "replicate=3", float64=False))
+    assert report.passed
+    assert {job.microbatch for job in runner.jobs[1:]} == {8}
+    assert report.remarks[0].endswith("verified with microbatch=8 under every plan")
+
+
+class MeanOverTokens(Quiet):
+    """Each microbatch is divided by its own weight and counts by its samples."""
+
+    def factor(self, step: int, index: int, rank: int) -> float:
+        samples = self.samples(step, index)
+        return self.weight / float(self.data[2][samples].sum()) * len(samples) / self.global_batch
+
+
+@pytest.mark.parametrize(("kind", "passes"), [(Quiet, True), (MeanOverTokens, False)])
+def test_the_same_batch_cut_otherwise_has_the_same_gradient(tmp_path: Path, kind: type[Engine], passes: bool) -> None:
+    runner = InProcess(tmp_path, lambda job: kind if job.name.startswith("microbatch-") else Engine)
+    report = verify(runner, wanted("replicate=2", float64=False, other=True))
+    assert report.recipe_checked
+    assert [job.name for job in runner.jobs if job.name.startswith("micro")] == ["microbatch-4", "microbatch-2"]
+    assert report.verdicts[0].passed
+    assert (report.recipe is None) == report.passed == passes
+    if report.recipe is not None:
+        assert (report.recipe.finding.step, report.recipe.finding.name) == (0, "last.bias")
+        assert "the loss is not a sum over samples: cut into microbatches of 2 instead of 4" in str(report.recipe.cause)
+        assert "return ls.Sum(total) and give Recipe.weight" in str(report.recipe.cause)
+
+
+def test_a_forward_that_draws_in_eval_mode_is_not_judged_by_its_cuts(tmp_path: Path) -> None:
+    runner = InProcess(tmp_path)  # with dropout on
+    report = verify(runner, wanted("replicate=2", float64=False, other=True))
+    assert (report.recipe_checked, report.recipe) == (False, None)
+    assert "draws random numbers even in eval mode" in report.remarks[0]
+
+
+@pytest.mark.parametrize("kind", [Engine, faults.NotReduced])
+def test_the_page_stands_alone(tmp_path: Path, kind: type[Engine]) -> None:
+    report = verify(InProcess(tmp_path, of_plan(kind)), wanted("replicate=2", "replicate=4", float64=False))
+    report.script = "<train>.py"
+    text = page(report)
+    assert text.startswith("<!doctype html>")
+    assert "http" not in text.replace("http-equiv", "")
+    assert "<script" not in text
+    assert "&lt;train&gt;.py" in text
+    assert "prefers-color-scheme: dark" in text
+    assert text.count("<svg") == text.count("<polygon") == 6
+    assert ("was not reduced" in text) == (kind is faults.NotReduced)
+    assert "nan" not in text
+
+
+def test_plans_are_read_with_their_processes() -> None:
+    assert parse_plans(["replicate=2", "replicate=3,numerics=bitwise"], bitwise=False) == [
+        (Plan.parse("replicate=2"), 2),
+        (Plan.parse("replicate=3,numerics=bitwise"), 3),
+    ]
+    assert [plan.numerics for plan, _ in parse_plans(["replicate=2"], bitwise=True)] == ["bitwise"]
+
+
+@pytest.mark.parametrize(
+    ("texts", "bitwise", "message"),
+    [
+        ([], False, "no plan to verify; --plans takes at least one; give for example --plans replicate=2"),
+        (["numerics=bitwise"], False, "replicate=auto in plan 'numerics=bitwise'; verify starts as many processes as the axes multiply to"),
+        (["replicate=2", "replicate=2,numerics=fast"], False, "plan 'replicate=2,numerics=fast' stands twice in --plans; give it once"),
+        (
+            ["replicate=2,numerics=fast"],
+            True,
+            "numerics=fast in plan 'replicate=2,numerics=fast' with --bitwise; it asks for the same bits",
+        ),
+        (["replicate"], False, "'replicate' in plan 'replicate'; a plan is made of name=value pairs"),
+    ],
+)
+def test_a_plan_that_cannot_be_verified_is_refused(texts: list[str], bitwise: bool, message: str) -> None:
+    with pytest.raises(PlanError) as raised:
+        parse_plans(texts, bitwise=bitwise)
+    assert str(raised.value).startswith(message)
+
+
+def test_jobs_have_folders_of_their_own() -> None:
+    plans = parse_plans(["replicate=2", "replicate=2,numerics=bitwise", "replicate=2,workers=1"], bitwise=False)
+    jobs = [*reference_jobs(plans, 4).values(), *noise_jobs(4, None), *(plan_job(plan, count, 4, None) for plan, count in plans)]
+    jobs += [in_float64(job) for job in jobs if job.noise is None] + microbatch_jobs(32, 8)
+    assert len({job.name for job in jobs}) == len(jobs)
+
+
+@pytest.mark.parametrize(
+    ("global_batch", "microbatch", "sizes"), [(32, 8, [8, 4]), (32, 7, [7, 4]), (8, 1, [1, 2]), (1, 1, []), (6, 2, [2, 1])]
+)
+def test_the_other_cut_is_about_half(global_batch: int, microbatch: int, sizes: list[int]) -> None:
+    assert [job.microbatch for job in microbatch_jobs(global_batch, microbatch)] == sizes
+
+
+def test_a_common_size_gives_every_process_a_microbatch() -> None:
+    assert common_microbatch(10, [(Plan.parse("replicate=2"), 2), (Plan.parse("replicate=4"), 4)]) == 3
+    assert common_microbatch(1, [(Plan.parse("replicate=4"), 4)]) == 1
+
+
+def test_default_dtype_is_left_as_it_was() -> None:
+    assert torch.get_default_dtype() is torch.float32
