@@ -1,0 +1,167 @@
+"""`lockstep verify`, whole. Each run of it starts several processes that import torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.cli.verify import rearranged
+
+LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
+SCRIPT = str(Path(__file__).parent.parent / "scripts" / "faults" / "train.py")
+
+
+def verify(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [LOCKSTEP, "verify", *arguments],
+        cwd=folder,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def found(*arguments: str, folder: Path) -> tuple[int, dict[str, Any]]:
+    ended = verify(*arguments, "--json", folder=folder)
+    assert ended.stderr == ""
+    return ended.returncode, json.loads(ended.stdout)
+
+
+@pytest.mark.parametrize(
+    ("given", "click_sees"),
+    [
+        ("train.py --plans replicate=2", "--plans replicate=2 -- train.py"),
+        (
+            "train.py --lr 0.1 data=x --plans replicate=2 replicate=3 --steps 4 --json",
+            "--plans replicate=2 --plans replicate=3 --steps 4 --json -- train.py --lr 0.1 data=x",
+        ),
+        (
+            "--plans replicate=2 replicate=3 --steps 4 --bitwise train.py --plans none",
+            "--plans replicate=2 --plans replicate=3 --steps 4 --bitwise -- train.py --plans none",
+        ),
+        ("--steps 4 -m package.train x --plans replicate=2", "--steps 4 -m --plans replicate=2 -- package.train x"),
+        ("--plans=replicate=2 train.py", "--plans=replicate=2 -- train.py"),
+        ("--plans replicate=2 -- train.py --steps 4", "--plans replicate=2 -- train.py --steps 4"),
+        ("--help", "--help"),
+        ("train.py --help", "-- train.py --help"),
+        ("train.py --plans replicate=2 nonsense", "--plans replicate=2 nonsense -- train.py"),
+    ],
+)
+def test_the_scripts_arguments_are_told_from_ours(given: str, click_sees: str) -> None:
+    assert rearranged(given.split()) == click_sees.split()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["train.py"], "PlanError: no plan to verify; --plans takes at least one; give for example --plans replicate=2"),
+        (
+            ["train.py", "--plans", "replicate=2,numerics=slow"],
+            "PlanError: numerics=slow; known are fast, bitwise",
+        ),
+        (
+            ["missing.py", "--plans", "replicate=2"],
+            "LaunchError: 'missing.py' is not there; SCRIPT is the path of a Python file; correct it, or give -m before a module's name",
+        ),
+        (
+            ["train.py", "--plans", "replicate=2", "--html", "no/such/place.html"],
+            "LaunchError: --html no/such/place.html; its directory is not there; name a file in a directory that is",
+        ),
+        (["--plans", "replicate=2"], "UsageError: Missing argument 'SCRIPT'; see lockstep verify --help"),
+        (["train.py", "--plans", "replicate=2", "--step", "3"], "UsageError: No such option '--step'"),
+    ],
+)
+def test_a_mistake_is_one_message_and_status_2(tmp_path: Path, arguments: list[str], text: str) -> None:
+    (tmp_path / "train.py").write_text("print('started')")
+    ended = verify(*arguments, folder=tmp_path)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.startswith(f"lockstep: {text}")
+
+
+def test_right_plans_pass_and_are_shown(tmp_path: Path) -> None:
+    options = ["--steps", "3", "--no-float64", "--whole-microbatch-loss", "--html", "page.html", "--keep", "kept"]
+    ended = verify(SCRIPT, "--steps", "9", "--plans", "replicate=2", "replicate=2,numerics=bitwise", *options, folder=tmp_path)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert f"{SCRIPT}: 3 steps against one process"[-60:] in ended.stdout.replace("\n", "")
+    assert ended.stdout.count("passes") == 2
+    assert "same bits" in ended.stdout
+    assert (tmp_path / "page.html").read_text().count("<svg") == 6
+    assert (tmp_path / "kept" / "reference-fast" / "trace" / "rank-0.jsonl").exists()
+    assert (tmp_path / "kept" / "plan-replicate2-numericsfast" / "stdout").read_text() == ""
+
+
+def check(name: str, folder: Path, plans: Sequence[str] = ("replicate=2",), *options: str) -> tuple[int, dict[str, Any]]:
+    return found(SCRIPT, "--mistake", name, "--plans", *plans, "--steps", "2", *options, folder=folder)
+
+
+def test_a_rate_that_follows_the_number_of_processes_is_found(tmp_path: Path) -> None:
+    status, report = check("rate of the world", tmp_path, ("replicate=2",), "--no-float64", "--whole-microbatch-loss")
+    assert (status, report["passed"]) == (1, False)
+    failure = report["plans"][0]["failure"]
+    assert (failure["step"], failure["what"]) == (0, "lr")
+    assert failure["cause"].startswith("another learning rate: 0.02 where the reference has 0.01")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("fails", "(exit status 1), so that there is nothing to compare plans with; make `lockstep run --nproc 1 "),
+        ("never trains", "ended without a step of lockstep's training; verify compares the steps of ls.train or ls.Session; call one of"),
+    ],
+)
+def test_a_script_that_cannot_be_compared_is_a_mistake(tmp_path: Path, name: str, text: str) -> None:
+    ended = verify(SCRIPT, "--mistake", name, "--plans", "replicate=2", folder=tmp_path)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert text in ended.stderr
+    assert ("ValueError: boom" in ended.stderr) == (name == "fails")
+    assert "lockstep/cli" not in ended.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "what", "tensor", "cause"),
+    [
+        ("mask of the rank", "microbatch", None, "the same dropout mask on several ranks"),
+        ("data of the rank", "microbatch", None, "the data, the model or the loss looks at something that is not the same for all"),
+        ("bias of the world", "microbatch", "head.bias", "looks at something that is not the same for all"),
+    ],
+)
+def test_a_mistake_of_the_scripts_is_named(tmp_path: Path, name: str, what: str, tensor: str | None, cause: str) -> None:
+    status, report = check(name, tmp_path)
+    failure = report["plans"][0]["failure"]
+    assert (status, failure["step"], failure["what"]) == (1, 0, what)
+    assert tensor is None or failure["name"] == tensor
+    assert cause in failure["cause"]
+
+
+@pytest.mark.slow
+def test_a_mean_over_tokens_is_found_though_every_plan_agrees(tmp_path: Path) -> None:
+    status, report = check("mean over tokens", tmp_path)
+    assert status == 1
+    assert report["plans"][0]["passed"]
+    assert "the loss is not a sum over samples" in report["recipe"]["failure"]["cause"]
+
+
+@pytest.mark.slow
+def test_a_plan_under_which_the_script_fails_is_shown_with_its_error(tmp_path: Path) -> None:
+    status, report = check("fails on two", tmp_path, ("replicate=2", "replicate=3"), "--no-float64")
+    assert status == 1
+    assert [plan["ran"] for plan in report["plans"]] == [False, True]
+    assert "ValueError: boom on two" in report["plans"][0]["error"]
+
+
+@pytest.mark.slow
+def test_the_whole_of_it_passes_on_a_right_script(tmp_path: Path) -> None:
+    plans = ("replicate=2", "replicate=3", "replicate=4", "replicate=2,numerics=bitwise", "replicate=3,numerics=bitwise")
+    status, report = check("", tmp_path, plans)
+    assert (status, report["passed"], report["recipe"]["checked"], report["remarks"]) == (0, True, True, [])
+    assert all(plan["float64"] for plan in report["plans"][:3])
+    assert [plan["worst"] for plan in report["plans"][3:]] == [None, None]
