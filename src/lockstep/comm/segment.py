@@ -38,8 +38,8 @@ _LINE = LINE_BYTES // 8
 _COUNTER, _STATE, _CULPRIT = range(3)
 _LIVE, _LEFT, _DIED, _LATE, _DIFFER, _STOPPED = range(6)
 _PAGE_BYTES = 4096
-# A wait spins so long, about what a sleep and its wake-up take. It never yields the processor: where others want it, whoever yields gets
-# it back after their time slice, and whoever sleeps as soon as it is woken (a yielding wait took 0.5 ms on a full machine, a sleep 0.1).
+# A wait spins so long, about what a sleep and its wake-up take, giving way at each turn: the other rank may need this very processor.
+# Not longer: on a full machine whoever yields waits for others' time slices, and whoever sleeps runs as soon as it is woken.
 _SPIN_SECONDS = 3e-5
 # A sleep ends when the counter changes; so often it ends anyway, to see whether the others live.
 _LOOK_SECONDS = 0.02
@@ -141,7 +141,9 @@ class Segment:
                 if not places:
                     return
             waited = time.monotonic() - start
-            if waited > _SPIN_SECONDS:
+            if waited < _SPIN_SECONDS:
+                os.sched_yield()
+            else:
                 # Returns at once where the counter has changed since it was read.
                 self._futex(_FUTEX, self._address + 8 * places[-1], _FUTEX_WAIT, count & 0xFFFFFFFF, self._pause)
                 if words[places[-1]] < target:
