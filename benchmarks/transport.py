@@ -34,6 +34,9 @@ OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to
 TURN_BYTES = 64 << 20
 MOST_CALLS = 200
 SIDES = ("gloo", "shared")
+# Their names from torch 2.13 on; the old ones warn there.
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def call_of(operation: str, side: str, group: SharedGroup, size_bytes: int) -> Callable[[], object]:
@@ -43,8 +46,8 @@ def call_of(operation: str, side: str, group: SharedGroup, size_bytes: int) -> C
     sizes = [length] * group.size
     gloo: dict[str, Callable[[], object]] = {
         "all_reduce": lambda: dist.all_reduce(whole),
-        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole),
-        "all_gather": lambda: dist.all_gather_into_tensor(whole, part),
+        "reduce_scatter": lambda: reduce_scatter(part, whole),
+        "all_gather": lambda: all_gather(whole, part),
         "broadcast": lambda: dist.broadcast(whole, 0),
         "all_to_all": lambda: dist.all_to_all_single(other, whole, sizes, sizes),
     }
