@@ -129,9 +129,9 @@ def test_a_script_that_cannot_be_compared_is_a_mistake(tmp_path: Path, name: str
 @pytest.mark.parametrize(
     ("name", "what", "tensor", "cause"),
     [
-        ("mask of the rank", "microbatch", None, "the same dropout mask on several ranks"),
+        ("mask of the rank", "microbatch", None, "starts from the right random state and leaves another than the reference's"),
         ("data of the rank", "microbatch", None, "the data, the model or the loss looks at something that is not the same for all"),
-        ("bias of the world", "microbatch", "head.bias", "looks at something that is not the same for all"),
+        ("bias of the world", "microbatch", "head.bias", "every microbatch's gradient of 'head.bias' is 2 times what it should be"),
     ],
 )
 def test_a_mistake_of_the_scripts_is_named(tmp_path: Path, name: str, what: str, tensor: str | None, cause: str) -> None:

@@ -63,7 +63,7 @@ class Engine:
     global_batch: ClassVar[int] = 24
     clip: ClassVar[float | None] = 0.05
     model: ClassVar[type[nn.Module]] = Network
-    noise: int | None = None
+    compute: ClassVar[torch.dtype] = torch.float32
 
     def __init__(
         self, folder: Path, *, ranks: int = 1, steps: int = 4, seed: int = 0, noise: int | None = None, float64: bool = False
@@ -172,7 +172,8 @@ class Engine:
         self.tracers[rank].generator()
         kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
         batch = torch.tensor(samples)
-        output = model(batch, x[batch])
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.compute is torch.bfloat16):
+            output = model(batch, x[batch])
         total = (((output - y[batch]) ** 2) * mask[batch]).sum() / self.weight * self.factor(step, index, rank)
         named = dict(model.named_parameters())
         gradients = torch.autograd.grad(total, list(named.values()), allow_unused=True)

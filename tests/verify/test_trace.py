@@ -207,7 +207,7 @@ def test_whether_a_forward_drew_is_noted(tmp_path: Path) -> None:
         tracer.microbatch(0, 0, index, [], None)
     tracer.close()
     rows = [json.loads(line) for line in (tmp_path / "rank-0.jsonl").read_text().splitlines()]
-    assert [row["drew"] for row in rows if row["kind"] == "microbatch"] == [False, True]
+    assert [row["left"] != row["generator"] for row in rows if row["kind"] == "microbatch"] == [False, True]
 
 
 def test_what_is_asked_for_comes_through_the_environment(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def test_right_plans_pass_in_the_runs_type_and_in_float64(tmp_path: Path) -> Non
     assert [verdict.plan for verdict in report.verdicts] == ["replicate=2,numerics=fast", "replicate=3,numerics=fast"]
     assert all(len(verdict.float64) == 1 and verdict.float64[0].passed for verdict in report.verdicts)
     assert {job.name for job in runner.jobs} == {
-        *("reference-fast", "twin-0", "twin-1", "twin-2", "reference-fast-float64"),
+        *("reference-fast", "twin-0", "twin-1", "twin-2", "reference-fast-float64", "twin-0-float64", "twin-1-float64"),
         *("plan-replicate2-numericsfast", "plan-replicate3-numericsfast"),
         *("plan-replicate2-numericsfast-float64", "plan-replicate3-numericsfast-float64"),
     }

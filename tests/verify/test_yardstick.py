@@ -59,10 +59,14 @@ def test_a_later_step_keeps_the_unit_of_an_earlier_one() -> None:
 def test_noise_shrinks_with_the_precision_and_the_floor_is_that_of_the_subject() -> None:
     found = yardstick({"a": 1.0, "b": 1.0}, {"a": 1e-3, "b": 1e-3})
     subject = built([{name: torch.ones(SIZE, dtype=torch.float64) for name in "ab"}])
-    scaled = found.scaled(subject, 1e-6)
+    scaled = found.in_float64(subject, [], scale=1e-6, margin=4.0)
     for name, unit in found.units(0, "gradients").items():
         assert scaled.units(0, "gradients")[name] == pytest.approx(1e-6 * unit, rel=0.2)
-    assert scaled.scaled(subject, 0.0).units(0, "gradients")["a"] == pytest.approx(FLOOR_ULPS * EPS["float64"] * math.sqrt(SIZE))
+    exact = found.in_float64(subject, [], scale=0.0, margin=4.0)
+    assert exact.units(0, "gradients")["a"] == pytest.approx(FLOOR_ULPS * EPS["float64"] * math.sqrt(SIZE))
+    twin = built([{name: torch.ones(SIZE, dtype=torch.float64) * (1 + 1e-9) for name in "ab"}])
+    own = found.in_float64(subject, [twin], scale=0.0, margin=4.0)
+    assert own.units(0, "gradients")["a"] == pytest.approx(4e-9 * math.sqrt(SIZE), rel=0.5)
 
 
 def test_a_floor_counts_for_small_tensors_by_the_size_of_the_others() -> None:

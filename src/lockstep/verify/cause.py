@@ -88,7 +88,8 @@ def _samples(evidence: Evidence) -> str:
 
 def _generators(evidence: Evidence) -> str | None:
     """Dropout masks: a microbatch's random stream is its own, whoever computes it."""
-    expected = {m.index: m.generator for m in evidence.reference.of_step(evidence.step)}
+    ours = {m.index: m for m in evidence.reference.of_step(evidence.step)}
+    expected = {index: microbatch.generator for index, microbatch in ours.items()}
     theirs = [m for m in evidence.plan.of_step(evidence.step) if m.drew and m.gradients is not None]
     wrong = [m for m in theirs if m.generator and expected.get(m.index) and m.generator != expected[m.index]]
     for microbatch in wrong:
@@ -104,6 +105,12 @@ def _generators(evidence: Evidence) -> str | None:
             f"another dropout mask: the random state before microbatch {wrong[0].index} on rank {wrong[0].rank} is not the reference's; it "
             "must depend on the seed, the step and the microbatch, never on the rank"
         )
+    for microbatch in theirs:
+        if microbatch.index in ours and microbatch.left != ours[microbatch.index].left:
+            return (
+                f"another dropout mask: microbatch {microbatch.index} on rank {microbatch.rank} starts from the right random state and "
+                "leaves another than the reference's: the forward draws more or fewer numbers there, or seeds a generator itself"
+            )
     return None
 
 
@@ -111,8 +118,9 @@ def _scaled_microbatches(evidence: Evidence) -> str | None:
     """Microbatches' gradients that are multiples of what they should be."""
     expected = {m.index: m for m in evidence.reference.of_step(evidence.step)}
     factors: dict[int, float] = {}
+    names = evidence.names("microbatch")
     for microbatch in evidence.plan.of_step(evidence.step):
-        factor = _multiple(expected.get(microbatch.index), microbatch)
+        factor = _multiple(expected.get(microbatch.index), microbatch, names)
         if factor is None:
             return None
         factors[microbatch.index] = factor
@@ -120,7 +128,8 @@ def _scaled_microbatches(evidence: Evidence) -> str | None:
         return None
     values = list(factors.values())
     if max(values) - min(values) <= EXACT * max(map(abs, values)):
-        return _factor(float(np.mean(values)), evidence.plan.world_size, "every microbatch's gradient")
+        what = "every microbatch's gradient" + (f" of {_listed([repr(name) for name in names])}" if len(names) < 4 else "")
+        return _factor(float(np.mean(values)), evidence.plan.world_size, what)
     inverse = sum(1 / value for value in values if value) / len(values)
     if all(value > 0 for value in values) and 0.5 < inverse < 2:
         return (
@@ -131,10 +140,9 @@ def _scaled_microbatches(evidence: Evidence) -> str | None:
     return None
 
 
-def _multiple(expected: Microbatch | None, found: Microbatch) -> float | None:
+def _multiple(expected: Microbatch | None, found: Microbatch, names: list[str]) -> float | None:
     if expected is None or expected.gradients is None or found.gradients is None:
         return None
-    names = [name for name, mark in expected.gradients.items() if mark is not None and mark.norm > 0]
     return _ratio(_column(expected.gradients, names), _column(found.gradients, names))
 
 
@@ -380,10 +388,11 @@ def _buffer(evidence: Evidence) -> str:
 
 def _disagreement(evidence: Evidence) -> str:
     first = evidence.first
-    return (
-        f"ranks 0 and {first.rank} hold different values of {first.name!r}, each within rounding of the reference: the reduction "
-        "does not give every rank the same bits, or one was updated apart from the others"
-    )
+    said = f"ranks 0 and {first.rank} hold different values of {first.name!r}, each within rounding of the reference"
+    one, other = (evidence.plan.ranks[rank].steps[first.step].tensors["gradients"].get(first.name) for rank in (0, first.rank))
+    if one is not None and other is not None and one.sha == other.sha:
+        return f"{said}, from the same gradient: one was updated by other settings of the optimizer, or apart from the others"
+    return f"{said}: the reduction does not give every rank the same bits"
 
 
 def _loss(evidence: Evidence) -> str:

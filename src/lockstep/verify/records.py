@@ -55,10 +55,15 @@ class Microbatch:
     samples: tuple[int, ...]
     generator: str | None
     """A digest of the random generators' state before the forward."""
-    drew: bool
-    """Whether the forward drew random numbers."""
+    left: str | None
+    """The same after it."""
     gradients: Marks | None
     """This microbatch's own. None: no rank had them whole."""
+
+    @property
+    def drew(self) -> bool:
+        """Whether the forward drew random numbers."""
+        return self.left != self.generator
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,7 +190,7 @@ def _microbatch(rank: int, row: Mapping[str, Any]) -> Microbatch:
         index=row["index"],
         samples=tuple(row["samples"]),
         generator=row["generator"],
-        drew=row["drew"],
+        left=row["left"],
         gradients=_marks(row["gradients"]) if "gradients" in row else None,
     )
 

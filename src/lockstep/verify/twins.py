@@ -11,6 +11,8 @@ from lockstep.plan import AXES, Plan
 
 TWINS = 3
 """Noise twins: with the reference, six distances between two runs that differ by rounding alone."""
+FLOAT64_TWINS = 2
+"""The same of the first step in float64."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -177,6 +177,8 @@ class Verification:
         if exact:
             reference = twins.reference_jobs(wanted.plans, wanted.steps, self._microbatch)["fast"]
             started.reference64 = start(twins.in_float64(reference))
+            noisy = twins.noise_jobs(1, self._microbatch, twins.FLOAT64_TWINS)
+            started.twins64 = [start(twins.in_float64(job)) for job in noisy]
         started.plans64 = [start(twins.in_float64(job)) if exact and job.plan.numerics == "fast" else None for job in jobs]
         if wanted.other_microbatch:
             size = self._microbatch or facts["microbatch"]
@@ -187,7 +189,8 @@ class Verification:
         if started.reference64 is None:
             return []
         ended = started.reference64.result()
-        if not ended.traces:
+        noisy = [future.result() for future in started.twins64]
+        if not (ended.traces and all(twin.traces for twin in noisy)):
             self._report.remarks.append(f"the first step was not repeated in float64: the script fails in it ({_last_line(ended.error)})")
             return []
         facts = ended.traces[0].facts
@@ -197,7 +200,10 @@ class Verification:
             )
         compute = COMPUTE_EPS[fast[0].reference.facts["precision"]]
         scale = FLOAT64_MARGIN * max(facts.get("eps", EPS["float64"]), EPS["float64"]) / compute
-        return [yardstick.scaled(trace, scale) for yardstick, trace in zip(fast, ended.traces, strict=True)]
+        return [
+            yardstick.in_float64(trace, [twin.traces[pair] for twin in noisy], scale=scale, margin=FLOAT64_MARGIN)
+            for pair, (yardstick, trace) in enumerate(zip(fast, ended.traces, strict=True))
+        ]
 
     def _judge(self, verdict: Verdict, ended: Ended, yardsticks: Sequence[Yardstick]) -> None:
         if not ended.traces:
@@ -215,9 +221,9 @@ class Verification:
             verdict.remarks.append(f"not repeated in float64 under this plan: {_last_line(ended.error)}")
             return
         for yardstick, trace in zip(yardsticks, ended.traces, strict=True):
-            comparison = compare(yardstick.subject, trace, yardstick, bitwise=False)
+            comparison = compare(yardstick.reference, trace, yardstick, bitwise=False)
             verdict.float64.append(comparison)
-            _first_failure(verdict, comparison, yardstick.subject, trace, float64=True)
+            _first_failure(verdict, comparison, yardstick.reference, trace, float64=True)
 
     def _bands(self, yardstick: Yardstick) -> None:
         steps = self._report.steps
@@ -249,6 +255,7 @@ class _Started:
     plans64: list[Future[Ended] | None] = field(default_factory=list)
     twins: list[Future[Ended]] = field(default_factory=list)
     reference64: Future[Ended] | None = None
+    twins64: list[Future[Ended]] = field(default_factory=list)
     microbatches: list[Future[Ended]] = field(default_factory=list)
 
 

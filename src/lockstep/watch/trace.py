@@ -6,7 +6,7 @@ A trace is a folder. Each rank that writes has a file `rank-<rank>.jsonl`, one J
 start       rank, world_size, plan, whole; once
 facts       JSON values about the model and the recipe, for whoever looks for causes
 initial     pair; the parameters and buffers before the first step
-microbatch  pair, step, index, samples, generator, drew; with the gradients of this microbatch alone where a rank has whole parameters
+microbatch  pair, step, index, samples, generator, left; with the gradients of this microbatch alone where a rank has whole parameters
 step        pair, step, loss, weight, norm, lr, gain, order; gradients as summed, before clipping; parameters, buffers and optimizer
             states after the update
 =========== ==========================================================================================================================
@@ -99,9 +99,9 @@ class Tracer:
         self._generator = self._state()
 
     def microbatch(self, pair: int, step: int, index: int, samples: Sequence[int], gradients: Named | None) -> None:
-        """After a microbatch's backward. `gradients`: its own, as they enter the sum. None: no rank has them whole."""
+        """After a microbatch's forward. `gradients`: its own, as they enter the sum. None: no rank has them whole."""
         row: dict[str, Any] = {"pair": pair, "step": step, "index": index, "samples": list(samples)}
-        row |= {"generator": self._generator, "drew": self._state() != self._generator}
+        row |= {"generator": self._generator, "left": self._state()}
         self._write("microbatch", row | ({} if gradients is None else {"gradients": self._marks(gradients)}))
 
     def gradients(self, pair: int, step: int, gradients: Named, *, gain: float = 1.0) -> None:

@@ -63,7 +63,7 @@ def add_noise(model: nn.Module, seed: int) -> None:
 
 
 class Islands(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the operations of a float64 run that give shorter floating-point types: there it sees no better than those types do."""
+    """Notes the operations of a float64 run that make a shorter type of float64: behind them it sees no better than that type does."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -72,6 +72,8 @@ class Islands(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        if not any(isinstance(given, Tensor) and given.dtype is torch.float64 for given in args):
+            return out
         for tensor in out if isinstance(out, list | tuple) else [out]:
             if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype is not torch.float64:
                 self.found.add(str(func.overloadpacket))

@@ -1,0 +1,110 @@
+"""The yardstick where a plan cuts layers: a right row-wise tensor-parallel layer adds partial products, which rounds otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from verify.engine import FEATURES, TOKENS, Engine
+
+from lockstep.verify.compare import compare
+from lockstep.verify.records import Trace
+from lockstep.verify.yardstick import Yardstick
+
+WIDTH = 48
+PARTS = 2
+
+
+class RowWise(nn.Linear):
+    """A linear layer whose input dim is shared out: each part's product is rounded to the compute type, then they are added."""
+
+    parts = 1
+    bias_times = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.parts == 1:
+            return super().forward(x)
+        pieces = zip(x.chunk(self.parts, -1), self.weight.chunk(self.parts, -1), strict=True)
+        products = [F.linear(piece, weight) for piece, weight in pieces]
+        return torch.stack(products).sum(0) + self.bias_times * self.bias.to(products[0].dtype)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.wide = nn.Linear(WIDTH, 2 * WIDTH)
+        self.narrow = RowWise(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.narrow(F.gelu(self.wide(self.norm(x))))
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, WIDTH)
+        self.blocks = nn.Sequential(*(Block() for _ in range(4)))
+        self.last = nn.Linear(WIDTH, TOKENS)
+
+    def forward(self, sample: Tensor, x: Tensor) -> Tensor:
+        return self.last(self.blocks(self.first(x)))
+
+
+class Whole(Engine):
+    model = Deep
+    clip = 1.0
+
+
+class WholeShort(Whole):
+    compute = torch.bfloat16
+
+
+def cut(kind: type[Engine], bias_times: float = 1.0) -> type[Engine]:
+    class Cut(kind):  # type: ignore[valid-type,misc]
+        def started(self, model: nn.Module, rank: int) -> nn.Module:
+            for module in model.modules():
+                if isinstance(module, RowWise):
+                    module.parts, module.bias_times = PARTS, bias_times
+            return model
+
+    return Cut
+
+
+@pytest.fixture(scope="module")
+def right(tmp_path_factory: pytest.TempPathFactory) -> Callable[[type[Engine], int], tuple[Trace, Yardstick]]:
+    @cache
+    def made(kind: type[Engine], seed: int) -> tuple[Trace, Yardstick]:
+        folder = tmp_path_factory.mktemp("right")
+        reference = kind(folder / "reference", seed=seed, steps=6).run()
+        twins = [kind(folder / f"twin-{noise}", seed=seed, steps=6, noise=noise).run() for noise in range(3)]
+        return reference, Yardstick(reference, twins)
+
+    return made
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", [Whole, WholeShort])
+def test_a_right_cut_passes_in_any_compute_type(
+    right: Callable[..., tuple[Trace, Yardstick]], tmp_path: Path, kind: type[Engine], seed: int
+) -> None:
+    reference, yardstick = right(kind, seed)
+    found = compare(reference, cut(kind)(tmp_path / "cut", seed=seed, steps=6).run(), yardstick, bitwise=False)
+    assert found.findings == []
+    assert found.worst is not None
+    assert found.worst.ratio < 5
+
+
+@pytest.mark.parametrize("kind", [Whole, WholeShort])
+def test_a_bias_that_every_part_adds_is_caught_in_any_compute_type(
+    right: Callable[..., tuple[Trace, Yardstick]], tmp_path: Path, kind: type[Engine]
+) -> None:
+    reference, yardstick = right(kind, 0)
+    found = compare(reference, cut(kind, bias_times=PARTS)(tmp_path / "cut", steps=6).run(), yardstick, bitwise=False)
+    assert found.findings[0].step == 0
+    assert found.findings[0].check == "microbatch"
