@@ -80,7 +80,7 @@ def test_axes_that_do_not_multiply_to_the_world_size_are_refused(world_size: int
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("replica=2", "'replica' in plan 'replica=2' is unknown; known are replicate, shard, tensor, pipeline, numerics, workers"),
+        ("replica=2", "'replica' in plan 'replica=2' is unknown; known are replicate, shard, tensor, pipeline, numerics, sharding, workers"),
         ("replicate=2,replicate=2", "'replicate' stands twice in plan 'replicate=2,replicate=2'; give it once"),
         ("replicate=0", "replicate=0; the size of a mesh axis is a whole number of at least 1, or auto"),
         ("replicate=-2", "replicate=-2; the size of a mesh axis is a whole number of at least 1, or auto"),
@@ -89,7 +89,8 @@ def test_axes_that_do_not_multiply_to_the_world_size_are_refused(world_size: int
         ("replicate", "'replicate' in plan 'replicate'; a plan is made of name=value pairs, such as replicate=2,numerics=bitwise"),
         ("replicate=", "'replicate=' in plan 'replicate='; a plan is made of name=value pairs"),
         ("2", "'2' in plan '2'; a plan is made of name=value pairs"),
-        ("shard=2", "shard=2; the axis 'shard' is not built yet; this version builds replicate"),
+        ("tensor=2", "tensor=2; the axis 'tensor' is not built yet; this version builds replicate and shard"),
+        ("shard=2,sharding=half", "sharding=half; known are full, gradients"),
         ("replicate=2,tensor=2", "tensor=2; the axis 'tensor' is not built yet"),
         ("pipeline=auto", "pipeline=auto; the axis 'pipeline' is not built yet"),
         ("context=2", "'context=2' in plan 'context=2'; 'context' is not built yet; this version knows replicate, shard"),

@@ -9,10 +9,13 @@ from typing import Any, Literal, get_args
 from lockstep.errors import PlanError
 
 Numerics = Literal["fast", "bitwise"]
+Sharding = Literal["full", "gradients"]
 Size = int | Literal["auto"]
 
+WORDS: dict[str, tuple[str, ...]] = {"numerics": get_args(Numerics), "sharding": get_args(Sharding)}
+"""The settings whose value is a word."""
 AXES = ("replicate", "shard", "tensor", "pipeline")
-NOT_BUILT_YET = ("shard", "tensor", "pipeline", "context", "checkpointing", "compile", "transport", "offload")
+NOT_BUILT_YET = ("tensor", "pipeline", "context", "checkpointing", "compile", "transport", "offload")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,13 +28,16 @@ class Plan:
     replicate: Size | None = None
     """Processes that hold the whole model each and share out the microbatches (DDP)."""
     shard: Size | None = None
-    """Processes that share out the model's parameters (FSDP2). Not built yet."""
+    """Processes that share out the model's parameters and the microbatches (FSDP2)."""
     tensor: Size | None = None
     """Processes that share out each layer (tensor parallel). Not built yet."""
     pipeline: Size | None = None
     """Processes that share out the layers (pipeline stages). Not built yet."""
     numerics: Numerics = "fast"
     """`bitwise`: gradients are summed in one canonical order, so that the model has the same bits at any world size."""
+    sharding: Sharding = "full"
+    """Under `shard`: `full` frees a block's gathered parameters after its forward and gathers them again for its backward (ZeRO-3);
+    `gradients` keeps them until then: more memory, one exchange less (ZeRO-2)."""
     workers: int = 0
     """Loader processes a rank. 0: the data are fetched in the training process."""
 
@@ -41,11 +47,12 @@ class Plan:
             if size != "auto" and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
                 raise PlanError(f"{axis}={size}; the size of a mesh axis is a whole number of at least 1, or auto")
             if axis in NOT_BUILT_YET and size != 1:
-                raise PlanError(f"{axis}={size}; the axis {axis!r} is not built yet; this version builds replicate")
+                raise PlanError(f"{axis}={size}; the axis {axis!r} is not built yet; this version builds replicate and shard")
         if list(given.values()).count("auto") > 1:
             raise PlanError(f"{self._text(given)}; only one axis can fill what is left; give the others a size")
-        if self.numerics not in get_args(Numerics):
-            raise PlanError(f"numerics={self.numerics}; known are {', '.join(get_args(Numerics))}")
+        for name, known in WORDS.items():
+            if getattr(self, name) not in known:
+                raise PlanError(f"{name}={getattr(self, name)}; known are {', '.join(known)}")
         if not isinstance(self.workers, int) or isinstance(self.workers, bool) or self.workers < 0:
             raise PlanError(f"workers={self.workers}; it counts loader processes a rank and is 0 or more")
         for axis in AXES:
@@ -67,7 +74,7 @@ class Plan:
                 if name in NOT_BUILT_YET:
                     raise PlanError(f"{item!r} in plan {text!r}; {name!r} is not built yet; this version knows {', '.join(known)}")
                 raise PlanError(f"{name!r} in plan {text!r} is unknown; known are {', '.join(known)}")
-            values[name] = value if name == "numerics" or (value == "auto" and name in AXES) else _whole(name, value, text)
+            values[name] = value if name in WORDS or (value == "auto" and name in AXES) else _whole(name, value, text)
         return cls(**values)
 
     def resolve(self, world_size: int) -> Plan:
@@ -86,11 +93,16 @@ class Plan:
 
     def __str__(self) -> str:
         text = self._text({axis: getattr(self, axis) for axis in AXES if axis == "replicate" or getattr(self, axis) != 1})
-        return f"{text},numerics={self.numerics}" + (f",workers={self.workers}" if self.workers else "")
+        settings = {name: getattr(self, name) for name in ("sharding", "workers") if getattr(self, name) != _default(name)}
+        return ",".join([text, f"numerics={self.numerics}", *(f"{name}={value}" for name, value in settings.items())])
 
     @staticmethod
     def _text(axes: dict[str, Any]) -> str:
         return ",".join(f"{axis}={size}" for axis, size in axes.items())
+
+
+def _default(name: str) -> Any:
+    return next(field.default for field in fields(Plan) if field.name == name)
 
 
 def _whole(name: str, value: str, text: str) -> int:

@@ -8,8 +8,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.comm.mesh import Mesh
 from lockstep.recipe import Precision
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -42,6 +44,70 @@ def slow_on_this_cpu(precision: Precision, device: torch.device) -> str | None:
     return f"this CPU has no {precision} matrix instructions: expect {precision} to be many times slower than fp32"
 
 
+class Norm:
+    """The global 2-norm of a model's gradients, of which a rank may hold parts: the same number on every rank.
+
+    On a CPU it is a number, on a GPU a scalar tensor, which the host does not wait for. Every rank calls the methods alike.
+    """
+
+    def __init__(self, mesh: Mesh, *, bitwise: bool) -> None:
+        self._shards = mesh.axis("shard")
+        self._in_parts = mesh.torch_mesh is not None
+        self._bitwise = bitwise
+
+    def of(self, gradients: Sequence[Tensor]) -> Tensor | float:
+        """The norm. In bitwise numerics it does not depend on how the gradients are cut."""
+        parts = local(gradients)
+        if self._bitwise:
+            return self._number(self._sum_of_rows(gradients, parts).sqrt())
+        if not self._in_parts:
+            return global_norm(parts)
+        squares = torch.zeros((), dtype=torch.float64, device=self._shards.device)
+        if parts:
+            squares += torch.linalg.vector_norm(torch.stack(torch._foreach_norm(parts)).double()).square()
+        dist.all_reduce(squares, group=self._shards.group)
+        return self._number(squares.sqrt())
+
+    def check(self, gradients: Sequence[Tensor]) -> Tensor | float:
+        """A number that is finite only where every gradient is. Half the time of the norm, on a CPU."""
+        parts = local(gradients)
+        if self._in_parts or self._bitwise or not parts or not parts[0].is_cpu:
+            return self.of(gradients)
+        return sum([abs(part.sum().item()) for part in parts])
+
+    def _number(self, value: Tensor) -> Tensor | float:
+        return value.item() if value.is_cpu else value
+
+    def _sum_of_rows(self, gradients: Sequence[Tensor], parts: Sequence[Tensor]) -> Tensor:
+        """Σ squares, added up in each row of each gradient (a shard is whole rows), then over the rows of all, in float64."""
+        empty = torch.zeros(0, dtype=torch.float64, device=self._shards.device)
+        mine = torch.cat([empty, *[_squares_of_rows(part) for part in parts]])
+        if self._shards.size == 1:
+            return mine.sum()
+        rows = [gradient.shape[0] for gradient in gradients]
+        held = [[_rows_held(count, rank, self._shards.size) for count in rows] for rank in range(self._shards.size)]
+        everyone = self._shards.gather_rows(mine, [sum(counts) for counts in held])
+        pieces = torch.split(everyone, [count for counts in held for count in counts])
+        return torch.cat([pieces[rank * len(rows) + place] for place in range(len(rows)) for rank in range(self._shards.size)]).sum()
+
+
+def _squares_of_rows(part: Tensor) -> Tensor:
+    if not part.numel():
+        return torch.zeros(part.shape[0] if part.dim() else 1, dtype=torch.float64, device=part.device)
+    return part.reshape(part.shape[0] if part.dim() else 1, -1).double().square().sum(dim=1)
+
+
+def _rows_held(rows: int, rank: int, ranks: int) -> int:
+    """As `torch.chunk` cuts them."""
+    each = -(-rows // ranks)
+    return max(0, min(rows - rank * each, each))
+
+
+def local(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """This rank's parts of tensors that may be distributed."""
+    return [tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor for tensor in tensors]
+
+
 def global_norm(gradients: Sequence[Tensor]) -> Tensor | float:
     """The 2-norm of all gradients as one vector: a number on a CPU, a scalar tensor on a GPU, which the host does not wait for.
 
@@ -54,17 +120,11 @@ def global_norm(gradients: Sequence[Tensor]) -> Tensor | float:
     return total
 
 
-def total(gradients: Sequence[Tensor]) -> Tensor | float:
-    """A number that is finite only where every gradient is: their sums' sizes. Half the time of the norm, on a CPU."""
-    if gradients and gradients[0].is_cpu:
-        return sum([abs(gradient.sum().item()) for gradient in gradients])
-    return global_norm(gradients)
-
-
 def clip(gradients: Sequence[Tensor], norm: Tensor | float, limit: float) -> None:
     """Scale the gradients so that their global norm, `norm` now, is at most `limit`. A norm that is not finite is left alone."""
+    gradients = local(gradients)
     if isinstance(norm, Tensor):
         factor = torch.clamp(limit / norm, max=1.0)
-        torch._foreach_mul_(list(gradients), torch.where(torch.isfinite(norm), factor, 1.0))
+        torch._foreach_mul_(gradients, torch.where(torch.isfinite(norm), factor, 1.0))
     elif limit < norm < math.inf:
-        torch._foreach_mul_(list(gradients), limit / norm)
+        torch._foreach_mul_(gradients, limit / norm)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -119,6 +119,9 @@ class Recipe:
     """What the forward computes in: `fp32`, or autocast to `bf16` or `fp16` (with loss scaling). Parameters stay as the model made them."""
     seed: int = 0
     """0 to 2**63 - 1. Keys everything random: initial weights, order, augmentation, dropout."""
+    blocks: Sequence[str] | None = None
+    """Names of the modules that a plan gathers, frees, checkpoints or compiles one at a time; `*` is any text: `["blocks.*"]`. None: they
+    are found: the members of lists of alike modules."""
     evaluation: Evaluation | None = None
     """How it is measured. None: it is not."""
 
@@ -133,12 +136,15 @@ class Recipe:
         check_clip_norm(self.clip_norm)
         check_precision(self.precision)
         check_seed(self.seed)
+        if self.blocks is not None and (isinstance(self.blocks, str) or not all(isinstance(name, str) for name in self.blocks)):
+            raise RecipeError(f"blocks={self.blocks!r}; it is a list of module names or patterns, such as ['blocks.*'], or None")
         if self.evaluation is not None and not isinstance(self.evaluation, Evaluation):
             raise RecipeError(f"evaluation is {_kind(self.evaluation)}; give ls.Evaluation(data=..., every=..., metrics=...) or None")
 
     def describe(self) -> dict[str, Any]:
         """The recipe as JSON: numbers as they are, callables and datasets by their names and lengths."""
-        return {name: _describe(getattr(self, name)) for name in self.__slots__}
+        described = {name: _describe(getattr(self, name)) for name in self.__slots__}
+        return {**described, "blocks": self.blocks and list(self.blocks)}
 
 
 def _describe(value: Any) -> Any:

@@ -13,8 +13,10 @@ from training.subjects import recipe, rows, same, samples_at, sgd, squared_error
 
 import lockstep as ls
 from lockstep.comm.group import World
+from lockstep.comm.mesh import Mesh
 from lockstep.errors import RecipeError
 from lockstep.parallel.statistics import RunningStatistics
+from lockstep.plan import Plan
 from lockstep.testing.pool import WorkerPool
 
 SAMPLES, GLOBAL_BATCH, MICROBATCH, STEPS = 60, 22, 4, 4
@@ -227,9 +229,9 @@ def test_a_reentrant_checkpoint_is_refused_at_two_processes(pool: WorkerPool, tm
 
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_where_a_gpu_decides_a_step_that_is_not_applied_leaves_the_statistics_alone(momentum: float | None) -> None:
-    world = World(0, 1, 0, 1, torch.device("cpu"), owns_group=False)
+    mesh = Mesh.of(World(0, 1, 0, 1, torch.device("cpu"), owns_group=False), Plan(replicate=1))
     norm = nn.BatchNorm1d(2, momentum=momentum)
-    statistics = RunningStatistics(norm, world)
+    statistics = RunningStatistics(norm, mesh)
     seen = []
     for gate in (True, False):
         statistics.begin()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
+from lockstep.comm.mesh import whole
 from lockstep.order import Order
 
 FEATURES = 6
@@ -62,7 +63,7 @@ def samples_at(start: int, stop: int, *, of: int, seed: int = 0) -> list[int]:
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+    return {name: whole(value.detach()).clone() for name, value in model.state_dict().items()}
 
 
 def same(one: Any, other: Any) -> bool:

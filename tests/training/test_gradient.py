@@ -17,11 +17,22 @@ from training.subjects import network, recipe, rows, samples_at
 
 import lockstep as ls
 from lockstep.assignment import batch_span, microbatches, steps_of
+from lockstep.comm.mesh import whole
 from lockstep.precision import autocast
 from lockstep.recipe import Precision
 from lockstep.testing.pool import WorkerPool
 
-WORLD_SIZES = (1, 2, 3, 4)
+PLANS = {
+    "replicate=1": 1,
+    "replicate=2": 2,
+    "replicate=3": 3,
+    "replicate=4": 4,
+    "shard=2": 2,
+    "shard=3": 3,
+    "shard=4": 4,
+    "replicate=2,shard=2": 4,
+}
+"""And the processes that they need."""
 Batch = Sequence[Tensor]
 
 
@@ -134,19 +145,19 @@ class Gradients(ls.Hook):
         self.steps: list[Tensor] = []
 
     def on_step(self, run: Any) -> None:
-        self.steps.append(torch.cat([p.grad.reshape(-1) for p in run.model.parameters()]))
+        self.steps.append(torch.cat([whole(p.grad).reshape(-1) for p in run.model.parameters()]))
 
 
 class FirstWeights(ls.Hook):
     def on_start(self, run: Any) -> None:
-        self.weights = {name: value.detach().clone() for name, value in run.model.state_dict().items()}
+        self.weights = {name: whole(value.detach()).clone() for name, value in run.model.state_dict().items()}
 
 
-def gradients_of_all_cases(run_dir: str) -> dict[str, tuple[dict[str, Tensor], list[Tensor]]]:
+def gradients_of_all_cases(plan: str, run_dir: str) -> dict[str, tuple[dict[str, Tensor], list[Tensor]]]:
     found = {}
     for name, case in CASES.items():
         first, gradients = FirstWeights(), Gradients()
-        ls.train(case.recipe(), run_dir=f"{run_dir}/{name}", hooks=[first, gradients])
+        ls.train(case.recipe(), plan=plan, run_dir=f"{run_dir}/{name}", hooks=[first, gradients])
         found[name] = (first.weights, [gradient.clone() for gradient in gradients.steps])
     return found
 
@@ -175,33 +186,33 @@ def by_hand(case: Case, weights: dict[str, Tensor], dtype: torch.dtype) -> list[
 
 
 @pytest.fixture(scope="module")
-def measured(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[Any]]:
+def measured(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Any]]:
     @cache
-    def run(world_size: int) -> list[Any]:
-        path: Path = tmp_path_factory.mktemp(f"world-{world_size}")
-        return pool.run(world_size, gradients_of_all_cases, str(path))
+    def run(plan: str) -> list[Any]:
+        path: Path = tmp_path_factory.mktemp("plan")
+        return pool.run(PLANS[plan], gradients_of_all_cases, plan, str(path))
 
     return run
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("plan", PLANS)
 def test_the_gradient_is_one_process_in_float64_within_4_times_float32s_own_error(
-    measured: Callable[[int], list[Any]], world_size: int, name: str
+    measured: Callable[[str], list[Any]], plan: str, name: str
 ) -> None:
-    weights, _ = measured(world_size)[0][name]
+    weights, _ = measured(plan)[0][name]
     exact = by_hand(CASES[name], weights, torch.float64)
     own = by_hand(CASES[name], weights, torch.float32)
-    for rank in range(world_size):
-        _, found = measured(world_size)[rank][name]
+    for rank in range(PLANS[plan]):
+        _, found = measured(plan)[rank][name]
         assert len(found) == len(exact) == CASES[name].steps()
         for step, truth in enumerate(exact):
             error, own_error = ((gradient - truth).norm() / truth.norm() for gradient in (found[step], own[step]))
             assert error <= 4 * own_error, f"rank {rank}, step {step}: {error:.2e} and {own_error:.2e}"
 
 
-def test_bf16_has_an_error_of_its_own(measured: Callable[[int], list[Any]]) -> None:
-    weights, _ = measured(1)[0]["bf16"]
+def test_bf16_has_an_error_of_its_own(measured: Callable[[str], list[Any]]) -> None:
+    weights, _ = measured("replicate=1")[0]["bf16"]
     exact, own = (by_hand(CASES["bf16"], weights, dtype)[0] for dtype in (torch.float64, torch.float32))
     assert 1e-4 < (own - exact).norm() / exact.norm() < 3e-2
 
@@ -211,4 +222,4 @@ def test_the_cases_are_what_they_are_called() -> None:
     assert [float(batch[3].sum()) for batch in weights] == [4.0, 400.0, 4.0, 400.0]
     assert [len(batch[1]) for batch in CASES["uneven microbatches"].batches(torch.float32)[0]] == [4, 4, 4, 2]
     assert [len(batch[1]) for batch in CASES["a short last batch"].batches(torch.float32)[1]] == [4, 1]
-    assert len(CASES["fewer microbatches than ranks"].batches(torch.float32)[0]) < max(WORLD_SIZES)
+    assert len(CASES["fewer microbatches than ranks"].batches(torch.float32)[0]) < max(PLANS.values())

@@ -1,10 +1,12 @@
-"""The processes of a run: who takes part, on which device, and the few small exchanges that everything else is made of."""
+"""The processes of a run, or of one of its axes: who takes part, where, and the few small exchanges that all else is made of."""
 
 from __future__ import annotations
 
+import atexit
 import json
 import math
 import os
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,7 +21,7 @@ from lockstep.errors import LaunchError
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The processes of a run as this one sees them. With one process there is no process group and every exchange is the identity."""
+    """Processes as one of them sees them. With one process there is no process group and every exchange is the identity."""
 
     rank: int
     size: int
@@ -27,13 +29,14 @@ class World:
     local_size: int
     device: torch.device
     owns_group: bool
-    """Whether `leave` takes the process group down: it was made here, not by the caller."""
+    """Whether the process group was made here, not by the caller. It is taken down when the process ends: a later run uses it too."""
+    group: Any = None
+    """Torch's process group, for some of the processes; `rank` and `size` are in it. None: all of them."""
 
     def leave(self) -> None:
-        """Take down what `join` made. Every rank calls it, at the end of a run that went well."""
+        """Wait for the others, where the processes may end after this. Every rank calls it, at the end of a run that went well."""
         if self.owns_group:
             dist.barrier()
-            dist.destroy_process_group()
 
     def gather_rows(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """All ranks' rows, in rank order: `counts[r]` rows of rank r, known to all. Every rank calls it. Shape (sum(counts), ...)."""
@@ -42,7 +45,7 @@ class World:
         padded = rows.new_zeros((max(counts), *rows.shape[1:]))
         padded[: len(rows)] = rows
         everyone = [torch.empty_like(padded) for _ in counts]
-        dist.all_gather(everyone, padded)
+        dist.all_gather(everyone, padded, group=self.group)
         return torch.cat([part[:count] for part, count in zip(everyone, counts, strict=True)])
 
     def gather_values(self, value: Any) -> list[Any]:
@@ -65,12 +68,17 @@ class World:
         return self.gather_rows(rows.cpu(), [0 if kind is None else kind["shape"][0] for kind in kinds])
 
 
+_made: weakref.ref[Any] | None = None
+"""The process group that `join` made, if it did."""
+
+
 def join(*, rank: int, size: int, local_rank: int, local_size: int, timeout: timedelta = timedelta(minutes=10)) -> World:
     """Meet the other processes. Every rank calls it. A process group that is there already is used and left alone.
 
     The device is this rank's GPU where there are GPUs (NCCL, with Gloo for CPU tensors), else the CPU (Gloo). Raises `LaunchError` where
     there are fewer GPUs than processes, or the address of the rendezvous cannot be used.
     """
+    global _made
     gpus = torch.cuda.device_count()
     use_gpu = gpus > 0
     if use_gpu and gpus < local_size:
@@ -82,13 +90,24 @@ def join(*, rank: int, size: int, local_rank: int, local_size: int, timeout: tim
     if use_gpu:
         torch.cuda.set_device(device)
     if dist.is_initialized():
-        return World(dist.get_rank(), dist.get_world_size(), local_rank, local_size, device, owns_group=False)
+        return World(dist.get_rank(), dist.get_world_size(), local_rank, local_size, device, owns_group=_is_ours())
     if size > 1:
         try:
             dist.init_process_group("cpu:gloo,cuda:nccl" if use_gpu else "gloo", timeout=timeout, device_id=device if use_gpu else None)
         except dist.DistNetworkError as error:
             raise LaunchError(_network_error(error)) from error
+        _made = weakref.ref(dist.group.WORLD)
+        atexit.register(_take_down)
     return World(rank, size, local_rank, local_size, device, owns_group=size > 1)
+
+
+def _is_ours() -> bool:
+    return _made is not None and _made() is dist.group.WORLD
+
+
+def _take_down() -> None:
+    if dist.is_initialized() and _is_ours():
+        dist.destroy_process_group()
 
 
 def _network_error(error: Exception) -> str:

@@ -18,7 +18,7 @@ from lockstep import tree
 from lockstep.assignment import share
 
 # Its name from torch 2.13 on; the old one warns there.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class OrderedSum:
         mine = total.new_zeros(self._chunk)
         mine[: self._width] = total
         self._gathered = total.new_empty(self._chunk * len(self._shares.nodes))
-        self._work = _all_gather(self._gathered, mine, async_op=True)
+        self._work = all_gather_single(self._gathered, mine, async_op=True)
 
     def finish(self) -> Tensor:
         """The sum, shape (length,)."""

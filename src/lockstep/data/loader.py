@@ -31,6 +31,8 @@ class Span:
     start: int
     """Its positions are [start, stop)."""
     stop: int
+    counts: bool = True
+    """False: it is computed so that this rank takes part in the others' exchanges, and is no part of the step."""
 
 
 @dataclass(slots=True)
@@ -39,6 +41,7 @@ class Microbatch:
 
     step: int
     index: int
+    counts: bool
     size: int
     """Samples."""
     batch: Any
@@ -76,7 +79,7 @@ class Loader:
         is made otherwise than the first one; and whatever the dataset or `collate` raises.
         """
         for request, batch in self._fetched(self._requests(spans)):
-            yield Microbatch(request.step, request.microbatch, len(request.samples), pin(batch) if self._pinned else batch)
+            yield Microbatch(request.step, request.microbatch, request.counts, len(request.samples), pin(batch) if self._pinned else batch)
 
     def close(self) -> None:
         """End the worker processes."""
@@ -120,7 +123,7 @@ class Loader:
             stop = 0
             for span in chunk:
                 start, stop = stop, stop + span.stop - span.start
-                yield Request(span.step, span.index, epochs[start:stop], samples[start:stop])
+                yield Request(span.step, span.index, span.counts, epochs[start:stop], samples[start:stop])
 
     def _checked(self, fetched: Iterator[tuple[Request, Any]]) -> Iterator[tuple[Request, Any]]:
         for request, batch in fetched:

@@ -6,9 +6,8 @@ user's model keeps its own class and may be called as often as they like; a para
 handing in a zero.
 
 One more parameter rides along, `slots`. Its gradient is set after the backward, by hand, and carries what a step has to say beyond
-gradients: which parameters were used, and each microbatch's loss and weight. It is ready last, so it completes the last bucket, and a
-step costs no collective beyond the gradients' own. Each number is written by one rank and is zero on the others, so its sum
-is exact, but for the last digit where `sum_factor` is no power of two.
+gradients (`lockstep.parallel.slots`). It is ready last, so it completes the last bucket, and a step costs no collective beyond the
+gradients' own. What is said is exact, but for the last digit where `sum_factor` is no power of two.
 
 (No `from __future__ import annotations` here: DDP looks at its hooks' annotations, and wants classes.)
 """
@@ -26,10 +25,8 @@ from lockstep.assignment import share
 from lockstep.comm.group import World
 from lockstep.comm.ordered import OrderedSum, Shares
 from lockstep.errors import RecipeError
+from lockstep.parallel.slots import Number, Slots, Told, forget_unused
 from lockstep.tree import Counter
-
-Number = Tensor | float
-"""A scalar tensor, or a number that the host knows already."""
 
 
 class _Touch(torch.autograd.Function):
@@ -65,11 +62,7 @@ def sum_factor(world: World, *, bitwise: bool) -> int:
 
 
 class Replica:
-    """One model's gradients on one rank, from the first microbatch of a step to the sum over all ranks.
-
-    In every step, on every rank: `begin`, then `backward` for each of this rank's microbatches, then `finish`. After it each `.grad` is
-    the sum over all microbatches of all ranks, or None where no microbatch used the parameter.
-    """
+    """An `Engine` for a model that is whole on every rank, or as whole as other axes leave it."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], world: World, *, bitwise: bool, max_microbatches: int) -> None:
         self._parameters = list(parameters)
@@ -77,14 +70,13 @@ class Replica:
         self._world = world
         self._bitwise = bitwise
         self._used = [0.0] * len(parameters)
-        self._max_microbatches = max_microbatches
         self._dtype = torch.float64 if any(p.dtype is torch.float64 for p in parameters) else torch.float32
+        self._slots = Slots(len(parameters), max_microbatches, dtype=self._dtype, device=parameters[0].device)
         self._ddp: DistributedDataParallel | None = None
         self._hooks: list[Any] = []
         self._factor = sum_factor(world, bitwise=bitwise)
         if world.size > 1:
-            slots = len(parameters) + 2 * max_microbatches + 1
-            self._touched = _Touched(self._parameters, slots, self._dtype)
+            self._touched = _Touched(self._parameters, self._slots.length, self._dtype)
             self._ddp = DistributedDataParallel(self._touched, gradient_as_bucket_view=True, init_sync=False)
             if bitwise:
                 self._ddp.register_comm_hook(None, self._ordered_bucket)
@@ -95,8 +87,8 @@ class Replica:
             hook.remove()
         self._ddp = None
 
-    def begin(self, count: int) -> range:
-        """Start a step of `count` microbatches in all. Returns this rank's share of them."""
+    def begin(self, count: int) -> None:
+        """Start a step of `count` microbatches in all."""
         for parameter in self._parameters:
             parameter.grad = None
         self._count = count
@@ -108,10 +100,10 @@ class Replica:
             self._shares = Shares.of(count, self._world.size)
             self._sums: list[tuple[OrderedSum, Tensor, torch.futures.Future[Tensor]]] = []
         self._used[:] = [0.0] * len(self._used)
-        return self._share
 
-    def backward(self, total: Tensor, seed: Tensor, *, only_these: bool) -> None:
-        """Add the gradient of `seed * total`, the next microbatch's. `only_these`: leave other parameters that the graph reaches alone."""
+    def backward(self, total: Tensor, seed: Tensor, *, only_these: bool, counts: bool = True) -> None:
+        """See `Engine.backward`. All microbatches count: no rank computes one for nothing."""
+        assert counts
         self._left -= 1
         if self._factor > 1:
             seed = seed * self._factor
@@ -123,33 +115,24 @@ class Replica:
         if self._bitwise:
             self._counter.push(self._take_leaf())
 
-    def finish(
-        self, values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool
-    ) -> tuple[Tensor | list[float], Tensor | None, Tensor | bool]:
-        """Sum over all ranks. `values` and `weights`: one number for each of this rank's microbatches; no weights on any rank, or on all.
-
-        Returns those of all microbatches, in their order, (count,) each, and how many ranks raised the flag.
-        """
+    def finish(self, values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool) -> Told:
+        """Sum over all ranks. `values`, `weights`: one number for each of this rank's microbatches; no weights on any rank, or on all."""
         if self._ddp is None:
             if self._bitwise:
                 self._put_root()
-            recorded = self._column(values) if isinstance(values[0], Tensor) else [self._rounded(value) for value in values]
-            return recorded, None if weights is None else self._column(weights), flag
+            recorded = self._slots.column(values) if isinstance(values[0], Tensor) else [self._rounded(value) for value in values]
+            return Told(self._used, recorded, None if weights is None else self._slots.column(weights), flag)
         if not self._synchronised:
             zero = torch.zeros((), device=self._touched.slots.device, requires_grad=True)
             self._synchronise(zero, torch.zeros_like(zero), None)
         slots = self._touched.slots
-        torch.autograd.backward(slots.view_as(slots), self._sent(values, weights, flag))
+        torch.autograd.backward(slots.view_as(slots), self._slots.say(self._used, self._share, values, weights, flag) * self._factor)
         assert slots.grad is not None
         received, slots.grad = slots.grad, None
-        self._forget_unused(received)
-        first, second = len(self._parameters), len(self._parameters) + self._max_microbatches
-        received_weights = None if weights is None else received[second : second + self._count].clone()
-        if received.is_cuda:
-            received = received.clone()
-            return received[first : first + self._count], received_weights, received[-1]
-        numbers = received.tolist()
-        return numbers[first : first + self._count], received_weights, bool(numbers[-1])
+        told = self._slots.read(received, self._count, weighted=weights is not None)
+        if not all(self._used):
+            forget_unused(self._parameters, told)
+        return told
 
     def _synchronise(self, total: Tensor, seed: Tensor, inputs: list[nn.Parameter] | None) -> None:
         assert self._ddp is not None
@@ -164,38 +147,9 @@ class Replica:
                 "gradient once; give torch.utils.checkpoint.checkpoint use_reentrant=False"
             ) from error
 
-    def _column(self, numbers: Sequence[Number]) -> Tensor:
-        if isinstance(numbers[0], float):
-            return torch.tensor(numbers, dtype=self._dtype)
-        return torch.stack([number for number in numbers if isinstance(number, Tensor)]).to(self._dtype)
-
     def _rounded(self, value: Number) -> float:
         """As it comes out of a slot: a world of one records what any other does."""
         return float(np.float32(value)) if self._dtype is torch.float32 else float(value)
-
-    def _sent(self, values: Sequence[Number], weights: Sequence[Number] | None, flag: bool) -> Tensor:
-        """This rank's slots: its own numbers in their places, zeros in the others'."""
-        slots = self._touched.slots
-        row = [*self._used, *[0.0] * (2 * self._max_microbatches), float(flag)]
-        first = len(self._parameters) + self._share.start
-        columns = [(first, values), (first + self._max_microbatches, weights or [])]
-        if not slots.is_cuda:
-            for start, numbers in columns:
-                row[start : start + len(numbers)] = map(float, numbers)
-            return torch.tensor(row, dtype=slots.dtype) * self._factor
-        sent = torch.tensor(row, dtype=slots.dtype, pin_memory=True).to(slots.device, non_blocking=True)
-        for start, numbers in columns:
-            if numbers:
-                sent[start : start + len(numbers)] = self._column(numbers)
-        return sent * self._factor
-
-    def _forget_unused(self, received: Tensor) -> None:
-        """A gradient of zeros is not the absence of one: AdamW would decay the weight, momentum would move it."""
-        if all(self._used):
-            return
-        for parameter, used in zip(self._parameters, received[: len(self._used)].tolist(), strict=True):
-            if not used:
-                parameter.grad = None
 
     def _note_use(self, index: int) -> Callable[[Tensor], None]:
         def hook(parameter: Tensor) -> None:

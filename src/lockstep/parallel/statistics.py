@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lockstep.assignment import share
-from lockstep.comm.group import World
+from lockstep.comm.mesh import Mesh
 from lockstep.errors import RecipeError
 
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
@@ -83,8 +82,8 @@ class _Scratch:
 class RunningStatistics:
     """The buffers of one model. Every rank: `begin` before a step's first forward, `note_microbatch` after each, `commit` once."""
 
-    def __init__(self, model: nn.Module, world: World) -> None:
-        self._world = world
+    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
+        self._mesh = mesh
         modules = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
         self._scratches = [_Scratch.of(module) for module in modules]
         self._hooks = [scratch.module.register_forward_pre_hook(scratch.swap_in) for scratch in self._scratches]
@@ -148,7 +147,7 @@ class RunningStatistics:
         device = self._scratches[0].kept["running_mean"].device
         mine = torch.stack(self._rows) if self._rows else torch.zeros((0, sum(widths)), dtype=torch.float64, device=device)
         self._rows = []
-        everyone = self._world.gather_rows(mine, [len(share(count, rank, self._world.size)) for rank in range(self._world.size)])
+        everyone = self._mesh.in_order(mine, count)
         if apply is not False:
             for scratch, rows in zip(self._scratches, torch.split(everyone, widths, dim=1), strict=True):
                 scratch.apply(rows, None if apply is True else apply)

@@ -27,6 +27,7 @@ from multiprocessing.connection import Connection
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from lockstep.comm.mesh import forget_meshes
 from lockstep.errors import UserError
 from lockstep.testing import leaks
 
@@ -239,6 +240,7 @@ def _join(task: dict[str, Any]) -> Callable[[], list[str]]:
     def leave() -> list[str]:
         if distributed.is_initialized():
             distributed.destroy_process_group()
+        forget_meshes()
         return leaks.remaining(before) if before is not None else []
 
     return leave

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from lockstep import assignment
 from lockstep import precision as precisions
-from lockstep.comm.group import World, exact_sum
+from lockstep.comm.group import exact_sum
+from lockstep.comm.mesh import Mesh
 from lockstep.data.device import to_device
 from lockstep.data.loader import Loader, Span
 from lockstep.errors import DataError
@@ -38,13 +39,13 @@ class Evaluator:
 
     recipe: Recipe
     evaluation: Evaluation
-    world: World
+    mesh: Mesh
     loader: Loader
 
     @classmethod
-    def of(cls, recipe: Recipe, evaluation: Evaluation, world: World, workers: int) -> Evaluator:
-        loader = Loader(evaluation.data, collate=recipe.collate, seed=recipe.seed, shuffle=False, workers=workers, device=world.device)
-        return cls(recipe, evaluation, world, loader)
+    def of(cls, recipe: Recipe, evaluation: Evaluation, mesh: Mesh, workers: int) -> Evaluator:
+        loader = Loader(evaluation.data, collate=recipe.collate, seed=recipe.seed, shuffle=False, workers=workers, device=mesh.world.device)
+        return cls(recipe, evaluation, mesh, loader)
 
     def measure(self, model: nn.Module) -> dict[str, float]:
         """The loss and every metric, the same on every rank. Every rank calls it. Leaves every module in the mode it was in."""
@@ -59,27 +60,30 @@ class Evaluator:
                 module.training = training
 
     def _measure(self, model: nn.Module) -> dict[str, float]:
-        cuts = assignment.microbatches(len(self.evaluation.data), self._microbatch(), self.world.size)
+        cuts = assignment.microbatches(len(self.evaluation.data), self._microbatch(), self.mesh.deal.ranks)
         spans = [
-            Span(step=0, index=index, start=cuts[index][0], stop=cuts[index][1])
-            for index in assignment.share(len(cuts), self.world.rank, self.world.size)
+            Span(step=0, index=index, start=cuts[index][0], stop=cuts[index][1], counts=counts)
+            for index, counts in self.mesh.deal.rounds(len(cuts), self.mesh.data.rank)
         ]
         names: list[str] = []
         rows: list[Row] = []
         collected: dict[str, list[tuple[Tensor, ...]]] = {name: [] for name in self._metrics(Gathered)}
         for item in self.loader.fetch(spans):
             weights = None if self.recipe.weight is None else weights_of(self.recipe.weight(item.batch))
-            batch = to_device(item.batch, self.world.device)
-            with precisions.autocast(self.recipe.precision, self.world.device):
+            batch = to_device(item.batch, self.mesh.world.device)
+            with precisions.autocast(self.recipe.precision, self.mesh.world.device):
                 output = output_of(self.recipe, model, batch)
                 sums = dict(self._loss_sums(self.recipe.loss(output, batch), item.size, weights))
             for name, metric in self._metrics(Mean).items():
                 sums[name] = _sum_and_number(name, metric.values(output, batch))
-            for name, metric in self._metrics(Gathered).items():
-                collected[name].append(_checked(name, metric.collect(output, batch), item.size))
+            parts = {name: _checked(name, metric.collect(output, batch), item.size) for name, metric in self._metrics(Gathered).items()}
+            if not item.counts:
+                continue
+            for name, part in parts.items():
+                collected[name].append(part)
             names = list(sums)
             rows.append([number for pair in sums.values() for number in pair])
-        return {**self._added_up(names, rows, cuts), **self._gathered(collected)}
+        return {**self._added_up(names, rows, cuts), **self._gathered(collected, cuts)}
 
     def _microbatch(self) -> int | None:
         return self.evaluation.microbatch or self.recipe.microbatch or self.recipe.global_batch
@@ -99,21 +103,23 @@ class Evaluator:
                 yield label, (float(term) * samples, float(samples))
 
     def _added_up(self, names: list[str], rows: list[Row], cuts: list[tuple[int, int]]) -> dict[str, float]:
-        names = next(found for found in self.world.gather_values(names or None) if found is not None)
+        names = next(found for found in self.mesh.data.gather_values(names or None) if found is not None)
         mine = torch.tensor(rows, dtype=torch.float64).reshape(len(rows), 2 * len(names))
-        counts = [len(assignment.share(len(cuts), rank, self.world.size)) for rank in range(self.world.size)]
-        columns = self.world.gather_rows(mine, counts).T.tolist()
+        columns = self.mesh.in_order(mine, len(cuts)).T.tolist()
         totals = [exact_sum(column) for column in columns]
         means = {name: totals[2 * i] / totals[2 * i + 1] if totals[2 * i + 1] else float("nan") for i, name in enumerate(names)}
         if SINGLE not in means:
             means = {SINGLE: sum(value for name, value in means.items() if name not in self.evaluation.metrics), **means}
         return means
 
-    def _gathered(self, collected: dict[str, list[tuple[Tensor, ...]]]) -> dict[str, float]:
+    def _gathered(self, collected: dict[str, list[tuple[Tensor, ...]]], cuts: list[tuple[int, int]]) -> dict[str, float]:
+        sizes = [stop - start for start, stop in cuts]
         measured = {}
         for name, parts in collected.items():
-            columns = max(self.world.gather_values(len(parts[0]) if parts else 0))
-            everyone = [self.world.gather_ragged(torch.cat([part[i] for part in parts]) if parts else None) for i in range(columns)]
+            columns = max(self.mesh.data.gather_values(len(parts[0]) if parts else 0))
+            everyone = [
+                self.mesh.samples_in_order(torch.cat([part[i] for part in parts]) if parts else None, sizes) for i in range(columns)
+            ]
             compute: Callable[..., float] = self._metrics(Gathered)[name].compute
             measured[name] = float(compute(*everyone))
         return measured

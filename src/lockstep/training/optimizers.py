@@ -20,7 +20,10 @@ STATE_IS_ZERO_AT_FIRST = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adama
 
 
 def built(factory: Callable[[nn.Module], Any], model: nn.Module) -> list[Optimizer]:
-    """Call the recipe's factory. Raises `RecipeError` unless its optimizers share out the model's trainable parameters."""
+    """Call the recipe's factory. Raises `RecipeError` unless its optimizers share out the model's trainable parameters.
+
+    State that they have not got yet is for `allocate_state`.
+    """
     made = factory(model)
     optimizers = list(made) if isinstance(made, list | tuple) else [made]
     for optimizer in optimizers:
@@ -37,8 +40,6 @@ def built(factory: Callable[[nn.Module], Any], model: nn.Module) -> list[Optimiz
     if not optimizers:
         raise RecipeError("the optimizer factory returned an empty list; it must return at least one torch.optim.Optimizer")
     _check_cover(model, optimizers)
-    for optimizer in optimizers:
-        allocate_state(optimizer)
     return optimizers
 
 
@@ -75,14 +76,27 @@ def check_gradients(model: nn.Module, parameters: dict[str, nn.Parameter], *, bi
         )
 
 
+def unfuse(optimizers: Sequence[Optimizer]) -> bool:
+    """Have fused optimizers compute tensor by tensor; whether there was one.
+
+    A fused kernel rounds differently at a tensor's end than in its middle, so a part of a tensor would move otherwise than the whole.
+    """
+    groups = [group for optimizer in optimizers for group in (*optimizer.param_groups, optimizer.defaults) if group.get("fused")]
+    for group in groups:
+        group.update(fused=False, foreach=True)
+    for optimizer in optimizers:
+        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]  # which only fused ones do
+    return bool(groups)
+
+
 def allocate_state(optimizer: Optimizer) -> None:
     """Make the optimizer's state now, so that no step can run out of memory half-way through applying itself.
 
     A trial step with zero gradients and a zero learning rate makes it, and is then wiped out; so only for optimizers whose state starts
     at zero. The others allocate in their first step.
     """
-    if type(optimizer) not in STATE_IS_ZERO_AT_FIRST:
-        return
+    if type(optimizer) not in STATE_IS_ZERO_AT_FIRST or optimizer.state or any(not group.get("eps", 1) for group in optimizer.param_groups):
+        return  # state that the factory has loaded is kept; without eps a trial step divides zero by zero
     rates = [group["lr"] for group in optimizer.param_groups]
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     for parameter in parameters:

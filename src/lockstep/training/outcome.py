@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lockstep.comm.group import exact_sum
 from lockstep.errors import LossError
+from lockstep.precision import local
 from lockstep.training.source import Layout
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class Outcome:
         if not self.pair.terms:
             return {}
         rows = [{name: float(value) for name, value in terms.items()} for terms in self.terms]
-        everyone = [row for rank_rows in self.pair.world.gather_values(rows) for row in rank_rows]
+        everyone = [row for rank_rows in self.pair.mesh.data.gather_values(rows) for row in rank_rows]
         return {name: exact_sum([row[name] for row in everyone]) for name in self.pair.terms}
 
     def check(self) -> None:
@@ -59,7 +60,7 @@ class Outcome:
         for place, value in enumerate(self._values()):
             if not math.isfinite(value):
                 raise LossError(
-                    f"step {layout.step}: the loss is {value} in microbatch {place}, computed by rank {layout.owner(place)} from "
+                    f"step {layout.step}: the loss is {value} in microbatch {place}, computed by {layout.owner(place)} from "
                     f"samples {layout.samples_of(place)}; a step needs a finite loss; the model was not changed by this step: "
                     "look at those samples, the learning rate, and divisions, logarithms and roots in the model"
                 )
@@ -85,10 +86,11 @@ class Outcome:
             raise LossError(no_weight(self.layout.step, "loss"))
 
     def _not_finite(self) -> str:
-        for name, parameter in zip(self.pair.names, self.pair.parameters, strict=True):
-            if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
-                return f"parameter {name!r}"
-        return "the norm over all parameters (it overflows)"
+        pair = self.pair
+        gradients = [(place, p.grad) for place, p in enumerate(pair.parameters) if p.grad is not None]
+        found = [place for place, gradient in gradients if not bool(torch.isfinite(local([gradient])[0]).all())]
+        everyone = [place for places in pair.mesh.world.gather_values(found[:1]) for place in places]
+        return f"parameter {pair.names[min(everyone)]!r}" if everyone else "the norm over all parameters (it overflows)"
 
 
 def no_weight(step: int, term: str) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 import lockstep.errors
 from lockstep.comm.group import World
+from lockstep.comm.mesh import whole
 from lockstep.errors import UserError
 from lockstep.events import Event, EventLog
 from lockstep.plan import Plan
@@ -98,8 +99,14 @@ class Recorder:
             print(text, file=sys.stderr)
 
     def save_tensors(self, name: str, state_dict: Mapping[str, Any]) -> None:
+        """Every rank calls it: what is distributed is gathered, one tensor after another."""
+        gathered = {}
+        for key, value in state_dict.items():
+            tensor = whole(value)
+            if self._directory is not None:
+                gathered[key] = tensor
         if self._directory is not None:
-            self._directory.save_tensors(name, state_dict)
+            self._directory.save_tensors(name, gathered)
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> None:
         if self._directory is not None:

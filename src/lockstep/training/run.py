@@ -98,12 +98,12 @@ def train(
     )
     with session:
         check_microbatch_is_fixed(session.plan, recipe.global_batch, recipe.microbatch)
-        model, made = session.prepare(recipe.model, recipe.optimizer, schedule=recipe.schedule)
+        model, made = session.prepare(recipe.model, recipe.optimizer, schedule=recipe.schedule, blocks=recipe.blocks)
         check_tensors(model.state_dict())
         run = Run(recipe, session, model, made if isinstance(made, list) else [made], hooks)
         evaluator = None
         if recipe.evaluation is not None:
-            evaluator = Evaluator.of(recipe, recipe.evaluation, session.world, session.plan.workers)
+            evaluator = Evaluator.of(recipe, recipe.evaluation, session.mesh, session.plan.workers)
             session.on_exit(evaluator.loader.close)
         for hook in hooks:
             session.on_event(partial(hook.on_event, run))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 from typing import Any
@@ -16,12 +16,14 @@ from torch import Tensor, nn
 
 from lockstep import precision as precisions
 from lockstep.comm.group import World, exact_sum, join
+from lockstep.comm.mesh import Mesh
 from lockstep.data.generators import seed_generators
 from lockstep.data.loader import Loader
 from lockstep.errors import LossError, PlanError, RecipeError
 from lockstep.events import Event
 from lockstep.keys import Stream, key
 from lockstep.launch.environment import Environment
+from lockstep.parallel.layout import lay_out
 from lockstep.plan import Plan
 from lockstep.recipe import Precision, check_batch, check_count, check_dataset, check_length, check_precision, check_seed
 from lockstep.training import optimizers
@@ -78,6 +80,7 @@ class Session:
             )
             launched = Plan.parse(environment.plan) if environment.plan is not None else None
             self.plan = (launched or self._given_plan or Plan()).resolve(self.world.size)
+            self.mesh = Mesh.of(self.world, self.plan)
             _set_up_computation(self.plan, self.world, environment.threads, stack)
             self.recorder = Recorder(environment.run_dir or self._given_run_dir, self.world)
             stack.callback(self.recorder.close)
@@ -121,7 +124,12 @@ class Session:
         return self.world.device
 
     def prepare(
-        self, build_model: Callable[[], Any], build_optimizer: Callable[[Any], Any], *, schedule: Callable[[Any], Any] | None = None
+        self,
+        build_model: Callable[[], Any],
+        build_optimizer: Callable[[Any], Any],
+        *,
+        schedule: Callable[[Any], Any] | None = None,
+        blocks: Sequence[str] | None = None,
     ) -> tuple[Any, Any]:
         """Build a model and its optimizer (or list of optimizers) for training. Every rank calls it.
 
@@ -130,21 +138,26 @@ class Session:
         """
         seed_generators(key(self.seed, Stream.MODEL, len(self._pairs)), self.device)
         model = build_model()
-        parameters = optimizers.trainable(model)
-        optimizers.check_gradients(model, parameters, bitwise=self.plan.numerics == "bitwise")
+        bitwise = self.plan.numerics == "bitwise"
+        optimizers.check_gradients(model, optimizers.trainable(model), bitwise=bitwise)
         model.to(self.device)
         self._check_equal(model)
         model.train()
+        lay_out(model, self.mesh, self.plan, blocks)
         made = optimizers.built(build_optimizer, model)
+        if bitwise and optimizers.unfuse(made):
+            self.event("optimizer-not-fused", reason="a fused kernel rounds differently on a part of a tensor than on the whole")
+        for optimizer in made:
+            optimizers.allocate_state(optimizer)
         self._pairs.append(
             Pair(
                 model,
-                parameters,
+                optimizers.trainable(model),
                 made,
-                world=self.world,
+                mesh=self.mesh,
                 precision=self.precision,
                 schedule=schedule,
-                bitwise=self.plan.numerics == "bitwise",
+                bitwise=bitwise,
             )
         )
         return model, made if len(made) > 1 else made[0]
@@ -178,7 +191,7 @@ class Session:
             microbatch=microbatch,
             steps=steps,
             epochs=epochs,
-            world=self.world,
+            mesh=self.mesh,
         )
         if data is None:
             return self._run(from_indices(length, seed=self.seed), length, weight)
@@ -200,7 +213,7 @@ class Session:
             if len(self._pairs) > 1:
                 source.keep()
             logs = (source.step + 1) % self.log_every == 0 or source.step + 1 == length.steps
-            step = Step(source.step, source, self._pairs, self.world, logs=logs, wants_to_stop=lambda: self._wants_to_stop is not None)
+            step = Step(source.step, source, self._pairs, self.mesh, logs=logs, wants_to_stop=lambda: self._wants_to_stop is not None)
             yield step
             self._check_committed(step)
             self.pace.count(step.samples)

@@ -11,7 +11,9 @@ import numpy as np
 import torch
 
 from lockstep import assignment
-from lockstep.comm.group import World, exact_sum
+from lockstep.assignment import Deal
+from lockstep.comm.group import exact_sum
+from lockstep.comm.mesh import Mesh
 from lockstep.data.device import to_device
 from lockstep.data.generators import seed_generators
 from lockstep.data.loader import Loader, Microbatch, Span
@@ -20,51 +22,42 @@ from lockstep.keys import Stream, key
 from lockstep.order import Order
 from lockstep.training.loss import Weights, weights_of
 
-
-@dataclass(slots=True)
-class Cut:
-    """How a batch of some size is made of microbatches, and which of them are whose."""
-
-    spans: tuple[tuple[int, int], ...]
-    """Of each microbatch, inside the batch."""
-    shares: tuple[range, ...]
-    """The microbatches of each rank."""
+Spans = tuple[tuple[int, int], ...]
+"""Of each microbatch, [start, stop) inside its batch."""
 
 
 class Length:
     """How long training is and how it is cut: arithmetic on (step, microbatch), the same on every rank."""
 
     def __init__(
-        self, *, samples: int, global_batch: int, microbatch: int | None, steps: int | None, epochs: int | None, world: World
+        self, *, samples: int, global_batch: int, microbatch: int | None, steps: int | None, epochs: int | None, mesh: Mesh
     ) -> None:
         self.samples = samples
-        self.world = world
+        self.mesh = mesh
         self.steps = assignment.steps_of(length=samples, global_batch=global_batch, steps=steps, epochs=epochs)
         self._global_batch = global_batch
         self._in_epochs = epochs is not None
         self._microbatch = microbatch
-        self._cuts: dict[int, Cut] = {}
-        self.most_microbatches = len(self.cut(min(global_batch, samples) if self._in_epochs else global_batch).spans)
+        self._cuts: dict[int, Spans] = {}
+        self.most_microbatches = len(self.cut(min(global_batch, samples) if self._in_epochs else global_batch))
 
     def span(self, step: int) -> tuple[int, int]:
         """The positions of a step's global batch."""
         return assignment.batch_span(step, length=self.samples, global_batch=self._global_batch, epochs=self._in_epochs)
 
-    def cut(self, size: int) -> Cut:
+    def cut(self, size: int) -> Spans:
         """How a batch of `size` samples is cut; there are at most two sizes in a run."""
         if size not in self._cuts:
-            spans = tuple(assignment.microbatches(size, self._microbatch, self.world.size))
-            shares = tuple(assignment.share(len(spans), rank, self.world.size) for rank in range(self.world.size))
-            self._cuts[size] = Cut(spans, shares)
+            self._cuts[size] = tuple(assignment.microbatches(size, self._microbatch, self.mesh.deal.ranks))
         return self._cuts[size]
 
-    def share(self, step: int) -> list[Span]:
-        """This rank's microbatches of a step."""
+    def rounds(self, step: int) -> list[Span]:
+        """What this rank computes in a step."""
         start, stop = self.span(step)
-        cut = self.cut(stop - start)
+        spans = self.cut(stop - start)
         return [
-            Span(step=step, index=index, start=start + cut.spans[index][0], stop=start + cut.spans[index][1])
-            for index in cut.shares[self.world.rank]
+            Span(step=step, index=index, start=start + spans[index][0], stop=start + spans[index][1], counts=counts)
+            for index, counts in self.mesh.deal.rounds(len(spans), self.mesh.data.rank)
         ]
 
 
@@ -75,16 +68,18 @@ class Layout:
     step: int
     start: int
     """The first position of the global batch."""
-    cut: Cut
+    spans: Spans
+    deal: Deal
     order: Order | None
 
-    def owner(self, place: int) -> int:
-        """The rank that computes microbatch `place`."""
-        return next(rank for rank, share in enumerate(self.cut.shares) if place in share)
+    def owner(self, place: int) -> str:
+        """Who computes microbatch `place`, in words."""
+        rank = next(rank for rank, share in enumerate(self.deal.shares(len(self.spans))) if place in share)
+        return f"rank {rank}"
 
     def samples_of(self, place: int) -> list[int]:
         """The indices in the dataset of microbatch `place`; without a dataset, those in the batch."""
-        start, stop = self.cut.spans[place]
+        start, stop = self.spans[place]
         if self.order is None:
             return list(range(start, stop))
         return [int(sample) for sample in self.order.samples(np.arange(self.start + start, self.start + stop))[1]]
@@ -97,30 +92,30 @@ class Microbatches:
         start, stop = length.span(step)
         self.step = step
         self.samples = stop - start
-        self.layout = Layout(step, start, length.cut(self.samples), order)
-        self.count = len(self.layout.cut.spans)
+        self.layout = Layout(step, start, length.cut(self.samples), length.mesh.deal, order)
+        self.count = len(self.layout.spans)
         self.most = length.most_microbatches
         self.weights: Weights | None = None
         """Each term's denominator over the whole step, where a weight function gives it."""
         self._items = items
         self._kept: list[Microbatch] | None = None
-        self._world = length.world
+        self._mesh = length.mesh
         self._seed = seed
 
     def weigh(self, weight: Callable[[Any], Any], names: Sequence[str] | None) -> list[str]:
         """Fetch this rank's share and add up its weights with the other ranks'. Every rank calls it. Returns the names of the terms."""
         self._kept = list(self._items)
-        mine = [weights_of(weight(item.batch)) for item in self._kept]
+        mine = [weights_of(weight(item.batch)) for item in self._kept if item.counts]
         if names is None:
-            names = next(found for found in self._world.gather_values(list(mine[0]) if mine else None) if found is not None)
-        for item, weights in zip(self._kept, mine, strict=True):
+            names = next(found for found in self._mesh.data.gather_values(list(mine[0]) if mine else None) if found is not None)
+        for item, weights in zip(self._kept, mine, strict=False):
             if list(weights) != list(names):
                 raise LossError(
                     f"step {self.step}, microbatch {item.index}: the weight has terms {list(weights)} and had {list(names)} before; "
                     "it must have the same terms for every microbatch"
                 )
         rows = torch.tensor([list(weights.values()) for weights in mine], dtype=torch.float64).reshape(len(mine), len(names))
-        columns = self._world.gather_rows(rows, [len(share) for share in self.layout.cut.shares]).T.tolist()
+        columns = self._mesh.in_order(rows, self.count).T.tolist()
         self.weights = {name: exact_sum(column) for name, column in zip(names, columns, strict=True)}
         return list(names)
 
@@ -129,21 +124,21 @@ class Microbatches:
         if self._kept is None:
             self._kept = list(self._items)
 
-    def batches(self, passes: int) -> Iterator[tuple[int, Any, int]]:
-        """(index, batch on the device, samples) of this rank's microbatches, each under its own generators."""
+    def batches(self, passes: int) -> Iterator[tuple[Microbatch, Any]]:
+        """This rank's microbatches, and their batches on the device, each under its own generators."""
         for item in self._kept if self._kept is not None else self._items:
-            batch = to_device(item.batch, self._world.device)
-            seed_generators(key(self._seed, Stream.FORWARD, self.step, item.index, passes), self._world.device)
-            yield item.index, batch, item.size
+            batch = to_device(item.batch, self._mesh.world.device)
+            seed_generators(key(self._seed, Stream.FORWARD, self.step, item.index, passes), self._mesh.world.device)
+            yield item, batch
 
 
 def from_data(loader: Loader, length: Length, *, seed: int) -> Iterator[Microbatches]:
     """The steps of a dataset, in its keyed order."""
     order = Order(length.samples, seed)
-    fetched = loader.fetch(span for step in range(length.steps) for span in length.share(step))
+    fetched = loader.fetch(span for step in range(length.steps) for span in length.rounds(step))
     for step in range(length.steps):
         start, stop = length.span(step)
-        mine = islice(fetched, len(length.cut(stop - start).shares[length.world.rank]))
+        mine = islice(fetched, len(length.mesh.deal.rounds(len(length.cut(stop - start)), length.mesh.data.rank)))
         yield Microbatches(step, length, mine, seed=seed, order=order)
 
 
@@ -152,7 +147,7 @@ def from_indices(length: Length, *, seed: int) -> Iterator[Microbatches]:
     for step in range(length.steps):
         start, _ = length.span(step)
         items = (
-            Microbatch(step=step, index=span.index, size=span.stop - span.start, batch=range(span.start - start, span.stop - start))
-            for span in length.share(step)
+            Microbatch(step, span.index, span.counts, span.stop - span.start, range(span.start - start, span.stop - start))
+            for span in length.rounds(step)
         )
         yield Microbatches(step, length, items, seed=seed, order=None)

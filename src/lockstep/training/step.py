@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep import precision as precisions
-from lockstep.comm.group import World
+from lockstep.comm.mesh import Mesh
 from lockstep.errors import DataError, LossError
-from lockstep.parallel.replicate import Replica, sum_factor
+from lockstep.parallel.engine import Engine, engine_for, sum_factor
 from lockstep.parallel.statistics import RunningStatistics
 from lockstep.recipe import Precision, check_clip_norm
 from lockstep.training.loss import Contribution, contribution
@@ -24,6 +24,7 @@ from lockstep.training.recorder import NAMES_OF_A_ROW
 from lockstep.watch.metrics import as_number
 
 if TYPE_CHECKING:
+    from lockstep.data.loader import Microbatch
     from lockstep.training.source import Microbatches
 
 
@@ -36,7 +37,7 @@ class Pair:
         parameters: dict[str, nn.Parameter],
         optimizers: Sequence[Optimizer],
         *,
-        world: World,
+        mesh: Mesh,
         precision: Precision,
         schedule: Callable[[Any], Any] | None,
         bitwise: bool,
@@ -45,10 +46,12 @@ class Pair:
         self.names = list(parameters)
         self.parameters = list(parameters.values())
         self.optimizers = optimizers
-        self.world = world
-        self.scaler = precisions.loss_scaler(precision, world.device, factor=sum_factor(world, bitwise=bitwise))
+        self.mesh = mesh
+        self.device = mesh.world.device
+        self.scaler = precisions.loss_scaler(precision, self.device, factor=sum_factor(mesh, bitwise=bitwise))
+        self.norm = precisions.Norm(mesh, bitwise=bitwise)
         self.schedule = Schedule(schedule, optimizers)
-        self.statistics = RunningStatistics(model, world)
+        self.statistics = RunningStatistics(model, mesh)
         self.forward_knows: bool | None = None
         """Whether only the forward knows the weight, as the first commit found. None before."""
         self.terms: list[str] = []
@@ -56,31 +59,31 @@ class Pair:
         self.prescale: Tensor | None = None
         """Then: the power of two that a total is divided by before its backward, near the last step's weight. Scalar."""
         self._bitwise = bitwise
-        self._replica: Replica | None = None
+        self._engine: Engine | None = None
         self._room = 0
-        self._gates_on_device = world.device.type == "cuda" and all(group.get("fused") for o in optimizers for group in o.param_groups)
+        self._gates_on_device = self.device.type == "cuda" and all(group.get("fused") for o in optimizers for group in o.param_groups)
 
-    def replica(self, microbatches: int) -> Replica:
+    def engine(self, microbatches: int) -> Engine:
         """The gradients' keeper, made anew where a step has more microbatches than any before. Every rank calls it alike."""
-        if self._replica is None or microbatches > self._room:
-            if self._replica is not None:
-                self._replica.close()
+        if self._engine is None or microbatches > self._room:
+            if self._engine is not None:
+                self._engine.close()
             self._room = microbatches
-            self._replica = Replica(self.parameters, self.world, bitwise=self._bitwise, max_microbatches=microbatches)
-        return self._replica
+            self._engine = engine_for(self.model, self.parameters, self.mesh, bitwise=self._bitwise, max_microbatches=microbatches)
+        return self._engine
 
     def close(self) -> None:
         self.statistics.close()
-        if self._replica is not None:
-            self._replica.close()
-            self._replica = None
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
         for parameter in self.parameters:
             parameter.grad = None
 
     def agree_on_loss(self, parts: Sequence[Contribution]) -> None:
         """At the first commit, tell a rank without a microbatch what the others' losses look like. Every rank calls it."""
         mine = [parts[0].weight is not None, list(parts[0].terms)] if parts else None
-        self.forward_knows, self.terms = next(kind for kind in self.world.gather_values(mine) if kind is not None)
+        self.forward_knows, self.terms = next(kind for kind in self.mesh.data.gather_values(mine) if kind is not None)
 
     def rescale(self, weights: Tensor, prescale: Tensor) -> None:
         """Divide the summed gradient by the sum of weights, and choose the next step's power of two.
@@ -91,7 +94,7 @@ class Pair:
         counts = (weights >= 0).all() & (total > 0) & torch.isfinite(total)
         gradients = self.gradients()
         if gradients:
-            torch._foreach_mul_(gradients, torch.where(counts, prescale / total, math.nan).to(gradients[0].dtype))
+            torch._foreach_mul_(precisions.local(gradients), torch.where(counts, prescale / total, math.nan).to(gradients[0].dtype))
         self.prescale = torch.where(counts, torch.exp2(torch.round(torch.log2(total))), prescale)
 
     def gradients(self) -> list[Tensor]:
@@ -107,7 +110,7 @@ class Pair:
         if self.scaler is not None and gradients:
             for optimizer in self.optimizers:
                 self.scaler.unscale_(optimizer)
-        norm = precisions.global_norm(gradients) if measure or clip_norm is not None else precisions.total(gradients)
+        norm = self.norm.of(gradients) if measure or clip_norm is not None else self.norm.check(gradients)
         if clip_norm is not None:
             precisions.clip(gradients, norm, clip_norm)
         self.schedule.before_step(step)
@@ -118,7 +121,7 @@ class Pair:
 
     def _step(self, norm: Tensor | float) -> bool | None:
         if self._gates_on_device and self.scaler is None:
-            stop = (~torch.isfinite(torch.as_tensor(norm, device=self.world.device))).float()
+            stop = (~torch.isfinite(torch.as_tensor(norm, device=self.device))).float()
             for optimizer in self.optimizers:
                 optimizer.found_inf = stop  # type: ignore[attr-defined]  # read by torch's fused optimizers
                 optimizer.step()
@@ -136,7 +139,7 @@ class Step:
     """One optimizer step under way, the same on all ranks. Made by `Session.steps`."""
 
     def __init__(
-        self, index: int, source: Microbatches, pairs: Sequence[Pair], world: World, *, logs: bool, wants_to_stop: Callable[[], bool]
+        self, index: int, source: Microbatches, pairs: Sequence[Pair], mesh: Mesh, *, logs: bool, wants_to_stop: Callable[[], bool]
     ) -> None:
         self.index = index
         """0 for the first."""
@@ -149,12 +152,12 @@ class Step:
         self.logged: dict[str, float] = {}
         self._pairs = pairs
         self.source = source
-        self.world = world
-        self._poll = world.device.type == "cpu"
+        self._mesh = mesh
+        self._poll = mesh.world.device.type == "cpu"
         self._logs = logs
         self._wants_to_stop = wants_to_stop
         self._phase: _Phase | None = None
-        self._current: tuple[int, Any, int] | None = None
+        self._current: Microbatch | None = None
 
     def microbatches(self) -> Iterator[Any]:
         """This rank's share of the batch, one microbatch after another, each under its own random generators. Perhaps none.
@@ -162,9 +165,10 @@ class Step:
         May be run through again after a `commit`, for another pair: the same batches then, with generators of their own.
         """
         for pair in self._pairs:
+            pair.engine(self.source.most)  # which may have to see the first forward
             pair.statistics.begin()
-        for place, batch, samples in self.source.batches(passes=len(self.committed)):
-            self._current = (place, batch, samples)
+        for current, batch in self.source.batches(passes=len(self.committed)):
+            self._current = current
             for pair in self._pairs:
                 pair.statistics.discard()  # what no backward took down: recomputations, forwards without one
             yield batch
@@ -180,21 +184,27 @@ class Step:
         phase = self._begun(pair)
         if self._current is None:
             raise LossError(f"step {self.index}: backward outside of a loop over step.microbatches(); the loss is a microbatch's")
-        place, batch, samples = self._current
-        if phase.seen and phase.seen[-1] >= place:
+        current = self._current
+        if current.counts and phase.seen and phase.seen[-1] >= current.index:
             raise LossError(
-                f"step {self.index}, microbatch {place}: a second backward; each microbatch has one: "
+                f"step {self.index}, microbatch {current.index}: a second backward; each microbatch has one: "
                 "add the losses, and call it on their sum"
             )
         part = contribution(
-            loss, samples=samples, step_samples=self.samples, batch=batch, weights=self.source.weights, prescale=self._prescale(pair)
+            loss,
+            samples=current.size,
+            step_samples=self.samples,
+            batch=current.batch,
+            weights=self.source.weights,
+            prescale=self._prescale(pair),
         )
-        for each in self._pairs:  # a forward of one model may run others
-            each.statistics.note_microbatch()
+        if current.counts:
+            for each in self._pairs:  # a forward of one model may run others
+                each.statistics.note_microbatch()
+            phase.seen.append(current.index)
+            phase.parts.append(part)
         seed = part.seed if pair.scaler is None else pair.scaler.scale(part.seed)
-        phase.seen.append(place)
-        phase.parts.append(part)
-        phase.replica.backward(part.total, seed, only_these=len(self._pairs) > 1)
+        phase.engine.backward(part.total, seed, only_these=len(self._pairs) > 1, counts=current.counts)
 
     def commit(self, optimizer: Any = None, *, clip_norm: float | None = None) -> None:
         """Reduce, scale, clip, apply: on all ranks or on none. Every rank calls it once a step, for each prepared pair.
@@ -208,14 +218,14 @@ class Step:
             raise LossError(f"step {self.index}: a second commit for one pair; each pair has one commit a step; leave the second one out")
         pair = self._pairs[number]
         phase = self._begun(pair)
-        missing = [place for place in phase.share if place not in phase.seen]
+        missing = [place for place in self._mesh.deal.share(self.count, self._mesh.data.rank) if place not in phase.seen]
         if missing:
             raise LossError(
                 f"step {self.index}: commit without a backward for microbatches {missing} of this rank; call step.backward once for each "
                 "microbatch; for one that is to count for nothing, give a loss multiplied by 0"
             )
         self._check_kind(pair, phase)
-        values, weights, stops = phase.replica.finish(
+        _, values, weights, stops = phase.engine.finish(
             [part.value for part in phase.parts],
             [part.weight for part in phase.parts if part.weight is not None] if pair.forward_knows else None,
             flag=self._wants_to_stop(),
@@ -248,8 +258,9 @@ class Step:
 
     def _begun(self, pair: Pair) -> _Phase:
         if self._phase is None:
-            replica = pair.replica(self.source.most)
-            self._phase = _Phase(pair, replica, replica.begin(self.count))
+            engine = pair.engine(self.source.most)
+            engine.begin(self.count)
+            self._phase = _Phase(pair, engine)
         if self._phase.pair is not pair:
             raise LossError(
                 f"step {self.index}: backward for a second model before the first one's commit; run through step.microbatches() and commit "
@@ -259,7 +270,7 @@ class Step:
 
     def _prescale(self, pair: Pair) -> Tensor:
         if pair.prescale is None:
-            pair.prescale = torch.tensor(2.0 ** round(math.log2(self.samples)), dtype=torch.float64, device=self.world.device)
+            pair.prescale = torch.tensor(2.0 ** round(math.log2(self.samples)), dtype=torch.float64, device=pair.device)
         return pair.prescale
 
     def _check_kind(self, pair: Pair, phase: _Phase) -> None:
@@ -293,7 +304,6 @@ class _Phase:
     """One pair's part of a step, from its first backward to its commit."""
 
     pair: Pair
-    replica: Replica
-    share: range
+    engine: Engine
     seen: list[int] = field(default_factory=list)
     parts: list[Contribution] = field(default_factory=list)

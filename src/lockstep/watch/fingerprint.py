@@ -11,13 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.comm.mesh import whole
 from lockstep.errors import RecipeError
 
 _PIECE_BYTES = 64 << 20
 
 
 def fingerprint(module_or_state_dict: nn.Module | Mapping[str, Any]) -> str:
-    """The SHA-256 of every tensor of the state dict, as 64 hexadecimal digits. Needs no other rank; any rank may call it.
+    """The SHA-256 of every tensor of the state dict, as 64 hexadecimal digits. Any rank may call it; where
+    tensors are distributed (DTensor), every rank does: each tensor is gathered in its turn.
 
     The hash runs over one record for each tensor, one after the other with nothing between, in the order of the names' UTF-8 bytes:
 
@@ -42,7 +44,7 @@ def fingerprint(module_or_state_dict: nn.Module | Mapping[str, Any]) -> str:
     state = module_or_state_dict.state_dict() if isinstance(module_or_state_dict, nn.Module) else module_or_state_dict
     digest = hashlib.sha256(usedforsecurity=False)
     for encoded, name in sorted((name.encode(), name) for name, value in state.items() if isinstance(value, Tensor)):
-        tensor = state[name].detach()
+        tensor = whole(state[name].detach())
         if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
             raise RecipeError(
                 f"state dict entry {name!r} is a tensor of layout {tensor.layout}, type {tensor.dtype}, on device {tensor.device}; "

@@ -1,0 +1,106 @@
+"""The processes of a run laid out on the axes of its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.assignment import Deal
+from lockstep.comm.group import World
+from lockstep.plan import Plan
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+DATA_AXES = ("replicate", "shard")
+"""The axes whose ranks compute different microbatches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Where this rank stands on the axes, outermost first: pipeline, replicate, shard, tensor. Every rank makes it alike."""
+
+    world: World
+    """All processes."""
+    data: World
+    """Those with which this one shares out the microbatches: at the same place of the other axes."""
+    deal: Deal
+    """Who of `data` takes which microbatches."""
+    torch_mesh: DeviceMesh | None
+    """Torch's, of the axes that are larger than 1, by name. None where that is only `replicate`, or none."""
+
+    @classmethod
+    def of(cls, world: World, plan: Plan) -> Mesh:
+        """Lay out the processes. `plan` is resolved. Every rank calls it: it makes process groups."""
+        sizes = {axis: int(getattr(plan, axis)) for axis in ("pipeline", "replicate", "shard", "tensor")}
+        if sizes["replicate"] == world.size:
+            return cls(world, world, Deal(world.size), None)
+        sizes = {axis: size for axis, size in sizes.items() if size > 1}
+        torch_mesh, shared = _made(world, tuple(sizes.items()))
+        data = _alone(world) if shared is None else _part(world, shared)
+        return cls(world, data, Deal(data.size, in_turn="shard" in sizes), torch_mesh)
+
+    def axis(self, name: str) -> World:
+        """The processes along one axis, of which this one is one."""
+        if self.torch_mesh is None:
+            return self.world if name == "replicate" else _alone(self.world)
+        return _part(self.world, self.torch_mesh[name]) if name in (self.torch_mesh.mesh_dim_names or ()) else _alone(self.world)
+
+    def in_order(self, rows: Tensor, count: int) -> Tensor:
+        """All microbatches' rows in their order, (count, ...), from each rank's own, one a microbatch. Every rank of `data` calls it."""
+        everyone = self.data.gather_rows(rows, [len(share) for share in self.deal.shares(count)])
+        return everyone[torch.tensor(self.deal.places(count), device=everyone.device)] if self.deal.in_turn else everyone
+
+    def samples_in_order(self, rows: Tensor | None, sizes: Sequence[int]) -> Tensor:
+        """All samples' rows in their order, on the CPU, from each rank's own; None from a rank without any. Every rank of `data` calls it.
+
+        `sizes`: the samples of each microbatch.
+        """
+        everyone = self.data.gather_ragged(rows)
+        if not self.deal.in_turn:
+            return everyone
+        parts = torch.split(everyone, [sizes[place] for share in self.deal.shares(len(sizes)) for place in share])
+        return torch.cat([parts[place] for place in self.deal.places(len(sizes))])
+
+
+_meshes: dict[Any, tuple[DeviceMesh, DeviceMesh | None]] = {}
+"""Made once for the life of the process group: torch keeps distributed tensors' meshes in caches, and takes equal ones for each other."""
+
+
+def _made(world: World, sizes: tuple[tuple[str, int], ...]) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """Torch's mesh of these axes, and the part of it that shares out the microbatches."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    key = (dist.group.WORLD, sizes)
+    if key not in _meshes:
+        axes = [axis for axis, _ in sizes]
+        mesh = init_device_mesh(world.device.type, tuple(size for _, size in sizes), mesh_dim_names=tuple(axes))
+        shared = tuple(axis for axis in DATA_AXES if axis in axes)
+        _meshes[key] = mesh, mesh[shared]._flatten("data") if len(shared) > 1 else mesh[shared[0]] if shared else None
+    return _meshes[key]
+
+
+def forget_meshes() -> None:
+    """Let go of all meshes and their process groups, whose sockets close then. For the end of a process group."""
+    for mesh, _ in _meshes.values():
+        mesh._get_root_mesh()._pg_registry.clear()
+    _meshes.clear()
+
+
+def _alone(world: World) -> World:
+    return replace(world, rank=0, size=1, owns_group=False)
+
+
+def _part(world: World, part: DeviceMesh) -> World:
+    return replace(world, rank=part.get_local_rank(), size=part.size(), owns_group=False, group=part.get_group())
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The full tensor, of which this rank may hold a part. Every rank of the tensor's mesh calls it, in the same order."""
+    gathered: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return gathered

@@ -1,0 +1,51 @@
+"""What keeps a model's gradients through a step, and which one a mesh needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from lockstep.comm.mesh import Mesh
+from lockstep.parallel import replicate
+from lockstep.parallel.replicate import Replica
+from lockstep.parallel.shard import Shards
+from lockstep.parallel.slots import Number, Told
+
+
+class Engine(Protocol):
+    """One model's gradients on one rank, from the first microbatch of a step to the sum over all ranks.
+
+    In every step, on every rank: `begin`, then `backward` for each of this rank's microbatches, then `finish`. After it each `.grad` is
+    the sum over all microbatches of all ranks (this rank's part of it, where it holds a part of the parameter), or None where no
+    microbatch used the parameter.
+    """
+
+    def begin(self, count: int) -> None:
+        """Start a step of `count` microbatches in all."""
+
+    def backward(self, total: Tensor, seed: Tensor, *, only_these: bool, counts: bool) -> None:
+        """Add the gradient of `seed * total`, the next microbatch's.
+
+        `only_these`: leave other models' parameters that the graph reaches alone. `counts`: False where the microbatch is computed for
+        the sake of the exchanges only: its gradient is thrown away.
+        """
+
+    def finish(self, values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool) -> Told:
+        """Sum over all ranks. `values`, `weights`: one number for each of this rank's microbatches; no weights on any rank, or on all."""
+
+    def close(self) -> None:
+        """Take its hooks off the model."""
+
+
+def sum_factor(mesh: Mesh, *, bitwise: bool) -> int:
+    """What a loss is multiplied by on its way through the engine, which a loss scale must leave room for."""
+    return 1 if mesh.torch_mesh is not None else replicate.sum_factor(mesh.data, bitwise=bitwise)
+
+
+def engine_for(model: nn.Module, parameters: Sequence[nn.Parameter], mesh: Mesh, *, bitwise: bool, max_microbatches: int) -> Engine:
+    """The gradients' keeper of a model that is laid out on `mesh`. Every rank makes it alike."""
+    if mesh.axis("shard").size > 1:
+        return Shards(model, parameters, mesh, bitwise=bitwise, max_microbatches=max_microbatches)
+    return Replica(parameters, mesh.data, bitwise=bitwise, max_microbatches=max_microbatches)

@@ -1,0 +1,166 @@
+"""The `shard` axis: the parameters, their gradients and the optimizer's state are cut over the ranks, by torch's FSDP2.
+
+Every rank takes part in every gathering of a block's parameters and every scattering of its gradients, so ranks compute in rounds: one
+microbatch each, dealt in turn, and a rank that has none left computes one for nothing (its gradient is set to zero before it is sent).
+The sum over rounds and ranks is ours, put into FSDP2 as its reduce-scatter: plain, or in the canonical order. The `replicate` axis
+(hybrid sharding) is summed by us too: it needs one exchange a step, not one a round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from lockstep.comm.mesh import Mesh
+from lockstep.parallel.scatter import OrderedScatter, Scatter
+from lockstep.parallel.slots import Number, Slots, Told, forget_unused
+from lockstep.parallel.visits import Visits
+
+
+def shard(model: nn.Module, mesh: Mesh, blocks: Sequence[str], *, free_after_forward: bool) -> None:
+    """Cut the parameters of `model`, block by block, over the `shard` axis. The model stays the object it is; every rank calls it.
+
+    `free_after_forward`: gather a block again for its backward, instead of keeping all blocks from the forward on.
+    """
+    assert mesh.torch_mesh is not None
+    axis = mesh.torch_mesh["shard"]
+    modules = [model.get_submodule(name) for name in blocks]
+    visits = Visits(model, modules)
+    for module in modules:
+        fully_shard(module, mesh=axis, reshard_after_forward=free_after_forward)
+    fully_shard(model, mesh=axis, reshard_after_forward=False)
+    visits.enter()
+
+
+class Shards:
+    """An `Engine` for a model that `shard` has cut."""
+
+    def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter], mesh: Mesh, *, bitwise: bool, max_microbatches: int) -> None:
+        self._mesh = mesh
+        self._parameters = list(parameters)
+        self._locals = [_local(parameter) for parameter in self._parameters]
+        self._replicas = mesh.axis("replicate")
+        self._bitwise = bitwise
+        device = mesh.world.device
+        dtype = torch.float64 if any(p.dtype is torch.float64 for p in parameters) else torch.float32
+        self._slots = Slots(len(parameters), max_microbatches, dtype=dtype, device=device)
+        self._scatters: list[Scatter] = []
+        for group in _groups(model):
+            scatter = OrderedScatter(mesh) if bitwise else Scatter()
+            group.set_custom_reduce_scatter(scatter)
+            group.set_gradient_divide_factor(1.0)
+            group.set_reduce_scatter_unused_params(True)
+            self._scatters.append(scatter)
+        self._used = _Used(model, self._parameters)
+
+    def close(self) -> None:
+        self._used.close()
+
+    def begin(self, count: int) -> None:
+        self._count = count
+        self._rounds = -(-count // self._mesh.deal.ranks)
+        self._round = 0
+        self._clear()
+        self._used.clear()
+        for scatter in self._scatters:
+            scatter.begin(count)
+
+    def backward(self, total: Tensor, seed: Tensor, *, only_these: bool, counts: bool) -> None:
+        del only_these  # what reaches another pair's parameters is cleared when that pair's turn begins
+        self._used.counts = counts
+        for scatter in self._scatters:
+            scatter.next_round(self._round, counts=counts, last=self._round == self._rounds - 1)
+        torch.autograd.backward(total, seed)
+        self._round += 1
+        if self._bitwise and self._round < self._rounds:
+            self._clear()
+
+    def finish(self, values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool) -> Told:
+        share = self._mesh.deal.share(self._count, self._mesh.data.rank)
+        said = self._slots.say(self._used.flags, share, values, weights, flag)
+        dist.all_reduce(said, group=self._mesh.data.group)
+        told = self._slots.read(said, self._count, weighted=weights is not None)
+        if not self._bitwise and self._replicas.size > 1:
+            self._sum_over_replicas()
+        forget_unused(self._parameters, told)
+        return told
+
+    def _clear(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def _sum_over_replicas(self) -> None:
+        gradients = [_local(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        dist.all_reduce(flat, group=self._replicas.group)
+        start = 0
+        for gradient in gradients:
+            gradient.copy_(flat[start : start + gradient.numel()].view_as(gradient))
+            start += gradient.numel()
+
+
+class _Used:
+    """Which parameters some microbatch of this rank has used: FSDP2 fills in zeros for the others."""
+
+    def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+        self.counts = True
+        self.flags = [0.0] * len(parameters)
+        self._hooks: dict[int, Any] = {}
+        places = {id(parameter): place for place, parameter in enumerate(parameters)}
+        self._handles: list[Any] = []
+        for group in _groups(model):
+            own = [
+                (module, name, places[id(parameter)])
+                for module in _modules_of(group)
+                for name, parameter in module._parameters.items()
+                if id(parameter) in places
+            ]
+            self._handles.append(group.register_forward_pre_hook(self._watch(own)))
+
+    def clear(self) -> None:
+        self.flags[:] = [0.0] * len(self.flags)
+
+    def close(self) -> None:
+        for handle in [*self._handles, *self._hooks.values()]:
+            handle.remove()
+
+    def _watch(self, own: list[tuple[nn.Module, str, int]]) -> Any:
+        """In its forward a group's parameters are the gathered ones, made once: their own hooks tell of gradients."""
+
+        def before(_: nn.Module, __: Any) -> None:
+            for module, name, place in own:
+                parameter = module._parameters[name]
+                if place not in self._hooks and parameter is not None and parameter.requires_grad:
+                    self._hooks[place] = parameter.register_post_accumulate_grad_hook(self._note(place))  # type: ignore[no-untyped-call]
+
+        return before
+
+    def _note(self, place: int) -> Any:
+        def hook(parameter: Tensor) -> None:
+            if self.counts and parameter.grad is not None:
+                self.flags[place] = 1.0
+
+        return hook
+
+
+def _groups(model: nn.Module) -> list[Any]:
+    """The modules whose parameters FSDP2 gathers together."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _modules_of(group: nn.Module) -> Iterator[nn.Module]:
+    """Those whose parameters are gathered with the group's: all in it, but for what is in another group."""
+    yield group
+    for child in group.children():
+        if not isinstance(child, FSDPModule):
+            yield from _modules_of(child)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
