@@ -137,7 +137,7 @@ def test_a_trace_is_read_as_it_was_written(tmp_path: Path) -> None:
         assert trace_steps(tmp_path, 3, rank=rank, asked=3) == [False, False, True]
     (found,) = records.read(tmp_path)
     assert (found.plan, found.world_size, found.pair, found.steps, sorted(found.ranks)) == ("replicate=2", 2, 0, 3, [0, 1])
-    assert found.facts == {"batchnorm": False}
+    assert found.facts == {"batchnorm": False, "pairs": 1}
     assert [(m.rank, m.index, m.samples, m.drew) for m in found.of_step(1)] == [(0, 0, (0, 8), False), (1, 1, (7, 8), False)]
     step = found.first.steps[2]
     assert (step.loss, step.weight, step.norm, step.lr, step.gain) == (1.5, None, None, 0.1, 0.5)

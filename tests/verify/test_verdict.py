@@ -183,6 +183,7 @@ def test_a_size_that_is_left_to_the_plan_is_fixed_for_all(tmp_path: Path) -> Non
     report = verify(runner, wanted("replicate=2", "replicate=3", float64=False))
     assert report.passed
     assert {job.microbatch for job in runner.jobs[1:]} == {8}
+    assert len({job.name for job in runner.jobs}) == len(runner.jobs)
     assert report.remarks[0].endswith("verified with microbatch=8 under every plan")
 
 

@@ -147,7 +147,7 @@ def show(report: Report) -> None:
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     table = Table(title=f"{report.script}: {report.steps} steps against one process", title_justify="left")
     for name, justify in (("plan", "left"), ("processes", "right"), ("held to", "left"), ("verdict", "left"), ("worst", "right")):
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+        table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
     table.add_column("where")
     for verdict in report.verdicts:
         said = "passes" if verdict.passed else "fails" if verdict.ran else "did not run"

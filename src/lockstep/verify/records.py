@@ -149,12 +149,12 @@ def read(folder: Path) -> list[Trace]:
     """A run's traces, one for each (model, optimizer) pair. Empty where the run never came to a step."""
     rows = [row for path in sorted(folder.glob("rank-*.jsonl")) for row in _rows(path)]
     pairs = sorted({row["pair"] for _, row in rows if row["kind"] == "step"})
-    return [_trace(folder, pair, rows) for pair in pairs]
+    return [_trace(folder, pair, len(pairs), rows) for pair in pairs]
 
 
-def _trace(folder: Path, pair: int, rows: list[tuple[int, dict[str, Any]]]) -> Trace:
+def _trace(folder: Path, pair: int, pairs: int, rows: list[tuple[int, dict[str, Any]]]) -> Trace:
     start = next(row for rank, row in rows if row["kind"] == "start" and rank == 0)
-    facts = {name: value for _, row in rows if row["kind"] == "facts" for name, value in row["facts"].items()}
+    facts = {"pairs": pairs} | {name: value for _, row in rows if row["kind"] == "facts" for name, value in row["facts"].items()}
     trace = Trace(folder, start["plan"], start["world_size"], facts, pair, {}, [])
     for rank, row in rows:
         if row.get("pair") != pair:

@@ -66,7 +66,13 @@ def alone(numerics: str) -> Plan:
 def reference_jobs(plans: Sequence[tuple[Plan, int]], steps: int, microbatch: int | None = None) -> dict[str, Job]:
     """Numerics -> its reference: one process, under each numerics that a plan has."""
     return {
-        numerics: Job(name=f"reference-{numerics}", plan=alone(numerics), processes=1, steps=steps, microbatch=microbatch)
+        numerics: Job(
+            name=f"reference-{numerics}" + (f"-microbatch-{microbatch}" if microbatch else ""),
+            plan=alone(numerics),
+            processes=1,
+            steps=steps,
+            microbatch=microbatch,
+        )
         for numerics in sorted({plan.numerics for plan, _ in plans}, reverse=True)
     }
 

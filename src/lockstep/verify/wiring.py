@@ -92,7 +92,7 @@ def _steps(session: Any, made: Iterator[Any], facts: dict[str, Any]) -> Iterator
     tracer.facts(**facts, batchnorm=any(isinstance(m, _BatchNorm) for pair in session._pairs for m in pair.model.modules()))
     for pair in session._pairs:
         if pair.traced.step == 0:
-            tracer.start(pair.traced.number, pair.model.named_parameters(), pair.model.named_buffers())
+            tracer.start(pair.traced.number, _whole(pair.model.named_parameters()), _whole(pair.model.named_buffers()))
             tracer.watch(pair.traced.number, zip(pair.names, pair.parameters, strict=True))
     for step in made:
         yield step
@@ -150,7 +150,7 @@ def _wrap_pair() -> None:
         traced = self.traced
         scale = 1.0 if self.scaler is None else self.scaler.get_scale()
         gradients = ((name, _scaled(parameter.grad, scale)) for name, parameter in zip(self.names, self.parameters, strict=True))
-        traced.tracer.gradients(traced.number, traced.step, gradients, gain=traced.gain)
+        traced.tracer.gradients(traced.number, traced.step, _whole(gradients), gain=traced.gain)
         return apply(self, *given, **named)
 
     pair.rescale = traced_rescale  # type: ignore[method-assign]
@@ -190,6 +190,12 @@ def _microbatch(step: Any, pair: Any, part: Any) -> None:
     traced.tracer.microbatch(traced.number, traced.step, index, step.source.layout.samples_of(index), gradients)
 
 
+def _whole(tensors: Named) -> Named:
+    """Gathered one at a time: every rank runs through them alike."""
+    for name, tensor in tensors:
+        yield name, tensor.full_tensor() if tensor is not None and hasattr(tensor, "full_tensor") else tensor
+
+
 def _scaled(gradient: Tensor | None, scale: float) -> Tensor | None:
     return gradient if gradient is None or scale == 1.0 else gradient / scale
 
@@ -206,9 +212,9 @@ def _applied(pair: Any, outcome: Any, source: Any, clip_norm: float | None) -> N
         weight=weight,
         norm=None if clip_norm is None else float(outcome.norm),
         lr=pair.schedule.rate(),
-        parameters=pair.model.named_parameters(),
-        buffers=pair.model.named_buffers(),
-        states=_states(pair),
+        parameters=_whole(pair.model.named_parameters()),
+        buffers=_whole(pair.model.named_buffers()),
+        states=_whole(_states(pair)),
     )
     traced.step += 1
     traced.gain = 1.0

@@ -1,0 +1,97 @@
+"""Jobs as subprocesses: room for them, their end, and what they are given. Stand-ins for the script, which import nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from lockstep.plan import Plan
+from lockstep.verify.run import Runner
+from lockstep.verify.twins import Job
+
+
+def job(name: str, processes: int = 1, **given: Any) -> Job:
+    return Job(name=name, plan=Plan.parse(f"replicate={processes}"), processes=processes, steps=2, **given)
+
+
+@pytest.fixture
+def runner(tmp_path: Path) -> Callable[..., Runner]:
+    def made(program: str, *, slots: int = 2, timeout_seconds: float = 30.0, tell: Callable[[str], None] = lambda _: None) -> Runner:
+        found = Runner(["train.py"], tmp_path / "runs", timeout_seconds=timeout_seconds, slots=slots, tell=tell)
+        found._command = lambda job, run_dir: [sys.executable, "-c", program, job.name]  # type: ignore[method-assign]
+        return found
+
+    return made
+
+
+def test_a_job_is_a_lockstep_run_of_the_script_as_it_is(tmp_path: Path) -> None:
+    with Runner(["-m", "package.train", "--lr", "1"], tmp_path, timeout_seconds=1, slots=1) as made:
+        command = made._command(job("plan", 2), tmp_path / "run")
+    assert command[1:] == [
+        *("-m", "lockstep", "run", "--nproc", "2", "--plan", "replicate=2,numerics=fast", "--run-dir", str(tmp_path / "run")),
+        *("-m", "lockstep.verify.entry", "-m", "package.train", "--lr", "1"),
+    ]
+
+
+def test_a_run_is_told_what_to_trace_and_to_use_one_thread(runner: Callable[..., Runner], tmp_path: Path) -> None:
+    program = "import json, os; print(json.dumps(dict(os.environ)))"
+    with runner(program) as made:
+        made.run([job("twin", noise=2, microbatch=3)])
+    seen = json.loads((tmp_path / "runs" / "twin" / "stdout").read_text())
+    assert {name: value for name, value in seen.items() if name.startswith("LOCKSTEP_TRACE")} == {
+        "LOCKSTEP_TRACE": str(tmp_path / "runs" / "twin" / "trace"),
+        "LOCKSTEP_TRACE_STEPS": "2",
+        "LOCKSTEP_TRACE_NOISE": "2",
+        "LOCKSTEP_TRACE_MICROBATCH": "3",
+    }
+    assert seen["OMP_NUM_THREADS"] == "1"
+
+
+def test_no_more_processes_run_at_once_than_there_is_room_for(runner: Callable[..., Runner], tmp_path: Path) -> None:
+    program = "import sys, time; print(time.monotonic()); time.sleep(0.3); print(time.monotonic())"
+    jobs = [job("a"), job("b"), job("c", 2), job("d", 5), job("e")]
+    with runner(program, slots=2) as made:
+        assert [ended.job.name for ended in made.run(jobs)] == list("abcde")
+    spans = [(*map(float, (tmp_path / "runs" / each.name / "stdout").read_text().split()), min(2, each.processes)) for each in jobs]
+    for now, *_ in spans:
+        assert sum(size for start, stop, size in spans if start <= now < stop) <= 2
+
+
+def test_a_run_that_does_not_end_is_ended(runner: Callable[..., Runner], tmp_path: Path) -> None:
+    told: list[str] = []
+    program = "import os, sys, time; print(os.getpid(), flush=True); print('stuck', file=sys.stderr, flush=True); time.sleep(1000)"
+    with runner(program, timeout_seconds=1.0, tell=told.append) as made:
+        (ended,) = made.run([job("slow")])
+    assert (ended.timed_out, ended.traces, ended.error) == (True, [], "stuck")
+    assert told == ["slow: did not end in time, 1 s"]
+    assert not psutil.pid_exists(int((tmp_path / "runs" / "slow" / "stdout").read_text()))
+
+
+def test_a_run_that_fails_says_how(runner: Callable[..., Runner]) -> None:
+    program = "import sys; print('on stdout'); [print(i, file=sys.stderr) for i in range(50) if 'loud' in sys.argv]; sys.exit(3)"
+    with runner(program) as made:
+        loud, quiet = made.run([job("loud"), job("quiet")])
+    assert (loud.status, loud.timed_out, quiet.error) == (3, False, "on stdout")
+    assert loud.error.splitlines() == [str(number) for number in range(20, 50)]
+
+
+def test_leaving_ends_what_runs_and_starts_no_more(runner: Callable[..., Runner], tmp_path: Path) -> None:
+    program = "import os, time; print(os.getpid(), flush=True); time.sleep(1000)"
+    output = tmp_path / "runs" / "first" / "stdout"
+    began = time.monotonic()
+    with runner(program, slots=1) as made:
+        futures = [made.start(job("first")), made.start(job("second"))]
+        while not output.exists() or not output.read_text():
+            time.sleep(0.01)
+    assert time.monotonic() - began < 10
+    assert not psutil.pid_exists(int(output.read_text()))
+    assert not (tmp_path / "runs" / "second" / "stdout").exists() or os.path.getsize(tmp_path / "runs" / "second" / "stdout") == 0
+    assert futures[0].result().status != 0
