@@ -23,6 +23,8 @@ class Stream(IntEnum):
     """The making of a batch from its samples: (seed, COLLATE, step, microbatch)."""
     FORWARD = 5
     """One microbatch's forward, dropout say: (seed, FORWARD, step, microbatch)."""
+    EVALUATION = 6
+    """One microbatch's forward in an evaluation: (seed, EVALUATION, steps done, microbatch)."""
 
 
 def mix(state: int) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from sklearn.metrics import roc_auc_score
@@ -165,6 +166,48 @@ def fingerprints(run_dir: str) -> list[str]:
 
 def test_how_often_it_is_measured_does_not_change_what_is_learned(pool: WorkerPool, tmp_path: Path) -> None:
     assert len({fingerprint for found in pool.run(2, fingerprints, str(tmp_path)) for fingerprint in found}) == 1
+
+
+class Noisy(nn.Module):
+    """It draws from torch's and numpy's generators, in evaluation too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x + torch.randn(len(x), 1)) + float(np.random.rand())
+
+
+class Draws(ls.Hook):
+    def on_step(self, run: Any) -> None:
+        torch.rand(run.session.rank + run.session.world_size)
+
+
+def noisy(run_dir: str) -> list[dict[str, float]]:
+    found = []
+    for number, hooks in enumerate(([], [Draws()])):
+        watch = Metrics()
+        evaluation = ls.Evaluation(data=labelled(11, seed=1), every=1, metrics={"accuracy": ls.Mean(correct)})
+        given = recipe(model=Noisy, data=labelled(30, seed=2), inputs=inputs, loss=entropy, evaluation=evaluation)
+        ls.train(given, run_dir=f"{run_dir}/{number}", hooks=[*hooks, watch], plan="numerics=bitwise")
+        found.append(watch.seen)
+    assert found[0] == found[1]
+    return found[0]
+
+
+class Metrics(ls.Hook):
+    def __init__(self) -> None:
+        self.seen: list[dict[str, float]] = []
+
+    def on_evaluation(self, run: Any, metrics: Any) -> None:
+        self.seen.append(dict(metrics))
+
+
+def test_a_model_that_draws_random_numbers_measures_the_same_on_any_number_of_processes(pool: WorkerPool, tmp_path: Path) -> None:
+    found = [seen for size in WORLD_SIZES for seen in pool.run(size, noisy, str(tmp_path / str(size)))]
+    assert all(seen == found[0] for seen in found)
+    assert found[0][0] != found[0][1]
 
 
 def all_losses(model: nn.Module, batch: Batch) -> dict[str, Any]:

@@ -14,8 +14,10 @@ from lockstep import precision as precisions
 from lockstep.comm.group import exact_sum
 from lockstep.comm.mesh import Mesh
 from lockstep.data.device import to_device
+from lockstep.data.generators import seed_generators
 from lockstep.data.loader import Loader, Span
 from lockstep.errors import DataError
+from lockstep.keys import Stream, key
 from lockstep.recipe import Evaluation, Gathered, Loss, Mean, Recipe, Sum
 from lockstep.training.loss import SINGLE, weights_of
 
@@ -47,19 +49,22 @@ class Evaluator:
         loader = Loader(evaluation.data, collate=recipe.collate, seed=recipe.seed, shuffle=False, workers=workers, device=mesh.world.device)
         return cls(recipe, evaluation, mesh, loader)
 
-    def measure(self, model: nn.Module) -> dict[str, float]:
-        """The loss and every metric, the same on every rank. Every rank calls it. Leaves every module in the mode it was in."""
+    def measure(self, model: nn.Module, step: int) -> dict[str, float]:
+        """The loss and every metric after `step` steps, the same on every rank. Every rank calls it.
+
+        Leaves every module in the mode it was in. Seeds the default generators anew before each microbatch.
+        """
         modes = [(module, module.training) for module in model.modules()]
         model.eval()
         try:
             with torch.no_grad():
-                return self._measure(model)
+                return self._measure(model, step)
         finally:
             model.train(modes[0][1])  # which some models override, to do more
             for module, training in modes:
                 module.training = training
 
-    def _measure(self, model: nn.Module) -> dict[str, float]:
+    def _measure(self, model: nn.Module, step: int) -> dict[str, float]:
         cuts = assignment.microbatches(len(self.evaluation.data), self._microbatch(), self.mesh.deal.ranks)
         spans = [
             Span(step=0, index=index, start=cuts[index][0], stop=cuts[index][1], counts=counts)
@@ -71,6 +76,7 @@ class Evaluator:
         for item in self.loader.fetch(spans):
             weights = None if self.recipe.weight is None else weights_of(self.recipe.weight(item.batch))
             batch = to_device(item.batch, self.mesh.world.device)
+            seed_generators(key(self.recipe.seed, Stream.EVALUATION, step, item.index), self.mesh.world.device)
             with precisions.autocast(self.recipe.precision, self.mesh.world.device):
                 output = output_of(self.recipe, model, batch)
                 sums = dict(self._loss_sums(self.recipe.loss(output, batch), item.size, weights))

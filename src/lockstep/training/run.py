@@ -147,7 +147,7 @@ def _train(run: Run, evaluator: Evaluator | None) -> None:
 
 def _evaluate(run: Run, evaluator: Evaluator) -> None:
     started = time.perf_counter()
-    run.metrics = evaluator.measure(run.model)
+    run.metrics = evaluator.measure(run.model, run.step)
     run.evaluated_at = run.step
     run.session.recorder.evaluation(run.step, run.metrics)
     run.session.pace.leave_out(time.perf_counter() - started)
