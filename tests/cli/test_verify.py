@@ -14,6 +14,8 @@ import pytest
 
 from lockstep.cli.verify import rearranged
 
+pytestmark = pytest.mark.timeout(240)  # a dozen processes that import torch, two at a time
+
 LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 SCRIPT = str(Path(__file__).parent.parent / "scripts" / "faults" / "train.py")
 

@@ -193,6 +193,7 @@ def test_the_order_of_the_backward_is_noted(tmp_path: Path) -> None:
     tracer.gradients(0, 0, [(name, p.grad) for name, p in model.named_parameters()])
     tracer.applied(0, 0, loss=1.0, weight=None, norm=None, lr=None, parameters=model.named_parameters(), buffers=[], states=[])
     tracer.close()
+    assert not any(parameter._backward_hooks for parameter in model.parameters())
     order = records.read(tmp_path)[0].backward_order
     assert sorted(order) == sorted(name for name, _ in model.named_parameters())
     assert {name[0] for name in order[:2]} == {"1"}

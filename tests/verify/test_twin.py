@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,6 +57,18 @@ def test_noise_is_the_same_for_one_seed_and_draws_from_no_default_generator() ->
     assert not torch.equal(found[0], found[2])
     apart = (found[0] - found[2]).norm() / found[0].norm()
     assert 1e-8 < apart < 1e-5
+
+
+def test_noise_is_in_the_backward_too() -> None:
+    quiet = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 2, bias=False))
+    noisy = copy.deepcopy(quiet)
+    add_noise(noisy, 0)
+    noisy.load_state_dict(quiet.state_dict())
+    for net in (quiet, noisy):
+        net(torch.ones(1, 4)).sum().backward()  # a gradient in which no output counts
+    exact, found = (net[0].weight.grad for net in (quiet, noisy))
+    apart = float((found - exact).norm() / exact.norm())
+    assert 1e-8 < apart < 1e-6
 
 
 def test_noise_is_of_the_type_that_a_layer_computes_in() -> None:
