@@ -241,6 +241,10 @@ def a_number(model: nn.Module, batch: Batch) -> Any:
     return 0.5
 
 
+def a_mean(model: nn.Module, batch: Batch) -> Tensor:
+    return batch[1].mean()
+
+
 def nothing(*_: Any) -> float:
     return 0.0
 
@@ -253,6 +257,11 @@ BAD_METRICS: dict[str, tuple[Any, str]] = {
     "a scalar": (ls.Gathered(a_scalar, nothing), "metric 'bad' collected shape () from a microbatch of 4 samples"),
     "a list": (ls.Gathered(a_list, nothing), "metric 'bad' collected a list from a microbatch of 4 samples"),
     "nothing": (ls.Gathered(a_number, nothing), "metric 'bad' collected a float from a microbatch of 4 samples"),
+    "a mean of means": (
+        ls.Mean(a_mean),
+        "metric 'bad' has one value for a microbatch of 4 samples; an ls.Mean divides the sum of the values by their number, and would "
+        "take a mean of means; return one value a sample: leave out .mean()",
+    ),
     "a mean of a number": (ls.Mean(a_number), "metric 'bad' has values 0.5 (a float); a Mean's values are a tensor, one a sample"),
 }
 
@@ -269,6 +278,19 @@ def evaluate_badly(run_dir: str, metric: Any) -> str:
 def test_a_metric_that_is_not_what_it_says_is_refused(pool: WorkerPool, tmp_path: Path, name: str) -> None:
     metric, message = BAD_METRICS[name]
     assert all(text.startswith(message) for text in pool.run(2, evaluate_badly, str(tmp_path / "run"), metric))
+
+
+def one_value(model: nn.Module, batch: Batch) -> Tensor:
+    return batch[0].reshape(())
+
+
+def measured_one_by_one(run_dir: str) -> float:
+    evaluation = ls.Evaluation(data=rows(8), metrics={"index": ls.Mean(one_value)}, microbatch=1)
+    return ls.train(recipe(evaluation=evaluation), run_dir=run_dir).metrics["index"]
+
+
+def test_a_mean_may_be_one_value_where_the_microbatch_is_one_sample(tmp_path: Path) -> None:
+    assert measured_one_by_one(str(tmp_path / "run")) == 3.5
 
 
 def not_a_number(order: Tensor) -> float:

@@ -81,7 +81,7 @@ class Evaluator:
                 output = output_of(self.recipe, model, batch)
                 sums = dict(self._loss_sums(self.recipe.loss(output, batch), item.size, weights))
             for name, metric in self._metrics(Mean).items():
-                sums[name] = _sum_and_number(name, metric.values(output, batch))
+                sums[name] = _sum_and_number(name, metric.values(output, batch), item.size)
             parts = {name: _checked(name, metric.collect(output, batch), item.size) for name, metric in self._metrics(Gathered).items()}
             if not item.counts:
                 continue
@@ -131,9 +131,14 @@ class Evaluator:
         return measured
 
 
-def _sum_and_number(name: str, values: Any) -> tuple[float, float]:
+def _sum_and_number(name: str, values: Any, samples: int) -> tuple[float, float]:
     if not isinstance(values, Tensor):
         raise DataError(f"metric {name!r} has values {values!r} (a {type(values).__name__}); a Mean's values are a tensor, one a sample")
+    if values.dim() == 0 and samples > 1:
+        raise DataError(
+            f"metric {name!r} has one value for a microbatch of {samples} samples; an ls.Mean divides the sum of the values by their number, "
+            "and would take a mean of means; return one value a sample: leave out .mean() (or .sum()) over them"
+        )
     return float(values.double().sum()), float(values.numel())
 
 
