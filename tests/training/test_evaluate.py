@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 from training.subjects import recipe, rows, squared_error, state_of
 
 import lockstep as ls
-from lockstep.errors import DataError
+from lockstep.errors import DataError, LossError
 from lockstep.testing.pool import WorkerPool
 
 WORLD_SIZES = (1, 2, 3)
@@ -208,6 +208,32 @@ def test_a_model_that_draws_random_numbers_measures_the_same_on_any_number_of_pr
     found = [seen for size in WORLD_SIZES for seen in pool.run(size, noisy, str(tmp_path / str(size)))]
     assert all(seen == found[0] for seen in found)
     assert found[0][0] != found[0][1]
+
+
+def with_ignored_labels(run_dir: str) -> str:
+    labels = [torch.arange(30) % 3, torch.where(torch.arange(9) == 2, -100, torch.arange(9) % 3)]
+    features = [rows(30).tensors[1], rows(9).tensors[1]]
+    learned, held_out = (TensorDataset(x, y) for x, y in zip(features, labels, strict=True))
+    given = recipe(data=learned, inputs=first_of, loss=entropy_of_labels, evaluation=ls.Evaluation(data=held_out))
+    try:
+        ls.train(given, run_dir=run_dir)
+    except LossError as error:
+        return str(error)
+    return "it was measured"
+
+
+def first_of(batch: Batch) -> Tensor:
+    return batch[0]
+
+
+def entropy_of_labels(output: Tensor, batch: Batch) -> Tensor:
+    return cross_entropy(output, batch[1])
+
+
+def test_a_mean_over_tokens_that_are_not_ignored_is_refused_in_evaluation_too(tmp_path: Path) -> None:
+    assert with_ignored_labels(str(tmp_path / "run")).startswith(
+        "term 'loss' of the loss is a plain scalar, and batch[1] holds the ignore index -100; a mean over tokens that are not ignored would"
+    )
 
 
 def all_losses(model: nn.Module, batch: Batch) -> dict[str, Any]:

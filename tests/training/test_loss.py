@@ -16,7 +16,7 @@ from training.subjects import network, recipe, rows, same, samples_at, squared_e
 import lockstep as ls
 from lockstep.errors import LossError
 from lockstep.testing.pool import WorkerPool
-from lockstep.training.loss import Weights, contribution, weights_of
+from lockstep.training.loss import Weights, contribution, measured, weights_of
 
 W = torch.ones((), requires_grad=True)
 
@@ -148,9 +148,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], Weights | None, Any, str]] = {
         lambda: W,
         None,
         {"x": torch.zeros(2), "labels": [torch.tensor([1, -100])]},
-        "term 'loss' of the loss is a plain scalar, and the batch holds the ignore index -100; a mean over tokens that are not ignored "
-        "would be weighted as a mean over samples; return ls.Sum(total) with Recipe.weight = batch -> (labels != -100).sum(), or "
-        "ls.Loss(total, weight)",
+        "term 'loss' of the loss is a plain scalar, and batch['labels'][0] holds the ignore index -100; a mean over tokens that are not "
+        "ignored would be weighted as a mean over samples; return ls.Sum(total) with Recipe.weight = batch -> "
+        "(batch['labels'][0] != -100).sum(), or ls.Loss(total, weight); where batch['labels'][0] is no label, return ls.Sum(loss * n) with "
+        "Recipe.weight = batch -> n, the samples of the microbatch",
     ),
 }
 
@@ -203,6 +204,28 @@ def test_what_is_no_weight_is_refused(raw: Any, message: str) -> None:
     with pytest.raises(LossError) as caught:
         weights_of(raw)
     assert str(caught.value).startswith(message)
+
+
+def test_what_training_refuses_of_a_loss_evaluation_refuses_with_the_same_text() -> None:
+    for name, (loss, weights, batch, message) in REFUSED.items():
+        if "without a gradient" in name:
+            continue
+        with pytest.raises(LossError) as caught:
+            measured(loss(), samples=2, batch=batch, weights=weights)
+        assert str(caught.value).startswith(message), name
+
+
+@pytest.mark.parametrize(
+    ("loss", "weights", "expected"),
+    [
+        (lambda: 3 * W, None, {"loss": (6.0, 2.0)}),
+        (lambda: ls.Sum(3 * W), {"loss": 5.0}, {"loss": (3.0, 5.0)}),
+        (lambda: ls.Loss(3 * W, torch.tensor([5])), None, {"loss": (3.0, 5.0)}),
+        (lambda: {"a": ls.Sum(3 * W), "b": 7 * W.detach()}, {"a": 5.0}, {"loss/a": (3.0, 5.0), "loss/b": (14.0, 2.0)}),
+    ],
+)
+def test_in_an_evaluation_each_term_is_a_total_and_a_weight(loss: Callable[[], Any], weights: Weights | None, expected: Any) -> None:
+    assert measured(loss(), samples=2, batch=None, weights=weights) == expected
 
 
 Batch = Sequence[Tensor]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,8 @@ from lockstep.data.generators import seed_generators
 from lockstep.data.loader import Loader, Span
 from lockstep.errors import DataError
 from lockstep.keys import Stream, key
-from lockstep.recipe import Evaluation, Gathered, Loss, Mean, Recipe, Sum
-from lockstep.training.loss import SINGLE, weights_of
+from lockstep.recipe import Evaluation, Gathered, Mean, Recipe
+from lockstep.training.loss import SINGLE, measured, weights_of
 
 Row = list[float]
 """One microbatch's (total, weight) of each loss term and each metric that adds up, flat."""
@@ -79,7 +79,8 @@ class Evaluator:
             seed_generators(key(self.recipe.seed, Stream.EVALUATION, step, item.index), self.mesh.world.device)
             with precisions.autocast(self.recipe.precision, self.mesh.world.device):
                 output = output_of(self.recipe, model, batch)
-                sums = dict(self._loss_sums(self.recipe.loss(output, batch), item.size, weights))
+                loss = self.recipe.loss(output, batch)
+            sums = measured(loss, samples=item.size, batch=item.batch, weights=weights)
             for name, metric in self._metrics(Mean).items():
                 sums[name] = _sum_and_number(name, metric.values(output, batch), item.size)
             parts = {name: _checked(name, metric.collect(output, batch), item.size) for name, metric in self._metrics(Gathered).items()}
@@ -97,17 +98,6 @@ class Evaluator:
     def _metrics(self, kind: type[Any]) -> dict[str, Any]:
         return {name: metric for name, metric in self.evaluation.metrics.items() if isinstance(metric, kind)}
 
-    def _loss_sums(self, loss: Any, samples: int, weights: dict[str, float] | None) -> Iterator[tuple[str, tuple[float, float]]]:
-        several = isinstance(loss, Mapping)
-        for name, term in loss.items() if several else [(SINGLE, loss)]:
-            label = f"{SINGLE}/{name}" if several else SINGLE
-            if isinstance(term, Loss):
-                yield label, (float(term.total), float(term.weight))
-            elif isinstance(term, Sum):
-                yield label, (float(term.total), (weights or {})[name])
-            else:
-                yield label, (float(term) * samples, float(samples))
-
     def _added_up(self, names: list[str], rows: list[Row], cuts: list[tuple[int, int]]) -> dict[str, float]:
         names = next(found for found in self.mesh.data.gather_values(names or None) if found is not None)
         mine = torch.tensor(rows, dtype=torch.float64).reshape(len(rows), 2 * len(names))
@@ -120,15 +110,15 @@ class Evaluator:
 
     def _gathered(self, collected: dict[str, list[tuple[Tensor, ...]]], cuts: list[tuple[int, int]]) -> dict[str, float]:
         sizes = [stop - start for start, stop in cuts]
-        measured = {}
+        found = {}
         for name, parts in collected.items():
             columns = max(self.mesh.data.gather_values(len(parts[0]) if parts else 0))
             everyone = [
                 self.mesh.samples_in_order(torch.cat([part[i] for part in parts]) if parts else None, sizes) for i in range(columns)
             ]
             compute: Callable[..., float] = self._metrics(Gathered)[name].compute
-            measured[name] = float(compute(*everyone))
-        return measured
+            found[name] = float(compute(*everyone))
+        return found
 
 
 def _sum_and_number(name: str, values: Any, samples: int) -> tuple[float, float]:
@@ -136,8 +126,8 @@ def _sum_and_number(name: str, values: Any, samples: int) -> tuple[float, float]
         raise DataError(f"metric {name!r} has values {values!r} (a {type(values).__name__}); a Mean's values are a tensor, one a sample")
     if values.dim() == 0 and samples > 1:
         raise DataError(
-            f"metric {name!r} has one value for a microbatch of {samples} samples; an ls.Mean divides the sum of the values by their number, "
-            "and would take a mean of means; return one value a sample: leave out .mean() (or .sum()) over them"
+            f"metric {name!r} has one value for a microbatch of {samples} samples; an ls.Mean divides the sum of the values by their "
+            "number, and would take a mean of means; return one value a sample: leave out .mean() (or .sum()) over them"
         )
     return float(values.double().sum()), float(values.numel())
 

@@ -44,27 +44,41 @@ def contribution(loss: Any, *, samples: int, step_samples: int, batch: Any, weig
     """
     if isinstance(loss, Loss):
         return _forward_known(loss, weights, prescale)
+    _check_terms(loss, weights)
     if not isinstance(loss, Mapping):
-        if weights is not None and weights.keys() != {SINGLE}:
-            _check_names({SINGLE: loss}, weights)
-        total, scale = _term(SINGLE, loss, samples=samples, step_samples=step_samples, batch=batch, weights=weights)
+        total = _term(SINGLE, loss, batch=batch, weights=weights)
+        scale = _scale(SINGLE, loss, samples / step_samples, weights)
         if total.is_cpu:
             number = total.item()
             return Contribution(total, _constant(scale if math.isfinite(number) else math.nan, total.dtype), number * scale, None, {})
         value = _recorded(total) * scale
         return Contribution(total, _seed(total, value, scale), value, None, {})
-    if not loss:
-        raise LossError("the loss is an empty dict; give it one term at least, or return the loss itself")
-    if weights is not None:
-        _check_names(loss, weights)
     scaled = {}
     for name, term in loss.items():
-        total, scale = _term(name, term, samples=samples, step_samples=step_samples, batch=batch, weights=weights)
-        scaled[name] = total * scale
+        scaled[name] = _term(name, term, batch=batch, weights=weights) * _scale(name, term, samples / step_samples, weights)
     total = sum(scaled.values(), start=torch.zeros((), device=next(iter(scaled.values())).device))
     value = _recorded(total)
     terms = {name: term.detach() for name, term in scaled.items()}
     return Contribution(total, _seed(total, value, 1.0), value, None, terms)
+
+
+def measured(loss: Any, *, samples: int, batch: Any, weights: Weights | None) -> dict[str, tuple[float, float]]:
+    """Read what a loss function returned for a microbatch of `samples` that is not learned from: (total, weight) of each term.
+
+    By the names that the terms have in a row of metrics. `weights`: this microbatch's. Raises `LossError` as in training.
+    """
+    if isinstance(loss, Loss):
+        part = _forward_known(loss, weights, torch.ones(()), learns=False)
+        assert part.weight is not None
+        return {SINGLE: (float(part.total.detach()), float(part.weight))}
+    _check_terms(loss, weights)
+    several = isinstance(loss, Mapping)
+    found = {}
+    for name, term in loss.items() if several else [(SINGLE, loss)]:
+        total = float(_term(name, term, batch=batch, weights=weights, learns=False).detach())
+        pair = (total, weights[name]) if isinstance(term, Sum) and weights is not None else (total * samples, float(samples))
+        found[f"{SINGLE}/{name}" if several else SINGLE] = pair
+    return found
 
 
 def weights_of(raw: Any) -> Weights:
@@ -76,6 +90,16 @@ def weights_of(raw: Any) -> Weights:
     return weights
 
 
+def _check_terms(loss: Any, weights: Weights | None) -> None:
+    if isinstance(loss, Mapping):
+        if not loss:
+            raise LossError("the loss is an empty dict; give it one term at least, or return the loss itself")
+        if weights is not None:
+            _check_names(loss, weights)
+    elif weights is not None and weights.keys() != {SINGLE}:
+        _check_names({SINGLE: loss}, weights)
+
+
 def _check_names(terms: Mapping[str, Any], weights: Weights) -> None:
     if missing := set(weights) ^ {name for name, term in terms.items() if isinstance(term, Sum)}:
         raise LossError(
@@ -84,8 +108,13 @@ def _check_names(terms: Mapping[str, Any], weights: Weights) -> None:
         )
 
 
-def _term(name: str, term: Any, *, samples: int, step_samples: int, batch: Any, weights: Weights | None) -> tuple[Tensor, float]:
-    """A term's total as it came, and what to multiply it by: 1 / Σ weight."""
+def _scale(name: str, term: Any, share: float, weights: Weights | None) -> float:
+    """What to multiply a term's total by: 1 / Σ weight. `share`: of the step's samples, this microbatch's."""
+    return 1.0 / weights[name] if isinstance(term, Sum) and weights is not None else share
+
+
+def _term(name: str, term: Any, *, batch: Any, weights: Weights | None, learns: bool = True) -> Tensor:
+    """A term's total as it came."""
     if isinstance(term, Loss):
         raise LossError(
             f"term {name!r} of the loss is an ls.Loss; several terms have several denominators, which must be known before the forward; "
@@ -97,28 +126,31 @@ def _term(name: str, term: Any, *, samples: int, step_samples: int, batch: Any, 
                 f"term {name!r} of the loss is an ls.Sum, and there is no weight to divide it by; give Recipe.weight = batch -> its "
                 "denominator, or return ls.Loss(total, weight)"
             )
-        return _checked(name, term.total), 1.0 / weights[name]
-    total = _checked(name, term)
+        return _checked(name, term.total, learns)
+    total = _checked(name, term, learns)
     if weights is not None and name in weights:
         raise LossError(
             f"term {name!r} of the loss is a plain scalar, the mean over this microbatch's samples, and Recipe.weight gives it another "
             "denominator; return ls.Sum(total), the sum over what the weight counts, or drop the weight"
         )
-    if _holds_ignore_index(batch):
+    where = _ignore_index_in(batch)
+    if where is not None:
+        part = f"batch{where}"
         raise LossError(
-            f"term {name!r} of the loss is a plain scalar, and the batch holds the ignore index {IGNORE_INDEX}; a mean over tokens "
+            f"term {name!r} of the loss is a plain scalar, and {part} holds the ignore index {IGNORE_INDEX}; a mean over tokens "
             "that are not ignored would be weighted as a mean over samples; return ls.Sum(total) with Recipe.weight = batch -> "
-            f"(labels != {IGNORE_INDEX}).sum(), or ls.Loss(total, weight)"
+            f"({part} != {IGNORE_INDEX}).sum(), or ls.Loss(total, weight); where {part} is no label, return ls.Sum(loss * n) with "
+            "Recipe.weight = batch -> n, the samples of the microbatch"
         )
-    return total, samples / step_samples
+    return total
 
 
-def _forward_known(loss: Loss, weights: Weights | None, prescale: Tensor) -> Contribution:
+def _forward_known(loss: Loss, weights: Weights | None, prescale: Tensor, *, learns: bool = True) -> Contribution:
     if weights is not None:
         raise LossError(
             "the loss is an ls.Loss, which brings its own weight, and Recipe.weight is given too; return ls.Sum, or drop the weight"
         )
-    total = _checked(SINGLE, loss.total)
+    total = _checked(SINGLE, loss.total, learns)
     value = _recorded(total)
     if isinstance(loss.weight, Tensor) and loss.weight.numel() != 1:
         raise LossError(f"the weight of ls.Loss has shape {tuple(loss.weight.shape)}; it is a number or a scalar tensor")
@@ -144,7 +176,7 @@ def _seed(total: Tensor, value: Tensor, scale: float | Tensor) -> Tensor:
     return ((value - value) + scale).to(total.dtype)
 
 
-def _checked(name: str, total: Any) -> Tensor:
+def _checked(name: str, total: Any, learns: bool) -> Tensor:
     if not isinstance(total, Tensor):
         raise LossError(
             f"term {name!r} of the loss is {total!r} (a {type(total).__name__}); it must be a scalar tensor with a gradient: do not call "
@@ -152,7 +184,7 @@ def _checked(name: str, total: Any) -> Tensor:
         )
     if total.numel() != 1:
         raise LossError(f"term {name!r} of the loss has shape {tuple(total.shape)}; it must be a scalar; take its mean() or sum()")
-    if not total.requires_grad:
+    if learns and not total.requires_grad:
         raise LossError(
             f"term {name!r} of the loss has no gradient; it must depend on the model's parameters through differentiable operations: look "
             "for .detach(), torch.no_grad() or an argmax on the way"
@@ -171,16 +203,16 @@ def _number(name: Any, value: Any) -> float:
     )
 
 
-def _holds_ignore_index(batch: Any) -> bool:
+def _ignore_index_in(batch: Any) -> str | None:
+    """Which part of the batch holds the ignore index, as it is written after the batch: "", "[0]", "['labels'][1]". None: none does."""
     if isinstance(batch, Tensor):
         if batch.dtype not in (torch.int64, torch.int32) or not batch.is_cpu or not batch.numel():
-            return False
-        return int(batch.min()) < 0 and bool((batch == IGNORE_INDEX).any())
-    if isinstance(batch, Mapping):
-        batch = batch.values()
-    elif not isinstance(batch, list | tuple):
-        return False
-    for part in batch:  # noqa: SIM110  # a generator costs a microsecond, every microbatch
-        if _holds_ignore_index(part):
-            return True
-    return False
+            return None
+        return "" if int(batch.min()) < 0 and bool((batch == IGNORE_INDEX).any()) else None
+    if not isinstance(batch, Mapping | list | tuple):
+        return None
+    for name, part in batch.items() if isinstance(batch, Mapping) else enumerate(batch):
+        where = _ignore_index_in(part)
+        if where is not None:
+            return f"[{name!r}]{where}"
+    return None
