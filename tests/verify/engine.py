@@ -78,7 +78,6 @@ class Engine:
         for each in self.models:
             each.train()
             change_model(each, self.tracing)
-        torch.set_default_dtype(torch.float32)
         self.optimizers = [self.optimizer(each) for each in self.models]
         self.statistics: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
         self.tracers = [Tracer(self.tracing, rank=r, world_size=ranks, plan=f"replicate={ranks}", whole=True) for r in range(ranks)]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lockstep.watch.tracing import Tracing
-from lockstep.watch.twin import Islands, add_noise, change_batch, change_model, to_float64
+from lockstep.watch.twin import Islands, add_noise, change_batch, change_defaults, change_model, to_float64
 
 
 @pytest.fixture(autouse=True)
@@ -92,6 +92,10 @@ def test_float64_keeps_the_values_and_widens_the_batch(tmp_path: Path) -> None:
         after.dtype is torch.float64 and torch.equal(after, before.double())
         for before, after in zip(original.parameters(), twin.parameters(), strict=True)
     )
+    assert torch.zeros(1).dtype is torch.float32
+    change_defaults(Tracing(folder=tmp_path))
+    assert torch.zeros(1).dtype is torch.float32
+    change_defaults(Tracing(folder=tmp_path, float64=True))
     assert torch.zeros(1).dtype is torch.float64
     batch = change_batch([torch.ones(2, 4, dtype=torch.float32), torch.arange(2)], Tracing(folder=tmp_path, float64=True))
     assert [part.dtype for part in batch] == [torch.float64, torch.int64]

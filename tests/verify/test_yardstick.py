@@ -9,7 +9,7 @@ import torch
 from verify.built import built, noise
 
 from lockstep.verify.records import EPS
-from lockstep.verify.yardstick import FLOOR_ULPS, Yardstick, pooled, tensor_distance
+from lockstep.verify.yardstick import FLOOR_ULPS, Yardstick, distance, pooled, tensor_distance
 
 SIZE = 1000
 
@@ -81,6 +81,11 @@ def test_exact_tensors_go_before_projections() -> None:
     assert tensor_distance(one, other, 0, "gradients", "a", marks) != pytest.approx(float(value.norm()), rel=1e-6)
     one.exact, other.exact = {("gradients", 0, "a"): torch.zeros(12)}, {("gradients", 0, "a"): value}
     assert tensor_distance(one, other, 0, "gradients", "a", marks) == pytest.approx(float(value.norm()), rel=1e-6)
+
+
+def test_tensors_of_one_norm_are_told_apart() -> None:
+    one, other = (built([{"a": torch.tensor(value)}]).first.steps[0].tensors["gradients"]["a"] for value in ([1.0, 2.0], [2.0, 1.0]))
+    assert distance(one, other) > 0.5
 
 
 def test_tensors_are_pooled_by_their_squares() -> None:

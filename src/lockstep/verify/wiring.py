@@ -20,7 +20,7 @@ from lockstep.training import session as sessions
 from lockstep.training import step as steps
 from lockstep.watch.trace import Named, Tracer
 from lockstep.watch.tracing import Tracing
-from lockstep.watch.twin import Islands, change_batch, change_model
+from lockstep.watch.twin import Islands, change_batch, change_defaults, change_model
 
 
 @dataclass(slots=True)
@@ -78,6 +78,7 @@ def _wrap_session(tracing: Tracing) -> None:
         return made
 
     def traced_steps(self: Any, data: Any, *, global_batch: int, microbatch: int | None = None, **given: Any) -> Iterator[Any]:
+        change_defaults(tracing)
         size = tracing.microbatch or microbatch
         made = run(self, data, global_batch=global_batch, microbatch=size, **given)
         return _steps(self, made, {"global_batch": global_batch, "microbatch": size, "precision": self.precision})

@@ -1,6 +1,7 @@
 """How a run is changed so that another can be compared with it: noise of rounding's size, float64, eval mode.
 
-`Session.prepare` calls `change_model` where `lockstep verify` asks for it, right after the user's function has built the model.
+Where `lockstep verify` asks for it, `Session.prepare` calls `change_model` right after the user's function has built the model,
+`Session.steps` calls `change_defaults`, and `Step.microbatches` gives its batches to `change_batch`.
 """
 
 from __future__ import annotations
@@ -17,15 +18,20 @@ from lockstep.watch.tracing import Tracing
 
 
 def change_model(model: nn.Module, tracing: Tracing) -> None:
-    """Make the model a twin's, in place. In float64, what is made after it has that type too, and the parameters keep their values."""
+    """Make the model a twin's, in place. In float64 the parameters keep their values: they are drawn in their own type."""
     if tracing.float64:
         model.to(torch.float64)
-        torch.set_default_dtype(torch.float64)
     if tracing.eval_mode:
         model.eval()
         model.train = lambda mode=True: model  # type: ignore[method-assign]  # whoever asks for it: it stays as it is
     if tracing.noise is not None:
         add_noise(model, tracing.noise)
+
+
+def change_defaults(tracing: Tracing) -> None:
+    """In float64: what forwards make has that type too. Called once all models are built, whose values are drawn in the usual type."""
+    if tracing.float64:
+        torch.set_default_dtype(torch.float64)
 
 
 def change_batch(batch: Any, tracing: Tracing) -> Any:
