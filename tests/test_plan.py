@@ -80,7 +80,7 @@ def test_axes_that_do_not_multiply_to_the_world_size_are_refused(world_size: int
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("replica=2", "'replica' in plan 'replica=2' is unknown; known are replicate, shard, tensor, pipeline, numerics, sharding, workers"),
+        ("replica=2", "'replica' in plan 'replica=2' is unknown; known are replicate, shard, tensor, pipeline, numerics, sharding, transport, workers"),
         ("replicate=2,replicate=2", "'replicate' stands twice in plan 'replicate=2,replicate=2'; give it once"),
         ("replicate=0", "replicate=0; the size of a mesh axis is a whole number of at least 1, or auto"),
         ("replicate=-2", "replicate=-2; the size of a mesh axis is a whole number of at least 1, or auto"),

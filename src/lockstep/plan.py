@@ -10,12 +10,19 @@ from lockstep.errors import PlanError
 
 Numerics = Literal["fast", "bitwise"]
 Sharding = Literal["full", "gradients"]
+Checkpointing = Literal["none", "selective", "full"]
+Transport = Literal["auto", "torch"]
 Size = int | Literal["auto"]
 
-WORDS: dict[str, tuple[str, ...]] = {"numerics": get_args(Numerics), "sharding": get_args(Sharding)}
+WORDS: dict[str, tuple[str, ...]] = {
+    "numerics": get_args(Numerics),
+    "sharding": get_args(Sharding),
+    "checkpointing": get_args(Checkpointing),
+    "transport": get_args(Transport),
+}
 """The settings whose value is a word."""
 AXES = ("replicate", "shard", "tensor", "pipeline")
-NOT_BUILT_YET = ("tensor", "pipeline", "context", "checkpointing", "compile", "transport", "offload")
+NOT_BUILT_YET = ("tensor", "pipeline", "context", "offload")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +45,14 @@ class Plan:
     sharding: Sharding = "full"
     """Under `shard`: `full` frees a block's gathered parameters after its forward and gathers them again for its backward (ZeRO-3);
     `gradients` keeps them until then: more memory, one exchange less (ZeRO-2)."""
+    checkpointing: Checkpointing = "none"
+    """Activations: `full` keeps each block's inputs and computes the rest again in its backward; `selective` also keeps the results of
+    matrix products, convolutions and attention."""
+    compile: bool = False
+    """Compile each block's forward (torch.compile), once for each shape."""
+    transport: Transport = "auto"
+    """What carries gradients between processes on CPUs. `auto`: shared memory where all are on one host, else torch's own (Gloo); `torch`:
+    always torch's own."""
     workers: int = 0
     """Loader processes a rank. 0: the data are fetched in the training process."""
 
@@ -53,6 +68,8 @@ class Plan:
         for name, known in WORDS.items():
             if getattr(self, name) not in known:
                 raise PlanError(f"{name}={getattr(self, name)}; known are {', '.join(known)}")
+        if not isinstance(self.compile, bool):
+            raise PlanError(f"compile={self.compile}; it is yes or no (in Python True or False)")
         if not isinstance(self.workers, int) or isinstance(self.workers, bool) or self.workers < 0:
             raise PlanError(f"workers={self.workers}; it counts loader processes a rank and is 0 or more")
         for axis in AXES:
@@ -74,7 +91,7 @@ class Plan:
                 if name in NOT_BUILT_YET:
                     raise PlanError(f"{item!r} in plan {text!r}; {name!r} is not built yet; this version knows {', '.join(known)}")
                 raise PlanError(f"{name!r} in plan {text!r} is unknown; known are {', '.join(known)}")
-            values[name] = value if name in WORDS or (value == "auto" and name in AXES) else _whole(name, value, text)
+            values[name] = _read(name, value, text)
         return cls(**values)
 
     def resolve(self, world_size: int) -> Plan:
@@ -93,12 +110,19 @@ class Plan:
 
     def __str__(self) -> str:
         text = self._text({axis: getattr(self, axis) for axis in AXES if axis == "replicate" or getattr(self, axis) != 1})
-        settings = {name: getattr(self, name) for name in ("sharding", "workers") if getattr(self, name) != _default(name)}
-        return ",".join([text, f"numerics={self.numerics}", *(f"{name}={value}" for name, value in settings.items())])
+        settings = {name: getattr(self, name) for name in ("sharding", "checkpointing", "compile", "transport", "workers")}
+        told = [f"{name}={'yes' if value is True else value}" for name, value in settings.items() if value != _default(name)]
+        return ",".join([text, f"numerics={self.numerics}", *told])
 
     @staticmethod
     def _text(axes: dict[str, Any]) -> str:
         return ",".join(f"{axis}={size}" for axis, size in axes.items())
+
+
+def _read(name: str, value: str, text: str) -> Any:
+    if name == "compile":
+        return {"yes": True, "no": False}.get(value, value)
+    return value if name in WORDS or (value == "auto" and name in AXES) else _whole(name, value, text)
 
 
 def _default(name: str) -> Any:

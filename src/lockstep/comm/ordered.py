@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lockstep import tree
 from lockstep.assignment import share
+from lockstep.comm.shared import SharedGroup
 
 # Its name from torch 2.13 on; the old one warns there.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -41,8 +42,9 @@ def add(into: Tensor, other: Tensor) -> Tensor:
 class OrderedSum:
     """One vector's ordered sum under way. Every rank starts and finishes the same sums in the same order."""
 
-    def __init__(self, nodes: Sequence[Tensor], shares: Shares, rank: int) -> None:
-        """`nodes`: this rank's nodes, in order, all of one shape (length,); `like` in `finish` where it has none."""
+    def __init__(self, nodes: Sequence[Tensor], shares: Shares, rank: int, memory: SharedGroup | None = None) -> None:
+        """`nodes`: this rank's nodes, in order, all of one shape (length,). `memory`: what exchanges them instead of torch."""
+        self._memory = memory
         self._shares = shares
         self._rank = rank
         self._nodes = nodes
@@ -63,22 +65,31 @@ class OrderedSum:
         incoming_sizes = [len(nodes) * self._width for nodes in self._shares.nodes]
         self._incoming = like.new_empty(sum(incoming_sizes))
         self._outgoing = outgoing
-        self._work = dist.all_to_all_single(
-            self._incoming, outgoing, incoming_sizes, [size * len(self._nodes) for size in sizes], async_op=True
-        )
+        outgoing_sizes = [size * len(self._nodes) for size in sizes]
+        if self._memory is not None:
+            self._memory.all_to_all(self._incoming, outgoing, incoming_sizes, outgoing_sizes)
+        else:
+            self._work = dist.all_to_all_single(self._incoming, outgoing, incoming_sizes, outgoing_sizes, async_op=True)
 
     def fold(self) -> None:
         """Add this rank's slice in the tree's order and send the sum to all."""
-        self._work.wait()
+        self._wait()
         spans = [span for nodes in self._shares.nodes for span in nodes]
         parts = [self._incoming[i * self._width : (i + 1) * self._width] for i in range(len(spans))]
         total = tree.fold(spans, parts, self._shares.count, add)
         mine = total.new_zeros(self._chunk)
         mine[: self._width] = total
         self._gathered = total.new_empty(self._chunk * len(self._shares.nodes))
-        self._work = all_gather_single(self._gathered, mine, async_op=True)
+        if self._memory is not None:
+            self._memory.all_gather(self._gathered, mine)
+        else:
+            self._work = all_gather_single(self._gathered, mine, async_op=True)
 
     def finish(self) -> Tensor:
         """The sum, shape (length,)."""
-        self._work.wait()
+        self._wait()
         return self._gathered[: self._length]
+
+    def _wait(self) -> None:
+        if self._memory is None:
+            self._work.wait()

@@ -41,11 +41,11 @@ class Engine(Protocol):
 
 def sum_factor(mesh: Mesh, *, bitwise: bool) -> int:
     """What a loss is multiplied by on its way through the engine, which a loss scale must leave room for."""
-    return 1 if mesh.torch_mesh is not None else replicate.sum_factor(mesh.data, bitwise=bitwise)
+    return 1 if mesh.torch_mesh is not None else replicate.sum_factor(mesh, bitwise=bitwise)
 
 
 def engine_for(model: nn.Module, parameters: Sequence[nn.Parameter], mesh: Mesh, *, bitwise: bool, max_microbatches: int) -> Engine:
     """The gradients' keeper of a model that is laid out on `mesh`. Every rank makes it alike."""
     if mesh.axis("shard").size > 1:
         return Shards(model, parameters, mesh, bitwise=bitwise, max_microbatches=max_microbatches)
-    return Replica(parameters, mesh.data, bitwise=bitwise, max_microbatches=max_microbatches)
+    return Replica(parameters, mesh, bitwise=bitwise, max_microbatches=max_microbatches)

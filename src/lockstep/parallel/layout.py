@@ -1,22 +1,74 @@
-"""A model put onto the axes of a plan."""
+"""A model built, and put onto the axes of a plan."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from lockstep.comm.mesh import Mesh
 from lockstep.parallel.blocks import blocks_of
+from lockstep.parallel.build import CannotDefer, Deferred, build
 from lockstep.parallel.shard import shard
+from lockstep.parallel.wrap import compile_forward, recompute
 from lockstep.plan import Plan
 
 
-def lay_out(model: nn.Module, mesh: Mesh, plan: Plan, patterns: Sequence[str] | None) -> None:
-    """Change `model` in place, so that this rank holds and computes what the plan gives it. Every rank calls it.
+@dataclass(slots=True)
+class Built:
+    """A model as its factory made it: with all its values, or with none that a shard would have to throw away again."""
+
+    module: Any
+    deferred: Deferred | None
+    """What computes the values, one tensor after another. None: they are there."""
+    reason: str | None
+    """Why they are there where the plan would rather not have them."""
+
+    @classmethod
+    def of(cls, factory: Callable[[], Any], key: int, mesh: Mesh) -> Built:
+        """The values follow from `key` alone, not from the plan. Every rank calls it."""
+        if mesh.torch_mesh is None:
+            return cls(build(factory, key), None, None)
+        try:
+            deferred = Deferred.build(factory, key)
+        except CannotDefer as error:
+            return cls(build(factory, key), None, str(error))
+        return cls(deferred.module, deferred, None)
+
+    def fill(self, part: nn.Module, device: torch.device) -> None:
+        """Give the parameters and buffers of a part of the model that are still empty their values, wherever in the model they stand."""
+        if self.deferred is None:
+            return
+        empty = {id(tensor): tensor for tensor in (*part.parameters(), *part.buffers()) if tensor.is_meta}
+        values = {number: self._value(tensor, self.deferred, device) for number, tensor in empty.items()}
+        for module in self.module.modules():
+            for named in (module._parameters, module._buffers):
+                named.update({name: values[id(tensor)] for name, tensor in named.items() if id(tensor) in values})
+
+    def _value(self, tensor: Tensor, deferred: Deferred, device: torch.device) -> Tensor:
+        value = deferred.materialise(tensor).to(device)
+        if isinstance(tensor, nn.Parameter):
+            value = nn.Parameter(value, tensor.requires_grad)
+        value.__class__ = tensor.__class__
+        value.__dict__.update(tensor.__dict__)
+        return value
+
+
+def lay_out(built: Built, mesh: Mesh, plan: Plan, patterns: Sequence[str] | None) -> None:
+    """Change the model in place, so that this rank holds and computes what the plan gives it. Every rank calls it.
 
     `patterns`: the names of its blocks, None: they are found. Raises `RecipeError`.
     """
-    blocks = blocks_of(model, patterns)
+    names = blocks_of(built.module, patterns)
+    for name in names or [""]:
+        block = built.module.get_submodule(name)
+        if plan.compile:
+            compile_forward(block)
+        if plan.checkpointing != "none":
+            recompute(block, plan.checkpointing)
     if mesh.axis("shard").size > 1:
-        shard(model, mesh, blocks, free_after_forward=plan.sharding == "full")
+        free = plan.sharding == "full"
+        shard(built.module, mesh, names, free_after_forward=free, fill=lambda part: built.fill(part, mesh.world.device))

@@ -22,8 +22,9 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.assignment import share
-from lockstep.comm.group import World
+from lockstep.comm.mesh import Mesh
 from lockstep.comm.ordered import OrderedSum, Shares
+from lockstep.comm.shared import SharedGroup
 from lockstep.errors import RecipeError
 from lockstep.parallel.slots import Number, Slots, Told, forget_unused
 from lockstep.tree import Counter
@@ -56,15 +57,17 @@ class _Touched(nn.Module):
         return touched
 
 
-def sum_factor(world: World, *, bitwise: bool) -> int:
+def sum_factor(mesh: Mesh, *, bitwise: bool) -> int:
     """What is sent is multiplied by it: DDP's own all-reduce, which no Python slows down, gives the mean over ranks instead of the sum."""
-    return 1 if bitwise else world.size
+    return 1 if bitwise or isinstance(mesh.memory, SharedGroup) else mesh.data.size
 
 
 class Replica:
     """An `Engine` for a model that is whole on every rank, or as whole as other axes leave it."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], world: World, *, bitwise: bool, max_microbatches: int) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], mesh: Mesh, *, bitwise: bool, max_microbatches: int) -> None:
+        world = mesh.data
+        self._memory = mesh.memory if isinstance(mesh.memory, SharedGroup) else None
         self._parameters = list(parameters)
         self._places = {id(parameter): place for place, parameter in enumerate(parameters)}
         self._world = world
@@ -74,12 +77,14 @@ class Replica:
         self._slots = Slots(len(parameters), max_microbatches, dtype=self._dtype, device=parameters[0].device)
         self._ddp: DistributedDataParallel | None = None
         self._hooks: list[Any] = []
-        self._factor = sum_factor(world, bitwise=bitwise)
+        self._factor = sum_factor(mesh, bitwise=bitwise)
         if world.size > 1:
             self._touched = _Touched(self._parameters, self._slots.length, self._dtype)
             self._ddp = DistributedDataParallel(self._touched, gradient_as_bucket_view=True, init_sync=False)
             if bitwise:
                 self._ddp.register_comm_hook(None, self._ordered_bucket)
+            elif self._memory is not None:
+                self._ddp.register_comm_hook(None, self._memory.sum_bucket)
             self._hooks = [p.register_post_accumulate_grad_hook(self._note_use(i)) for i, p in enumerate(self._parameters)]  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
@@ -184,7 +189,7 @@ class Replica:
         if self._share:
             counter.push(last_leaf)
         nodes = [buffer if value is last_leaf else _flatten(value, like=bucket) for value in counter.values]
-        ordered = OrderedSum(nodes, self._shares, self._world.rank)
+        ordered = OrderedSum(nodes, self._shares, self._world.rank, self._memory)
         ordered.start(buffer.numel(), buffer)
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
         self._sums.append((ordered, buffer, future))

@@ -8,7 +8,7 @@ The sum over rounds and ranks is ours, put into FSDP2 as its reduce-scatter: pla
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,17 +23,20 @@ from lockstep.parallel.slots import Number, Slots, Told, forget_unused
 from lockstep.parallel.visits import Visits
 
 
-def shard(model: nn.Module, mesh: Mesh, blocks: Sequence[str], *, free_after_forward: bool) -> None:
+def shard(model: nn.Module, mesh: Mesh, blocks: Sequence[str], *, free_after_forward: bool, fill: Callable[[nn.Module], None]) -> None:
     """Cut the parameters of `model`, block by block, over the `shard` axis. The model stays the object it is; every rank calls it.
 
-    `free_after_forward`: gather a block again for its backward, instead of keeping all blocks from the forward on.
+    `free_after_forward`: gather a block again for its backward, instead of keeping all blocks from the forward on. `fill`: called with a
+    module just before it is cut, to give it its values: no rank ever holds more than a block and its shards.
     """
     assert mesh.torch_mesh is not None
     axis = mesh.torch_mesh["shard"]
     modules = [model.get_submodule(name) for name in blocks]
     visits = Visits(model, modules)
     for module in modules:
+        fill(module)
         fully_shard(module, mesh=axis, reshard_after_forward=free_after_forward)
+    fill(model)
     fully_shard(model, mesh=axis, reshard_after_forward=False)
     visits.enter()
 

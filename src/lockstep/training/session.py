@@ -17,13 +17,15 @@ from torch import Tensor, nn
 from lockstep import precision as precisions
 from lockstep.comm.group import World, exact_sum, join
 from lockstep.comm.mesh import Mesh
-from lockstep.data.generators import seed_generators
+from lockstep.comm.segment import ExchangeError, Unavailable
 from lockstep.data.loader import Loader
 from lockstep.errors import LossError, PlanError, RecipeError
 from lockstep.events import Event
 from lockstep.keys import Stream, key
-from lockstep.launch.environment import Environment
-from lockstep.parallel.layout import lay_out
+from lockstep.launch.environment import Environment, check_run_dir
+from lockstep.launch.failure import lost_a_peer
+from lockstep.launch.termination import Termination
+from lockstep.parallel.layout import Built, lay_out
 from lockstep.plan import Plan
 from lockstep.recipe import Precision, check_batch, check_count, check_dataset, check_length, check_precision, check_seed
 from lockstep.training import optimizers
@@ -54,6 +56,7 @@ class Session:
         check_count("log_every", log_every, "steps")
         check_precision(precision)
         check_seed(seed)
+        check_run_dir(run_dir, "run_dir")
         if not isinstance(plan, Plan | str | None):
             raise PlanError(f"plan={plan!r} (a {type(plan).__name__}); it is an ls.Plan, or text such as 'replicate=2,numerics=bitwise'")
         self.seed = seed
@@ -68,6 +71,8 @@ class Session:
         self.stopping: str | None = None
         """Why no further step is taken, once `stop` has taken effect."""
         self._wants_to_stop: str | None = None
+        self._step: Step | None = None
+        self._termination = Termination()
 
     def __enter__(self) -> Session:
         environment = Environment.read(os.environ)
@@ -81,7 +86,10 @@ class Session:
             launched = Plan.parse(environment.plan) if environment.plan is not None else None
             self.plan = (launched or self._given_plan or Plan()).resolve(self.world.size)
             self.mesh = Mesh.of(self.world, self.plan)
+            stack.callback(self.mesh.close)
             _set_up_computation(self.plan, self.world, environment.threads, stack)
+            if self.world.rank == 0:  # the others have nothing to write down, and rank 0 sees them end
+                stack.enter_context(self._termination)
             self.recorder = Recorder(environment.run_dir or self._given_run_dir, self.world)
             stack.callback(self.recorder.close)
             stack.callback(self._close_pairs)
@@ -98,13 +106,17 @@ class Session:
         ):
             if given and launched_as and given != launched_as:
                 self.event("launcher-overrides-script", what=name, script=given, launcher=launched_as)
+        memory = self.mesh.memory
+        if isinstance(memory, Unavailable) and self.mesh.torch_mesh is None and self.world.size > 1 and self.device.type == "cpu":
+            self.event("no-shared-memory", reason=memory.reason)
         if warning := precisions.slow_on_this_cpu(self.precision, self.world.device):
             self.event("slow-precision", reason=warning)
             self.recorder.message(f"warning: {warning}")
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._termination.hold()
         if error is not None:
-            self.event("run-failed", error=f"{kind.__name__ if kind else ''}: {error}")
+            self.event("run-failed", **_account_of(error))
         self._stack.close()
         if error is None:
             self.world.leave()
@@ -136,14 +148,17 @@ class Session:
         Returns what the two functions returned, the model on this rank's device. The model is built under generators seeded alike on
         every rank. May be called again, for another pair. Raises `RecipeError`.
         """
-        seed_generators(key(self.seed, Stream.MODEL, len(self._pairs)), self.device)
-        model = build_model()
+        built = Built.of(build_model, key(self.seed, Stream.MODEL, len(self._pairs)), self.mesh)
+        if built.reason is not None:
+            self.event("model-built-whole", reason=built.reason)
+        model = built.module
         bitwise = self.plan.numerics == "bitwise"
         optimizers.check_gradients(model, optimizers.trainable(model), bitwise=bitwise)
-        model.to(self.device)
-        self._check_equal(model)
+        if built.deferred is None:
+            model.to(self.device)
+            self._check_equal(model)
         model.train()
-        lay_out(model, self.mesh, self.plan, blocks)
+        lay_out(built, self.mesh, self.plan, blocks)
         made = optimizers.built(build_optimizer, model)
         if bitwise and optimizers.unfuse(made):
             self.event("optimizer-not-fused", reason="a fused kernel rounds differently on a part of a tensor than on the whole")
@@ -214,6 +229,7 @@ class Session:
                 source.keep()
             logs = (source.step + 1) % self.log_every == 0 or source.step + 1 == length.steps
             step = Step(source.step, source, self._pairs, self.mesh, logs=logs, wants_to_stop=lambda: self._wants_to_stop is not None)
+            self._step = step
             yield step
             self._check_committed(step)
             self.pace.count(step.samples)
@@ -226,7 +242,7 @@ class Session:
                 if any(bool(outcome.stops) for outcome in step.committed.values()):
                     self.take_stop()
             if self.stopping is not None:
-                self.event("stopped", reason=self.stopping, step=step.index + 1)
+                self.event("stopped", reason=self.stopping)
                 return
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -242,9 +258,16 @@ class Session:
         """Ask for the end of training. Any rank may; it takes effect on all at the next logging step or evaluation."""
         self._wants_to_stop = reason
 
-    def event(self, name: str, step: int = 0, **details: Any) -> None:
-        """Write down that something happened; rank 0's events are in events.jsonl."""
-        event = self.recorder.event(name, step, **details)
+    @property
+    def steps_done(self) -> int:
+        """Optimizer steps that all pairs have committed."""
+        if self._step is None:
+            return 0
+        return self._step.index + (len(self._step.committed) == len(self._pairs))
+
+    def event(self, name: str, step: int | None = None, **details: Any) -> None:
+        """Write down that something happened; rank 0's events are in events.jsonl. `step`: steps done then; None: those done by now."""
+        event = self.recorder.event(name, self.steps_done if step is None else step, **details)
         for listener in self._listeners:
             listener(event)
 
@@ -313,6 +336,14 @@ def check_microbatch_is_fixed(plan: Plan, global_batch: int, microbatch: int | N
             "numerics=bitwise with microbatch=None; without a fixed microbatch each number of processes computes others; "
             f"give a microbatch, for example microbatch={max(1, global_batch // 8)}"
         )
+
+
+def _account_of(error: BaseException) -> dict[str, str]:
+    """What the event of a failure says of it."""
+    text = f"{type(error).__name__}: {error}"
+    if lost_a_peer(error) and not isinstance(error, ExchangeError):  # whose text says so itself
+        return {"error": "a peer was lost: another process of this run ended, or its connection broke", "detail": text}
+    return {"error": text}
 
 
 def _resolved(plan: Plan, world_size: int) -> str:
