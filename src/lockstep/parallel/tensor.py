@@ -1,0 +1,202 @@
+"""The `tensor` axis: the ranks share out each layer's matrix, by torch's distributed tensors, and compute the same microbatch together.
+
+A `colwise` layer gives each rank a part of its outputs, the `rowwise` layer after it takes such a part and sums over the ranks. What lies
+between is the user's own code on smaller tensors (`lockstep.parallel.cut`); what lies outside is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
+from torch.distributed.tensor.parallel.style import ParallelStyle
+
+from lockstep.errors import RecipeError
+from lockstep.parallel.cut import Region, is_cut, leaving, mark_cut
+from lockstep.parallel.styles import STYLES, cut_dim, kind_of, sizes_of
+
+SHAPES = re.compile(
+    r"is invalid for input of size|must match|cannot be multiplied|size mismatch|split_with_sizes|not compatible|doesn't match|"
+    r"not enough values to unpack|too many values to unpack|Expected size|normalized_shape|not divisible|broadcast"
+)
+"""What torch and Python say where a size is not the one that code was written for."""
+
+
+def tensor_parallel(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str]) -> None:
+    """Cut the layers of `model` over `mesh`, one axis, in place. Every rank calls it, before the model is sharded or given an optimizer.
+
+    `styles`: from `styles_of`. Each rank keeps its part of its own values, which all ranks must have alike; parameters on the meta
+    device stay there, for `fill`. Nothing is sent. What shared a parameter before shares it afterwards.
+    """
+    ties = _ties(model)
+    for name, style in styles.items():
+        parallelize_module(model.get_submodule(name), mesh, _Layer(name, style), src_data_rank=None)
+    for names in ties:
+        _tie(model, names)
+    region = Region(mesh)
+    keeps_classes = "loss" in styles.values()
+    owners = {name.rpartition(".")[0] for name in styles}
+    around = {"", *(owner[:end] for owner in owners for end in (*(dot.start() for dot in re.finditer(r"\.", owner)), len(owner)))}
+    for name, module in model.named_modules():
+        if name in around:
+            layers = [child for child in styles if child.rpartition(".")[0] == name]
+            _enclose(module, name or type(model).__name__, region, layers, is_model=not name, keeps_classes=keeps_classes)
+
+
+@torch.no_grad()
+def fill(parameter: Tensor, values: Tensor) -> None:
+    """Give a parameter, cut or not, its part of the whole `values`. Nothing is sent: every rank has all of them, or makes them."""
+    if isinstance(parameter, DTensor):
+        parameter.to_local().copy_(part_of(values, parameter))
+    else:
+        parameter.copy_(values)
+
+
+def part_of(values: Tensor, like: DTensor) -> Tensor:
+    """This rank's part of the whole `values`, cut as `like` is."""
+    return distribute_tensor(values, like.device_mesh, like.placements, src_data_rank=None).to_local()
+
+
+@torch.no_grad()
+def settle(parameters: Sequence[Tensor]) -> None:
+    """Complete the gradients that are sums of the tensor ranks' parts, such as those of a norm's weight under `sequence`.
+
+    Once a step, after its last backward. Every rank of the tensor axis calls it alike; a rank without such a gradient, while others
+    have it, must have zeros.
+    """
+    for parameter in parameters:
+        gradient = parameter.grad
+        if isinstance(parameter, DTensor) and isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
+            parameter.grad = gradient.redistribute(placements=parameter.placements)
+
+
+def loss_context(styles: Mapping[str, str]) -> AbstractContextManager[Any]:
+    """What the loss and its backward are computed in: where an output layer has the style `loss`, a cross-entropy of cut logits.
+
+    They are distributed tensors then, (..., classes) cut along the last dim, and so is the loss, whole on every rank: take its `to_local()`.
+    """
+    return loss_parallel() if "loss" in styles.values() else nullcontext()
+
+
+class _Layer(ParallelStyle):
+    """One layer under its style: torch applies it to the module."""
+
+    def __init__(self, name: str, style: str) -> None:
+        self._name = name
+        self._style_name = style
+        self._style = STYLES[style]
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return distribute_module(module, device_mesh, self._cut, self._before, self._after)
+
+    def _cut(self, _: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        for name, parameter in list(module._parameters.items()):
+            if parameter is None or isinstance(parameter, DTensor):
+                continue
+            dim = cut_dim(module, name, self._style_name)
+            placement = Replicate() if dim is None else Shard(dim)
+            part = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
+            held = part.to_local()
+            if not held.is_meta and held.untyped_storage().nbytes() > held.nbytes:
+                part = DTensor.from_local(held.clone(), mesh, [placement], run_check=False)
+            made = nn.Parameter(part, requires_grad=parameter.requires_grad)
+            made.__dict__.update(vars(parameter))
+            module.register_parameter(name, made)
+
+    def _before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+        if not inputs:
+            raise RecipeError(f"{self._name} is called with keywords alone; a layer that is cut takes its input as the first argument")
+        given = inputs[0]
+        if not isinstance(given, DTensor):
+            given = DTensor.from_local(given, mesh, (self._taken(module, given, mesh.size()),), run_check=False)
+        if self._style.takes == "sequence" and given.dim() < 2:
+            raise RecipeError(f"{self._name} has the style 'sequence' and an input of shape {tuple(given.shape)}; the sequence is dim 1")
+        wanted: dict[str, Placement] = {"whole": Replicate(), "cut": Shard(given.dim() - 1), "sequence": Shard(1)}
+        return given.redistribute(placements=(wanted[self._style.takes],)), *inputs[1:]
+
+    def _taken(self, module: nn.Module, given: Tensor, size: int) -> Placement:
+        """How a plain input lies on the ranks."""
+        wants_cut = self._style.takes == "cut" and not self._style.slices
+        if wants_cut and given.shape[-1] * size == sizes_of(module)[1]:
+            return Shard(given.dim() - 1)
+        if wants_cut:
+            remedy = "'rowwise_split'" if given.shape[-1] == sizes_of(module)[1] else "a 'colwise' layer before it"
+            raise RecipeError(
+                f"{self._name} has the style {self._style_name!r} and {sizes_of(module)[1]} inputs, of which each of {size} ranks takes its "
+                f"part, and was given {given.shape[-1]}; give it {remedy}, or leave it whole"
+            )
+        if is_cut(given):
+            raise RecipeError(
+                f"{self._name} has the style {self._style_name!r}, which takes a whole input, and was given one that is cut over the tensor "
+                "axis; give it 'rowwise', or the layer before it 'colwise_gathered'"
+            )
+        return Replicate()
+
+    def _after(self, _: nn.Module, output: DTensor, __: DeviceMesh) -> Tensor:
+        gives: dict[str, Placement] = {"whole": Replicate(), "sequence": Shard(1)}
+        spread = output.redistribute(placements=(gives.get(self._style.gives, Shard(output.dim() - 1)),))
+        if self._style.gives in ("sequence", "classes"):
+            return spread
+        held: Tensor = spread.to_local()
+        return mark_cut(held) if self._style.gives == "cut" else held
+
+
+def _enclose(module: Any, name: str, region: Region, layers: Sequence[str], *, is_model: bool, keeps_classes: bool) -> None:
+    """Run the forward of a module with cut layers inside in `region`, and explain what its sizes do to code written for whole tensors."""
+    forward = module.forward
+
+    @functools.wraps(forward)
+    def enclosed(*arguments: Any, **keywords: Any) -> Any:
+        with region:
+            try:
+                output = forward(*arguments, **keywords)
+            except (RuntimeError, ValueError) as error:
+                if not layers or not SHAPES.search(str(error)):
+                    raise
+                raise RecipeError(_explained(name, layers, error)) from error
+            return leaving(output, name, keeps_classes=keeps_classes) if is_model else output
+
+    module.forward = enclosed
+
+
+def _explained(name: str, layers: Sequence[str], error: Exception) -> str:
+    first_line = str(error).partition("\n")[0]
+    return (
+        f"the forward of {name} failed with its layers {', '.join(layers)} cut over the tensor axis: {first_line}; between a 'colwise' and a "
+        "'rowwise' layer each rank has a part of the features, and whole heads of them, so code there must not name their full number: "
+        "write -1 for the heads, as in query.view(batch, length, -1, head_dim) and mixed.reshape(batch, length, -1); give query, key and "
+        "value layers of their own, since one for all three is cut across them; or give the first layer 'colwise_gathered' and the second "
+        "'rowwise_split', which leave what lies between whole"
+    )
+
+
+def _ties(model: nn.Module) -> list[list[str]]:
+    """The names of each parameter that has several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [several for several in names.values() if len(several) > 1]
+
+
+def _tie(model: nn.Module, names: Sequence[str]) -> None:
+    """Make them one parameter again: the cut one, where one is."""
+    found = [model.get_parameter(name) for name in names]
+    one = next((parameter for parameter in found if isinstance(parameter, DTensor)), found[0])
+    for name in names:
+        owner, _, attribute = name.rpartition(".")
+        model.get_submodule(owner).register_parameter(attribute, one)
+
+
+def gathered_layers(model: nn.Module) -> Iterator[str]:
+    """For a report: the names of the linear layers that are whole on every rank."""
+    for name, module in model.named_modules():
+        if kind_of(module) == "linear" and not isinstance(module.weight, DTensor):
+            yield name
