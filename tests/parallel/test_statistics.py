@@ -148,6 +148,53 @@ def test_a_forward_that_changes_another_buffer_is_refused_by_its_name(
         pool.run(world_size, train_a_model_that_changes_a_buffer, str(tmp_path / "run"), replaces, microbatch)
 
 
+class Codebook(nn.Module):
+    """Its forward changes a buffer through `.data`, which torch does not count; from the `begins`-th call in training on."""
+
+    def __init__(self, begins: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.begins, self.calls = begins, 0
+        self.register_buffer("code", torch.tensor([[1.0, torch.nan], [0.0, -0.0]]).T)
+        self.register_buffer("number", torch.ones((), dtype=torch.complex64).conj())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.training
+        if self.training and self.calls >= self.begins:
+            self.code.data.mul_(0.9)
+        return self.layer(x) * self.code[0, 0].abs()
+
+
+class MovesBuffers(ls.Hook):
+    """Between steps they may change, counted or not."""
+
+    def on_step(self, run: Any) -> None:
+        run.model.code.data.mul_(2)
+        run.model.number.add_(1)
+
+
+def train_a_codebook(run_dir: str, begins: int, steps: int) -> str:
+    given = recipe(model=lambda: Codebook(begins), microbatch=8, steps=steps, evaluation=ls.Evaluation(data=rows(7), every=1))
+    try:
+        return str(ls.train(given, run_dir=run_dir, hooks=[MovesBuffers()], log_every=3).steps)
+    except RecipeError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("begins", [1, 3])
+def test_a_change_of_a_buffer_that_torch_does_not_count_is_refused_on_all_ranks_at_the_next_logging_step(
+    pool: WorkerPool, tmp_path: Any, world_size: int, begins: int
+) -> None:
+    for text in pool.run(world_size, train_a_codebook, str(tmp_path / "run"), begins, 4):
+        assert text.startswith("the model's forward changed its buffer 'code'; microbatches are computed on different ranks")
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_buffers_may_change_between_steps(pool: WorkerPool, tmp_path: Any, world_size: int) -> None:
+    assert pool.run(world_size, train_a_codebook, str(tmp_path / "run"), 1000, 7) == ["7"] * world_size
+
+
 class Renormed(nn.Module):
     """torch shortens the rows that a forward reads, in place."""
 
@@ -234,7 +281,7 @@ def test_where_a_gpu_decides_a_step_that_is_not_applied_leaves_the_statistics_al
     statistics = RunningStatistics(norm, mesh)
     seen = []
     for gate in (True, False):
-        statistics.begin()
+        statistics.begin(compare=False)
         norm(torch.tensor([[0.0, 4.0], [2.0, 8.0]]) if gate else torch.full((2, 2), torch.nan))
         statistics.note_microbatch()
         statistics.commit(1, apply=torch.tensor(gate))

@@ -2,7 +2,8 @@
 
 Each microbatch's forward updates scratch buffers instead of the running ones. What one microbatch does to a running statistic r is
 r -> keep * r + gain, so (keep, gain) of every microbatch, gathered from all ranks, is applied in the microbatches' order on every rank:
-buffers end equal on all ranks, and at any world size. Other buffers that a forward changes have no such rule and are refused.
+buffers end equal on all ranks, and at any world size. Other buffers that a forward changes have no such rule and are refused: where torch
+counts the change, in the step that made it; where it does not (a change through `.data`), at the steps where bits are compared.
 """
 
 from __future__ import annotations
@@ -95,16 +96,20 @@ class RunningStatistics:
         self._trainable = [parameter.requires_grad for parameter in self._parameters.values()]
         self._watched = [("buffer", *item) for item in self._others.items()] + [("parameter", *item) for item in self._parameters.items()]
         self._model = model
-        self.begin()
+        self._world = mesh.world
+        self._compares = bool(self._world.gather_rows(torch.tensor([bool(self._others)]), [1] * self._world.size).any())
+        """Whether any rank has a buffer to compare."""
+        self.begin(compare=False)
 
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
 
-    def begin(self) -> None:
+    def begin(self, *, compare: bool) -> None:
         """Before the first forward of a step: how what no forward may change stands; earlier forwards do not count.
 
-        Raises `RecipeError` where a parameter was frozen or thawed since the model was prepared.
+        `compare`: keep the bits of the buffers too, for `check` to find changes that torch does not count. Raises
+        `RecipeError` where a parameter was frozen or thawed since the model was prepared.
         """
         for (name, parameter), then in zip(self._parameters.items(), self._trainable, strict=True):
             if parameter.requires_grad is not then:
@@ -113,6 +118,7 @@ class RunningStatistics:
                     "of what was trainable then; freeze in the model's factory, or give the parameter a group of the optimizer with lr=0"
                 )
         self._versions = [tensor._version for _, _, tensor in self._watched]
+        self._bits = {name: _bits(buffer) for name, buffer in self._others.items()} if compare else {}
         self.discard()
 
     def note_microbatch(self) -> None:
@@ -125,16 +131,30 @@ class RunningStatistics:
         for scratch in self._scratches:
             scratch.renew()
 
-    def check(self) -> None:
-        """Raises `RecipeError` where a forward has changed a parameter, or a buffer that is not BatchNorm's."""
+    def check(self, *, compare: bool) -> None:
+        """Raises `RecipeError` where a forward has changed a parameter, or a buffer that is not BatchNorm's.
+
+        `compare`: as `begin` was told; all ranks raise alike then, and every rank of the run calls it.
+        """
+        changed = self._changed()
+        if compare and self._compares:
+            found = self._world.gather_rows(torch.tensor([changed is not None]), [1] * self._world.size)
+            if found.any():
+                changed = next(each for each in self._world.gather_values(changed) if each is not None)
+        if changed is not None:
+            raise RecipeError(
+                f"the model's forward changed its {changed}; microbatches are computed on different ranks, so it would "
+                "depend on the number of processes (BatchNorm's running statistics are handled); "
+                "update it outside the forward, between steps, from a hook's on_step say"
+            )
+
+    def _changed(self) -> str | None:
+        """What is not as it was at `begin`, in words."""
         now = dict(self._model.named_buffers()) if self._others else {}
         for (kind, name, tensor), version in zip(self._watched, self._versions, strict=True):
             if tensor._version != version or (kind == "buffer" and now.get(name) is not tensor):
-                raise RecipeError(
-                    f"the model's forward changed its {kind} {name!r}; microbatches are computed on different ranks, so it would "
-                    "depend on the number of processes (BatchNorm's running statistics are handled); "
-                    "update it outside the forward, between steps, from a hook's on_step say"
-                )
+                return f"{kind} {name!r}"
+        return next((f"buffer {name!r}" for name, bits in self._bits.items() if not torch.equal(bits, _bits(self._others[name]))), None)
 
     def commit(self, count: int, *, apply: bool | Tensor) -> None:
         """Gather the rows of all `count` microbatches and, where the step was applied, update the running statistics. Every rank.
@@ -151,3 +171,11 @@ class RunningStatistics:
         if apply is not False:
             for scratch, rows in zip(self._scratches, torch.split(everyone, widths, dim=1), strict=True):
                 scratch.apply(rows, None if apply is True else apply)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """A copy of this rank's part of the tensor, as bytes. Empty for what has no dense bytes."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    if part.layout != torch.strided or part.is_quantized:
+        return torch.empty(0, dtype=torch.uint8)
+    return part.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)

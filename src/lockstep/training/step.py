@@ -155,6 +155,7 @@ class Step:
         self._mesh = mesh
         self._poll = mesh.world.device.type == "cpu"
         self._logs = logs
+        self._compares = logs or index == 0
         self._wants_to_stop = wants_to_stop
         self._phase: _Phase | None = None
         self._current: Microbatch | None = None
@@ -166,7 +167,7 @@ class Step:
         """
         for pair in self._pairs:
             pair.engine(self.source.most)  # which may have to see the first forward
-            pair.statistics.begin()
+            pair.statistics.begin(compare=self._compares)
         for current, batch in self.source.batches(passes=len(self.committed)):
             self._current = current
             for pair in self._pairs:
@@ -231,7 +232,7 @@ class Step:
             flag=self._wants_to_stop(),
         )
         for each in self._pairs:
-            each.statistics.check()
+            each.statistics.check(compare=self._compares)
         if self._poll and not all(map(math.isfinite, values if isinstance(values, list) else values.tolist())):
             # It need not show in the gradient: torch.where lets none through to what it leaves out.
             Outcome(self.source.layout, pair, values, weights, math.nan, False, stops, []).check()
