@@ -290,3 +290,36 @@ def test_where_a_gpu_decides_a_step_that_is_not_applied_leaves_the_statistics_al
     assert seen[0]["running_mean"].tolist() == pytest.approx([share * 1.0, share * 6.0])
     assert same(seen[0], seen[1])
     statistics.close()
+
+
+class Unused(nn.Module):
+    """Cumulative averages that start from given statistics: one frozen, one that no forward reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.apart = (nn.BatchNorm1d(6, momentum=None) for _ in range(2))
+        for norm in (self.frozen, self.apart):
+            norm.running_mean.fill_(3.0)
+            norm.running_var.fill_(0.1)
+        self.layer = nn.Linear(6, 3)
+
+    def train(self, mode: bool = True) -> Unused:
+        super().train(mode)
+        self.frozen.eval()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.frozen(x))
+
+
+def train_beside_statistics(run_dir: str) -> dict[str, Tensor]:
+    states = States()
+    ls.train(recipe(model=Unused), run_dir=run_dir, hooks=[states])
+    return states.states[-1]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_statistics_that_no_forward_updates_stay_as_they_are(pool: WorkerPool, tmp_path: Any, world_size: int) -> None:
+    first = Unused().state_dict()
+    for state in pool.run(world_size, train_beside_statistics, str(tmp_path / "run")):
+        assert all(same(state[name], value) for name, value in first.items() if "running" in name or "tracked" in name)

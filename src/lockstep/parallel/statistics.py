@@ -70,7 +70,7 @@ class _Scratch:
             keep, calls, gain = row[0], row[1], row[2:]
             if self.module.momentum is None:
                 seen = tracked.double()
-                running = (running * seen + gain) / (seen + calls).clamp(min=1)
+                running = torch.where(calls > 0, (running * seen + gain) / (seen + calls).clamp(min=1), running)
             else:
                 running = keep * running + gain
             tracked += (calls if gate is None else calls * gate).to(tracked.dtype)
