@@ -169,6 +169,27 @@ def test_a_rank_that_holds_a_part_runs_through_the_tensors_and_writes_none(tmp_p
     assert sorted(found.ranks) == [0]
 
 
+def test_ranks_that_hold_a_stage_each_have_the_model_between_them(tmp_path: Path) -> None:
+    stages = {0: [("first", torch.ones(2))], 2: [("last", torch.full((3,), 2.0)), ("first", torch.zeros(2))]}
+    for rank in range(4):
+        tracer = Tracer(Tracing(folder=tmp_path), rank=rank, world_size=4, plan="pipeline=2", whole=False, writes=rank in stages)
+        mine = stages[rank - rank % 2]
+        tracer.start(0, mine, [])
+        tracer.gradients(0, 0, mine)
+        tracer.applied(0, 0, loss=1.0, weight=None, norm=None, lr=None, parameters=mine, buffers=[], states=[])
+        tracer.close()
+    (found,) = records.read(tmp_path)
+    assert sorted(found.ranks) == [0]
+    step = found.first.steps[0]
+    assert {name: mark.norm for name, mark in step.tensors["gradients"].items() if mark} == pytest.approx(
+        {"first": 2**0.5, "last": 12**0.5}
+    )
+    assert found.first.initial["parameters"].keys() == {"first", "last"}
+    last = found.tensor(0, "gradients", "last")
+    assert last is not None
+    assert last.tolist() == [2.0, 2.0, 2.0]
+
+
 def test_a_run_that_never_trained_has_no_trace(tmp_path: Path) -> None:
     assert records.read(tmp_path) == []
     Tracer(Tracing(folder=tmp_path), rank=0, world_size=1, plan="replicate=1", whole=True).close()

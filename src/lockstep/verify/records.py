@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -136,12 +136,10 @@ class Trace:
         found: dict[tuple[int, str], dict[str, Path]] = {}
         if self.folder is None:
             return found
-        tail = f"-{self.pair}" if self.pair else ""
-        for path in self.folder.glob(f"step-*{tail}.safetensors"):
-            _, number, kind, *pair = path.stem.split("-")
-            if pair == ([str(self.pair)] if self.pair else []):
-                with safe_open(path, framework="numpy") as opened:
-                    found[int(number), kind] = dict.fromkeys(opened.keys(), path)
+        for path in sorted(self.folder.glob(f"step-*-{self.pair}-*.safetensors")):
+            _, number, kind, _, _ = path.stem.split("-")
+            with safe_open(path, framework="numpy") as opened:
+                found.setdefault((int(number), kind), {}).update(dict.fromkeys(opened.keys(), path))
         return found
 
 
@@ -168,7 +166,25 @@ def _trace(folder: Path, pair: int, pairs: int, rows: list[tuple[int, dict[str, 
         elif row["kind"] == "step":
             entry.order = entry.order or row.get("order", [])
             entry.steps.append(_step(row))
+    if not start["whole"]:
+        trace.ranks = {0: _together([trace.ranks[rank] for rank in sorted(trace.ranks)])}
     return trace
+
+
+def _together(ranks: list[Rank]) -> Rank:
+    """One model of which each rank wrote a part; what two of them wrote (tied weights of two stages) is the first one's."""
+
+    def joined(parts: Iterable[Mapping[str, Marks]]) -> dict[str, Marks]:
+        found: dict[str, Marks] = {}
+        for part in parts:
+            for kind, marks in part.items():
+                found[kind] = {**marks, **found.get(kind, {})}
+        return found
+
+    steps = [
+        replace(parts[0], tensors=joined(part.tensors for part in parts)) for parts in zip(*(rank.steps for rank in ranks), strict=False)
+    ]
+    return Rank(joined(rank.initial for rank in ranks), steps, next((rank.order for rank in ranks if rank.order), []))
 
 
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

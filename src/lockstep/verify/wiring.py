@@ -73,7 +73,8 @@ def _wrap_session(tracing: Tracing) -> None:
         if not hasattr(self, "_tracer"):
             plan = self.plan
             self._whole = plan.shard == plan.tensor == plan.pipeline == 1
-            self._tracer = Tracer(tracing, rank=self.rank, world_size=self.world_size, plan=str(plan), whole=self._whole)
+            writes = all(self.mesh.axis(axis).rank == 0 for axis in ("replicate", "shard", "tensor")) if hasattr(self, "mesh") else None
+            self._tracer = Tracer(tracing, rank=self.rank, world_size=self.world_size, plan=str(plan), whole=self._whole, writes=writes)
         self._pairs[-1].traced = _Traced(tracing, self._tracer, len(self._pairs) - 1, self._whole)
         return made
 

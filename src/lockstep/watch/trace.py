@@ -13,8 +13,8 @@ step        pair, step, loss, weight, norm, lr, gain, order; gradients as summed
 
 Of each tensor a line has its `mark`: SHA-256 of its bytes, norm, number of elements, dtype and a fixed random projection, in which the
 distance between two tensors can be seen without either: the mean square of the differences is an unbiased estimate of the squared distance,
-and sums stay sums. In the first step and the last that was asked for, rank 0 writes the tensors too, to
-`step-<step>-<kind>[-<pair>].safetensors`.
+and sums stay sums. In the first step and the last that was asked for, the tensors are written too, to
+`step-<step>-<kind>-<pair>-<rank>.safetensors`: by rank 0 where every rank has them all.
 
 Tensors are taken one at a time from an iterator, so nobody holds a model that does not fit.
 """
@@ -63,12 +63,14 @@ class Tracer:
     since gathering a tensor may take all ranks.
     """
 
-    def __init__(self, tracing: Tracing, *, rank: int, world_size: int, plan: str, whole: bool) -> None:
-        """`whole`: this rank holds whole parameters of its own (`replicate`), so that every rank writes; else rank 0 does, for all."""
+    def __init__(self, tracing: Tracing, *, rank: int, world_size: int, plan: str, whole: bool, writes: bool | None = None) -> None:
+        """`whole`: every rank holds the whole model (`replicate`), and writes it, so that ranks are compared. Else the ranks that write
+        have the model between them: `writes`, one of each pipeline stage, or None, rank 0 alone."""
         self._tracing = tracing
         self._rank = rank
+        self._keeps = rank == 0 if whole else writes if writes is not None else rank == 0
         self._lines = (tracing.folder / f"rank-{rank}.jsonl").open("w", encoding="utf-8")
-        self._gathered = not (whole or rank == 0)
+        self._gathered = not (whole or self._keeps)
         self._generator: str | None = None
         self._drawn_from: list[Callable[[], Tensor]] = [torch.default_generator.get_state]
         self._orders: dict[int, list[str]] = {}
@@ -161,9 +163,9 @@ class Tracer:
         return self._tracing.steps is not None and step + 1 >= self._tracing.steps
 
     def _taken(self, pair: int, step: int, kind: str, tensors: Named) -> dict[str, Any]:
-        if self._rank or not (step == 0 or self._is_last(step)):
+        if not self._keeps or not (step == 0 or self._is_last(step)):
             return self._marks(tensors)
-        with TensorFile(self._tracing.folder / tensors_name(pair, step, kind)) as file:
+        with TensorFile(self._tracing.folder / f"step-{step:05d}-{kind}-{pair}-{self._rank}.safetensors") as file:
             return self._marks(_copied(tensors, file))
 
     def _marks(self, tensors: Named) -> dict[str, Any]:
@@ -175,11 +177,6 @@ class Tracer:
 
     def _write(self, kind: str, row: Mapping[str, Any]) -> None:
         self._lines.write(json.dumps({"kind": kind, **row}, allow_nan=False) + "\n")
-
-
-def tensors_name(pair: int, step: int, kind: str) -> str:
-    """The file in a trace's folder that has a step's tensors of one kind, `gradients` or `parameters`."""
-    return f"step-{step:05d}-{kind}" + (f"-{pair}" if pair else "") + ".safetensors"
 
 
 def mark(name: str, tensor: Tensor) -> dict[str, Any]:
