@@ -1,0 +1,378 @@
+"""The `pipeline` axis: each rank holds some stages of the model; microbatches go through them one behind another.
+
+Torch's pipelining runs the schedule: when which microbatch's forward or backward is computed, and what is sent. It is given the shapes that
+its stages exchange: its own way to learn them computes every part and the loss once more, and hangs where a part fails on one rank. Ours
+is: the loss belongs to the last stage's forward, with a scale of its own for each microbatch; microbatches of different shapes share a
+schedule; each part draws from its own random stream; and where a forward fails, the schedule runs to its end, and every rank raises.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
+from torch.utils._pytree import tree_leaves
+
+from lockstep import errors
+from lockstep.comm.group import World
+from lockstep.errors import LockstepError, UserError
+from lockstep.parallel.boundary import Boundary, arrive, leave
+from lockstep.parallel.slots import Number
+from lockstep.parallel.stages import Stages, calls
+from lockstep.parallel.streams import Streams
+
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
+ONE_STAGE_A_RANK: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+SEVERAL: dict[str, Any] = {"interleaved": ScheduleInterleaved1F1B, "zero-bubble": ScheduleInterleavedZeroBubble}
+PER_RANK: dict[str, int] = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 1}
+"""Stages that a schedule puts on each rank."""
+FAILED = -1
+
+
+class StageFailed(LockstepError):
+    """A stage's forward failed on another rank, not by a mistake of the user's that has an error of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """What becomes of the model's output for one microbatch. The gradient of `seed * total` belongs to it."""
+
+    total: Tensor
+    """Scalar with a gradient."""
+    seed: Tensor
+    """Scalar: its scale."""
+    record: Sequence[Number]
+    """Numbers that every rank is told: the loss's value, its weight."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One microbatch. Each rank has all of its own data rank's, in the same order; what it does not call may be anything."""
+
+    position: tuple[int, ...]
+    """Where its random streams start, see `Streams.start`."""
+    inputs: Callable[[], Any]
+    """What the first part is called with: a tuple of arguments, a dict of keywords, or one tensor. Called twice, on the first rank."""
+    score: Callable[[Any], Any]
+    """(the last part's output) -> `Scored`; anything where only the forward is computed. Called on the last rank."""
+
+
+class Pipeline:
+    """The stages of one model on one rank. Every rank of the pipeline makes one, and makes the same calls on it.
+
+    `model`: this rank's parts have their values. `pipeline`: the ranks of the axis. `around`: entered around each stage's forward with
+    the place of the stage among this rank's: autocast, and whoever watches forwards.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        stages: Stages,
+        pipeline: World,
+        streams: Streams,
+        *,
+        schedule: Schedule,
+        around: Callable[[int], AbstractContextManager[Any]] = lambda _: nullcontext(),
+    ) -> None:
+        self.stages = stages
+        self.world = pipeline
+        self.schedule = schedule
+        self._streams = streams
+        self._around = around
+        self._group = pipeline.group or dist.group.WORLD
+        self._mine = list(stages.on_rank(pipeline.rank))
+        self._parts = {stage: [model.get_submodule(stages.parts[place]) for place in stages.cuts[stage]] for stage in self._mine}
+        self._model = model
+        self._boundaries: dict[tuple[int, bool], list[Boundary]] = {}
+        """By what the inputs look like, and whether there is a backward: what each stage but the last hands on."""
+        self._built: dict[Any, tuple[Any, list[_Stage]]] = {}
+        self._items: Sequence[Item] = ()
+        self._routes: list[list[Boundary]] = []
+        self._results: dict[int, Any] = {}
+        self._failure: Exception | None = None
+
+    @property
+    def last_rank(self) -> int:
+        """Which rank of the pipeline has the model's output."""
+        return (len(self.stages.cuts) - 1) % self.stages.ranks
+
+    def run(self, items: Sequence[Item], columns: int = 1) -> Tensor:
+        """Forward and backward of all microbatches: adds the gradient of Σ seed * total to this rank's parameters' `.grad`.
+
+        Returns every microbatch's `Scored.record`, of `columns` numbers each: shape (items, columns), float64, the same on every rank.
+        A failed forward raises on every rank, with the gradients then of no use.
+        """
+        self._pass(items, backward=True)
+        flat = torch.zeros(len(items) * columns + 1, dtype=torch.float64, device=self.world.device)
+        if self._failure is not None:
+            flat[-1] = 1.0
+        elif self.world.rank == self.last_rank:
+            numbers = [number for place in range(len(items)) for number in self._results[place].record]
+            flat[:-1] = torch.stack([torch.as_tensor(number, dtype=torch.float64, device=flat.device) for number in numbers])
+        dist.all_reduce(flat, group=self._group)
+        if flat[-1]:
+            self._raise()
+        self._results = {}
+        return flat[:-1].view(len(items), columns)
+
+    @torch.no_grad()
+    def forward(self, items: Sequence[Item]) -> list[Any]:
+        """The forward alone. Returns what each item's `score` returned on the last rank, nothing on the others.
+
+        All microbatches' boundaries are in memory together: hand in some at a time.
+        """
+        self._pass(items, backward=False)
+        failed = torch.tensor([float(self._failure is not None)], device=self.world.device)
+        dist.all_reduce(failed, group=self._group)
+        if failed:
+            self._raise()
+        results, self._results = self._results, {}
+        return [results[place] for place in range(len(items))] if self.world.rank == self.last_rank else []
+
+    def _pass(self, items: Sequence[Item], *, backward: bool) -> None:
+        self._items, self._results, self._failure = items, {}, None
+        kinds = self._signatures()
+        for place, kind in enumerate(kinds):
+            if (kind, backward) not in self._boundaries:
+                self._boundaries[kind, backward] = self._learned(items[place], backward)
+        self._routes = [self._boundaries[kind, backward] for kind in kinds]
+        start = 0
+        for stop in range(1, len(items) + 1):
+            if stop == len(items) or _kinds(self._routes[stop]) != _kinds(self._routes[start]):
+                for first, end, schedule in calls(stop - start, self.stages, self.schedule):
+                    self._call(start + first, start + end, schedule, backward)
+                start = stop
+        self._items = ()
+
+    def _call(self, start: int, stop: int, schedule: str, backward: bool) -> None:
+        key = stop - start, schedule, _kinds(self._routes[start]), backward
+        if key not in self._built:
+            self._built[key] = self._build(stop - start, schedule, self._routes[start], backward)
+        run, stages = self._built[key]
+        for stage in stages:
+            stage.routes = self._routes[start:stop]
+        places = torch.arange(start, stop)
+        run.step(place=places, target=places if backward else None, return_outputs=False)
+        for stage in stages:
+            stage.release()
+
+    def _build(self, count: int, schedule: str, route: list[Boundary], backward: bool) -> tuple[Any, list[_Stage]]:
+        loss = (lambda output, _: output) if backward else None
+        last = len(self.stages.cuts) - 1
+        made = []
+        for local, stage in enumerate(self._mine):
+            made.append(
+                _Stage(
+                    _Forward(self._parts[stage], _bound(self._forward, stage, local)),
+                    stage,
+                    len(self.stages.cuts),
+                    self.world.device,
+                    input_args=route[stage - 1].tensors("meta") if stage else (),
+                    output_args=route[stage].tensors("meta") if stage < last else torch.empty((), device="meta", requires_grad=backward),
+                    group=self._group,
+                )
+            )
+        if schedule in ONE_STAGE_A_RANK:
+            if not backward:
+                schedule = "gpipe"
+            return ONE_STAGE_A_RANK[schedule](made[0], count, loss, scale_grads=False), made
+        return SEVERAL[schedule](made, count, loss, scale_grads=False), made
+
+    def _forward(self, stage: int, local: int, place: int, received: tuple[Tensor, ...]) -> Any:
+        """A stage's forward of microbatch `place`, as torch's schedule calls it. Fails on no rank, so that no other rank waits for it."""
+        try:
+            return self._computed(stage, local, place, received)
+        except Exception as error:
+            self._failure = self._failure or error
+            return self._stand_in(stage, place, received)
+
+    def _computed(self, stage: int, local: int, place: int, received: tuple[Tensor, ...]) -> Any:
+        item, route = self._items[place], self._routes[place]
+        with self._around(local):
+            value = self._through(stage, item, received, route)
+            if stage < len(route):
+                route[stage].check(value, self._name(stage))
+                return leave(value)
+            scored = item.score(value)
+            self._results[place] = scored
+            return scored.total * scored.seed if torch.is_grad_enabled() else torch.zeros((), device=self.world.device)
+
+    def _through(self, stage: int, item: Item, received: tuple[Tensor, ...], route: Sequence[Boundary]) -> Any:
+        """The output of the stage's last part."""
+        parts = self._parts[stage]
+        self._streams.start(item.position, self.stages.cuts[stage].start)
+        if stage == 0:
+            inputs = item.inputs()
+            value = parts[0](**inputs) if isinstance(inputs, dict) else parts[0](*inputs) if isinstance(inputs, tuple) else parts[0](inputs)
+            parts = parts[1:]
+        else:
+            arrived = arrive(received)
+            value = arrived[0] if route[stage - 1].single else arrived
+        for part in parts:
+            value = part(value)
+        return value
+
+    def _stand_in(self, stage: int, place: int, received: tuple[Tensor, ...]) -> Any:
+        """Zeros in the place of a failed forward's output, whose gradient is zeros too."""
+        link = sum((tensor.sum() * 0 for tensor in received if tensor.requires_grad), start=torch.zeros((), device=self.world.device))
+        route = self._routes[place]
+        if stage == len(route):
+            return link if link.requires_grad or not torch.is_grad_enabled() else link.requires_grad_()
+        outputs = []
+        for tensor in route[stage].tensors(self.world.device):
+            zeros = torch.zeros_like(tensor)
+            if tensor.requires_grad:
+                zeros = zeros + link.to(zeros.dtype) if link.requires_grad else zeros.requires_grad_()
+            outputs.append(zeros)
+        return tuple(outputs)
+
+    def _signatures(self) -> list[int]:
+        """A number for what each microbatch's inputs look like, from the first rank."""
+        numbers = torch.zeros(len(self._items), dtype=torch.int64, device=self.world.device)
+        if self.world.rank == 0:
+            try:
+                numbers = torch.tensor([self._signature(item) for item in self._items], dtype=torch.int64, device=self.world.device)
+            except Exception as error:
+                self._failure = error
+                numbers.fill_(FAILED)
+        dist.broadcast(numbers, group=self._group, group_src=0)
+        found: list[int] = numbers.tolist()
+        if FAILED in found:
+            self._raise()
+        return found
+
+    def _signature(self, item: Item) -> int:
+        self._streams.start(item.position)
+        leaves = tree_leaves(item.inputs())
+        looks = [(list(leaf.shape), str(leaf.dtype)) if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves]
+        text = f"{looks} {self._model.training}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
+
+    def _learned(self, item: Item, backward: bool) -> list[Boundary]:
+        """What each stage but the last hands on for microbatches like this one, by computing them one after another. Every rank."""
+        route: list[Boundary] = []
+        value: tuple[Tensor, ...] = ()
+        for stage in range(len(self.stages.cuts) - 1):
+            said = None
+            if stage in self._mine:
+                local = self._mine.index(stage)
+                try:
+                    with self._around(local), _buffers_as_they_were(self._parts[stage]), torch.set_grad_enabled(backward):
+                        output = self._through(stage, item, value, route)
+                    said = Boundary.of(output, self._name(stage)).say()
+                    value = tuple(tensor.detach() for tensor in leave(output))
+                except Exception as error:
+                    self._failure = error
+            said = self.world.gather_values(said)[stage % self.stages.ranks]
+            if said is None:
+                self._raise()
+            route.append(Boundary.read(said))
+            value = self._handed_on(stage, value, route[-1])
+        return route
+
+    def _handed_on(self, stage: int, value: tuple[Tensor, ...], boundary: Boundary) -> tuple[Tensor, ...]:
+        source, target = stage % self.stages.ranks, (stage + 1) % self.stages.ranks
+        if source == target or self.world.rank not in (source, target):
+            return value
+        if self.world.rank == source:
+            for tensor in value:
+                dist.send(tensor, group=self._group, group_dst=target)
+            return ()
+        value = boundary.tensors(self.world.device)
+        for tensor in value:
+            dist.recv(tensor.detach(), group=self._group, group_src=source)
+        return value
+
+    def _name(self, stage: int) -> str:
+        return self.stages.parts[self.stages.cuts[stage].stop - 1]
+
+    def _raise(self) -> None:
+        """Raise what failed on any rank: there as it is, elsewhere with its text. Every rank."""
+        mine, self._failure, self._items, self._results = self._failure, None, (), {}
+        everyone = self.world.gather_values(None if mine is None else [type(mine).__name__, str(mine)])
+        if mine is not None:
+            raise mine
+        rank, (name, text) = next((rank, said) for rank, said in enumerate(everyone) if said is not None)
+        kind = getattr(errors, name, None)
+        if isinstance(kind, type) and issubclass(kind, UserError):
+            raise kind(text)
+        raise StageFailed(f"rank {rank} of the pipeline failed in its forward: {name}: {text}")
+
+
+class _Stage(PipelineStage):
+    """Torch's, for microbatches of different shapes, without tensors that it no longer needs."""
+
+    routes: Sequence[Sequence[Boundary]]
+    """Of each microbatch in the call, what the stages hand on."""
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        if not self.is_first:
+            self._renew(self.args_recv_info[fwd_chunk_id], self.routes[fwd_chunk_id][self.stage_index - 1])
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if self.has_backward and not self.is_last:
+            self._renew(self.grad_recv_info[bwd_chunk_id], self.routes[bwd_chunk_id][self.stage_index])
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def release(self) -> None:
+        """Let go of what the last call received and computed."""
+        self.clear_runtime_states()
+        for received in (*self.args_recv_info.values(), *self.grad_recv_info.values()):
+            for info in received:
+                if info.buffer is not None:
+                    info.buffer = torch.empty(0, device=self.device)
+
+    def _renew(self, received: Sequence[Any], boundary: Boundary) -> None:
+        for info, tensor in zip(received, boundary.tensors(self.device), strict=True):
+            if info.buffer is not None:
+                info.buffer = tensor.detach()
+
+
+class _Forward(nn.Module):
+    """A stage's forward, and the parameters that it uses."""
+
+    def __init__(self, parts: Sequence[nn.Module], compute: Callable[[int, tuple[Tensor, ...]], Any]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+        self.compute = compute
+
+    def forward(self, *received: Tensor, place: Tensor) -> Any:
+        return self.compute(int(place), received)
+
+
+def _bound(forward: Callable[[int, int, int, tuple[Tensor, ...]], Any], stage: int, local: int) -> Callable[[int, tuple[Tensor, ...]], Any]:
+    return lambda place, received: forward(stage, local, place, received)
+
+
+def _kinds(route: Sequence[Boundary]) -> tuple[Any, ...]:
+    return tuple(boundary.kind for boundary in route)
+
+
+class _buffers_as_they_were:
+    """Within it, forwards leave no trace in the buffers of `parts`."""
+
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
+        self._kept = [(buffer, buffer._version, buffer.clone()) for part in parts for buffer in part.buffers()]
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        with torch.no_grad():
+            for buffer, version, value in self._kept:
+                if buffer._version != version:
+                    buffer.copy_(value)

@@ -1,0 +1,83 @@
+"""Each part of a model draws its random numbers from a stream of its own, so that its dropout does not depend on who computes it (law 2).
+
+[Note: streams] A part's stream begins when the part before it ends, not when it starts itself. So where `torch.utils.checkpoint` wraps a
+part, however it does, the state that it keeps and puts back for the recomputation is that of the part's own stream: a recomputation
+draws what the forward drew, also where other microbatches' forwards lie between the two, as in a pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.keys import key
+
+DRAWING = (
+    nn.modules.dropout._DropoutNd,
+    nn.RReLU,
+    nn.RNNBase,
+    nn.MultiheadAttention,
+    nn.Transformer,
+    nn.TransformerEncoderLayer,
+    nn.TransformerDecoderLayer,
+    nn.FractionalMaxPool2d,
+    nn.FractionalMaxPool3d,
+)
+"""Of torch's own modules, those that may draw random numbers in their forward."""
+
+
+class Streams:
+    """The streams of one model's parts, under every plan: with one process they are what makes a pipeline's masks the same.
+
+    For each microbatch `start`, then the forward. The first part draws from `key(*position)`, part i from `key(*position, i, n)` in the
+    model's n-th forward of this microbatch, and what comes after the last of P parts (the loss) from `key(*position, P, n)`.
+    """
+
+    def __init__(self, model: nn.Module, parts: Sequence[str], begin: Callable[[int], None]) -> None:
+        """`parts`: as `stages.parts_of` found them. `begin`: starts the default generators from a key, `seed_generators` say."""
+        self._begin = begin
+        self._position: tuple[int, ...] | None = None
+        modules = [model.get_submodule(name) for name in parts]
+        # What cannot draw needs no stream; the loss may always.
+        self._needed = [*(_may_draw(module) for module in modules), True]
+        self._places: dict[int, list[int]] = {}
+        self._calls: dict[int, int] = {}
+        for place, module in enumerate(modules):
+            self._places.setdefault(id(module), []).append(place)
+        once = {id(module): module for module in modules}
+        self._handles = [module.register_forward_hook(self._ended) for module in once.values()]
+
+    def start(self, position: tuple[int, ...], part: int = 0) -> None:
+        """Begin the stream of `part` in the first forward of a microbatch. A pipeline's stage calls it with its first part."""
+        self._position = position
+        self._calls.clear()
+        self._begin(key(*position) if part == 0 else key(*position, part, 0))
+
+    def stop(self) -> None:
+        """For forwards that are no microbatch's: leave the generators alone until the next `start`."""
+        self._position = None
+
+    def close(self) -> None:
+        """Take the hooks off the model."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _ended(self, module: nn.Module, _: Any, __: Any) -> None:
+        if self._position is None or torch._C._current_graph_task_id() != -1:  # a recomputation, in the midst of a backward
+            return
+        places = self._places[id(module)]
+        calls = self._calls.get(id(module), 0)
+        self._calls[id(module)] = calls + 1
+        following = places[calls % len(places)] + 1
+        if self._needed[following]:
+            self._begin(key(*self._position, following, calls // len(places)))
+
+
+def _may_draw(part: nn.Module) -> bool:
+    return any(
+        not type(module).__module__.startswith("torch.nn.modules.") or isinstance(module, DRAWING) or "forward" in module.__dict__
+        for module in part.modules()
+    )

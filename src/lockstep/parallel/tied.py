@@ -1,0 +1,68 @@
+"""Parameters that stages on several ranks hold: their gradients are summed over those ranks, and counted on one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.comm.group import World
+from lockstep.parallel.stages import Tied
+
+
+class TiedGradients:
+    """The tied parameters of one model on one rank of a pipeline. `pipeline`: its ranks, of which this is one."""
+
+    def __init__(self, model: nn.Module, tied: Sequence[Tied], pipeline: World) -> None:
+        """`model`: as `stages.keep_only` left it."""
+        parameters = dict(model.named_parameters())
+        self._pipeline = pipeline
+        self._mine = [(parameters[each.name], each.ranks) for each in tied if pipeline.rank in each.ranks]
+        self._elsewhere = {id(parameter) for parameter, ranks in self._mine if ranks[0] != pipeline.rank}
+
+    def counts(self, parameter: nn.Parameter) -> bool:
+        """Whether this rank counts the parameter: in the gradient's norm, in the number of parameters, in a checkpoint."""
+        return id(parameter) not in self._elsewhere
+
+    def sum(self) -> None:
+        """Make each tied `.grad` the sum over the stages that hold it, with the same bits on each; None where no stage used it.
+
+        Every rank of the pipeline calls it, once a step, after the last backward and before clipping.
+        """
+        for parameter, ranks in self._mine:
+            if not parameter.requires_grad:
+                continue
+            gradient = None if parameter.grad is None else _local(parameter.grad)
+            place = _local(parameter.detach())
+            mine = torch.zeros(place.numel() + 1, dtype=place.dtype, device=place.device)
+            if gradient is not None:
+                mine[:-1] = gradient.reshape(-1)
+                mine[-1] = 1.0
+            self._sum(mine, ranks)
+            if not mine[-1]:
+                continue
+            if gradient is None:
+                parameter.grad = torch.zeros_like(parameter)
+                gradient = _local(parameter.grad)
+            gradient.copy_(mine[:-1].view_as(gradient))
+
+    def _sum(self, mine: Tensor, ranks: Sequence[int]) -> None:
+        """The first of `ranks` adds in their order, and tells the others."""
+        group = self._pipeline.group or dist.group.WORLD
+        if self._pipeline.rank != ranks[0]:
+            dist.send(mine, group=group, group_dst=ranks[0])
+            dist.recv(mine, group=group, group_src=ranks[0])
+            return
+        other = torch.empty_like(mine)
+        for rank in ranks[1:]:
+            dist.recv(other, group=group, group_src=rank)
+            mine += other
+        for rank in ranks[1:]:
+            dist.send(mine, group=group, group_dst=rank)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local
