@@ -110,6 +110,18 @@ def test_a_right_engine_passes(right: Any, tmp_path: Path, ranks: int) -> None:
     assert comparison.remarks == []
 
 
+class RoundedOtherwise(Engine):
+    """What nearly cancels, as the gradient of a bias before BatchNorm, is nothing but rounding: a plan may round it otherwise."""
+
+    def reduce(self, step: int, locals_: list[Any]) -> list[Any]:
+        return [{**part, "first.bias": part["first.bias"] * 0.5} for part in super().reduce(step, locals_)]
+
+
+def test_a_gradient_of_nothing_but_rounding_is_no_fault(right: Any, tmp_path: Path) -> None:
+    comparison, _ = verified(right, RoundedOtherwise(tmp_path / "plan", ranks=2).run())
+    assert comparison.findings == []
+
+
 class Momentum(Engine):
     """Without clipping, and with an optimizer in which the gradient's size counts."""
 
