@@ -251,6 +251,51 @@ def test_the_loss_is_the_sum_of_all_terms_even_where_one_is_called_loss(pool: Wo
         assert metrics["loss"] == pytest.approx(3 * metrics["loss/loss"])
 
 
+def in_turn(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    """The order of the terms differs between microbatches."""
+    loss = squared_error(model, batch)
+    named = {"a": loss, "b": 3 * loss}
+    return dict(reversed(named.items())) if int(batch[0][0]) % 8 else named
+
+
+def now_and_then(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    named = in_turn(model, batch)
+    if not model.training and int(batch[0][0]) >= 4:
+        del named["b"]
+    return named
+
+
+def one_or_several(model: nn.Module, batch: Batch) -> Any:
+    return squared_error(model, batch) if model.training or int(batch[0][0]) < 4 else in_turn(model, batch)
+
+
+def measure_terms(run_dir: str, loss: Any) -> dict[str, float] | str:
+    evaluation = ls.Evaluation(data=rows(14), metrics={"index": ls.Mean(first)})
+    try:
+        return ls.train(recipe(loss=loss, evaluation=evaluation), run_dir=run_dir).metrics
+    except LossError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_terms_are_told_apart_by_name_whatever_their_order(pool: WorkerPool, tmp_path: Path, world_size: int) -> None:
+    for metrics in pool.run(world_size, measure_terms, str(tmp_path / "run"), in_turn):
+        assert metrics["loss/b"] == pytest.approx(3 * metrics["loss/a"], rel=1e-5)
+        assert metrics["index"] == 6.5
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize(("loss", "terms", "before"), [(now_and_then, ["a"], ["a", "b"]), (one_or_several, ["b", "a"], ["loss"])])
+def test_other_terms_in_another_microbatch_are_refused_on_all_ranks(
+    pool: WorkerPool, tmp_path: Path, world_size: int, loss: Any, terms: list[str], before: list[str]
+) -> None:
+    for text in pool.run(world_size, measure_terms, str(tmp_path / "run"), loss):
+        assert text == (
+            f"evaluation, microbatch 1: the loss has terms {terms} and had {before} before; it must have the same terms for every "
+            "microbatch: give one that does not apply as a zero, (output * 0).sum()"
+        )
+
+
 def a_row_too_many(model: nn.Module, batch: Batch) -> tuple[Tensor]:
     return (torch.zeros(len(batch[0]) + 1),)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,13 +17,13 @@ from lockstep.comm.mesh import Mesh
 from lockstep.data.device import to_device
 from lockstep.data.generators import seed_generators
 from lockstep.data.loader import Loader, Span
-from lockstep.errors import DataError
+from lockstep.errors import DataError, LossError
 from lockstep.keys import Stream, key
 from lockstep.recipe import Evaluation, Gathered, Mean, Recipe
 from lockstep.training.loss import SINGLE, measured, weights_of
 
-Row = list[float]
-"""One microbatch's (total, weight) of each loss term and each metric that adds up, flat."""
+Row = dict[str, tuple[float, float]]
+"""One microbatch's (total, weight) of each loss term and each metric that adds up."""
 
 
 def output_of(recipe: Recipe, model: nn.Module, batch: Any) -> Any:
@@ -70,8 +71,7 @@ class Evaluator:
             Span(step=0, index=index, start=cuts[index][0], stop=cuts[index][1], counts=counts)
             for index, counts in self.mesh.deal.rounds(len(cuts), self.mesh.data.rank)
         ]
-        names: list[str] = []
-        rows: list[Row] = []
+        rows: dict[int, Row] = {}
         collected: dict[str, list[tuple[Tensor, ...]]] = {name: [] for name in self._metrics(Gathered)}
         for item in self.loader.fetch(spans):
             weights = None if self.recipe.weight is None else weights_of(self.recipe.weight(item.batch))
@@ -88,9 +88,8 @@ class Evaluator:
                 continue
             for name, part in parts.items():
                 collected[name].append(part)
-            names = list(sums)
-            rows.append([number for pair in sums.values() for number in pair])
-        return {**self._added_up(names, rows, cuts), **self._gathered(collected, cuts)}
+            rows[item.index] = sums
+        return {**self._added_up(rows, cuts), **self._gathered(collected, cuts)}
 
     def _microbatch(self) -> int | None:
         return self.evaluation.microbatch or self.recipe.microbatch or self.recipe.global_batch
@@ -98,15 +97,33 @@ class Evaluator:
     def _metrics(self, kind: type[Any]) -> dict[str, Any]:
         return {name: metric for name, metric in self.evaluation.metrics.items() if isinstance(metric, kind)}
 
-    def _added_up(self, names: list[str], rows: list[Row], cuts: list[tuple[int, int]]) -> dict[str, float]:
-        names = next(found for found in self.mesh.data.gather_values(names or None) if found is not None)
-        mine = torch.tensor(rows, dtype=torch.float64).reshape(len(rows), 2 * len(names))
+    def _added_up(self, rows: dict[int, Row], cuts: list[tuple[int, int]]) -> dict[str, float]:
+        names = self._names(rows)
+        numbers = [[number for name in names for number in row[name]] for row in rows.values()]
+        mine = torch.tensor(numbers, dtype=torch.float64).reshape(len(rows), 2 * len(names))
         columns = self.mesh.in_order(mine, len(cuts)).T.tolist()
         totals = [exact_sum(column) for column in columns]
         means = {name: totals[2 * i] / totals[2 * i + 1] if totals[2 * i + 1] else float("nan") for i, name in enumerate(names)}
         if SINGLE not in means:
             means = {SINGLE: sum(value for name, value in means.items() if name not in self.evaluation.metrics), **means}
         return means
+
+    def _names(self, rows: dict[int, Row]) -> list[str]:
+        """What every microbatch has measured, as the first one names it. Every rank calls it. Raises `LossError` where they differ."""
+        firsts: dict[frozenset[str], tuple[int, list[str]]] = {}
+        for index, row in rows.items():
+            firsts.setdefault(frozenset(row), (index, list(row)))
+        (_, names), *others = sorted(chain.from_iterable(self.mesh.data.gather_values(list(firsts.values()))))
+        for index, found in others:
+            if set(found) != set(names):
+                terms, before = (
+                    [name.removeprefix(f"{SINGLE}/") for name in each if name not in self.evaluation.metrics] for each in (found, names)
+                )
+                raise LossError(
+                    f"evaluation, microbatch {index}: the loss has terms {terms} and had {before} before; it must have the same terms for "
+                    "every microbatch: give one that does not apply as a zero, (output * 0).sum()"
+                )
+        return list(names)
 
     def _gathered(self, collected: dict[str, list[tuple[Tensor, ...]]], cuts: list[tuple[int, int]]) -> dict[str, float]:
         sizes = [stop - start for start, stop in cuts]
