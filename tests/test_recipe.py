@@ -85,6 +85,16 @@ class Shapeless:
             {"metrics": {"loss": ls.Mean(nothing)}},
             "Evaluation.metrics has a metric named 'loss'; that name is the recipe's own",
         ),
+        (
+            evaluation,
+            {"metrics": {"loss/a": ls.Mean(nothing)}},
+            "Evaluation.metrics has a metric named 'loss/a'; that name is the recipe's own loss, or a term of it; choose another",
+        ),
+        (
+            evaluation,
+            {"metrics": {3: ls.Mean(nothing)}},
+            "Evaluation.metrics has a metric named 3 (a int); a name is text; name it '3'",
+        ),
     ],
 )
 def test_a_recipe_that_contradicts_itself_is_refused_when_it_is_made(

@@ -76,8 +76,12 @@ class Evaluation:
                     f"Evaluation.metrics[{name!r}] is {_kind(metric)}; a metric is ls.Mean(values) where it adds up over samples "
                     "(accuracy), or ls.Gathered(collect, compute) where it does not (AUC, F1)"
                 )
-            if name == "loss":
-                raise RecipeError("Evaluation.metrics has a metric named 'loss'; that name is the recipe's own loss; choose another")
+            if not isinstance(name, str):
+                raise RecipeError(f"Evaluation.metrics has a metric named {_kind(name)}; a name is text; name it {str(name)!r}")
+            if name == "loss" or name.startswith("loss/"):
+                raise RecipeError(
+                    f"Evaluation.metrics has a metric named {name!r}; that name is the recipe's own loss, or a term of it; choose another"
+                )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
