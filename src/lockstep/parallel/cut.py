@@ -121,8 +121,8 @@ class Region(TorchFunctionMode):
             return func(*args, **kwargs)
         if cut:
             raise RecipeError(
-                f"{getattr(func, '__name__', func)} of a tensor that is cut over the features and one that is cut over the sequence, or a "
-                "cut parameter; let the first go through a 'rowwise_sequence' layer before, or make that parameter's layer a module of its own"
+                f"{getattr(func, '__name__', func)} of a tensor that is cut over the features and one that is cut over the sequence, or "
+                "a cut parameter; let the first go through a 'rowwise_sequence' layer before, or call that parameter's own layer"
             )
         args, kwargs = (_mapped(self._replicated, nest) for nest in (args, kwargs))
         out = func(*args, **kwargs)
@@ -191,7 +191,7 @@ class Region(TorchFunctionMode):
         device = next(_tensors(args, kwargs)).device
         seed = int(torch.randint(SEEDS, ())) ^ (self._mesh.get_local_rank() << 40)
         with torch.random.fork_rng([device] if device.type != "cpu" else [], device_type=device.type if device.type != "cpu" else "cuda"):
-            (torch.default_generator if device.type == "cpu" else torch.cuda).manual_seed(seed)  # type: ignore[attr-defined]
+            (torch.default_generator if device.type == "cpu" else torch.cuda).manual_seed(seed)
             return func(*args, **kwargs)
 
 

@@ -168,8 +168,11 @@ def _check(model: nn.Module, name: str, style: str, size: int) -> None:
     wanted = STYLES[style].kinds
     if style == "replicated":
         return
-    if style == "sequence" and any(module.children()):
-        raise RecipeError(f"the style 'sequence' for {name!r}, a {type(module).__name__} with modules inside; name a norm or a dropout")
+    if style == "sequence" and (any(module.children()) or any(module.buffers())):
+        raise RecipeError(
+            f"the style 'sequence' for {name!r}, a {type(module).__name__} with modules or buffers inside; it is for what treats every "
+            "place of the sequence alike; name a norm or a dropout"
+        )
     if "any" not in wanted and (kind not in wanted or set(module._parameters) - {"weight", "bias"} or any(module.children())):
         raise RecipeError(
             f"the style {style!r} for {name!r}, a {type(module).__name__}; it is for {' or '.join(wanted)} layers; map the layers inside "
@@ -188,14 +191,17 @@ def _check(model: nn.Module, name: str, style: str, size: int) -> None:
         if tensor is not None and dim is not None and tensor.shape[dim] % size:
             raise RecipeError(
                 f"{name}.{parameter} of shape {tuple(tensor.shape)} with tensor={size}; the style {style!r} cuts its dim {dim}, and "
-                f"{tensor.shape[dim]} is not a multiple of {size}; choose a size that is (a vocabulary may be padded), or leave the layer whole"
+                f"{tensor.shape[dim]} is not a multiple of {size}; choose a tensor axis that divides it (a vocabulary may be padded), or "
+                "leave the layer whole"
             )
 
 
 def _check_heads(name: str, module: nn.Module, chosen: Mapping[str, str], size: int) -> None:
     """The heads are shared out whole. Where an attention says how many it has, the axis must divide them."""
     children = [
-        child for own, child in module.named_children() if chosen.get(f"{name}.{own}".lstrip(".")) == "colwise" and kind_of(child) == "linear"
+        child
+        for own, child in module.named_children()
+        if chosen.get(f"{name}.{own}".lstrip(".")) == "colwise" and kind_of(child) == "linear"
     ]
     for attribute, heads in _head_counts(module) if children else ():
         depth = getattr(module, "head_dim", None)

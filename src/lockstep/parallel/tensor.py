@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from lockstep.errors import RecipeError
 from lockstep.parallel.cut import Region, is_cut, leaving, mark_cut
-from lockstep.parallel.styles import STYLES, cut_dim, kind_of, sizes_of
+from lockstep.parallel.styles import STYLES, cut_dim, sizes_of
 
 SHAPES = re.compile(
     r"is invalid for input of size|must match|cannot be multiplied|size mismatch|split_with_sizes|not compatible|doesn't match|"
@@ -30,14 +30,16 @@ SHAPES = re.compile(
 """What torch and Python say where a size is not the one that code was written for."""
 
 
-def tensor_parallel(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str]) -> None:
+def tensor_parallel(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str], *, fill: Callable[[nn.Module], None]) -> None:
     """Cut the layers of `model` over `mesh`, one axis, in place. Every rank calls it, before the model is sharded or given an optimizer.
 
-    `styles`: from `styles_of`. Each rank keeps its part of its own values, which all ranks must have alike; parameters on the meta
-    device stay there, for `fill`. Nothing is sent. What shared a parameter before shares it afterwards.
+    `styles`: from `styles_of`. `fill`: called with a layer just before it is cut, to give it its values; a rank keeps its part of them,
+    which all ranks must have alike. Nothing is sent. What has no values then stays on the meta device, as do parameters that are not
+    cut. What shared a parameter before shares it afterwards.
     """
     ties = _ties(model)
     for name, style in styles.items():
+        fill(model.get_submodule(name))
         parallelize_module(model.get_submodule(name), mesh, _Layer(name, style), src_data_rank=None)
     for names in ties:
         _tie(model, names)
@@ -49,15 +51,6 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str
         if name in around:
             layers = [child for child in styles if child.rpartition(".")[0] == name]
             _enclose(module, name or type(model).__name__, region, layers, is_model=not name, keeps_classes=keeps_classes)
-
-
-@torch.no_grad()
-def fill(parameter: Tensor, values: Tensor) -> None:
-    """Give a parameter, cut or not, its part of the whole `values`. Nothing is sent: every rank has all of them, or makes them."""
-    if isinstance(parameter, DTensor):
-        parameter.to_local().copy_(part_of(values, parameter))
-    else:
-        parameter.copy_(values)
 
 
 def part_of(values: Tensor, like: DTensor) -> Tensor:
@@ -81,7 +74,7 @@ def settle(parameters: Sequence[Tensor]) -> None:
 def loss_context(styles: Mapping[str, str]) -> AbstractContextManager[Any]:
     """What the loss and its backward are computed in: where an output layer has the style `loss`, a cross-entropy of cut logits.
 
-    They are distributed tensors then, (..., classes) cut along the last dim, and so is the loss, whole on every rank: take its `to_local()`.
+    They are distributed tensors then, (..., classes) cut along the last dim, and so is the loss, whole on every rank: `to_local()` is it.
     """
     return loss_parallel() if "loss" in styles.values() else nullcontext()
 
@@ -95,7 +88,9 @@ class _Layer(ParallelStyle):
         self._style = STYLES[style]
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(module, device_mesh, self._cut, self._before, self._after)
+        before: Any = self._before
+        after: Any = self._after
+        return distribute_module(module, device_mesh, self._cut, before, after)
 
     def _cut(self, _: str, module: nn.Module, mesh: DeviceMesh) -> None:
         for name, parameter in list(module._parameters.items()):
@@ -130,13 +125,13 @@ class _Layer(ParallelStyle):
         if wants_cut:
             remedy = "'rowwise_split'" if given.shape[-1] == sizes_of(module)[1] else "a 'colwise' layer before it"
             raise RecipeError(
-                f"{self._name} has the style {self._style_name!r} and {sizes_of(module)[1]} inputs, of which each of {size} ranks takes its "
-                f"part, and was given {given.shape[-1]}; give it {remedy}, or leave it whole"
+                f"{self._name} has the style {self._style_name!r} and {sizes_of(module)[1]} inputs, of which each of {size} ranks takes "
+                f"its part, and was given {given.shape[-1]}; give it {remedy}, or leave it whole"
             )
         if is_cut(given):
             raise RecipeError(
-                f"{self._name} has the style {self._style_name!r}, which takes a whole input, and was given one that is cut over the tensor "
-                "axis; give it 'rowwise', or the layer before it 'colwise_gathered'"
+                f"{self._name} has the style {self._style_name!r}, which takes a whole input, and was given one that is cut over the "
+                "tensor axis; give it 'rowwise', or the layer before it 'colwise_gathered'"
             )
         return Replicate()
 
@@ -170,8 +165,8 @@ def _enclose(module: Any, name: str, region: Region, layers: Sequence[str], *, i
 def _explained(name: str, layers: Sequence[str], error: Exception) -> str:
     first_line = str(error).partition("\n")[0]
     return (
-        f"the forward of {name} failed with its layers {', '.join(layers)} cut over the tensor axis: {first_line}; between a 'colwise' and a "
-        "'rowwise' layer each rank has a part of the features, and whole heads of them, so code there must not name their full number: "
+        f"the forward of {name} failed with its layers {', '.join(layers)} cut over the tensor axis: {first_line}; between a 'colwise' and "
+        "a 'rowwise' layer each rank has a part of the features, and whole heads of them, so code there must not name their full number: "
         "write -1 for the heads, as in query.view(batch, length, -1, head_dim) and mixed.reshape(batch, length, -1); give query, key and "
         "value layers of their own, since one for all three is cut across them; or give the first layer 'colwise_gathered' and the second "
         "'rowwise_split', which leave what lies between whole"
@@ -193,10 +188,3 @@ def _tie(model: nn.Module, names: Sequence[str]) -> None:
     for name in names:
         owner, _, attribute = name.rpartition(".")
         model.get_submodule(owner).register_parameter(attribute, one)
-
-
-def gathered_layers(model: nn.Module) -> Iterator[str]:
-    """For a report: the names of the linear layers that are whole on every rank."""
-    for name, module in model.named_modules():
-        if kind_of(module) == "linear" and not isinstance(module.weight, DTensor):
-            yield name

@@ -1,0 +1,268 @@
+"""The `tensor` axis computes what one process computes: outputs, gradients, norms, updates, dropout masks."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from parallel.cut_models import GATHERED, LAYERS, SEQUENCE, TIED, WIDTH, WORDS, Attention, FullCount, Fused, Model
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+from lockstep.comm.group import join
+from lockstep.comm.mesh import Mesh, whole
+from lockstep.errors import RecipeError
+from lockstep.parallel.build import build
+from lockstep.parallel.layout import Built
+from lockstep.parallel.parts import Parts
+from lockstep.parallel.shard import Shards, shard
+from lockstep.parallel.styles import styles_of
+from lockstep.parallel.tensor import loss_context, tensor_parallel
+from lockstep.parallel.updates import separate_meshes
+from lockstep.precision import clip
+from lockstep.testing.pool import WorkerPool
+
+MICROBATCHES = 3
+SUBJECTS: dict[str, tuple[dict[str, Any], Mapping[str, str]]] = {
+    "a tied output layer": ({}, TIED),
+    "a tie in a function": ({"functional_tie": True}, {**LAYERS, "words": "embedding"}),
+    "cut along the sequence": ({}, SEQUENCE),
+    "logits cut for the loss": ({}, {**SEQUENCE, "head": "loss"}),
+    "a fused layer, gathered": ({"attention": Fused}, GATHERED),
+    "dropout": ({"dropout": 0.2}, TIED),
+    "dropout, cut along the sequence": ({"dropout": 0.2}, SEQUENCE),
+}
+Found = dict[str, Any]
+
+
+def built(subject: str, dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(7)
+    return Model(**SUBJECTS[subject][0]).to(dtype)
+
+
+def keep(_: nn.Module) -> None:
+    """The values are there already."""
+
+
+def text(microbatch: int) -> Tensor:
+    """Microbatches of 2, 1 and 2 sequences; of 7 words, which no axis divides."""
+    return torch.randint(WORDS, (2 - microbatch % 2, 7), generator=torch.Generator().manual_seed(microbatch))
+
+
+def total(model: nn.Module, microbatch: int) -> Tensor:
+    """A sum over tokens, under this microbatch's own generator."""
+    words = text(microbatch)
+    torch.default_generator.manual_seed(100 + microbatch)
+    loss = F.cross_entropy(model(words).flatten(0, 1), words.roll(1).flatten(), reduction="sum")
+    return loss.to_local() if isinstance(loss, DTensor) else loss
+
+
+def mesh_of(**sizes: int) -> Mesh:
+    numbers = {name: int(os.environ[name.upper()]) for name in ("rank", "local_rank")}
+    world = join(size=int(os.environ["WORLD_SIZE"]), local_size=int(os.environ["LOCAL_WORLD_SIZE"]), **numbers)
+    return Mesh.of(world, SimpleNamespace(**{"pipeline": 1, "replicate": 1, "shard": 1, "tensor": 1, **sizes}))  # type: ignore[arg-type]
+
+
+def norm_of(gradients: list[Tensor], mesh: Mesh) -> float:
+    """The global norm, each number of each gradient counted once: by the ranks with rank 0 on every axis along which it is not cut."""
+    squares = torch.zeros((), dtype=torch.float64)
+    for gradient in gradients:
+        cut = {}
+        if isinstance(gradient, DTensor):
+            names = gradient.device_mesh.mesh_dim_names or ()
+            cut = {name: not placement.is_replicate() for name, placement in zip(names, gradient.placements, strict=True)}
+        if all(cut.get(axis, False) or mesh.axis(axis).rank == 0 for axis in ("shard", "tensor")):
+            held = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            squares += held.double().square().sum()
+    for axis in ("shard", "tensor"):
+        if mesh.axis(axis).size > 1:
+            dist.all_reduce(squares, group=mesh.axis(axis).group)
+    return math.sqrt(squares)
+
+
+def one_step(subject: str, dtype: torch.dtype, sizes: dict[str, int]) -> Found:
+    """A step on a mesh. Returns the whole gradients, their norm, the whole parameters after the update, and what this rank held."""
+    mesh = mesh_of(**sizes)
+    model = built(subject, dtype)
+    assert mesh.torch_mesh is not None
+    styles = styles_of(model, SUBJECTS[subject][1], sizes["tensor"])
+    tensor_parallel(model, mesh.torch_mesh["tensor"], styles, fill=keep)
+    if sizes.get("shard", 1) > 1:
+        shard(model, mesh, [f"blocks.{place}" for place in range(2)], free_after_forward=True, fill=keep)
+    parameters = list(model.parameters())
+    engine: Any = (
+        Shards(model, parameters, mesh, bitwise=False, max_microbatches=MICROBATCHES)
+        if sizes.get("shard", 1) > 1
+        else Parts(parameters, mesh, max_microbatches=MICROBATCHES)
+    )
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2, foreach=True)
+    separate_meshes(optimizer)
+    engine.begin(MICROBATCHES)
+    share = list(mesh.deal.share(MICROBATCHES, mesh.data.rank))
+    rounds = -(-MICROBATCHES // mesh.deal.ranks) if sizes.get("shard", 1) > 1 else len(share)
+    values = []
+    for turn in range(rounds):
+        counts = turn < len(share)
+        with loss_context(styles):
+            loss = total(model, share[turn] if counts else 0)
+            engine.backward(loss, torch.ones((), dtype=dtype), only_these=False, counts=counts)
+        values += [loss.detach()] if counts else []
+    told = engine.finish(values, None, flag=False)
+    gradients = [parameter.grad for parameter in parameters]
+    norm = norm_of(gradients, mesh)
+    found: Found = {"loss": torch.as_tensor(told.values, dtype=torch.float64).sum().item(), "norm": norm}
+    found["gradients"] = {name: whole(parameter.grad).clone() for name, parameter in model.named_parameters()}
+    clip(gradients, norm, norm / 2)
+    optimizer.step()
+    found["parameters"] = {name: whole(parameter.detach()).clone() for name, parameter in model.named_parameters()}
+    found["held"] = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in parameters)
+    engine.close()
+    return found
+
+
+@cache
+def by_hand(subject: str, dtype: torch.dtype) -> Found:
+    model = built(subject, dtype)
+    loss = sum(total(model, microbatch) for microbatch in range(MICROBATCHES))
+    assert isinstance(loss, Tensor)
+    loss.backward()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    norm = torch.cat([gradient.reshape(-1) for gradient in gradients.values()]).norm().item()
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(0.5)
+    optimizer.step()
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    return {"loss": loss.item(), "norm": norm, "gradients": gradients, "parameters": parameters}
+
+
+def flat(tensors: Mapping[str, Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1).double() for tensor in tensors.values()])
+
+
+def check(found: Found, subject: str, dtype: torch.dtype) -> None:
+    exact, own = by_hand(subject, torch.float64), by_hand(subject, dtype)
+    assert list(found["gradients"]) == list(exact["gradients"])
+    truth = flat(exact["gradients"])
+    error, own_error = ((flat(one["gradients"]) - truth).norm() / truth.norm() for one in (found, own))
+    least = torch.finfo(dtype).eps
+    assert error <= max(8 * own_error, 8 * least), f"{error:.2e} and {own_error:.2e}"
+    assert found["loss"] == pytest.approx(exact["loss"], rel=64 * least)
+    assert found["norm"] == pytest.approx(exact["norm"], rel=64 * least)
+    if dtype is torch.float64:  # AdamW's first update is a sign, which rounding of a gradient near zero turns
+        torch.testing.assert_close(flat(found["parameters"]), flat(exact["parameters"]), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_two_ranks_take_the_step_of_one(pool: WorkerPool, subject: str) -> None:
+    ranks = pool.run(2, one_step, subject, torch.float64, {"tensor": 2})
+    whole_size = sum(parameter.numel() for parameter in built(subject, torch.float32).parameters())
+    for found in ranks:
+        check(found, subject, torch.float64)
+        assert found["held"] < 0.65 * whole_size
+    assert all(torch.equal(ranks[0][kind][name], ranks[1][kind][name]) for kind in ("gradients", "parameters") for name in ranks[0][kind])
+
+
+@pytest.mark.parametrize("sizes", [{"replicate": 2, "tensor": 2}, {"shard": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize("subject", ["a tied output layer", "cut along the sequence", "dropout"])
+def test_with_a_data_axis(pool: WorkerPool, subject: str, sizes: dict[str, int]) -> None:
+    for found in pool.run(4, one_step, subject, torch.float64, sizes):
+        check(found, subject, torch.float64)
+
+
+@pytest.mark.parametrize("sizes", [{"tensor": 4}, {"replicate": 2, "tensor": 2}, {"shard": 2, "tensor": 2}], ids=str)
+def test_in_float32_the_error_is_float32s_own(pool: WorkerPool, sizes: dict[str, int]) -> None:
+    for found in pool.run(4, one_step, "a tied output layer", torch.float32, sizes):
+        check(found, "a tied output layer", torch.float32)
+
+
+def filled() -> list[Any]:
+    """A model whose values are computed one layer after another."""
+    mesh = mesh_of(tensor=2)
+    assert mesh.torch_mesh is not None
+    made, values = Built.of(Model, 7, mesh), build(Model, 7)
+    device = torch.device("cpu")
+    tensor_parallel(made.module, mesh.torch_mesh["tensor"], styles_of(made.module, TIED, 2), fill=lambda layer: made.fill(layer, device))
+    made.fill(made.module, device)
+    parameters = dict(made.module.named_parameters())
+    same = all(torch.equal(whole(parameters[name]), parameter) for name, parameter in values.named_parameters())
+    words, held = made.module.words.weight, parameters["blocks.1.perceptron.3.weight"]
+    storages = [parameter.to_local().untyped_storage().nbytes() // 4 for parameter in (words, held)]
+    return [made.reason, same, made.module.head.weight is words, storages]
+
+
+def test_a_model_without_values_is_filled_and_cut_layer_by_layer(pool: WorkerPool) -> None:
+    assert pool.run(2, filled) == [[None, True, True, [WORDS * WIDTH // 2, 32 * WIDTH // 2]]] * 2
+
+
+def first_forward(model: nn.Module, styles: dict[str, str], ranks: int) -> None:
+    mesh = mesh_of(tensor=ranks)
+    assert mesh.torch_mesh is not None
+    tensor_parallel(model, mesh.torch_mesh["tensor"], styles, fill=keep)
+    model(text(0))
+
+
+@pytest.mark.parametrize(
+    ("attention", "changed", "message"),
+    [
+        (FullCount, {}, r"forward of blocks.0.attention failed .* cut over the tensor axis: .*view\(batch, length, -1, head_dim\)"),
+        (Attention, {"*.projection": "rowwise_split"}, r"projection has the style 'rowwise_split', which takes a whole input"),
+        (Attention, {"*.projection": "replicated"}, r"forward of blocks.0.attention failed"),
+        (Attention, {"head": "colwise", "words": "embedding"}, r"an output of Model, of shape \(2, 7, 12\) on each rank, is cut"),
+        (Fused, {"*.projection": "rowwise"}, r"has the style 'rowwise' and 16 inputs.*was given 16; give it 'rowwise_split'"),
+    ],
+    ids=["the full number of heads", "a cut input taken for whole", "no rowwise layer", "a cut output", "a whole input taken for cut"],
+)
+def test_code_that_does_not_fit_is_told_what_to_write(
+    pool: WorkerPool, attention: type[nn.Module], changed: dict[str, str], message: str
+) -> None:
+    model = Model(attention)
+    given = {**(GATHERED if attention is Fused else LAYERS), **changed}
+    with pytest.raises(RecipeError, match=message):
+        pool.run(2, first_forward, model, styles_of(model, given, 2), 2)
+
+
+def llama(dtype: torch.dtype, **changes: Any) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(1)
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, **changes)).to(dtype)
+
+
+def llama_gradients(ranks: int, **changes: Any) -> list[tuple[str, Tensor]]:
+    model = llama(torch.float64, **changes)
+    if ranks > 1:
+        mesh = mesh_of(tensor=ranks)
+        assert mesh.torch_mesh is not None
+        tensor_parallel(model, mesh.torch_mesh["tensor"], styles_of(model, None, ranks), fill=keep)
+        assert isinstance(model.model.layers[1].self_attn.q_proj.weight, DTensor)
+    torch.manual_seed(3)
+    words = torch.randint(32, (2, 7), generator=torch.Generator().manual_seed(2))
+    model.train()(input_ids=words, labels=words).loss.backward()
+    return [(name, whole(parameter.grad)) for name, parameter in model.named_parameters()]
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True, "attention_dropout": 0.1}], ids=["plain", "tied, dropout"])
+def test_a_hugging_face_model_brings_its_own_map(pool: WorkerPool, changes: dict[str, Any]) -> None:
+    pytest.importorskip("transformers")
+    exact = llama_gradients(1, **changes)
+    for found in pool.run(2, partial_llama(changes), 2):
+        for (name, gradient), (other, truth) in zip(found, exact, strict=True):
+            assert name == other
+            torch.testing.assert_close(gradient, truth, rtol=1e-9, atol=1e-12)
+
+
+def partial_llama(changes: dict[str, Any]) -> Any:
+    from functools import partial
+
+    return partial(llama_gradients, **changes)
