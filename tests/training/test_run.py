@@ -195,6 +195,20 @@ def of_its_own() -> nn.Module:
     return model
 
 
+def in_an_order_of_its_own() -> nn.Module:
+    """The same numbers on each rank, elsewhere: a row is turned by the rank."""
+    model = network()
+    with torch.no_grad():
+        model[0].weight[2] = model[0].weight[2].roll(int(os.environ["RANK"]))
+    return model
+
+
+def with_a_table_of_its_own() -> nn.Module:
+    model = network()
+    model.register_buffer("table", torch.tensor([float(os.environ["RANK"]), torch.nan]), persistent=False)
+    return model
+
+
 class Growing(list[int]):
     """One sample longer whenever somebody looks, after the first few looks."""
 
@@ -231,6 +245,16 @@ REFUSED: dict[str, tuple[str | None, dict[str, Any], str]] = {
         None,
         {"model": of_its_own},
         "RecipeError: the model is not the same on ranks 0 and 1: '0.weight' differs; the factory must build the same model in every",
+    ),
+    "a model in an order of its own on each rank": (
+        None,
+        {"model": in_an_order_of_its_own},
+        "RecipeError: the model is not the same on ranks 0 and 1: '0.weight' differs; the factory must build the same model in every",
+    ),
+    "a buffer of its own on each rank": (
+        None,
+        {"model": with_a_table_of_its_own},
+        "RecipeError: the model is not the same on ranks 0 and 1: 'table' differs; the factory must build the same model in every",
     ),
     "a model that is none": (
         None,

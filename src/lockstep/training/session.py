@@ -33,6 +33,7 @@ from lockstep.training.outcome import Outcome, no_weight
 from lockstep.training.recorder import Pace, Recorder
 from lockstep.training.source import Length, Microbatches, from_data, from_indices
 from lockstep.training.step import Pair, Step
+from lockstep.watch.fingerprint import fingerprint
 
 
 class Session:
@@ -313,11 +314,11 @@ class Session:
         """Replicas start equal because they are built alike; a model that is not (it read the rank, or the clock) is refused."""
         if self.world.size == 1:
             return
-        tensors = {name: t for name, t in model.state_dict().items() if isinstance(t, Tensor) and t.numel()}
-        sums = {name: [list(t.shape), float(t.double().sum()), float(t.double().abs().sum())] for name, t in tensors.items()}
-        everyone = self.world.gather_values(sums)
+        tensors = {name: t for name, t in [*model.named_buffers(), *model.state_dict().items()] if isinstance(t, Tensor)}
+        hashes = {name: fingerprint({name: t}) for name, t in tensors.items() if t.layout == torch.strided and not t.is_quantized}
+        everyone = self.world.gather_values(hashes)
         for rank, other in enumerate(everyone):
-            different = [name for name in {**everyone[0], **other} if repr(everyone[0].get(name)) != repr(other.get(name))]
+            different = [name for name in {**everyone[0], **other} if everyone[0].get(name) != other.get(name)]
             if different:
                 raise RecipeError(
                     f"the model is not the same on ranks 0 and {rank}: {different[0]!r} differs; the factory must build the same model in "
