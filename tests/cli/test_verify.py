@@ -6,10 +6,13 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from lockstep.cli.verify import rearranged
@@ -125,6 +128,18 @@ def test_a_script_that_cannot_be_compared_is_a_mistake(tmp_path: Path, name: str
     assert text in ended.stderr
     assert ("ValueError: boom" in ended.stderr) == (name == "fails")
     assert "lockstep/cli" not in ended.stderr
+
+
+def test_sigterm_leaves_no_process(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import os, time\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(1000)")
+    with subprocess.Popen([LOCKSTEP, "verify", str(script), "--plans", "replicate=2"], cwd=tmp_path) as started:
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+            time.sleep(0.05)
+        started.terminate()
+    assert started.returncode == 143
+    with suppress(psutil.NoSuchProcess):
+        psutil.Process(int((tmp_path / "pid").read_text())).wait(10)
 
 
 @pytest.mark.slow

@@ -96,6 +96,12 @@ def test_a_planted_fault_is_caught_and_named(right: Any, tmp_path: Path, expecte
     assert expected.cause in cause
 
 
+@pytest.mark.parametrize("engine", [faults.DividedTwice, faults.MeanOfMeansInTheSum, faults.NotReduced, faults.MicrobatchTwice])
+def test_a_wrong_sum_is_no_sum_of_the_microbatches(right: Any, tmp_path: Path, engine: type[Engine]) -> None:
+    comparison, _ = verified(right, engine(tmp_path / "plan", ranks=2).run())
+    assert {finding.name for finding in comparison.findings if finding.check == "sum"} >= {"first.weight"}
+
+
 def test_every_wrong_engine_is_tried() -> None:
     engines = {value for value in vars(faults).values() if isinstance(value, type) and issubclass(value, Engine) and value is not Engine}
     assert engines == {expected.engine for expected in FAULTS}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -89,7 +90,11 @@ def command(
 
     wanted = Wanted(plans=parsed, steps=steps, float64=not no_float64, other_microbatch=not whole_microbatch_loss)
     line = [*(["-m"] if is_module else []), script, *arguments]
-    with _folder(keep) as folder, Runner(line, folder, timeout_seconds=timeout, slots=jobs or _slots(), tell=_tell) as runner:
+    with (
+        _ended_by_sigterm(),
+        _folder(keep) as folder,
+        Runner(line, folder, timeout_seconds=timeout, slots=jobs or _slots(), tell=_tell) as runner,
+    ):
         report = Verification(script, wanted, runner).run()
         if html is not None:
             from lockstep.verify.page import page
@@ -193,6 +198,16 @@ def _folder(keep: str | None) -> Iterator[Path]:
         raise LaunchError(f"--keep {keep}; the directory is not empty; traces go to a new one; name another, or remove it")
     path.mkdir(parents=True, exist_ok=True)
     yield path
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM leaves through the `with` blocks, which end what was started."""
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _tell(line: str) -> None:

@@ -5,6 +5,7 @@ What `lockstep verify` gives `lockstep run` as its module; see `lockstep.verify.
 
 from __future__ import annotations
 
+import os
 import sys
 
 from lockstep.launch import worker
@@ -13,7 +14,8 @@ from lockstep.verify.wiring import install
 if __name__ == "__main__":
     install()
     arguments = sys.argv[1:]
-    sys.path.pop(0)  # the working directory, which stands there because this is a module
+    if not os.environ.get("PYTHONSAFEPATH"):
+        sys.path.pop(0)  # the working directory, which stands there because this is a module
     if arguments[0] == "-m":
         worker._run_module(arguments[1], arguments[2:])
     else:
