@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.comm.group import World
+from lockstep.errors import LossError
 from lockstep.parallel.build import Deferred, build
 from lockstep.parallel.layout import Built
 from lockstep.parallel.pipeline import PER_RANK, Item, Pipeline, Schedule, Scored
@@ -22,9 +23,9 @@ from lockstep.parallel.tied import TiedGradients
 KEY, WIDTH, CONTEXT = 3, 8, 6
 
 
-def mlp(dropout: float = 0.0) -> nn.Module:
-    """Parts that change what they receive in place, and one more part than two stages a rank on two ranks."""
-    layers = [nn.Sequential(nn.ReLU(inplace=True), nn.Dropout(dropout), nn.Linear(WIDTH, WIDTH)) for _ in range(4)]
+def mlp(layers_after: int = 4) -> nn.Module:
+    """Parts that change what they receive in place, and an odd number of them."""
+    layers = [nn.Sequential(nn.ReLU(inplace=True), nn.Dropout(0.1), nn.Linear(WIDTH, WIDTH)) for _ in range(layers_after)]
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), *layers)
 
 
@@ -113,7 +114,7 @@ class GPT(nn.Module):
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], list[str] | None]] = {
     "mlp": (mlp, None),
-    "mlp with dropout": (partial(mlp, 0.1), None),
+    "deep": (partial(mlp, 8), None),
     "recomputed": (recomputed_mlp, None),
     "tuples": (tuples, None),
     "gpt": (GPT, ["embedding", "blocks.*", "head"]),
@@ -157,7 +158,7 @@ def on_one_process(name: str, sizes: list[int], dtype: torch.dtype) -> Found:
         streams.start(position(place))
         loss = total(model(inputs), target)
         loss.backward(torch.tensor(scale, dtype=loss.dtype))
-        records.append([float(loss) * scale, scale])
+        records.append([loss.item() * scale, scale])
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}, records
 
 
@@ -183,7 +184,7 @@ def staged(name: str, schedule: Schedule, dtype: torch.dtype) -> tuple[nn.Module
 def items(name: str, sizes: list[int], dtype: torch.dtype) -> list[Item]:
     def score(target: Tensor, scale: float, output: Any) -> Scored:
         loss = total(output, target)
-        return Scored(loss, torch.tensor(scale, dtype=loss.dtype), [float(loss) * scale, scale])
+        return Scored(loss, torch.tensor(scale, dtype=loss.dtype), [loss.item() * scale, scale])
 
     return [
         Item(position(place), partial(lambda inputs: inputs, inputs), partial(score, target, scale))
@@ -191,14 +192,105 @@ def items(name: str, sizes: list[int], dtype: torch.dtype) -> list[Item]:
     ]
 
 
-def in_a_pipeline(name: str, schedule: Schedule, steps: list[list[int]], dtype: torch.dtype = torch.float32) -> list[Any]:
-    """Of each step, which parameters are counted here, and what `on_one_process` returns of this rank's."""
-    model, pipeline, tied = staged(name, schedule, dtype)
-    found = []
-    for sizes in steps:
-        model.zero_grad()
-        records = pipeline.run(items(name, sizes, dtype), columns=2)
-        tied.sum()
-        gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
-        found.append((gradients, records.tolist(), [name for name, parameter in model.named_parameters() if tied.counts(parameter)]))
+def in_a_pipeline(names: list[str], schedule: Schedule, steps: list[list[int]]) -> dict[str, list[Any]]:
+    """Of each model and each step: `on_one_process`'s gradients and records, and the names of the parameters that are counted here."""
+    found: dict[str, list[Any]] = {}
+    for name in names:
+        model, pipeline, tied = staged(name, schedule, torch.float32)
+        for sizes in steps:
+            model.zero_grad()
+            records = pipeline.run(items(name, sizes, torch.float32), columns=2).tolist()
+            tied.sum()
+            gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+            counted = [name for name, parameter in model.named_parameters() if tied.counts(parameter)]
+            found.setdefault(name, []).append((gradients, records, counted))
     return found
+
+
+Masks = dict[str, list[Tensor]]
+
+
+def watch_dropout(model: nn.Module) -> Masks:
+    """What each dropout let through, forward after forward."""
+    masks: Masks = {}
+
+    def note(name: str, _: nn.Module, given: tuple[Tensor], made: Tensor) -> None:
+        masks.setdefault(name, []).append((made != 0) | (given[0] == 0))
+
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout):
+            module.register_forward_hook(partial(note, name))
+    return masks
+
+
+def masks_on_one_process(name: str, sizes: list[int]) -> Masks:
+    factory, patterns = MODELS[name]
+    model = build(factory, KEY)
+    masks = watch_dropout(model)
+    streams = Streams(model, parts_of(model, patterns), begin)
+    for place, (inputs, _, _) in enumerate(microbatches(name, sizes, torch.float32)):
+        streams.start(position(place))
+        model(inputs)
+    return masks
+
+
+def masks_in_a_pipeline(name: str, schedule: Schedule, sizes: list[int]) -> Masks:
+    """Those of this rank's part of the model; a first run has learned the shapes."""
+    model, pipeline, _ = staged(name, schedule, torch.float32)
+    pipeline.run(items(name, sizes, torch.float32), columns=2)
+    masks = watch_dropout(model)
+    pipeline.run(items(name, sizes, torch.float32), columns=2)
+    return masks
+
+
+def values(name: str, schedule: Schedule) -> dict[str, Tensor]:
+    return dict(staged(name, schedule, torch.float32)[0].state_dict())
+
+
+def outputs(name: str, schedule: Schedule, sizes: list[int]) -> list[Any]:
+    """Of each microbatch, with a training step before and after: what the evaluation finds on the last rank."""
+    model, pipeline, _ = staged(name, schedule, torch.float32)
+    pipeline.run(items(name, sizes, torch.float32), columns=2)
+    model.eval()
+    rows = microbatches(name, sizes, torch.float32)
+    found = pipeline.forward([Item(position(0), partial(lambda x: x, x), lambda output: output) for x, _, _ in rows])
+    model.train()
+    pipeline.run(items(name, sizes, torch.float32), columns=2)
+    return found
+
+
+def failing(name: str, schedule: Schedule, where: str) -> tuple[str, str, list[list[float]]]:
+    """The error of a step in which something fails, and what a step after it records."""
+    model, pipeline, _ = staged(name, schedule, torch.float32)
+    given = items(name, [2, 2, 2, 2], torch.float32)
+    if where == "shape":
+        pipeline.run(given, columns=2)
+    bad = [*given[:2], spoil(given[2], where), given[3]]
+    part = next(part for part in pipeline.stages.names_on(pipeline.world.rank))
+    hook = model.get_submodule(part).register_forward_hook(partial(spoil_output, where, dist.get_rank()))
+    error = ("", "")
+    try:
+        pipeline.run(bad, columns=2)
+    except Exception as raised:
+        error = type(raised).__name__, str(raised)
+    hook.remove()
+    return *error, pipeline.run(given, columns=2).tolist()
+
+
+def spoil(item: Item, where: str) -> Item:
+    def fails(*_: Any) -> Any:
+        raise LossError("this microbatch is spoilt") if where == "score" else ValueError("this microbatch is spoilt")
+
+    if where == "score":
+        return Item(item.position, item.inputs, fails)
+    return Item(item.position, fails, item.score) if where == "inputs" else item
+
+
+def spoil_output(where: str, rank: int, _: nn.Module, __: Any, output: Any) -> Any:
+    if rank == 0 and where == "boundary":
+        return {"output": output}
+    if rank == 0 and where == "shape":
+        return output[:1]
+    if rank == 1 and where == "part" and float(output.sum()):
+        raise ArithmeticError("this part is spoilt")
+    return output

@@ -1,42 +1,111 @@
-"""Law 1 and law 2 in a pipeline: the gradients and the masks of one process, under every schedule."""
+"""Laws 1 and 2 in a pipeline: the gradients and the masks of one process, under every schedule; and what fails, fails on every rank."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from parallel.staged import in_a_pipeline, on_one_process
+from parallel.staged import KEY, MODELS, failing, in_a_pipeline, masks_in_a_pipeline, masks_on_one_process, on_one_process, outputs, values
+from parallel.staged import microbatches as rows_of
 
+from lockstep.parallel.build import build
 from lockstep.testing.pool import WorkerPool
 
-SCHEDULES = ["gpipe", "1f1b", "interleaved", "zero-bubble"]
 STEPS = [[3, 3, 3, 3], [3, 3, 3, 2, 3, 1, 1], [2], [3, 3, 3, 3]]
-"""The samples of each microbatch: even, uneven and more than a multiple of the ranks, fewer than stages, even again."""
+"""The samples of each microbatch: even, uneven and no multiple of the ranks, fewer than stages, even again."""
+PIPELINES = {
+    (2, "gpipe"): ["mlp", "recomputed", "tuples", "gpt"],
+    (2, "1f1b"): ["mlp", "recomputed", "tuples", "gpt"],
+    (2, "interleaved"): ["mlp", "recomputed", "tuples", "gpt"],
+    (2, "zero-bubble"): ["mlp", "recomputed", "tuples", "gpt"],
+    (4, "gpipe"): ["gpt"],
+    (4, "1f1b"): ["gpt"],
+    (4, "interleaved"): ["deep"],
+    (4, "zero-bubble"): ["gpt"],
+}
+CASES = [(ranks, schedule, name) for (ranks, schedule), names in PIPELINES.items() for name in names]
 
 one_process = cache(lambda name, sizes, dtype: on_one_process(name, list(sizes), dtype))
 
 
-def check(name: str, ranks: list[Any], steps: list[list[int]]) -> None:
-    for step, sizes in enumerate(steps):
-        exact, records = one_process(name, tuple(sizes), torch.float64)
-        own, _ = one_process(name, tuple(sizes), torch.float32)
+def close(recorded: list[list[float]], records: list[list[float]]) -> bool:
+    return torch.allclose(torch.tensor(recorded), torch.tensor(records), rtol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def measured(pool: WorkerPool) -> Callable[[int, str], list[Any]]:
+    return cache(lambda ranks, schedule: pool.run(ranks, in_a_pipeline, PIPELINES[ranks, schedule], schedule, STEPS))
+
+
+@pytest.mark.parametrize(("ranks", "schedule", "name"), CASES)
+def test_the_gradient_is_one_process_in_float64_within_4_times_float32s_own_error(
+    measured: Callable[[int, str], list[Any]], ranks: int, schedule: str, name: str
+) -> None:
+    for step, sizes in enumerate(STEPS):
+        exact, _ = one_process(name, tuple(sizes), torch.float64)
+        own, records = one_process(name, tuple(sizes), torch.float32)
         found: dict[str, torch.Tensor] = {}
         counted: list[str] = []
-        for rank in ranks:
-            gradients, values, counts = rank[step]
-            assert torch.allclose(torch.tensor(values), torch.tensor(records), rtol=1e-5)
+        for rank in measured(ranks, schedule):
+            gradients, recorded, counts = rank[name][step]
+            assert close(recorded, records)
             for parameter, gradient in gradients.items():
                 assert torch.equal(found.setdefault(parameter, gradient), gradient), f"{parameter} differs between the ranks that hold it"
             counted += counts
         assert sorted(counted) == sorted(exact) == sorted(found)
-        flat = {kind: torch.cat([each[name].reshape(-1) for name in exact]) for kind, each in (("e", exact), ("o", own), ("f", found))}
-        error, own_error = ((flat[kind] - flat["e"]).norm() for kind in "fo")
-        assert error <= 4 * own_error, f"step {step}: {error:.2e} and {own_error:.2e}"
+        truth, mine, here = (torch.cat([each[name].reshape(-1) for name in exact]) for each in (exact, own, found))
+        assert (here - truth).norm() <= 4 * (mine - truth).norm(), f"step {step}"
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("name", ["mlp", "mlp with dropout", "recomputed", "tuples", "gpt"])
-def test_the_gradient_is_one_process_in_float64_within_4_times_float32s_own_error(pool: WorkerPool, name: str, schedule: str) -> None:
-    check(name, pool.run(2, in_a_pipeline, name, schedule, STEPS), STEPS)
+@pytest.mark.parametrize(
+    ("ranks", "schedule", "name"), [(2, "1f1b", "gpt"), (2, "interleaved", "gpt"), (4, "zero-bubble", "gpt"), (4, "interleaved", "deep")]
+)
+def test_the_masks_of_dropout_are_those_of_one_process(pool: WorkerPool, ranks: int, schedule: str, name: str) -> None:
+    expected = masks_on_one_process(name, STEPS[1])
+    found = [item for masks in pool.run(ranks, masks_in_a_pipeline, name, schedule, STEPS[1]) for item in masks.items()]
+    assert sorted(module for module, _ in found) == sorted(expected)
+    for module, masks in found:
+        assert all(torch.equal(mask, other) for mask, other in zip(masks, expected[module], strict=True))
+        assert 0 < sum(int((~mask).sum()) for mask in masks) < sum(mask.numel() for mask in masks)
+
+
+def test_a_ranks_part_of_the_model_has_the_values_of_one_process(pool: WorkerPool) -> None:
+    whole = build(MODELS["gpt"][0], KEY).state_dict()
+    parts = pool.run(2, values, "gpt", "interleaved")
+    assert parts[0].keys() & parts[1].keys() == {"embedding.bytes.weight", "head.weight"}
+    assert {**parts[0], **parts[1]}.keys() == whole.keys()
+    assert all(torch.equal(tensor, whole[name]) for part in parts for name, tensor in part.items())
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_an_evaluation_has_the_output_on_the_last_rank(pool: WorkerPool, schedule: str) -> None:
+    model = build(MODELS["gpt"][0], KEY).eval()
+    expected = [model(inputs)["logits"] for inputs, _, _ in rows_of("gpt", STEPS[1], torch.float32)]
+    first, last = pool.run(2, outputs, "gpt", schedule, STEPS[1])
+    assert first == []
+    for output, logits in zip(last, expected, strict=True):
+        torch.testing.assert_close(output["logits"], logits)
+
+
+@pytest.mark.parametrize(
+    ("where", "schedule", "expected"),
+    [
+        ("inputs", "gpipe", [("ValueError", "spoilt"), ("StageFailed", "rank 0 of the pipeline failed in its forward: ValueError")]),
+        ("score", "1f1b", [("LossError", "spoilt")] * 2),
+        ("part", "1f1b", [("StageFailed", "rank 1 of the pipeline failed in its forward: ArithmeticError"), ("ArithmeticError", "spoilt")]),
+        ("part", "zero-bubble", [("StageFailed", "ArithmeticError"), ("ArithmeticError", "spoilt")]),
+        ("boundary", "interleaved", [("RecipeError", "the part '0' of the model returns a dict, and the next one is on another rank")] * 2),
+        ("shape", "1f1b", [("RecipeError", "returns float32 [1, 8], and returned float32 [2, 8] for another microbatch")] * 2),
+    ],
+)
+def test_a_failure_is_raised_on_every_rank_and_the_next_step_is_right(
+    pool: WorkerPool, where: str, schedule: str, expected: list[tuple[str, str]]
+) -> None:
+    _, records = one_process("mlp", (2, 2, 2, 2), torch.float32)
+    for (kind, text, after), (name, message) in zip(pool.run(2, failing, "mlp", schedule, where), expected, strict=True):
+        assert kind == name
+        assert message in text
+        assert close(after, records)

@@ -129,5 +129,5 @@ def test_calls_are_all_microbatches_in_order_and_what_torch_takes(count: int, ra
 def test_fewer_microbatches_than_stages() -> None:
     stages = Stages.of(Named(), ALL, ranks=4)
     check_microbatches(4, stages)
-    with pytest.raises(RecipeError, match="3 microbatches a step in a pipeline of 4 stages.*smaller microbatch.*fewer stages"):
+    with pytest.raises(RecipeError, match=r"3 microbatches a step in a pipeline of 4 stages.*smaller microbatch.*fewer stages"):
         check_microbatches(3, stages)

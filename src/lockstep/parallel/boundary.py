@@ -30,9 +30,9 @@ class Boundary:
             if not isinstance(tensor, Tensor):
                 inside = " in a tuple" if isinstance(value, tuple) else ""
                 raise RecipeError(
-                    f"the part {part!r} of the model returns a {type(tensor).__name__}{inside}, and the next one is on another rank; a stage "
-                    "of a pipeline hands on a tensor or a tuple of tensors; have the part return those, or join it with the next one in "
-                    "a module of their own"
+                    f"the part {part!r} of the model returns a {type(tensor).__name__}{inside}, and the next one is on another rank; a "
+                    "stage of a pipeline hands on a tensor or a tuple of tensors; have the part return those, or join it with the next "
+                    "one in a module of their own"
                 )
         return cls(
             tuple(tuple(tensor.shape) for tensor in tensors),
@@ -67,13 +67,16 @@ class Boundary:
         found = Boundary.of(value, part)
         if found != self:
             raise RecipeError(
-                f"the part {part!r} of the model returns {found.words()}, and for another microbatch with inputs of the same shapes it returned "
-                f"{self.words()}; a stage of a pipeline hands on what the shapes of the inputs determine; have the part return one shape, "
-                "or join it with the next one in a module of their own"
+                f"the part {part!r} of the model returns {found.words()}, and returned {self.words()} for another microbatch with "
+                "inputs of the same shapes; what a stage of a pipeline hands on must follow from the shapes of the inputs; have the part "
+                "return one shape, or join it with the next one in a module of their own"
             )
 
     def words(self) -> str:
-        return " and ".join(f"{dtype}{list(shape)}" for dtype, shape in zip(self.dtypes, self.shapes, strict=True))
+        """For people."""
+        each = zip(self.dtypes, self.shapes, self.gradients, strict=True)
+        listed = ", ".join(f"{dtype} {list(shape)}{'' if gradient else ' without gradient'}" for dtype, shape, gradient in each)
+        return listed if self.single else f"({listed})"
 
 
 def arrive(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

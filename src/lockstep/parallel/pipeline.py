@@ -227,7 +227,8 @@ class Pipeline:
 
     def _stand_in(self, stage: int, place: int, received: tuple[Tensor, ...]) -> Any:
         """Zeros in the place of a failed forward's output, whose gradient is zeros too."""
-        link = sum((tensor.sum() * 0 for tensor in received if tensor.requires_grad), start=torch.zeros((), device=self.world.device))
+        arrived = arrive(received) if received else ()
+        link = sum((tensor.sum() * 0 for tensor in arrived if tensor.requires_grad), start=torch.zeros((), device=self.world.device))
         route = self._routes[place]
         if stage == len(route):
             return link if link.requires_grad or not torch.is_grad_enabled() else link.requires_grad_()

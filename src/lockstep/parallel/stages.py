@@ -57,8 +57,8 @@ class Stages:
             virtual = f" with {per_rank} stages a rank" if per_rank > 1 else ""
             raise RecipeError(
                 f"pipeline={ranks}{virtual} makes {count} stages, and the model has {len(units)} parts with trainable parameters "
-                f"({', '.join(parts[unit.start] for unit in units[:8])}{', ...' if len(units) > 8 else ''}); each stage needs one at least; "
-                "use a smaller pipeline, or name smaller parts in Recipe.stages"
+                f"({', '.join(parts[unit.start] for unit in units[:8])}{', ...' if len(units) > 8 else ''}); each stage needs "
+                "one at least; use a smaller pipeline, or name smaller parts in Recipe.stages"
             )
         runs = balanced([sum(costs[place] for place in unit) for unit in units], count)
         cuts = tuple(range(units[run.start].start, units[run.stop - 1].stop) for run in runs)
@@ -204,7 +204,7 @@ def _units(alone: Sequence[bool]) -> list[range]:
 def _best(
     costs: Sequence[float], count: int, value: Callable[[float], float], join: Callable[[float, float], float], most: float
 ) -> list[tuple[float, int]]:
-    """At row * (len(costs) + 1) + stop: the least value of cutting costs[:stop] into `row` runs, none above `most`, and the last's start."""
+    """At row * (len(costs) + 1) + stop: the least value of costs[:stop] in `row` runs, none above `most`, and where the last one starts."""
     length = len(costs)
     sums = [0.0]
     for cost in costs:
