@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.assignment import batch_span, microbatches, share, steps_of
+from lockstep.assignment import Deal, batch_span, microbatches, share, steps_of
 
 counts = st.integers(1, 500)
 
@@ -51,3 +51,32 @@ def test_shares_are_contiguous_balanced_and_larger_ones_come_first(count, world_
     sizes = [len(part) for part in shares]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] - sizes[-1] <= 1
+
+
+deals = st.builds(Deal, st.integers(1, 20), st.booleans())
+
+
+@given(st.integers(0, 500), deals)
+def test_every_microbatch_is_dealt_to_one_rank(count, deal):
+    assert sorted(place for share in deal.shares(count) for place in share) == list(range(count))
+
+
+@given(st.integers(1, 500), deals)
+def test_what_counts_of_a_ranks_rounds_is_its_share(count, deal):
+    for rank in range(deal.ranks):
+        assert [place for place, counts in deal.rounds(count, rank) if counts] == list(deal.share(count, rank))
+
+
+@given(st.integers(1, 500), st.integers(1, 20))
+def test_dealt_in_turn_all_ranks_have_as_many_rounds_and_round_r_has_the_next_microbatches(count, ranks):
+    rounds = [Deal(ranks, in_turn=True).rounds(count, rank) for rank in range(ranks)]
+    assert {len(mine) for mine in rounds} == {-(-count // ranks)}
+    counted = [place for together in zip(*rounds, strict=True) for place, counts in together if counts]
+    assert counted == list(range(count))
+    assert all(0 <= place < count for mine in rounds for place, _ in mine)
+
+
+@given(st.integers(0, 500), deals)
+def test_places_put_the_shares_into_order(count, deal):
+    dealt = [place for share in deal.shares(count) for place in share]
+    assert [dealt[place] for place in deal.places(count)] == list(range(count))

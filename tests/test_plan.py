@@ -32,9 +32,14 @@ def test_the_mini_language_says_what_the_keywords_say(text: str, plan: Plan) -> 
     replicate=st.integers(1, 64) | st.just("auto"),
     numerics=st.sampled_from(["fast", "bitwise"]),
     workers=st.integers(0, 9),
+    shard=st.integers(1, 8),
+    sharding=st.sampled_from(["full", "gradients"]),
+    checkpointing=st.sampled_from(["none", "selective", "full"]),
+    compile=st.booleans(),
+    transport=st.sampled_from(["auto", "torch"]),
 )
-def test_a_plan_reads_back_what_it_writes(replicate: Any, numerics: Any, workers: int) -> None:
-    plan = Plan(replicate=replicate, numerics=numerics, workers=workers)
+def test_a_plan_reads_back_what_it_writes(**settings: Any) -> None:
+    plan = Plan(**settings)
     assert Plan.parse(str(plan)) == plan
 
 
@@ -80,7 +85,11 @@ def test_axes_that_do_not_multiply_to_the_world_size_are_refused(world_size: int
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("replica=2", "'replica' in plan 'replica=2' is unknown; known are replicate, shard, tensor, pipeline, numerics, sharding, transport, workers"),
+        (
+            "replica=2",
+            "'replica' in plan 'replica=2' is unknown; known are replicate, shard, tensor, pipeline, numerics, sharding, checkpointing, "
+            "compile, transport, workers",
+        ),
         ("replicate=2,replicate=2", "'replicate' stands twice in plan 'replicate=2,replicate=2'; give it once"),
         ("replicate=0", "replicate=0; the size of a mesh axis is a whole number of at least 1, or auto"),
         ("replicate=-2", "replicate=-2; the size of a mesh axis is a whole number of at least 1, or auto"),
@@ -94,7 +103,10 @@ def test_axes_that_do_not_multiply_to_the_world_size_are_refused(world_size: int
         ("replicate=2,tensor=2", "tensor=2; the axis 'tensor' is not built yet"),
         ("pipeline=auto", "pipeline=auto; the axis 'pipeline' is not built yet"),
         ("context=2", "'context=2' in plan 'context=2'; 'context' is not built yet; this version knows replicate, shard"),
-        ("compile=1", "'compile=1' in plan 'compile=1'; 'compile' is not built yet"),
+        ("offload=cpu", "'offload=cpu' in plan 'offload=cpu'; 'offload' is not built yet"),
+        ("compile=1", "compile=1; it is yes or no (in Python True or False)"),
+        ("checkpointing=all", "checkpointing=all; known are none, selective, full"),
+        ("transport=tcp", "transport=tcp; known are auto, torch"),
         ("numerics=exact", "numerics=exact; known are fast, bitwise"),
         ("numerics=auto", "numerics=auto; known are fast, bitwise"),
         ("workers=-1", "workers=-1; it counts loader processes a rank and is 0 or more"),

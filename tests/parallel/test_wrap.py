@@ -1,0 +1,106 @@
+"""Recomputation changes what is kept, and nothing else."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lockstep.parallel.wrap import compile_forward, recompute
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.3), nn.Linear(64, 16))
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        return x + scale * self.inner(x)
+
+
+def kept_and_gradients(model: nn.Module) -> tuple[int, list[Tensor]]:
+    """The bytes that a forward keeps for its backward, parameters aside, and the gradients."""
+    parameters = {parameter.data_ptr() for parameter in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        if tensor.data_ptr() not in parameters:
+            kept[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    torch.manual_seed(3)
+    inputs = torch.randn(32, 16)
+    with saved_tensors_hooks(note, lambda tensor: tensor):
+        output = model(inputs)
+        bytes_kept = sum(kept.values())
+    output.square().sum().backward()
+    return bytes_kept, [parameter.grad for parameter in model.parameters()]
+
+
+def blocks() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(3)))
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_gradients_have_the_same_bits_dropout_included(mode):
+    plain, wrapped = blocks(), blocks()
+    for block in wrapped:
+        recompute(block, mode)
+    _, expected = kept_and_gradients(plain)
+    _, found = kept_and_gradients(wrapped)
+    assert all(map(torch.equal, found, expected))
+
+
+def test_full_keeps_the_inputs_of_the_blocks_only():
+    model = blocks()
+    for block in model:
+        recompute(block, "full")
+    assert kept_and_gradients(model)[0] == 3 * 32 * 16 * 4 < kept_and_gradients(blocks())[0]
+
+
+class Products(TorchDispatchMode):
+    """Counts the matrix products with a bias, which no backward has of its own."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten.addmm.default
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("mode", "computed_again"), [("full", 3), ("selective", 0)])
+def test_selective_does_not_compute_matrix_products_again(mode, computed_again):
+    """Nor does full the second one of a block, whose result nothing keeps."""
+    model = blocks()
+    for block in model:
+        recompute(block, mode)
+    loss = model(torch.randn(4, 16)).sum()
+    with Products() as products:
+        loss.backward()
+    assert products.count == computed_again
+
+
+def test_names_and_keywords_stay():
+    model = Block()
+    before = copy.deepcopy(model.state_dict())
+    recompute(model, "full")
+    assert list(model.state_dict()) == list(before)
+    x = torch.randn(2, 16)
+    with torch.no_grad():
+        assert torch.equal(model(x, scale=0.0), x)
+
+
+@pytest.mark.slow
+def test_compiled_blocks_draw_the_same_dropout():
+    plain, compiled = blocks(), blocks()
+    for block in compiled:
+        compile_forward(block)
+    _, expected = kept_and_gradients(plain)
+    _, found = kept_and_gradients(compiled)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
