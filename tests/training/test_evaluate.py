@@ -364,6 +364,52 @@ def test_a_mean_may_be_one_value_where_the_microbatch_is_one_sample(tmp_path: Pa
     assert measured_one_by_one(str(tmp_path / "run")) == 3.5
 
 
+def as_wide_as_the_largest(model: nn.Module, batch: Batch) -> Tensor:
+    """As predictions are that are padded to the longest of their microbatch."""
+    return torch.zeros(len(batch[0]), int(batch[0].max()) // 8 + 2)
+
+
+def of_two_dtypes(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    return batch[1], batch[0] if int(batch[0].max()) < 8 else batch[0].float()
+
+
+def one_or_two(model: nn.Module, batch: Batch) -> tuple[Tensor, ...]:
+    return (batch[0],) if int(batch[0].max()) < 8 else (batch[0], batch[0])
+
+
+RAGGED: dict[str, tuple[Any, str]] = {
+    "widths": (
+        as_wide_as_the_largest,
+        "metric 'bad' collected float32 rows of shape (3,) from microbatch 2, and float32 rows of shape (2,) from microbatch 0; the rows "
+        "of all samples are put together, so they have one dtype and one shape: pad them to one width",
+    ),
+    "dtypes": (
+        of_two_dtypes,
+        "metric 'bad' collected float32 rows of shape (6,) and float32 rows of shape () from microbatch 2, and float32 rows of shape (6,) "
+        "and int64 rows of shape () from microbatch 0; the rows of all samples are put together",
+    ),
+    "numbers of tensors": (
+        one_or_two,
+        "metric 'bad' collected int64 rows of shape () and int64 rows of shape () from microbatch 2, and int64 rows of shape () from",
+    ),
+}
+
+
+def evaluate_ragged(run_dir: str, collect: Any) -> str:
+    try:
+        ls.train(recipe(evaluation=ls.Evaluation(data=rows(14), metrics={"bad": ls.Gathered(collect, nothing)})), run_dir=run_dir)
+    except DataError as error:
+        return str(error)
+    return "it was measured"
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("name", RAGGED)
+def test_rows_that_do_not_go_together_are_refused_on_all_ranks(pool: WorkerPool, tmp_path: Path, name: str, world_size: int) -> None:
+    collect, message = RAGGED[name]
+    assert all(text.startswith(message) for text in pool.run(world_size, evaluate_ragged, str(tmp_path / "run"), collect))
+
+
 def not_a_number(order: Tensor) -> float:
     return math.nan
 

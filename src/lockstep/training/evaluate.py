@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from lockstep.training.loss import SINGLE, measured, weights_of
 
 Row = dict[str, tuple[float, float]]
 """One microbatch's (total, weight) of each loss term and each metric that adds up."""
+Columns = tuple[Tensor, ...]
+"""What a metric collected from one microbatch, each with one row a sample."""
 
 
 def output_of(recipe: Recipe, model: nn.Module, batch: Any) -> Any:
@@ -72,7 +75,7 @@ class Evaluator:
             for index, counts in self.mesh.deal.rounds(len(cuts), self.mesh.data.rank)
         ]
         rows: dict[int, Row] = {}
-        collected: dict[str, list[tuple[Tensor, ...]]] = {name: [] for name in self._metrics(Gathered)}
+        collected: dict[str, dict[int, Columns]] = {name: {} for name in self._metrics(Gathered)}
         for item in self.loader.fetch(spans):
             weights = None if self.recipe.weight is None else weights_of(self.recipe.weight(item.batch))
             batch = to_device(item.batch, self.mesh.world.device)
@@ -87,7 +90,7 @@ class Evaluator:
             if not item.counts:
                 continue
             for name, part in parts.items():
-                collected[name].append(part)
+                collected[name][item.index] = part
             rows[item.index] = sums
         return {**self._added_up(rows, cuts), **self._gathered(collected, cuts)}
 
@@ -110,10 +113,7 @@ class Evaluator:
 
     def _names(self, rows: dict[int, Row]) -> list[str]:
         """What every microbatch has measured, as the first one names it. Every rank calls it. Raises `LossError` where they differ."""
-        firsts: dict[frozenset[str], tuple[int, list[str]]] = {}
-        for index, row in rows.items():
-            firsts.setdefault(frozenset(row), (index, list(row)))
-        (_, names), *others = sorted(chain.from_iterable(self.mesh.data.gather_values(list(firsts.values()))))
+        (_, names), *others = self._kinds({index: list(row) for index, row in rows.items()})
         for index, found in others:
             if set(found) != set(names):
                 terms, before = (
@@ -125,17 +125,47 @@ class Evaluator:
                 )
         return list(names)
 
-    def _gathered(self, collected: dict[str, list[tuple[Tensor, ...]]], cuts: list[tuple[int, int]]) -> dict[str, float]:
+    def _gathered(self, collected: dict[str, dict[int, Columns]], cuts: list[tuple[int, int]]) -> dict[str, float]:
         sizes = [stop - start for start, stop in cuts]
         found = {}
         for name, parts in collected.items():
-            columns = max(self.mesh.data.gather_values(len(parts[0]) if parts else 0))
-            everyone = [
-                self.mesh.samples_in_order(torch.cat([part[i] for part in parts]) if parts else None, sizes) for i in range(columns)
-            ]
+            mine = list(parts.values())
+            columns = self._columns(name, parts)
+            everyone = [self.mesh.samples_in_order(torch.cat([part[i] for part in mine]) if mine else None, sizes) for i in range(columns)]
             compute: Callable[..., float] = self._metrics(Gathered)[name].compute
             found[name] = float(compute(*everyone))
         return found
+
+    def _columns(self, name: str, parts: dict[int, Columns]) -> int:
+        """How many tensors a metric collects. Every rank calls it. Raises `DataError` where their rows differ between microbatches."""
+        kinds = {
+            index: [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape[1:])] for tensor in part] for index, part in parts.items()
+        }
+        (first, before), *others = self._kinds(kinds)
+        if others:
+            index, found = others[0]
+            raise DataError(
+                f"metric {name!r} collected {_words(found)} from microbatch {index}, and {_words(before)} from microbatch {first}; the "
+                "rows of all samples are put together, so they have one dtype and one shape: pad them to one width, whatever the "
+                "microbatch, or collect one number a sample"
+            )
+        return len(before)
+
+    def _kinds(self, kinds: dict[int, Any]) -> list[tuple[int, Any]]:
+        """The kinds (JSON) that the microbatches of all ranks are of: (the first microbatch of the kind, the kind), in order."""
+        everyone = self.mesh.data.gather_values(_firsts(kinds.items()))
+        return _firsts(sorted(chain.from_iterable(everyone), key=itemgetter(0)))
+
+
+def _firsts(kinds: Iterable[tuple[int, Any]]) -> list[tuple[int, Any]]:
+    firsts: dict[str, tuple[int, Any]] = {}
+    for index, kind in kinds:
+        firsts.setdefault(repr(kind), (index, kind))
+    return list(firsts.values())
+
+
+def _words(kinds: list[Any]) -> str:
+    return " and ".join(f"{dtype} rows of shape {tuple(shape)}" for dtype, shape in kinds) or "nothing"
 
 
 def _sum_and_number(name: str, values: Any, samples: int) -> tuple[float, float]:
@@ -149,7 +179,7 @@ def _sum_and_number(name: str, values: Any, samples: int) -> tuple[float, float]
     return float(values.double().sum()), float(values.numel())
 
 
-def _checked(name: str, collected: Any, samples: int) -> tuple[Tensor, ...]:
+def _checked(name: str, collected: Any, samples: int) -> Columns:
     tensors = tuple(collected) if isinstance(collected, list | tuple) else (collected,)
     for tensor in tensors:
         if not isinstance(tensor, Tensor) or tensor.dim() == 0 or len(tensor) != samples:
