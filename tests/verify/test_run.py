@@ -41,7 +41,10 @@ def test_a_job_is_a_lockstep_run_of_the_script_as_it_is(tmp_path: Path) -> None:
     ]
 
 
-def test_a_run_is_told_what_to_trace_and_to_use_one_thread(runner: Callable[..., Runner], tmp_path: Path) -> None:
+def test_a_run_is_told_what_to_trace_and_to_use_one_thread(
+    runner: Callable[..., Runner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
     program = "import json, os; print(json.dumps(dict(os.environ)))"
     with runner(program) as made:
         made.run([job("twin", noise=2, microbatch=3)])
