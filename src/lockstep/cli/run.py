@@ -12,6 +12,7 @@ import click
 
 from lockstep.errors import LaunchError
 from lockstep.launch.count import count_processes
+from lockstep.launch.environment import check_run_dir
 from lockstep.plan import Plan
 
 
@@ -38,6 +39,7 @@ def command(nproc: str, plan: str | None, run_dir: str | None, is_module: bool, 
     death by signal), or 130 or 143 where lockstep itself got SIGINT or SIGTERM.
     """
     parsed = Plan.parse(plan) if plan is not None else None
+    check_run_dir(run_dir, "--run-dir")
     if is_module:
         _check_module(script)
     else:

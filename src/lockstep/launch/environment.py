@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, cast, get_args
 
-from lockstep.errors import LaunchError
+from lockstep.errors import LaunchError, RunDirectoryError
 
 Launcher = Literal["python", "torchrun", "lockstep", "spawn"]
 
@@ -67,6 +67,14 @@ class Environment:
             plan=environ.get("LOCKSTEP_PLAN") or None,
             run_dir=environ.get("LOCKSTEP_RUN_DIR") or None,
             threads=_threads(environ, local_world_size),
+        )
+
+
+def check_run_dir(run_dir: str | None, name: str) -> None:
+    """Refuse an empty path with a `RunDirectoryError`: it would name the working directory. `name`: what it was given as."""
+    if run_dir == "":
+        raise RunDirectoryError(
+            f"{name} is empty; it names the folder that the run writes to (is a shell variable unset?); give a path, or leave {name} out"
         )
 
 

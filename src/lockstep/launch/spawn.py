@@ -18,6 +18,7 @@ import torch
 from lockstep.errors import LaunchError, UserError, WorkerError
 from lockstep.launch.call import PASSED_ON, Call, work
 from lockstep.launch.count import count_processes
+from lockstep.launch.environment import check_run_dir
 from lockstep.launch.failure import Ending, Record
 from lockstep.launch.local import run_workers
 from lockstep.plan import Plan
@@ -51,6 +52,7 @@ def spawn(
         # A worker that imports the script comes by here again; what it should say, its parent says once.
         os._exit(_UNGUARDED_STATUS)
     _refuse_in_worker()
+    check_run_dir(run_dir, "run_dir")
     count = count_processes(nproc, Plan.parse(plan) if plan is not None else None, torch.cuda.device_count, name="nproc=")
     directory = os.path.abspath(run_dir) if run_dir is not None else None
     with closing(_Starter(_start_method(main), main, args)) as starter:
