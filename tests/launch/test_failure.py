@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lockstep.comm.segment import PeerDied, PeerStopped
 from lockstep.errors import DataError
-from lockstep.launch.failure import Ending, Failure, Record, describe, exit_status, read_crash, read_torch_record
+from lockstep.launch.failure import Ending, Failure, Record, account, describe, exit_status, read_crash, read_torch_record
 
 GLOO = "[pair.cc:553] Connection closed by peer [127.0.0.1]:41096. This is typically caused by a remote worker crashing."
 
@@ -64,13 +65,32 @@ class DistBackendError(RuntimeError):
     """torch's has this name; the record does not import torch."""
 
 
-@pytest.mark.parametrize("error", [RuntimeError(GLOO), ConnectionResetError(), BrokenPipeError(), DistBackendError("NCCL error")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError(GLOO),
+        ConnectionResetError(),
+        BrokenPipeError(),
+        DistBackendError("NCCL error"),
+        PeerDied([1], "rank 1: its process ended"),
+        PeerStopped([1], "rank 1 closed the group"),
+    ],
+)
 def test_the_loss_of_a_peer_is_told_from_other_errors(error: Exception) -> None:
     assert record(error).peer_lost
     wrapped = ValueError("step 3 failed")
     wrapped.__cause__ = error
     assert record(wrapped).peer_lost
     assert not record(ValueError(GLOO)).peer_lost
+
+
+def test_a_run_says_in_our_words_that_a_peer_was_lost_and_keeps_torchs_as_the_detail() -> None:
+    assert account(RuntimeError(GLOO)) == {
+        "error": "a peer was lost: another process of this run ended, or the connection to it broke",
+        "detail": f"RuntimeError: {GLOO}",
+    }
+    assert account(PeerDied([1], "rank 1: its process ended")) == {"error": "PeerDied: rank 1: its process ended"}
+    assert account(KeyError("name")) == {"error": "KeyError: 'name'"}
 
 
 def test_the_first_failure_is_the_earliest_that_is_not_the_loss_of_a_peer() -> None:

@@ -12,14 +12,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
-from lockstep.errors import USER_ERROR_STATUS, UserError
+from lockstep.errors import USER_ERROR_STATUS, LockstepError, UserError
 
 # Errors of a process that was healthy until another one went away. They are never the cause where another rank failed otherwise.
 _PEER_ERRORS = {
     "DistBackendError",
     "DistNetworkError",
     "DistStoreError",
+    "PeerDied",
+    "PeerStopped",
     "ConnectionResetError",
     "ConnectionAbortedError",
     "BrokenPipeError",
@@ -181,8 +184,21 @@ def describe(error: BaseException, frames: TracebackType | None, status: int) ->
         message=_text(error),
         traceback="".join(traceback.TracebackException(kind, error, frames).format()),
         user_error=isinstance(error, UserError),
-        peer_lost=any(_is_peer_error(link) for link in _chain(error)),
+        peer_lost=_lost_a_peer(error),
     )
+
+
+def account(error: BaseException) -> dict[str, Any]:
+    """What a run's event says of the error that ended it: `error`, and `detail` where that says it in our words."""
+    text = f"{type(error).__name__}: {_text(error)}"
+    if _lost_a_peer(error) and not isinstance(error, LockstepError):
+        return {"error": "a peer was lost: another process of this run ended, or the connection to it broke", "detail": text}
+    return {"error": text}
+
+
+def _lost_a_peer(error: BaseException) -> bool:
+    """Whether it, or what it was raised from, is an error of the connection to another process."""
+    return any(_is_peer_error(link) for link in _chain(error))
 
 
 def exit_status(error: BaseException) -> int:

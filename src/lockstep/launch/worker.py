@@ -32,6 +32,7 @@ from typing import Any, NoReturn
 
 from lockstep.errors import LaunchError
 from lockstep.launch.failure import describe, exit_status
+from lockstep.launch.termination import Terminated, in_a_worker
 
 RECORD = "LOCKSTEP_WORKER_RECORD"
 CRASH = "LOCKSTEP_WORKER_CRASH"
@@ -68,12 +69,15 @@ def run(body: Callable[[], object], record: Path | None) -> NoReturn:
     """Call `body` and end the process. Where `body` does not return or exit with status 0, write the record first."""
     process = os.getpid()
     hook = sys.excepthook
+    in_a_worker()
     try:
         body()
     except BaseException as error:
         # A child that the user's code forked may come back up to here: it is not this worker.
         if record is None or os.getpid() != process:
             raise
+        if isinstance(error, Terminated):
+            _leave(128 + error.number, by=error.number)
         if isinstance(error, SystemExit):
             _leave_as_asked(error, record)
         status = _INTERRUPTED_STATUS if isinstance(error, KeyboardInterrupt) else exit_status(error)
@@ -101,8 +105,8 @@ def _leave_as_asked(error: SystemExit, record: Path) -> NoReturn:
     _leave(status)
 
 
-def _leave(status: int) -> NoReturn:
-    """End the process. See [Note: leaving]."""
+def _leave(status: int, *, by: int | None = None) -> NoReturn:
+    """End the process, where `by` is given by that signal. See [Note: leaving]."""
     try:
         if status == 0:
             threading._shutdown()  # type: ignore[attr-defined]  # waits for the threads that are not daemons
@@ -110,6 +114,9 @@ def _leave(status: int) -> NoReturn:
         _close_files()
         ctypes.CDLL(None).fflush(None)
     finally:
+        if by is not None:
+            signal.signal(by, signal.SIG_DFL)
+            os.kill(os.getpid(), by)
         os._exit(status)
 
 

@@ -1,0 +1,55 @@
+"""How runs under `lockstep run` end, as their directories tell it: whole commands, each of which imports torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
+ENDLESS = Path(__file__).parent.parent / "scripts" / "endless.py"
+FROM_OUTSIDE = "Terminated: {}, from the launcher or from outside the run"
+PEER = ("PeerDied: an exchange through shared memory failed on rank 0 of 2", "a peer was lost: another process of this run ended")
+
+
+@pytest.mark.parametrize(
+    ("number", "target", "nproc", "plan", "status", "error"),
+    [
+        (signal.SIGTERM, None, 2, "workers=1", 143, FROM_OUTSIDE.format("SIGTERM")),
+        (signal.SIGHUP, None, 1, "replicate=1", 129, FROM_OUTSIDE.format("SIGHUP")),
+        (signal.SIGTERM, 0, 2, "replicate=2", 143, FROM_OUTSIDE.format("SIGTERM")),
+        (signal.SIGTERM, 1, 2, "replicate=2", 143, PEER),
+        (signal.SIGKILL, 1, 2, "replicate=2", 137, PEER),
+    ],
+    ids=["TERM to the launcher", "HUP to the launcher", "TERM to rank 0", "TERM to rank 1", "KILL to rank 1"],
+)
+def test_a_run_that_is_ended_says_so_and_gives_its_directory_up(
+    tmp_path: Path, number: signal.Signals, target: int | None, nproc: int, plan: str, status: int, error: str | tuple[str, str]
+) -> None:
+    run = tmp_path / "run"
+    line = [LOCKSTEP, "run", "--nproc", str(nproc), "--plan", plan, str(ENDLESS), str(run)]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(tmp_path)}  # killed loader workers leave a folder there
+    with subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as started:
+        deadline = time.monotonic() + 50
+        while not (run / "metrics.jsonl").exists() or not (run / "metrics.jsonl").stat().st_size:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        os.kill(started.pid if target is None else worker(started.pid, target), number)
+        started.communicate()
+    assert started.returncode == status
+    assert not (run / "lock").exists()
+    *_, last = [json.loads(row) for row in (run / "events.jsonl").read_text().splitlines()]
+    assert last["event"] == "run-failed"
+    assert last["error"].startswith(error)
+    assert last["step"] > 0
+
+
+def worker(launcher: int, rank: int) -> int:
+    return next(child.pid for child in psutil.Process(launcher).children() if child.environ().get("RANK") == str(rank))
