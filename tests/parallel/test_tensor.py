@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from parallel.cut_models import GATHERED, LAYERS, SEQUENCE, TIED, WIDTH, WORDS, Attention, FullCount, Fused, Model
+from parallel.cut_models import GATHERED, LAYERS, SEQUENCE, TIED, WIDTH, WORDS, Attention, FullCount, Fused, HalfDepth, Model
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -215,12 +215,24 @@ def first_forward(model: nn.Module, styles: dict[str, str], ranks: int) -> None:
     ("attention", "changed", "message"),
     [
         (FullCount, {}, r"forward of blocks.0.attention failed .* cut over the tensor axis: .*view\(batch, length, -1, head_dim\)"),
+        (
+            HalfDepth,
+            {},
+            r"blocks.0.attention computes something else with its layers query.* cut .*with -1 for the heads",
+        ),
         (Attention, {"*.projection": "rowwise_split"}, r"projection has the style 'rowwise_split', which takes a whole input"),
         (Attention, {"*.projection": "replicated"}, r"forward of blocks.0.attention failed"),
         (Attention, {"head": "colwise", "words": "embedding"}, r"an output of Model, of shape \(2, 7, 12\) on each rank, is cut"),
         (Fused, {"*.projection": "rowwise"}, r"has the style 'rowwise' and 16 inputs.*was given 16; give it 'rowwise_split'"),
     ],
-    ids=["the full number of heads", "a cut input taken for whole", "no rowwise layer", "a cut output", "a whole input taken for cut"],
+    ids=[
+        "the full number of heads",
+        "heads of half the depth",
+        "a cut input taken for whole",
+        "no rowwise layer",
+        "a cut output",
+        "a whole input taken for cut",
+    ],
 )
 def test_code_that_does_not_fit_is_told_what_to_write(
     pool: WorkerPool, attention: type[nn.Module], changed: dict[str, str], message: str

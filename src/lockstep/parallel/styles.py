@@ -168,14 +168,14 @@ def _check(model: nn.Module, name: str, style: str, size: int) -> None:
     wanted = STYLES[style].kinds
     if style == "replicated":
         return
-    if style == "sequence" and (any(module.children()) or any(module.buffers())):
+    if style == "sequence" and (any(module.children()) or list(module.buffers())):
         raise RecipeError(
-            f"the style 'sequence' for {name!r}, a {type(module).__name__} with modules or buffers inside; it is for what treats every "
+            f"the style 'sequence' for {name!r} ({type(module).__name__}), with modules or buffers inside; it is for what treats every "
             "place of the sequence alike; name a norm or a dropout"
         )
     if "any" not in wanted and (kind not in wanted or set(module._parameters) - {"weight", "bias"} or any(module.children())):
         raise RecipeError(
-            f"the style {style!r} for {name!r}, a {type(module).__name__}; it is for {' or '.join(wanted)} layers; map the layers inside "
+            f"the style {style!r} for {name!r} ({type(module).__name__}); it is for {' or '.join(wanted)} layers; map the layers inside "
             "of it, or leave it whole"
         )
     if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse or module.scale_grad_by_freq):

@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from lockstep.errors import RecipeError
 from lockstep.parallel.cut import Region, is_cut, leaving, mark_cut
+from lockstep.parallel.proof import Proof
 from lockstep.parallel.styles import STYLES, cut_dim, sizes_of
 
 SHAPES = re.compile(
@@ -38,19 +39,21 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str
     cut. What shared a parameter before shares it afterwards.
     """
     ties = _ties(model)
-    for name, style in styles.items():
+    layers = {name: _Layer(name, style) for name, style in styles.items()}
+    for name, layer in layers.items():
         fill(model.get_submodule(name))
-        parallelize_module(model.get_submodule(name), mesh, _Layer(name, style), src_data_rank=None)
+        parallelize_module(model.get_submodule(name), mesh, layer, src_data_rank=None)
     for names in ties:
         _tie(model, names)
     region = Region(mesh)
+    proof = Proof(model, {name: layer for name, layer in layers.items() if layer.leaves_parts})
     keeps_classes = "loss" in styles.values()
     owners = {name.rpartition(".")[0] for name in styles}
     around = {"", *(owner[:end] for owner in owners for end in (*(dot.start() for dot in re.finditer(r"\.", owner)), len(owner)))}
     for name, module in model.named_modules():
         if name in around:
-            layers = [child for child in styles if child.rpartition(".")[0] == name]
-            _enclose(module, name or type(model).__name__, region, layers, is_model=not name, keeps_classes=keeps_classes)
+            own = [child for child in styles if child.rpartition(".")[0] == name]
+            _enclose(module, name, region, proof, own, keeps_classes=keeps_classes)
 
 
 def part_of(values: Tensor, like: DTensor) -> Tensor:
@@ -86,6 +89,10 @@ class _Layer(ParallelStyle):
         self._name = name
         self._style_name = style
         self._style = STYLES[style]
+        self.leaves_parts = self._style.gives == "cut" or (self._style.takes == "cut" and not self._style.slices)
+        """Whether the user's code sees a part of what it was written for, before the layer or after it."""
+        self.bypassed = False
+        """Let the module be what it was: whole inputs, whole weights."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         before: Any = self._before
@@ -107,6 +114,8 @@ class _Layer(ParallelStyle):
             module.register_parameter(name, made)
 
     def _before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+        if self.bypassed:
+            return inputs
         if not inputs:
             raise RecipeError(f"{self._name} is called with keywords alone; a layer that is cut takes its input as the first argument")
         given = inputs[0]
@@ -136,6 +145,8 @@ class _Layer(ParallelStyle):
         return Replicate()
 
     def _after(self, _: nn.Module, output: DTensor, __: DeviceMesh) -> Tensor:
+        if self.bypassed:
+            return output
         gives: dict[str, Placement] = {"whole": Replicate(), "sequence": Shard(1)}
         spread = output.redistribute(placements=(gives.get(self._style.gives, Shard(output.dim() - 1)),))
         if self._style.gives in ("sequence", "classes"):
@@ -144,9 +155,13 @@ class _Layer(ParallelStyle):
         return mark_cut(held) if self._style.gives == "cut" else held
 
 
-def _enclose(module: Any, name: str, region: Region, layers: Sequence[str], *, is_model: bool, keeps_classes: bool) -> None:
-    """Run the forward of a module with cut layers inside in `region`, and explain what its sizes do to code written for whole tensors."""
+def _enclose(module: Any, name: str, region: Region, proof: Proof, layers: Sequence[str], *, keeps_classes: bool) -> None:
+    """Run the forward of a module with cut layers inside in `region`, and explain what its sizes do to code written for whole tensors.
+
+    `name`: empty for the model. `layers`: those cut directly inside of it.
+    """
     forward = module.forward
+    called = name or type(module).__name__
 
     @functools.wraps(forward)
     def enclosed(*arguments: Any, **keywords: Any) -> Any:
@@ -156,8 +171,10 @@ def _enclose(module: Any, name: str, region: Region, layers: Sequence[str], *, i
             except (RuntimeError, ValueError) as error:
                 if not layers or not SHAPES.search(str(error)):
                     raise
-                raise RecipeError(_explained(name, layers, error)) from error
-            return leaving(output, name, keeps_classes=keeps_classes) if is_model else output
+                raise RecipeError(_explained(called, layers, error)) from error
+            if proof.waits_for(name):
+                proof.compare(name, module, forward, arguments, keywords)
+            return output if name else leaving(output, called, keeps_classes=keeps_classes)
 
     module.forward = enclosed
 

@@ -19,12 +19,12 @@ def separate_meshes(optimizer: Optimizer) -> None:
         return
     kept: list[list[dict[str, Any]]] = []
 
-    def before(*_: Any) -> None:
+    def before(*arguments: Any) -> None:
         after()  # where the step before this one failed
         kept.append(optimizer.param_groups)
         optimizer.param_groups = [{**group, "params": params} for group in kept[0] for params in _by_mesh(group["params"])]
 
-    def after(*_: Any) -> None:
+    def after(*arguments: Any) -> None:
         if kept:
             groups = kept.pop()
             parts = iter(optimizer.param_groups)
