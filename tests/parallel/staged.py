@@ -7,18 +7,22 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch._subclasses.fake_tensor  # here, so that not every worker imports it
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.comm.group import World
+from lockstep.comm.mesh import Mesh
 from lockstep.errors import LossError
 from lockstep.parallel.build import Deferred, build
 from lockstep.parallel.layout import Built
+from lockstep.parallel.piped import Piped
 from lockstep.parallel.pipeline import PER_RANK, Item, Pipeline, Schedule, Scored
 from lockstep.parallel.stages import Stages, keep_only, parts_of
 from lockstep.parallel.streams import Streams
 from lockstep.parallel.tied import TiedGradients
+from lockstep.plan import Plan
 
 KEY, WIDTH, CONTEXT = 3, 8, 6
 
@@ -166,19 +170,40 @@ def world() -> World:
     return World(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size(), torch.device("cpu"), owns_group=False)
 
 
-def staged(name: str, schedule: Schedule, dtype: torch.dtype) -> tuple[nn.Module, Pipeline, TiedGradients]:
-    """This rank's part of a model, as a plan makes it."""
+def staged(name: str, schedule: Schedule, dtype: torch.dtype, axis: World | None = None) -> tuple[nn.Module, Pipeline, TiedGradients]:
+    """This rank's part of a model, as a plan makes it. `axis`: the pipeline's ranks, None: all."""
+    axis = axis or world()
     factory, patterns = MODELS[name]
     deferred = Deferred.build(factory, KEY)
     model = deferred.module
-    stages = Stages.of(model, patterns, ranks=dist.get_world_size(), per_rank=PER_RANK[schedule])
+    stages = Stages.of(model, patterns, ranks=axis.size, per_rank=PER_RANK[schedule])
     streams = Streams(model, stages.parts, begin)
     built = Built(model, deferred, None)
-    for part in stages.names_on(dist.get_rank()):
+    for part in stages.names_on(axis.rank):
         built.fill(model.get_submodule(part), torch.device("cpu"))
-    keep_only(model, stages.names_on(dist.get_rank()))
+    keep_only(model, stages.names_on(axis.rank))
     model.to(dtype)
-    return model, Pipeline(model, stages, world(), streams, schedule=schedule), TiedGradients(model, stages.tied, world())
+    return model, Pipeline(model, stages, axis, streams, schedule=schedule), TiedGradients(model, stages.tied, axis)
+
+
+def in_two_pipelines(name: str, schedule: Schedule, steps: list[list[int]]) -> list[Any]:
+    """Of each step, the gradients here, and what was said of all microbatches: values, weights, whether any rank raised its flag."""
+    plan = object.__new__(Plan)
+    for setting, value in {"replicate": 2, "shard": 1, "tensor": 1, "pipeline": 2}.items():
+        object.__setattr__(plan, setting, value)
+    mesh = Mesh.of(world(), plan)
+    model, pipeline, tied = staged(name, schedule, torch.float32, mesh.axis("pipeline"))
+    engine = Piped(list(model.parameters()), mesh, pipeline, tied, max_microbatches=8)
+    found = []
+    for step, sizes in enumerate(steps):
+        engine.begin(len(sizes))
+        given = items(name, sizes, torch.float32)
+        rows = engine.run([given[place] for place in mesh.deal.share(len(sizes), mesh.data.rank)], columns=2)
+        told = engine.finish(list(rows[:, 0]), list(rows[:, 1]), flag=dist.get_rank() == 1 and step == 0)
+        gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+        assert told.weights is not None
+        found.append((gradients, torch.stack([torch.as_tensor(told.values), told.weights], dim=1).tolist(), told.stops))
+    return found
 
 
 def items(name: str, sizes: list[int], dtype: torch.dtype) -> list[Item]:

@@ -8,7 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from parallel.staged import KEY, MODELS, failing, in_a_pipeline, masks_in_a_pipeline, masks_on_one_process, on_one_process, outputs, values
+from parallel.staged import (
+    KEY,
+    MODELS,
+    failing,
+    in_a_pipeline,
+    in_two_pipelines,
+    masks_in_a_pipeline,
+    masks_on_one_process,
+    on_one_process,
+    outputs,
+    values,
+)
 from parallel.staged import microbatches as rows_of
 
 from lockstep.parallel.build import build
@@ -58,6 +69,21 @@ def test_the_gradient_is_one_process_in_float64_within_4_times_float32s_own_erro
         assert sorted(counted) == sorted(exact) == sorted(found)
         truth, mine, here = (torch.cat([each[name].reshape(-1) for name in exact]) for each in (exact, own, found))
         assert (here - truth).norm() <= 4 * (mine - truth).norm(), f"step {step}"
+
+
+def test_two_pipelines_side_by_side_sum_their_gradients(pool: WorkerPool) -> None:
+    steps = [[3, 3, 3, 3], [3, 2, 3, 1, 1], [2, 3]]
+    ranks = pool.run(4, in_two_pipelines, "gpt", "1f1b", steps)
+    for step, sizes in enumerate(steps):
+        exact, _ = one_process("gpt", tuple(sizes), torch.float64)
+        own, records = one_process("gpt", tuple(sizes), torch.float32)
+        for first in (0, 1):  # ranks 0 and 2 are one pipeline, 1 and 3 the other
+            found = {**ranks[first][step][0], **ranks[first + 2][step][0]}
+            truth, mine, here = (torch.cat([each[name].reshape(-1) for name in exact]) for each in (exact, own, found))
+            assert (here - truth).norm() <= 4 * (mine - truth).norm(), f"step {step}"
+        for rank in ranks:
+            assert close(rank[step][1], records)
+            assert rank[step][2] is (step == 0)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 [Note: streams] A part's stream begins when the part before it ends, not when it starts itself. So where `torch.utils.checkpoint` wraps a
 part, however it does, the state that it keeps and puts back for the recomputation is that of the part's own stream: a recomputation
-draws what the forward drew, also where other microbatches' forwards lie between the two, as in a pipeline.
+draws what the forward drew, also where other microbatches' forwards lie between the two, as in a pipeline. Where it wraps several parts
+at once, the recomputation begins the streams of the later ones too: a stream is known by the generator's seed, and which stream followed
+it is taken down in the forward.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.keys import key
+from lockstep.keys import MASK, key
 
 DRAWING = (
     nn.modules.dropout._DropoutNd,
@@ -27,6 +29,8 @@ DRAWING = (
     nn.FractionalMaxPool3d,
 )
 """Of torch's own modules, those that may draw random numbers in their forward."""
+REMEMBERED = 2**16
+"""Streams whose followers are kept for recomputations: parts times microbatches on their way."""
 
 
 class Streams:
@@ -37,7 +41,7 @@ class Streams:
     """
 
     def __init__(self, model: nn.Module, parts: Sequence[str], begin: Callable[[int], None]) -> None:
-        """`parts`: as `stages.parts_of` found them. `begin`: starts the default generators from a key, `seed_generators` say."""
+        """`parts`: as `stages.parts_of` found them. `begin`: starts torch's default generators, and others, from a key."""
         self._begin = begin
         self._position: tuple[int, ...] | None = None
         modules = [model.get_submodule(name) for name in parts]
@@ -45,6 +49,7 @@ class Streams:
         self._needed = [*(_may_draw(module) for module in modules), True]
         self._places: dict[int, list[int]] = {}
         self._calls: dict[int, int] = {}
+        self._followers: dict[int, int] = {}
         for place, module in enumerate(modules):
             self._places.setdefault(id(module), []).append(place)
         once = {id(module): module for module in modules}
@@ -66,14 +71,24 @@ class Streams:
             handle.remove()
 
     def _ended(self, module: nn.Module, _: Any, __: Any) -> None:
-        if self._position is None or torch._C._current_graph_task_id() != -1:  # a recomputation, in the midst of a backward
+        before = torch.default_generator.initial_seed() & MASK
+        if torch._C._current_graph_task_id() != -1:  # a recomputation, in the midst of a backward
+            if before in self._followers:
+                self._begin(self._followers[before])
+            return
+        if self._position is None:
             return
         places = self._places[id(module)]
         calls = self._calls.get(id(module), 0)
         self._calls[id(module)] = calls + 1
         following = places[calls % len(places)] + 1
         if self._needed[following]:
-            self._begin(key(*self._position, following, calls // len(places)))
+            after = key(*self._position, following, calls // len(places))
+            self._followers.pop(before, None)
+            self._followers[before] = after
+            if len(self._followers) > REMEMBERED:
+                del self._followers[next(iter(self._followers))]
+            self._begin(after)
 
 
 def _may_draw(part: nn.Module) -> bool:
