@@ -316,6 +316,18 @@ def a_mean(model: nn.Module, batch: Batch) -> Tensor:
     return batch[1].mean()
 
 
+def first(model: nn.Module, batch: Batch) -> Tensor:
+    return batch[0]
+
+
+def no_value(order: Tensor) -> Any:
+    return None
+
+
+def vector(order: Tensor) -> Any:
+    return order
+
+
 def nothing(*_: Any) -> float:
     return 0.0
 
@@ -328,6 +340,8 @@ BAD_METRICS: dict[str, tuple[Any, str]] = {
     "a scalar": (ls.Gathered(a_scalar, nothing), "metric 'bad' collected shape () from a microbatch of 4 samples"),
     "a list": (ls.Gathered(a_list, nothing), "metric 'bad' collected a list from a microbatch of 4 samples"),
     "nothing": (ls.Gathered(a_number, nothing), "metric 'bad' collected a float from a microbatch of 4 samples"),
+    "computed nothing": (ls.Gathered(first, no_value), "metric 'bad' is None (a NoneType); a metric is one number; reduce it to one"),
+    "computed a vector": (ls.Gathered(first, vector), "metric 'bad' computed an array of shape (8,); a metric is one number; reduce it"),
     "a mean of means": (
         ls.Mean(a_mean),
         "metric 'bad' has one value for a microbatch of 4 samples; an ls.Mean divides the sum of the values by their number, and would "
@@ -417,10 +431,6 @@ def not_a_number(order: Tensor) -> float:
 def without_a_value(run_dir: str) -> float:
     evaluation = ls.Evaluation(data=rows(8), metrics={"area": ls.Gathered(first, not_a_number)})
     return ls.train(recipe(evaluation=evaluation), run_dir=run_dir).metrics["area"]
-
-
-def first(model: nn.Module, batch: Batch) -> Tensor:
-    return batch[0]
 
 
 def test_a_metric_may_be_nan_and_is_null_in_the_files(pool: WorkerPool, tmp_path: Path) -> None:

@@ -119,6 +119,25 @@ REFUSED: dict[str, tuple[Callable[[], Any], Weights | None, Any, str]] = {
         None,
         "the weight of ls.Loss has shape (2,); it is a number or a scalar tensor",
     ),
+    "a weight that is nothing": (
+        lambda: ls.Loss(W, None),  # type: ignore[arg-type]
+        None,
+        None,
+        "the weight of term 'loss' is a NoneType; it is a number or a scalar tensor: the denominator of the term in this microbatch",
+    ),
+    "a weight in words": (lambda: ls.Loss(W, "3"), None, None, "the weight of term 'loss' is a str; it is a number"),  # type: ignore[arg-type]
+    "a number for a name": (
+        lambda: {"a": ls.Sum(W), 0: ls.Sum(W)},
+        {"a": 1.0},
+        None,
+        "the loss has a term named 0 (a int); a name is text, under which the term is recorded; name it '0', in the loss and in the weight",
+    ),
+    "a complex number": (
+        lambda: W * (1 + 1j),
+        None,
+        None,
+        "term 'loss' of the loss is complex (torch.complex64); only a real number can be made smaller; take its .abs() or its .real",
+    ),
     "a Sum that no weight goes with": (
         lambda: {"a": ls.Sum(W), "b": ls.Sum(W)},
         {"a": 2.0},
@@ -198,6 +217,7 @@ def test_a_weight_is_a_number_or_numbers_by_name(raw: Any, expected: Weights) ->
         ("3", "the weight of term 'loss' is a str; it is a number or a scalar tensor"),
         (None, "the weight of term 'loss' is a NoneType; it is a number"),
         (True, "the weight of term 'loss' is a bool; it is a number"),
+        ({0: 1.0}, "the weight has a term named 0 (a int); a name is text, under which the term is recorded; name it '0', in the loss and"),
     ],
 )
 def test_what_is_no_weight_is_refused(raw: Any, message: str) -> None:

@@ -209,6 +209,18 @@ def with_a_table_of_its_own() -> nn.Module:
     return model
 
 
+def list_of_inputs(batch: Sequence[Tensor]) -> list[Tensor]:
+    return list(batch[1:2])
+
+
+def no_inputs(batch: Sequence[Tensor]) -> None:
+    return None
+
+
+def mean_of_output(output: Tensor, batch: Sequence[Tensor]) -> Tensor:
+    return output.mean()
+
+
 class Growing(list[int]):
     """One sample longer whenever somebody looks, after the first few looks."""
 
@@ -262,6 +274,16 @@ REFUSED: dict[str, tuple[str | None, dict[str, Any], str]] = {
         "RecipeError: the model factory returned {} (a dict); it must return a torch.nn.Module",
     ),
     "a model without parameters": (None, {"model": nn.Tanh}, "RecipeError: the model (Tanh) has no trainable parameter; training needs"),
+    "a list of inputs": (
+        None,
+        {"inputs": list_of_inputs, "loss": mean_of_output},
+        "RecipeError: Recipe.inputs returned a list of 1; the model is called with what it returns: a tuple of arguments, a dict of",
+    ),
+    "no inputs": (
+        None,
+        {"inputs": no_inputs, "loss": mean_of_output},
+        "RecipeError: Recipe.inputs returned None; the model is called with what it returns: a tuple of arguments, a dict of keywords, or",
+    ),
     "an optimizer that is none": (
         None,
         {"optimizer": str},

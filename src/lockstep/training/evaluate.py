@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
@@ -18,10 +19,11 @@ from lockstep.comm.mesh import Mesh
 from lockstep.data.device import to_device
 from lockstep.data.generators import seed_generators
 from lockstep.data.loader import Loader, Span
-from lockstep.errors import DataError, LossError
+from lockstep.errors import DataError, LossError, RecipeError
 from lockstep.keys import Stream, key
 from lockstep.recipe import Evaluation, Gathered, Mean, Recipe
 from lockstep.training.loss import SINGLE, measured, weights_of
+from lockstep.watch.metrics import as_number
 
 Row = dict[str, tuple[float, float]]
 """One microbatch's (total, weight) of each loss term and each metric that adds up."""
@@ -30,13 +32,25 @@ Columns = tuple[Tensor, ...]
 
 
 def output_of(recipe: Recipe, model: nn.Module, batch: Any) -> Any:
-    """What `loss` and the metrics are called with: the model's output, or the model itself where the recipe has no `inputs`."""
+    """What `loss` and the metrics are called with: the model's output, or the model itself where the recipe has no `inputs`.
+
+    Raises `RecipeError` for inputs that say not how to call the model.
+    """
     if recipe.inputs is None:
         return model
     inputs = recipe.inputs(batch)
+    if isinstance(inputs, tuple):
+        return model(*inputs)
     if isinstance(inputs, dict):
         return model(**inputs)
-    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+    if inputs is None or isinstance(inputs, list):
+        given = f"a list of {len(inputs)}" if isinstance(inputs, list) else "None"
+        raise RecipeError(
+            f"Recipe.inputs returned {given}; the model is called with what it returns: a tuple of arguments, a dict of keywords, or one "
+            "tensor; the batches of a TensorDataset are lists: return batch[0], or (batch[0], batch[1]); where the model takes a list as "
+            "its one argument, return (that_list,)"
+        )
+    return model(inputs)
 
 
 @dataclass(slots=True)
@@ -132,8 +146,8 @@ class Evaluator:
             mine = list(parts.values())
             columns = self._columns(name, parts)
             everyone = [self.mesh.samples_in_order(torch.cat([part[i] for part in mine]) if mine else None, sizes) for i in range(columns)]
-            compute: Callable[..., float] = self._metrics(Gathered)[name].compute
-            found[name] = float(compute(*everyone))
+            compute: Callable[..., Any] = self._metrics(Gathered)[name].compute
+            found[name] = _one_number(name, compute(*everyone))
         return found
 
     def _columns(self, name: str, parts: dict[int, Columns]) -> int:
@@ -166,6 +180,15 @@ def _firsts(kinds: Iterable[tuple[int, Any]]) -> list[tuple[int, Any]]:
 
 def _words(kinds: list[Any]) -> str:
     return " and ".join(f"{dtype} rows of shape {tuple(shape)}" for dtype, shape in kinds) or "nothing"
+
+
+def _one_number(name: str, computed: Any) -> float:
+    shape = tuple(getattr(computed, "shape", ()))
+    if math.prod(shape) != 1:
+        raise DataError(
+            f"metric {name!r} computed an array of shape {shape}; a metric is one number; reduce it to one, or give one metric each"
+        )
+    return as_number(name, computed)
 
 
 def _sum_and_number(name: str, values: Any, samples: int) -> tuple[float, float]:

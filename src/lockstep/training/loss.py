@@ -83,7 +83,9 @@ def measured(loss: Any, *, samples: int, batch: Any, weights: Weights | None) ->
 
 def weights_of(raw: Any) -> Weights:
     """Read what a weight function returned for one microbatch: each term's name and denominator. Raises `LossError`."""
-    weights = {str(name): _number(name, value) for name, value in (raw.items() if isinstance(raw, Mapping) else [(SINGLE, raw)])}
+    named = raw if isinstance(raw, Mapping) else {SINGLE: raw}
+    _check_text("weight", named)
+    weights = {name: _number(name, value) for name, value in named.items()}
     for name, value in weights.items():
         if not 0 <= value < float("inf"):
             raise LossError(f"the weight of term {name!r} is {value}; it counts what the term sums over and is finite and not negative")
@@ -94,10 +96,20 @@ def _check_terms(loss: Any, weights: Weights | None) -> None:
     if isinstance(loss, Mapping):
         if not loss:
             raise LossError("the loss is an empty dict; give it one term at least, or return the loss itself")
+        _check_text("loss", loss)
         if weights is not None:
             _check_names(loss, weights)
     elif weights is not None and weights.keys() != {SINGLE}:
         _check_names({SINGLE: loss}, weights)
+
+
+def _check_text(whose: str, terms: Mapping[Any, Any]) -> None:
+    for name in terms:
+        if not isinstance(name, str):
+            raise LossError(
+                f"the {whose} has a term named {name!r} (a {type(name).__name__}); a name is text, under which the term is recorded; "
+                f"name it {str(name)!r}, in the loss and in the weight"
+            )
 
 
 def _check_names(terms: Mapping[str, Any], weights: Weights) -> None:
@@ -157,7 +169,7 @@ def _forward_known(loss: Loss, weights: Weights | None, prescale: Tensor, *, lea
     if isinstance(loss.weight, Tensor):
         weight = loss.weight.detach().to(total.device, value.dtype, non_blocking=True).reshape(())
     else:
-        weight = torch.full((), loss.weight, dtype=value.dtype, device=total.device)
+        weight = torch.full((), _number(SINGLE, loss.weight), dtype=value.dtype, device=total.device)
     return Contribution(total, _seed(total, value, 1.0 / prescale), value, weight, {})
 
 
@@ -184,6 +196,10 @@ def _checked(name: str, total: Any, learns: bool) -> Tensor:
         )
     if total.numel() != 1:
         raise LossError(f"term {name!r} of the loss has shape {tuple(total.shape)}; it must be a scalar; take its mean() or sum()")
+    if total.is_complex():
+        raise LossError(
+            f"term {name!r} of the loss is complex ({total.dtype}); only a real number can be made smaller; take its .abs() or its .real"
+        )
     if learns and not total.requires_grad:
         raise LossError(
             f"term {name!r} of the loss has no gradient; it must depend on the model's parameters through differentiable operations: look "
