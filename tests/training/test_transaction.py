@@ -241,6 +241,41 @@ def test_an_overflow_of_fp16_skips_the_step_on_all_ranks_and_halves_the_scale(
         assert rate == 1e-2 * 0.5 ** (len(seen) - 2)
 
 
+def rootless(model: Any, batch: Any) -> Any:
+    """Its gradient is NaN at any scale: the square root of 0."""
+    output = model(batch[1]).float()
+    return output.square().mean() + (output - output.detach()).abs().sqrt().sum()
+
+
+def never_step(run_dir: str, steps: int) -> tuple[str, int]:
+    standing = Standing()
+    try:
+        ls.train(recipe(loss=rootless, precision="fp16", steps=steps), run_dir=run_dir, hooks=[standing])
+    except LossError as error:
+        return str(error), len(standing.seen) - 1
+    raise AssertionError("it trained")
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_gradient_that_is_not_finite_at_any_scale_of_fp16_ends_the_run(pool: WorkerPool, tmp_path: Path, world_size: int) -> None:
+    for text, steps in pool.run(world_size, never_step, str(tmp_path / "run"), 40):
+        assert text.startswith("step 17: every loss is finite and the gradient is not, first in parameter")
+        assert "after 18 steps in a row, at a loss scale of 0.5" in text
+        assert steps == 17
+
+
+def test_a_run_none_of_whose_steps_was_applied_has_failed(pool: WorkerPool, tmp_path: Path) -> None:
+    for text, steps in pool.run(2, never_step, str(tmp_path / "run"), 9):
+        assert text.startswith("none of the 9 steps was applied: the fp16 gradient overflowed in each, at last at a loss scale of 256")
+        assert steps == 9
+
+
+def test_eight_overflows_in_a_row_are_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(LossError):
+        ls.train(recipe(loss=rootless, precision="fp16", steps=40), run_dir=str(tmp_path / "run"), log_every=1)
+    assert capsys.readouterr().err.count("warning: 8 steps in a row were skipped") == 1
+
+
 class StopsAtOnce(ls.Hook):
     def on_evaluation(self, run: Any, metrics: Any) -> None:
         run.stop("seen enough")

@@ -66,6 +66,13 @@ class Outcome:
                 )
         if self.weights is not None:
             self._check_weights(self.weights.tolist())
+        if self.applied is False and self.pair.overflowed_at < 1:
+            raise LossError(
+                f"step {layout.step}: every loss is finite and the gradient is not, first in {self._not_finite()}, after "
+                f"{self.pair.overflows} steps in a row, at a loss scale of {self.pair.overflowed_at:g}; only a scale above 1 can be why "
+                "a gradient overflows; the model was not changed by these steps: look for square roots and norms at 0, and try "
+                "precision='bf16' or 'fp32'"
+            )
         if not math.isfinite(float(self.norm)) and self.pair.scaler is None:
             raise LossError(
                 f"step {layout.step}: every loss is finite and the gradient is not, first in {self._not_finite()}; a step needs a finite "

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from lockstep import precision as precisions
 from lockstep.comm.group import World, exact_sum, join
 from lockstep.comm.mesh import Mesh
-from lockstep.comm.segment import ExchangeError, Unavailable
+from lockstep.comm.segment import Unavailable
 from lockstep.data.loader import Loader
 from lockstep.errors import LossError, PlanError, RecipeError
 from lockstep.events import Event
 from lockstep.keys import Stream, key
 from lockstep.launch.environment import Environment, check_run_dir
-from lockstep.launch.failure import lost_a_peer
+from lockstep.launch.failure import account
 from lockstep.launch.termination import Termination
 from lockstep.parallel.layout import Built, lay_out
 from lockstep.plan import Plan
@@ -34,6 +34,9 @@ from lockstep.training.recorder import Pace, Recorder
 from lockstep.training.source import Length, Microbatches, from_data, from_indices
 from lockstep.training.step import Pair, Step
 from lockstep.watch.fingerprint import fingerprint
+
+_OVERFLOWS_TO_TELL = 8
+"""In a row. Fewer are fp16's way to find its scale, and no more than events."""
 
 
 class Session:
@@ -74,6 +77,7 @@ class Session:
         self._wants_to_stop: str | None = None
         self._step: Step | None = None
         self._termination = Termination()
+        self._told: list[Pair] = []
 
     def __enter__(self) -> Session:
         environment = Environment.read(os.environ)
@@ -117,7 +121,7 @@ class Session:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self._termination.hold()
         if error is not None:
-            self.event("run-failed", **_account_of(error))
+            self.event("run-failed", **account(error))
         self._stack.close()
         if error is None:
             self.world.leave()
@@ -244,7 +248,13 @@ class Session:
                     self.take_stop()
             if self.stopping is not None:
                 self.event("stopped", reason=self.stopping)
-                return
+                break
+        for pair in self._pairs:
+            if pair.overflows and pair.overflows == self.steps_done:
+                raise LossError(
+                    f"none of the {self.steps_done} steps was applied: the fp16 gradient overflowed in each, at last at a loss scale of "
+                    f"{pair.overflowed_at:g}; each such step halves the scale; take more steps, or precision='bf16' or 'fp32'"
+                )
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context that forwards run in, for the session's precision. Backwards and commits stay outside."""
@@ -286,6 +296,13 @@ class Session:
             if outcome.applied is False:
                 reason = "the scaled gradient overflowed; the loss scale was halved"
                 self.event("step-skipped", outcome.layout.step, reason=reason)
+        for pair in self._pairs:
+            if pair.overflows >= _OVERFLOWS_TO_TELL and pair not in self._told:
+                self._told.append(pair)
+                self.recorder.message(
+                    f"warning: {pair.overflows} steps in a row were skipped, because the fp16 gradient overflowed even at a loss scale of "
+                    f"{pair.overflowed_at:g}; where that falls below 1, the run ends"
+                )
 
     def _log(self, step: Step) -> None:
         outcome = step.committed[0]
@@ -337,14 +354,6 @@ def check_microbatch_is_fixed(plan: Plan, global_batch: int, microbatch: int | N
             "numerics=bitwise with microbatch=None; without a fixed microbatch each number of processes computes others; "
             f"give a microbatch, for example microbatch={max(1, global_batch // 8)}"
         )
-
-
-def _account_of(error: BaseException) -> dict[str, str]:
-    """What the event of a failure says of it."""
-    text = f"{type(error).__name__}: {error}"
-    if lost_a_peer(error) and not isinstance(error, ExchangeError):  # whose text says so itself
-        return {"error": "a peer was lost: another process of this run ended, or its connection broke", "detail": text}
-    return {"error": text}
 
 
 def _resolved(plan: Plan, world_size: int) -> str:

@@ -48,7 +48,13 @@ class Pair:
         self.optimizers = optimizers
         self.mesh = mesh
         self.device = mesh.world.device
-        self.scaler = precisions.loss_scaler(precision, self.device, factor=sum_factor(mesh, bitwise=bitwise))
+        factor = sum_factor(mesh, bitwise=bitwise)
+        self.scaler = precisions.loss_scaler(precision, self.device, factor=factor)
+        self._factor = 2.0 ** (factor - 1).bit_length()
+        self.overflows = 0
+        """Steps in a row, up to the latest one, in which the scaled gradient overflowed."""
+        self.overflowed_at = math.inf
+        """The loss scale in the latest of them."""
         self.norm = precisions.Norm(mesh, bitwise=bitwise)
         self.schedule = Schedule(schedule, optimizers)
         self.statistics = RunningStatistics(model, mesh)
@@ -129,6 +135,9 @@ class Pair:
         applied = math.isfinite(float(norm))
         if self.scaler is not None and self.gradients():
             self.scaler.update()  # its own step would leave out only the optimizers whose gradients overflowed
+        self.overflows = 0 if applied else self.overflows + 1
+        if self.scaler is not None and not applied:
+            self.overflowed_at = self._factor * self.scaler.get_scale() / self.scaler.get_backoff_factor()
         if applied:
             for optimizer in self.optimizers:
                 optimizer.step()
