@@ -18,7 +18,8 @@ def lockstep(*arguments: str, folder: Path | None = None) -> subprocess.Complete
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["-h"], ["run", "--help"], ["--version"], ["run", "missing.py"], ["run", "-m", "missing"], ["verify", "--help"], []]
+    "arguments",
+    [["--help"], ["-h"], ["run", "--help"], ["--version"], ["run", "missing.py"], ["run", "-m", "missing"], ["verify", "--help"], []],
 )
 def test_torch_is_not_imported_before_workers_are_started(arguments: list[str]) -> None:
     program = "import sys\nfrom lockstep.cli.main import main\ntry: main()\nfinally: print('torch' in sys.modules)"
@@ -88,6 +89,11 @@ def test_the_version_of_lockstep_torch_and_python_is_printed() -> None:
             "processes; change the plan, or start 2 processes",
         ),
         (
+            ["run", "--run-dir", "", "train.py"],
+            "RunDirectoryError: --run-dir is empty; it names the folder that the run writes to (is a shell variable unset?); give a path, "
+            "or leave --run-dir out",
+        ),
+        (
             ["run", "--plan", "replicate", "train.py"],
             "PlanError: 'replicate' in plan 'replicate'; a plan is made of name=value pairs, such as replicate=2,numerics=bitwise",
         ),
@@ -97,3 +103,12 @@ def test_a_mistake_is_one_message_and_status_2(tmp_path: Path, arguments: list[s
     (tmp_path / "train.py").write_text("print('started')")
     ended = lockstep(*arguments, folder=tmp_path)
     assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", f"lockstep: {text}\n")
+
+
+@pytest.mark.parametrize("closed", ["2>&-", ">&-", ">&- 2>&- <&-"])
+def test_a_script_runs_where_streams_are_closed(tmp_path: Path, closed: str) -> None:
+    (tmp_path / "train.py").write_text("import sys\nprint('out')\nprint('err', file=sys.stderr)\nopen('done', 'w').close()")
+    ended = subprocess.run(f"{LOCKSTEP} run train.py {closed}", shell=True, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0
+    assert (tmp_path / "done").exists()
+    assert (ended.stdout, ended.stderr) == ("" if closed[0] == ">" else "out\n", "" if "2>" in closed else "err\n")

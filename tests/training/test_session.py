@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import softplus
-from training.subjects import FEATURES, adamw, network, rows, same, sgd, squared_error, state_of
+from training.subjects import FEATURES, adamw, network, recipe, rows, same, sgd, squared_error, state_of
 
 import lockstep as ls
-from lockstep.errors import LockstepError, RecipeError
+from lockstep.errors import LockstepError, RecipeError, RunDirectoryError
 from lockstep.testing.pool import WorkerPool
 
 NOISE = 4
@@ -330,6 +330,38 @@ def test_a_session_that_contradicts_itself_is_refused_when_it_is_made(changes: d
     with pytest.raises(RecipeError) as caught:
         ls.Session(**changes)
     assert str(caught.value).startswith(message)
+
+
+def test_an_empty_run_dir_is_refused() -> None:
+    with pytest.raises(RunDirectoryError, match="run_dir is empty"):
+        ls.Session(run_dir="")
+
+
+def test_an_event_says_how_many_steps_were_done(tmp_path: Path) -> None:
+    def fail_in_the_third_step(session: ls.Session) -> None:
+        model, optimizer = session.prepare(network, sgd)
+        for step in session.steps(rows(12), global_batch=4, microbatch=4, steps=3):
+            for batch in step.microbatches():
+                session.event("forward")
+                step.backward(squared_error(model, batch))
+            if step.index == 2:
+                raise ValueError("boom")
+            step.commit(optimizer)
+            session.event("committed")
+
+    with pytest.raises(ValueError, match="boom"), ls.Session(run_dir=str(tmp_path / "run")) as session:
+        fail_in_the_third_step(session)
+    found = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert [(row["event"], row["step"]) for row in found] == [
+        ("run-started", 0),
+        *[("forward", 0), ("committed", 1), ("forward", 1), ("committed", 2), ("forward", 2)],
+        ("run-failed", 2),
+    ]
+
+
+def test_training_goes_on_without_a_stderr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stderr", None)
+    assert ls.train(recipe(steps=2, precision="fp16"), run_dir=str(tmp_path / "run")).steps == 2
 
 
 def test_a_session_that_fails_while_it_is_entered_gives_its_directory_up(tmp_path: Path) -> None:

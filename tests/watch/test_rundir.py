@@ -160,6 +160,18 @@ def test_a_place_that_cannot_be_written_to_is_refused() -> None:
     )
 
 
+def test_a_name_that_the_system_cannot_write_is_refused(tmp_path: Path) -> None:
+    for name in ("d\udfff", "a\0b"):
+        with pytest.raises(RunDirectoryError, match=r"has a name that this system cannot write \(.*use plain letters"):
+            RunDirectory.create(tmp_path / name)
+
+
+def test_a_path_that_the_locale_cannot_decode_is_written_with_its_own_bytes(tmp_path: Path) -> None:
+    with RunDirectory.create(tmp_path) as directory:
+        directory.write_json("run.json", {"path": "d\udcc3\udca9"})
+    assert json.loads((tmp_path / "run.json").read_text(encoding="utf-8")) == {"path": "dé"}
+
+
 def test_a_users_own_file_of_the_locks_name_is_neither_overwritten_nor_removed(tmp_path: Path) -> None:
     (tmp_path / "lock").write_text('{"version": 7}')
     with pytest.raises(RunDirectoryError) as refused:

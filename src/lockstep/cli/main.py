@@ -53,6 +53,7 @@ def main() -> None:
 
     A `UserError` goes through: `lockstep.errors.install_excepthook` has seen to it.
     """
+    _open_closed_streams()
     try:
         status = _commands.main(prog_name="lockstep", standalone_mode=False)
     except click.UsageError as error:
@@ -68,6 +69,19 @@ def main() -> None:
             stream.flush()
         os._exit(status or 0)
     sys.exit(status or 0)
+
+
+def _open_closed_streams() -> None:
+    """A stream that the shell closed (`2>&-`) leads nowhere, here and in workers. Left closed, its number goes to the next file opened."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, os.O_RDWR)
+            if descriptor == number:
+                os.set_inheritable(number, True)
+            else:
+                os.dup2(descriptor, number)
+                os.close(descriptor)
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
 
 
 def _fail(message: str) -> None:

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import lockstep.errors
 from lockstep.comm.group import World
@@ -68,9 +68,10 @@ class Recorder:
         )
 
     def show(self, total_steps: int) -> None:
-        """Start the progress display."""
-        if self._directory is not None and self._progress is None:
-            self._progress = self._open.enter_context(Progress(total_steps, stream=sys.stderr))
+        """Start the progress display, where there is a stderr to show it on."""
+        stream: TextIO | None = sys.stderr
+        if self._directory is not None and self._progress is None and stream is not None:
+            self._progress = self._open.enter_context(Progress(total_steps, stream=stream))
 
     def step(self, step: int, values: Mapping[str, float], extra: Mapping[str, float]) -> None:
         """One logging step: `values` has loss, lr and samples_per_second."""
@@ -95,7 +96,7 @@ class Recorder:
         """A line for the person who watches."""
         if self._progress is not None:
             self._progress.message(text)
-        elif self._directory is not None:
+        elif self._directory is not None and sys.stderr is not None:
             print(text, file=sys.stderr)
 
     def save_tensors(self, name: str, state_dict: Mapping[str, Any]) -> None:

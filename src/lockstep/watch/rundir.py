@@ -66,6 +66,11 @@ class RunDirectory:
                 f"run directory {path} cannot be written to ({error.strerror}: {error.filename}); a run directory is a folder in "
                 "which files can be made and locked; choose another, or change its permissions"
             ) from error
+        except ValueError as error:
+            raise RunDirectoryError(
+                f"run directory {str(path)!a} has a name that this system cannot write ({error}); a name is made of what its locale can "
+                f"encode ({sys.getfilesystemencoding()} here); use plain letters, or set LC_ALL=C.UTF-8"
+            ) from error
         for name in _FILES_OF_A_RUN:
             if (path / name).exists():
                 lock.release()
@@ -282,7 +287,8 @@ def _finite(value: Any, path: str, not_finite: dict[str, str]) -> Any:
 
 
 def _write_text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
+    # A path or an argument that the locale could not decode has its bytes as they were, or it could not be written at all.
+    path.write_text(text, encoding="utf-8", errors="surrogateescape")
 
 
 def _sync(path: Path) -> None:
