@@ -2,6 +2,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from itertools import islice
 
 import psutil
@@ -10,6 +11,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from lockstep.data.loader import Loader, Span
+from lockstep.errors import LaunchError
 
 DATA = TensorDataset(torch.arange(10))
 
@@ -53,6 +55,31 @@ def test_closing_in_the_middle_of_a_fetch_ends_the_workers(loader):
     assert len(children() - before) == 2
     loader.close()
     assert children() == before
+
+
+def test_a_temporary_folder_with_a_long_name_is_refused_before_workers_are_started(monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", "/" + "a" * 75)
+    message = r"\(TMPDIR\), whose name has 76 bytes; .* leaves 75 bytes; set TMPDIR to a shorter path"
+    with pytest.raises(LaunchError, match=message):
+        Loader(DATA, seed=0, workers=1, device=torch.device("cpu"))
+    monkeypatch.setattr(tempfile, "tempdir", "/" + "a" * 74)
+    Loader(DATA, seed=0, workers=1, device=torch.device("cpu")).close()
+
+
+def test_the_longest_folder_that_is_not_refused_works(tmp_path, monkeypatch):
+    folder = tmp_path / ("a" * (75 - len(str(tmp_path)) - 1))
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    loader = Loader(DATA, seed=0, workers=1, device=torch.device("cpu"))
+    assert len(list(loader.fetch(spans()))) == 6
+    loader.close()
+
+
+def test_a_batch_that_cannot_be_sent_is_an_error_and_no_wait_for_ever():
+    loader = Loader(DATA, collate=lambda samples: lambda: samples, seed=0, workers=1, device=torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="exited unexpectedly"):
+        list(loader.fetch(spans()))
+    loader.close()
 
 
 def test_workers_do_not_outlive_a_training_process_that_is_killed(tmp_path):

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import multiprocessing.queues
+import os
 import pickle
 import signal
 import sys
+import tempfile
 import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
+from torch.multiprocessing import _prctl_pr_set_pdeathsig, get_sharing_strategy  # type: ignore[attr-defined]
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep.data.fetch import Fetcher, Request
-from lockstep.errors import WorkerError
+from lockstep.errors import LaunchError, WorkerError
+
+_MOST_SOCKET_BYTES = 107 if sys.platform == "linux" else 103
+"""Of a socket's path, as the system's `sockaddr_un` has room for."""
 
 
 class Workers:
     """`count` processes that make microbatches, started by the first `fetch` and kept until `close`."""
 
     def __init__(self, fetcher: Fetcher, count: int, *, pinned: bool) -> None:
-        """`pinned`: the batches come in pinned memory."""
+        """`pinned`: the batches come in pinned memory. Raises `LaunchError` where the temporary folder's name is too long for sockets."""
+        _check_temporary_folder()
         self._current = _Current()
         self._loader = DataLoader(
             _Task(fetcher),
@@ -31,7 +38,7 @@ class Workers:
             num_workers=count,
             collate_fn=_as_it_is,
             pin_memory=pinned,
-            worker_init_fn=_end_with_parent,
+            worker_init_fn=_set_up,
             persistent_workers=True,
             generator=torch.Generator(),
             # A dataset or a collate may be a lambda or live in a notebook: only a fork takes it along.
@@ -115,6 +122,28 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def _end_with_parent(worker: int) -> None:
-    """Have the system end this process when the training process is killed: it holds copies of the sockets that peers wait on."""
+def _check_temporary_folder() -> None:
+    """Tensors come from a worker over a socket in a folder that multiprocessing makes in the temporary one."""
+    folder = tempfile.gettempdir()
+    limit = _MOST_SOCKET_BYTES - len("/pymp-12345678/listener-12345678")
+    length = len(os.fsencode(folder))
+    if get_sharing_strategy() == "file_descriptor" and length > limit:  # type: ignore[no-untyped-call]
+        raise LaunchError(
+            f"workers with the temporary folder {folder!r} (TMPDIR), whose name has {length} bytes; loader workers make sockets below it, "
+            f"whose names the system limits, which leaves {limit} bytes; set TMPDIR to a shorter path, such as /tmp, or plan workers=0"
+        )
+
+
+def _set_up(worker: int) -> None:
+    """Have the system end this process when the training process is killed: it holds copies of the sockets that peers wait on.
+
+    And have it end where a batch cannot be sent (the queue's own thread finds that out, and would leave the batch out: a wait for ever).
+    """
     _prctl_pr_set_pdeathsig(signal.SIGKILL)
+    multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(_end_at_once)  # type: ignore[attr-defined]
+
+
+def _end_at_once(error: Exception, batch: object) -> None:
+    traceback.print_exception(error)
+    sys.stderr.flush()
+    os._exit(1)
