@@ -54,28 +54,32 @@ def own(tensor: Tensor) -> int:
 def measure(plan: str, layers: int, width: int) -> dict[str, Any]:
     """Runs on each rank."""
     text = bytes(range(256)) * 4
-    with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):
-        with ls.Session(run_dir=f"{folder}/run", plan=plan) as session:
-            session.prepare(lambda: gpt.GPT(layers=1, width=32, heads=1, context=CONTEXT, dropout=0.0), optimizer)  # what is imported late
-            session._pairs.clear()
-            gc.collect()
-            reset()
-            before = resident("VmRSS")
-            model, made = session.prepare(lambda: gpt.GPT(layers=layers, width=width, heads=8, context=CONTEXT, dropout=0.0), optimizer)
-            building = max(session.world.gather_values(resident("VmHWM") - before))
-            for step in session.steps(gpt.Windows(text, CONTEXT), global_batch=4, microbatch=1, steps=1):
-                for batch in step.microbatches():
-                    step.backward(gpt.cross_entropy(model(batch[:, :-1]), batch))
-                step.commit()
-            parameters = list(model.parameters())
-            state = [value for held in made.state.values() for value in held.values() if isinstance(value, Tensor)]
-            return {
-                "parameters": sum(map(own, parameters)),
-                "gradients": sum(own(p.grad) for p in parameters if p.grad is not None),
-                "optimizer": sum(map(own, state)),
-                "building": building,
-                "block": sum(own(p) for p in model.blocks[0].parameters()) if "shard" not in plan else 0,
-            }
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        open(os.devnull, "w") as nowhere,
+        redirect_stderr(nowhere),
+        ls.Session(run_dir=f"{folder}/run", plan=plan) as session,
+    ):
+        session.prepare(lambda: gpt.GPT(layers=1, width=32, heads=1, context=CONTEXT, dropout=0.0), optimizer)  # what is imported late
+        session._pairs.clear()
+        gc.collect()
+        reset()
+        before = resident("VmRSS")
+        model, made = session.prepare(lambda: gpt.GPT(layers=layers, width=width, heads=8, context=CONTEXT, dropout=0.0), optimizer)
+        building = max(session.world.gather_values(resident("VmHWM") - before))
+        for step in session.steps(gpt.Windows(text, CONTEXT), global_batch=4, microbatch=1, steps=1):
+            for batch in step.microbatches():
+                step.backward(gpt.cross_entropy(model(batch[:, :-1]), batch))
+            step.commit()
+        parameters = list(model.parameters())
+        state = [value for held in made.state.values() for value in held.values() if isinstance(value, Tensor)]
+        return {
+            "parameters": sum(map(own, parameters)),
+            "gradients": sum(own(p.grad) for p in parameters if p.grad is not None),
+            "optimizer": sum(map(own, state)),
+            "building": building,
+            "block": sum(own(p) for p in model.blocks[0].parameters()) if "shard" not in plan else 0,
+        }
 
 
 def optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:

@@ -19,14 +19,29 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 
 class Scatter(ReduceScatter):
-    """The sum over the `shard` axis. One for each of FSDP2's groups of parameters."""
+    """The sum over the `shard` axis. One for each of FSDP2's groups of parameters. Every rank calls its methods alike.
+
+    A group may be called more than once in a round: the model was, in one forward. Outside of a step, as in the turn of another model
+    whose loss reaches this one, nothing is exchanged.
+    """
+
+    def __init__(self) -> None:
+        self._in_step = False
 
     def begin(self, count: int) -> None:
-        """A step of `count` microbatches starts. Every rank calls it."""
+        """A step of `count` microbatches starts."""
+        self._in_step = True
 
-    def next_round(self, number: int, *, counts: bool, last: bool) -> None:
-        """The next backward is round `number`'s, the `last` or not; `counts` is False where this rank computes it for nothing."""
-        self._round, self._counts, self._last = number, counts, last
+    def next_round(self, *, counts: bool) -> None:
+        """The next backward is another round's. `counts` is False where this rank computes it for nothing."""
+        self._counts = counts
+
+    def end_round(self, *, last: bool) -> None:
+        """The backward is done. After the last one the gradients of FSDP2's parameters are the sum."""
+
+    def end(self) -> None:
+        """The step is over."""
+        self._in_step = False
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -34,9 +49,15 @@ class Scatter(ReduceScatter):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
+        if not self._in_step:
+            output_tensor.zero_()
+            return None
         if not self._counts:
             input_tensor.zero_()
-        work: dist.Work | None = reduce_scatter_single(output_tensor, input_tensor, group=group, op=dist.ReduceOp.SUM, async_op=async_op)
+        return self._sum(output_tensor, input_tensor, group, async_op)
+
+    def _sum(self, output: Tensor, sent: Tensor, group: dist.ProcessGroup, async_op: bool) -> dist.Work | None:
+        work: dist.Work | None = reduce_scatter_single(output, sent, group=group, op=dist.ReduceOp.SUM, async_op=async_op)
         return work
 
 
@@ -45,41 +66,53 @@ class OrderedScatter(Scatter):
 
     In round r, rank d of the n data ranks has microbatch r * n + d. Each shard of the gradient is cut into one slice for each of its
     replicas; an all-to-all brings every rank all leaves of its slice, which it pushes into a binary counter; after the last round
-    replicas exchange their slices of the sum. FSDP2 is given the sum in the last round, and gradients of the others are thrown away.
+    replicas exchange their slices of the sum. FSDP2 is given zeros, which the sum then replaces; gradients of earlier rounds are thrown
+    away.
     """
 
     def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
         self._data = mesh.data
         self._replicas = mesh.axis("replicate")
         self._shards = mesh.axis("shard").size
 
     def begin(self, count: int) -> None:
-        self._count = count
+        super().begin(count)
+        self._left = count
         self._counter: Counter[Tensor] = Counter(add, start=0, count=count)
 
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
-    ) -> dist.Work | None:
-        width = output_tensor.numel()
+    def next_round(self, *, counts: bool) -> None:
+        super().next_round(counts=counts)
+        self._leaves: Tensor | None = None
+
+    def _sum(self, output: Tensor, sent: Tensor, group: dist.ProcessGroup, async_op: bool) -> dist.Work | None:
+        width = output.numel()
         each = -(-width // self._replicas.size)
-        outgoing = input_tensor.new_zeros(self._replicas.size, self._shards, each)
-        shards = input_tensor.view(self._shards, width)
+        outgoing = sent.new_zeros(self._replicas.size, self._shards, each)
+        shards = sent.view(self._shards, width)
         for replica in range(self._replicas.size):
             part = shards[:, replica * each : (replica + 1) * each]
             outgoing[replica, :, : part.shape[1]] = part
         leaves = torch.empty_like(outgoing).view(self._data.size, each)
         dist.all_to_all_single(leaves.view(-1), outgoing.view(-1), group=self._data.group)
-        first = self._round * self._data.size
-        for leaf in leaves[: self._count - first]:
-            self._counter.push(leaf)
-        if not self._last:
-            output_tensor.zero_()
-            return None
-        (root,) = self._counter.values
-        if self._replicas.size == 1:
-            output_tensor.copy_(root)
-            return None
-        gathered = root.new_empty(self._replicas.size * each)
-        all_gather_single(gathered, root.contiguous(), group=self._replicas.group)
-        output_tensor.copy_(gathered[:width])
+        output.zero_()
+        if self._leaves is None:
+            self._leaves, self._output = leaves, output
+        else:
+            self._leaves += leaves
         return None
+
+    def end_round(self, *, last: bool) -> None:
+        if self._leaves is None:
+            return  # a group without parameters
+        for leaf in self._leaves[: self._left]:
+            self._counter.push(leaf)
+        self._left -= self._data.size
+        if last:
+            (root,) = self._counter.values
+            if self._replicas.size > 1:
+                gathered = root.new_empty(self._replicas.size * root.numel())
+                all_gather_single(gathered, root.contiguous(), group=self._replicas.group)
+                root = gathered[: self._output.numel()]
+            self._output.copy_(root)
+        del self._output

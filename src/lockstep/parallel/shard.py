@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lockstep.comm.mesh import Mesh
+from lockstep.errors import RecipeError
 from lockstep.parallel.scatter import OrderedScatter, Scatter
 from lockstep.parallel.slots import Number, Slots, Told, forget_unused
 from lockstep.parallel.visits import Visits
@@ -27,8 +28,13 @@ def shard(model: nn.Module, mesh: Mesh, blocks: Sequence[str], *, free_after_for
     """Cut the parameters of `model`, block by block, over the `shard` axis. The model stays the object it is; every rank calls it.
 
     `free_after_forward`: gather a block again for its backward, instead of keeping all blocks from the forward on. `fill`: called with a
-    module just before it is cut, to give it its values: no rank ever holds more than a block and its shards.
+    module just before it is cut, to give it its values: no rank ever holds more than a block and its shards. Raises `RecipeError`.
     """
+    for name, parameter in model.named_parameters():
+        if not parameter.dim():
+            raise RecipeError(
+                f"the parameter {name!r} is a scalar, which the shard axis cannot cut; give it one dim, torch.zeros(1), or choose replicate"
+            )
     assert mesh.torch_mesh is not None
     axis = mesh.torch_mesh["shard"]
     modules = [model.get_submodule(name) for name in blocks]
@@ -78,9 +84,11 @@ class Shards:
         del only_these  # what reaches another pair's parameters is cleared when that pair's turn begins
         self._used.counts = counts
         for scatter in self._scatters:
-            scatter.next_round(self._round, counts=counts, last=self._round == self._rounds - 1)
+            scatter.next_round(counts=counts)
         torch.autograd.backward(total, seed)
         self._round += 1
+        for scatter in self._scatters:
+            scatter.end_round(last=self._round == self._rounds)
         if self._bitwise and self._round < self._rounds:
             self._clear()
 
@@ -89,6 +97,8 @@ class Shards:
         said = self._slots.say(self._used.flags, share, values, weights, flag)
         dist.all_reduce(said, group=self._mesh.data.group)
         told = self._slots.read(said, self._count, weighted=weights is not None)
+        for scatter in self._scatters:
+            scatter.end()
         if not self._bitwise and self._replicas.size > 1:
             self._sum_over_replicas()
         forget_unused(self._parameters, told)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import RecipeError
+from lockstep.precision import local
 
 if TYPE_CHECKING:
     from lockstep.events import Event
@@ -90,10 +91,10 @@ class ExponentialMovingAverage(Hook):
         self._averages: list[Tensor] = []
 
     def on_start(self, run: Run) -> None:
-        self._averages = [p.detach().clone() for p in run.model.parameters()]
+        self._averages = [part.clone() for part in _parts(run)]
 
     def on_step(self, run: Run) -> None:
-        torch._foreach_lerp_(self._averages, [p.detach() for p in run.model.parameters()], 1 - self.decay)
+        torch._foreach_lerp_(self._averages, _parts(run), 1 - self.decay)
 
     def on_end(self, run: Run) -> None:
         with self.applied(run):
@@ -102,10 +103,15 @@ class ExponentialMovingAverage(Hook):
     @contextmanager
     def applied(self, run: Run) -> Iterator[None]:
         """Within, the model has the averaged weights: to evaluate it, say."""
-        own = [p.detach().clone() for p in run.model.parameters()]
-        parameters = [p.detach() for p in run.model.parameters()]
-        torch._foreach_copy_(parameters, self._averages)
+        parts = _parts(run)
+        own = [part.clone() for part in parts]
+        torch._foreach_copy_(parts, self._averages)
         try:
             yield
         finally:
-            torch._foreach_copy_(parameters, own)
+            torch._foreach_copy_(parts, own)
+
+
+def _parts(run: Run) -> list[Tensor]:
+    """What this rank holds of the parameters."""
+    return local([parameter.detach() for parameter in run.model.parameters()])
