@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,6 +41,8 @@ SUBJECTS: dict[str, tuple[dict[str, Any], Mapping[str, str]]] = {
     "dropout": ({"dropout": 0.2}, TIED),
     "dropout, cut along the sequence": ({"dropout": 0.2}, SEQUENCE),
 }
+MIXED = ["a tied output layer", "cut along the sequence", "dropout"]
+"""What is also tried with a data axis."""
 Found = dict[str, Any]
 
 
@@ -162,9 +165,36 @@ def check(found: Found, subject: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(flat(found["parameters"]), flat(exact["parameters"]), rtol=1e-6, atol=1e-6)
 
 
+TENSOR, REPLICATE, SHARD = {"tensor": 2}, {"replicate": 2, "tensor": 2}, {"shard": 2, "tensor": 2}
+CASES = {
+    2: [(subject, torch.float64, TENSOR) for subject in SUBJECTS],
+    4: [
+        *((subject, torch.float64, sizes) for subject in MIXED for sizes in (REPLICATE, SHARD)),
+        *((MIXED[0], torch.float32, sizes) for sizes in ({"tensor": 4}, REPLICATE, SHARD)),
+    ],
+}
+"""By the number of ranks, for which one run of the pool does all."""
+
+
+def all_steps(ranks: int) -> list[Found]:
+    return [one_step(*case) for case in CASES[ranks]]
+
+
+@pytest.fixture(scope="module")
+def steps(pool: WorkerPool) -> Callable[..., list[Found]]:
+    run = cache(lambda ranks: pool.run(ranks, all_steps, ranks))
+
+    def of(subject: str, dtype: torch.dtype, sizes: dict[str, int]) -> list[Found]:
+        ranks = math.prod(sizes.values())
+        place = CASES[ranks].index((subject, dtype, sizes))
+        return [found[place] for found in run(ranks)]
+
+    return of
+
+
 @pytest.mark.parametrize("subject", SUBJECTS)
-def test_two_ranks_take_the_step_of_one(pool: WorkerPool, subject: str) -> None:
-    ranks = pool.run(2, one_step, subject, torch.float64, {"tensor": 2})
+def test_two_ranks_take_the_step_of_one(steps: Callable[..., list[Found]], subject: str) -> None:
+    ranks = steps(subject, torch.float64, TENSOR)
     whole_size = sum(parameter.numel() for parameter in built(subject, torch.float32).parameters())
     for found in ranks:
         check(found, subject, torch.float64)
@@ -172,17 +202,17 @@ def test_two_ranks_take_the_step_of_one(pool: WorkerPool, subject: str) -> None:
     assert all(torch.equal(ranks[0][kind][name], ranks[1][kind][name]) for kind in ("gradients", "parameters") for name in ranks[0][kind])
 
 
-@pytest.mark.parametrize("sizes", [{"replicate": 2, "tensor": 2}, {"shard": 2, "tensor": 2}], ids=str)
-@pytest.mark.parametrize("subject", ["a tied output layer", "cut along the sequence", "dropout"])
-def test_with_a_data_axis(pool: WorkerPool, subject: str, sizes: dict[str, int]) -> None:
-    for found in pool.run(4, one_step, subject, torch.float64, sizes):
+@pytest.mark.parametrize("sizes", [REPLICATE, SHARD], ids=str)
+@pytest.mark.parametrize("subject", MIXED)
+def test_with_a_data_axis(steps: Callable[..., list[Found]], subject: str, sizes: dict[str, int]) -> None:
+    for found in steps(subject, torch.float64, sizes):
         check(found, subject, torch.float64)
 
 
-@pytest.mark.parametrize("sizes", [{"tensor": 4}, {"replicate": 2, "tensor": 2}, {"shard": 2, "tensor": 2}], ids=str)
-def test_in_float32_the_error_is_float32s_own(pool: WorkerPool, sizes: dict[str, int]) -> None:
-    for found in pool.run(4, one_step, "a tied output layer", torch.float32, sizes):
-        check(found, "a tied output layer", torch.float32)
+@pytest.mark.parametrize("sizes", [{"tensor": 4}, REPLICATE, SHARD], ids=str)
+def test_in_float32_the_error_is_float32s_own(steps: Callable[..., list[Found]], sizes: dict[str, int]) -> None:
+    for found in steps(MIXED[0], torch.float32, sizes):
+        check(found, MIXED[0], torch.float32)
 
 
 def filled() -> list[Any]:
@@ -264,17 +294,48 @@ def llama_gradients(ranks: int, **changes: Any) -> list[tuple[str, Tensor]]:
     return [(name, whole(parameter.grad)) for name, parameter in model.named_parameters()]
 
 
-@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True, "attention_dropout": 0.1}], ids=["plain", "tied, dropout"])
-def test_a_hugging_face_model_brings_its_own_map(pool: WorkerPool, changes: dict[str, Any]) -> None:
+HUGGING_FACE: list[dict[str, Any]] = [{}, {"tie_word_embeddings": True, "attention_dropout": 0.1}]
+
+
+def both_llamas(ranks: int) -> list[list[tuple[str, Tensor]]]:
+    return [llama_gradients(ranks, **changes) for changes in HUGGING_FACE]
+
+
+def test_a_hugging_face_model_brings_its_own_map(pool: WorkerPool) -> None:
     pytest.importorskip("transformers")
-    exact = llama_gradients(1, **changes)
-    for found in pool.run(2, partial_llama(changes), 2):
-        for (name, gradient), (other, truth) in zip(found, exact, strict=True):
+    exact = both_llamas(1)
+    for found in pool.run(2, both_llamas, 2):
+        for (name, gradient), (other, truth) in zip(chain(*found), chain(*exact), strict=True):
             assert name == other
             torch.testing.assert_close(gradient, truth, rtol=1e-9, atol=1e-12)
 
 
-def partial_llama(changes: dict[str, Any]) -> Any:
-    from functools import partial
+class DropsOtherwise(nn.Module):
+    """Between its layers, a random function that has no mask to take a part of."""
 
-    return partial(llama_gradients, **changes)
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.seen: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x)
+        if self.training:
+            self.seen = F.alpha_dropout(torch.ones_like(hidden), 0.5, True)
+        return self.down(hidden * torch.ones_like(hidden).bernoulli_(0.5))
+
+
+def drawn() -> list[Any]:
+    mesh = mesh_of(tensor=2)
+    assert mesh.torch_mesh is not None
+    model = DropsOtherwise()
+    tensor_parallel(model, mesh.torch_mesh["tensor"], styles_of(model, {"up": "colwise", "down": "rowwise"}, 2), fill=keep)
+    output = model(torch.ones(16, 8))
+    assert model.seen is not None
+    return [model.seen.tolist(), output.tolist(), torch.rand(4).tolist()]
+
+
+def test_other_random_functions_draw_apart_and_all_ranks_go_on_alike(pool: WorkerPool) -> None:
+    (first, output, after), (second, other_output, other_after) = pool.run(2, drawn)
+    assert first != second
+    assert (output, after) == (other_output, other_after)

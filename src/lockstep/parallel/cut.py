@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_map
 from lockstep.errors import RecipeError
 
 MARK = "_lockstep_cut"
-SEEDS = 2**62
+SEEDS = 2**32
 DROPOUT = {F.dropout: "p", torch.dropout: "p"}
 RANDOM = frozenset(
     {
@@ -189,7 +189,7 @@ class Region(TorchFunctionMode):
     def _drawn_apart(self, func: Any, args: Any, kwargs: Any) -> Any:
         """With a seed of this rank's own. All ranks' default generators go on alike."""
         device = next(_tensors(args, kwargs)).device
-        seed = int(torch.randint(SEEDS, ())) ^ (self._mesh.get_local_rank() << 40)
+        seed = int(torch.randint(SEEDS, (self._mesh.size(),))[self._mesh.get_local_rank()])
         with torch.random.fork_rng([device] if device.type != "cpu" else [], device_type=device.type if device.type != "cpu" else "cuda"):
             (torch.default_generator if device.type == "cpu" else torch.cuda).manual_seed(seed)
             return func(*args, **kwargs)

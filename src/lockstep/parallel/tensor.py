@@ -26,7 +26,8 @@ from lockstep.parallel.styles import STYLES, cut_dim, sizes_of
 
 SHAPES = re.compile(
     r"is invalid for input of size|must match|cannot be multiplied|size mismatch|split_with_sizes|not compatible|doesn't match|"
-    r"not enough values to unpack|too many values to unpack|Expected size|normalized_shape|not divisible|broadcast"
+    r"not enough values to unpack|too many values to unpack|Expected size|normalized_shape|not divisible|broadcast|"
+    r"should contain \d+ elements"
 )
 """What torch and Python say where a size is not the one that code was written for."""
 
@@ -185,8 +186,8 @@ def _explained(name: str, layers: Sequence[str], error: Exception) -> str:
         f"the forward of {name} failed with its layers {', '.join(layers)} cut over the tensor axis: {first_line}; between a 'colwise' and "
         "a 'rowwise' layer each rank has a part of the features, and whole heads of them, so code there must not name their full number: "
         "write -1 for the heads, as in query.view(batch, length, -1, head_dim) and mixed.reshape(batch, length, -1); give query, key and "
-        "value layers of their own, since one for all three is cut across them; or give the first layer 'colwise_gathered' and the second "
-        "'rowwise_split', which leave what lies between whole"
+        "value layers of their own, since one for all three is cut across them; have no norm over the features there; or give the first "
+        "layer 'colwise_gathered' and the second 'rowwise_split', which leave what lies between whole"
     )
 
 
