@@ -8,7 +8,6 @@ It tells at least 97% of the digits that it was not trained on.
 from __future__ import annotations
 
 import argparse
-import os
 
 import torch
 from sklearn.datasets import load_digits
@@ -66,7 +65,7 @@ def main(argv: list[str] | None = None) -> ls.Result:
         evaluation=ls.Evaluation(data=held_out, every=100, metrics={"accuracy": ls.Mean(accuracy)}, microbatch=64),
     )
     result = ls.train(recipe)
-    if int(os.environ.get("RANK", "0")) == 0:
+    if result.rank == 0:
         print(f"accuracy {result.metrics['accuracy']:.4f} on {len(held_out)} held-out digits; fingerprint {result.fingerprint}")
     return result
 

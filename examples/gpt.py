@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import sysconfig
 from pathlib import Path
 
@@ -160,7 +159,7 @@ def main(argv: list[str] | None = None) -> ls.Result:
         evaluation=ls.Evaluation(data=held_out, every=max(1, options.steps // 5), microbatch=32),
     )
     result = ls.train(recipe)
-    if int(os.environ.get("RANK", "0")) == 0:
+    if result.rank == 0:
         report(result, build(), options)
     return result
 

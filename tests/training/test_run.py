@@ -91,6 +91,7 @@ def test_the_run_directory_says_what_ran_and_what_came_of_it(pool: WorkerPool, t
     assert same(saved, state)
     assert ls.fingerprint(saved) == result.fingerprint
 
+    assert [result.rank for result, *_ in everyone] == list(range(world_size))
     for other, other_state, listed in everyone[1:]:
         assert listed == ["0"]
         assert same(other_state, state)

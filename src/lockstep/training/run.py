@@ -25,7 +25,7 @@ from lockstep.watch.rundir import check_tensors
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """What a run came to: the same on every rank, and on rank 0 written to `result.json`."""
+    """What a run came to: the same on every rank, apart from `rank`, and on rank 0 written to `result.json`."""
 
     steps: int
     """Optimizer steps done."""
@@ -38,6 +38,8 @@ class Result:
     run_dir: str
     plan: str
     """The plan as resolved."""
+    rank: int
+    """0 for the process that writes, and prints."""
     world_size: int
     seconds: float
     """Wall-clock time of training, evaluations included, set-up not."""
@@ -170,11 +172,12 @@ def _result(run: Run) -> Result:
         fingerprint=fingerprint(state),
         run_dir=str(session.recorder.path),
         plan=str(session.plan),
+        rank=session.rank,
         world_size=session.world_size,
         seconds=run.seconds,
         samples_per_second=session.pace.total_samples / run.seconds,
         events=list(session.recorder.events.events),
     )
-    written = {name: value for name, value in asdict(result).items() if name != "events"}
+    written = {name: value for name, value in asdict(result).items() if name not in ("rank", "events")}
     session.recorder.write_json("result.json", written)
     return result
