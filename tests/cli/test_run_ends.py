@@ -1,4 +1,4 @@
-"""How runs under `lockstep run` end, as their directories tell it: whole commands, each of which imports torch."""
+"""How runs end, as their directories tell it, and begin again: whole commands, each of which imports torch."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pytest
 
 LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 ENDLESS = Path(__file__).parent.parent / "scripts" / "endless.py"
+TWICE = ENDLESS.with_name("twice.py")
 FROM_OUTSIDE = "Terminated: {}, from the launcher or from outside the run"
 PEER = ("PeerDied: an exchange through shared memory failed on rank 0 of 2", "a peer was lost: another process of this run ended")
 
@@ -53,3 +54,23 @@ def test_a_run_that_is_ended_says_so_and_gives_its_directory_up(
 
 def worker(launcher: int, rank: int) -> int:
     return next(child.pid for child in psutil.Process(launcher).children() if child.environ().get("RANK") == str(rank))
+
+
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        pytest.param(["torch.distributed.run", "--standalone", "--nproc-per-node", "2"], marks=pytest.mark.slow, id="torchrun"),
+        pytest.param(["lockstep", "run", "--nproc", "2"], id="lockstep run"),
+    ],
+)
+def test_a_script_trains_twice(tmp_path: Path, launcher: list[str], plan: str) -> None:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(tmp_path), "LOCKSTEP_PLAN": plan}  # torchrun leaves a folder
+    line = [sys.executable, "-m", *launcher, str(TWICE)]
+    ended = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=50)
+    assert ended.returncode == 0, ended.stderr
+    assert "terminate called" not in ended.stderr
+    first, second = ended.stdout.splitlines()
+    assert first == second
+    assert first.startswith("2 ")
+    assert len(list((tmp_path / "runs").iterdir())) == 2

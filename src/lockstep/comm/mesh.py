@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -87,6 +88,8 @@ def _made(world: World, sizes: tuple[tuple[str, int], ...]) -> tuple[DeviceMesh,
 
     key = (dist.group.WORLD, sizes)
     if key not in _meshes:
+        if not _meshes:
+            atexit.register(forget_meshes)  # before the process group is taken down, which ends only when nobody holds it
         axes = [axis for axis, _ in sizes]
         mesh = init_device_mesh(world.device.type, tuple(size for _, size in sizes), mesh_dim_names=tuple(axes))
         shared = tuple(axis for axis in DATA_AXES if axis in axes)
