@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -20,9 +21,10 @@ from lockstep.parallel.layout import Built
 from lockstep.parallel.piped import Piped
 from lockstep.parallel.pipeline import PER_RANK, Item, Pipeline, Schedule, Scored
 from lockstep.parallel.stages import Stages, keep_only, parts_of
+from lockstep.parallel.statistics import RunningStatistics
 from lockstep.parallel.streams import Streams
 from lockstep.parallel.tied import TiedGradients
-from lockstep.plan import Plan
+from lockstep.plan import AXES, Plan
 
 KEY, WIDTH, CONTEXT = 3, 8, 6
 
@@ -116,11 +118,16 @@ class GPT(nn.Module):
         return self.head(self.blocks(self.embedding(text)))  # type: ignore[no-any-return]
 
 
+def normed() -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH, momentum=0.3)) for _ in range(5)))
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], list[str] | None]] = {
     "mlp": (mlp, None),
     "deep": (partial(mlp, 8), None),
     "recomputed": (recomputed_mlp, None),
     "tuples": (tuples, None),
+    "normed": (normed, None),
     "gpt": (GPT, ["embedding", "blocks.*", "head"]),
 }
 
@@ -170,7 +177,9 @@ def world() -> World:
     return World(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size(), torch.device("cpu"), owns_group=False)
 
 
-def staged(name: str, schedule: Schedule, dtype: torch.dtype, axis: World | None = None) -> tuple[nn.Module, Pipeline, TiedGradients]:
+def staged(
+    name: str, schedule: Schedule, dtype: torch.dtype, axis: World | None = None, **watching: Any
+) -> tuple[nn.Module, Pipeline, TiedGradients]:
     """This rank's part of a model, as a plan makes it. `axis`: the pipeline's ranks, None: all."""
     axis = axis or world()
     factory, patterns = MODELS[name]
@@ -183,15 +192,20 @@ def staged(name: str, schedule: Schedule, dtype: torch.dtype, axis: World | None
         built.fill(model.get_submodule(part), torch.device("cpu"))
     keep_only(model, stages.names_on(axis.rank))
     model.to(dtype)
-    return model, Pipeline(model, stages, axis, streams, schedule=schedule), TiedGradients(model, stages.tied, axis)
+    return model, Pipeline(model, stages, axis, streams, schedule=schedule, **watching), TiedGradients(model, stages.tied, axis)
+
+
+def plan_of(**axes: int) -> Plan:
+    """One with a pipeline, also where plans refuse it still."""
+    plan = object.__new__(Plan)
+    for axis in AXES:
+        object.__setattr__(plan, axis, axes.get(axis, 1))
+    return plan
 
 
 def in_two_pipelines(name: str, schedule: Schedule, steps: list[list[int]]) -> list[Any]:
     """Of each step, the gradients here, and what was said of all microbatches: values, weights, whether any rank raised its flag."""
-    plan = object.__new__(Plan)
-    for setting, value in {"replicate": 2, "shard": 1, "tensor": 1, "pipeline": 2}.items():
-        object.__setattr__(plan, setting, value)
-    mesh = Mesh.of(world(), plan)
+    mesh = Mesh.of(world(), plan_of(replicate=2, pipeline=2))
     model, pipeline, tied = staged(name, schedule, torch.float32, mesh.axis("pipeline"))
     engine = Piped(list(model.parameters()), mesh, pipeline, tied, max_microbatches=8)
     found = []
@@ -266,6 +280,36 @@ def masks_in_a_pipeline(name: str, schedule: Schedule, sizes: list[int]) -> Mask
     masks = watch_dropout(model)
     pipeline.run(items(name, sizes, torch.float32), columns=2)
     return masks
+
+
+def statistics(name: str, schedule: Schedule, steps: list[list[int]]) -> dict[str, Tensor]:
+    """The buffers of this rank's part of the model after some steps."""
+    mesh = Mesh.of(world(), plan_of(pipeline=dist.get_world_size()))
+    watchers: list[RunningStatistics] = []
+
+    @contextmanager
+    def around(place: int) -> Iterator[None]:
+        watchers[place].discard()
+        yield
+
+    model, pipeline, _ = staged(name, schedule, torch.float32, around=around, ran=lambda place: watchers[place].note_microbatch())
+    watchers += [RunningStatistics(module, mesh) for module in pipeline.modules]
+    for sizes in steps:
+        for watcher in watchers:
+            watcher.begin(compare=False)
+        pipeline.run(items(name, sizes, torch.float32), columns=2)
+        for watcher in watchers:
+            watcher.check(compare=False)
+            watcher.commit(len(sizes), apply=True)
+    return dict(model.named_buffers())
+
+
+def statistics_on_one_process(name: str, steps: list[list[int]]) -> dict[str, Tensor]:
+    model = build(MODELS[name][0], KEY)
+    for sizes in steps:
+        for inputs, _, _ in microbatches(name, sizes, torch.float32):
+            model(inputs)
+    return dict(model.named_buffers())
 
 
 def values(name: str, schedule: Schedule) -> dict[str, Tensor]:

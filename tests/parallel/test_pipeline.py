@@ -18,6 +18,8 @@ from parallel.staged import (
     masks_on_one_process,
     on_one_process,
     outputs,
+    statistics,
+    statistics_on_one_process,
     values,
 )
 from parallel.staged import microbatches as rows_of
@@ -96,6 +98,16 @@ def test_the_masks_of_dropout_are_those_of_one_process(pool: WorkerPool, ranks: 
     for module, masks in found:
         assert all(torch.equal(mask, other) for mask, other in zip(masks, expected[module], strict=True))
         assert 0 < sum(int((~mask).sum()) for mask in masks) < sum(mask.numel() for mask in masks)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_running_statistics_are_those_of_one_process(pool: WorkerPool, schedule: str) -> None:
+    steps = [[4, 4, 3, 4], [4, 4, 4, 3, 3]]
+    expected = statistics_on_one_process("normed", steps)
+    first, last = pool.run(2, statistics, "normed", schedule, steps)
+    assert {**first, **last}.keys() == expected.keys()
+    for name, buffer in {**first, **last}.items():
+        torch.testing.assert_close(buffer, expected[name])
 
 
 def test_a_ranks_part_of_the_model_has_the_values_of_one_process(pool: WorkerPool) -> None:

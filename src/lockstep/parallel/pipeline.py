@@ -73,8 +73,9 @@ class Item:
 class Pipeline:
     """The stages of one model on one rank. Every rank of the pipeline makes one, and makes the same calls on it.
 
-    `model`: this rank's parts have their values. `pipeline`: the ranks of the axis. `around`: entered around each stage's forward with
-    the place of the stage among this rank's: autocast, and whoever watches forwards.
+    `model`: this rank's parts have their values. `pipeline`: the ranks of the axis. `around`: entered around each stage's forward and
+    the loss, autocast say. `ran`: called after each forward of `run`, in the order of the microbatches. Both take the stage's place in
+    `modules`.
     """
 
     def __init__(
@@ -86,15 +87,19 @@ class Pipeline:
         *,
         schedule: Schedule,
         around: Callable[[int], AbstractContextManager[Any]] = lambda _: nullcontext(),
+        ran: Callable[[int], object] = lambda _: None,
     ) -> None:
         self.stages = stages
         self.world = pipeline
         self.schedule = schedule
         self._streams = streams
         self._around = around
+        self._ran = ran
         self._group = pipeline.group or dist.group.WORLD
         self._mine = list(stages.on_rank(pipeline.rank))
         self._parts = {stage: [model.get_submodule(stages.parts[place]) for place in stages.cuts[stage]] for stage in self._mine}
+        self.modules = [nn.ModuleList(self._parts[stage]) for stage in self._mine]
+        """The parts of each of this rank's stages."""
         self._model = model
         self._boundaries: dict[tuple[int, bool], list[Boundary]] = {}
         """By what the inputs look like, and whether there is a backward: what each stage but the last hands on."""
@@ -203,12 +208,14 @@ class Pipeline:
         item, route = self._items[place], self._routes[place]
         with self._around(local):
             value = self._through(stage, item, received, route)
-            if stage < len(route):
-                route[stage].check(value, self._name(stage))
-                return leave(value)
-            scored = item.score(value)
-            self._results[place] = scored
-            return scored.total * scored.seed if torch.is_grad_enabled() else torch.zeros((), device=self.world.device)
+            if stage == len(route):
+                value = self._results[place] = item.score(value)
+        if torch.is_grad_enabled():
+            self._ran(local)
+        if stage < len(route):
+            route[stage].check(value, self._name(stage))
+            return leave(value)
+        return value.total * value.seed if torch.is_grad_enabled() else torch.zeros((), device=self.world.device)
 
     def _through(self, stage: int, item: Item, received: tuple[Tensor, ...], route: Sequence[Boundary]) -> Any:
         """The output of the stage's last part."""
