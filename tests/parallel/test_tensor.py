@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from functools import cache
 from itertools import chain
 from types import SimpleNamespace
@@ -323,6 +324,23 @@ class DropsOtherwise(nn.Module):
         if self.training:
             self.seen = F.alpha_dropout(torch.ones_like(hidden), 0.5, True)
         return self.down(hidden * torch.ones_like(hidden).bernoulli_(0.5))
+
+
+def copied() -> bool:
+    mesh = mesh_of(tensor=2)
+    assert mesh.torch_mesh is not None
+    model = Model()
+    tensor_parallel(model, mesh.torch_mesh["tensor"], styles_of(model, TIED, 2), fill=keep)
+    before = model(text(0))
+    average = deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2.0)
+    return torch.equal(average(text(0)), before) and not torch.equal(model(text(0)), before)
+
+
+def test_a_copy_computes_with_its_own_parameters(pool: WorkerPool) -> None:
+    assert pool.run(2, copied) == [True, True]
 
 
 def drawn() -> list[Any]:

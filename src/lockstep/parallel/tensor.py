@@ -54,7 +54,7 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str
     for name, module in model.named_modules():
         if name in around:
             own = [child for child in styles if child.rpartition(".")[0] == name]
-            _enclose(module, name, region, proof, own, keeps_classes=keeps_classes)
+            _Enclosure(module, name, region, proof, own, keeps_classes=keeps_classes).enclose(module)
 
 
 def part_of(values: Tensor, like: DTensor) -> Tensor:
@@ -156,28 +156,57 @@ class _Layer(ParallelStyle):
         return mark_cut(held) if self._style.gives == "cut" else held
 
 
-def _enclose(module: Any, name: str, region: Region, proof: Proof, layers: Sequence[str], *, keeps_classes: bool) -> None:
-    """Run the forward of a module with cut layers inside in `region`, and explain what its sizes do to code written for whole tensors.
+class _Enclosure:
+    """Runs the forward of a module with cut layers inside in `region`, and explains what its sizes do to code written for whole tensors.
 
-    `name`: empty for the model. `layers`: those cut directly inside of it.
+    `name`: the module's, empty for the model. `layers`: those cut directly inside of it.
     """
-    forward = module.forward
-    called = name or type(module).__name__
 
-    @functools.wraps(forward)
-    def enclosed(*arguments: Any, **keywords: Any) -> Any:
-        with region:
+    def __init__(self, module: nn.Module, name: str, region: Region, proof: Proof, layers: Sequence[str], *, keeps_classes: bool) -> None:
+        self._name = name
+        self._called = name or type(module).__name__
+        self._region = region
+        self._proof = proof
+        self._layers = layers
+        self._keeps_classes = keeps_classes
+
+    def __deepcopy__(self, _: Any) -> _Enclosure:
+        return self
+
+    def enclose(self, module: Any) -> None:
+        """A class of its own for the module, so that a copy of it runs its own forward, and not this one's."""
+        kind: Any = type(module)
+        if "forward" in vars(module):  # somebody put one there, which goes before the class's
+            module.forward = functools.wraps(module.forward)(functools.partial(_run, self, module, module.forward))
+        else:
+            module.__class__ = _enclosed(kind)
+            module._enclosure = self
+
+    def run(self, module: nn.Module, forward: Callable[..., Any], arguments: Any, keywords: Any) -> Any:
+        with self._region:
             try:
                 output = forward(*arguments, **keywords)
             except (RuntimeError, ValueError) as error:
-                if not layers or not SHAPES.search(str(error)):
+                if not self._layers or not SHAPES.search(str(error)):
                     raise
-                raise RecipeError(_explained(called, layers, error)) from error
-            if proof.waits_for(name):
-                proof.compare(name, module, forward, arguments, keywords)
-            return output if name else leaving(output, called, keeps_classes=keeps_classes)
+                raise RecipeError(_explained(self._called, self._layers, error)) from error
+            if self._proof.waits_for(self._name):
+                self._proof.compare(self._name, module, forward, arguments, keywords)
+            return output if self._name else leaving(output, self._called, keeps_classes=self._keeps_classes)
 
-    module.forward = enclosed
+
+def _run(enclosure: _Enclosure, module: nn.Module, forward: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+    return enclosure.run(module, forward, arguments, keywords)
+
+
+@functools.cache
+def _enclosed(kind: Any) -> type[nn.Module]:
+    @functools.wraps(kind.forward)
+    def forward(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        return self._enclosure.run(self, functools.partial(kind.forward, self), arguments, keywords)
+
+    made: type[nn.Module] = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    return made
 
 
 def _explained(name: str, layers: Sequence[str], error: Exception) -> str:
