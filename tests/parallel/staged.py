@@ -282,8 +282,8 @@ def masks_in_a_pipeline(name: str, schedule: Schedule, sizes: list[int]) -> Mask
     return masks
 
 
-def statistics(name: str, schedule: Schedule, steps: list[list[int]]) -> dict[str, Tensor]:
-    """The buffers of this rank's part of the model after some steps."""
+def statistics(name: str, schedule: Schedule, steps: list[list[int]], watched: bool) -> dict[str, Tensor]:
+    """The buffers of this rank's part of the model after some steps. `watched`: changed at the end of each, not by the forwards."""
     mesh = Mesh.of(world(), plan_of(pipeline=dist.get_world_size()))
     watchers: list[RunningStatistics] = []
 
@@ -292,8 +292,12 @@ def statistics(name: str, schedule: Schedule, steps: list[list[int]]) -> dict[st
         watchers[place].discard()
         yield
 
-    model, pipeline, _ = staged(name, schedule, torch.float32, around=around, ran=lambda place: watchers[place].note_microbatch())
-    watchers += [RunningStatistics(module, mesh) for module in pipeline.modules]
+    def ran(place: int) -> None:
+        watchers[place].note_microbatch()
+
+    watching = {"around": around, "ran": ran} if watched else {}
+    model, pipeline, _ = staged(name, schedule, torch.float32, **watching)
+    watchers += [RunningStatistics(module, mesh) for module in pipeline.modules if watched]
     for sizes in steps:
         for watcher in watchers:
             watcher.begin(compare=False)

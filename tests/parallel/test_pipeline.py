@@ -100,11 +100,11 @@ def test_the_masks_of_dropout_are_those_of_one_process(pool: WorkerPool, ranks: 
         assert 0 < sum(int((~mask).sum()) for mask in masks) < sum(mask.numel() for mask in masks)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
-def test_running_statistics_are_those_of_one_process(pool: WorkerPool, schedule: str) -> None:
+@pytest.mark.parametrize(("schedule", "watched"), [("1f1b", False), ("1f1b", True), ("interleaved", True)])
+def test_running_statistics_are_those_of_one_process(pool: WorkerPool, schedule: str, watched: bool) -> None:
     steps = [[4, 4, 3, 4], [4, 4, 4, 3, 3]]
     expected = statistics_on_one_process("normed", steps)
-    first, last = pool.run(2, statistics, "normed", schedule, steps)
+    first, last = pool.run(2, statistics, "normed", schedule, steps, watched)
     assert {**first, **last}.keys() == expected.keys()
     for name, buffer in {**first, **last}.items():
         torch.testing.assert_close(buffer, expected[name])
