@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -89,7 +90,7 @@ def _made(world: World, sizes: tuple[tuple[str, int], ...]) -> tuple[DeviceMesh,
     key = (dist.group.WORLD, sizes)
     if key not in _meshes:
         if not _meshes:
-            atexit.register(forget_meshes)  # before the process group is taken down, which ends only when nobody holds it
+            atexit.register(_at_exit)
         axes = [axis for axis, _ in sizes]
         mesh = init_device_mesh(world.device.type, tuple(size for _, size in sizes), mesh_dim_names=tuple(axes))
         shared = tuple(axis for axis in DATA_AXES if axis in axes)
@@ -108,6 +109,12 @@ def forget_meshes() -> None:
     for mesh, _ in _meshes.values():
         mesh._get_root_mesh()._pg_registry.clear()
     _meshes.clear()
+
+
+def _at_exit() -> None:
+    """Before the process group is taken down: its threads end only when nobody holds it, and modules on a mesh hold it in cycles."""
+    forget_meshes()
+    gc.collect()
 
 
 def _alone(world: World) -> World:
