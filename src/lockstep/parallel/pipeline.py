@@ -374,13 +374,13 @@ class _buffers_as_they_were:
     """Within it, forwards leave no trace in the buffers of `parts`."""
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:
-        self._kept = [(buffer, buffer._version, buffer.clone()) for part in parts for buffer in part.buffers()]
+        self._kept = [(buffer, buffer.clone()) for part in parts for buffer in part.buffers()]
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, *_: object) -> None:
         with torch.no_grad():
-            for buffer, version, value in self._kept:
-                if buffer._version != version:
+            for buffer, value in self._kept:
+                if not torch.equal(buffer, value):  # torch counts a version for each write, but for those of BatchNorm
                     buffer.copy_(value)
