@@ -120,6 +120,8 @@ class Pipeline:
         Returns every microbatch's `Scored.record`, of `columns` numbers each: shape (items, columns), float64, the same on every rank.
         A failed forward raises on every rank, with the gradients then of no use.
         """
+        if not items:
+            return torch.zeros((0, columns), dtype=torch.float64, device=self.world.device)
         self._pass(items, backward=True)
         flat = torch.zeros(len(items) * columns + 1, dtype=torch.float64, device=self.world.device)
         if self._failure is not None:
@@ -139,6 +141,8 @@ class Pipeline:
 
         All microbatches' boundaries are in memory together: hand in some at a time.
         """
+        if not items:
+            return []
         self._pass(items, backward=False)
         failed = torch.tensor([float(self._failure is not None)], device=self.world.device)
         dist.all_reduce(failed, group=self._group)
