@@ -142,6 +142,7 @@ def train_a_scalar(run_dir: str) -> str:
 
 
 def test_a_parameter_without_dims_cannot_be_cut(pool: WorkerPool, tmp_path: Path) -> None:
-    assert pool.run(2, train_a_scalar, str(tmp_path / "run")) == [
-        "the parameter 'scale' is a scalar, which the shard axis cannot cut; give it one dim, torch.zeros(1), or choose replicate"
-    ] * 2
+    assert (
+        pool.run(2, train_a_scalar, str(tmp_path / "run"))
+        == ["the parameter 'scale' is a scalar, which the shard axis cannot cut; give it one dim, torch.zeros(1), or choose replicate"] * 2
+    )
