@@ -22,7 +22,7 @@ WORDS: dict[str, tuple[str, ...]] = {
 }
 """The settings whose value is a word."""
 AXES = ("replicate", "shard", "tensor", "pipeline")
-NOT_BUILT_YET = ("tensor", "pipeline", "context", "offload")
+NOT_BUILT_YET = ("pipeline", "context", "offload")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +37,7 @@ class Plan:
     shard: Size | None = None
     """Processes that share out the model's parameters and the microbatches (FSDP2)."""
     tensor: Size | None = None
-    """Processes that share out each layer (tensor parallel). Not built yet."""
+    """Processes that share out each layer of the same microbatch (tensor parallel)."""
     pipeline: Size | None = None
     """Processes that share out the layers (pipeline stages). Not built yet."""
     numerics: Numerics = "fast"
@@ -62,7 +62,7 @@ class Plan:
             if size != "auto" and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
                 raise PlanError(f"{axis}={size}; the size of a mesh axis is a whole number of at least 1, or auto")
             if axis in NOT_BUILT_YET and size != 1:
-                raise PlanError(f"{axis}={size}; the axis {axis!r} is not built yet; this version builds replicate and shard")
+                raise PlanError(f"{axis}={size}; the axis {axis!r} is not built yet; this version builds replicate, shard and tensor")
         if list(given.values()).count("auto") > 1:
             raise PlanError(f"{self._text(given)}; only one axis can fill what is left; give the others a size")
         for name, known in WORDS.items():
@@ -72,9 +72,20 @@ class Plan:
             raise PlanError(f"compile={self.compile}; it is yes or no (in Python True or False)")
         if not isinstance(self.workers, int) or isinstance(self.workers, bool) or self.workers < 0:
             raise PlanError(f"workers={self.workers}; it counts loader processes a rank and is 0 or more")
+        if given.get("tensor", 1) != 1:
+            self._check_tensor()
         for axis in AXES:
             if axis not in given:
                 object.__setattr__(self, axis, 1 if given or axis != "replicate" else "auto")
+
+    def _check_tensor(self) -> None:
+        for name, value, why in (
+            ("numerics", "bitwise", "it cuts the sums inside of a layer, and adds the parts in another order than one process does"),
+            ("compile", True, "its layers look at each other's tensors while they run, which a compiled forward does not do"),
+        ):
+            if getattr(self, name) == value:
+                said = "yes" if value is True else value
+                raise PlanError(f"tensor={self.tensor} with {name}={said}; {why}; leave {name}={said} out, or use replicate and shard")
 
     @classmethod
     def parse(cls, text: str) -> Plan:

@@ -53,6 +53,7 @@ class Norm:
     def __init__(self, mesh: Mesh, *, bitwise: bool) -> None:
         self._shards = mesh.axis("shard")
         self._in_parts = mesh.torch_mesh is not None
+        self._cutting = {name: axis for name in ("shard", "tensor") if (axis := mesh.axis(name)).size > 1}
         self._bitwise = bitwise
 
     def of(self, gradients: Sequence[Tensor]) -> Tensor | float:
@@ -63,9 +64,11 @@ class Norm:
         if not self._in_parts:
             return global_norm(parts)
         squares = torch.zeros((), dtype=torch.float64, device=self._shards.device)
-        if parts:
-            squares += torch.linalg.vector_norm(torch.stack(torch._foreach_norm(parts)).double()).square()
-        dist.all_reduce(squares, group=self._shards.group)
+        mine = [part for gradient, part in zip(gradients, parts, strict=True) if self._counts(gradient)]
+        if mine:
+            squares += torch.linalg.vector_norm(torch.stack(torch._foreach_norm(mine)).double()).square()
+        for axis in self._cutting.values():
+            dist.all_reduce(squares, group=axis.group)
         return self._number(squares.sqrt())
 
     def check(self, gradients: Sequence[Tensor]) -> Tensor | float:
@@ -74,6 +77,13 @@ class Norm:
         if self._in_parts or self._bitwise or not parts or not parts[0].is_cpu:
             return self.of(gradients)
         return sum([abs(part.sum().item()) for part in parts])
+
+    def _counts(self, gradient: Tensor) -> bool:
+        """Whether this rank counts what it holds of a gradient: of ranks that hold the same, the first of each axis does."""
+        mesh = getattr(gradient, "device_mesh", None)
+        names = () if mesh is None else mesh.mesh_dim_names
+        cut = {name for name, placement in zip(names, getattr(gradient, "placements", ()), strict=True) if not placement.is_replicate()}
+        return all(name in cut or axis.rank == 0 for name, axis in self._cutting.items())
 
     def _number(self, value: Tensor) -> Tensor | float:
         return value.item() if value.is_cpu else value

@@ -126,6 +126,9 @@ class Recipe:
     blocks: Sequence[str] | None = None
     """Names of the modules that a plan gathers, frees, checkpoints or compiles one at a time; `*` is any text: `["blocks.*"]`. None: they
     are found: the members of lists of alike modules."""
+    tensor: Mapping[str, str] | None = None
+    """How the `tensor` axis cuts layers: patterns of module names, `*` is any text, and a style for each, as in docs/plans.md. None: the
+    model's own `tensor_plan`, or that of a Hugging Face model."""
     evaluation: Evaluation | None = None
     """How it is measured. None: it is not."""
 
@@ -142,6 +145,8 @@ class Recipe:
         check_seed(self.seed)
         if self.blocks is not None and (isinstance(self.blocks, str) or not all(isinstance(name, str) for name in self.blocks)):
             raise RecipeError(f"blocks={self.blocks!r}; it is a list of module names or patterns, such as ['blocks.*'], or None")
+        if self.tensor is not None and not isinstance(self.tensor, Mapping):
+            raise RecipeError(f"tensor is {_kind(self.tensor)}; it maps patterns of module names to styles: {{'*.up': 'colwise'}}")
         if self.evaluation is not None and not isinstance(self.evaluation, Evaluation):
             raise RecipeError(f"evaluation is {_kind(self.evaluation)}; give ls.Evaluation(data=..., every=..., metrics=...) or None")
 

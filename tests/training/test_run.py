@@ -247,7 +247,7 @@ REFUSED: dict[str, tuple[str | None, dict[str, Any], str]] = {
         "PlanError: plan 'replicate=2,numerics=fast' with 3 processes; the axes multiply to 2, and must multiply to the number of",
     ),
     "an unknown axis": ("replicas=3", {}, "PlanError: 'replicas' in plan 'replicas=3' is unknown"),
-    "an axis that is not built": ("tensor=3", {}, "PlanError: tensor=3; the axis 'tensor' is not built yet"),
+    "an axis that is not built": ("pipeline=3", {}, "PlanError: pipeline=3; the axis 'pipeline' is not built yet"),
     "bitwise without a microbatch": (
         "numerics=bitwise",
         {"microbatch": None},

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lockstep.comm.mesh import Mesh
 from lockstep.parallel import replicate
+from lockstep.parallel.parts import Parts
 from lockstep.parallel.replicate import Replica
 from lockstep.parallel.shard import Shards
 from lockstep.parallel.slots import Number, Told
@@ -48,4 +49,6 @@ def engine_for(model: nn.Module, parameters: Sequence[nn.Parameter], mesh: Mesh,
     """The gradients' keeper of a model that is laid out on `mesh`. Every rank makes it alike."""
     if mesh.axis("shard").size > 1:
         return Shards(model, parameters, mesh, bitwise=bitwise, max_microbatches=max_microbatches)
+    if mesh.axis("tensor").size > 1:
+        return Parts(parameters, mesh, max_microbatches=max_microbatches)
     return Replica(parameters, mesh, bitwise=bitwise, max_microbatches=max_microbatches)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,8 @@ from lockstep.comm.mesh import Mesh
 from lockstep.parallel.blocks import blocks_of
 from lockstep.parallel.build import CannotDefer, Deferred, build
 from lockstep.parallel.shard import shard
+from lockstep.parallel.styles import styles_of
+from lockstep.parallel.tensor import tensor_parallel
 from lockstep.parallel.wrap import compile_forward, recompute
 from lockstep.plan import Plan
 
@@ -57,12 +59,18 @@ class Built:
         return value
 
 
-def lay_out(built: Built, mesh: Mesh, plan: Plan, patterns: Sequence[str] | None) -> None:
+def lay_out(built: Built, mesh: Mesh, plan: Plan, *, blocks: Sequence[str] | None, tensor: Mapping[str, str] | None) -> None:
     """Change the model in place, so that this rank holds and computes what the plan gives it. Every rank calls it.
 
-    `patterns`: the names of its blocks, None: they are found. Raises `RecipeError`.
+    `blocks` and `tensor`: as in `Recipe`. Raises `RecipeError`.
     """
-    names = blocks_of(built.module, patterns)
+
+    def fill(part: nn.Module) -> None:
+        built.fill(part, mesh.world.device)
+
+    names = blocks_of(built.module, blocks)
+    if mesh.torch_mesh is not None and (size := mesh.axis("tensor").size) > 1:
+        tensor_parallel(built.module, mesh.torch_mesh["tensor"], styles_of(built.module, tensor, size), fill=fill)
     for name in names or [""]:
         block = built.module.get_submodule(name)
         if plan.compile:
@@ -71,4 +79,5 @@ def lay_out(built: Built, mesh: Mesh, plan: Plan, patterns: Sequence[str] | None
             recompute(block, plan.checkpointing)
     if mesh.axis("shard").size > 1:
         free = plan.sharding == "full"
-        shard(built.module, mesh, names, free_after_forward=free, fill=lambda part: built.fill(part, mesh.world.device))
+        shard(built.module, mesh, names, free_after_forward=free, fill=fill)
+    fill(built.module)

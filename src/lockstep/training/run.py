@@ -100,7 +100,7 @@ def train(
     )
     with session:
         check_microbatch_is_fixed(session.plan, recipe.global_batch, recipe.microbatch)
-        model, made = session.prepare(recipe.model, recipe.optimizer, schedule=recipe.schedule, blocks=recipe.blocks)
+        model, made = session.prepare(recipe.model, recipe.optimizer, schedule=recipe.schedule, blocks=recipe.blocks, tensor=recipe.tensor)
         check_tensors(model.state_dict())
         run = Run(recipe, session, model, made if isinstance(made, list) else [made], hooks)
         evaluator = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 from typing import Any
@@ -26,6 +26,7 @@ from lockstep.launch.environment import Environment, check_run_dir
 from lockstep.launch.failure import account
 from lockstep.launch.termination import Termination
 from lockstep.parallel.layout import Built, lay_out
+from lockstep.parallel.updates import separate_meshes
 from lockstep.plan import Plan
 from lockstep.recipe import Precision, check_batch, check_count, check_dataset, check_length, check_precision, check_seed
 from lockstep.training import optimizers
@@ -147,12 +148,15 @@ class Session:
         *,
         schedule: Callable[[Any], Any] | None = None,
         blocks: Sequence[str] | None = None,
+        tensor: Mapping[str, str] | None = None,
     ) -> tuple[Any, Any]:
         """Build a model and its optimizer (or list of optimizers) for training. Every rank calls it.
 
-        Returns what the two functions returned, the model on this rank's device. The model is built under generators seeded alike on
-        every rank. May be called again, for another pair. Raises `RecipeError`.
+        Returns what the two functions returned, the model on this rank's device. Its initial values follow from the session's seed,
+        whatever the plan. `blocks` and `tensor`: as in `Recipe`. May be called again, for another pair. Raises `RecipeError`.
         """
+        if self.precision == "fp16" and self.mesh.axis("tensor").size > 1:
+            raise RecipeError("precision='fp16' with a tensor axis; its loss scale is not shared over that axis yet; use bf16 or fp32")
         built = Built.of(build_model, key(self.seed, Stream.MODEL, len(self._pairs)), self.mesh)
         if built.reason is not None:
             self.event("model-built-whole", reason=built.reason)
@@ -163,11 +167,12 @@ class Session:
             model.to(self.device)
             self._check_equal(model)
         model.train()
-        lay_out(built, self.mesh, self.plan, blocks)
+        lay_out(built, self.mesh, self.plan, blocks=blocks, tensor=tensor)
         made = optimizers.built(build_optimizer, model)
         if bitwise and optimizers.unfuse(made):
             self.event("optimizer-not-fused", reason="a fused kernel rounds differently on a part of a tensor than on the whole")
         for optimizer in made:
+            separate_meshes(optimizer)
             optimizers.allocate_state(optimizer)
         self._pairs.append(
             Pair(
@@ -244,7 +249,10 @@ class Session:
                 unread = []
             if logs:
                 self._log(step)
-                if any(bool(outcome.stops) for outcome in step.committed.values()):
+                stops = any(bool(outcome.stops) for outcome in step.committed.values())
+                if self.mesh.data.size < self.world.size:
+                    stops = any(self.world.gather_values(stops))
+                if stops:
                     self.take_stop()
             if self.stopping is not None:
                 self.event("stopped", reason=self.stopping)

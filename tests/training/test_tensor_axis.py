@@ -1,0 +1,103 @@
+"""The tensor axis under `ls.train`, alone and with the data axes: what comes out is what one process gives, to rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from training.subjects import recipe, rows, squared_error, state_of
+
+import lockstep as ls
+from lockstep.errors import RecipeError
+from lockstep.testing.pool import WorkerPool
+
+PLANS = {"tensor=2": 2, "tensor=3": 3, "replicate=2,tensor=2": 4, "shard=2,tensor=2": 4, "tensor=2,checkpointing=full": 2}
+STYLES = {"*.up": "colwise", "*.down": "rowwise"}
+
+
+class Perceptron(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+        self.up = nn.Linear(6, 24)
+        self.dropout = nn.Dropout(0.2)
+        self.down = nn.Linear(24, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.dropout(torch.relu(self.up(self.norm(x)))))
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Sequential(Perceptron(), Perceptron()), nn.Linear(6, 3))
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def distances(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+    return (model(batch[1]) - batch[2]).abs().mean(1)
+
+
+class Last(ls.Hook):
+    def on_end(self, run: Any) -> None:
+        self.state = state_of(run.model)
+
+
+def train(plan: str, run_dir: str) -> tuple[ls.Result, dict[str, Tensor]]:
+    last = Last()
+    evaluation = ls.Evaluation(data=rows(19, seed=9), metrics={"distance": ls.Mean(distances)})
+    given = recipe(model=network, optimizer=adamw, tensor=STYLES, clip_norm=0.3, global_batch=22, steps=3, evaluation=evaluation)
+    return ls.train(given, plan=plan, run_dir=run_dir, hooks=[last]), last.state
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_training_gives_the_model_of_one_process(pool: WorkerPool, tmp_path: Path, plan: str) -> None:
+    ((alone, expected),) = pool.run(1, train, "replicate=1", str(tmp_path / "alone"))
+    for result, state in pool.run(PLANS[plan], train, plan, str(tmp_path / "run")):
+        assert result.loss == pytest.approx(alone.loss, rel=1e-5)
+        assert result.metrics == pytest.approx(alone.metrics, rel=1e-5)
+        for name, value in expected.items():
+            torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5)
+
+
+class StopsOnOneRank(ls.Hook):
+    def on_step(self, run: Any) -> None:
+        if run.session.rank == 1:
+            run.stop("enough")
+
+
+def stop_on_one_rank(run_dir: str) -> int:
+    given = recipe(model=network, optimizer=adamw, tensor=STYLES, steps=30)
+    return ls.train(given, plan="tensor=2", run_dir=run_dir, hooks=[StopsOnOneRank()], log_every=2).steps
+
+
+def test_any_rank_may_stop_the_run(pool: WorkerPool, tmp_path: Path) -> None:
+    assert pool.run(2, stop_on_one_rank, str(tmp_path / "run")) == [2, 2]
+
+
+def refused(run_dir: str, changes: dict[str, Any]) -> str:
+    try:
+        ls.train(recipe(model=network, loss=squared_error, **changes), plan="tensor=2", run_dir=run_dir)
+    except RecipeError as error:
+        return str(error)
+    return "it trained"
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"tensor": {"*.gate": "colwise"}}, "matches no module"),
+        ({"tensor": STYLES, "precision": "fp16"}, "precision='fp16' with a tensor axis"),
+        ({}, "tensor"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_on_all_ranks(pool: WorkerPool, tmp_path: Path, changes: dict[str, Any], text: str) -> None:
+    one, other = pool.run(2, refused, str(tmp_path / "run"), changes)
+    assert one == other
+    assert text in one
+    assert one != "it trained"
