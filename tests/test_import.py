@@ -76,10 +76,10 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 def test_an_uncaught_user_error_is_one_line_and_status_2() -> None:
-    script = "import lockstep\nlockstep.Plan.parse('shard=2')"
+    script = "import lockstep\nlockstep.Plan.parse('shard=0')"
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert ended.returncode == USER_ERROR_STATUS
-    assert ended.stderr.startswith("lockstep: PlanError: shard=2;")
+    assert ended.stderr.startswith("lockstep: PlanError: shard=0;")
     assert "Traceback" not in ended.stderr
 
 
