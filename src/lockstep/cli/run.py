@@ -48,7 +48,7 @@ def command(nproc: str, plan: str | None, run_dir: str | None, is_module: bool, 
 
     from lockstep.launch.local import run_workers  # imports torch: after all that can be checked without it
 
-    line = [sys.executable, "-u", "-P", "-m", "lockstep.launch.worker", *(["-m"] if is_module else []), script, *arguments]
+    line = [sys.executable, "-P", "-m", "lockstep.launch.worker", *(["-m"] if is_module else []), script, *arguments]
 
     def start(environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
         return subprocess.Popen(line, env={**os.environ, **environment}, start_new_session=True)

@@ -43,7 +43,10 @@ _INTERRUPTED_STATUS = 128 + signal.SIGINT
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run a script, or with `-m` a module, as `__main__`."""
+    """Run a script, or with `-m` a module, as `__main__`. A line is written whole: ranks share the terminal."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
     record = begin()
     if arguments[0] == "-m":
         run(lambda: _run_module(arguments[1], arguments[2:]), record)
