@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.comm.mesh import Mesh
+from lockstep.comm.mesh import Mesh, held
 from lockstep.recipe import Precision
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -58,7 +58,7 @@ class Norm:
 
     def of(self, gradients: Sequence[Tensor]) -> Tensor | float:
         """The norm. In bitwise numerics it does not depend on how the gradients are cut."""
-        parts = local(gradients)
+        parts = [held(gradient) for gradient in gradients]
         if self._bitwise:
             return self._number(self._sum_of_rows(gradients, parts).sqrt())
         if not self._in_parts:
@@ -73,7 +73,7 @@ class Norm:
 
     def check(self, gradients: Sequence[Tensor]) -> Tensor | float:
         """A number that is finite only where every gradient is. Half the time of the norm, on a CPU."""
-        parts = local(gradients)
+        parts = [held(gradient) for gradient in gradients]
         if self._in_parts or self._bitwise or not parts or not parts[0].is_cpu:
             return self.of(gradients)
         return sum([abs(part.sum().item()) for part in parts])
@@ -113,11 +113,6 @@ def _rows_held(rows: int, rank: int, ranks: int) -> int:
     return max(0, min(rows - rank * each, each))
 
 
-def local(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """This rank's parts of tensors that may be distributed."""
-    return [tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor for tensor in tensors]
-
-
 def global_norm(gradients: Sequence[Tensor]) -> Tensor | float:
     """The 2-norm of all gradients as one vector: a number on a CPU, a scalar tensor on a GPU, which the host does not wait for.
 
@@ -132,7 +127,7 @@ def global_norm(gradients: Sequence[Tensor]) -> Tensor | float:
 
 def clip(gradients: Sequence[Tensor], norm: Tensor | float, limit: float) -> None:
     """Scale the gradients so that their global norm, `norm` now, is at most `limit`. A norm that is not finite is left alone."""
-    gradients = local(gradients)
+    gradients = [held(gradient) for gradient in gradients]
     if isinstance(norm, Tensor):
         factor = torch.clamp(limit / norm, max=1.0)
         torch._foreach_mul_(gradients, torch.where(torch.isfinite(norm), factor, 1.0))

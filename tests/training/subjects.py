@@ -16,6 +16,17 @@ from lockstep.order import Order
 
 FEATURES = 6
 OUTPUTS = 3
+DATA_PLANS = {
+    "replicate=1": 1,
+    "replicate=2": 2,
+    "replicate=3": 3,
+    "replicate=4": 4,
+    "shard=2": 2,
+    "shard=3": 3,
+    "shard=4": 4,
+    "replicate=2,shard=2": 4,
+}
+"""Plans of the axes that share out microbatches, and the processes that they need."""
 
 
 def network(width: int = 16) -> nn.Module:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
-from training.subjects import network, recipe, rows, samples_at
+from training.subjects import DATA_PLANS, network, recipe, rows, samples_at
 
 import lockstep as ls
 from lockstep.assignment import batch_span, microbatches, steps_of
@@ -22,17 +22,6 @@ from lockstep.precision import autocast
 from lockstep.recipe import Precision
 from lockstep.testing.pool import WorkerPool
 
-PLANS = {
-    "replicate=1": 1,
-    "replicate=2": 2,
-    "replicate=3": 3,
-    "replicate=4": 4,
-    "shard=2": 2,
-    "shard=3": 3,
-    "shard=4": 4,
-    "replicate=2,shard=2": 4,
-}
-"""And the processes that they need."""
 Batch = Sequence[Tensor]
 
 
@@ -190,20 +179,20 @@ def measured(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Call
     @cache
     def run(plan: str) -> list[Any]:
         path: Path = tmp_path_factory.mktemp("plan")
-        return pool.run(PLANS[plan], gradients_of_all_cases, plan, str(path))
+        return pool.run(DATA_PLANS[plan], gradients_of_all_cases, plan, str(path))
 
     return run
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", DATA_PLANS)
 def test_the_gradient_is_one_process_in_float64_within_4_times_float32s_own_error(
     measured: Callable[[str], list[Any]], plan: str, name: str
 ) -> None:
     weights, _ = measured(plan)[0][name]
     exact = by_hand(CASES[name], weights, torch.float64)
     own = by_hand(CASES[name], weights, torch.float32)
-    for rank in range(PLANS[plan]):
+    for rank in range(DATA_PLANS[plan]):
         _, found = measured(plan)[rank][name]
         assert len(found) == len(exact) == CASES[name].steps()
         for step, truth in enumerate(exact):
@@ -222,4 +211,4 @@ def test_the_cases_are_what_they_are_called() -> None:
     assert [float(batch[3].sum()) for batch in weights] == [4.0, 400.0, 4.0, 400.0]
     assert [len(batch[1]) for batch in CASES["uneven microbatches"].batches(torch.float32)[0]] == [4, 4, 4, 2]
     assert [len(batch[1]) for batch in CASES["a short last batch"].batches(torch.float32)[1]] == [4, 1]
-    assert len(CASES["fewer microbatches than ranks"].batches(torch.float32)[0]) < max(PLANS.values())
+    assert len(CASES["fewer microbatches than ranks"].batches(torch.float32)[0]) < max(DATA_PLANS.values())

@@ -15,21 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset, TensorDataset
-from training.subjects import recipe, same, samples_at, squared_error, state_of
+from training.subjects import DATA_PLANS, recipe, same, samples_at, squared_error, state_of
 
 import lockstep as ls
 from lockstep.testing.pool import WorkerPool
 
 ALONE = "replicate=1"
 PLANS = {
-    ALONE: 1,
-    "replicate=2": 2,
-    "replicate=3": 3,
-    "replicate=4": 4,
-    "shard=2": 2,
-    "shard=3": 3,
-    "shard=4": 4,
-    "replicate=2,shard=2": 4,
+    **DATA_PLANS,
     "replicate=2,transport=torch": 2,
     "replicate=2,checkpointing=full": 2,
     "shard=2,sharding=gradients,checkpointing=selective": 2,

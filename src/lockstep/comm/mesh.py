@@ -125,6 +125,12 @@ def _part(world: World, part: DeviceMesh) -> World:
     return replace(world, rank=part.get_local_rank(), size=part.size(), owns_group=False, group=part.get_group())
 
 
+def held(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that may be distributed, sharing its memory."""
+    part: Tensor = tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor
+    return part
+
+
 def whole(tensor: Tensor) -> Tensor:
     """The full tensor, of which this rank may hold a part. Every rank of the tensor's mesh calls it, in the same order."""
     gathered: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

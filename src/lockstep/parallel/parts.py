@@ -12,9 +12,8 @@ from itertools import groupby
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from lockstep.comm.mesh import Mesh
+from lockstep.comm.mesh import Mesh, held
 from lockstep.parallel.slots import Number, Slots, Told, forget_unused
 from lockstep.parallel.tensor import settle
 
@@ -59,7 +58,7 @@ class Parts:
         for parameter in self._parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        for gradients in _alike([_held(p.grad) for p in self._parameters if p.grad is not None]):
+        for gradients in _alike([held(p.grad) for p in self._parameters if p.grad is not None]):
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
             dist.all_reduce(flat, group=self._mesh.data.group)
             summed = torch.split(flat, [gradient.numel() for gradient in gradients])
@@ -70,8 +69,3 @@ def _alike(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Those of one type of number together."""
     for _, group in groupby(sorted(tensors, key=lambda tensor: str(tensor.dtype)), key=lambda tensor: tensor.dtype):
         yield list(group)
-
-
-def _held(tensor: Tensor) -> Tensor:
-    """This rank's part."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
 
-from lockstep.comm.mesh import Mesh
+from lockstep.comm.mesh import Mesh, held
 from lockstep.errors import RecipeError
 from lockstep.parallel.scatter import OrderedScatter, Scatter
 from lockstep.parallel.slots import Number, Slots, Told, forget_unused
@@ -53,7 +52,6 @@ class Shards:
     def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter], mesh: Mesh, *, bitwise: bool, max_microbatches: int) -> None:
         self._mesh = mesh
         self._parameters = list(parameters)
-        self._locals = [_local(parameter) for parameter in self._parameters]
         self._replicas = mesh.axis("replicate")
         self._bitwise = bitwise
         device = mesh.world.device
@@ -109,7 +107,7 @@ class Shards:
             parameter.grad = None
 
     def _sum_over_replicas(self) -> None:
-        gradients = [_local(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
+        gradients = [held(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         dist.all_reduce(flat, group=self._replicas.group)
         start = 0
@@ -173,7 +171,3 @@ def _modules_of(group: nn.Module) -> Iterator[nn.Module]:
     for child in group.children():
         if not isinstance(child, FSDPModule):
             yield from _modules_of(child)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

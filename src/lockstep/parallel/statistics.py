@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lockstep.comm.mesh import Mesh
+from lockstep.comm.mesh import Mesh, held
 from lockstep.errors import RecipeError
 
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
@@ -175,7 +175,7 @@ class RunningStatistics:
 
 def _bits(tensor: Tensor) -> Tensor:
     """A copy of this rank's part of the tensor, as bytes. Empty for what has no dense bytes."""
-    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    part = held(tensor)
     if part.layout != torch.strided or part.is_quantized:
         return torch.empty(0, dtype=torch.uint8)
     return part.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)

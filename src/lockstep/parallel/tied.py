@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.comm.group import World
+from lockstep.comm.mesh import held
 from lockstep.parallel.stages import Tied
 
 
@@ -34,8 +35,8 @@ class TiedGradients:
         for parameter, ranks in self._mine:
             if not parameter.requires_grad:
                 continue
-            gradient = None if parameter.grad is None else _local(parameter.grad)
-            place = _local(parameter.detach())
+            gradient = None if parameter.grad is None else held(parameter.grad)
+            place = held(parameter.detach())
             mine = torch.zeros(place.numel() + 1, dtype=place.dtype, device=place.device)
             if gradient is not None:
                 mine[:-1] = gradient.reshape(-1)
@@ -45,7 +46,7 @@ class TiedGradients:
                 continue
             if gradient is None:
                 parameter.grad = torch.zeros_like(parameter)
-                gradient = _local(parameter.grad)
+                gradient = held(parameter.grad)
             gradient.copy_(mine[:-1].view_as(gradient))
 
     def _sum(self, mine: Tensor, ranks: Sequence[int]) -> None:
@@ -61,8 +62,3 @@ class TiedGradients:
             mine += other
         for rank in ranks[1:]:
             dist.send(mine, group=group, group_dst=rank)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from lockstep.comm.mesh import held
 from lockstep.errors import RecipeError
-from lockstep.precision import local
 
 if TYPE_CHECKING:
     from lockstep.events import Event
@@ -114,4 +114,4 @@ class ExponentialMovingAverage(Hook):
 
 def _parts(run: Run) -> list[Tensor]:
     """What this rank holds of the parameters."""
-    return local([parameter.detach() for parameter in run.model.parameters()])
+    return [held(parameter.detach()) for parameter in run.model.parameters()]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.group import exact_sum
+from lockstep.comm.mesh import held
 from lockstep.errors import LossError
-from lockstep.precision import local
 from lockstep.training.source import Layout
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class Outcome:
     def _not_finite(self) -> str:
         pair = self.pair
         gradients = [(place, p.grad) for place, p in enumerate(pair.parameters) if p.grad is not None]
-        found = [place for place, gradient in gradients if not bool(torch.isfinite(local([gradient])[0]).all())]
+        found = [place for place, gradient in gradients if not bool(torch.isfinite(held(gradient)).all())]
         everyone = [place for places in pair.mesh.world.gather_values(found[:1]) for place in places]
         return f"parameter {pair.names[min(everyone)]!r}" if everyone else "the norm over all parameters (it overflows)"
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep import precision as precisions
-from lockstep.comm.mesh import Mesh
+from lockstep.comm.mesh import Mesh, held
 from lockstep.errors import DataError, LossError
 from lockstep.parallel.engine import Engine, engine_for, sum_factor
 from lockstep.parallel.statistics import RunningStatistics
@@ -100,7 +100,8 @@ class Pair:
         counts = (weights >= 0).all() & (total > 0) & torch.isfinite(total)
         gradients = self.gradients()
         if gradients:
-            torch._foreach_mul_(precisions.local(gradients), torch.where(counts, prescale / total, math.nan).to(gradients[0].dtype))
+            factor = torch.where(counts, prescale / total, math.nan).to(gradients[0].dtype)
+            torch._foreach_mul_([held(gradient) for gradient in gradients], factor)
         self.prescale = torch.where(counts, torch.exp2(torch.round(torch.log2(total))), prescale)
 
     def gradients(self) -> list[Tensor]:
