@@ -73,10 +73,9 @@ class Norm:
 
     def check(self, gradients: Sequence[Tensor]) -> Tensor | float:
         """A number that is finite only where every gradient is. Half the time of the norm, on a CPU."""
-        parts = [held(gradient) for gradient in gradients]
-        if self._in_parts or self._bitwise or not parts or not parts[0].is_cpu:
+        if self._in_parts or self._bitwise or not gradients or not gradients[0].is_cpu:
             return self.of(gradients)
-        return sum([abs(part.sum().item()) for part in parts])
+        return sum([abs(gradient.sum().item()) for gradient in gradients])
 
     def _counts(self, gradient: Tensor) -> bool:
         """Whether this rank counts what it holds of a gradient: of ranks that hold the same, the first of each axis does."""

@@ -14,12 +14,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau, StepLR
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from training.subjects import FEATURES, OUTPUTS, network, recipe, rows, same, samples_at, squared_error, state_of
 
 import lockstep as ls
 from lockstep.errors import LockstepError, RecipeError
 from lockstep.testing.pool import WorkerPool
-from lockstep.training.optimizers import STATE_IS_ZERO_AT_FIRST, Schedule, allocate_state, built, check_gradients, trainable
+from lockstep.training.optimizers import STATE_IS_ZERO_AT_FIRST, Schedule, allocate_state, apply, built, check_gradients, trainable
 
 VARIANTS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Adam": partial(torch.optim.Adam, weight_decay=0.1),
@@ -253,6 +254,39 @@ def test_two_optimizers_a_schedule_and_clipping_do_what_they_do_in_plain_torch(p
 
 def an_optimizer() -> torch.optim.Optimizer:
     return torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
+
+
+def test_an_optimizer_is_applied_with_what_waits_for_its_step() -> None:
+    layer = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    layer.bias.grad = torch.ones(1)
+    called: list[str] = []
+
+    def moved() -> float:
+        before = float(layer.bias.detach())
+        apply(optimizer)
+        return before - float(layer.bias.detach())
+
+    assert moved() == pytest.approx(1.0)
+    with torch.profiler.profile() as profile:
+        assert moved() == pytest.approx(1.0)
+    assert "Optimizer.step#SGD.step" in {event.key for event in profile.key_averages()}
+    waiting = (
+        optimizer.register_step_pre_hook(lambda *_: called.append("before")),
+        optimizer.register_step_post_hook(lambda *_: called.append("after")),
+    )
+    assert moved() == pytest.approx(1.0)
+    assert called == ["before", "after"]
+    for handle in waiting:
+        handle.remove()
+    everywhere = register_optimizer_step_post_hook(lambda *_: called.append("any optimizer"))
+    assert moved() == pytest.approx(1.0)
+    everywhere.remove()
+    assert called[2:] == ["any optimizer"]
+    scheduler = StepLR(optimizer, 1)  # counts the steps by a step of its own on the optimizer
+    assert moved() == pytest.approx(1.0)
+    scheduler.step()
+    assert scheduler.get_last_lr() == [pytest.approx(0.1)]
 
 
 def test_a_pure_schedule_multiplies_the_rate_of_every_group_of_every_optimizer() -> None:

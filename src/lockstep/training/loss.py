@@ -45,7 +45,7 @@ def contribution(loss: Any, *, samples: int, step_samples: int, batch: Any, weig
     if isinstance(loss, Loss):
         return _forward_known(loss, weights, prescale)
     _check_terms(loss, weights)
-    if not isinstance(loss, Mapping):
+    if isinstance(loss, Tensor) or not isinstance(loss, Mapping):  # the first is ten times as fast to ask
         total = _term(SINGLE, loss, batch=batch, weights=weights)
         scale = _scale(SINGLE, loss, samples / step_samples, weights)
         if total.is_cpu:
@@ -93,7 +93,7 @@ def weights_of(raw: Any) -> Weights:
 
 
 def _check_terms(loss: Any, weights: Weights | None) -> None:
-    if isinstance(loss, Mapping):
+    if not isinstance(loss, Tensor) and isinstance(loss, Mapping):
         if not loss:
             raise LossError("the loss is an empty dict; give it one term at least, or return the loss itself")
         _check_text("loss", loss)
@@ -225,9 +225,9 @@ def _ignore_index_in(batch: Any) -> str | None:
         if batch.dtype not in (torch.int64, torch.int32) or not batch.is_cpu or not batch.numel():
             return None
         return "" if int(batch.min()) < 0 and bool((batch == IGNORE_INDEX).any()) else None
-    if not isinstance(batch, Mapping | list | tuple):
+    if not isinstance(batch, list | tuple | Mapping):
         return None
-    for name, part in batch.items() if isinstance(batch, Mapping) else enumerate(batch):
+    for name, part in enumerate(batch) if isinstance(batch, list | tuple) else batch.items():
         where = _ignore_index_in(part)
         if where is not None:
             return f"[{name!r}]{where}"

@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import profiler
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from lockstep.errors import RecipeError
 
@@ -111,6 +113,23 @@ def allocate_state(optimizer: Optimizer) -> None:
         for value in optimizer.state[parameter].values():
             if isinstance(value, Tensor):
                 value.zero_()
+
+
+def apply(optimizer: Optimizer) -> None:
+    """`optimizer.step()`. Where nobody profiles and no hook waits for it, without torch's note to the profiler: that takes 8 µs."""
+    step = type(optimizer).step
+    if (
+        not getattr(step, "hooked", False)
+        or "step" in vars(optimizer)
+        or profiler._is_profiler_enabled
+        or optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or _global_optimizer_pre_hooks
+        or _global_optimizer_post_hooks
+    ):
+        optimizer.step()
+    else:
+        step.__wrapped__(optimizer)  # type: ignore[attr-defined]
 
 
 class Schedule:

@@ -17,6 +17,7 @@ from lockstep.errors import DataError, LossError
 from lockstep.parallel.engine import Engine, engine_for, sum_factor
 from lockstep.parallel.statistics import RunningStatistics
 from lockstep.recipe import Precision, check_clip_norm
+from lockstep.training import optimizers
 from lockstep.training.loss import Contribution, contribution
 from lockstep.training.optimizers import Schedule
 from lockstep.training.outcome import Outcome
@@ -141,7 +142,7 @@ class Pair:
             self.overflowed_at = self._factor * self.scaler.get_scale() / self.scaler.get_backoff_factor()
         if applied:
             for optimizer in self.optimizers:
-                optimizer.step()
+                optimizers.apply(optimizer)
         return applied
 
 
