@@ -53,6 +53,21 @@ class Windows:
         return self.windows[indices].long()
 
 
+class Embedding(nn.Module):
+    """What stands for each byte, and for its place in the text."""
+
+    def __init__(self, width: int, context: int, dropout: float) -> None:
+        super().__init__()
+        self.bytes = nn.Embedding(256, width)
+        self.positions = nn.Embedding(context, width)
+        self.dropout = nn.Dropout(dropout)
+        for embedding in (self.bytes, self.positions):
+            nn.init.normal_(embedding.weight, std=0.05)
+
+    def forward(self, text: Tensor) -> Tensor:
+        return self.dropout(self.bytes(text) + self.positions.weight[: text.shape[1]])
+
+
 class Block(nn.Module):
     """Causal self-attention, then a perceptron, each added to what it reads."""
 
@@ -83,24 +98,30 @@ class Block(nn.Module):
         return self.projection(mixed.transpose(1, 2).reshape(batch, length, width))
 
 
+class Head(nn.Module):
+    """The output layer, whose weight is also the embedding of bytes: tied weights."""
+
+    def __init__(self, width: int, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.norm(x), self.weight)
+
+
 class GPT(nn.Module):
     """(batch, length) bytes as int64 -> (batch, length, 256) logits of the byte that follows each."""
 
     def __init__(self, *, layers: int, width: int, heads: int, context: int, dropout: float) -> None:
         super().__init__()
         self.context = context
-        self.bytes = nn.Embedding(256, width)
-        self.positions = nn.Embedding(context, width)
-        self.dropout = nn.Dropout(dropout)
+        self.embedding = Embedding(width, context, dropout)
         self.blocks = nn.Sequential(*(Block(width, heads, dropout) for _ in range(layers)))
-        self.norm = nn.LayerNorm(width)
-        for embedding in (self.bytes, self.positions):
-            nn.init.normal_(embedding.weight, std=0.05)
+        self.head = Head(width, self.embedding.bytes.weight)
 
     def forward(self, text: Tensor) -> Tensor:
-        x = self.dropout(self.bytes(text) + self.positions.weight[: text.shape[1]])
-        # The embedding of bytes is also the output layer: tied weights.
-        return F.linear(self.norm(self.blocks(x)), self.bytes.weight)
+        return self.head(self.blocks(self.embedding(text)))
 
     @torch.no_grad()
     def generate(self, prompt: bytes, length: int, *, seed: int) -> bytes:
@@ -156,6 +177,7 @@ def main(argv: list[str] | None = None) -> ls.Result:
         schedule=ls.warmup_cosine(warmup=min(100, options.steps // 10), total=options.steps),
         clip_norm=1.0,
         seed=options.seed,
+        stages=["embedding", "blocks.*", "head"],
         evaluation=ls.Evaluation(data=held_out, every=max(1, options.steps // 5), microbatch=32),
     )
     result = ls.train(recipe)

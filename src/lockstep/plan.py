@@ -11,6 +11,7 @@ from lockstep.errors import PlanError
 Numerics = Literal["fast", "bitwise"]
 Sharding = Literal["full", "gradients"]
 Checkpointing = Literal["none", "selective", "full"]
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 Transport = Literal["auto", "torch"]
 Size = int | Literal["auto"]
 
@@ -18,11 +19,12 @@ WORDS: dict[str, tuple[str, ...]] = {
     "numerics": get_args(Numerics),
     "sharding": get_args(Sharding),
     "checkpointing": get_args(Checkpointing),
+    "schedule": get_args(Schedule),
     "transport": get_args(Transport),
 }
 """The settings whose value is a word."""
 AXES = ("replicate", "shard", "tensor", "pipeline")
-NOT_BUILT_YET = ("pipeline", "context", "offload")
+NOT_BUILT_YET = ("context", "offload")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +41,7 @@ class Plan:
     tensor: Size | None = None
     """Processes that share out each layer of the same microbatch (tensor parallel)."""
     pipeline: Size | None = None
-    """Processes that share out the layers (pipeline stages). Not built yet."""
+    """Processes that share out the layers; microbatches go through them one behind another (pipeline stages)."""
     numerics: Numerics = "fast"
     """`bitwise`: gradients are summed in one canonical order, so that the model has the same bits at any world size."""
     sharding: Sharding = "full"
@@ -48,6 +50,10 @@ class Plan:
     checkpointing: Checkpointing = "none"
     """Activations: `full` keeps each block's inputs and computes the rest again in its backward; `selective` also keeps the results of
     matrix products, convolutions and attention."""
+    schedule: Schedule = "1f1b"
+    """Under `pipeline`, when which microbatch is computed. `gpipe`: all forwards, then all backwards; `1f1b`: a backward as soon as there
+    can be one, so that fewer activations are kept; `interleaved`: two stages a process, which wait less and send more; `zero-bubble`:
+    the gradients of weights are computed where a process would wait."""
     compile: bool = False
     """Compile each block's forward (torch.compile), once for each shape."""
     transport: Transport = "auto"
@@ -61,8 +67,6 @@ class Plan:
         for axis, size in given.items():
             if size != "auto" and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
                 raise PlanError(f"{axis}={size}; the size of a mesh axis is a whole number of at least 1, or auto")
-            if axis in NOT_BUILT_YET and size != 1:
-                raise PlanError(f"{axis}={size}; the axis {axis!r} is not built yet; this version builds replicate, shard and tensor")
         if list(given.values()).count("auto") > 1:
             raise PlanError(f"{self._text(given)}; only one axis can fill what is left; give the others a size")
         for name, known in WORDS.items():
@@ -74,6 +78,8 @@ class Plan:
             raise PlanError(f"workers={self.workers}; it counts loader processes a rank and is 0 or more")
         if given.get("tensor", 1) != 1:
             self._check_tensor()
+        if given.get("pipeline", 1) != 1:
+            self._check_pipeline(given)
         for axis in AXES:
             if axis not in given:
                 object.__setattr__(self, axis, 1 if given or axis != "replicate" else "auto")
@@ -86,6 +92,18 @@ class Plan:
             if getattr(self, name) == value:
                 said = "yes" if value is True else value
                 raise PlanError(f"tensor={self.tensor} with {name}={said}; {why}; leave {name}={said} out, or use replicate and shard")
+
+    def _check_pipeline(self, given: dict[str, Any]) -> None:
+        if self.numerics == "bitwise":
+            raise PlanError(
+                f"pipeline={self.pipeline} with numerics=bitwise; a stage adds up its microbatches' gradients as they come, not in the "
+                "canonical order; leave numerics=bitwise out, or use replicate and shard"
+            )
+        if self.schedule == "zero-bubble" and given.get("shard", 1) != 1:
+            raise PlanError(
+                f"schedule=zero-bubble with shard={self.shard}; it computes the gradients of weights apart from the backward that FSDP2 "
+                "waits for, which then loses them; choose schedule=1f1b or interleaved"
+            )
 
     @classmethod
     def parse(cls, text: str) -> Plan:
@@ -121,7 +139,7 @@ class Plan:
 
     def __str__(self) -> str:
         text = self._text({axis: getattr(self, axis) for axis in AXES if axis == "replicate" or getattr(self, axis) != 1})
-        settings = {name: getattr(self, name) for name in ("sharding", "checkpointing", "compile", "transport", "workers")}
+        settings = {name: getattr(self, name) for name in ("sharding", "checkpointing", "schedule", "compile", "transport", "workers")}
         told = [f"{name}={'yes' if value is True else value}" for name, value in settings.items() if value != _default(name)]
         return ",".join([text, f"numerics={self.numerics}", *told])
 

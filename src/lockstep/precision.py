@@ -54,6 +54,7 @@ class Norm:
         self._shards = mesh.axis("shard")
         self._in_parts = mesh.torch_mesh is not None
         self._cutting = {name: axis for name in ("shard", "tensor") if (axis := mesh.axis(name)).size > 1}
+        self._pipeline = mesh.axis("pipeline")
         self._bitwise = bitwise
 
     def of(self, gradients: Sequence[Tensor]) -> Tensor | float:
@@ -67,8 +68,9 @@ class Norm:
         mine = [part for gradient, part in zip(gradients, parts, strict=True) if self._counts(gradient)]
         if mine:
             squares += torch.linalg.vector_norm(torch.stack(torch._foreach_norm(mine)).double()).square()
-        for axis in self._cutting.values():
-            dist.all_reduce(squares, group=axis.group)
+        for axis in (*self._cutting.values(), self._pipeline):
+            if axis.size > 1:
+                dist.all_reduce(squares, group=axis.group)
         return self._number(squares.sqrt())
 
     def check(self, gradients: Sequence[Tensor]) -> Tensor | float:

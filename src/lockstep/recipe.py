@@ -129,6 +129,10 @@ class Recipe:
     tensor: Mapping[str, str] | None = None
     """How the `tensor` axis cuts layers: patterns of module names, `*` is any text, and a style for each, as in docs/plans.md. None: the
     model's own `tensor_plan`, or that of a Hugging Face model."""
+    stages: Sequence[str] | None = None
+    """Names of the modules that the model's forward calls one after another, each with what the one before it returned, as the `pipeline`
+    axis cuts them; `*` is any text: `["embedding", "blocks.*", "head"]`. Each draws its random numbers from a stream of its own. None: the
+    members of a model that is an `nn.Sequential`; others have no pipeline."""
     evaluation: Evaluation | None = None
     """How it is measured. None: it is not."""
 
@@ -143,8 +147,9 @@ class Recipe:
         check_clip_norm(self.clip_norm)
         check_precision(self.precision)
         check_seed(self.seed)
-        if self.blocks is not None and (isinstance(self.blocks, str) or not all(isinstance(name, str) for name in self.blocks)):
-            raise RecipeError(f"blocks={self.blocks!r}; it is a list of module names or patterns, such as ['blocks.*'], or None")
+        for kind, names in (("blocks", self.blocks), ("stages", self.stages)):
+            if names is not None and (isinstance(names, str) or not all(isinstance(name, str) for name in names)):
+                raise RecipeError(f"{kind}={names!r}; it is a list of module names or patterns, such as ['blocks.*'], or None")
         if self.tensor is not None and not isinstance(self.tensor, Mapping):
             raise RecipeError(f"tensor is {_kind(self.tensor)}; it maps patterns of module names to styles: {{'*.up': 'colwise'}}")
         if self.evaluation is not None and not isinstance(self.evaluation, Evaluation):
@@ -153,7 +158,7 @@ class Recipe:
     def describe(self) -> dict[str, Any]:
         """The recipe as JSON: numbers as they are, callables and datasets by their names and lengths."""
         described = {name: _describe(getattr(self, name)) for name in self.__slots__}
-        return {**described, "blocks": self.blocks and list(self.blocks)}
+        return {**described, "blocks": self.blocks and list(self.blocks), "stages": self.stages and list(self.stages)}
 
 
 def _describe(value: Any) -> Any:

@@ -18,13 +18,14 @@ from lockstep.comm.mesh import Mesh
 from lockstep.errors import LossError
 from lockstep.parallel.build import Deferred, build
 from lockstep.parallel.layout import Built
+from lockstep.parallel.parts import Parts
 from lockstep.parallel.piped import Piped
-from lockstep.parallel.pipeline import PER_RANK, Item, Pipeline, Schedule, Scored
+from lockstep.parallel.pipeline import PER_RANK, Item, Pipeline, Scored
 from lockstep.parallel.stages import Stages, keep_only, parts_of
 from lockstep.parallel.statistics import RunningStatistics
 from lockstep.parallel.streams import Streams
 from lockstep.parallel.tied import TiedGradients
-from lockstep.plan import AXES, Plan
+from lockstep.plan import Plan, Schedule
 
 KEY, WIDTH, CONTEXT = 3, 8, 6
 
@@ -177,9 +178,7 @@ def world() -> World:
     return World(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size(), torch.device("cpu"), owns_group=False)
 
 
-def staged(
-    name: str, schedule: Schedule, dtype: torch.dtype, axis: World | None = None, **watching: Any
-) -> tuple[nn.Module, Pipeline, TiedGradients]:
+def staged(name: str, schedule: Schedule, dtype: torch.dtype, axis: World | None = None) -> tuple[nn.Module, Pipeline, TiedGradients]:
     """This rank's part of a model, as a plan makes it. `axis`: the pipeline's ranks, None: all."""
     axis = axis or world()
     factory, patterns = MODELS[name]
@@ -192,27 +191,20 @@ def staged(
         built.fill(model.get_submodule(part), torch.device("cpu"))
     keep_only(model, stages.names_on(axis.rank))
     model.to(dtype)
-    return model, Pipeline(model, stages, axis, streams, schedule=schedule, **watching), TiedGradients(model, stages.tied, axis)
-
-
-def plan_of(**axes: int) -> Plan:
-    """One with a pipeline, also where plans refuse it still."""
-    plan = object.__new__(Plan)
-    for axis in AXES:
-        object.__setattr__(plan, axis, axes.get(axis, 1))
-    return plan
+    tied = TiedGradients(dict(model.named_parameters()), stages.tied, axis)
+    return model, Pipeline(model, stages, axis, streams, schedule=schedule), tied
 
 
 def in_two_pipelines(name: str, schedule: Schedule, steps: list[list[int]]) -> list[Any]:
     """Of each step, the gradients here, and what was said of all microbatches: values, weights, whether any rank raised its flag."""
-    mesh = Mesh.of(world(), plan_of(replicate=2, pipeline=2))
+    mesh = Mesh.of(world(), Plan(replicate=2, pipeline=2))
     model, pipeline, tied = staged(name, schedule, torch.float32, mesh.axis("pipeline"))
-    engine = Piped(list(model.parameters()), mesh, pipeline, tied, max_microbatches=8)
+    engine = Piped(Parts(list(model.parameters()), mesh, max_microbatches=8), tied, mesh.axis("pipeline"))
     found = []
     for step, sizes in enumerate(steps):
         engine.begin(len(sizes))
         given = items(name, sizes, torch.float32)
-        rows = engine.run([given[place] for place in mesh.deal.share(len(sizes), mesh.data.rank)], columns=2)
+        rows = pipeline.run([given[place] for place in mesh.deal.share(len(sizes), mesh.data.rank)], columns=2)
         told = engine.finish(list(rows[:, 0]), list(rows[:, 1]), flag=dist.get_rank() == 1 and step == 0)
         gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
         assert told.weights is not None
@@ -239,7 +231,7 @@ def in_a_pipeline(names: list[str], schedule: Schedule, steps: list[list[int]]) 
         for sizes in steps:
             model.zero_grad()
             records = pipeline.run(items(name, sizes, torch.float32), columns=2).tolist()
-            tied.sum()
+            tied.sum([float(parameter.grad is not None) for parameter in model.parameters()])
             gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
             counted = [name for name, parameter in model.named_parameters() if tied.counts(parameter)]
             found.setdefault(name, []).append((gradients, records, counted))
@@ -284,7 +276,7 @@ def masks_in_a_pipeline(name: str, schedule: Schedule, sizes: list[int]) -> Mask
 
 def statistics(name: str, schedule: Schedule, steps: list[list[int]], watched: bool) -> dict[str, Tensor]:
     """The buffers of this rank's part of the model after some steps. `watched`: changed at the end of each, not by the forwards."""
-    mesh = Mesh.of(world(), plan_of(pipeline=dist.get_world_size()))
+    mesh = Mesh.of(world(), Plan(pipeline=dist.get_world_size()))
     watchers: list[RunningStatistics] = []
 
     @contextmanager
@@ -295,8 +287,9 @@ def statistics(name: str, schedule: Schedule, steps: list[list[int]], watched: b
     def ran(place: int) -> None:
         watchers[place].note_microbatch()
 
-    watching = {"around": around, "ran": ran} if watched else {}
-    model, pipeline, _ = staged(name, schedule, torch.float32, **watching)
+    model, pipeline, _ = staged(name, schedule, torch.float32)
+    if watched:
+        pipeline.watch(around, ran)
     watchers += [RunningStatistics(module, mesh) for module in pipeline.modules if watched]
     for sizes in steps:
         for watcher in watchers:

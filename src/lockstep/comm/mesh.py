@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +67,11 @@ class Mesh:
         everyone = self.data.gather_rows(rows, [len(share) for share in self.deal.shares(count)])
         return everyone[torch.tensor(self.deal.places(count), device=everyone.device)] if self.deal.in_turn else everyone
 
+    def union(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The state dict of the whole model, where a rank of a pipeline has part of it; see `Union`. Every rank calls it."""
+        pipeline = self.axis("pipeline")
+        return state if pipeline.size == 1 else Union(state, pipeline)
+
     def samples_in_order(self, rows: Tensor | None, sizes: Sequence[int]) -> Tensor:
         """All samples' rows in their order, on the CPU, from each rank's own; None from a rank without any. Every rank of `data` calls it.
 
@@ -77,6 +82,38 @@ class Mesh:
             return everyone
         parts = torch.split(everyone, [sizes[place] for share in self.deal.shares(len(sizes)) for place in share])
         return torch.cat([parts[place] for place in self.deal.places(len(sizes))])
+
+
+class Union(Mapping[str, Tensor]):
+    """The tensors of a state dict of which the ranks of a pipeline have parts, by name, whole on every rank.
+
+    Every rank makes it and reads its entries alike, one after another: reading is an exchange. Iterates in the order of names.
+    """
+
+    def __init__(self, mine: Mapping[str, Any], pipeline: World) -> None:
+        self._mine = mine
+        self._pipeline = pipeline
+        said = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in mine.items() if isinstance(t, Tensor)}
+        self._owners: dict[str, tuple[int, str, list[int]]] = {}
+        for rank, theirs in enumerate(pipeline.gather_values(said)):
+            for name, (dtype, shape) in theirs.items():
+                self._owners.setdefault(name, (rank, dtype, shape))
+
+    def __getitem__(self, name: str) -> Tensor:
+        owner, dtype, shape = self._owners[name]
+        if self._pipeline.rank == owner:
+            tensor = whole(self._mine[name].detach()).to(self._pipeline.device).contiguous()
+        else:
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self._pipeline.device)
+        sent = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        dist.broadcast(sent.reshape(-1).view(torch.uint8), group=self._pipeline.group, group_src=owner)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self._owners))
+
+    def __len__(self) -> int:
+        return len(self._owners)
 
 
 _meshes: dict[Any, tuple[DeviceMesh, DeviceMesh | None]] = {}

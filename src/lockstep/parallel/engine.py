@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from lockstep.comm.mesh import Mesh
 from lockstep.parallel import replicate
 from lockstep.parallel.parts import Parts
+from lockstep.parallel.piped import Piped
 from lockstep.parallel.replicate import Replica
 from lockstep.parallel.shard import Shards
 from lockstep.parallel.slots import Number, Told
+from lockstep.parallel.tied import TiedGradients
 
 
 class Engine(Protocol):
@@ -45,10 +47,21 @@ def sum_factor(mesh: Mesh, *, bitwise: bool) -> int:
     return 1 if mesh.torch_mesh is not None else replicate.sum_factor(mesh, bitwise=bitwise)
 
 
-def engine_for(model: nn.Module, parameters: Sequence[nn.Parameter], mesh: Mesh, *, bitwise: bool, max_microbatches: int) -> Engine:
-    """The gradients' keeper of a model that is laid out on `mesh`. Every rank makes it alike."""
+def engine_for(
+    model: nn.Module,
+    parameters: Sequence[nn.Parameter],
+    mesh: Mesh,
+    *,
+    tied: TiedGradients | None,
+    bitwise: bool,
+    max_microbatches: int,
+) -> Engine:
+    """The gradients' keeper of a model that is laid out on `mesh`. Every rank makes it alike. `tied`: where there is a pipeline."""
+    if mesh.axis("shard").size == mesh.axis("tensor").size == mesh.axis("pipeline").size == 1:
+        return Replica(parameters, mesh, bitwise=bitwise, max_microbatches=max_microbatches)
+    inner: Shards | Parts
     if mesh.axis("shard").size > 1:
-        return Shards(model, parameters, mesh, bitwise=bitwise, max_microbatches=max_microbatches)
-    if mesh.axis("tensor").size > 1:
-        return Parts(parameters, mesh, max_microbatches=max_microbatches)
-    return Replica(parameters, mesh, bitwise=bitwise, max_microbatches=max_microbatches)
+        inner = Shards(model, parameters, mesh, bitwise=bitwise, max_microbatches=max_microbatches)
+    else:
+        inner = Parts(parameters, mesh, max_microbatches=max_microbatches)
+    return inner if tied is None else Piped(inner, tied, mesh.axis("pipeline"))

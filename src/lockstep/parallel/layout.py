@@ -12,7 +12,10 @@ from torch import Tensor, nn
 from lockstep.comm.mesh import Mesh
 from lockstep.parallel.blocks import blocks_of
 from lockstep.parallel.build import CannotDefer, Deferred, build
+from lockstep.parallel.pipeline import PER_RANK, Pipeline
 from lockstep.parallel.shard import shard
+from lockstep.parallel.stages import Stages, Tied, keep_only, parts_of
+from lockstep.parallel.streams import Streams
 from lockstep.parallel.styles import styles_of
 from lockstep.parallel.tensor import tensor_parallel
 from lockstep.parallel.wrap import compile_forward, recompute
@@ -59,25 +62,68 @@ class Built:
         return value
 
 
-def lay_out(built: Built, mesh: Mesh, plan: Plan, *, blocks: Sequence[str] | None, tensor: Mapping[str, str] | None) -> None:
+@dataclass(slots=True)
+class LaidOut:
+    """What runs a model that is laid out."""
+
+    streams: Streams | None
+    """Its parts' random streams, where it is known which modules these are."""
+    pipeline: Pipeline | None
+    tied: Sequence[Tied]
+    """Parameters that several ranks of the pipeline hold."""
+
+
+def lay_out(
+    built: Built,
+    mesh: Mesh,
+    plan: Plan,
+    *,
+    begin: Callable[[int], None],
+    blocks: Sequence[str] | None,
+    tensor: Mapping[str, str] | None,
+    stages: Sequence[str] | None,
+) -> LaidOut:
     """Change the model in place, so that this rank holds and computes what the plan gives it. Every rank calls it.
 
-    `blocks` and `tensor`: as in `Recipe`. Raises `RecipeError`.
+    `begin`: starts random generators from a key. `blocks`, `tensor` and `stages`: as in `Recipe`. Raises `RecipeError`.
     """
 
     def fill(part: nn.Module) -> None:
         built.fill(part, mesh.world.device)
 
-    names = blocks_of(built.module, blocks)
-    if mesh.torch_mesh is not None and (size := mesh.axis("tensor").size) > 1:
-        tensor_parallel(built.module, mesh.torch_mesh["tensor"], styles_of(built.module, tensor, size), fill=fill)
-    for name in names or [""]:
-        block = built.module.get_submodule(name)
+    model = built.module
+    names = blocks_of(model, blocks)
+    parts = parts_of(model, stages)
+    laid = LaidOut(Streams(model, parts, begin) if parts else None, None, ())
+    styles = styles_of(model, tensor, mesh.axis("tensor").size) if mesh.axis("tensor").size > 1 else {}
+    roots = [""]
+    if (pipeline := mesh.axis("pipeline")).size > 1:
+        cut = Stages.of(model, stages, ranks=pipeline.size, per_rank=PER_RANK[plan.schedule])
+        assert laid.streams is not None, "Stages.of has found parts"
+        laid.pipeline = Pipeline(model, cut, pipeline, laid.streams, schedule=plan.schedule)
+        laid.tied = cut.tied
+        roots = cut.names_on(pipeline.rank)
+        keep_only(model, roots)
+        names = _within(roots, names)
+    if styles:
+        assert mesh.torch_mesh is not None
+        tensor_parallel(model, mesh.torch_mesh["tensor"], styles, fill=fill)
+    for name in names or roots:
+        block = model.get_submodule(name)
         if plan.compile:
             compile_forward(block)
         if plan.checkpointing != "none":
             recompute(block, plan.checkpointing)
     if mesh.axis("shard").size > 1:
-        free = plan.sharding == "full"
-        shard(built.module, mesh, names, free_after_forward=free, fill=fill)
-    fill(built.module)
+        shard(model, mesh, names, free_after_forward=plan.sharding == "full", fill=fill)
+    fill(model)
+    return laid
+
+
+def _within(parts: Sequence[str], blocks: Sequence[str]) -> list[str]:
+    """The blocks that lie in some of these parts; of a block that holds parts, these."""
+    found = []
+    for part in parts:
+        held = any(part.startswith(f"{block}.") for block in blocks)
+        found += [part] if held else [block for block in blocks if f"{block}.".startswith(f"{part}.")]
+    return found

@@ -1,7 +1,7 @@
-"""The gradients of a model that the `tensor` axis has cut and that is not sharded: alone, or under `replicate`.
+"""The gradients of what a rank holds of a model under `tensor` and `pipeline`, without shards: alone, or under `replicate`.
 
-DistributedDataParallel does not take distributed tensors. So gradients are summed once, after the last backward, in one exchange for each
-type of number: the same bytes as DDP's, but not sent while the backward still computes.
+DistributedDataParallel takes no distributed tensors, and no schedule of many backwards. So gradients are summed once, after the last
+backward: the same bytes as DDP's, but not sent while the backward still computes.
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ from lockstep.comm.mesh import Mesh, held
 from lockstep.parallel.slots import Number, Slots, Told, forget_unused
 from lockstep.parallel.tensor import settle
 
+BUCKET_NUMBERS = 2**22
+"""They are summed in pieces of about so many numbers."""
+
 
 class Parts:
-    """An `Engine` for a model that `tensor_parallel` has cut."""
+    """An `Engine` for a model of which every rank of `data` holds the same part."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], mesh: Mesh, *, max_microbatches: int) -> None:
         self._parameters = list(parameters)
@@ -41,10 +44,17 @@ class Parts:
         torch.autograd.backward(total, seed, inputs=self._parameters if only_these else None)
 
     def finish(self, values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool) -> Told:
-        data = self._mesh.data
+        return self.sum_up(self.used(), values, weights, flag=flag)
+
+    def used(self) -> list[float]:
+        """See `Inner.used`."""
         settle(self._parameters)
+        return [float(parameter.grad is not None) for parameter in self._parameters]
+
+    def sum_up(self, used: Sequence[float], values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool) -> Told:
+        """See `Inner.sum_up`."""
+        data = self._mesh.data
         share = self._mesh.deal.share(self._count, data.rank)
-        used = [float(parameter.grad is not None) for parameter in self._parameters]
         said = self._slots.say(used, share, values, weights, flag)
         if data.size > 1:
             dist.all_reduce(said, group=data.group)
@@ -58,14 +68,21 @@ class Parts:
         for parameter in self._parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        for gradients in _alike([held(p.grad) for p in self._parameters if p.grad is not None]):
+        for gradients in _buckets([held(p.grad) for p in self._parameters if p.grad is not None]):
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
             dist.all_reduce(flat, group=self._mesh.data.group)
             summed = torch.split(flat, [gradient.numel() for gradient in gradients])
             torch._foreach_copy_(gradients, [part.view(gradient.shape) for part, gradient in zip(summed, gradients, strict=True)])
 
 
-def _alike(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Those of one type of number together."""
-    for _, group in groupby(sorted(tensors, key=lambda tensor: str(tensor.dtype)), key=lambda tensor: tensor.dtype):
-        yield list(group)
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Those of one type of number together, as many as a bucket holds."""
+    for _, alike in groupby(sorted(tensors, key=lambda tensor: str(tensor.dtype)), key=lambda tensor: tensor.dtype):
+        bucket: list[Tensor] = []
+        for tensor in alike:
+            bucket.append(tensor)
+            if sum(each.numel() for each in bucket) >= BUCKET_NUMBERS:
+                yield bucket
+                bucket = []
+        if bucket:
+            yield bucket

@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,8 +33,8 @@ from lockstep.parallel.boundary import Boundary, arrive, leave
 from lockstep.parallel.slots import Number
 from lockstep.parallel.stages import Stages, calls
 from lockstep.parallel.streams import Streams
+from lockstep.plan import Schedule
 
-Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 ONE_STAGE_A_RANK: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 SEVERAL: dict[str, Any] = {"interleaved": ScheduleInterleaved1F1B, "zero-bubble": ScheduleInterleavedZeroBubble}
 PER_RANK: dict[str, int] = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 1}
@@ -68,14 +68,15 @@ class Item:
     """What the first part is called with: a tuple of arguments, a dict of keywords, or one tensor. Called twice, on the first rank."""
     score: Callable[[Any], Any]
     """(the last part's output) -> `Scored`; anything where only the forward is computed. Called on the last rank."""
+    counts: bool = True
+    """False: it is computed for the sake of other ranks' exchanges."""
 
 
 class Pipeline:
     """The stages of one model on one rank. Every rank of the pipeline makes one, and makes the same calls on it.
 
-    `model`: this rank's parts have their values. `pipeline`: the ranks of the axis. `around`: entered around each stage's forward and
-    the loss, autocast say. `ran`: called after each forward of `run`, in the order of the microbatches. Both take the stage's place in
-    `modules`.
+    `model`: this rank's parts have their values by the first call. `pipeline`: the ranks of the axis. `together`: those whose forwards
+    exchange something inside of a stage, as sharded parameters do: they must run alike. None: nobody.
     """
 
     def __init__(
@@ -86,15 +87,15 @@ class Pipeline:
         streams: Streams,
         *,
         schedule: Schedule,
-        around: Callable[[int], AbstractContextManager[Any]] = lambda _: nullcontext(),
-        ran: Callable[[int], object] = lambda _: None,
+        together: World | None = None,
     ) -> None:
         self.stages = stages
         self.world = pipeline
         self.schedule = schedule
         self._streams = streams
-        self._around = around
-        self._ran = ran
+        self._together = together
+        self._around: Callable[[int], AbstractContextManager[Any]] = lambda _: nullcontext()
+        self._ran: Callable[[int], object] = lambda _: None
         self._group = pipeline.group or dist.group.WORLD
         self._mine = list(stages.on_rank(pipeline.rank))
         self._parts = {stage: [model.get_submodule(stages.parts[place]) for place in stages.cuts[stage]] for stage in self._mine}
@@ -108,6 +109,11 @@ class Pipeline:
         self._routes: list[list[Boundary]] = []
         self._results: dict[int, Any] = {}
         self._failure: Exception | None = None
+
+    def watch(self, around: Callable[[int], AbstractContextManager[Any]], ran: Callable[[int], object]) -> None:
+        """`around`: entered around each stage's forward and the loss, autocast say. `ran`: called after each forward of `run` that
+        counts, in the order of the microbatches. Both take the stage's place in `modules`."""
+        self._around, self._ran = around, ran
 
     @property
     def last_rank(self) -> int:
@@ -154,9 +160,8 @@ class Pipeline:
     def _pass(self, items: Sequence[Item], *, backward: bool) -> None:
         self._items, self._results, self._failure = items, {}, None
         kinds = self._signatures()
-        for place, kind in enumerate(kinds):
-            if (kind, backward) not in self._boundaries:
-                self._boundaries[kind, backward] = self._learned(items[place], backward)
+        for place in self._unknown([(kind, backward) for kind in kinds]):
+            self._boundaries[kinds[place], backward] = self._learned(items[place], backward)
         self._routes = [self._boundaries[kind, backward] for kind in kinds]
         start = 0
         for stop in range(1, len(items) + 1):
@@ -205,6 +210,8 @@ class Pipeline:
         try:
             return self._computed(stage, local, place, received)
         except Exception as error:
+            if self._together is not None:  # whose exchanges nothing can stand in for
+                raise
             self._failure = self._failure or error
             return self._stand_in(stage, place, received)
 
@@ -214,7 +221,7 @@ class Pipeline:
             value = self._through(stage, item, received, route)
             if stage == len(route):
                 value = self._results[place] = item.score(value)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and item.counts:
             self._ran(local)
         if stage < len(route):
             route[stage].check(value, self._name(stage))
@@ -250,6 +257,15 @@ class Pipeline:
                 zeros = zeros + link.to(zeros.dtype) if link.requires_grad else zeros.requires_grad_()
             outputs.append(zeros)
         return tuple(outputs)
+
+    def _unknown(self, kinds: Sequence[tuple[int, bool]]) -> list[int]:
+        """Which microbatches to learn from: of each kind that is new the first; with others, those that are new to any of them."""
+        if self._together is None:
+            firsts = {kind: place for place, kind in reversed(list(enumerate(kinds))) if kind not in self._boundaries}
+            return sorted(firsts.values())
+        new = torch.tensor([float(kind not in self._boundaries) for kind in kinds], device=self.world.device)
+        dist.all_reduce(new, group=self._together.group)
+        return [place for place, flag in enumerate(new.tolist()) if flag]
 
     def _signatures(self) -> list[int]:
         """A number for what each microbatch's inputs look like, from the first rank."""

@@ -77,6 +77,7 @@ class Shards:
         self._used.clear()
         for scatter in self._scatters:
             scatter.begin(count)
+            scatter.next_round(counts=True)
 
     def backward(self, total: Tensor, seed: Tensor, *, only_these: bool, counts: bool) -> None:
         del only_these  # what reaches another pair's parameters is cleared when that pair's turn begins
@@ -91,8 +92,16 @@ class Shards:
             self._clear()
 
     def finish(self, values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool) -> Told:
+        return self.sum_up(self.used(), values, weights, flag=flag)
+
+    def used(self) -> list[float]:
+        """See `Inner.used`."""
+        return self._used.flags
+
+    def sum_up(self, used: Sequence[float], values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool) -> Told:
+        """See `Inner.sum_up`."""
         share = self._mesh.deal.share(self._count, self._mesh.data.rank)
-        said = self._slots.say(self._used.flags, share, values, weights, flag)
+        said = self._slots.say(used, share, values, weights, flag)
         dist.all_reduce(said, group=self._mesh.data.group)
         told = self._slots.read(said, self._count, weighted=weights is not None)
         for scatter in self._scatters:

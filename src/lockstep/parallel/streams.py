@@ -37,7 +37,8 @@ class Streams:
     """The streams of one model's parts, under every plan: with one process they are what makes a pipeline's masks the same.
 
     For each microbatch `start`, then the forward. The first part draws from `key(*position)`, part i from `key(*position, i, n)` in the
-    model's n-th forward of this microbatch, and what comes after the last of P parts (the loss) from `key(*position, P, n)`.
+    model's n-th forward of this microbatch, and what comes after the last of P parts (the loss) from `key(*position, P, n)`. Where no
+    part can draw, whatever does draws from `key(*position)`.
     """
 
     def __init__(self, model: nn.Module, parts: Sequence[str], begin: Callable[[int], None]) -> None:
@@ -45,21 +46,23 @@ class Streams:
         self._begin = begin
         self._position: tuple[int, ...] | None = None
         modules = [model.get_submodule(name) for name in parts]
+        draw = [_may_draw(module) for module in modules]
+        self._several = any(draw)
         # What cannot draw needs no stream; the loss may always.
-        self._needed = [*(_may_draw(module) for module in modules), True]
+        self._needed = [*draw, True]
         self._places: dict[int, list[int]] = {}
         self._calls: dict[int, int] = {}
         self._followers: dict[int, int] = {}
         for place, module in enumerate(modules):
             self._places.setdefault(id(module), []).append(place)
         once = {id(module): module for module in modules}
-        self._handles = [module.register_forward_hook(self._ended) for module in once.values()]
+        self._handles = [module.register_forward_hook(self._ended) for module in once.values()] if self._several else []
 
     def start(self, position: tuple[int, ...], part: int = 0) -> None:
         """Begin the stream of `part` in the first forward of a microbatch. A pipeline's stage calls it with its first part."""
         self._position = position
         self._calls.clear()
-        self._begin(key(*position) if part == 0 else key(*position, part, 0))
+        self._begin(key(*position, part, 0) if part and self._several else key(*position))
 
     def stop(self) -> None:
         """For forwards that are no microbatch's: leave the generators alone until the next `start`."""

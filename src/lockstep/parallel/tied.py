@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,38 +16,36 @@ from lockstep.parallel.stages import Tied
 class TiedGradients:
     """The tied parameters of one model on one rank of a pipeline. `pipeline`: its ranks, of which this is one."""
 
-    def __init__(self, model: nn.Module, tied: Sequence[Tied], pipeline: World) -> None:
-        """`model`: as `stages.keep_only` left it."""
-        parameters = dict(model.named_parameters())
+    def __init__(self, parameters: Mapping[str, nn.Parameter], tied: Sequence[Tied], pipeline: World) -> None:
+        """`parameters`: the trainable ones of this rank's stages, by name, in the engine's order."""
         self._pipeline = pipeline
-        self._mine = [(parameters[each.name], each.ranks) for each in tied if pipeline.rank in each.ranks]
-        self._elsewhere = {id(parameter) for parameter, ranks in self._mine if ranks[0] != pipeline.rank}
+        places = {name: place for place, name in enumerate(parameters)}
+        mine = [each for each in tied if pipeline.rank in each.ranks and each.name in parameters]
+        self._mine = [(places[each.name], parameters[each.name], each.ranks) for each in mine]
+        self._elsewhere = {id(parameter) for _, parameter, ranks in self._mine if ranks[0] != pipeline.rank}
 
     def counts(self, parameter: nn.Parameter) -> bool:
-        """Whether this rank counts the parameter: in the gradient's norm, in the number of parameters, in a checkpoint."""
+        """Whether this rank counts the parameter in the gradient's norm."""
         return id(parameter) not in self._elsewhere
 
-    def sum(self) -> None:
-        """Make each tied `.grad` the sum over the stages that hold it, with the same bits on each; None where no stage used it.
+    def sum(self, used: list[float]) -> None:
+        """Make each tied `.grad` the sum over the stages that hold it, with the same bits on each, and note in `used` whether one used it.
 
         Every rank of the pipeline calls it, once a step, after the last backward and before clipping.
         """
-        for parameter, ranks in self._mine:
-            if not parameter.requires_grad:
-                continue
-            gradient = None if parameter.grad is None else held(parameter.grad)
+        for at, parameter, ranks in self._mine:
             place = held(parameter.detach())
             mine = torch.zeros(place.numel() + 1, dtype=place.dtype, device=place.device)
-            if gradient is not None:
-                mine[:-1] = gradient.reshape(-1)
+            if used[at] and parameter.grad is not None:
+                mine[:-1] = held(parameter.grad).reshape(-1)
                 mine[-1] = 1.0
             self._sum(mine, ranks)
-            if not mine[-1]:
+            used[at] = float(mine[-1] > 0)
+            if not used[at]:
                 continue
-            if gradient is None:
+            if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-                gradient = held(parameter.grad)
-            gradient.copy_(mine[:-1].view_as(gradient))
+            held(parameter.grad).copy_(mine[:-1].view_as(place))
 
     def _sum(self, mine: Tensor, ranks: Sequence[int]) -> None:
         """The first of `ranks` adds in their order, and tells the others."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain
+from functools import partial
+from itertools import chain, islice
 from operator import itemgetter
 from typing import Any
 
@@ -13,44 +14,27 @@ import torch
 from torch import Tensor, nn
 
 from lockstep import assignment
-from lockstep import precision as precisions
 from lockstep.comm.group import exact_sum
 from lockstep.comm.mesh import Mesh
 from lockstep.data.device import to_device
 from lockstep.data.generators import seed_generators
-from lockstep.data.loader import Loader, Span
-from lockstep.errors import DataError, LossError, RecipeError
+from lockstep.data.loader import Loader, Microbatch, Span
+from lockstep.errors import DataError, LossError
 from lockstep.keys import Stream, key
+from lockstep.parallel.pipeline import Item, Pipeline
 from lockstep.recipe import Evaluation, Gathered, Mean, Recipe
+from lockstep.training.forward import given_to, output_of
 from lockstep.training.loss import SINGLE, measured, weights_of
+from lockstep.training.pair import Pair
 from lockstep.watch.metrics import as_number
 
 Row = dict[str, tuple[float, float]]
 """One microbatch's (total, weight) of each loss term and each metric that adds up."""
 Columns = tuple[Tensor, ...]
 """What a metric collected from one microbatch, each with one row a sample."""
-
-
-def output_of(recipe: Recipe, model: nn.Module, batch: Any) -> Any:
-    """What `loss` and the metrics are called with: the model's output, or the model itself where the recipe has no `inputs`.
-
-    Raises `RecipeError` for inputs that say not how to call the model.
-    """
-    if recipe.inputs is None:
-        return model
-    inputs = recipe.inputs(batch)
-    if isinstance(inputs, tuple):
-        return model(*inputs)
-    if isinstance(inputs, dict):
-        return model(**inputs)
-    if inputs is None or isinstance(inputs, list):
-        given = f"a list of {len(inputs)}" if isinstance(inputs, list) else "None"
-        raise RecipeError(
-            f"Recipe.inputs returned {given}; the model is called with what it returns: a tuple of arguments, a dict of keywords, or one "
-            "tensor; the batches of a TensorDataset are lists: return batch[0], or (batch[0], batch[1]); where the model takes a list as "
-            "its one argument, return (that_list,)"
-        )
-    return model(inputs)
+Measured = tuple[Row, dict[str, Columns]]
+TOGETHER = 2
+"""So many microbatches a stage go through a pipeline in one go: what is handed on for them is in memory together."""
 
 
 @dataclass(slots=True)
@@ -61,11 +45,12 @@ class Evaluator:
     evaluation: Evaluation
     mesh: Mesh
     loader: Loader
+    pair: Pair
 
     @classmethod
-    def of(cls, recipe: Recipe, evaluation: Evaluation, mesh: Mesh, workers: int) -> Evaluator:
+    def of(cls, recipe: Recipe, evaluation: Evaluation, mesh: Mesh, workers: int, pair: Pair) -> Evaluator:
         loader = Loader(evaluation.data, collate=recipe.collate, seed=recipe.seed, shuffle=False, workers=workers, device=mesh.world.device)
-        return cls(recipe, evaluation, mesh, loader)
+        return cls(recipe, evaluation, mesh, loader, pair)
 
     def measure(self, model: nn.Module, step: int) -> dict[str, float]:
         """The loss and every metric after `step` steps, the same on every rank. Every rank calls it.
@@ -90,23 +75,63 @@ class Evaluator:
         ]
         rows: dict[int, Row] = {}
         collected: dict[str, dict[int, Columns]] = {name: {} for name in self._metrics(Gathered)}
-        for item in self.loader.fetch(spans):
-            weights = None if self.recipe.weight is None else weights_of(self.recipe.weight(item.batch))
-            batch = to_device(item.batch, self.mesh.world.device)
-            seed_generators(key(self.recipe.seed, Stream.EVALUATION, step, item.index), self.mesh.world.device)
-            with precisions.autocast(self.recipe.precision, self.mesh.world.device):
-                output = output_of(self.recipe, model, batch)
-                loss = self.recipe.loss(output, batch)
-            sums = measured(loss, samples=item.size, batch=item.batch, weights=weights)
-            for name, metric in self._metrics(Mean).items():
-                sums[name] = _sum_and_number(name, metric.values(output, batch), item.size)
-            parts = {name: _checked(name, metric.collect(output, batch), item.size) for name, metric in self._metrics(Gathered).items()}
+        pipeline, items = self.pair.pipeline, self.loader.fetch(spans)
+        through = self._through(model, items, step) if pipeline is None else self._through_stages(pipeline, items, step)
+        for item, (sums, parts) in through:
             if not item.counts:
                 continue
             for name, part in parts.items():
                 collected[name][item.index] = part
             rows[item.index] = sums
-        return {**self._added_up(rows, cuts), **self._gathered(collected, cuts)}
+        has_output = pipeline is None or pipeline.world.rank == pipeline.last_rank
+        found: dict[str, float] = self.pair.from_last_stage(
+            {**self._added_up(rows, cuts), **self._gathered(collected, cuts)} if has_output else None
+        )
+        return found
+
+    def _through(self, model: nn.Module, items: Iterator[Microbatch], step: int) -> Iterator[tuple[Microbatch, Measured]]:
+        """Each microbatch and what was measured on it."""
+        for item in items:
+            batch = to_device(item.batch, self.pair.device)
+            position = self._position(step, item)
+            seed_generators(key(*position), self.pair.device)
+            if self.pair.streams is not None:
+                self.pair.streams.start(position)
+            with self.pair.autocast:
+                output = output_of(self.recipe.inputs, model, batch)
+                loss = self.recipe.loss(output, batch)
+            yield item, self._measured(item, batch, output, loss)
+
+    def _through_stages(self, pipeline: Pipeline, items: Iterator[Microbatch], step: int) -> Iterator[tuple[Microbatch, Measured]]:
+        """The same, on the rank with the last stage; nothing on the others."""
+        inputs = self.recipe.inputs
+        assert inputs is not None, "a pipeline is refused without"
+
+        def score(item: Microbatch, batch: Any, output: Any) -> Measured:
+            loss = self.recipe.loss(output, batch)
+            with torch.autocast(self.pair.device.type, enabled=False):
+                return self._measured(item, batch, output, loss)
+
+        while several := list(islice(items, TOGETHER * len(pipeline.stages.cuts))):
+            batches = [to_device(item.batch, self.pair.device) for item in several]
+            results = pipeline.forward(
+                [
+                    Item(self._position(step, item), partial(given_to, inputs, batch), partial(score, item, batch))
+                    for item, batch in zip(several, batches, strict=True)
+                ]
+            )
+            yield from zip(several, results, strict=False)
+
+    def _position(self, step: int, item: Microbatch) -> tuple[int, ...]:
+        """Of its random streams."""
+        return self.recipe.seed, Stream.EVALUATION, step, item.index
+
+    def _measured(self, item: Microbatch, batch: Any, output: Any, loss: Any) -> Measured:
+        weights = None if self.recipe.weight is None else weights_of(self.recipe.weight(item.batch))
+        sums = measured(loss, samples=item.size, batch=item.batch, weights=weights)
+        for name, metric in self._metrics(Mean).items():
+            sums[name] = _sum_and_number(name, metric.values(output, batch), item.size)
+        return sums, {name: _checked(name, metric.collect(output, batch), item.size) for name, metric in self._metrics(Gathered).items()}
 
     def _microbatch(self) -> int | None:
         return self.evaluation.microbatch or self.recipe.microbatch or self.recipe.global_batch

@@ -15,7 +15,7 @@ from lockstep.errors import LossError
 from lockstep.training.source import Layout
 
 if TYPE_CHECKING:
-    from lockstep.training.step import Pair
+    from lockstep.training.pair import Pair
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class Outcome:
         if not self.pair.terms:
             return {}
         rows = [{name: float(value) for name, value in terms.items()} for terms in self.terms]
-        everyone = [row for rank_rows in self.pair.mesh.data.gather_values(rows) for row in rank_rows]
+        everyone = [row for rank_rows in self.pair.mesh.data.gather_values(self.pair.from_last_stage(rows)) for row in rank_rows]
         return {name: exact_sum([row[name] for row in everyone]) for name in self.pair.terms}
 
     def check(self) -> None:

@@ -15,7 +15,7 @@ from lockstep.errors import RecipeError
 from lockstep.events import Event
 from lockstep.plan import Plan
 from lockstep.recipe import Recipe
-from lockstep.training.evaluate import Evaluator, output_of
+from lockstep.training.evaluate import Evaluator
 from lockstep.training.hooks import Hook
 from lockstep.training.session import Session, check_microbatch_is_fixed
 from lockstep.training.step import Step
@@ -76,8 +76,9 @@ class Run:
         self.session.event(name, self.step, **details)
 
     def save(self, name: str, state_dict: Mapping[str, Any]) -> None:
-        """Write tensors to a safetensors file in the run directory. Every rank calls it; rank 0 writes."""
-        self.session.recorder.save_tensors(name, state_dict)
+        """Write tensors to a safetensors file in the run directory. Every rank calls it; rank 0 writes, also what only other ranks of a
+        pipeline have."""
+        self.session.recorder.save_tensors(name, self.session.mesh.union(state_dict))
 
 
 def train(
@@ -100,12 +101,24 @@ def train(
     )
     with session:
         check_microbatch_is_fixed(session.plan, recipe.global_batch, recipe.microbatch)
-        model, made = session.prepare(recipe.model, recipe.optimizer, schedule=recipe.schedule, blocks=recipe.blocks, tensor=recipe.tensor)
+        if session.plan.pipeline != 1 and recipe.inputs is None:
+            raise RecipeError(
+                f"pipeline={session.plan.pipeline} on a recipe in shorthand form (no inputs; the loss calls the model); it must call the "
+                "model's parts itself, on several ranks; give Recipe(inputs=lambda batch: ..., loss=lambda output, batch: ...)"
+            )
+        model, made = session.prepare(
+            recipe.model,
+            recipe.optimizer,
+            schedule=recipe.schedule,
+            blocks=recipe.blocks,
+            tensor=recipe.tensor,
+            stages=recipe.stages,
+        )
         check_tensors(model.state_dict())
         run = Run(recipe, session, model, made if isinstance(made, list) else [made], hooks)
         evaluator = None
         if recipe.evaluation is not None:
-            evaluator = Evaluator.of(recipe, recipe.evaluation, session.mesh, session.plan.workers)
+            evaluator = Evaluator.of(recipe, recipe.evaluation, session.mesh, session.plan.workers, session.pairs[0])
             session.on_exit(evaluator.loader.close)
         for hook in hooks:
             session.on_event(partial(hook.on_event, run))
@@ -126,13 +139,9 @@ def _train(run: Run, evaluator: Evaluator | None) -> None:
         collate=recipe.collate,
         weight=recipe.weight,
     )
-    autocast = session.autocast()
     every = recipe.evaluation.every if recipe.evaluation is not None else None
     for step in steps:
-        for batch in step.microbatches():
-            with autocast:
-                loss = recipe.loss(output_of(recipe, run.model, batch), batch)
-            step.backward(loss)
+        step.compute(recipe.inputs, recipe.loss)
         step.commit(clip_norm=recipe.clip_norm)
         run.step, run.last = step.index + 1, step
         for hook in run.hooks:
@@ -160,7 +169,7 @@ def _evaluate(run: Run, evaluator: Evaluator) -> None:
 def _result(run: Run) -> Result:
     session = run.session
     assert run.last is not None, "a recipe has at least one step"
-    state = run.model.state_dict()
+    state = session.mesh.union(run.model.state_dict())
     session.recorder.save_tensors("model.safetensors", state)
     for hook in run.hooks:
         hook.on_save(run)

@@ -7,6 +7,7 @@ import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -18,6 +19,7 @@ from lockstep import precision as precisions
 from lockstep.comm.group import World, exact_sum, join
 from lockstep.comm.mesh import Mesh
 from lockstep.comm.segment import Unavailable
+from lockstep.data.generators import seed_generators
 from lockstep.data.loader import Loader
 from lockstep.errors import LossError, PlanError, RecipeError
 from lockstep.events import Event
@@ -26,14 +28,16 @@ from lockstep.launch.environment import Environment, check_run_dir
 from lockstep.launch.failure import account
 from lockstep.launch.termination import Termination
 from lockstep.parallel.layout import Built, lay_out
+from lockstep.parallel.stages import check_microbatches
 from lockstep.parallel.updates import separate_meshes
 from lockstep.plan import Plan
 from lockstep.recipe import Precision, check_batch, check_count, check_dataset, check_length, check_precision, check_seed
 from lockstep.training import optimizers
 from lockstep.training.outcome import Outcome, no_weight
+from lockstep.training.pair import Pair
 from lockstep.training.recorder import Pace, Recorder
 from lockstep.training.source import Length, Microbatches, from_data, from_indices
-from lockstep.training.step import Pair, Step
+from lockstep.training.step import Step
 from lockstep.watch.fingerprint import fingerprint
 
 _OVERFLOWS_TO_TELL = 8
@@ -70,7 +74,8 @@ class Session:
         self._given_plan = Plan.parse(plan) if isinstance(plan, str) else plan
         self._given_run_dir = run_dir
         self._recipe = recipe
-        self._pairs: list[Pair] = []
+        self.pairs: list[Pair] = []
+        """What `prepare` has prepared."""
         self._listeners: list[Callable[[Event], object]] = []
         self._stack = ExitStack()
         self.stopping: str | None = None
@@ -149,15 +154,22 @@ class Session:
         schedule: Callable[[Any], Any] | None = None,
         blocks: Sequence[str] | None = None,
         tensor: Mapping[str, str] | None = None,
+        stages: Sequence[str] | None = None,
     ) -> tuple[Any, Any]:
         """Build a model and its optimizer (or list of optimizers) for training. Every rank calls it.
 
         Returns what the two functions returned, the model on this rank's device. Its initial values follow from the session's seed,
-        whatever the plan. `blocks` and `tensor`: as in `Recipe`. May be called again, for another pair. Raises `RecipeError`.
+        whatever the plan. `blocks`, `tensor` and `stages`: as in `Recipe`. May be called again, for another pair, unless the plan has a
+        pipeline. Raises `RecipeError`.
         """
+        if self.pairs and self.mesh.axis("pipeline").size > 1:
+            raise RecipeError(
+                f"a second session.prepare with pipeline={self.plan.pipeline}; a pipeline computes one model's stages; use another "
+                "plan, or make the two one model"
+            )
         if self.precision == "fp16" and self.mesh.axis("tensor").size > 1:
             raise RecipeError("precision='fp16' with a tensor axis; its loss scale is not shared over that axis yet; use bf16 or fp32")
-        built = Built.of(build_model, key(self.seed, Stream.MODEL, len(self._pairs)), self.mesh)
+        built = Built.of(build_model, key(self.seed, Stream.MODEL, len(self.pairs)), self.mesh)
         if built.reason is not None:
             self.event("model-built-whole", reason=built.reason)
         model = built.module
@@ -167,18 +179,20 @@ class Session:
             model.to(self.device)
             self._check_equal(model)
         model.train()
-        lay_out(built, self.mesh, self.plan, blocks=blocks, tensor=tensor)
+        begin = partial(seed_generators, device=self.device)
+        laid = lay_out(built, self.mesh, self.plan, begin=begin, blocks=blocks, tensor=tensor, stages=stages)
         made = optimizers.built(build_optimizer, model)
         if bitwise and optimizers.unfuse(made):
             self.event("optimizer-not-fused", reason="a fused kernel rounds differently on a part of a tensor than on the whole")
         for optimizer in made:
             separate_meshes(optimizer)
             optimizers.allocate_state(optimizer)
-        self._pairs.append(
+        self.pairs.append(
             Pair(
                 model,
                 optimizers.trainable(model),
                 made,
+                laid=laid,
                 mesh=self.mesh,
                 precision=self.precision,
                 schedule=schedule,
@@ -206,7 +220,7 @@ class Session:
         check_batch(global_batch, microbatch)
         check_length(steps, epochs)
         check_microbatch_is_fixed(self.plan, global_batch, microbatch)
-        if not self._pairs:
+        if not self.pairs:
             raise RecipeError("session.steps before session.prepare; a step needs a model and an optimizer; prepare them first")
         if data is not None:
             check_dataset("data", data)
@@ -218,6 +232,9 @@ class Session:
             epochs=epochs,
             mesh=self.mesh,
         )
+        if (pipeline := self.pairs[0].pipeline) is not None:
+            deal = self.mesh.deal
+            check_microbatches(min(len(deal.rounds(length.most_microbatches, rank)) for rank in range(deal.ranks)), pipeline.stages)
         if data is None:
             return self._run(from_indices(length, seed=self.seed), length, weight)
         loader = Loader(data, collate=collate, seed=self.seed, workers=self.plan.workers, device=self.device)
@@ -235,10 +252,10 @@ class Session:
                 for name, total in (source.weights or {}).items():
                     if not total:
                         raise LossError(no_weight(source.step, name))
-            if len(self._pairs) > 1:
+            if len(self.pairs) > 1:
                 source.keep()
             logs = (source.step + 1) % self.log_every == 0 or source.step + 1 == length.steps
-            step = Step(source.step, source, self._pairs, self.mesh, logs=logs, wants_to_stop=lambda: self._wants_to_stop is not None)
+            step = Step(source.step, source, self.pairs, self.mesh, logs=logs, wants_to_stop=lambda: self._wants_to_stop is not None)
             self._step = step
             yield step
             self._check_committed(step)
@@ -257,7 +274,7 @@ class Session:
             if self.stopping is not None:
                 self.event("stopped", reason=self.stopping)
                 break
-        for pair in self._pairs:
+        for pair in self.pairs:
             if pair.overflows and pair.overflows == self.steps_done:
                 raise LossError(
                     f"none of the {self.steps_done} steps was applied: the fp16 gradient overflowed in each, at last at a loss scale of "
@@ -282,7 +299,7 @@ class Session:
         """Optimizer steps that all pairs have committed."""
         if self._step is None:
             return 0
-        return self._step.index + (len(self._step.committed) == len(self._pairs))
+        return self._step.index + (len(self._step.committed) == len(self.pairs))
 
     def event(self, name: str, step: int | None = None, **details: Any) -> None:
         """Write down that something happened; rank 0's events are in events.jsonl. `step`: steps done then; None: those done by now."""
@@ -304,7 +321,7 @@ class Session:
             if outcome.applied is False:
                 reason = "the scaled gradient overflowed; the loss scale was halved"
                 self.event("step-skipped", outcome.layout.step, reason=reason)
-        for pair in self._pairs:
+        for pair in self.pairs:
             if pair.overflows >= _OVERFLOWS_TO_TELL and pair not in self._told:
                 self._told.append(pair)
                 self.recorder.message(
@@ -329,9 +346,9 @@ class Session:
         self.stopping = next((reason for reason in reasons if reason is not None), None)
 
     def _check_committed(self, step: Step) -> None:
-        if len(step.committed) < len(self._pairs):
+        if len(step.committed) < len(self.pairs):
             raise LossError(
-                f"step {step.index} ended with {len(step.committed)} of {len(self._pairs)} prepared pairs committed; call "
+                f"step {step.index} ended with {len(step.committed)} of {len(self.pairs)} prepared pairs committed; call "
                 "step.commit(optimizer) for each on every rank, in every step"
             )
 
@@ -351,7 +368,7 @@ class Session:
                 )
 
     def _close_pairs(self) -> None:
-        for pair in self._pairs:
+        for pair in self.pairs:
             pair.close()
 
 

@@ -128,8 +128,12 @@ class Microbatches:
         """This rank's microbatches, and their batches on the device, each under its own generators."""
         for item in self._kept if self._kept is not None else self._items:
             batch = to_device(item.batch, self._mesh.world.device)
-            seed_generators(key(self._seed, Stream.FORWARD, self.step, item.index, passes), self._mesh.world.device)
+            seed_generators(key(*self.position(item, passes)), self._mesh.world.device)
             yield item, batch
+
+    def position(self, item: Microbatch, passes: int) -> tuple[int, ...]:
+        """Of a microbatch's random streams. `passes`: how often it was run through before in this step."""
+        return self._seed, Stream.FORWARD, self.step, item.index, passes
 
 
 def from_data(loader: Loader, length: Length, *, seed: int) -> Iterator[Microbatches]:

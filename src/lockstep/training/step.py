@@ -5,145 +5,28 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
-from lockstep import precision as precisions
-from lockstep.comm.mesh import Mesh, held
-from lockstep.errors import DataError, LossError
-from lockstep.parallel.engine import Engine, engine_for, sum_factor
-from lockstep.parallel.statistics import RunningStatistics
-from lockstep.recipe import Precision, check_clip_norm
-from lockstep.training import optimizers
+from lockstep.comm.mesh import Mesh
+from lockstep.errors import DataError, LossError, RecipeError
+from lockstep.parallel.engine import Engine
+from lockstep.parallel.pipeline import Item, Pipeline, Scored
+from lockstep.parallel.slots import Number
+from lockstep.recipe import check_clip_norm
+from lockstep.training.forward import given_to, output_of
 from lockstep.training.loss import Contribution, contribution
-from lockstep.training.optimizers import Schedule
 from lockstep.training.outcome import Outcome
+from lockstep.training.pair import Pair
 from lockstep.training.recorder import NAMES_OF_A_ROW
 from lockstep.watch.metrics import as_number
 
 if TYPE_CHECKING:
     from lockstep.data.loader import Microbatch
     from lockstep.training.source import Microbatches
-
-
-class Pair:
-    """A model and its optimizers on one rank, with what one step of them leaves for the next."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        parameters: dict[str, nn.Parameter],
-        optimizers: Sequence[Optimizer],
-        *,
-        mesh: Mesh,
-        precision: Precision,
-        schedule: Callable[[Any], Any] | None,
-        bitwise: bool,
-    ) -> None:
-        self.model = model
-        self.names = list(parameters)
-        self.parameters = list(parameters.values())
-        self.optimizers = optimizers
-        self.mesh = mesh
-        self.device = mesh.world.device
-        factor = sum_factor(mesh, bitwise=bitwise)
-        self.scaler = precisions.loss_scaler(precision, self.device, factor=factor)
-        self._factor = 2.0 ** (factor - 1).bit_length()
-        self.overflows = 0
-        """Steps in a row, up to the latest one, in which the scaled gradient overflowed."""
-        self.overflowed_at = math.inf
-        """The loss scale in the latest of them."""
-        self.norm = precisions.Norm(mesh, bitwise=bitwise)
-        self.schedule = Schedule(schedule, optimizers)
-        self.statistics = RunningStatistics(model, mesh)
-        self.forward_knows: bool | None = None
-        """Whether only the forward knows the weight, as the first commit found. None before."""
-        self.terms: list[str] = []
-        """The names of the loss's terms where there are several, as the first commit found."""
-        self.prescale: Tensor | None = None
-        """Then: the power of two that a total is divided by before its backward, near the last step's weight. Scalar."""
-        self._bitwise = bitwise
-        self._engine: Engine | None = None
-        self._room = 0
-        self._gates_on_device = self.device.type == "cuda" and all(group.get("fused") for o in optimizers for group in o.param_groups)
-
-    def engine(self, microbatches: int) -> Engine:
-        """The gradients' keeper, made anew where a step has more microbatches than any before. Every rank calls it alike."""
-        if self._engine is None or microbatches > self._room:
-            if self._engine is not None:
-                self._engine.close()
-            self._room = microbatches
-            self._engine = engine_for(self.model, self.parameters, self.mesh, bitwise=self._bitwise, max_microbatches=microbatches)
-        return self._engine
-
-    def close(self) -> None:
-        self.statistics.close()
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
-        for parameter in self.parameters:
-            parameter.grad = None
-
-    def agree_on_loss(self, parts: Sequence[Contribution]) -> None:
-        """At the first commit, tell a rank without a microbatch what the others' losses look like. Every rank calls it."""
-        mine = [parts[0].weight is not None, list(parts[0].terms)] if parts else None
-        self.forward_knows, self.terms = next(kind for kind in self.mesh.data.gather_values(mine) if kind is not None)
-
-    def rescale(self, weights: Tensor, prescale: Tensor) -> None:
-        """Divide the summed gradient by the sum of weights, and choose the next step's power of two.
-
-        Weights that count nothing make the gradient NaN, so that the step is not applied.
-        """
-        total = weights.double().sum()
-        counts = (weights >= 0).all() & (total > 0) & torch.isfinite(total)
-        gradients = self.gradients()
-        if gradients:
-            factor = torch.where(counts, prescale / total, math.nan).to(gradients[0].dtype)
-            torch._foreach_mul_([held(gradient) for gradient in gradients], factor)
-        self.prescale = torch.where(counts, torch.exp2(torch.round(torch.log2(total))), prescale)
-
-    def gradients(self) -> list[Tensor]:
-        return [p.grad for p in self.parameters if p.grad is not None]
-
-    def apply(self, step: int, clip_norm: float | None, *, measure: bool) -> tuple[Tensor | float, bool | None]:
-        """Clip and step the optimizers, all or none.
-
-        Returns the gradient's norm before clipping (where nobody clips, and not `measure`: a number that is finite as it is), and
-        whether the step was applied: None where a GPU decides and nobody has asked it yet.
-        """
-        gradients = self.gradients()
-        if self.scaler is not None and gradients:
-            for optimizer in self.optimizers:
-                self.scaler.unscale_(optimizer)
-        norm = self.norm.of(gradients) if measure or clip_norm is not None else self.norm.check(gradients)
-        if clip_norm is not None:
-            precisions.clip(gradients, norm, clip_norm)
-        self.schedule.before_step(step)
-        applied = self._step(norm)
-        if applied is not False:
-            self.schedule.after_step()
-        return norm, applied
-
-    def _step(self, norm: Tensor | float) -> bool | None:
-        if self._gates_on_device and self.scaler is None:
-            stop = (~torch.isfinite(torch.as_tensor(norm, device=self.device))).float()
-            for optimizer in self.optimizers:
-                optimizer.found_inf = stop  # type: ignore[attr-defined]  # read by torch's fused optimizers
-                optimizer.step()
-            return None
-        applied = math.isfinite(float(norm))
-        if self.scaler is not None and self.gradients():
-            self.scaler.update()  # its own step would leave out only the optimizers whose gradients overflowed
-        self.overflows = 0 if applied else self.overflows + 1
-        if self.scaler is not None and not applied:
-            self.overflowed_at = self._factor * self.scaler.get_scale() / self.scaler.get_backoff_factor()
-        if applied:
-            for optimizer in self.optimizers:
-                optimizers.apply(optimizer)
-        return applied
 
 
 class Step:
@@ -164,6 +47,8 @@ class Step:
         self._pairs = pairs
         self.source = source
         self._mesh = mesh
+        self._statistics = [statistics for pair in pairs for statistics in pair.statistics]
+        self._streams = [(pair.streams, place) for place, pair in enumerate(pairs) if pair.streams is not None]
         self._poll = mesh.world.device.type == "cpu"
         self._logs = logs
         self._compares = logs or index == 0
@@ -171,18 +56,41 @@ class Step:
         self._phase: _Phase | None = None
         self._current: Microbatch | None = None
 
+    def compute(self, inputs: Callable[[Any], Any] | None, loss: Callable[[Any, Any], Any]) -> None:
+        """Forward and backward of this rank's whole share, under every plan; a pipeline has no other way. Every rank calls it.
+
+        `inputs` and `loss`: as in `Recipe`. For the one pair that is prepared. Raises `LossError`, `RecipeError`.
+        """
+        pair = self._pairs[self._place(None)]
+        if pair.pipeline is not None:
+            self._through_stages(pair, pair.pipeline, inputs, loss)
+            return
+        for batch in self.microbatches():
+            with pair.autocast:
+                value = loss(output_of(inputs, pair.model, batch), batch)
+            self.backward(value)
+
     def microbatches(self) -> Iterator[Any]:
         """This rank's share of the batch, one microbatch after another, each under its own random generators. Perhaps none.
 
         May be run through again after a `commit`, for another pair: the same batches then, with generators of their own.
         """
         for pair in self._pairs:
+            if pair.pipeline is not None:
+                raise RecipeError(
+                    f"step.microbatches with pipeline={pair.pipeline.world.size}; microbatches go through the stages one behind "
+                    "another; call step.compute(inputs, loss), with inputs and loss as in a Recipe"
+                )
             pair.engine(self.source.most)  # which may have to see the first forward
-            pair.statistics.begin(compare=self._compares)
-        for current, batch in self.source.batches(passes=len(self.committed)):
+        for statistics in self._statistics:
+            statistics.begin(compare=self._compares)
+        passes = len(self.committed)
+        for current, batch in self.source.batches(passes):
             self._current = current
-            for pair in self._pairs:
-                pair.statistics.discard()  # what no backward took down: recomputations, forwards without one
+            for statistics in self._statistics:
+                statistics.discard()  # what no backward took down: recomputations, forwards without one
+            for streams, place in self._streams:
+                streams.start((*self.source.position(current, passes), place))
             yield batch
 
     def backward(self, loss: Any, optimizer: Any = None) -> None:
@@ -202,18 +110,13 @@ class Step:
                 f"step {self.index}, microbatch {current.index}: a second backward; each microbatch has one: "
                 "add the losses, and call it on their sum"
             )
-        part = contribution(
-            loss,
-            samples=current.size,
-            step_samples=self.samples,
-            batch=current.batch,
-            weights=self.source.weights,
-            prescale=self._prescale(pair),
-        )
+        part = self._contribution(pair, loss, current)
         if current.counts:
-            for each in self._pairs:  # a forward of one model may run others
-                each.statistics.note_microbatch()
+            for statistics in self._statistics:  # a forward of one model may run others
+                statistics.note_microbatch()
             phase.seen.append(current.index)
+            phase.values.append(part.value)
+            phase.weights.append(part.weight)
             phase.parts.append(part)
         seed = part.seed if pair.scaler is None else pair.scaler.scale(part.seed)
         phase.engine.backward(part.total, seed, only_these=len(self._pairs) > 1, counts=current.counts)
@@ -238,25 +141,65 @@ class Step:
             )
         self._check_kind(pair, phase)
         _, values, weights, stops = phase.engine.finish(
-            [part.value for part in phase.parts],
-            [part.weight for part in phase.parts if part.weight is not None] if pair.forward_knows else None,
+            phase.values,
+            [weight for weight in phase.weights if weight is not None] if pair.forward_knows else None,
             flag=self._wants_to_stop(),
         )
-        for each in self._pairs:
-            each.statistics.check(compare=self._compares)
+        for statistics in self._statistics:
+            statistics.check(compare=self._compares)
         if self._poll and not all(map(math.isfinite, values if isinstance(values, list) else values.tolist())):
             # It need not show in the gradient: torch.where lets none through to what it leaves out.
             Outcome(self.source.layout, pair, values, weights, math.nan, False, stops, []).check()
         if weights is not None:
             pair.rescale(weights, self._prescale(pair))
         norm, applied = pair.apply(self.index, clip_norm, measure=self._logs)
-        for each in self._pairs:
-            each.statistics.commit(self.count, apply=torch.isfinite(torch.as_tensor(norm)) if applied is None else applied)
+        for statistics in self._statistics:
+            statistics.commit(self.count, apply=torch.isfinite(torch.as_tensor(norm)) if applied is None else applied)
         outcome = Outcome(self.source.layout, pair, values, weights, norm, applied, stops, [part.terms for part in phase.parts])
         self.committed[number] = outcome
         self._phase = self._current = None
         if self._poll:
             outcome.check()
+
+    def _through_stages(self, pair: Pair, pipeline: Pipeline, inputs: Callable[[Any], Any] | None, loss: Callable[[Any, Any], Any]) -> None:
+        """All microbatches' forwards and backwards, in the order of the pipeline's schedule."""
+        if inputs is None:
+            raise RecipeError("step.compute(None, loss) with a pipeline; it must call the model's parts itself; give inputs")
+        phase = self._begun(pair)
+        for statistics in self._statistics:
+            statistics.begin(compare=self._compares)
+        share = list(self.source.batches(passes=0))
+        parts: dict[int, Contribution] = {}
+
+        def score(current: Microbatch, batch: Any, output: Any) -> Scored:
+            part = self._contribution(pair, loss(output, batch), current)
+            if current.counts:
+                parts[current.index] = part
+            seed = part.seed if current.counts else torch.zeros_like(part.seed)
+            seed = seed if pair.scaler is None else pair.scaler.scale(seed)
+            return Scored(part.total, seed, [part.value, 0.0 if part.weight is None else part.weight])
+
+        items = [
+            Item((*self.source.position(current, 0), 0), partial(given_to, inputs, batch), partial(score, current, batch), current.counts)
+            for current, batch in share
+        ]
+        rows = pipeline.run(items, columns=2)
+        for (current, _), (value, weight) in zip(share, rows, strict=True):
+            if current.counts:
+                phase.seen.append(current.index)
+                phase.values.append(value.item() if self._poll else value)
+                phase.weights.append(weight)
+        phase.parts = [parts[place] for place in phase.seen if place in parts]
+
+    def _contribution(self, pair: Pair, loss: Any, current: Microbatch) -> Contribution:
+        return contribution(
+            loss,
+            samples=current.size,
+            step_samples=self.samples,
+            batch=current.batch,
+            weights=self.source.weights,
+            prescale=self._prescale(pair),
+        )
 
     def log(self, values: dict[str, float]) -> None:
         """Numbers of the user's own for this step's line in metrics.jsonl and the progress display; rank 0's are written.
@@ -294,7 +237,7 @@ class Step:
                 f"step {self.index}: the loss is an ls.Loss for some microbatches and not for others; it must be the same kind for all: "
                 "return ls.Loss(total, weight) always, or never"
             )
-        for place, part in zip(phase.seen, phase.parts, strict=True):
+        for place, part in zip(phase.seen, phase.parts, strict=False):  # where a later stage has the losses, none are here
             if part.terms.keys() != set(pair.terms):
                 raise LossError(
                     f"step {self.index}, microbatch {place}: the loss has terms {list(part.terms)} and had {pair.terms} before; it must "
@@ -318,4 +261,9 @@ class _Phase:
     pair: Pair
     engine: Engine
     seen: list[int] = field(default_factory=list)
+    """This rank's microbatches, so far."""
+    values: list[Number] = field(default_factory=list)
+    weights: list[Tensor | None] = field(default_factory=list)
+    """What is told of each of them."""
     parts: list[Contribution] = field(default_factory=list)
+    """Of each where its loss is computed here: not on a pipeline's earlier stages."""

@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.training import session as sessions
 from lockstep.training import step as steps
+from lockstep.training.pair import Pair
 from lockstep.watch.trace import Named, Tracer
 from lockstep.watch.tracing import Tracing
 from lockstep.watch.twin import Islands, change_batch, change_defaults, change_model
@@ -91,14 +92,14 @@ def _wrap_session(tracing: Tracing) -> None:
 
 def _steps(session: Any, made: Iterator[Any], facts: dict[str, Any]) -> Iterator[Any]:
     tracer = session._tracer
-    tracer.facts(**facts, batchnorm=any(isinstance(m, _BatchNorm) for pair in session._pairs for m in pair.model.modules()))
-    for pair in session._pairs:
+    tracer.facts(**facts, batchnorm=any(isinstance(m, _BatchNorm) for pair in session.pairs for m in pair.model.modules()))
+    for pair in session.pairs:
         if pair.traced.step == 0:
             tracer.start(pair.traced.number, _whole(pair.model.named_parameters()), _whole(pair.model.named_buffers()))
             tracer.watch(pair.traced.number, zip(pair.names, pair.parameters, strict=True))
     for step in made:
         yield step
-        if all(pair.traced.done for pair in session._pairs):
+        if all(pair.traced.done for pair in session.pairs):
             tracer.close()
             if dist.is_initialized():
                 dist.barrier()
@@ -141,7 +142,7 @@ def _wrap_step() -> None:
 
 
 def _wrap_pair() -> None:
-    pair = steps.Pair
+    pair = Pair
     apply, rescale = pair.apply, pair.rescale
 
     def traced_rescale(self: Any, weights: Tensor, prescale: Tensor) -> None:

@@ -43,8 +43,11 @@ def fingerprint(module_or_state_dict: nn.Module | Mapping[str, Any]) -> str:
     """
     state = module_or_state_dict.state_dict() if isinstance(module_or_state_dict, nn.Module) else module_or_state_dict
     digest = hashlib.sha256(usedforsecurity=False)
-    for encoded, name in sorted((name.encode(), name) for name, value in state.items() if isinstance(value, Tensor)):
-        tensor = whole(state[name].detach())
+    for encoded, name in sorted((name.encode(), name) for name in state):
+        value = state[name]
+        if not isinstance(value, Tensor):
+            continue
+        tensor = whole(value.detach())
         if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
             raise RecipeError(
                 f"state dict entry {name!r} is a tensor of layout {tensor.layout}, type {tensor.dtype}, on device {tensor.device}; "

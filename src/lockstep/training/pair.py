@@ -1,0 +1,175 @@
+"""A model and its optimizers on one rank: what keeps their gradients, scales, clips and applies them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lockstep import precision as precisions
+from lockstep.comm.mesh import Mesh, held
+from lockstep.parallel.engine import Engine, engine_for, sum_factor
+from lockstep.parallel.layout import LaidOut
+from lockstep.parallel.statistics import RunningStatistics
+from lockstep.parallel.tied import TiedGradients
+from lockstep.recipe import Precision
+from lockstep.training import optimizers as applying
+from lockstep.training.loss import Contribution
+from lockstep.training.optimizers import Schedule
+
+
+class Pair:
+    """A model and its optimizers on one rank, with what one step of them leaves for the next."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: dict[str, nn.Parameter],
+        optimizers: Sequence[Optimizer],
+        *,
+        laid: LaidOut,
+        mesh: Mesh,
+        precision: Precision,
+        schedule: Callable[[Any], Any] | None,
+        bitwise: bool,
+    ) -> None:
+        self.model = model
+        self.names = list(parameters)
+        self.parameters = list(parameters.values())
+        self.optimizers = optimizers
+        self.mesh = mesh
+        self.device = mesh.world.device
+        factor = sum_factor(mesh, bitwise=bitwise)
+        self.scaler = precisions.loss_scaler(precision, self.device, factor=factor)
+        self._factor = 2.0 ** (factor - 1).bit_length()
+        self.overflows = 0
+        """Steps in a row, up to the latest one, in which the scaled gradient overflowed."""
+        self.overflowed_at = math.inf
+        """The loss scale in the latest of them."""
+        self.norm = precisions.Norm(mesh, bitwise=bitwise)
+        self.schedule = Schedule(schedule, optimizers)
+        self.streams = laid.streams
+        self.pipeline = laid.pipeline
+        self.autocast = precisions.autocast(precision, self.device)
+        """The context that forwards run in."""
+        self._tied: TiedGradients | None = None
+        if self.pipeline is None:
+            self.statistics = [RunningStatistics(model, mesh)]
+            """Of the model, or of each stage of a pipeline that is here."""
+        else:
+            self._tied = TiedGradients(parameters, laid.tied, self.pipeline.world)
+            self.statistics = [RunningStatistics(module, mesh) for module in self.pipeline.modules]
+            self.pipeline.watch(self._around, self._ran)
+        self.forward_knows: bool | None = None
+        """Whether only the forward knows the weight, as the first commit found. None before."""
+        self.terms: list[str] = []
+        """The names of the loss's terms where there are several, as the first commit found."""
+        self.prescale: Tensor | None = None
+        """Then: the power of two that a total is divided by before its backward, near the last step's weight. Scalar."""
+        self._bitwise = bitwise
+        self._engine: Engine | None = None
+        self._room = 0
+        self._gates_on_device = self.device.type == "cuda" and all(group.get("fused") for o in optimizers for group in o.param_groups)
+
+    def engine(self, microbatches: int) -> Engine:
+        """The gradients' keeper, made anew where a step has more microbatches than any before. Every rank calls it alike."""
+        if self._engine is None or microbatches > self._room:
+            if self._engine is not None:
+                self._engine.close()
+            self._room = microbatches
+            self._engine = engine_for(
+                self.model, self.parameters, self.mesh, tied=self._tied, bitwise=self._bitwise, max_microbatches=microbatches
+            )
+        return self._engine
+
+    def close(self) -> None:
+        for statistics in self.statistics:
+            statistics.close()
+        if self.streams is not None:
+            self.streams.close()
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def agree_on_loss(self, parts: Sequence[Contribution]) -> None:
+        """At the first commit, tell a rank without a microbatch what the others' losses look like. Every rank calls it."""
+        mine = [parts[0].weight is not None, list(parts[0].terms)] if parts else None
+        self.forward_knows, self.terms = next(kind for kind in self.mesh.world.gather_values(mine) if kind is not None)
+
+    def from_last_stage(self, value: Any) -> Any:
+        """A JSON value as the last stage of the pipeline has it; without a pipeline, the value. Every rank calls it."""
+        return value if self.pipeline is None else self.pipeline.world.gather_values(value)[self.pipeline.last_rank]
+
+    def rescale(self, weights: Tensor, prescale: Tensor) -> None:
+        """Divide the summed gradient by the sum of weights, and choose the next step's power of two.
+
+        Weights that count nothing make the gradient NaN, so that the step is not applied.
+        """
+        total = weights.double().sum()
+        counts = (weights >= 0).all() & (total > 0) & torch.isfinite(total)
+        gradients = self.gradients()
+        if gradients:
+            factor = torch.where(counts, prescale / total, math.nan).to(gradients[0].dtype)
+            torch._foreach_mul_([held(gradient) for gradient in gradients], factor)
+        self.prescale = torch.where(counts, torch.exp2(torch.round(torch.log2(total))), prescale)
+
+    def gradients(self) -> list[Tensor]:
+        return [p.grad for p in self.parameters if p.grad is not None]
+
+    def _counted(self, tied: TiedGradients) -> list[Tensor]:
+        """The gradients that count in the norm here: a tied parameter's do on one of the stages that hold it."""
+        return [p.grad for p in self.parameters if p.grad is not None and tied.counts(p)]
+
+    @contextmanager
+    def _around(self, stage: int) -> Iterator[None]:
+        self.statistics[stage].discard()  # what a recomputation did since the last forward
+        with self.autocast:
+            yield
+
+    def _ran(self, stage: int) -> None:
+        self.statistics[stage].note_microbatch()
+
+    def apply(self, step: int, clip_norm: float | None, *, measure: bool) -> tuple[Tensor | float, bool | None]:
+        """Clip and step the optimizers, all or none.
+
+        Returns the gradient's norm before clipping (where nobody clips, and not `measure`: a number that is finite as it is), and
+        whether the step was applied: None where a GPU decides and nobody has asked it yet.
+        """
+        gradients = self.gradients()
+        if self.scaler is not None and gradients:
+            for optimizer in self.optimizers:
+                self.scaler.unscale_(optimizer)
+        counted = gradients if self._tied is None else self._counted(self._tied)
+        norm = self.norm.of(counted) if measure or clip_norm is not None else self.norm.check(counted)
+        if clip_norm is not None:
+            precisions.clip(gradients, norm, clip_norm)
+        self.schedule.before_step(step)
+        applied = self._step(norm)
+        if applied is not False:
+            self.schedule.after_step()
+        return norm, applied
+
+    def _step(self, norm: Tensor | float) -> bool | None:
+        if self._gates_on_device and self.scaler is None:
+            stop = (~torch.isfinite(torch.as_tensor(norm, device=self.device))).float()
+            for optimizer in self.optimizers:
+                optimizer.found_inf = stop  # type: ignore[attr-defined]  # read by torch's fused optimizers
+                optimizer.step()
+            return None
+        applied = math.isfinite(float(norm))
+        if self.scaler is not None and self.gradients():
+            self.scaler.update()  # its own step would leave out only the optimizers whose gradients overflowed
+        self.overflows = 0 if applied else self.overflows + 1
+        if self.scaler is not None and not applied:
+            self.overflowed_at = self._factor * self.scaler.get_scale() / self.scaler.get_backoff_factor()
+        if applied:
+            for optimizer in self.optimizers:
+                applying.apply(optimizer)
+        return applied
