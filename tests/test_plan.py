@@ -88,7 +88,7 @@ def test_axes_that_do_not_multiply_to_the_world_size_are_refused(world_size: int
         (
             "replica=2",
             "'replica' in plan 'replica=2' is unknown; known are replicate, shard, tensor, pipeline, numerics, sharding, checkpointing, "
-            "compile, transport, workers",
+            "schedule, compile, transport, workers",
         ),
         ("replicate=2,replicate=2", "'replicate' stands twice in plan 'replicate=2,replicate=2'; give it once"),
         ("replicate=0", "replicate=0; the size of a mesh axis is a whole number of at least 1, or auto"),
@@ -98,11 +98,12 @@ def test_axes_that_do_not_multiply_to_the_world_size_are_refused(world_size: int
         ("replicate", "'replicate' in plan 'replicate'; a plan is made of name=value pairs, such as replicate=2,numerics=bitwise"),
         ("replicate=", "'replicate=' in plan 'replicate='; a plan is made of name=value pairs"),
         ("2", "'2' in plan '2'; a plan is made of name=value pairs"),
-        ("pipeline=2", "pipeline=2; the axis 'pipeline' is not built yet; this version builds replicate, shard and tensor"),
+        ("pipeline=2,numerics=bitwise", "pipeline=2 with numerics=bitwise; a stage adds up its microbatches' gradients as they come"),
+        ("pipeline=2,shard=2,schedule=zero-bubble", "schedule=zero-bubble with shard=2; it computes the gradients of weights apart"),
         ("tensor=2,numerics=bitwise", "tensor=2 with numerics=bitwise; it cuts the sums inside of a layer"),
         ("tensor=2,compile=yes", "tensor=2 with compile=yes; its layers look at each other's tensors"),
         ("shard=2,sharding=half", "sharding=half; known are full, gradients"),
-        ("pipeline=auto", "pipeline=auto; the axis 'pipeline' is not built yet"),
+        ("pipeline=2,schedule=2f2b", "schedule=2f2b; known are gpipe, 1f1b, interleaved, zero-bubble"),
         ("context=2", "'context=2' in plan 'context=2'; 'context' is not built yet; this version knows replicate, shard"),
         ("offload=cpu", "'offload=cpu' in plan 'offload=cpu'; 'offload' is not built yet"),
         ("compile=1", "compile=1; it is yes or no (in Python True or False)"),

@@ -247,7 +247,12 @@ REFUSED: dict[str, tuple[str | None, dict[str, Any], str]] = {
         "PlanError: plan 'replicate=2,numerics=fast' with 3 processes; the axes multiply to 2, and must multiply to the number of",
     ),
     "an unknown axis": ("replicas=3", {}, "PlanError: 'replicas' in plan 'replicas=3' is unknown"),
-    "an axis that is not built": ("pipeline=3", {}, "PlanError: pipeline=3; the axis 'pipeline' is not built yet"),
+    "an axis that is not built": ("context=3", {}, "PlanError: 'context=3' in plan 'context=3'; 'context' is not built yet"),
+    "a pipeline on a recipe in shorthand form": (
+        "pipeline=3",
+        {},
+        "RecipeError: pipeline=3 on a recipe in shorthand form (no inputs; the loss calls the model); it must call the model's parts",
+    ),
     "bitwise without a microbatch": (
         "numerics=bitwise",
         {"microbatch": None},

@@ -34,6 +34,11 @@ class Boundary:
                     "stage of a pipeline hands on a tensor or a tuple of tensors; have the part return those, or join it with the next "
                     "one in a module of their own"
                 )
+            if hasattr(tensor, "placements"):
+                raise RecipeError(
+                    f"the part {part!r} of the model returns a distributed tensor, cut over the tensor axis, and the next one is on "
+                    "another rank; a stage of a pipeline hands on whole tensors; have the part's last layer give its output whole"
+                )
         return cls(
             tuple(tuple(tensor.shape) for tensor in tensors),
             tuple(str(tensor.dtype).removeprefix("torch.") for tensor in tensors),

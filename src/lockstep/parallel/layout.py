@@ -13,10 +13,10 @@ from lockstep.comm.mesh import Mesh
 from lockstep.parallel.blocks import blocks_of
 from lockstep.parallel.build import CannotDefer, Deferred, build
 from lockstep.parallel.pipeline import PER_RANK, Pipeline
-from lockstep.parallel.shard import shard
+from lockstep.parallel.shard import shard, shard_parts
 from lockstep.parallel.stages import Stages, Tied, keep_only, parts_of
 from lockstep.parallel.streams import Streams
-from lockstep.parallel.styles import styles_of
+from lockstep.parallel.styles import check_inside, styles_of
 from lockstep.parallel.tensor import tensor_parallel
 from lockstep.parallel.wrap import compile_forward, recompute
 from lockstep.plan import Plan
@@ -100,11 +100,14 @@ def lay_out(
     if (pipeline := mesh.axis("pipeline")).size > 1:
         cut = Stages.of(model, stages, ranks=pipeline.size, per_rank=PER_RANK[plan.schedule])
         assert laid.streams is not None, "Stages.of has found parts"
-        laid.pipeline = Pipeline(model, cut, pipeline, laid.streams, schedule=plan.schedule)
+        together = mesh.axis("shard") if mesh.axis("shard").size > 1 else None
+        laid.pipeline = Pipeline(model, cut, pipeline, laid.streams, schedule=plan.schedule, together=together)
         laid.tied = cut.tied
+        check_inside(styles, cut.parts)
         roots = cut.names_on(pipeline.rank)
         keep_only(model, roots)
         names = _within(roots, names)
+        styles = {name: style for name, style in styles.items() if any(f"{name}.".startswith(f"{root}.") for root in roots)}
     if styles:
         assert mesh.torch_mesh is not None
         tensor_parallel(model, mesh.torch_mesh["tensor"], styles, fill=fill)
@@ -115,7 +118,12 @@ def lay_out(
         if plan.checkpointing != "none":
             recompute(block, plan.checkpointing)
     if mesh.axis("shard").size > 1:
-        shard(model, mesh, names, free_after_forward=plan.sharding == "full", fill=fill)
+        free = plan.sharding == "full"
+        if laid.pipeline is None:
+            shard(model, mesh, names, free_after_forward=free, fill=fill)
+        else:
+            inside = {root: _within([root], names) for root in roots}
+            shard_parts(model, mesh, inside, free_after_forward=free, free_root=free, fill=fill)
     fill(model)
     return laid
 

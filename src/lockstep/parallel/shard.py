@@ -8,7 +8,7 @@ The sum over rounds and ranks is ours, put into FSDP2 as its reduce-scatter: pla
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,14 +20,24 @@ from lockstep.comm.mesh import Mesh, held
 from lockstep.errors import RecipeError
 from lockstep.parallel.scatter import OrderedScatter, Scatter
 from lockstep.parallel.slots import Number, Slots, Told, forget_unused
+from lockstep.parallel.ties import tie, ties
 from lockstep.parallel.visits import Visits
 
 
-def shard(model: nn.Module, mesh: Mesh, blocks: Sequence[str], *, free_after_forward: bool, fill: Callable[[nn.Module], None]) -> None:
+def shard(
+    model: nn.Module,
+    mesh: Mesh,
+    blocks: Sequence[str],
+    *,
+    free_after_forward: bool,
+    free_root: bool = False,
+    fill: Callable[[nn.Module], None],
+) -> None:
     """Cut the parameters of `model`, block by block, over the `shard` axis. The model stays the object it is; every rank calls it.
 
-    `free_after_forward`: gather a block again for its backward, instead of keeping all blocks from the forward on. `fill`: called with a
-    module just before it is cut, to give it its values: no rank ever holds more than a block and its shards. Raises `RecipeError`.
+    `free_after_forward`: gather a block again for its backward, instead of keeping all blocks from the forward on. `free_root`: what is
+    in no block too; for a whole model that is in vain, since the backward begins with it. `fill`: called with a module just before it is
+    cut, to give it its values: no rank ever holds more than a block and its shards. Raises `RecipeError`.
     """
     for name, parameter in model.named_parameters():
         if not parameter.dim():
@@ -42,8 +52,29 @@ def shard(model: nn.Module, mesh: Mesh, blocks: Sequence[str], *, free_after_for
         fill(module)
         fully_shard(module, mesh=axis, reshard_after_forward=free_after_forward)
     fill(model)
-    fully_shard(model, mesh=axis, reshard_after_forward=False)
+    fully_shard(model, mesh=axis, reshard_after_forward=free_root)
     visits.enter()
+
+
+def shard_parts(model: nn.Module, mesh: Mesh, parts: Mapping[str, Sequence[str]], **how: Any) -> None:
+    """Cut the parameters of each of these parts of a model, which are called by themselves. `parts`: names, and the blocks in each.
+
+    `how`: as in `shard`. Raises `RecipeError` where two parts have a parameter in common.
+    """
+    tied = ties(model)
+    for names in tied:
+        holders = [part for part in parts if any(name.startswith(f"{part}.") for name in names)]
+        if len(holders) > 1:
+            raise RecipeError(
+                f"the stages {holders[0]!r} and {holders[1]!r} share the parameter {names[0]!r} and are on one rank of the pipeline; "
+                "sharding would part them; put both into one module, or choose another schedule or size of the pipeline"
+            )
+    for name, blocks in parts.items():
+        part = model.get_submodule(name)
+        if any(True for _ in part.parameters()):
+            shard(part, mesh, [block.removeprefix(f"{name}.") for block in blocks if block != name], **how)
+    for names in tied:
+        tie(model, names)
 
 
 class Shards:

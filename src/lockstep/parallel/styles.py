@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -27,6 +27,11 @@ class Style:
     """`sequence` and `classes` are distributed tensors, cut along dim 1 and along the last dim."""
     slices: bool = False
     """It is given a whole input, of which it takes this rank's part."""
+
+    @property
+    def leaves_parts(self) -> bool:
+        """Whether the user's code sees a part of what it was written for, before the layer or after it."""
+        return self.gives == "cut" or (self.takes == "cut" and not self.slices)
 
 
 STYLES = {
@@ -78,6 +83,17 @@ def styles_of(model: nn.Module, given: Mapping[str, str] | None, size: int) -> d
     for name, module in model.named_modules():
         _check_heads(name, module, chosen, size)
     return {name: chosen[name] for name, _ in model.named_modules() if chosen.get(name, "replicated") != "replicated"}
+
+
+def check_inside(styles: Mapping[str, str], stages: Sequence[str]) -> None:
+    """Raises `RecipeError` where the code between two cut layers is no code of one module that a pipeline calls."""
+    for name, style in styles.items():
+        if name in stages and STYLES[style].leaves_parts:
+            raise RecipeError(
+                f"the layer {name!r} is cut {style!r}, and is called as a stage's part by itself; what lies between a layer that gives a "
+                "cut output and the one that takes it must be in one part; put both layers into a module of their own, and name that in "
+                "Recipe.stages"
+            )
 
 
 def _source(model: nn.Module, given: Mapping[str, str] | None) -> tuple[str, Mapping[str, str]]:

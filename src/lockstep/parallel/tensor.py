@@ -23,6 +23,7 @@ from lockstep.errors import RecipeError
 from lockstep.parallel.cut import Region, is_cut, leaving, mark_cut
 from lockstep.parallel.proof import Proof
 from lockstep.parallel.styles import STYLES, cut_dim, sizes_of
+from lockstep.parallel.ties import tie, ties
 
 SHAPES = re.compile(
     r"is invalid for input of size|must match|cannot be multiplied|size mismatch|split_with_sizes|not compatible|doesn't match|"
@@ -39,13 +40,13 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str
     which all ranks must have alike. Nothing is sent. What has no values then stays on the meta device, as do parameters that are not
     cut. What shared a parameter before shares it afterwards.
     """
-    ties = _ties(model)
+    tied = ties(model)
     layers = {name: _Layer(name, style) for name, style in styles.items()}
     for name, layer in layers.items():
         fill(model.get_submodule(name))
         parallelize_module(model.get_submodule(name), mesh, layer, src_data_rank=None)
-    for names in ties:
-        _tie(model, names)
+    for names in tied:
+        tie(model, names)
     region = Region(mesh)
     proof = Proof(model, {name: layer for name, layer in layers.items() if layer.leaves_parts})
     keeps_classes = "loss" in styles.values()
@@ -90,8 +91,7 @@ class _Layer(ParallelStyle):
         self._name = name
         self._style_name = style
         self._style = STYLES[style]
-        self.leaves_parts = self._style.gives == "cut" or (self._style.takes == "cut" and not self._style.slices)
-        """Whether the user's code sees a part of what it was written for, before the layer or after it."""
+        self.leaves_parts = self._style.leaves_parts
         self.bypassed = False
         """Let the module be what it was: whole inputs, whole weights."""
 
@@ -218,20 +218,3 @@ def _explained(name: str, layers: Sequence[str], error: Exception) -> str:
         "value layers of their own, since one for all three is cut across them; have no norm over the features there; or give the first "
         "layer 'colwise_gathered' and the second 'rowwise_split', which leave what lies between whole"
     )
-
-
-def _ties(model: nn.Module) -> list[list[str]]:
-    """The names of each parameter that has several."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return [several for several in names.values() if len(several) > 1]
-
-
-def _tie(model: nn.Module, names: Sequence[str]) -> None:
-    """Make them one parameter again: the cut one, where one is."""
-    found = [model.get_parameter(name) for name in names]
-    one = next((parameter for parameter in found if isinstance(parameter, DTensor)), found[0])
-    for name in names:
-        owner, _, attribute = name.rpartition(".")
-        model.get_submodule(owner).register_parameter(attribute, one)

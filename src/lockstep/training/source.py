@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from lockstep import assignment
-from lockstep.assignment import Deal
 from lockstep.comm.group import exact_sum
 from lockstep.comm.mesh import Mesh
 from lockstep.data.device import to_device
@@ -69,13 +68,13 @@ class Layout:
     start: int
     """The first position of the global batch."""
     spans: Spans
-    deal: Deal
+    mesh: Mesh
     order: Order | None
 
     def owner(self, place: int) -> str:
         """Who computes microbatch `place`, in words."""
-        rank = next(rank for rank, share in enumerate(self.deal.shares(len(self.spans))) if place in share)
-        return f"rank {rank}"
+        rank = next(rank for rank, share in enumerate(self.mesh.deal.shares(len(self.spans))) if place in share)
+        return f"rank {rank}" if self.mesh.data.size == self.mesh.world.size else f"data rank {rank}"
 
     def samples_of(self, place: int) -> list[int]:
         """The indices in the dataset of microbatch `place`; without a dataset, those in the batch."""
@@ -92,7 +91,7 @@ class Microbatches:
         start, stop = length.span(step)
         self.step = step
         self.samples = stop - start
-        self.layout = Layout(step, start, length.cut(self.samples), length.mesh.deal, order)
+        self.layout = Layout(step, start, length.cut(self.samples), length.mesh, order)
         self.count = len(self.layout.spans)
         self.most = length.most_microbatches
         self.weights: Weights | None = None

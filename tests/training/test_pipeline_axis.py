@@ -1,0 +1,300 @@
+"""The pipeline axis under `ls.train`, alone and with the others: what comes out is what one process gives, to rounding."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+from training.subjects import rows
+
+import lockstep as ls
+from lockstep.errors import UserError
+from lockstep.recipe import Precision
+from lockstep.testing.pool import WorkerPool
+
+PLANS = {
+    "pipeline=2,schedule=gpipe": 2,
+    "pipeline=2": 2,
+    "pipeline=2,schedule=interleaved": 2,
+    "pipeline=2,schedule=zero-bubble": 2,
+    "pipeline=2,checkpointing=full": 2,
+    "pipeline=3": 3,
+    "replicate=2,pipeline=2": 4,
+    "shard=2,pipeline=2": 4,
+    "shard=2,pipeline=2,schedule=interleaved,checkpointing=selective": 4,
+    "shard=2,pipeline=2,sharding=gradients": 4,
+    "tensor=2,pipeline=2": 4,
+}
+"""And the processes that they need."""
+WORDS, WIDTH = 11, 8
+STYLES = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+Batch = Sequence[Tensor]
+
+
+class Embedding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.dropout = nn.Embedding(WORDS, WIDTH), nn.Dropout(0.2)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.dropout(self.words(words))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """With running statistics; its dropout lies where a tensor axis leaves things whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.down(torch.relu(self.up(self.norm(x)))))  # type: ignore[no-any-return]
+
+
+class Head(nn.Module):
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight, self.never = weight, nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight)
+
+
+class Staged(nn.Module):
+    """Tied weights, dropout, BatchNorm, and a parameter that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = Embedding()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = Head(self.embedding.words.weight)
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.embedding(words)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def sentences(samples: int) -> TensorDataset:
+    """Each sample's word, the next word, and what it counts for: up to a hundredfold."""
+    generator = torch.Generator().manual_seed(7)
+    words = torch.randint(WORDS, (2, samples), generator=generator)
+    return TensorDataset(words[0], words[1], torch.rand(samples, generator=generator) * 10 + 0.1)
+
+
+def weighted(output: Tensor, batch: Batch) -> dict[str, Any]:
+    losses = nn.functional.cross_entropy(output, batch[1], reduction="none")
+    return {"words": ls.Sum((batch[2] * losses).sum()), "size": (output**2).mean()}
+
+
+def of_its_own_weight(output: Tensor, batch: Batch) -> ls.Loss:
+    losses = nn.functional.cross_entropy(output, batch[1], reduction="none")
+    return ls.Loss((batch[2] * losses).sum(), batch[2].sum())
+
+
+def right(output: Tensor, batch: Batch) -> Tensor:
+    return (output.argmax(1) == batch[1]).double()
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def recipe(**changes: Any) -> ls.Recipe:
+    """Four microbatches a step for each of two data ranks, the last one short, and six steps in two epochs whose last batch is short."""
+    given: dict[str, Any] = {
+        "model": Staged,
+        "data": sentences(70),
+        "inputs": lambda batch: batch[0],
+        "loss": weighted,
+        "weight": lambda batch: {"words": batch[2].sum()},
+        "optimizer": adamw,
+        "global_batch": 31,
+        "microbatch": 4,
+        "epochs": 2,
+        "clip_norm": 0.5,
+        "tensor": STYLES,
+        "stages": ["embedding", "blocks.*", "head"],
+        "evaluation": ls.Evaluation(data=sentences(19), metrics={"right": ls.Mean(right)}, every=2),
+    }
+    return ls.Recipe(**given | changes)
+
+
+class WithItsOwnWeight(ls.Hook):
+    """Nothing; a hook's `save` has tensors of all ranks."""
+
+    def on_end(self, run: Any) -> None:
+        run.save("mine.safetensors", {name: value * 2 for name, value in run.model.state_dict().items() if value.is_floating_point()})
+
+
+def train(plan: str, run_dir: str, precision: Precision = "fp32", known: bool = True) -> ls.Result:
+    changes: dict[str, Any] = {} if known else {"loss": of_its_own_weight, "weight": None}
+    hooks = [WithItsOwnWeight()] if plan.startswith("pipeline") else []
+    return ls.train(recipe(precision=precision, **changes), plan=plan, run_dir=run_dir, hooks=hooks, log_every=1)
+
+
+def lines(run_dir: Path) -> list[dict[str, float]]:
+    rows = [json.loads(line) for line in Path(run_dir, "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in row.items() if name not in ("time", "samples_per_second")} for row in rows]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_training_gives_the_model_of_one_process(pool: WorkerPool, tmp_path: Path, plan: str) -> None:
+    (alone,) = pool.run(1, train, "replicate=1", str(tmp_path / "alone"))
+    results = pool.run(PLANS[plan], train, plan, str(tmp_path / "run"))
+    assert len({(result.fingerprint, result.loss) for result in results}) == 1
+    assert results[0].loss == pytest.approx(alone.loss, rel=1e-4)
+    assert results[0].metrics == pytest.approx(alone.metrics, rel=1e-4)
+    for found, expected in zip(lines(tmp_path / "run"), lines(tmp_path / "alone"), strict=True):
+        assert found == pytest.approx(expected, rel=1e-4)
+    state, truth = (load_file(tmp_path / name / "model.safetensors") for name in ("run", "alone"))
+    assert state.keys() == truth.keys()
+    for name, value in truth.items():
+        torch.testing.assert_close(state[name], value, rtol=1e-3, atol=1e-4)
+    if plan.startswith("pipeline"):
+        doubled = load_file(tmp_path / "run" / "mine.safetensors")
+        assert all(torch.equal(doubled[name], 2 * value) for name, value in state.items() if value.is_floating_point())
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_lower_precision_gives_the_model_of_one_process_to_its_rounding(pool: WorkerPool, tmp_path: Path, precision: Precision) -> None:
+    (alone,) = pool.run(1, train, "replicate=1", str(tmp_path / "alone"), precision)
+    result, _ = pool.run(2, train, "pipeline=2", str(tmp_path / "run"), precision)
+    assert result.loss == pytest.approx(alone.loss, rel=3e-2)
+    assert result.events[1:-1] == alone.events[1:-1]
+
+
+def test_a_weight_that_only_the_last_stage_knows_is_told_to_all(pool: WorkerPool, tmp_path: Path) -> None:
+    (alone,) = pool.run(1, train, "replicate=1", str(tmp_path / "alone"), "fp32", False)
+    for result in pool.run(4, train, "replicate=2,pipeline=2", str(tmp_path / "run"), "fp32", False):
+        assert result.loss == pytest.approx(alone.loss, rel=1e-4)
+        assert result.metrics == pytest.approx(alone.metrics, rel=1e-4)
+
+
+class StopsOnOneRank(ls.Hook):
+    def on_step(self, run: Any) -> None:
+        if run.session.rank == 0:
+            run.stop("enough")
+
+
+def stop_on_one_rank(run_dir: str) -> int:
+    given = recipe(epochs=None, steps=30, evaluation=None)
+    return ls.train(given, plan="pipeline=2", run_dir=run_dir, hooks=[StopsOnOneRank()], log_every=2).steps
+
+
+def test_any_rank_may_stop_the_run(pool: WorkerPool, tmp_path: Path) -> None:
+    assert pool.run(2, stop_on_one_rank, str(tmp_path / "run")) == [2, 2]
+
+
+class AList(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x: Any) -> Any:
+        return [self.inner(x[0] if isinstance(x, list) else x)]
+
+
+def of_lists() -> nn.Module:
+    return nn.Sequential(AList(), AList(), AList())
+
+
+def narrow() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 3))
+
+
+def second(batch: Batch) -> Tensor:
+    return batch[1]
+
+
+def infinite(output: Tensor, batch: Batch) -> Tensor:
+    return (output / 0).mean()
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "more stages than parts": (
+        "pipeline=3",
+        {"model": narrow, "stages": None},
+        "RecipeError: pipeline=3 makes 3 stages, and the model has 2 parts with trainable parameters (0, 2)",
+    ),
+    "fewer microbatches than stages": (
+        "pipeline=3",
+        {"microbatch": 16},
+        "RecipeError: 2 microbatches a step in a pipeline of 3 stages; with fewer microbatches than stages some stages always wait",
+    ),
+    "a boundary of something other than tensors": (
+        "pipeline=3",
+        {"model": of_lists, "stages": None, "data": rows(64), "inputs": second},
+        "RecipeError: the part '0' of the model returns a list, and the next one is on another rank; a stage of a pipeline hands on",
+    ),
+    "a pattern that matches nothing": (
+        "pipeline=3",
+        {"stages": ["embedding", "layers.*", "head"]},
+        "RecipeError: the recipe's stages have 'layers.*', which matches no module of the model; modules are embedding, ",
+    ),
+    "a model whose parts nobody names": (
+        "pipeline=3",
+        {"stages": None},
+        "RecipeError: pipeline=3 and a model (Staged) that is no nn.Sequential; a pipeline must know the parts of the model in the order",
+    ),
+    "parameters outside of the parts": (
+        "pipeline=3",
+        {"stages": ["embedding", "blocks.*"]},
+        "RecipeError: the recipe's stages leave out head.never.weight, head.never.bias; together they must hold every parameter",
+    ),
+    "inputs of no form": (
+        "pipeline=3",
+        {"inputs": list},
+        "RecipeError: Recipe.inputs returned a list of 3; the model is called with what it returns",
+    ),
+    "a loss that is not finite": (
+        "pipeline=3",
+        {"loss": infinite, "weight": None},
+        "LossError: step 0: the loss is nan in microbatch 0, computed by data rank 0 from samples",
+    ),
+}
+
+
+def attempt(plan: str, changes: dict[str, Any], run_dir: str) -> str:
+    try:
+        ls.train(recipe(**changes), plan=plan, run_dir=run_dir)
+    except UserError as error:
+        return f"{type(error).__name__}: {error}"
+    return "it trained"
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_pipeline_cannot_do_is_refused_on_every_rank(pool: WorkerPool, tmp_path: Path, name: str) -> None:
+    plan, changes, text = REFUSED[name]
+    for found in pool.run(3, attempt, plan, changes, str(tmp_path / "run")):
+        assert found.startswith(text)
+
+
+def own_loop(run_dir: str, twice: bool) -> str:
+    try:
+        with ls.Session(run_dir=run_dir, plan="pipeline=2") as session:
+            session.prepare(narrow, adamw)
+            if twice:
+                session.prepare(narrow, adamw)
+            for step in session.steps(rows(64), global_batch=32, microbatch=8, steps=1):
+                list(step.microbatches())
+    except UserError as error:
+        return str(error)
+    return "it trained"
+
+
+@pytest.mark.parametrize(
+    ("twice", "text"), [(False, "call step.compute(inputs, loss)"), (True, "a second session.prepare with pipeline=2")]
+)
+def test_a_loop_of_ones_own_is_told_what_to_write(pool: WorkerPool, tmp_path: Path, twice: bool, text: str) -> None:
+    for found in pool.run(2, own_loop, str(tmp_path / "run"), twice):
+        assert text in found
