@@ -110,7 +110,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def recipe(**changes: Any) -> ls.Recipe:
-    """Four microbatches a step for each of two data ranks, the last one short, and six steps in two epochs whose last batch is short."""
+    """Seven microbatches a step, the last one short, and six steps in two epochs whose last batch is short."""
     given: dict[str, Any] = {
         "model": Staged,
         "data": sentences(70),
@@ -118,7 +118,7 @@ def recipe(**changes: Any) -> ls.Recipe:
         "loss": weighted,
         "weight": lambda batch: {"words": batch[2].sum()},
         "optimizer": adamw,
-        "global_batch": 31,
+        "global_batch": 27,
         "microbatch": 4,
         "epochs": 2,
         "clip_norm": 0.5,
@@ -233,7 +233,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "a boundary of something other than tensors": (
         "pipeline=3",
-        {"model": of_lists, "stages": None, "data": rows(64), "inputs": second},
+        {"model": of_lists, "stages": None, "data": rows(64), "inputs": second, "loss": infinite, "weight": None},
         "RecipeError: the part '0' of the model returns a list, and the next one is on another rank; a stage of a pipeline hands on",
     ),
     "a pattern that matches nothing": (
