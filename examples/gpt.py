@@ -178,6 +178,12 @@ def main(argv: list[str] | None = None) -> ls.Result:
         clip_norm=1.0,
         seed=options.seed,
         stages=["embedding", "blocks.*", "head"],
+        tensor={
+            "blocks.*.query_key_value": "colwise_gathered",
+            "blocks.*.projection": "rowwise_split",
+            "blocks.*.perceptron.1": "colwise",
+            "blocks.*.perceptron.3": "rowwise",
+        },
         evaluation=ls.Evaluation(data=held_out, every=max(1, options.steps // 5), microbatch=32),
     )
     result = ls.train(recipe)
