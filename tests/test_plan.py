@@ -21,6 +21,9 @@ from lockstep.plan import Plan
         ("replicate=3", Plan(replicate=3)),
         ("numerics=bitwise", Plan(numerics="bitwise")),
         (" replicate = 2 , numerics = bitwise ,", Plan(replicate=2, numerics="bitwise")),
+        ("split=2", Plan(replicate=1, split=2)),
+        ("split=3+0+5,shard=1", Plan(split=(3, 0, 5))),
+        ("data_parallel=2", Plan(replicate=1, data_parallel=2)),
         ("workers=2,shard=1,tensor=1,pipeline=1", Plan(replicate=1, workers=2)),
     ],
 )
@@ -41,6 +44,12 @@ def test_the_mini_language_says_what_the_keywords_say(text: str, plan: Plan) -> 
 def test_a_plan_reads_back_what_it_writes(**settings: Any) -> None:
     plan = Plan(**settings)
     assert Plan.parse(str(plan)) == plan
+
+
+@given(split=st.integers(1, 9) | st.lists(st.integers(1, 9), min_size=2).map(tuple), data_parallel=st.integers(1, 9))
+def test_so_does_a_plan_for_one_process(split: Any, data_parallel: int) -> None:
+    for plan in (Plan(split=split, numerics="bitwise"), Plan(data_parallel=data_parallel)):
+        assert Plan.parse(str(plan)) == plan
 
 
 @given(world_size=st.integers(1, 1000), numerics=st.sampled_from(["fast", "bitwise"]))
@@ -73,6 +82,7 @@ def test_a_plan_is_frozen_and_takes_keywords_only() -> None:
             "change the plan, or start 2 processes",
         ),
         (1, "replicate=4,numerics=bitwise", "plan 'replicate=4,numerics=bitwise' with 1 processes; the axes multiply to 4"),
+        (2, "split=2", "plan 'replicate=1,numerics=fast,split=2' with 2 processes; the axes multiply to 1"),
         (2, "shard=1", "plan 'replicate=1,numerics=fast' with 2 processes; the axes multiply to 1"),
     ],
 )
@@ -88,7 +98,7 @@ def test_axes_that_do_not_multiply_to_the_world_size_are_refused(world_size: int
         (
             "replica=2",
             "'replica' in plan 'replica=2' is unknown; known are replicate, shard, tensor, pipeline, numerics, sharding, checkpointing, "
-            "schedule, compile, transport, workers",
+            "schedule, compile, split, data_parallel, transport, workers",
         ),
         ("replicate=2,replicate=2", "'replicate' stands twice in plan 'replicate=2,replicate=2'; give it once"),
         ("replicate=0", "replicate=0; the size of a mesh axis is a whole number of at least 1, or auto"),
@@ -111,6 +121,18 @@ def test_axes_that_do_not_multiply_to_the_world_size_are_refused(world_size: int
         ("transport=tcp", "transport=tcp; known are auto, torch"),
         ("numerics=exact", "numerics=exact; known are fast, bitwise"),
         ("numerics=auto", "numerics=auto; known are fast, bitwise"),
+        ("split=0", "split=0; it is a number of devices, at least 1, or how many layers each device has, such as 3+5"),
+        ("split=0+0", "split=(0, 0); it is a number of devices"),
+        ("split=3+", "split='' in plan 'split=3+'; the value is a whole number"),
+        ("split=auto", "split='auto' in plan 'split=auto'; the value is a whole number"),
+        ("split=2,replicate=2", "split=2 with replicate=2; split is for one process with several devices"),
+        ("split=1+2,shard=auto", "split=1+2 with shard=auto; split is for one process with several devices"),
+        ("data_parallel=2,replicate=2", "data_parallel=2 with replicate=2; data_parallel is for one process with several devices"),
+        ("data_parallel=0", "data_parallel=0; it counts GPUs of one process and is at least 1"),
+        ("data_parallel=2,split=2", "data_parallel=2 with split=2; it computes each microbatch in parts"),
+        ("data_parallel=2,numerics=bitwise", "data_parallel=2 with numerics=bitwise; it computes each microbatch in parts"),
+        ("data_parallel=2,compile=yes", "data_parallel=2 with compile=yes; it computes each microbatch in parts"),
+        ("data_parallel=2,checkpointing=full", "data_parallel=2 with checkpointing=full; it computes each microbatch in parts"),
         ("workers=-1", "workers=-1; it counts loader processes a rank and is 0 or more"),
         ("workers=auto", "workers='auto' in plan 'workers=auto'; the value is a whole number"),
     ],
@@ -126,6 +148,9 @@ def test_what_makes_no_plan_is_refused_when_it_is_read(text: str, message: str) 
     [
         ({"replicate": True}, "replicate=True; the size of a mesh axis is a whole number"),
         ({"replicate": 2.0}, "replicate=2.0; the size of a mesh axis is a whole number"),
+        ({"split": True}, "split=True; it is a number of devices"),
+        ({"split": (4,)}, "split=(4,); it is a number of devices"),
+        ({"split": (2, -1)}, "split=(2, -1); it is a number of devices"),
         ({"workers": False}, "workers=False; it counts loader processes"),
         ({"numerics": None}, "numerics=None; known are fast, bitwise"),
     ],

@@ -14,6 +14,7 @@ Checkpointing = Literal["none", "selective", "full"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 Transport = Literal["auto", "torch"]
 Size = int | Literal["auto"]
+Split = int | tuple[int, ...]
 
 WORDS: dict[str, tuple[str, ...]] = {
     "numerics": get_args(Numerics),
@@ -23,6 +24,8 @@ WORDS: dict[str, tuple[str, ...]] = {
     "transport": get_args(Transport),
 }
 """The settings whose value is a word."""
+SETTINGS = ("sharding", "checkpointing", "schedule", "compile", "split", "data_parallel", "transport", "workers")
+"""Those that a plan's text has only where they are not the default."""
 AXES = ("replicate", "shard", "tensor", "pipeline")
 NOT_BUILT_YET = ("context", "offload")
 
@@ -56,6 +59,11 @@ class Plan:
     the gradients of weights are computed where a process would wait."""
     compile: bool = False
     """Compile each block's forward (torch.compile), once for each shape."""
+    split: Split = 1
+    """Devices of this one process that share out the layers, balanced by bytes; on a CPU all of them are the CPU. Or how many layers each
+    of them has, in the model's order: `(3, 5)`, as text `3+5`."""
+    data_parallel: int = 1
+    """GPUs of this one process that share out each microbatch (`torch.nn.DataParallel`). `replicate`, a process a GPU, is faster."""
     transport: Transport = "auto"
     """What carries gradients between processes on CPUs. `auto`: shared memory where all are on one host, else torch's own (Gloo); `torch`:
     always torch's own."""
@@ -65,7 +73,7 @@ class Plan:
     def __post_init__(self) -> None:
         given = {axis: getattr(self, axis) for axis in AXES if getattr(self, axis) is not None}
         for axis, size in given.items():
-            if size != "auto" and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+            if size != "auto" and not _counts(size, 1):
                 raise PlanError(f"{axis}={size}; the size of a mesh axis is a whole number of at least 1, or auto")
         if list(given.values()).count("auto") > 1:
             raise PlanError(f"{self._text(given)}; only one axis can fill what is left; give the others a size")
@@ -74,15 +82,17 @@ class Plan:
                 raise PlanError(f"{name}={getattr(self, name)}; known are {', '.join(known)}")
         if not isinstance(self.compile, bool):
             raise PlanError(f"compile={self.compile}; it is yes or no (in Python True or False)")
-        if not isinstance(self.workers, int) or isinstance(self.workers, bool) or self.workers < 0:
+        if not _counts(self.workers, 0):
             raise PlanError(f"workers={self.workers}; it counts loader processes a rank and is 0 or more")
         if given.get("tensor", 1) != 1:
             self._check_tensor()
         if given.get("pipeline", 1) != 1:
             self._check_pipeline(given)
+        self._check_one_process(given)
         for axis in AXES:
             if axis not in given:
-                object.__setattr__(self, axis, 1 if given or axis != "replicate" else "auto")
+                alone = bool(given) or self.split != 1 or self.data_parallel != 1
+                object.__setattr__(self, axis, 1 if alone or axis != "replicate" else "auto")
 
     def _check_tensor(self) -> None:
         for name, value, why in (
@@ -104,6 +114,33 @@ class Plan:
                 f"schedule=zero-bubble with shard={self.shard}; it computes the gradients of weights apart from the backward that FSDP2 "
                 "waits for, which then loses them; choose schedule=1f1b or interleaved"
             )
+
+    def _check_one_process(self, given: dict[str, Any]) -> None:
+        layers = self.split if isinstance(self.split, tuple) else ()
+        if not (_counts(self.split, 1) or (len(layers) > 1 and any(layers) and all(_counts(number, 0) for number in layers))):
+            raise PlanError(f"split={self.split}; it is a number of devices, at least 1, or how many layers each device has, such as 3+5")
+        if not _counts(self.data_parallel, 1):
+            raise PlanError(f"data_parallel={self.data_parallel}; it counts GPUs of one process and is at least 1")
+        for name, instead in (("split", "pipeline"), ("data_parallel", "replicate")):
+            value, axes = getattr(self, name), [axis for axis, size in given.items() if size != 1]
+            if value != 1 and axes:
+                raise PlanError(
+                    f"{name}={_text_of(value)} with {axes[0]}={given[axes[0]]}; {name} is for one process with several devices, and axes "
+                    f"are for several processes; leave one of the two out; over processes, {instead} does what {name} does"
+                )
+        if self.data_parallel != 1:
+            for name in ("split", "numerics", "checkpointing", "compile"):
+                if getattr(self, name) != _default(name):
+                    said = _text_of(getattr(self, name))
+                    raise PlanError(
+                        f"data_parallel={self.data_parallel} with {name}={said}; it computes each microbatch in parts, on copies of the "
+                        f"model; leave {name} out, or use replicate={self.data_parallel}, which goes with everything"
+                    )
+
+    @property
+    def split_devices(self) -> int:
+        """How many devices of the process share out the layers."""
+        return len(self.split) if isinstance(self.split, tuple) else self.split
 
     @classmethod
     def parse(cls, text: str) -> Plan:
@@ -139,8 +176,8 @@ class Plan:
 
     def __str__(self) -> str:
         text = self._text({axis: getattr(self, axis) for axis in AXES if axis == "replicate" or getattr(self, axis) != 1})
-        settings = {name: getattr(self, name) for name in ("sharding", "checkpointing", "schedule", "compile", "transport", "workers")}
-        told = [f"{name}={'yes' if value is True else value}" for name, value in settings.items() if value != _default(name)]
+        settings = {name: getattr(self, name) for name in SETTINGS}
+        told = [f"{name}={_text_of(value)}" for name, value in settings.items() if value != _default(name)]
         return ",".join([text, f"numerics={self.numerics}", *told])
 
     @staticmethod
@@ -149,9 +186,19 @@ class Plan:
 
 
 def _read(name: str, value: str, text: str) -> Any:
+    if name == "split" and "+" in value:
+        return tuple(_whole(name, part, text) for part in value.split("+"))
     if name == "compile":
         return {"yes": True, "no": False}.get(value, value)
     return value if name in WORDS or (value == "auto" and name in AXES) else _whole(name, value, text)
+
+
+def _counts(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _text_of(value: Any) -> str:
+    return "yes" if value is True else "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _default(name: str) -> Any:

@@ -92,7 +92,7 @@ class Norm:
     def _sum_of_rows(self, gradients: Sequence[Tensor], parts: Sequence[Tensor]) -> Tensor:
         """Σ squares, added up in each row of each gradient (a shard is whole rows), then over the rows of all, in float64."""
         empty = torch.zeros(0, dtype=torch.float64, device=self._shards.device)
-        mine = torch.cat([empty, *[_squares_of_rows(part) for part in parts]])
+        mine = torch.cat([empty, *[_squares_of_rows(part).to(empty.device) for part in parts]])
         if self._shards.size == 1:
             return mine.sum()
         rows = [gradient.shape[0] for gradient in gradients]
@@ -122,15 +122,21 @@ def global_norm(gradients: Sequence[Tensor]) -> Tensor | float:
     norms = list(torch._foreach_norm(list(gradients))) if gradients else []
     if all(norm.is_cpu for norm in norms):
         return math.hypot(*[norm.item() for norm in norms])
-    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
     return total
 
 
 def clip(gradients: Sequence[Tensor], norm: Tensor | float, limit: float) -> None:
     """Scale the gradients so that their global norm, `norm` now, is at most `limit`. A norm that is not finite is left alone."""
-    gradients = [held(gradient) for gradient in gradients]
     if isinstance(norm, Tensor):
         factor = torch.clamp(limit / norm, max=1.0)
-        torch._foreach_mul_(gradients, torch.where(torch.isfinite(norm), factor, 1.0))
+        scale(gradients, torch.where(torch.isfinite(norm), factor, 1.0))
     elif limit < norm < math.inf:
-        torch._foreach_mul_(gradients, limit / norm)
+        torch._foreach_mul_([held(gradient) for gradient in gradients], limit / norm)
+
+
+def scale(gradients: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply the gradients, which may be on several devices, by a scalar tensor, in place."""
+    parts = [held(gradient) for gradient in gradients]
+    for device in dict.fromkeys(part.device for part in parts):
+        torch._foreach_mul_([part for part in parts if part.device == device], factor.to(device))

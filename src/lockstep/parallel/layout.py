@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from lockstep.comm.mesh import Mesh
 from lockstep.parallel.blocks import blocks_of
 from lockstep.parallel.build import CannotDefer, Deferred, build
+from lockstep.parallel.data_parallel import cut_over, gpus_of
 from lockstep.parallel.pipeline import PER_RANK, Pipeline
 from lockstep.parallel.shard import shard, shard_parts
+from lockstep.parallel.split import devices_of, layers_of, split
 from lockstep.parallel.stages import Stages, Tied, keep_only, parts_of
 from lockstep.parallel.streams import Streams
 from lockstep.parallel.styles import check_inside, styles_of
@@ -108,10 +110,11 @@ def lay_out(
         keep_only(model, roots)
         names = _within(roots, names)
         styles = {name: style for name, style in styles.items() if any(f"{name}.".startswith(f"{root}.") for root in roots)}
+    layers = layers_of(model, blocks, parts) if plan.split != 1 else []
     if styles:
         assert mesh.torch_mesh is not None
         tensor_parallel(model, mesh.torch_mesh["tensor"], styles, fill=fill)
-    for name in names or roots:
+    for name in names or [layer.name for layer in layers] or roots:
         block = model.get_submodule(name)
         if plan.compile:
             compile_forward(block)
@@ -125,7 +128,18 @@ def lay_out(
             inside = {root: _within([root], names) for root in roots}
             shard_parts(model, mesh, inside, free_after_forward=free, free_root=free, fill=fill)
     fill(model)
+    if plan.split != 1:
+        split(model, layers, devices_of(mesh.world.device, plan.split_devices), plan.split)
+    if plan.data_parallel != 1:
+        cut_over(model, gpus_of(mesh.world.device, plan.data_parallel))
     return laid
+
+
+def check_devices(plan: Plan, home: torch.device) -> None:
+    """Raises `PlanError` where the plan takes more devices of one process than there are. `home`: the first."""
+    devices_of(home, plan.split_devices)
+    if plan.data_parallel != 1:
+        gpus_of(home, plan.data_parallel)
 
 
 def _within(parts: Sequence[str], blocks: Sequence[str]) -> list[str]:

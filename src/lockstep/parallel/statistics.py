@@ -64,6 +64,7 @@ class _Scratch:
         `rows`: (microbatches, 2 + 2 features).
         """
         mean, variance = self.kept["running_mean"], self.kept["running_var"]
+        rows, gate = rows.to(mean.device), gate if gate is None else gate.to(mean.device)
         running = torch.cat([mean, variance]).double()
         tracked, before = self.kept["num_batches_tracked"], running
         for row in rows:
@@ -124,7 +125,7 @@ class RunningStatistics:
     def note_microbatch(self) -> None:
         """Take down what the forward just done did to the statistics; what a recomputation in the backward does is not counted."""
         if self._scratches:
-            self._rows.append(torch.cat([scratch.row() for scratch in self._scratches]))
+            self._rows.append(torch.cat([scratch.row().to(self._world.device) for scratch in self._scratches]))
 
     def discard(self) -> None:
         """Forget what other forwards did to the statistics: those of activation checkpointing, or of another model's turn."""
@@ -164,8 +165,7 @@ class RunningStatistics:
         if not self._scratches:
             return
         widths = [2 + 2 * len(scratch.kept["running_mean"]) for scratch in self._scratches]
-        device = self._scratches[0].kept["running_mean"].device
-        mine = torch.stack(self._rows) if self._rows else torch.zeros((0, sum(widths)), dtype=torch.float64, device=device)
+        mine = torch.stack(self._rows) if self._rows else torch.zeros((0, sum(widths)), dtype=torch.float64, device=self._world.device)
         self._rows = []
         everyone = self._mesh.in_order(mine, count)
         if apply is not False:

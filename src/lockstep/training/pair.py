@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep import precision as precisions
-from lockstep.comm.mesh import Mesh, held
+from lockstep.comm.mesh import Mesh
 from lockstep.parallel.engine import Engine, engine_for, sum_factor
 from lockstep.parallel.layout import LaidOut
 from lockstep.parallel.statistics import RunningStatistics
@@ -117,7 +117,7 @@ class Pair:
         gradients = self.gradients()
         if gradients:
             factor = torch.where(counts, prescale / total, math.nan).to(gradients[0].dtype)
-            torch._foreach_mul_([held(gradient) for gradient in gradients], factor)
+            precisions.scale(gradients, factor)
         self.prescale = torch.where(counts, torch.exp2(torch.round(torch.log2(total))), prescale)
 
     def gradients(self) -> list[Tensor]:

@@ -27,7 +27,7 @@ from lockstep.keys import Stream, key
 from lockstep.launch.environment import Environment, check_run_dir
 from lockstep.launch.failure import account
 from lockstep.launch.termination import Termination
-from lockstep.parallel.layout import Built, lay_out
+from lockstep.parallel.layout import Built, check_devices, lay_out
 from lockstep.parallel.stages import check_microbatches
 from lockstep.parallel.updates import separate_meshes
 from lockstep.plan import Plan
@@ -96,6 +96,7 @@ class Session:
             )
             launched = Plan.parse(environment.plan) if environment.plan is not None else None
             self.plan = (launched or self._given_plan or Plan()).resolve(self.world.size)
+            check_devices(self.plan, self.world.device)
             self.mesh = Mesh.of(self.world, self.plan)
             stack.callback(self.mesh.close)
             _set_up_computation(self.plan, self.world, environment.threads, stack)
@@ -120,6 +121,12 @@ class Session:
         memory = self.mesh.memory
         if isinstance(memory, Unavailable) and self.mesh.torch_mesh is None and self.world.size > 1 and self.device.type == "cpu":
             self.event("no-shared-memory", reason=memory.reason)
+        if (gpus := self.plan.data_parallel) > 1:
+            better = (
+                f"replicate={gpus}, one process a GPU, is faster: nothing copies the model in each step, and each has a Python of its own"
+            )
+            self.event("data-parallel", gpus=gpus, better=better)
+            self.recorder.message(f"warning: data_parallel={gpus}; {better}")
         if warning := precisions.slow_on_this_cpu(self.precision, self.world.device):
             self.event("slow-precision", reason=warning)
             self.recorder.message(f"warning: {warning}")
@@ -176,7 +183,8 @@ class Session:
         bitwise = self.plan.numerics == "bitwise"
         optimizers.check_gradients(model, optimizers.trainable(model), bitwise=bitwise)
         if built.deferred is None:
-            model.to(self.device)
+            if self.plan.split == 1:
+                model.to(self.device)
             self._check_equal(model)
         model.train()
         begin = partial(seed_generators, device=self.device)
