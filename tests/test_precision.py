@@ -25,17 +25,21 @@ def test_the_forward_computes_in_what_was_asked_for_and_parameters_stay(name: An
     assert not torch.is_autocast_enabled("cpu")
 
 
-def test_only_fp16_scales_its_loss_and_from_the_start() -> None:
-    assert precision.loss_scaler("fp32", CPU, factor=1) is None
-    assert precision.loss_scaler("bf16", CPU, factor=1) is None
-    scaler = precision.loss_scaler("fp16", CPU, factor=1)
-    assert scaler is not None
-    assert scaler.get_scale() == 2.0**16
-    assert "scale" in scaler.state_dict()
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
-    optimizer.param_groups[0]["params"][0].grad = torch.tensor([2.0**16])
-    scaler.unscale_(optimizer)
-    assert optimizer.param_groups[0]["params"][0].grad.tolist() == [1.0]
+def test_the_loss_scale_is_halved_at_an_overflow_and_doubled_after_2000_steps_in_a_row() -> None:
+    scale = precision.LossScale(factor=3)
+    assert scale.value == 2.0**14
+    gradient = torch.tensor([2.0**14])
+    scale.unscale([gradient])
+    assert gradient.tolist() == [1.0]
+    for _ in range(1999):
+        scale.update(overflowed=False)
+    scale.update(overflowed=True)
+    assert scale.value == 2.0**13
+    for _ in range(1999):
+        scale.update(overflowed=False)
+    assert scale.value == 2.0**13
+    scale.update(overflowed=False)
+    assert scale.value == 2.0**14
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,8 @@ from lockstep.comm.mesh import Mesh, held
 from lockstep.recipe import Precision
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+STEPS_TO_DOUBLE = 2000
+"""Without an overflow; GradScaler's number."""
 
 
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[Any]:
@@ -23,16 +25,31 @@ def autocast(precision: Precision, device: torch.device) -> AbstractContextManag
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
-def loss_scaler(precision: Precision, device: torch.device, *, factor: int) -> torch.amp.GradScaler | None:
-    """fp16 gradients underflow unless the loss is scaled; torch's own scaler does it, halving the scale at an overflow.
+class LossScale:
+    """What an fp16 loss is multiplied by, against underflow: halved at an overflow, doubled after 2000 steps in a row without one.
 
-    The first scale is 2**16, less whatever `factor` the loss is multiplied by besides.
+    The same on every rank, because it follows from the norm of the whole gradient, which all ranks know: a part of the gradient that
+    overflows on one rank alone halves it on all.
     """
-    if precision != "fp16":
-        return None
-    scaler = torch.amp.GradScaler(device.type, init_scale=2.0 ** (16 - (factor - 1).bit_length()))
-    scaler.scale(torch.zeros((), device=device))  # makes its state, which a rank without a microbatch needs too
-    return scaler
+
+    def __init__(self, *, factor: int) -> None:
+        """`factor`: what the loss is multiplied by besides; the product is 2**16 at first."""
+        self.value = 2.0 ** (16 - (factor - 1).bit_length())
+        self._in_a_row = 0
+
+    def unscale(self, gradients: Sequence[Tensor]) -> None:
+        """Divide the gradients by it, in place."""
+        if gradients:
+            torch._foreach_mul_([held(gradient) for gradient in gradients], 1.0 / self.value)
+
+    def update(self, *, overflowed: bool) -> None:
+        """Once a step, with what came of it."""
+        self._in_a_row = 0 if overflowed else self._in_a_row + 1
+        if overflowed:
+            self.value /= 2.0
+        elif self._in_a_row == STEPS_TO_DOUBLE:
+            self.value *= 2.0
+            self._in_a_row = 0
 
 
 def slow_on_this_cpu(precision: Precision, device: torch.device) -> str | None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from training.subjects import recipe, rows, squared_error, state_of
 
 import lockstep as ls
+from lockstep.comm.mesh import held
 from lockstep.errors import RecipeError
 from lockstep.testing.pool import WorkerPool
 
@@ -92,7 +93,6 @@ def refused(run_dir: str, changes: dict[str, Any]) -> str:
     ("changes", "text"),
     [
         ({"tensor": {"*.gate": "colwise"}}, "matches no module"),
-        ({"tensor": STYLES, "precision": "fp16"}, "precision='fp16' with a tensor axis"),
         ({}, "tensor"),
     ],
 )
@@ -101,3 +101,47 @@ def test_what_cannot_be_cut_is_refused_on_all_ranks(pool: WorkerPool, tmp_path: 
     assert one == other
     assert text in one
     assert one != "it trained"
+
+
+class LoudAtTheEnd(nn.Module):
+    """The last of its hidden features is large, so that one column alone of the second layer's gradient overflows in fp16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 3)
+        with torch.no_grad():
+            self.up.bias[7] = 30.0
+            self.down.weight[:, 7] = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+class Gradients(ls.Hook):
+    """After each step: the loss scale, and whether all that this rank holds of the gradient is finite."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[float, bool]] = []
+
+    def on_step(self, run: Any) -> None:
+        (pair,) = run.session._pairs
+        self.seen.append((pair.loss_scale.value, all(bool(torch.isfinite(held(gradient)).all()) for gradient in pair.gradients())))
+
+
+def overflow(plan: str, run_dir: str) -> tuple[list[int], list[tuple[float, bool]], str]:
+    gradients = Gradients()
+    given = recipe(model=LoudAtTheEnd, tensor={"up": "colwise", "down": "rowwise"}, precision="fp16", clip_norm=1.0, steps=6)
+    result = ls.train(given, plan=plan, run_dir=run_dir, hooks=[gradients])
+    return [event.step for event in result.events if event.name == "step-skipped"], gradients.seen, result.fingerprint
+
+
+@pytest.mark.parametrize(("plan", "ranks"), [("tensor=2", 2), ("replicate=2,tensor=2", 4), ("shard=2,tensor=2", 4)])
+def test_what_overflows_on_one_tensor_rank_is_skipped_on_all(pool: WorkerPool, tmp_path: Path, plan: str, ranks: int) -> None:
+    ((expected, alone, _),) = pool.run(1, overflow, "replicate=1", str(tmp_path / "alone"))
+    assert 0 < len(expected) < 6
+    everyone = pool.run(ranks, overflow, plan, str(tmp_path / "run"))
+    assert [seen[0][1] for _, seen, _ in everyone] == [True, False] * (ranks // 2)
+    for skipped, seen, fingerprint in everyone:
+        assert skipped == expected
+        assert [scale for scale, _ in seen] == [scale for scale, _ in alone]
+        assert fingerprint == everyone[0][2]

@@ -198,7 +198,7 @@ def weightless(model: nn.Module, batch: Sequence[Tensor]) -> ls.Loss:
 class Scale(Standing):
     def now(self) -> dict[str, Any]:
         (pair,) = self.run.session._pairs
-        return {**super().now(), "scale": pair.scaler.get_scale()}
+        return {**super().now(), "scale": pair.loss_scale.value}
 
 
 def overflow(run_dir: str, three_optimizers: bool, global_batch: int) -> tuple[list[dict[str, Any]], list[Any], float]:

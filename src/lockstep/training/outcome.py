@@ -73,7 +73,7 @@ class Outcome:
                 "a gradient overflows; the model was not changed by these steps: look for square roots and norms at 0, and try "
                 "precision='bf16' or 'fp32'"
             )
-        if not math.isfinite(float(self.norm)) and self.pair.scaler is None:
+        if not math.isfinite(float(self.norm)) and self.pair.loss_scale is None:
             raise LossError(
                 f"step {layout.step}: every loss is finite and the gradient is not, first in {self._not_finite()}; a step needs a finite "
                 "gradient; the model was not changed by this step: look for square roots and norms at 0, and for overflow"

@@ -45,7 +45,7 @@ class Pair:
         self.mesh = mesh
         self.device = mesh.world.device
         factor = sum_factor(mesh, bitwise=bitwise)
-        self.scaler = precisions.loss_scaler(precision, self.device, factor=factor)
+        self.loss_scale = precisions.LossScale(factor=factor) if precision == "fp16" else None
         self._factor = 2.0 ** (factor - 1).bit_length()
         self.overflows = 0
         """Steps in a row, up to the latest one, in which the scaled gradient overflowed."""
@@ -143,9 +143,8 @@ class Pair:
         whether the step was applied: None where a GPU decides and nobody has asked it yet.
         """
         gradients = self.gradients()
-        if self.scaler is not None and gradients:
-            for optimizer in self.optimizers:
-                self.scaler.unscale_(optimizer)
+        if self.loss_scale is not None:
+            self.loss_scale.unscale(gradients)
         counted = gradients if self._tied is None else self._counted(self._tied)
         norm = self.norm.of(counted) if measure or clip_norm is not None else self.norm.check(counted)
         if clip_norm is not None:
@@ -157,18 +156,18 @@ class Pair:
         return norm, applied
 
     def _step(self, norm: Tensor | float) -> bool | None:
-        if self._gates_on_device and self.scaler is None:
+        if self._gates_on_device and self.loss_scale is None:
             stop = (~torch.isfinite(torch.as_tensor(norm, device=self.device))).float()
             for optimizer in self.optimizers:
                 optimizer.found_inf = stop  # type: ignore[attr-defined]  # read by torch's fused optimizers
                 optimizer.step()
             return None
         applied = math.isfinite(float(norm))
-        if self.scaler is not None and self.gradients():
-            self.scaler.update()  # its own step would leave out only the optimizers whose gradients overflowed
         self.overflows = 0 if applied else self.overflows + 1
-        if self.scaler is not None and not applied:
-            self.overflowed_at = self._factor * self.scaler.get_scale() / self.scaler.get_backoff_factor()
+        if self.loss_scale is not None:
+            if not applied:
+                self.overflowed_at = self._factor * self.loss_scale.value
+            self.loss_scale.update(overflowed=not applied)
         if applied:
             for optimizer in self.optimizers:
                 applying.apply(optimizer)

@@ -174,8 +174,6 @@ class Session:
                 f"a second session.prepare with pipeline={self.plan.pipeline}; a pipeline computes one model's stages; use another "
                 "plan, or make the two one model"
             )
-        if self.precision == "fp16" and self.mesh.axis("tensor").size > 1:
-            raise RecipeError("precision='fp16' with a tensor axis; its loss scale is not shared over that axis yet; use bf16 or fp32")
         built = Built.of(build_model, key(self.seed, Stream.MODEL, len(self.pairs)), self.mesh)
         if built.reason is not None:
             self.event("model-built-whole", reason=built.reason)

@@ -118,7 +118,7 @@ class Step:
             phase.values.append(part.value)
             phase.weights.append(part.weight)
             phase.parts.append(part)
-        seed = part.seed if pair.scaler is None else pair.scaler.scale(part.seed)
+        seed = part.seed if pair.loss_scale is None else part.seed * pair.loss_scale.value
         phase.engine.backward(part.total, seed, only_these=len(self._pairs) > 1, counts=current.counts)
 
     def commit(self, optimizer: Any = None, *, clip_norm: float | None = None) -> None:
@@ -176,7 +176,7 @@ class Step:
             if current.counts:
                 parts[current.index] = part
             seed = part.seed if current.counts else torch.zeros_like(part.seed)
-            seed = seed if pair.scaler is None else pair.scaler.scale(seed)
+            seed = seed if pair.loss_scale is None else seed * pair.loss_scale.value
             return Scored(part.total, seed, [part.value, 0.0 if part.weight is None else part.weight])
 
         items = [

@@ -151,7 +151,7 @@ def _wrap_pair() -> None:
 
     def traced_apply(self: Any, *given: Any, **named: Any) -> Any:
         traced = self.traced
-        scale = 1.0 if self.scaler is None else self.scaler.get_scale()
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         gradients = ((name, _scaled(parameter.grad, scale)) for name, parameter in zip(self.names, self.parameters, strict=True))
         traced.tracer.gradients(traced.number, traced.step, _whole(gradients), gain=traced.gain)
         return apply(self, *given, **named)
@@ -187,7 +187,7 @@ def _microbatch(step: Any, pair: Any, part: Any) -> None:
     index = current.index if hasattr(current, "index") and not isinstance(current, tuple) else current[0]
     gradients = None
     if traced.whole:
-        scale = 1.0 if pair.scaler is None else pair.scaler.get_scale()
+        scale = 1.0 if pair.loss_scale is None else pair.loss_scale.value
         own = torch.autograd.grad(part.total, pair.parameters, part.seed * scale, retain_graph=True, allow_unused=True)
         gradients = [(name, _scaled(gradient, scale)) for name, gradient in zip(pair.names, own, strict=True)]
     traced.tracer.microbatch(traced.number, traced.step, index, step.source.layout.samples_of(index), gradients)
