@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from types import SimpleNamespace
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from lockstep.comm.group import join
+from lockstep.comm.mesh import Mesh
 
 WIDTH, HEADS, WORDS = 16, 4, 24
 
@@ -110,3 +116,9 @@ TIED = {**LAYERS, "words": "embedding", "head": "vocabulary"}
 SEQUENCE = {**{name: style.replace("rowwise", "rowwise_sequence") for name, style in LAYERS.items()}, "*.norms.*": "sequence"}
 SEQUENCE |= {"norm": "sequence", "words": "embedding_sequence", "head": "vocabulary"}
 GATHERED = {"*.c_attn": "colwise_gathered", "*.projection": "rowwise_split", "*.perceptron.0": "colwise", "*.perceptron.3": "rowwise"}
+
+
+def mesh_of(**sizes: int) -> Mesh:
+    numbers = {name: int(os.environ[name.upper()]) for name in ("rank", "local_rank")}
+    world = join(size=int(os.environ["WORLD_SIZE"]), local_size=int(os.environ["LOCAL_WORLD_SIZE"]), **numbers)
+    return Mesh.of(world, SimpleNamespace(**{"pipeline": 1, "replicate": 1, "shard": 1, "tensor": 1, **sizes}))  # type: ignore[arg-type]

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from functools import cache
 from itertools import chain
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from parallel.cut_models import GATHERED, LAYERS, SEQUENCE, TIED, WIDTH, WORDS, Attention, FullCount, Fused, HalfDepth, Model
+from parallel.cut_models import GATHERED, LAYERS, SEQUENCE, TIED, WIDTH, WORDS, Attention, FullCount, Fused, HalfDepth, Model, mesh_of
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from lockstep.comm.group import join
 from lockstep.comm.mesh import Mesh, whole
 from lockstep.errors import RecipeError
 from lockstep.parallel.build import build
@@ -27,7 +24,7 @@ from lockstep.parallel.layout import Built
 from lockstep.parallel.parts import Parts
 from lockstep.parallel.shard import Shards, shard
 from lockstep.parallel.styles import styles_of
-from lockstep.parallel.tensor import loss_context, tensor_parallel
+from lockstep.parallel.tensor import tensor_parallel
 from lockstep.parallel.updates import separate_meshes
 from lockstep.precision import clip
 from lockstep.testing.pool import WorkerPool
@@ -65,14 +62,7 @@ def total(model: nn.Module, microbatch: int) -> Tensor:
     """A sum over tokens, under this microbatch's own generator."""
     words = text(microbatch)
     torch.default_generator.manual_seed(100 + microbatch)
-    loss = F.cross_entropy(model(words).flatten(0, 1), words.roll(1).flatten(), reduction="sum")
-    return loss.to_local() if isinstance(loss, DTensor) else loss
-
-
-def mesh_of(**sizes: int) -> Mesh:
-    numbers = {name: int(os.environ[name.upper()]) for name in ("rank", "local_rank")}
-    world = join(size=int(os.environ["WORLD_SIZE"]), local_size=int(os.environ["LOCAL_WORLD_SIZE"]), **numbers)
-    return Mesh.of(world, SimpleNamespace(**{"pipeline": 1, "replicate": 1, "shard": 1, "tensor": 1, **sizes}))  # type: ignore[arg-type]
+    return F.cross_entropy(model(words).flatten(0, 1), words.roll(1).flatten(), reduction="sum")
 
 
 def norm_of(gradients: list[Tensor], mesh: Mesh) -> float:
@@ -115,9 +105,8 @@ def one_step(subject: str, dtype: torch.dtype, sizes: dict[str, int]) -> Found:
     values = []
     for turn in range(rounds):
         counts = turn < len(share)
-        with loss_context(styles):
-            loss = total(model, share[turn] if counts else 0)
-            engine.backward(loss, torch.ones((), dtype=dtype), only_these=False, counts=counts)
+        loss = total(model, share[turn] if counts else 0)
+        engine.backward(loss, torch.ones((), dtype=dtype), only_these=False, counts=counts)
         values += [loss.detach()] if counts else []
     told = engine.finish(values, None, flag=False)
     gradients = [parameter.grad for parameter in parameters]

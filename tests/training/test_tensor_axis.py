@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 from training.subjects import recipe, rows, squared_error, state_of
 
 import lockstep as ls
@@ -64,6 +67,75 @@ def test_training_gives_the_model_of_one_process(pool: WorkerPool, tmp_path: Pat
         assert result.metrics == pytest.approx(alone.metrics, rel=1e-5)
         for name, value in expected.items():
             torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5)
+
+
+WORDS = 10
+
+
+class Speaker(nn.Module):
+    """(batch, length) words -> (batch, length, WORDS) logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, 6)
+        self.body = Perceptron()
+        self.head = nn.Linear(6, WORDS, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, text: Tensor) -> Tensor:
+        return self.head(self.body(self.words(text)))
+
+
+def sentences() -> TensorDataset:
+    """Texts of 5 words, and labels of which none to four are ignored."""
+    generator = torch.Generator().manual_seed(3)
+    text = torch.randint(WORDS, (24, 5), generator=generator)
+    labels = text.roll(1, 1)
+    for row, length in enumerate(torch.randint(1, 6, (24,), generator=generator).tolist()):
+        labels[row, length:] = -100
+    return TensorDataset(text, labels)
+
+
+def summed(logits: Tensor, batch: Sequence[Tensor]) -> ls.Sum:
+    return ls.Sum(F.cross_entropy(logits.view(-1, logits.shape[-1]), batch[1].flatten(), reduction="sum"))
+
+
+def hits(logits: Tensor, batch: Sequence[Tensor]) -> Tensor:
+    return (logits.argmax(-1) == batch[1])[batch[1] != -100].float()
+
+
+def speak(plan: str, run_dir: str, precision: Any) -> tuple[ls.Result, dict[str, Tensor]]:
+    last = Last()
+    given = recipe(
+        model=Speaker,
+        optimizer=adamw,
+        data=sentences(),
+        inputs=itemgetter(0),
+        loss=summed,
+        weight=lambda batch: (batch[1] != -100).sum(),
+        tensor={**STYLES, "words": "embedding", "head": "loss"},
+        precision=precision,
+        global_batch=10,
+        steps=3,
+        evaluation=ls.Evaluation(data=sentences(), metrics={"accuracy": ls.Mean(hits)}),
+    )
+    return ls.train(given, plan=plan, run_dir=run_dir, hooks=[last]), last.state
+
+
+@pytest.mark.parametrize(
+    ("plan", "precision", "most"),
+    [("tensor=2", "fp32", 1e-5), ("shard=2,tensor=2", "fp32", 1e-5), ("replicate=2,tensor=2", "fp32", 1e-5), ("tensor=2", "bf16", 2e-2)],
+)
+def test_the_loss_of_logits_cut_over_the_ranks_is_that_of_one_process(
+    pool: WorkerPool, tmp_path: Path, plan: str, precision: str, most: float
+) -> None:
+    ((alone, expected),) = pool.run(1, speak, "replicate=1", str(tmp_path / "alone"), precision)
+    for result, state in pool.run(2 * (1 + ("," in plan)), speak, plan, str(tmp_path / "run"), precision):
+        assert result.loss == pytest.approx(alone.loss, rel=most)
+        assert result.metrics["loss"] == pytest.approx(alone.metrics["loss"], rel=most)
+        assert precision == "bf16" or result.metrics["accuracy"] == alone.metrics["accuracy"]
+        for name, value in expected.items():
+            torch.testing.assert_close(state[name], value, rtol=10 * most, atol=most)
 
 
 class StopsOnOneRank(ls.Hook):

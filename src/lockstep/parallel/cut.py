@@ -22,12 +22,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from lockstep.errors import RecipeError
+from lockstep.parallel.logits import Logits, whole_of
 
 MARK = "_lockstep_cut"
 SEEDS = 2**32
@@ -124,6 +125,8 @@ class Region(TorchFunctionMode):
                 f"{getattr(func, '__name__', func)} of a tensor that is cut over the features and one that is cut over the sequence, or "
                 "a cut parameter; let the first go through a 'rowwise_sequence' layer before, or call that parameter's own layer"
             )
+        if any(isinstance(tensor, Logits) for tensor in tensors):
+            return func(*args, **kwargs)
         args, kwargs = (_mapped(self._replicated, nest) for nest in (args, kwargs))
         out = func(*args, **kwargs)
         by_parameters = all(isinstance(tensor, nn.Parameter) for tensor in tensors if isinstance(tensor, DTensor))
@@ -195,18 +198,8 @@ class Region(TorchFunctionMode):
             return func(*args, **kwargs)
 
 
-def whole_of(item: Any) -> Any:
-    """The plain whole tensor of a distributed one, with a gradient; anything else as it is."""
-    if not isinstance(item, DTensor):
-        return item
-    return item.redistribute(placements=[Replicate()] * item.device_mesh.ndim).to_local()
-
-
-def leaving(output: Any, name: str, *, keeps_classes: bool) -> Any:
-    """What a model returned, without distributed tensors. Raises `RecipeError` where a part of it is cut.
-
-    `keeps_classes`: leave what is cut along the last dim, for a loss that is computed so.
-    """
+def leaving(output: Any, name: str) -> Any:
+    """What a model returned, without distributed tensors but for `Logits`. Raises `RecipeError` where a part of it is cut."""
 
     def leave(item: Any) -> Any:
         if is_cut(item):
@@ -214,9 +207,7 @@ def leaving(output: Any, name: str, *, keeps_classes: bool) -> Any:
                 f"an output of {name}, of shape {tuple(item.shape)} on each rank, is cut over the tensor axis, and the loss would see a "
                 "part of it; end with a 'rowwise' layer, or give the output layer the style 'vocabulary' or 'colwise_gathered'"
             )
-        if keeps_classes and isinstance(item, DTensor) and item.placements == (Shard(item.dim() - 1),):
-            return item
-        return whole_of(item)
+        return item if isinstance(item, Logits) else whole_of(item)
 
     return tree_map(leave, output)
 

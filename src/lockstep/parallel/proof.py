@@ -21,7 +21,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.errors import RecipeError
-from lockstep.parallel.cut import is_cut, whole_of
+from lockstep.parallel.cut import is_cut
+from lockstep.parallel.logits import whole_of
 
 ROUNDINGS = 8.0
 """How many times the square root of the type's own rounding, 3e-4 in float32, the outputs may differ by, relative to their size."""

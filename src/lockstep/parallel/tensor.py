@@ -9,18 +9,18 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
-from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from lockstep.errors import RecipeError
 from lockstep.parallel.cut import Region, is_cut, leaving, mark_cut
+from lockstep.parallel.logits import as_logits
 from lockstep.parallel.proof import Proof
 from lockstep.parallel.styles import STYLES, cut_dim, sizes_of
 from lockstep.parallel.ties import tie, ties
@@ -49,13 +49,12 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str
         tie(model, names)
     region = Region(mesh)
     proof = Proof(model, {name: layer for name, layer in layers.items() if layer.leaves_parts})
-    keeps_classes = "loss" in styles.values()
     owners = {name.rpartition(".")[0] for name in styles}
     around = {"", *(owner[:end] for owner in owners for end in (*(dot.start() for dot in re.finditer(r"\.", owner)), len(owner)))}
     for name, module in model.named_modules():
         if name in around:
             own = [child for child in styles if child.rpartition(".")[0] == name]
-            _Enclosure(module, name, region, proof, own, keeps_classes=keeps_classes).enclose(module)
+            _Enclosure(module, name, region, proof, own).enclose(module)
 
 
 def part_of(values: Tensor, like: DTensor) -> Tensor:
@@ -74,14 +73,6 @@ def settle(parameters: Sequence[Tensor]) -> None:
         gradient = parameter.grad
         if isinstance(parameter, DTensor) and isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
             parameter.grad = gradient.redistribute(placements=parameter.placements)
-
-
-def loss_context(styles: Mapping[str, str]) -> AbstractContextManager[Any]:
-    """What the loss and its backward are computed in: where an output layer has the style `loss`, a cross-entropy of cut logits.
-
-    They are distributed tensors then, (..., classes) cut along the last dim, and so is the loss, whole on every rank: `to_local()` is it.
-    """
-    return loss_parallel() if "loss" in styles.values() else nullcontext()
 
 
 class _Layer(ParallelStyle):
@@ -150,7 +141,10 @@ class _Layer(ParallelStyle):
             return output
         gives: dict[str, Placement] = {"whole": Replicate(), "sequence": Shard(1)}
         spread = output.redistribute(placements=(gives.get(self._style.gives, Shard(output.dim() - 1)),))
-        if self._style.gives in ("sequence", "classes"):
+        if self._style.gives == "classes":
+            logits: Tensor = as_logits(spread)
+            return logits
+        if self._style.gives == "sequence":
             return spread
         held: Tensor = spread.to_local()
         return mark_cut(held) if self._style.gives == "cut" else held
@@ -162,13 +156,12 @@ class _Enclosure:
     `name`: the module's, empty for the model. `layers`: those cut directly inside of it.
     """
 
-    def __init__(self, module: nn.Module, name: str, region: Region, proof: Proof, layers: Sequence[str], *, keeps_classes: bool) -> None:
+    def __init__(self, module: nn.Module, name: str, region: Region, proof: Proof, layers: Sequence[str]) -> None:
         self._name = name
         self._called = name or type(module).__name__
         self._region = region
         self._proof = proof
         self._layers = layers
-        self._keeps_classes = keeps_classes
 
     def __deepcopy__(self, _: Any) -> _Enclosure:
         return self
@@ -192,7 +185,7 @@ class _Enclosure:
                 raise RecipeError(_explained(self._called, self._layers, error)) from error
             if self._proof.waits_for(self._name):
                 self._proof.compare(self._name, module, forward, arguments, keywords)
-            return output if self._name else leaving(output, self._called, keeps_classes=self._keeps_classes)
+            return output if self._name else leaving(output, self._called)
 
 
 def _run(enclosure: _Enclosure, module: nn.Module, forward: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
