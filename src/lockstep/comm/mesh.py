@@ -170,5 +170,13 @@ def held(tensor: Tensor) -> Tensor:
 
 def whole(tensor: Tensor) -> Tensor:
     """The full tensor, of which this rank may hold a part. Every rank of the tensor's mesh calls it, in the same order."""
-    gathered: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return gathered
+    if not hasattr(tensor, "full_tensor"):
+        return tensor
+    from torch.distributed.tensor import DTensor, Replicate
+
+    assert isinstance(tensor, DTensor)
+    placements = list(tensor.placements)
+    for axis in range(len(placements)):  # one after another: torch warns of the gathers that it cannot merge
+        placements[axis] = Replicate()
+        tensor = tensor.redistribute(placements=placements)
+    return tensor.to_local()

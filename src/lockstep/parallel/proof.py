@@ -65,6 +65,7 @@ class Proof:
             blocks = any(isinstance(child, FSDPModule) for child in module.modules() if child is not module)
             if blocks or any(is_cut(leaf) for leaf in tree_leaves(given)):
                 return
+            given = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, given)
             self._comparing = True
             try:
                 with torch.no_grad(), _disable_current_modes(), _evaluating(module), _same_numbers(given) as drawn:

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from lockstep.errors import RecipeError
 from lockstep.parallel.cut import Region, is_cut, leaving, mark_cut
-from lockstep.parallel.logits import as_logits
+from lockstep.parallel.logits import as_logits, plain
 from lockstep.parallel.proof import Proof
 from lockstep.parallel.styles import STYLES, cut_dim, sizes_of
 from lockstep.parallel.ties import tie, ties
@@ -146,7 +146,7 @@ class _Layer(ParallelStyle):
             return logits
         if self._style.gives == "sequence":
             return spread
-        held: Tensor = spread.to_local()
+        held = plain(spread)
         return mark_cut(held) if self._style.gives == "cut" else held
 
 
