@@ -1,0 +1,65 @@
+"""Models of transformers as they come, under every plan: what one process gives, to rounding."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.testing.pool import WorkerPool
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed (pip install -e .[dev])"
+)
+
+PLANS = {
+    "replicate=2": 2,
+    "shard=2": 2,
+    "tensor=2": 2,
+    "tensor=2,checkpointing=full": 2,
+    "replicate=2,shard=2": 4,
+    "shard=2,tensor=2": 4,
+}
+MORE_PLANS = {
+    "replicate=2,checkpointing=full": 2,
+    "shard=2,checkpointing=full": 2,
+    "tensor=2,checkpointing=selective": 2,
+    "replicate=2,tensor=2": 4,
+    "shard=2,tensor=2,checkpointing=full": 4,
+}
+NAMES = ("gpt2 with dropout", "gpt2's own loss, of cut logits", "llama", "llama, tied, with cut logits")
+Check = Callable[..., None]
+
+
+@pytest.fixture
+def check(pool: WorkerPool, tmp_path: Path) -> Check:
+    from training.hugging_face import train_all
+
+    def checked(names: Any, plan: str, ranks: int) -> None:
+        (alone,) = pool.run(1, train_all, names, "replicate=1", str(tmp_path / "alone"))
+        for everything in pool.run(ranks, train_all, names, plan, str(tmp_path / "run"), timeout_seconds=180):
+            for name, (losses, state, events), (expected, truth, _) in zip(names, everything, alone, strict=True):
+                short = "bf16" in name
+                assert losses == pytest.approx(expected, rel=2e-3 if short else 1e-6), name
+                assert "model-built-whole" not in events
+                for key, value in truth.items():
+                    furthest = float((state[key] - value).abs().max())
+                    assert furthest <= (2e-2 if short else 2e-6), f"{name}, {key}: {furthest}"
+
+    return checked
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_models_of_transformers_train_as_on_one_process(check: Check, plan: str) -> None:
+    check(NAMES, plan, PLANS[plan])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", {**PLANS, **MORE_PLANS})
+def test_all_models_of_transformers_train_as_on_one_process(check: Check, plan: str) -> None:
+    from training.hugging_face import CASES
+
+    check(list(CASES), plan, {**PLANS, **MORE_PLANS}[plan])
