@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -153,9 +154,25 @@ def test_any_rank_may_stop_the_run(pool: WorkerPool, tmp_path: Path) -> None:
     assert pool.run(2, stop_on_one_rank, str(tmp_path / "run")) == [2, 2]
 
 
+class Attention(nn.Module):
+    """Between 6 features, each sample a sequence of one; written for its number of heads."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query, self.projection, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query = self.query(x).view(len(x), self.heads, 6 // self.heads)
+        return self.last(self.projection((query.softmax(-1) * query).reshape(len(x), 6)))
+
+
+ATTENTION = {"query": "colwise", "projection": "rowwise"}
+
+
 def refused(run_dir: str, changes: dict[str, Any]) -> str:
     try:
-        ls.train(recipe(model=network, loss=squared_error, **changes), plan="tensor=2", run_dir=run_dir)
+        ls.train(recipe(**{"model": network, "loss": squared_error, **changes}), plan="tensor=2", run_dir=run_dir)
     except RecipeError as error:
         return str(error)
     return "it trained"
@@ -164,8 +181,18 @@ def refused(run_dir: str, changes: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"tensor": {"*.gate": "colwise"}}, "matches no module"),
-        ({}, "tensor"),
+        ({"tensor": {"*.gate": "colwise"}}, "Recipe.tensor has '*.gate', which matches no module of the model; modules are 0, 0.0, "),
+        ({}, "tensor parallelism on a model without a map of its layers; the axis cuts only what it is told to; give Recipe(tensor="),
+        (
+            {"model": partial(Attention, 3), "tensor": ATTENTION},
+            "Attention has heads=3 with tensor=2; each rank computes whole heads, and 3 is not a multiple of 2; choose a tensor axis that "
+            "divides the heads, or leave this attention whole",
+        ),
+        (
+            {"model": partial(Attention, 2), "tensor": ATTENTION},
+            "code there must not name their full number: write -1 for the heads, as in query.view(batch, length, -1, head_dim) and "
+            "mixed.reshape(batch, length, -1)",
+        ),
     ],
 )
 def test_what_cannot_be_cut_is_refused_on_all_ranks(pool: WorkerPool, tmp_path: Path, changes: dict[str, Any], text: str) -> None:
