@@ -70,6 +70,12 @@ def test_a_plan_of_transformers_is_read_with_its_own_names() -> None:
     assert styles_of(model, None, 2) == {"model.up": "colwise", "lm_head": "colwise_gathered", "down": "rowwise_split"}
 
 
+def test_a_plan_of_transformers_may_cut_a_fused_layer_which_lies_by_heads() -> None:
+    model = layers(attention=layers(query_key_value=nn.Linear(8, 24), dense=nn.Linear(8, 8)))
+    model._tp_plan = {"*.query_key_value": "colwise", "*.dense": "rowwise"}  # type: ignore[assignment]
+    assert styles_of(model, None, 2) == {"attention.query_key_value": "colwise", "attention.dense": "rowwise"}
+
+
 def test_a_style_of_transformers_that_is_not_known_is_named() -> None:
     with pytest.raises(
         RecipeError, match=r"has 'model\.up': 'moe_tp_experts', a style that lockstep does not know; known are .*give Recipe"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from functools import cache
 
 import pytest
 
@@ -34,14 +33,18 @@ NAMES = ("gpt2 with dropout", "gpt2's own loss, of cut logits", "llama", "llama,
 Check = Callable[..., None]
 
 
-@pytest.fixture
-def check(pool: WorkerPool, tmp_path: Path) -> Check:
-    from training.hugging_face import train_all
+@pytest.fixture(scope="module")
+def check(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Check:
+    from training.hugging_face import Found, train_all
 
-    def checked(names: Any, plan: str, ranks: int) -> None:
-        (alone,) = pool.run(1, train_all, names, "replicate=1", str(tmp_path / "alone"))
-        for everything in pool.run(ranks, train_all, names, plan, str(tmp_path / "run"), timeout_seconds=180):
-            for name, (losses, state, events), (expected, truth, _) in zip(names, everything, alone, strict=True):
+    def run(names: tuple[str, ...], plan: str, ranks: int) -> list[list[Found]]:
+        return pool.run(ranks, train_all, names, plan, str(tmp_path_factory.mktemp("runs")), timeout_seconds=200)
+
+    alone = cache(lambda names: run(names, "replicate=1", 1)[0])
+
+    def checked(names: tuple[str, ...], plan: str, ranks: int) -> None:
+        for everything in run(names, plan, ranks):
+            for name, (losses, state, events), (expected, truth, _) in zip(names, everything, alone(names), strict=True):
                 short = "bf16" in name
                 assert losses == pytest.approx(expected, rel=2e-3 if short else 1e-6), name
                 assert "model-built-whole" not in events
@@ -62,4 +65,4 @@ def test_models_of_transformers_train_as_on_one_process(check: Check, plan: str)
 def test_all_models_of_transformers_train_as_on_one_process(check: Check, plan: str) -> None:
     from training.hugging_face import CASES
 
-    check(list(CASES), plan, {**PLANS, **MORE_PLANS}[plan])
+    check(tuple(CASES), plan, {**PLANS, **MORE_PLANS}[plan])

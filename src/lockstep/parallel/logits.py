@@ -71,7 +71,7 @@ def whole_of(item: Any) -> Any:
 
 
 def plain(tensor: DTensor) -> Tensor:
-    """This rank's part, with a gradient. Unlike `to_local`, no view, of which FSDP2 would lose its hooks where a user changes it in place."""
+    """This rank's part, with a gradient. No view as that of `to_local`, which loses FSDP2's hooks where a user changes it in place."""
     held: Tensor = _Plain.apply(tensor)  # type: ignore[no-untyped-call]
     return held
 

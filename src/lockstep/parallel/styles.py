@@ -76,10 +76,17 @@ def styles_of(model: nn.Module, given: Mapping[str, str] | None, size: int) -> d
     counts. None: the model's own `tensor_plan`, else the plan that a Hugging Face model brings. A layer that shares its weight with a
     mapped one (tied embeddings) gets the style that fits. `size`: of the axis. Raises `RecipeError`.
     """
-    chosen = _matched(model, *_source(model, given))
+    source, patterns = _source(model, given)
+    chosen = _matched(model, source, patterns)
     _add_tied(model, chosen)
     for name, style in chosen.items():
         _check(model, name, style, size)
+        if source and STYLES[style].gives == "cut" and FUSED.search(name):  # transformers knows how its own layers lie
+            raise RecipeError(
+                f"the style {style!r} for {name!r}, by its name a layer of several matrices one below the other; cut in {size} as one, "
+                "it gives a rank parts of some and none of others; make them layers of their own (query, key and value), or give this one "
+                "'colwise_gathered' and the layer that follows 'rowwise_split'"
+            )
     for name, module in model.named_modules():
         _check_heads(name, module, chosen, size)
     return {name: chosen[name] for name, _ in model.named_modules() if chosen.get(name, "replicated") != "replicated"}
@@ -196,12 +203,6 @@ def _check(model: nn.Module, name: str, style: str, size: int) -> None:
         )
     if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse or module.scale_grad_by_freq):
         raise RecipeError(f"the style {style!r} for {name!r}, an embedding with max_norm, sparse or scale_grad_by_freq; leave it whole")
-    if STYLES[style].gives == "cut" and FUSED.search(name):
-        raise RecipeError(
-            f"the style {style!r} for {name!r}, by its name a layer of several matrices one below the other; cut in {size} as one, "
-            "it gives a rank parts of some and none of others; make them layers of their own (query, key and value), or give this one "
-            "'colwise_gathered' and the layer that follows 'rowwise_split'"
-        )
     for parameter, tensor in module._parameters.items():
         dim = cut_dim(module, parameter, style)
         if tensor is not None and dim is not None and tensor.shape[dim] % size:
