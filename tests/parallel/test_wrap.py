@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lockstep.errors import RecipeError
 from lockstep.parallel.wrap import compile_forward, recompute
 
 
@@ -93,6 +94,40 @@ def test_names_and_keywords_stay():
     x = torch.randn(2, 16)
     with torch.no_grad():
         assert torch.equal(model(x, scale=0.0), x)
+
+
+class Cache:
+    """As far as it matters, that of transformers: each forward of a block lengthens it."""
+
+    __module__ = "transformers.cache_utils"
+
+    def __init__(self) -> None:
+        self.keys: list[Tensor] = []
+
+    def get_seq_length(self) -> int:
+        return sum(keys.shape[0] for keys in self.keys)
+
+
+class Remembers(nn.Linear):
+    def forward(self, x: Tensor, past_key_values: Cache | None = None) -> Tensor:
+        keys = [super().forward(x)]
+        if past_key_values is not None:
+            past_key_values.keys += keys
+            keys = past_key_values.keys
+        return torch.cat(keys).square()
+
+
+def test_a_block_that_is_computed_again_is_not_given_a_cache_to_lengthen():
+    block = Remembers(4, 4)
+    recompute(block, "full")
+    cache = Cache()
+    block(torch.ones(2, 4), past_key_values=cache).sum().backward()
+    assert not cache.keys
+    with torch.no_grad():
+        block(torch.ones(2, 4), past_key_values=cache)
+    assert cache.get_seq_length() == 2
+    with pytest.raises(RecipeError, match=r"given a cache of 2 keys \(a Cache\) .*use_cache=False, or choose checkpointing=none"):
+        block(torch.ones(2, 4), past_key_values=cache)
 
 
 @pytest.mark.slow
