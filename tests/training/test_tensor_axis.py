@@ -223,7 +223,7 @@ class Gradients(ls.Hook):
         self.seen: list[tuple[float, bool]] = []
 
     def on_step(self, run: Any) -> None:
-        (pair,) = run.session._pairs
+        (pair,) = run.session.pairs
         self.seen.append((pair.loss_scale.value, all(bool(torch.isfinite(held(gradient)).all()) for gradient in pair.gradients())))
 
 
