@@ -197,7 +197,7 @@ def weightless(model: nn.Module, batch: Sequence[Tensor]) -> ls.Loss:
 
 class Scale(Standing):
     def now(self) -> dict[str, Any]:
-        (pair,) = self.run.session._pairs
+        (pair,) = self.run.session.pairs
         return {**super().now(), "scale": pair.loss_scale.value}
 
 
