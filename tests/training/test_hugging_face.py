@@ -10,9 +10,10 @@ import pytest
 
 from lockstep.testing.pool import WorkerPool
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None, reason="transformers is not installed (pip install -e .[dev])"
-)
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed (pip install -e .[dev])"),
+    pytest.mark.timeout(300),  # on a busy machine, importing transformers alone takes half a minute
+]
 
 PLANS = {
     "replicate=2": 2,
