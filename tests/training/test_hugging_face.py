@@ -62,6 +62,7 @@ def test_models_of_transformers_train_as_on_one_process(check: Check, plan: str)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("plan", {**PLANS, **MORE_PLANS})
 def test_all_models_of_transformers_train_as_on_one_process(check: Check, plan: str) -> None:
     from training.hugging_face import CASES
