@@ -38,6 +38,7 @@ from lockstep.training.pair import Pair
 from lockstep.training.recorder import Pace, Recorder
 from lockstep.training.source import Length, Microbatches, from_data, from_indices
 from lockstep.training.step import Step
+from lockstep.training.traced import Traced, TracedPair, TracedStep
 from lockstep.watch.fingerprint import fingerprint
 
 _OVERFLOWS_TO_TELL = 8
@@ -70,7 +71,8 @@ class Session:
             raise PlanError(f"plan={plan!r} (a {type(plan).__name__}); it is an ls.Plan, or text such as 'replicate=2,numerics=bitwise'")
         self.seed = seed
         self.log_every = log_every
-        self.precision = precision
+        self._traced = Traced.read(os.environ)
+        self.precision = precision if self._traced is None else self._traced.precision(precision)
         self._given_plan = Plan.parse(plan) if isinstance(plan, str) else plan
         self._given_run_dir = run_dir
         self._recipe = recipe
@@ -174,6 +176,8 @@ class Session:
                 f"a second session.prepare with pipeline={self.plan.pipeline}; a pipeline computes one model's stages; use another "
                 "plan, or make the two one model"
             )
+        if self._traced is not None:
+            build_model = self._traced.factory(build_model)
         built = Built.of(build_model, key(self.seed, Stream.MODEL, len(self.pairs)), self.mesh)
         if built.reason is not None:
             self.event("model-built-whole", reason=built.reason)
@@ -193,8 +197,9 @@ class Session:
         for optimizer in made:
             separate_meshes(optimizer)
             optimizers.allocate_state(optimizer)
+        kind = Pair if self._traced is None else TracedPair
         self.pairs.append(
-            Pair(
+            kind(
                 model,
                 optimizers.trainable(model),
                 made,
@@ -225,9 +230,13 @@ class Session:
         """
         check_batch(global_batch, microbatch)
         check_length(steps, epochs)
-        check_microbatch_is_fixed(self.plan, global_batch, microbatch)
         if not self.pairs:
             raise RecipeError("session.steps before session.prepare; a step needs a model and an optimizer; prepare them first")
+        if self._traced is not None:
+            self._stack.callback(self._traced.close)
+            facts = {"global_batch": global_batch, "precision": self.precision}
+            microbatch = self._traced.begin(self.pairs, self.plan, microbatch, facts)
+        check_microbatch_is_fixed(self.plan, global_batch, microbatch)
         if data is not None:
             check_dataset("data", data)
         length = Length(
@@ -252,6 +261,7 @@ class Session:
         self.recorder.show(length.steps)
         unread: list[Outcome] = []
         terms: list[str] | None = None
+        kind = Step if self._traced is None else TracedStep
         for source in sources:
             if weight is not None:
                 terms = source.weigh(weight, terms)
@@ -261,7 +271,7 @@ class Session:
             if len(self.pairs) > 1:
                 source.keep()
             logs = (source.step + 1) % self.log_every == 0 or source.step + 1 == length.steps
-            step = Step(source.step, source, self.pairs, self.mesh, logs=logs, wants_to_stop=lambda: self._wants_to_stop is not None)
+            step = kind(source.step, source, self.pairs, self.mesh, logs=logs, wants_to_stop=lambda: self._wants_to_stop is not None)
             self._step = step
             yield step
             self._check_committed(step)

@@ -132,7 +132,7 @@ class Runner:
 
     def _command(self, job: Job, run_dir: Path) -> list[str]:
         start = [sys.executable, "-m", "lockstep", "run", "--nproc", str(job.processes), "--plan", str(job.plan), "--run-dir", str(run_dir)]
-        return [*start, "-m", "lockstep.verify.entry", *self._script]
+        return [*start, *self._script]
 
 
 def _environment(job: Job, trace: Path) -> dict[str, str]:
