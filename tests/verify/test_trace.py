@@ -72,6 +72,13 @@ def test_the_signs_are_fair_and_pinned() -> None:
     assert [int(value) for value in project(np.array([1.0]), 0, 0)] == [-1, -1, -1, 1, 1, 1, -1, 1]
 
 
+def test_a_projection_rounds_no_more_than_float64_does() -> None:
+    values = np.abs(np.random.default_rng(0).standard_normal(20_000))
+    signs = np.array([project(np.ones(1), 7, number) for number in range(len(values))])
+    exact = [math.fsum((values * column).tolist()) for column in signs.T]
+    assert np.max(np.abs(project(values, 7, 0) - exact)) < 1e-15 * np.linalg.norm(values)
+
+
 @pytest.mark.parametrize(
     "tensor",
     [
