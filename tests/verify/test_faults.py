@@ -179,6 +179,8 @@ def test_float64_sees_what_rounding_hides(right: Any, tmp_path: Path) -> None:
     scaled = yardstick.in_float64(exact, twins, scale=4 * EPS_RATIO, margin=4)
     right_plan = compare(exact, Engine(tmp_path / "right", ranks=2, steps=1, float64=True).run(), scaled, bitwise=False)
     assert right_plan.findings == []
-    wrong = compare(exact, SmallFactor(tmp_path / "wrong", ranks=2, steps=1, float64=True).run(), scaled, bitwise=False)
+    trace = SmallFactor(tmp_path / "wrong", ranks=2, steps=1, float64=True).run()
+    wrong = compare(exact, trace, scaled, bitwise=False)
     assert wrong.findings[0].check == "gradients"
     assert wrong.findings[0].ratio > 1e3
+    assert "mean of means" not in (likely_cause(Evidence(exact, trace, wrong.findings)) or "")

@@ -112,7 +112,10 @@ def test_a_wrong_plan_fails_and_the_right_one_beside_it_does_not(tmp_path: Path)
     wrong, right = report.verdicts
     assert (wrong.passed, right.passed, report.passed) == (False, True, False)
     assert wrong.failure is not None
-    assert wrong.failure.text().startswith("step 0: gradient 'last.bias', ")
+    assert wrong.failure.text() == "step 0: gradient 'last.bias': off by 0.5 of its size, 1.05e+06 × rounding"
+    assert wrong.row(10.0) == (wrong.plan, "2", "fails", "10 × rounding", "1.05e+06 × rounding", "gradient last.bias, step 0")
+    assert right.row(10.0)[2] == "passes"
+    assert report.summary() == "1 of 2 plans not shown to train the same model as one process"
     assert "divided by the number of processes once too often" in str(wrong.failure.cause)
     found = json.loads(json.dumps(report.as_json(), allow_nan=False))
     assert (found["passed"], found["plans"][0]["failure"]["name"], found["plans"][0]["failure"]["step"]) == (False, "last.bias", 0)
@@ -128,6 +131,7 @@ def test_what_only_float64_sees_fails_too(tmp_path: Path) -> None:
     (verdict,) = verify(InProcess(tmp_path / "a", of_plan(TooSmall)), wanted("replicate=2")).verdicts
     assert verdict.failure is not None
     assert verdict.failure.text().endswith("(in float64)")
+    assert verdict.row(10.0)[5].endswith("(float64)")
     assert verify(InProcess(tmp_path / "b", of_plan(TooSmall)), wanted("replicate=2", float64=False)).passed
 
 
@@ -203,6 +207,8 @@ def test_the_same_batch_cut_otherwise_has_the_same_gradient(tmp_path: Path, kind
     assert [job.name for job in runner.jobs if job.name.startswith("micro")] == ["microbatch-4", "microbatch-2"]
     assert report.verdicts[0].passed
     assert (report.recipe is None) == report.passed == passes
+    said = "every plan trains the same model as one process"
+    assert report.summary() == said + ("" if passes else ", but the loss depends on how a batch is cut into microbatches")
     if report.recipe is not None:
         assert (report.recipe.finding.step, report.recipe.finding.name) == (0, "last.bias")
         assert "the loss is not a sum over samples: cut into microbatches of 2 instead of 4" in str(report.recipe.cause)

@@ -6,13 +6,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from importlib.machinery import PathFinder
 
 import click
 
-from lockstep.errors import LaunchError
 from lockstep.launch.count import count_processes
 from lockstep.launch.environment import check_run_dir
+from lockstep.launch.script import check_module, check_script
 from lockstep.plan import Plan
 
 
@@ -41,9 +40,9 @@ def command(nproc: str, plan: str | None, run_dir: str | None, is_module: bool, 
     parsed = Plan.parse(plan) if plan is not None else None
     check_run_dir(run_dir, "--run-dir")
     if is_module:
-        _check_module(script)
+        check_module(script)
     else:
-        _check_script(script)
+        check_script(script)
     count = count_processes(nproc, parsed, _count_gpus, name="--nproc ")
 
     from lockstep.launch.local import run_workers  # imports torch: after all that can be checked without it
@@ -60,21 +59,6 @@ def command(nproc: str, plan: str | None, run_dir: str | None, is_module: bool, 
     if report:
         print(f"lockstep: {report}", file=sys.stderr)
     return ending.status
-
-
-def _check_script(script: str) -> None:
-    if not os.path.exists(script):
-        raise LaunchError(f"{script!r} is not there; SCRIPT is the path of a Python file; correct it, or give -m before a module's name")
-    if not os.path.isfile(script):
-        raise LaunchError(f"{script!r} is a directory; SCRIPT is the path of a Python file; name the file in it")
-    if not os.access(script, os.R_OK):
-        raise LaunchError(f"{script!r} cannot be read; SCRIPT is the path of a Python file; give yourself the right to read it")
-
-
-def _check_module(name: str) -> None:
-    top = name.partition(".")[0]
-    if top not in sys.builtin_module_names and PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is None:
-        raise LaunchError(f"no module named {name!r}; -m takes the name of a module that Python can import from here; correct the name")
 
 
 def _count_gpus() -> int:

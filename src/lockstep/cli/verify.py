@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lockstep.cli.run import _check_module, _check_script
 from lockstep.errors import USER_ERROR_STATUS, LaunchError
+from lockstep.launch.script import check_module, check_script
 from lockstep.verify.twins import parse_plans
 
 if TYPE_CHECKING:
@@ -79,9 +79,9 @@ def command(
     """
     parsed = parse_plans(plans, bitwise=bitwise)
     if is_module:
-        _check_module(script)
+        check_module(script)
     else:
-        _check_script(script)
+        check_script(script)
     if html is not None and not Path(html).absolute().parent.is_dir():
         raise LaunchError(f"--html {html}; its directory is not there; name a file in a directory that is")
 
@@ -149,32 +149,25 @@ def show(report: Report) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from lockstep.verify.verdict import COLUMNS, ROUNDING
+
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     table = Table(title=f"{report.script}: {report.steps} steps against one process", title_justify="left")
-    for name, justify in (("plan", "left"), ("processes", "right"), ("held to", "left"), ("verdict", "left"), ("worst", "right")):
-        table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
-    table.add_column("where")
+    for name in COLUMNS:
+        table.add_column(name, justify="right" if name == "processes" else "left", overflow="fold", no_wrap=name == "plan")
     for verdict in report.verdicts:
-        said = "passes" if verdict.passed else "fails" if verdict.ran else "did not run"
-        colour = "green" if verdict.passed else "red"
-        worst, where = _worst(verdict, report.limit)
-        held_to = "every bit" if verdict.bitwise else f"{report.limit:g} x rounding"
-        table.add_row(verdict.plan, str(verdict.processes), held_to, Text(said, style=colour), worst, where)
+        table.add_row(*verdict.row(report.limit), style=None if verdict.passed else "red")
     console.print(table)
+    console.print(Text(report.summary(), style="green" if report.passed else "red"))
     for verdict in report.verdicts:
         for line in _lines(verdict):
             console.print(Text(line))
     if report.recipe is not None:
-        console.print(Text(f"recipe: {report.recipe.text()}\n  likely cause: {report.recipe.cause}"))
+        console.print(Text(f"the same batch cut into other microbatches: {report.recipe.text()}\n  {report.recipe.why()}"))
     for remark in report.remarks:
         console.print(Text(f"note: {remark}"))
-
-
-def _worst(verdict: Verdict, limit: float) -> tuple[str, str]:
-    worst = verdict.worst
-    if worst is None:
-        return ("same bits" if verdict.ran else "", "")
-    return f"{worst.ratio:.3g}", f"{worst.check} {worst.name} at step {worst.step}".replace("  ", " ")
+    if not all(verdict.bitwise for verdict in report.verdicts):
+        console.print(Text(ROUNDING, style="dim"))
 
 
 def _lines(verdict: Verdict) -> Iterator[str]:
@@ -182,7 +175,7 @@ def _lines(verdict: Verdict) -> Iterator[str]:
         yield f"{verdict.plan}: the run failed (exit status {verdict.status}):\n{verdict.error}"
     if verdict.failure is not None:
         yield f"{verdict.plan}: {verdict.failure.text()}"
-        yield f"  likely cause: {verdict.failure.cause or 'no known pattern; compare the gradients of the first step (--keep DIR)'}"
+        yield f"  {verdict.failure.why()}"
     for remark in verdict.remarks:
         yield f"  note, {verdict.plan}: {remark}"
 

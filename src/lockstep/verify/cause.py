@@ -196,7 +196,7 @@ def _shares(evidence: Evidence, sums: dict[int, Vector], target: Vector, what: s
     """What multiple of each rank's own sum the target is."""
     ranks = [r for r in sums if np.any(sums[r])]
     shares = _least_squares([sums[r] for r in ranks], target)
-    if shares is None or len(ranks) < 2:
+    if shares is None or len(ranks) < 2 or all(abs(share - 1) <= EXACT for share in shares):
         return None
     one_hot = [r for r, share in zip(ranks, shares, strict=True) if abs(share) > EXACT]
     if len(one_hot) == 1:

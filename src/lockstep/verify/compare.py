@@ -49,7 +49,7 @@ ORDER: tuple[Check, ...] = (
 """Which of several findings at one step comes first."""
 SAID: Mapping[Check, str] = {
     "initial": "initial value",
-    "samples": "samples",
+    "samples": "other samples",
     "microbatch": "gradient of one microbatch",
     "missing": "gradient (there on one side only)",
     "gradients": "gradient",
@@ -247,7 +247,7 @@ def _sums(side: _Side, step: int) -> Iterator[Finding]:
             away, unit = sum_error(mark, leaves, gain)
             unit = max(unit, units.get(name, 0.0))
             if not away <= SUM_LIMIT * unit:
-                ratio = away / unit if unit else math.inf
+                ratio = side.limit / SUM_LIMIT * away / unit if unit else math.inf  # so that a ratio above `limit` fails, as elsewhere
                 yield Finding(step=step, check="sum", name=name, rank=rank, ratio=ratio, relative=away / (mark.norm or 1.0))
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from lockstep.verify.verdict import Report, Verdict
+from lockstep.verify.verdict import COLUMNS, Report, Verdict
 
 WIDTH, HEIGHT = 320, 180
 LEFT, RIGHT, TOP, BOTTOM = 46, 8, 10, 24
@@ -23,8 +23,9 @@ body { background: var(--ground); color: var(--text); font: 15px/1.5 system-ui, 
 body { margin: 2rem auto; max-width: 68rem; padding: 0 1rem }
 h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin: 2rem 0 .3rem }
 table { border-collapse: collapse; width: 100% } th, td { border-bottom: 1px solid var(--line); padding: .3rem .6rem; text-align: left }
-td.number { text-align: right; font-variant-numeric: tabular-nums }
+td.number, th.number { text-align: right; font-variant-numeric: tabular-nums }
 .good { color: var(--good) } .bad { color: var(--bad) } .faint { color: var(--faint) }
+.wide { overflow-x: auto }
 .charts { display: flex; flex-wrap: wrap; gap: 1rem } figure { margin: 0 } figcaption { color: var(--faint); font-size: .85rem }
 svg text { fill: var(--faint); font-size: 10px }
 pre { overflow-x: auto; background: color-mix(in srgb, var(--line) 30%, transparent); padding: .6rem }
@@ -34,17 +35,17 @@ pre { overflow-x: auto; background: color-mix(in srgb, var(--line) 30%, transpar
 def page(report: Report) -> str:
     """The whole HTML document."""
     title = f"lockstep verify {report.script}"
-    said = "every plan trains the same model as one process" if report.passed else "not every plan trains the same model"
     parts = [
         f"<h1>{escape(title)}</h1>",
-        f'<p><strong class="{_colour(report.passed)}">{said}</strong>, over {report.steps} steps.</p>',
+        f'<p>{report.steps} steps: <strong class="{_colour(report.passed)}">{report.summary()}</strong>.</p>',
         _table(report),
         _recipe(report),
         *(f'<p class="faint">{escape(remark)}</p>' for remark in report.remarks),
         *(_plan(report, verdict) for verdict in report.verdicts),
-        "<h2>How to read it</h2><p>A curve is the distance from the run on one process, all tensors pooled, relative to their size. The "
-        "band is how far apart runs on one process come that differ by noise of one unit in the last place: rounding alone does that to "
-        f"this model. A curve in or near the band is right; a plan fails where some tensor is more than {report.limit:g} times as far.</p>",
+        "<h2>How to read it</h2><p>A curve is the distance from the run on one process, all tensors pooled, relative to their size. On the "
+        "lower edge it is zero: the same bits. The band is how far apart runs on one process come that differ by noise of one unit in the "
+        "last place: rounding alone does that to this model. A curve in, near or below the band is right; a plan fails where some tensor "
+        f"is more than {report.limit:g} times as far, and a bitwise one where any bit differs.</p>",
     ]
     head = f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
     head += '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">'
@@ -54,24 +55,19 @@ def page(report: Report) -> str:
 def _table(report: Report) -> str:
     rows = []
     for verdict in report.verdicts:
-        worst = verdict.worst
-        closest = "" if not verdict.ran else "same bits" if worst is None else f"{worst.ratio:.3g}"
-        where = "" if worst is None else f"{worst.check} {worst.name}, step {worst.step}"
-        said = "passes" if verdict.passed else "fails" if verdict.ran else "did not run"
-        held_to = "every bit" if verdict.bitwise else f"{report.limit:g} × rounding"
-        rows.append(
-            f'<tr><td>{escape(verdict.plan)}</td><td class="number">{verdict.processes}</td><td>{held_to}</td>'
-            f'<td class="{_colour(verdict.passed)}">{said}</td><td class="number">{closest}</td><td>{escape(where)}</td></tr>'
-        )
-    head = "<tr><th>plan</th><th>processes</th><th>held to</th><th>verdict</th><th>worst</th><th>where</th></tr>"
-    return f"<table>{head}{''.join(rows)}</table>"
+        plan, processes, said, *rest = map(escape, verdict.row(report.limit))
+        cells = f'<td>{plan}</td><td class="number">{processes}</td><td class="{_colour(verdict.passed)}">{said}</td>'
+        rows.append(f"<tr>{cells}{''.join(f'<td>{cell}</td>' for cell in rest)}</tr>")
+    head = "".join(f'<th class="number">{name}</th>' if name == "processes" else f"<th>{name}</th>" for name in COLUMNS)
+    return f'<div class="wide"><table><tr>{head}</tr>{"".join(rows)}</table></div>'
 
 
 def _recipe(report: Report) -> str:
     if report.recipe is not None:
-        return f'<p class="bad">Recipe: {escape(report.recipe.text())}</p><p>{escape(report.recipe.cause or "")}</p>'
+        said = f'<p class="bad">The same batch cut into other microbatches: {escape(report.recipe.text())}</p>'
+        return f"{said}<p>{escape(report.recipe.why())}</p>"
     if report.recipe_checked:
-        return '<p><span class="good">Recipe:</span> the same batch cut into other microbatches has the same gradient.</p>'
+        return "<p>The same batch cut into other microbatches has the same gradient.</p>"
     return ""
 
 
@@ -81,7 +77,7 @@ def _plan(report: Report, verdict: Verdict) -> str:
         parts.append(f'<p class="bad">The run failed (exit status {verdict.status}).</p><pre>{escape(verdict.error)}</pre>')
     if verdict.failure is not None:
         parts.append(f'<p class="bad">{escape(verdict.failure.text())}</p>')
-        parts.append(f"<p>Likely cause: {escape(verdict.failure.cause or 'no known pattern')}</p>")
+        parts.append(f"<p>{escape(verdict.failure.why())}</p>")
     parts += [f'<p class="faint">{escape(remark)}</p>' for remark in verdict.remarks]
     if verdict.comparisons:
         curves = verdict.comparisons[0].curves
@@ -104,7 +100,7 @@ def chart(title: str, curve: Sequence[float], band: Sequence[tuple[float, float]
         return HEIGHT - BOTTOM - (HEIGHT - BOTTOM - TOP) * min(1.0, max(0.0, place))
 
     parts = []
-    for power in range(low, high + 1, max(1, (high - low) // 4)):
+    for power in range(low, high + 1, -(-(high - low) // 4)):
         at = y(10.0**power)
         parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}" stroke="var(--line)"/>')
         parts.append(f'<text x="{LEFT - 5}" y="{at + 3:.1f}" text-anchor="end">1e{power}</text>')

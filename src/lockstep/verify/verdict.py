@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,8 @@ COMPUTE_EPS = {"fp32": EPS["float32"], "bf16": EPS["bfloat16"], "fp16": EPS["flo
 FLOAT64_MARGIN = 4.0
 """Noise shrinks with the type's precision but not exactly so."""
 
+COLUMNS = ("plan", "processes", "verdict", "may differ by", "differs by", "where")
+ROUNDING = "rounding: how far apart runs on one process come that differ by noise of one unit in the last place"
 
 CUT_FLOOR = 1e-9
 CUT_ULPS = 100.0
@@ -42,9 +45,13 @@ class Failure:
         what = SAID[finding.check] + (f" {finding.name!r}" if finding.name else "")
         where = f" on rank {finding.rank}" if finding.rank else ""
         who = f", microbatch {', '.join(map(str, finding.microbatches))}" if finding.microbatches else ""
-        size = f", {finding.ratio:.3g} times the yardstick" if finding.ratio < float("inf") else ""
-        relative = f", {finding.relative:.2g} of its size" if finding.relative < float("inf") else ""
-        return f"{when}: {what}{where}{who}{size}{relative}" + (" (in float64)" if self.float64 else "")
+        sizes = [f"{finding.relative:.2g} of its size"] if math.isfinite(finding.relative) else []
+        sizes += [f"{finding.ratio:.3g} × rounding"] if math.isfinite(finding.ratio) else []
+        off = f": off by {', '.join(sizes)}" if sizes else ""
+        return f"{when}: {what}{where}{who}{off}" + (" (in float64)" if self.float64 else "")
+
+    def why(self) -> str:
+        return f"likely cause: {self.cause or 'no known pattern; compare the gradients of the first step (--keep DIR)'}"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -74,6 +81,18 @@ class Verdict:
         found = [each.worst for each in self.comparisons if each.worst is not None]
         return max(found, key=lambda finding: finding.ratio, default=None)
 
+    def row(self, limit: float) -> tuple[str, ...]:
+        """What tables say of it, column by column as in `COLUMNS`."""
+        said = "passes" if self.passed else "fails" if self.ran else "did not run"
+        allowed = "same bits" if self.bitwise else f"{limit:g} × rounding"
+        finding = self.worst if self.failure is None else self.failure.finding
+        if finding is None:
+            return self.plan, str(self.processes), said, allowed, "same bits" if self.ran else "", ""
+        size = f"{finding.ratio:.3g} × rounding" if math.isfinite(finding.ratio) else ""
+        where = f"{SAID[finding.check]} {finding.name}".rstrip() + (f", step {finding.step}" if finding.step >= 0 else "")
+        where += " (float64)" if self.failure is not None and self.failure.float64 else ""
+        return self.plan, str(self.processes), said, allowed, size, where
+
 
 @dataclass(kw_only=True, slots=True)
 class Report:
@@ -93,6 +112,14 @@ class Report:
     @property
     def passed(self) -> bool:
         return self.recipe is None and all(verdict.passed for verdict in self.verdicts)
+
+    def summary(self) -> str:
+        """What it comes to, in one line."""
+        failed = sum(not verdict.passed for verdict in self.verdicts)
+        if failed:
+            return f"{failed} of {len(self.verdicts)} plans not shown to train the same model as one process"
+        said = "every plan trains the same model as one process"
+        return said if self.recipe is None else f"{said}, but the loss depends on how a batch is cut into microbatches"
 
     def as_json(self) -> dict[str, Any]:
         return {

@@ -1,0 +1,26 @@
+"""What a launcher is asked to run: is it there? Checked before anything starts."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.machinery import PathFinder
+
+from lockstep.errors import LaunchError
+
+
+def check_script(script: str) -> None:
+    """Raises `LaunchError` unless it is the path of a file that can be read."""
+    if not os.path.exists(script):
+        raise LaunchError(f"{script!r} is not there; SCRIPT is the path of a Python file; correct it, or give -m before a module's name")
+    if not os.path.isfile(script):
+        raise LaunchError(f"{script!r} is a directory; SCRIPT is the path of a Python file; name the file in it")
+    if not os.access(script, os.R_OK):
+        raise LaunchError(f"{script!r} cannot be read; SCRIPT is the path of a Python file; give yourself the right to read it")
+
+
+def check_module(name: str) -> None:
+    """Raises `LaunchError` where Python finds no such module from the working directory. Only its top package is looked for."""
+    top = name.partition(".")[0]
+    if top not in sys.builtin_module_names and PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is None:
+        raise LaunchError(f"no module named {name!r}; -m takes the name of a module that Python can import from here; correct the name")

@@ -1,0 +1,143 @@
+"""Sessions that write the trace that their environment asks for: alike under every plan, up to the step asked for, and no others."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from training.subjects import network, recipe, rows, sgd
+
+import lockstep as ls
+from lockstep.testing.pool import WorkerPool
+from lockstep.training.step import Pair, Step
+from lockstep.verify import records
+from lockstep.verify.compare import compare
+from lockstep.verify.yardstick import Yardstick, distance
+from lockstep.watch.tracing import Tracing
+
+
+class Seen(ls.Hook):
+    """The steps that hooks were told of."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def on_step(self, run: Any) -> None:
+        self.steps.append(run.step)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+
+
+def errors(output: Tensor, batch: Sequence[Tensor]) -> Tensor:
+    return (output - batch[2]).abs().mean(1)
+
+
+def summed(output: Tensor, batch: Sequence[Tensor]) -> ls.Loss:
+    """Its weight is known only to the forward."""
+    return ls.Loss(((output - batch[2]) ** 2).sum(), (batch[0] % 3 + 1).sum())
+
+
+def train(plan: str, folder: str, changes: dict[str, Any], tracing: dict[str, Any]) -> list[int]:
+    """As `lockstep verify` starts it. Returns what hooks saw before the process would have ended."""
+    seen = Seen()
+    made = recipe(**{"optimizer": adamw, "loss": summed, "inputs": lambda batch: batch[1], "steps": 5, **changes})
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in Tracing(folder=Path(folder), **tracing).variables().items():
+            patch.setenv(name, value)
+        with pytest.raises(SystemExit, check=lambda ended: ended.code == 0):
+            ls.train(made, plan=plan, run_dir=f"{folder}/run", hooks=[seen])
+    torch.set_default_dtype(torch.float32)
+    return seen.steps
+
+
+def traced(pool: WorkerPool, path: Path, processes: int, plan: str, **given: Any) -> tuple[records.Trace, list[list[int]]]:
+    folder = path / plan
+    folder.mkdir()
+    seen = pool.run(processes, train, plan, str(folder), given.pop("changes", {}), given)
+    (trace,) = records.read(folder)
+    return trace, seen
+
+
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
+def test_a_plan_writes_the_trace_that_one_process_writes(pool: WorkerPool, tmp_path: Path, plan: str) -> None:
+    alone, _ = traced(pool, tmp_path, 1, "replicate=1,numerics=bitwise", steps=3, changes={"clip_norm": 0.1})
+    trace, seen = traced(pool, tmp_path, 2, f"{plan},numerics=bitwise", steps=3, changes={"clip_norm": 0.1})
+    assert seen == [[1, 2]] * 2
+    assert trace.steps == 3
+    assert sorted(trace.ranks) == ([0, 1] if plan == "replicate=2" else [0])
+    comparison = compare(alone, trace, Yardstick(alone, []), bitwise=True)
+    assert (comparison.findings, comparison.worst) == ([], None)
+    assert [m.rank for m in trace.of_step(0)] == ([0, 0, 1, 1] if plan == "replicate=2" else [0, 1, 0, 1])
+    assert all((m.gradients is None) == (plan == "shard=2") for m in trace.microbatches)
+    assert trace.facts["microbatch"] == 4
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_microbatches_add_up_to_the_gradient_that_is_written(pool: WorkerPool, tmp_path: Path, precision: str) -> None:
+    trace, _ = traced(pool, tmp_path, 1, "replicate=1", steps=2, changes={"precision": precision})
+    for number, step in enumerate(trace.first.steps):
+        parts = [m.gradients for m in trace.of_step(number) if m.gradients is not None]
+        for name, mark in step.tensors["gradients"].items():
+            leaves = [leaf.projection for part in parts if (leaf := part[name]) is not None]
+            assert len(leaves) == 4
+            assert mark is not None
+            assert step.gain * sum(leaves) == pytest.approx(mark.projection, rel=1e-3, abs=1e-3 * mark.norm)
+    assert trace.first.steps[0].gain != 1.0
+
+
+def test_what_makes_a_run_a_twin(pool: WorkerPool, tmp_path: Path) -> None:
+    changes = {"precision": "bf16", "evaluation": ls.Evaluation(data=rows(8), every=1, metrics={"error": ls.Mean(errors)})}
+    twin = {"steps": 1, "float64": True, "microbatch": 8, "eval_mode": True, "noise": 1}
+    trace, seen = traced(pool, tmp_path, 1, "replicate=1", **twin, changes={"model": dropping, **changes})
+    plain, _ = traced(pool, tmp_path, 1, "replicate=1,numerics=fast", steps=1, changes={"model": dropping, **changes})
+    assert seen == [[]]
+    assert {name: trace.facts[name] for name in ("precision", "microbatch", "islands")} == {
+        "precision": "fp32",
+        "microbatch": 8,
+        "islands": [],
+    }
+    assert [m.drew for m in trace.microbatches] == [False, False]
+    assert [m.drew for m in plain.microbatches] == [True] * 4
+    twins, own = trace.first.initial["parameters"], plain.first.initial["parameters"]
+    assert {mark.dtype for mark in twins.values() if mark is not None} == {"float64"}
+    assert 0 < max(distance(twins[name], own[name]) for name in own) < 1e-13
+
+
+def dropping() -> nn.Module:
+    return nn.Sequential(network(), nn.Dropout(0.5))
+
+
+def train_two(folder: Path) -> None:
+    with ls.Session(run_dir=str(folder / "run")) as session:
+        pairs = [session.prepare(network, sgd) for _ in range(2)]
+        for step in session.steps(rows(48), global_batch=16, microbatch=4, steps=9):
+            for model, optimizer in pairs:
+                for batch in step.microbatches():
+                    step.backward((model(batch[1]) - batch[2]).square().mean(), optimizer)
+                step.commit(optimizer)
+
+
+def test_two_pairs_have_a_trace_each_and_end_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in Tracing(folder=tmp_path, steps=2).variables().items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit):
+        train_two(tmp_path)
+    assert [(trace.pair, trace.steps, len(trace.microbatches)) for trace in records.read(tmp_path)] == [(0, 2, 8), (1, 2, 8)]
+
+
+def test_a_session_that_nobody_verifies_is_of_plain_steps(tmp_path: Path) -> None:
+    assert "LOCKSTEP_TRACE" not in os.environ
+    with ls.Session(run_dir=str(tmp_path / "run")) as session:
+        model, _ = session.prepare(network, sgd)
+        for step in session.steps(rows(16), global_batch=16, microbatch=8, steps=1):
+            assert (type(step), [type(pair) for pair in session._pairs]) == (Step, [Pair])
+            for batch in step.microbatches():
+                step.backward((model(batch[1]) - batch[2]).square().mean())
+            step.commit()
