@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -236,7 +236,3 @@ def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterable[tuple
         for what, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
                 yield f"{name}/{what}", value
-
-
-def traces(kind: type[Engine], folder: Path, **given: Any) -> Trace:
-    return kind(folder, **given).run()
