@@ -14,7 +14,8 @@ from training.subjects import network, recipe, rows, sgd
 
 import lockstep as ls
 from lockstep.testing.pool import WorkerPool
-from lockstep.training.step import Pair, Step
+from lockstep.training.pair import Pair
+from lockstep.training.step import Step
 from lockstep.verify import records
 from lockstep.verify.compare import compare
 from lockstep.verify.yardstick import Yardstick, distance
@@ -140,7 +141,7 @@ def test_a_session_that_nobody_verifies_is_of_plain_steps(tmp_path: Path) -> Non
     with ls.Session(run_dir=str(tmp_path / "run")) as session:
         model, _ = session.prepare(network, sgd)
         for step in session.steps(rows(16), global_batch=16, microbatch=8, steps=1):
-            assert (type(step), [type(pair) for pair in session._pairs]) == (Step, [Pair])
+            assert (type(step), [type(pair) for pair in session.pairs]) == (Step, [Pair])
             for batch in step.microbatches():
                 step.backward((model(batch[1]) - batch[2]).square().mean())
             step.commit()
