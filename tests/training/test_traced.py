@@ -80,6 +80,23 @@ def test_a_plan_writes_the_trace_that_one_process_writes(pool: WorkerPool, tmp_p
     assert trace.facts["microbatch"] == 4
 
 
+@pytest.mark.parametrize(("plan", "processes", "writers"), [("pipeline=2", 2, [0, 1]), ("replicate=2,pipeline=2", 4, [0, 2])])
+def test_the_stages_of_a_pipeline_write_the_model_between_them(
+    pool: WorkerPool, tmp_path: Path, plan: str, processes: int, writers: list[int]
+) -> None:
+    alone, _ = traced(pool, tmp_path, 1, "replicate=1", steps=2, changes={"clip_norm": 0.1})
+    trace, seen = traced(pool, tmp_path, processes, plan, steps=2, changes={"clip_norm": 0.1})
+    assert seen == [[1]] * processes
+    comparison = compare(alone, trace, Yardstick(alone, []), bitwise=False)
+    assert comparison.findings == []
+    assert trace.first.initial["parameters"].keys() == alone.first.initial["parameters"].keys()
+    assert {path.name for path in (tmp_path / plan).glob("step-00000-gradients-*")} == {
+        f"step-00000-gradients-0-{rank}.safetensors" for rank in writers
+    }
+    exact, _ = traced(pool, tmp_path, processes, f"{plan},schedule=gpipe", steps=1, float64=True)
+    assert {mark.dtype for mark in exact.first.steps[0].tensors["gradients"].values() if mark is not None} == {"float64"}
+
+
 def test_microbatches_add_up_to_the_gradient_that_is_written(pool: WorkerPool, tmp_path: Path) -> None:
     norms = []
     for precision in ("fp32", "fp16"):

@@ -79,13 +79,19 @@ class Traced:
         for number, pair in enumerate(_traced(pairs)):
             if pair.committed == 0:
                 pair.begin(self, number)
+                if self._tracing.eval_mode:
+                    pair.draw_from_one_stream()
         return microbatch
+
+    def batch(self, batch: Any) -> Any:
+        """What a microbatch's forward and loss are computed from."""
+        return change_batch(batch, self._tracing)
 
     @contextmanager
     def forward(self, batch: Any) -> Iterator[Any]:
-        """Around the forward of a microbatch. Gives what its loss is computed from."""
+        """Around the forward of a microbatch. Gives what it is computed from."""
         self.tracer.generator()
-        batch = change_batch(batch, self._tracing)
+        batch = self.batch(batch)
         if not self._looks_for_islands:
             yield batch
             return
@@ -116,6 +122,12 @@ class TracedPair(Pair):
         traced.tracer.start(number, _gathered(self.model.named_parameters()), _gathered(self.model.named_buffers()))
         traced.tracer.watch(number, zip(self.names, self.parameters, strict=True))
 
+    def draw_from_one_stream(self) -> None:
+        """So that whether a forward draws shows in the random generators: parts with streams of their own start them anew."""
+        if self.streams is not None:
+            self.streams.close()
+            self.streams = None
+
     def engine(self, microbatches: int) -> Engine:
         return _TracedEngine(super().engine(microbatches), self)
 
@@ -137,7 +149,11 @@ class TracedPair(Pair):
         gradients = None
         if _is_whole(self.mesh):
             gradients = self._unscaled(torch.autograd.grad(total, self.parameters, seed, retain_graph=True, allow_unused=True))
-        self.traced.tracer.microbatch(self._number, self.committed, self._index, self._samples, gradients)
+        self.note_microbatch(self._index, self._samples, gradients)
+
+    def note_microbatch(self, index: int, samples: Sequence[int], gradients: Named | None) -> None:
+        """After its forward. `gradients`: its own, where this rank has them whole."""
+        self.traced.tracer.microbatch(self._number, self.committed, index, samples, gradients)
 
     def note(self, outcome: Outcome, weight: float | None, clip_norm: float | None) -> None:
         """After the update. `weight`: the step's, where `weight` gave it."""
@@ -171,6 +187,17 @@ class TracedPair(Pair):
 
 class TracedStep(Step):
     """A step of `TracedPair`s. The commit that ends the last step asked for ends the process, with status 0."""
+
+    def compute(self, inputs: Callable[[Any], Any] | None, loss: Callable[[Any, Any], Any]) -> None:
+        pair = _traced(self._pairs)[0]
+        if pair.pipeline is None or inputs is None:
+            super().compute(inputs, loss)
+            return
+        twin = pair.traced.batch
+        super().compute(lambda batch: inputs(twin(batch)), lambda output, batch: loss(output, twin(batch)))
+        assert self._phase is not None
+        for index in self._phase.seen:
+            pair.note_microbatch(index, self.source.layout.samples_of(index), None)
 
     def microbatches(self) -> Iterator[Any]:
         pairs = _traced(self._pairs)
