@@ -173,7 +173,7 @@ class TracedPair(Pair):
         self.committed += 1
 
     def _unscaled(self, gradients: Iterable[Tensor | None]) -> Named:
-        scale = 1.0 if self.scaler is None else self.scaler.get_scale()
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         for name, gradient in zip(self.names, gradients, strict=True):
             yield name, gradient if gradient is None or scale == 1.0 else gradient / scale
 
