@@ -199,7 +199,7 @@ def in_two_pipelines(name: str, schedule: Schedule, steps: list[list[int]]) -> l
     """Of each step, the gradients here, and what was said of all microbatches: values, weights, whether any rank raised its flag."""
     mesh = Mesh.of(world(), Plan(replicate=2, pipeline=2))
     model, pipeline, tied = staged(name, schedule, torch.float32, mesh.axis("pipeline"))
-    engine = Piped(Parts(list(model.parameters()), mesh, max_microbatches=8), tied, mesh.axis("pipeline"))
+    engine = Piped(Parts(list(model.parameters()), mesh, max_microbatches=8), tied)
     found = []
     for step, sizes in enumerate(steps):
         engine.begin(len(sizes))

@@ -64,4 +64,4 @@ def engine_for(
         inner = Shards(model, parameters, mesh, bitwise=bitwise, max_microbatches=max_microbatches)
     else:
         inner = Parts(parameters, mesh, max_microbatches=max_microbatches)
-    return inner if tied is None else Piped(inner, tied, mesh.axis("pipeline"))
+    return inner if tied is None else Piped(inner, tied)

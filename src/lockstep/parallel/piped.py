@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.comm.group import World
 from lockstep.parallel.slots import Number, Told
 from lockstep.parallel.tied import TiedGradients
 
@@ -34,11 +31,10 @@ class Piped:
     Every rank of a pipeline is given the same values and weights: `run` has told them.
     """
 
-    def __init__(self, inner: Inner, tied: TiedGradients, pipeline: World) -> None:
-        """`inner`: for this rank's stages. `pipeline`: the ranks of the axis."""
+    def __init__(self, inner: Inner, tied: TiedGradients) -> None:
+        """`inner`: for this rank's stages."""
         self._inner = inner
         self._tied = tied
-        self._pipeline = pipeline
 
     def begin(self, count: int) -> None:
         self._inner.begin(count)
@@ -49,12 +45,7 @@ class Piped:
     def finish(self, values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool) -> Told:
         used = self._inner.used()
         self._tied.sum(used)
-        return self._inner.sum_up(used, values, weights, flag=self._anywhere(flag))
+        return self._inner.sum_up(used, values, weights, flag=flag)
 
     def close(self) -> None:
         self._inner.close()
-
-    def _anywhere(self, flag: bool) -> bool:
-        flags = torch.tensor([float(flag)], device=self._pipeline.device)
-        dist.all_reduce(flags, group=self._pipeline.group)
-        return bool(flags)
