@@ -83,9 +83,9 @@ def test_two_pipelines_side_by_side_sum_their_gradients(pool: WorkerPool) -> Non
             found = {**ranks[first][step][0], **ranks[first + 2][step][0]}
             truth, mine, here = (torch.cat([each[name].reshape(-1) for name in exact]) for each in (exact, own, found))
             assert (here - truth).norm() <= 4 * (mine - truth).norm(), f"step {step}"
-        for rank in ranks:
+        for place, rank in enumerate(ranks):
             assert close(rank[step][1], records)
-            assert rank[step][2] is (step == 0)
+            assert rank[step][2] is (step == 0 and place in (0, 1))  # of those who share out the microbatches at one stage
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ class Told(NamedTuple):
     weights: Tensor | None
     """(microbatches,), where weights were given."""
     stops: Tensor | bool
-    """How many ranks raised the flag, or whether any did."""
+    """How many ranks raised the flag, or whether any did, of those who share out the microbatches."""
 
 
 class Slots:
