@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.assignment import Deal, batch_span, microbatches, share, steps_of
+from lockstep.assignment import Deal, batch_span, microbatches, share, slices, steps_of
 
 counts = st.integers(1, 500)
 
@@ -53,7 +53,13 @@ def test_shares_are_contiguous_balanced_and_larger_ones_come_first(count, world_
     assert sizes[0] - sizes[-1] <= 1
 
 
-deals = st.builds(Deal, st.integers(1, 20), st.booleans())
+@st.composite
+def split(draw):
+    ranks = draw(st.integers(1, 20))
+    return Deal(ranks, in_turn=True, slices=draw(st.integers(1, ranks)))
+
+
+deals = st.builds(Deal, st.integers(1, 20), st.booleans()) | split()
 
 
 @given(st.integers(0, 500), deals)
@@ -80,3 +86,18 @@ def test_dealt_in_turn_all_ranks_have_as_many_rounds_and_round_r_has_the_next_mi
 def test_places_put_the_shares_into_order(count, deal):
     dealt = [place for share in deal.shares(count) for place in share]
     assert [dealt[place] for place in deal.places(count)] == list(range(count))
+
+
+@given(counts, counts, st.integers(1, 20))
+def test_split_microbatches_are_computed_one_a_round_by_as_many_ranks_as_have_a_slice(size, microbatch, ranks):
+    deal = Deal(ranks, in_turn=True, slices=min(microbatch, ranks))
+    whole = microbatches(size, microbatch, 1)
+    spans = slices(whole, deal.slices)
+    rounds = [deal.rounds(len(spans), rank) for rank in range(ranks)]
+    for together, (start, stop) in zip(zip(*rounds, strict=True), whole, strict=True):
+        mine = [spans[place] for place, counts in together if counts]
+        assert [sample for a, b in mine for sample in range(a, b)] == list(range(start, stop))
+        sizes = [b - a for a, b in mine]
+        assert len(sizes) == min(stop - start, ranks)
+        assert max(sizes) - min(sizes) <= 1
+    assert all(0 <= place < len(spans) for mine in rounds for place, _ in mine)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -33,8 +34,16 @@ def microbatches(size: int, microbatch: int | None, world_size: int) -> list[tup
     """
     if microbatch is not None:
         return [(start, min(start + microbatch, size)) for start in range(0, size, microbatch)]
-    shares = [share(size, rank, world_size) for rank in range(min(size, world_size))]
-    return [(part.start, part.stop) for part in shares]
+    return slices([(0, size)], world_size)
+
+
+def slices(spans: Sequence[tuple[int, int]], most: int) -> list[tuple[int, int]]:
+    """Each of the `spans` cut into `most` nearly equal ones, in order; into fewer where it has fewer samples, so that none is empty."""
+    return [
+        (start + part.start, start + part.stop)
+        for start, stop in spans
+        for part in (share(stop - start, place, min(stop - start, most)) for place in range(min(stop - start, most)))
+    ]
 
 
 def share(count: int, rank: int, world_size: int) -> range:
@@ -52,20 +61,30 @@ class Deal:
     in_turn: bool = False
     """Microbatch i is rank (i mod ranks)'s, and all ranks compute in every round, as exchanges in the midst of a forward need it. False:
     each rank has a contiguous share, as soon as it is done it waits."""
+    slices: int = 0
+    """Not 0: every microbatch is split into so many slices (the last one of a step perhaps into fewer), and it is slices that are dealt, in
+    turn to the first `slices` ranks: in round i all compute microbatch i. What is said of microbatches here is true of slices then."""
 
     def share(self, count: int, rank: int) -> range:
         """The microbatches out of `count` that are this rank's, perhaps none."""
-        return range(rank, count, self.ranks) if self.in_turn else share(count, rank, self.ranks)
+        if self.in_turn:
+            return range(rank, count, self.at_once) if rank < self.at_once else range(0)
+        return share(count, rank, self.ranks)
+
+    @property
+    def at_once(self) -> int:
+        """In turn: how many microbatches a round computes."""
+        return self.slices or self.ranks
 
     def shares(self, count: int) -> tuple[range, ...]:
         """Of all ranks; together they are every microbatch once."""
         return tuple(self.share(count, rank) for rank in range(self.ranks))
 
     def rounds(self, count: int, rank: int) -> list[tuple[int, bool]]:
-        """What the rank computes, (microbatch, whether it counts). In turn, who has none left computes one for nothing."""
+        """What the rank computes, (microbatch, whether it counts). In turn, who has none (left) computes one for nothing."""
         mine = [(place, True) for place in self.share(count, rank)]
-        if self.in_turn and len(mine) < -(-count // self.ranks):
-            mine.append((mine[-1][0] if mine else rank % count, False))
+        if self.in_turn:
+            mine += [(mine[-1][0] if mine else rank % count, False)] * (-(-count // self.at_once) - len(mine))
         return mine
 
     def places(self, count: int) -> list[int]:

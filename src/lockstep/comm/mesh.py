@@ -62,6 +62,10 @@ class Mesh:
             return self.world if name == "replicate" else _alone(self.world)
         return _part(self.world, self.torch_mesh[name]) if name in (self.torch_mesh.mesh_dim_names or ()) else _alone(self.world)
 
+    def split(self, slices: int) -> Mesh:
+        """The same processes, each microbatch split into `slices` among the ranks of `data`."""
+        return replace(self, deal=Deal(self.data.size, in_turn=True, slices=slices))
+
     def in_order(self, rows: Tensor, count: int) -> Tensor:
         """All microbatches' rows in their order, (count, ...), from each rank's own, one a microbatch. Every rank of `data` calls it."""
         everyone = self.data.gather_rows(rows, [len(share) for share in self.deal.shares(count)])

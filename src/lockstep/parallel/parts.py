@@ -38,10 +38,11 @@ class Parts:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def backward(self, total: Tensor, seed: Tensor, *, only_these: bool, counts: bool = True) -> None:
-        """See `Engine.backward`. All microbatches count: a rank without one sends zeros."""
-        assert counts
-        torch.autograd.backward(total, seed, inputs=self._parameters if only_these else None)
+    def backward(self, total: Tensor, seed: Tensor, *, only_these: bool, counts: bool) -> None:
+        if counts:
+            torch.autograd.backward(total, seed, inputs=self._parameters if only_these else None)
+        else:
+            torch.autograd.grad(total, self._parameters, seed, allow_unused=True)
 
     def finish(self, values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool) -> Told:
         return self.sum_up(self.used(), values, weights, flag=flag)

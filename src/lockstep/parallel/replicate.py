@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.assignment import share
 from lockstep.comm.mesh import Mesh
 from lockstep.comm.ordered import OrderedSum, Shares
 from lockstep.comm.shared import SharedGroup
@@ -71,6 +70,7 @@ class Replica:
         self._parameters = list(parameters)
         self._places = {id(parameter): place for place, parameter in enumerate(parameters)}
         self._world = world
+        self._deal = mesh.deal
         self._bitwise = bitwise
         self._used = [0.0] * len(parameters)
         self._dtype = torch.float64 if any(p.dtype is torch.float64 for p in parameters) else torch.float32
@@ -97,7 +97,7 @@ class Replica:
         for parameter in self._parameters:
             parameter.grad = None
         self._count = count
-        self._share = share(count, self._world.rank, self._world.size)
+        self._share = self._deal.share(count, self._world.rank)
         self._left = len(self._share)
         self._synchronised = False
         if self._bitwise:
@@ -106,14 +106,16 @@ class Replica:
             self._sums: list[tuple[OrderedSum, Tensor, torch.futures.Future[Tensor]]] = []
         self._used[:] = [0.0] * len(self._used)
 
-    def backward(self, total: Tensor, seed: Tensor, *, only_these: bool, counts: bool = True) -> None:
-        """See `Engine.backward`. All microbatches count: no rank computes one for nothing."""
-        assert counts
+    def backward(self, total: Tensor, seed: Tensor, *, only_these: bool, counts: bool) -> None:
+        """See `Engine.backward`. Where ranks exchange in the midst of a backward, gradients are not sent before the last one is done."""
+        if not counts:
+            torch.autograd.grad(total, self._parameters, seed, allow_unused=True)
+            return
         self._left -= 1
         if self._factor > 1:
             seed = seed * self._factor
         inputs = self._parameters if only_these else None
-        if self._ddp is not None and self._left == 0:
+        if self._ddp is not None and self._left == 0 and not self._deal.in_turn:
             self._synchronise(total, seed, inputs)
             return
         torch.autograd.backward(total, seed, inputs=inputs)

@@ -102,7 +102,7 @@ class Shards:
 
     def begin(self, count: int) -> None:
         self._count = count
-        self._rounds = -(-count // self._mesh.deal.ranks)
+        self._rounds = -(-count // self._mesh.deal.at_once)
         self._round = 0
         self._clear()
         self._used.clear()

@@ -85,7 +85,8 @@ class RunningStatistics:
     """The buffers of one model. Every rank: `begin` before a step's first forward, `note_microbatch` after each, `commit` once."""
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
-        self._mesh = mesh
+        self.mesh = mesh
+        """Who computes which microbatches."""
         modules = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
         self._scratches = [_Scratch.of(module) for module in modules]
         self._hooks = [scratch.module.register_forward_pre_hook(scratch.swap_in) for scratch in self._scratches]
@@ -93,9 +94,11 @@ class RunningStatistics:
         self._rows: list[Tensor] = []
         ours = {id(buffer) for scratch in self._scratches for buffer in scratch.kept.values()}
         self._others = {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in ours}
-        self._parameters = dict(model.named_parameters())
-        self._trainable = [parameter.requires_grad for parameter in self._parameters.values()]
-        self._watched = [("buffer", *item) for item in self._others.items()] + [("parameter", *item) for item in self._parameters.items()]
+        named = dict(model.named_parameters())
+        self._parameters = list(named.values())
+        self._trainable = [parameter.requires_grad for parameter in self._parameters]
+        self._watched = [*self._others.values(), *self._parameters]
+        self._names = [*(f"buffer {name!r}" for name in self._others), *(f"parameter {name!r}" for name in named)]
         self._model = model
         self._world = mesh.world
         self._compares = bool(self._world.gather_rows(torch.tensor([bool(self._others)]), [1] * self._world.size).any())
@@ -112,13 +115,15 @@ class RunningStatistics:
         `compare`: keep the bits of the buffers too, for `check` to find changes that torch does not count. Raises
         `RecipeError` where a parameter was frozen or thawed since the model was prepared.
         """
-        for (name, parameter), then in zip(self._parameters.items(), self._trainable, strict=True):
-            if parameter.requires_grad is not then:
-                raise RecipeError(
-                    f"parameter {name!r} has requires_grad={not then} and had {then} when the model was prepared; ranks sum the gradients "
-                    "of what was trainable then; freeze in the model's factory, or give the parameter a group of the optimizer with lr=0"
-                )
-        self._versions = [tensor._version for _, _, tensor in self._watched]
+        trainable = [parameter.requires_grad for parameter in self._parameters]
+        if trainable != self._trainable:
+            place = next(i for i, (now, then) in enumerate(zip(trainable, self._trainable, strict=True)) if now is not then)
+            raise RecipeError(
+                f"{self._names[len(self._others) + place]} has requires_grad={trainable[place]} and had {self._trainable[place]} when the "
+                "model was prepared; ranks sum the gradients of what was trainable then; freeze in the model's factory, or give the "
+                "parameter a group of the optimizer with lr=0"
+            )
+        self._versions = [tensor._version for tensor in self._watched]
         self._bits = {name: _bits(buffer) for name, buffer in self._others.items()} if compare else {}
         self.discard()
 
@@ -151,10 +156,15 @@ class RunningStatistics:
 
     def _changed(self) -> str | None:
         """What is not as it was at `begin`, in words."""
-        now = dict(self._model.named_buffers()) if self._others else {}
-        for (kind, name, tensor), version in zip(self._watched, self._versions, strict=True):
-            if tensor._version != version or (kind == "buffer" and now.get(name) is not tensor):
-                return f"{kind} {name!r}"
+        versions = [tensor._version for tensor in self._watched]
+        if versions != self._versions:
+            return next(name for name, now, then in zip(self._names, versions, self._versions, strict=True) if now != then)
+        if not self._others:
+            return None
+        here = dict(self._model.named_buffers())
+        for name, buffer in self._others.items():
+            if here.get(name) is not buffer:
+                return f"buffer {name!r}"
         return next((f"buffer {name!r}" for name, bits in self._bits.items() if not torch.equal(bits, _bits(self._others[name]))), None)
 
     def commit(self, count: int, *, apply: bool | Tensor) -> None:
@@ -167,7 +177,7 @@ class RunningStatistics:
         widths = [2 + 2 * len(scratch.kept["running_mean"]) for scratch in self._scratches]
         mine = torch.stack(self._rows) if self._rows else torch.zeros((0, sum(widths)), dtype=torch.float64, device=self._world.device)
         self._rows = []
-        everyone = self._mesh.in_order(mine, count)
+        everyone = self.mesh.in_order(mine, count)[:: self.mesh.deal.slices or 1]  # all slices of a microbatch say the same
         if apply is not False:
             for scratch, rows in zip(self._scratches, torch.split(everyone, widths, dim=1), strict=True):
                 scratch.apply(rows, None if apply is True else apply)

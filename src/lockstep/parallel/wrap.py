@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
@@ -21,8 +22,11 @@ def recompute(block: nn.Module, mode: Checkpointing) -> None:
     `full`: it keeps its inputs only. `selective`: also the results of matrix products, convolutions and attention, which cost most to
     compute again. (Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016; Korthikanti et al., Reducing Activation
     Recomputation in Large Transformer Models, 2022.) An empty cache of keys and values, which models of transformers make unless told not
-    to, is kept from it; a filled one is a `RecipeError` in the forward.
+    to, is kept from it; a filled one is a `RecipeError` in the forward. A block that is a BatchNorm layer stays as it is: it keeps its
+    input only in any case, and its running statistics would see it twice.
     """
+    if isinstance(block, _BatchNorm):
+        return
     forward: Callable[..., Any] = block.forward
     contexts = noop_context_fn if mode == "full" else functools.partial(create_selective_checkpoint_contexts, _expensive())
 

@@ -60,7 +60,7 @@ class Outcome:
         for place, value in enumerate(self._values()):
             if not math.isfinite(value):
                 raise LossError(
-                    f"step {layout.step}: the loss is {value} in microbatch {place}, computed by {layout.owner(place)} from "
+                    f"step {layout.step}: the loss is {value} in {layout.name(place)}, computed by {layout.owner(place)} from "
                     f"samples {layout.samples_of(place)}; a step needs a finite loss; the model was not changed by this step: "
                     "look at those samples, the learning rate, and divisions, logarithms and roots in the model"
                 )

@@ -79,22 +79,32 @@ class Pair:
     def engine(self, microbatches: int) -> Engine:
         """The gradients' keeper, made anew where a step has more microbatches than any before. Every rank calls it alike."""
         if self._engine is None or microbatches > self._room:
-            if self._engine is not None:
-                self._engine.close()
+            self._close_engine()
             self._room = microbatches
             self._engine = engine_for(
                 self.model, self.parameters, self.mesh, tied=self._tied, bitwise=self._bitwise, max_microbatches=microbatches
             )
         return self._engine
 
+    def deal(self, mesh: Mesh) -> None:
+        """Another `mesh` of the same processes: who computes which microbatches from now on."""
+        if mesh.deal != self.mesh.deal:
+            self._close_engine()
+            self.mesh = mesh
+            for statistics in self.statistics:
+                statistics.mesh = mesh
+
+    def _close_engine(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
     def close(self) -> None:
         for statistics in self.statistics:
             statistics.close()
         if self.streams is not None:
             self.streams.close()
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
+        self._close_engine()
         for parameter in self.parameters:
             parameter.grad = None
 

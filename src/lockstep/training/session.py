@@ -29,6 +29,7 @@ from lockstep.launch.failure import account
 from lockstep.launch.termination import Termination
 from lockstep.parallel.layout import Built, check_devices, lay_out
 from lockstep.parallel.stages import check_microbatches
+from lockstep.parallel.sync_batchnorm import Exchange, adopt, split_microbatches, training_layers
 from lockstep.parallel.updates import separate_meshes
 from lockstep.plan import Plan
 from lockstep.recipe import Precision, check_batch, check_count, check_dataset, check_length, check_precision, check_seed
@@ -86,6 +87,8 @@ class Session:
         self._step: Step | None = None
         self._termination = Termination()
         self._told: list[Pair] = []
+        self._exchange = Exchange()
+        self._told_of_batchnorm = False
 
     def __enter__(self) -> Session:
         environment = Environment.read(os.environ)
@@ -189,6 +192,7 @@ class Session:
                 model.to(self.device)
             self._check_equal(model)
         model.train()
+        adopt(model, self._exchange)
         begin = partial(seed_generators, device=self.device)
         laid = lay_out(built, self.mesh, self.plan, begin=begin, blocks=blocks, tensor=tensor, stages=stages)
         made = optimizers.built(build_optimizer, model)
@@ -239,14 +243,19 @@ class Session:
         check_microbatch_is_fixed(self.plan, global_batch, microbatch)
         if data is not None:
             check_dataset("data", data)
+        mesh = split_microbatches([pair.model for pair in self.pairs], self.mesh, self.plan, microbatch=microbatch or global_batch)
+        self._exchange.world = mesh.data if mesh.deal.slices else None
+        for pair in self.pairs:
+            pair.deal(mesh)
         length = Length(
             samples=len(data) if data is not None else global_batch,
             global_batch=global_batch,
             microbatch=microbatch,
             steps=steps,
             epochs=epochs,
-            mesh=self.mesh,
+            mesh=mesh,
         )
+        self._tell_of_batchnorm(length)
         if (pipeline := self.pairs[0].pipeline) is not None:
             deal = self.mesh.deal
             check_microbatches(min(len(deal.rounds(length.most_microbatches, rank)) for rank in range(deal.ranks)), pipeline.stages)
@@ -271,7 +280,7 @@ class Session:
             if len(self.pairs) > 1:
                 source.keep()
             logs = (source.step + 1) % self.log_every == 0 or source.step + 1 == length.steps
-            step = kind(source.step, source, self.pairs, self.mesh, logs=logs, wants_to_stop=lambda: self._wants_to_stop is not None)
+            step = kind(source.step, source, self.pairs, self._exchange, logs=logs, wants_to_stop=lambda: self._wants_to_stop is not None)
             self._step = step
             yield step
             self._check_committed(step)
@@ -368,6 +377,19 @@ class Session:
                 "step.commit(optimizer) for each on every rank, in every step"
             )
 
+    def _tell_of_batchnorm(self, length: Length) -> None:
+        """Once, where statistics over the whole global batch would be others."""
+        plain = [name for name, each in training_layers([pair.model for pair in self.pairs]) if not isinstance(each, nn.SyncBatchNorm)]
+        if self._told_of_batchnorm or not plain or length.most_microbatches == 1:
+            return
+        self._told_of_batchnorm = True
+        samples = max(stop - start for start, stop in length.cut(length.span(0)[1] - length.span(0)[0]))
+        self.event("batchnorm-per-microbatch", layers=plain, samples=samples)
+        self.recorder.message(
+            f"BatchNorm: {plain[0]!r} and {len(plain) - 1} more take their statistics over one microbatch at a time, {samples} samples, "
+            "at any number of processes; see SyncBatchNorm in docs/plans.md for microbatches split over processes"
+        )
+
     def _check_equal(self, model: nn.Module) -> None:
         """Replicas start equal because they are built alike; a model that is not (it read the rank, or the clock) is refused."""
         if self.world.size == 1:
@@ -386,6 +408,7 @@ class Session:
     def _close_pairs(self) -> None:
         for pair in self.pairs:
             pair.close()
+        self._exchange.world = None
 
 
 def check_microbatch_is_fixed(plan: Plan, global_batch: int, microbatch: int | None) -> None:

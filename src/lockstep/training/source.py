@@ -45,9 +45,11 @@ class Length:
         return assignment.batch_span(step, length=self.samples, global_batch=self._global_batch, epochs=self._in_epochs)
 
     def cut(self, size: int) -> Spans:
-        """How a batch of `size` samples is cut; there are at most two sizes in a run."""
+        """How a batch of `size` samples is cut, into slices where microbatches are split; there are at most two sizes in a run."""
         if size not in self._cuts:
-            self._cuts[size] = tuple(assignment.microbatches(size, self._microbatch, self.mesh.deal.ranks))
+            deal = self.mesh.deal
+            whole = assignment.microbatches(size, self._microbatch, 1 if deal.slices else deal.ranks)
+            self._cuts[size] = tuple(assignment.slices(whole, deal.slices) if deal.slices else whole)
         return self._cuts[size]
 
     def rounds(self, step: int) -> list[Span]:
@@ -71,10 +73,22 @@ class Layout:
     mesh: Mesh
     order: Order | None
 
+    def name(self, place: int) -> str:
+        """Of microbatch `place`, in words."""
+        split = self.mesh.deal.slices
+        return f"slice {place % split} of microbatch {place // split}" if split else f"microbatch {place}"
+
     def owner(self, place: int) -> str:
         """Who computes microbatch `place`, in words."""
         rank = next(rank for rank, share in enumerate(self.mesh.deal.shares(len(self.spans))) if place in share)
         return f"rank {rank}" if self.mesh.data.size == self.mesh.world.size else f"data rank {rank}"
+
+    def whole(self, place: int) -> tuple[int, list[int]]:
+        """The microbatch that `place` is, or is a slice of, and the indices of all its samples."""
+        split = self.mesh.deal.slices or 1
+        number = place // split
+        places = range(number * split, min((number + 1) * split, len(self.spans)))
+        return number, [sample for each in places for sample in self.samples_of(each)]
 
     def samples_of(self, place: int) -> list[int]:
         """The indices in the dataset of microbatch `place`; without a dataset, those in the batch."""

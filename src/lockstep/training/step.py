@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lockstep.comm.mesh import Mesh
 from lockstep.errors import DataError, LossError, RecipeError
 from lockstep.parallel.engine import Engine
 from lockstep.parallel.pipeline import Item, Pipeline, Scored
 from lockstep.parallel.slots import Number
+from lockstep.parallel.sync_batchnorm import Exchange
 from lockstep.recipe import check_clip_norm
 from lockstep.training.forward import given_to, output_of
 from lockstep.training.loss import Contribution, contribution
@@ -33,23 +33,31 @@ class Step:
     """One optimizer step under way, the same on all ranks. Made by `Session.steps`."""
 
     def __init__(
-        self, index: int, source: Microbatches, pairs: Sequence[Pair], mesh: Mesh, *, logs: bool, wants_to_stop: Callable[[], bool]
+        self,
+        index: int,
+        source: Microbatches,
+        pairs: Sequence[Pair],
+        exchange: Exchange,
+        *,
+        logs: bool,
+        wants_to_stop: Callable[[], bool],
     ) -> None:
         self.index = index
         """0 for the first."""
         self.samples = source.samples
         """Samples of the global batch."""
         self.count = source.count
-        """Microbatches of the global batch, over all ranks."""
+        """Microbatches of the global batch, over all ranks; their slices where SyncBatchNorm splits them."""
         self.committed: dict[int, Outcome] = {}
         """What each pair's commit came to, by its place in the session."""
         self.logged: dict[str, float] = {}
         self._pairs = pairs
         self.source = source
-        self._mesh = mesh
+        self._mesh = pairs[0].mesh
+        self._exchange = exchange
         self._statistics = [statistics for pair in pairs for statistics in pair.statistics]
         self._streams = [(pair.streams, place) for place, pair in enumerate(pairs) if pair.streams is not None]
-        self._poll = mesh.world.device.type == "cpu"
+        self._poll = self._mesh.world.device.type == "cpu"
         self._logs = logs
         self._compares = logs or index == 0
         self._wants_to_stop = wants_to_stop
@@ -87,6 +95,7 @@ class Step:
         passes = len(self.committed)
         for current, batch in self.source.batches(passes):
             self._current = current
+            self._exchange.counts = current.counts
             for statistics in self._statistics:
                 statistics.discard()  # what no backward took down: recomputations, forwards without one
             for streams, place in self._streams:
@@ -157,7 +166,7 @@ class Step:
             statistics.commit(self.count, apply=torch.isfinite(torch.as_tensor(norm)) if applied is None else applied)
         outcome = Outcome(self.source.layout, pair, values, weights, norm, applied, stops, [part.terms for part in phase.parts])
         self.committed[number] = outcome
-        self._phase = self._current = None
+        self._phase = self._current = self._exchange.counts = None
         if self._poll:
             outcome.check()
 

@@ -145,9 +145,12 @@ class TracedPair(Pair):
         self._index, self._samples = index, samples
 
     def take(self, total: Tensor, seed: Tensor) -> None:
-        """Compute the gradient of this microbatch on the side: what the run does with the graph afterwards is its own."""
+        """Compute the gradient of this microbatch on the side: what the run does with the graph afterwards is its own.
+
+        Not where this rank has no more than a slice of it.
+        """
         gradients = None
-        if _is_whole(self.mesh):
+        if _is_whole(self.mesh) and not self.mesh.deal.slices:
             gradients = self._unscaled(torch.autograd.grad(total, self.parameters, seed, retain_graph=True, allow_unused=True))
         self.note_microbatch(self._index, self._samples, gradients)
 
@@ -203,8 +206,7 @@ class TracedStep(Step):
         pairs = _traced(self._pairs)
         for batch in super().microbatches():
             assert self._current is not None
-            index = self._current.index
-            samples = self.source.layout.samples_of(index)
+            index, samples = self.source.layout.whole(self._current.index)
             for pair in pairs:
                 pair.microbatch(index, samples)
             with pairs[0].traced.forward(batch) as given:

@@ -1,0 +1,335 @@
+"""SyncBatchNorm: what one process computes over the same microbatches, whichever ranks split them."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+from training.subjects import FEATURES, OUTPUTS, recipe, rows, same, samples_at, sgd, squared_error, state_of
+
+import lockstep as ls
+from lockstep.assignment import batch_span, microbatches
+from lockstep.comm.mesh import whole
+from lockstep.errors import RecipeError
+from lockstep.parallel.sync_batchnorm import Exchange, adopt
+from lockstep.testing.pool import WorkerPool
+
+pytestmark = pytest.mark.timeout(240)  # some hundred trainings, two processes at a time
+PLANS = {"replicate=1": 1, "replicate=2": 2, "replicate=3": 3, "shard=2": 2, "replicate=2,shard=2": 4}
+SAMPLES, STEPS = 31, 3
+
+
+class Dense(nn.Module):
+    """Ways to use it: moving and cumulative averages, without parameters, without statistics, twice, in eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, 8)
+        self.moving = nn.SyncBatchNorm(8, momentum=0.3)
+        self.cumulative = nn.SyncBatchNorm(8, momentum=None, affine=False)
+        self.bare = nn.SyncBatchNorm(8, track_running_stats=False)
+        self.twice = nn.SyncBatchNorm(8)
+        self.frozen = nn.SyncBatchNorm(8)
+        self.last = nn.Linear(8, OUTPUTS)
+
+    def train(self, mode: bool = True) -> Dense:
+        super().train(mode)
+        self.frozen.eval()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.cumulative(torch.tanh(self.moving(self.first(x)))))
+        x = self.twice(torch.tanh(self.twice(self.bare(x)) * 2 + 1))
+        return self.last(torch.tanh(self.frozen(x)))
+
+
+class Convolutional(nn.Module):
+    """An ordinary one, converted as torch's documentation says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        body = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 6, 2), nn.BatchNorm2d(6))
+        self.body = nn.SyncBatchNorm.convert_sync_batchnorm(body)
+        self.volume = nn.SyncBatchNorm(3)
+        self.last = nn.Linear(6, OUTPUTS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.body(x.view(-1, 1, 2, 3))).flatten(2)
+        return self.last(self.volume(x.view(len(x), 3, 2, 2, 1)).reshape(len(x), 6, 2).mean(2))
+
+
+@dataclass(frozen=True)
+class Case:
+    global_batch: int
+    microbatch: int | None
+    model: type[nn.Module] = Dense
+    epochs: bool = False
+    plan: str = ""
+
+    def recipe(self, dtype: torch.dtype) -> ls.Recipe:
+        return recipe(
+            model=lambda: self.model().to(dtype),
+            data=data(dtype),
+            optimizer=sgd,
+            global_batch=self.global_batch,
+            microbatch=self.microbatch,
+            evaluation=ls.Evaluation(data=data(dtype), microbatch=SAMPLES),
+            blocks=["moving", "last"] if self.model is Dense else ["body", "last"],
+            **({"epochs": 1} if self.epochs else {"steps": STEPS}),
+        )
+
+
+CASES = {
+    "uneven microbatches": Case(13, 5),
+    "microbatches of fewer samples than ranks": Case(7, 2, Convolutional),
+    "a last microbatch of fewer samples than ranks": Case(8, 3),
+    "one microbatch a step": Case(13, None),
+    "a short last batch": Case(12, 4, epochs=True),
+    "convolutional": Case(13, 5, Convolutional),
+    "convolutional, one sample in the last microbatch": Case(9, 4, Convolutional),
+    "recomputed": Case(13, 5, Convolutional, plan=",checkpointing=full"),
+    "recomputed selectively": Case(13, 5, Convolutional, plan=",checkpointing=selective"),
+    "a block that is one layer, recomputed": Case(13, 5, plan=",checkpointing=full"),
+}
+Found = tuple[dict[str, Tensor], list[Tensor], list[float], list[dict[str, Tensor]], float]
+"""The first weights; of each step the gradient, the loss, and the weights and buffers after it; the evaluation."""
+
+
+def data(dtype: torch.dtype) -> TensorDataset:
+    return TensorDataset(*(tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in rows(SAMPLES).tensors))
+
+
+class Record(ls.Hook):
+    def __init__(self) -> None:
+        self.gradients: list[Tensor] = []
+        self.losses: list[float] = []
+        self.states: list[dict[str, Tensor]] = []
+
+    def on_start(self, run: Any) -> None:
+        self.first = state_of(run.model)
+
+    def on_step(self, run: Any) -> None:
+        self.gradients.append(torch.cat([whole(p.grad).reshape(-1) for p in run.model.parameters() if p.grad is not None]).clone())
+        self.losses.append(run.last.committed[0].loss())
+        self.states.append(state_of(run.model))
+
+
+def train_all_cases(plan: str, run_dir: str) -> dict[tuple[str, torch.dtype], Found]:
+    found = {}
+    for name, case in CASES.items():
+        for dtype in (torch.float32, torch.float64):
+            record = Record()
+            result = ls.train(case.recipe(dtype), plan=plan + case.plan, run_dir=f"{run_dir}/{name}-{dtype}", hooks=[record])
+            found[name, dtype] = (record.first, record.gradients, record.losses, record.states, result.metrics["loss"])
+    return found
+
+
+def by_hand(case: Case, first: dict[str, Tensor], dtype: torch.dtype) -> Found:
+    """Torch's own layers in one process without a process group, where they are those of BatchNorm."""
+    model = case.model().to(dtype).train()
+    model.load_state_dict(first)
+    optimizer, columns, gradients, losses, states = sgd(model), data(dtype).tensors, [], [], []
+    for step in range(STEPS):
+        span = batch_span(step, length=SAMPLES, global_batch=case.global_batch, epochs=case.epochs)
+        chosen = samples_at(*span, of=SAMPLES)
+        optimizer.zero_grad()
+        losses.append(0.0)
+        for start, stop in microbatches(len(chosen), case.microbatch, 1):
+            loss = squared_error(model, [column[chosen[start:stop]] for column in columns]) * (stop - start) / len(chosen)
+            loss.backward()
+            losses[-1] += loss.item()
+        gradients.append(torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None]).clone())
+        optimizer.step()
+        states.append(state_of(model))
+    return first, gradients, losses, states, squared_error(model.eval(), columns).item()
+
+
+def running(found: Found) -> Tensor:
+    """The statistics after the first step, all together."""
+    return torch.cat([value for name, value in found[3][0].items() if "running" in name])
+
+
+def distance(measured: Tensor, exact: Tensor) -> float:
+    return float((measured.double() - exact).norm() / exact.norm())
+
+
+@pytest.fixture(scope="module")
+def trained(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[tuple[str, torch.dtype], Found]]]:
+    @cache
+    def run(plan: str) -> Any:
+        path: Path = tmp_path_factory.mktemp("plan")
+        return pool.run(PLANS[plan], train_all_cases, plan, str(path))
+
+    return run
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("plan", PLANS)
+def test_in_float64_it_is_one_process(trained: Callable[[str], Any], plan: str, name: str) -> None:
+    dtype = torch.float64
+    for found in trained(plan):
+        found = found[name, dtype]
+        expected = by_hand(CASES[name], found[0], dtype)
+        assert len(found[1]) == STEPS
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_in_float32_its_error_is_at_most_4_times_float32s_own(trained: Callable[[str], Any], plan: str) -> None:
+    """Of the first gradient and the statistics after it, over all cases together: one case's own error may be small by luck."""
+    for ranks in trained(plan):
+        ours, own = [], []
+        for name, case in CASES.items():
+            found = ranks[name, torch.float32]
+            first = {name: value.double() if value.is_floating_point() else value for name, value in found[0].items()}
+            exact, single = by_hand(case, first, torch.float64), by_hand(case, found[0], torch.float32)
+            for errors, measured in ((ours, found), (own, single)):
+                errors.append([distance(measured[1][0], exact[1][0]), distance(running(measured), running(exact))])
+        assert (torch.tensor(ours).norm(dim=0) <= 4 * torch.tensor(own).norm(dim=0)).all()
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_every_rank_ends_with_the_same_bits(trained: Callable[[str], Any], plan: str) -> None:
+    first, *others = trained(plan)
+    for other in others:
+        for case, found in other.items():
+            assert same(found[3], first[case][3])
+
+
+def test_the_cases_are_what_they_are_called() -> None:
+    assert [stop - start for start, stop in microbatches(8, 3, 1)] == [3, 3, 2]
+    assert [stop - start for start, stop in microbatches(9, 4, 1)] == [4, 4, 1]
+    assert max(PLANS.values()) > 3 > 2
+    assert batch_span(STEPS - 1, length=SAMPLES, global_batch=12, epochs=True) == (24, 31)
+
+
+def told(model: str, plan: str, microbatch: int, run_dir: str) -> list[Any]:
+    """What the events say of BatchNorm, over two rounds of training."""
+    layer = {"plain": nn.BatchNorm1d, "synchronised": nn.SyncBatchNorm, "none": nn.Identity}[model]
+    with ls.Session(run_dir=run_dir, plan=plan) as session:
+        found: list[Any] = []
+        session.on_event(lambda event: found.append((event.name, event.details)))
+        network, _ = session.prepare(lambda: nn.Sequential(nn.Linear(FEATURES, 4), layer(4), nn.Linear(4, OUTPUTS)), sgd)
+        for _ in range(2):
+            for step in session.steps(rows(SAMPLES), global_batch=12, microbatch=microbatch, steps=2):
+                for batch in step.microbatches():
+                    step.backward(squared_error(network, batch))
+                step.commit()
+        return [details for name, details in found if name == "batchnorm-per-microbatch"]
+
+
+@pytest.mark.parametrize(
+    ("model", "plan", "microbatch", "expected"),
+    [
+        ("plain", "replicate=1", 5, [{"layers": ["1"], "samples": 5}]),
+        ("plain", "replicate=2", 6, [{"layers": ["1"], "samples": 6}]),
+        ("plain", "replicate=1", 12, []),
+        ("synchronised", "replicate=2", 5, []),
+        ("none", "replicate=2", 5, []),
+    ],
+)
+def test_plain_batchnorm_is_told_of_once_where_there_are_several_microbatches(
+    pool: WorkerPool, tmp_path: Path, model: str, plan: str, microbatch: int, expected: list[Any]
+) -> None:
+    size = PLANS[plan]
+    assert pool.run(size, told, model, plan, microbatch, str(tmp_path / "run")) == [expected] * size
+
+
+def refused(kind: str, plan: str, run_dir: str) -> str:
+    layers: dict[str, Callable[[], nn.Module]] = {
+        "bitwise": lambda: nn.SyncBatchNorm(4),
+        "mixed": lambda: nn.Sequential(nn.SyncBatchNorm(4), nn.BatchNorm1d(4)),
+        "one value": lambda: nn.SyncBatchNorm(4),
+    }
+    try:
+        ls.train(
+            recipe(
+                model=lambda: nn.Sequential(nn.Linear(FEATURES, 4), layers[kind](), nn.Linear(4, OUTPUTS)),
+                microbatch=5 if kind == "one value" else 4,
+            ),
+            plan=plan,
+            run_dir=run_dir,
+        )
+    except RecipeError as error:
+        return str(error)
+    return "it trained"
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan", "message"),
+    [
+        ("bitwise", "replicate=2,numerics=bitwise", "numerics=bitwise with SyncBatchNorm on 2 data ranks; .* use numerics=fast, or plain"),
+        ("mixed", "replicate=2", "'1.1' is a BatchNorm1d, beside SyncBatchNorm on 2 data ranks; .* convert all with nn.SyncBatchNorm.conv"),
+        ("one value", "replicate=2", "a microbatch that has one value a channel; a variance takes two; choose a microbatch"),
+    ],
+)
+def test_what_cannot_be_is_refused_on_all_ranks(pool: WorkerPool, tmp_path: Path, kind: str, plan: str, message: str) -> None:
+    for said in pool.run(2, refused, kind, plan, str(tmp_path / "run")):
+        assert re.search(message, said)
+
+
+@pytest.mark.parametrize(("kind", "plan"), [("bitwise", "replicate=1,numerics=bitwise"), ("mixed", "replicate=1")])
+def test_one_process_refuses_none_of_it(pool: WorkerPool, tmp_path: Path, kind: str, plan: str) -> None:
+    assert pool.run(1, refused, kind, plan, str(tmp_path / "run")) == ["it trained"]
+
+
+def test_a_process_group_of_the_users_own_is_refused() -> None:
+    layer = nn.SyncBatchNorm(4)
+    layer.process_group = "any"
+    with pytest.raises(RecipeError, match=r"'1' has a process_group; .* leave process_group out"):
+        adopt(nn.Sequential(nn.Linear(2, 4), layer), Exchange())
+
+
+class Louder(nn.SyncBatchNorm):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+def test_a_layer_stays_what_it_is_and_so_does_a_subclass() -> None:
+    model = nn.Sequential(nn.SyncBatchNorm(3), Louder(3))
+    names = list(model.state_dict())
+    for _ in range(2):
+        adopt(model, Exchange())
+    assert list(model.state_dict()) == names
+    assert [type(layer).__name__ for layer in model] == ["SyncBatchNorm", "Louder"]
+    assert isinstance(model[0], nn.SyncBatchNorm)
+    assert isinstance(model[1], Louder)
+    x = torch.randn(5, 3)
+    assert same(model[1](x), 2 * nn.BatchNorm1d(3)(x))
+    assert copy.deepcopy(model)[0]._exchange is model[0]._exchange
+
+
+def learn_from_each_other(plan: str, run_dir: str) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
+    """As in a GAN, both models with SyncBatchNorm, and with an `ls.Loss` that weighs samples."""
+    with ls.Session(run_dir=run_dir, plan=plan) as session:
+        one, first = session.prepare(lambda: Dense().double(), sgd)
+        two, second = session.prepare(lambda: Dense().double(), sgd)
+        begun = [state_of(one), state_of(two)]
+        for step in session.steps(data(torch.float64), global_batch=13, microbatch=5, steps=2):
+            for batch in step.microbatches():
+                apart = ((one(batch[1]) - two(batch[1]).detach()) ** 2).sum(1)
+                step.backward(ls.Loss((apart * batch[0]).sum(), batch[0].sum()), first)
+            step.commit(first)
+            for batch in step.microbatches():
+                step.backward(((two(batch[1]) - one(batch[1])) ** 2).mean(), second)
+            step.commit(second, clip_norm=0.1)
+            if session.rank == 0 or "shard" in plan:  # between steps these layers wait for nobody, and nothing counts
+                two(data(torch.float64).tensors[1])
+        return begun, [state_of(one), state_of(two)]
+
+
+@pytest.mark.parametrize("plan", ["replicate=3", "shard=2", "replicate=2,shard=2"])
+def test_two_models_that_learn_from_each_other(pool: WorkerPool, tmp_path: Path, plan: str) -> None:
+    alone = pool.run(1, learn_from_each_other, "replicate=1", str(tmp_path / "alone"))[0]
+    for found in pool.run(PLANS[plan], learn_from_each_other, plan, str(tmp_path / "split")):
+        torch.testing.assert_close(found, alone, rtol=1e-9, atol=1e-11)
+    assert not same(*alone)
