@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 
 def batch_span(step: int, *, length: int, global_batch: int, epochs: bool) -> tuple[int, int]:
@@ -46,6 +47,7 @@ def slices(spans: Sequence[tuple[int, int]], most: int) -> list[tuple[int, int]]
     ]
 
 
+@lru_cache(maxsize=64)
 def share(count: int, rank: int, world_size: int) -> range:
     """The part of range(count) that `rank` takes: contiguous, in rank order, sizes at most 1 apart, larger ones first, perhaps empty."""
     each, larger = divmod(count, world_size)

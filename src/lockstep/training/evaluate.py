@@ -96,7 +96,7 @@ class Evaluator:
             position = self._position(step, item)
             seed_generators(key(*position), self.pair.device)
             if self.pair.streams is not None:
-                self.pair.streams.start(position)
+                self.pair.streams.begun(position)
             with self.pair.autocast:
                 output = output_of(self.recipe.inputs, model, batch)
                 loss = self.recipe.loss(output, batch)

@@ -38,6 +38,7 @@ class Length:
         self._in_epochs = epochs is not None
         self._microbatch = microbatch
         self._cuts: dict[int, Spans] = {}
+        self._dealt: dict[int, list[tuple[int, bool]]] = {}
         self.most_microbatches = len(self.cut(min(global_batch, samples) if self._in_epochs else global_batch))
 
     def span(self, step: int) -> tuple[int, int]:
@@ -52,13 +53,19 @@ class Length:
             self._cuts[size] = tuple(assignment.slices(whole, deal.slices) if deal.slices else whole)
         return self._cuts[size]
 
+    def dealt(self, size: int) -> list[tuple[int, bool]]:
+        """What this rank computes of a batch of `size` samples, as (microbatch, whether it counts)."""
+        if size not in self._dealt:
+            self._dealt[size] = self.mesh.deal.rounds(len(self.cut(size)), self.mesh.data.rank)
+        return self._dealt[size]
+
     def rounds(self, step: int) -> list[Span]:
         """What this rank computes in a step."""
         start, stop = self.span(step)
         spans = self.cut(stop - start)
         return [
             Span(step=step, index=index, start=start + spans[index][0], stop=start + spans[index][1], counts=counts)
-            for index, counts in self.mesh.deal.rounds(len(spans), self.mesh.data.rank)
+            for index, counts in self.dealt(stop - start)
         ]
 
 
@@ -107,6 +114,8 @@ class Microbatches:
         self.samples = stop - start
         self.layout = Layout(step, start, length.cut(self.samples), length.mesh, order)
         self.count = len(self.layout.spans)
+        self.mine = sum(counts for _, counts in length.dealt(self.samples))
+        """How many of them this rank computes."""
         self.most = length.most_microbatches
         self.weights: Weights | None = None
         """Each term's denominator over the whole step, where a weight function gives it."""
@@ -155,7 +164,7 @@ def from_data(loader: Loader, length: Length, *, seed: int) -> Iterator[Microbat
     fetched = loader.fetch(span for step in range(length.steps) for span in length.rounds(step))
     for step in range(length.steps):
         start, stop = length.span(step)
-        mine = islice(fetched, len(length.mesh.deal.rounds(len(length.cut(stop - start)), length.mesh.data.rank)))
+        mine = islice(fetched, len(length.dealt(stop - start)))
         yield Microbatches(step, length, mine, seed=seed, order=order)
 
 

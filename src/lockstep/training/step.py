@@ -99,7 +99,7 @@ class Step:
             for statistics in self._statistics:
                 statistics.discard()  # what no backward took down: recomputations, forwards without one
             for streams, place in self._streams:
-                streams.start((*self.source.position(current, passes), place))
+                streams.begun((*self.source.position(current, passes), place) if place else self.source.position(current, passes))
             yield batch
 
     def backward(self, loss: Any, optimizer: Any = None) -> None:
@@ -142,8 +142,8 @@ class Step:
             raise LossError(f"step {self.index}: a second commit for one pair; each pair has one commit a step; leave the second one out")
         pair = self._pairs[number]
         phase = self._begun(pair)
-        missing = [place for place in self._mesh.deal.share(self.count, self._mesh.data.rank) if place not in phase.seen]
-        if missing:
+        if len(phase.seen) < self.source.mine:
+            missing = [place for place in self._mesh.deal.share(self.count, self._mesh.data.rank) if place not in phase.seen]
             raise LossError(
                 f"step {self.index}: commit without a backward for microbatches {missing} of this rank; call step.backward once for each "
                 "microbatch; for one that is to count for nothing, give a loss multiplied by 0"
@@ -189,7 +189,7 @@ class Step:
             return Scored(part.total, seed, [part.value, 0.0 if part.weight is None else part.weight])
 
         items = [
-            Item((*self.source.position(current, 0), 0), partial(given_to, inputs, batch), partial(score, current, batch), current.counts)
+            Item(self.source.position(current, 0), partial(given_to, inputs, batch), partial(score, current, batch), current.counts)
             for current, batch in share
         ]
         rows = pipeline.run(items, columns=2)
