@@ -127,8 +127,8 @@ class Recipe:
     """Names of the modules that a plan gathers, frees, checkpoints or compiles one at a time; `*` is any text: `["blocks.*"]`. None: they
     are found: the members of lists of alike modules."""
     tensor: Mapping[str, str] | None = None
-    """How the `tensor` axis cuts layers: patterns of module names, `*` is any text, and a style for each, as in docs/plans.md. None: the
-    model's own `tensor_plan`, or that of a Hugging Face model."""
+    """How the `tensor` axis cuts layers: patterns of module names, `*` is any text, and a style for each, as in
+    docs/plans/tensor.md. None: the model's own `tensor_plan`, or that of a Hugging Face model."""
     stages: Sequence[str] | None = None
     """Names of the modules that the model's forward calls one after another, each with what the one before it returned, as the `pipeline`
     axis cuts them; `*` is any text: `["embedding", "blocks.*", "head"]`. Each draws its random numbers from a stream of its own. None: the
