@@ -100,6 +100,13 @@ CASES = [
         everywhere(tensor_part(2) - U / 2),
         styles=tuple(VOCABULARY.items()),
     ),
+    Case(
+        "tensor=2",
+        2,
+        everywhere(layers(2, M) + (2 * A + 2 * A + 2 * 3 * 4 * SAMPLES * LENGTH) * M * ring(2)),
+        everywhere(tensor_part(2) - U / 2),
+        styles=tuple((VOCABULARY | {"head": "loss"}).items()),
+    ),
     Case("replicate=2,tensor=2", 4, everywhere(layers(2, M // 2) + 2 * tensor_part(2) * ring(2)), everywhere(tensor_part(2))),
     Case(
         "shard=2,tensor=2",
