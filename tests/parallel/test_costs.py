@@ -117,7 +117,7 @@ CASES = [
     Case("pipeline=2,schedule=gpipe", 2, everywhere(A * M), HALF, lambda rank: BLOCKS // 2 * M),
     Case("pipeline=2", 2, everywhere(A * M), HALF, lambda rank: BLOCKS // 2 * (2 - rank)),
     Case("pipeline=2,schedule=interleaved", 2, everywhere(3 * A * M), HALF, lambda rank: BLOCKS // 4 * (3 * 2 - 2 * rank - 1)),
-    Case("pipeline=2,schedule=zero-bubble", 2, everywhere(A * M), HALF, lambda rank: BLOCKS // 2 * (2, M)[rank]),
+    Case("pipeline=2,schedule=zero-bubble", 2, everywhere(A * M), HALF, lambda rank: BLOCKS // 2 * 2),
     Case("pipeline=4", 4, ends(A * M, 2 * A * M, 4), ends(W + block_bytes(), block_bytes(), 4), lambda rank: 4 - rank),
     # With `words` and `head` one parameter, the first stage sends its gradient, and gets the sum.
     Case("pipeline=2", 2, everywhere(A * M + W), HALF, model=Tied),

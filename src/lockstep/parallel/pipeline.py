@@ -133,7 +133,7 @@ class Pipeline:
         if self._failure is not None:
             flat[-1] = 1.0
         elif self.world.rank == self.last_rank:
-            numbers = [number for place in range(len(items)) for number in self._results[place].record]
+            numbers = [number for place in range(len(items)) for number in self._results[place]]
             flat[:-1] = torch.stack([torch.as_tensor(number, dtype=torch.float64, device=flat.device) for number in numbers])
         dist.all_reduce(flat, group=self._group)
         if flat[-1]:
@@ -177,7 +177,7 @@ class Pipeline:
             self._built[key] = self._build(stop - start, schedule, self._routes[start], backward)
         run, stages = self._built[key]
         for stage in stages:
-            stage.routes = self._routes[start:stop]
+            stage.routes, stage.losses = self._routes[start:stop], run._internal_losses
         places = torch.arange(start, stop)
         run.step(place=places, target=places if backward else None, return_outputs=False)
         for stage in stages:
@@ -220,7 +220,8 @@ class Pipeline:
         with self._around(local):
             value = self._through(stage, item, received, route)
             if stage == len(route):
-                value = self._results[place] = item.score(value)
+                value = item.score(value)
+                self._results[place] = value.record if torch.is_grad_enabled() else value  # the graph is torch's to let go of
         if torch.is_grad_enabled() and item.counts:
             self._ran(local)
         if stage < len(route):
@@ -345,6 +346,8 @@ class _Stage(PipelineStage):
 
     routes: Sequence[Sequence[Boundary]]
     """Of each microbatch in the call, what the stages hand on."""
+    losses: list[Tensor]
+    """The schedule's: outputs of the last stage, of the microbatches so far."""
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if not self.is_first:
@@ -355,6 +358,12 @@ class _Stage(PipelineStage):
         if self.has_backward and not self.is_last:
             self._renew(self.grad_recv_info[bwd_chunk_id], self.routes[bwd_chunk_id][self.stage_index])
         return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """Torch's keeps the loss, and with it all that the backward of the inputs has not freed, to the end of the call."""
+        super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
+        if self.is_last and self.has_backward:
+            self.losses[bwd_chunk_id] = self.losses[bwd_chunk_id].detach()
 
     def release(self) -> None:
         """Let go of what the last call received and computed."""

@@ -183,7 +183,7 @@ class Step:
         def score(current: Microbatch, batch: Any, output: Any) -> Scored:
             part = self._contribution(pair, loss(output, batch), current)
             if current.counts:
-                parts[current.index] = part
+                parts[current.index] = part._replace(total=part.total.detach())
             seed = part.seed if current.counts else torch.zeros_like(part.seed)
             seed = seed if pair.loss_scale is None else seed * pair.loss_scale.value
             return Scored(part.total, seed, [part.value, 0.0 if part.weight is None else part.weight])
