@@ -24,10 +24,10 @@ WORDS: dict[str, tuple[str, ...]] = {
     "transport": get_args(Transport),
 }
 """The settings whose value is a word."""
-SETTINGS = ("sharding", "checkpointing", "schedule", "compile", "split", "data_parallel", "transport", "workers")
+SETTINGS = ("sharding", "offload", "checkpointing", "schedule", "compile", "split", "data_parallel", "transport", "workers")
 """Those that a plan's text has only where they are not the default."""
 AXES = ("replicate", "shard", "tensor", "pipeline")
-NOT_BUILT_YET = ("context", "offload")
+NOT_BUILT_YET = ("context",)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +50,9 @@ class Plan:
     sharding: Sharding = "full"
     """Under `shard`: `full` frees a block's gathered parameters after its forward and gathers them again for its backward (ZeRO-3);
     `gradients` keeps them until then: more memory, one exchange less (ZeRO-2)."""
+    offload: bool = False
+    """Under `shard`, on GPUs: parameters, gradients and the optimizer's state are kept in the CPU's memory, where the optimizer computes;
+    each block's parameters are copied to the GPU when they are gathered."""
     checkpointing: Checkpointing = "none"
     """Activations: `full` keeps each block's inputs and computes the rest again in its backward; `selective` also keeps the results of
     matrix products, convolutions and attention."""
@@ -80,8 +83,14 @@ class Plan:
         for name, known in WORDS.items():
             if getattr(self, name) not in known:
                 raise PlanError(f"{name}={getattr(self, name)}; known are {', '.join(known)}")
-        if not isinstance(self.compile, bool):
-            raise PlanError(f"compile={self.compile}; it is yes or no (in Python True or False)")
+        for name in ("compile", "offload"):
+            if not isinstance(getattr(self, name), bool):
+                raise PlanError(f"{name}={getattr(self, name)}; it is yes or no (in Python True or False)")
+        if self.offload and given.get("shard", 1) == 1:
+            raise PlanError(
+                f"offload=yes with shard={given.get('shard', 1)}; what is kept on the CPU is what the shard axis cuts; give shard two "
+                "processes or more, or leave offload=yes out"
+            )
         if not _counts(self.workers, 0):
             raise PlanError(f"workers={self.workers}; it counts loader processes a rank and is 0 or more")
         if given.get("tensor", 1) != 1:
@@ -188,7 +197,7 @@ class Plan:
 def _read(name: str, value: str, text: str) -> Any:
     if name == "split" and "+" in value:
         return tuple(_whole(name, part, text) for part in value.split("+"))
-    if name == "compile":
+    if name in ("compile", "offload"):
         return {"yes": True, "no": False}.get(value, value)
     return value if name in WORDS or (value == "auto" and name in AXES) else _whole(name, value, text)
 

@@ -84,7 +84,7 @@ class Norm:
         squares = torch.zeros((), dtype=torch.float64, device=self._shards.device)
         mine = [part for gradient, part in zip(gradients, parts, strict=True) if self._counts(gradient)]
         if mine:
-            squares += torch.linalg.vector_norm(torch.stack(torch._foreach_norm(mine)).double()).square()
+            squares += torch.linalg.vector_norm(torch.stack(torch._foreach_norm(mine)).double()).square().to(squares.device)
         for axis in (*self._cutting.values(), self._pipeline):
             if axis.size > 1:
                 dist.all_reduce(squares, group=axis.group)

@@ -179,8 +179,10 @@ def whole(tensor: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor, Replicate
 
     assert isinstance(tensor, DTensor)
+    gathered: Any = tensor.to(tensor.device_mesh.device_type)  # where its ranks exchange; an offloaded part is on the CPU
     placements = list(tensor.placements)
     for axis in range(len(placements)):  # one after another: torch warns of the gathers that it cannot merge
         placements[axis] = Replicate()
-        tensor = tensor.redistribute(placements=placements)
-    return tensor.to_local()
+        gathered = gathered.redistribute(placements=placements)
+    full: Tensor = gathered.to_local()
+    return full

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.comm.mesh import Mesh
+from lockstep.errors import PlanError
 from lockstep.parallel.blocks import blocks_of
 from lockstep.parallel.build import CannotDefer, Deferred, build
 from lockstep.parallel.data_parallel import cut_over, gpus_of
@@ -123,10 +124,10 @@ def lay_out(
     if mesh.axis("shard").size > 1:
         free = plan.sharding == "full"
         if laid.pipeline is None:
-            shard(model, mesh, names, free_after_forward=free, fill=fill)
+            shard(model, mesh, names, free_after_forward=free, offload=plan.offload, fill=fill)
         else:
             inside = {root: _within([root], names) for root in roots}
-            shard_parts(model, mesh, inside, free_after_forward=free, free_root=free, fill=fill)
+            shard_parts(model, mesh, inside, free_after_forward=free, free_root=free, offload=plan.offload, fill=fill)
     fill(model)
     if plan.split != 1:
         split(model, layers, devices_of(mesh.world.device, plan.split_devices), plan.split)
@@ -136,7 +137,11 @@ def lay_out(
 
 
 def check_devices(plan: Plan, home: torch.device) -> None:
-    """Raises `PlanError` where the plan takes more devices of one process than there are. `home`: the first."""
+    """Raises `PlanError` where the devices of a process are not those that the plan takes. `home`: the first."""
+    if plan.offload and home.type == "cpu":
+        raise PlanError(
+            "offload=yes on a CPU; it keeps on the CPU what a GPU has no room for; parameters are on the CPU already; leave offload=yes out"
+        )
     devices_of(home, plan.split_devices)
     if plan.data_parallel != 1:
         gpus_of(home, plan.data_parallel)

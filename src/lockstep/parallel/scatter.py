@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
-from lockstep.comm.mesh import Mesh
+from lockstep.comm.mesh import Mesh, held
 from lockstep.comm.ordered import add, all_gather_single
 from lockstep.tree import Counter
 
@@ -66,12 +66,14 @@ class OrderedScatter(Scatter):
 
     In round r, rank d of the n data ranks has microbatch r * n + d. Each shard of the gradient is cut into one slice for each of its
     replicas; an all-to-all brings every rank all leaves of its slice, which it pushes into a binary counter; after the last round
-    replicas exchange their slices of the sum. FSDP2 is given zeros, which the sum then replaces; gradients of earlier rounds are thrown
-    away.
+    replicas exchange their slices of the sum. FSDP2 is given zeros, which the sum then replaces, on the CPU where FSDP2 has put them
+    there; gradients of earlier rounds are thrown away.
     """
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, parameters: Any) -> None:
+        """`parameters`: FSDP2's group of them, in whose order and padding the gradients are sent; None for a group without."""
         super().__init__()
+        self._parameters = parameters
         self._data = mesh.data
         self._replicas = mesh.axis("replicate")
         self._shards = mesh.axis("shard").size
@@ -97,7 +99,7 @@ class OrderedScatter(Scatter):
         dist.all_to_all_single(leaves.view(-1), outgoing.view(-1), group=self._data.group)
         output.zero_()
         if self._leaves is None:
-            self._leaves, self._output = leaves, output
+            self._leaves, self._width = leaves, width
         else:
             self._leaves += leaves
         return None
@@ -113,6 +115,14 @@ class OrderedScatter(Scatter):
             if self._replicas.size > 1:
                 gathered = root.new_empty(self._replicas.size * root.numel())
                 all_gather_single(gathered, root.contiguous(), group=self._replicas.group)
-                root = gathered[: self._output.numel()]
-            self._output.copy_(root)
-        del self._output
+                root = gathered[: self._width]
+            self._hand_over(root)
+
+    def _hand_over(self, flat: Tensor) -> None:
+        """Write the sum, this rank's shards one after another, over the gradients."""
+        trainable = [each for each in self._parameters.fsdp_params if each.sharded_param.requires_grad]
+        gradients = [held(each.sharded_param.grad) for each in trainable]
+        flat = flat.to(gradients[0].device)
+        padded = [each.padded_sharded_param_size.numel() for each in trainable]
+        for gradient, part in zip(gradients, torch.split(flat, padded), strict=True):
+            gradient.copy_(part[: gradient.numel()].view_as(gradient))

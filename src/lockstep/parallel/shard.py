@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from lockstep.comm.mesh import Mesh, held
 from lockstep.errors import RecipeError
@@ -31,13 +31,15 @@ def shard(
     *,
     free_after_forward: bool,
     free_root: bool = False,
+    offload: bool,
     fill: Callable[[nn.Module], None],
 ) -> None:
     """Cut the parameters of `model`, block by block, over the `shard` axis. The model stays the object it is; every rank calls it.
 
     `free_after_forward`: gather a block again for its backward, instead of keeping all blocks from the forward on. `free_root`: what is
-    in no block too; for a whole model that is in vain, since the backward begins with it. `fill`: called with a module just before it is
-    cut, to give it its values: no rank ever holds more than a block and its shards. Raises `RecipeError`.
+    in no block too; for a whole model that is in vain, since the backward begins with it. `offload`: the shards and their gradients are on
+    the CPU. `fill`: called with a module just before it is cut, to give it its values, on the mesh's device: no rank ever holds more than
+    a block and its shards. Raises `RecipeError`.
     """
     for name, parameter in model.named_parameters():
         if not parameter.dim():
@@ -48,11 +50,12 @@ def shard(
     axis = mesh.torch_mesh["shard"]
     modules = [model.get_submodule(name) for name in blocks]
     visits = Visits(model, modules)
+    policy = CPUOffloadPolicy() if offload else OffloadPolicy()
     for module in modules:
         fill(module)
-        fully_shard(module, mesh=axis, reshard_after_forward=free_after_forward)
+        fully_shard(module, mesh=axis, reshard_after_forward=free_after_forward, offload_policy=policy)
     fill(model)
-    fully_shard(model, mesh=axis, reshard_after_forward=free_root)
+    fully_shard(model, mesh=axis, reshard_after_forward=free_root, offload_policy=policy)
     visits.enter()
 
 
@@ -90,7 +93,7 @@ class Shards:
         self._slots = Slots(len(parameters), max_microbatches, dtype=dtype, device=device)
         self._scatters: list[Scatter] = []
         for group in _groups(model):
-            scatter = OrderedScatter(mesh) if bitwise else Scatter()
+            scatter = OrderedScatter(mesh, group._get_fsdp_state()._fsdp_param_group) if bitwise else Scatter()
             group.set_custom_reduce_scatter(scatter)
             group.set_gradient_divide_factor(1.0)
             group.set_reduce_scatter_unused_params(True)
@@ -148,8 +151,9 @@ class Shards:
 
     def _sum_over_replicas(self) -> None:
         gradients = [held(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).to(self._replicas.device)
         dist.all_reduce(flat, group=self._replicas.group)
+        flat = flat.to(gradients[0].device)
         start = 0
         for gradient in gradients:
             gradient.copy_(flat[start : start + gradient.numel()].view_as(gradient))

@@ -35,7 +35,7 @@ class TiedGradients:
         """
         for at, parameter, ranks in self._mine:
             place = held(parameter.detach())
-            mine = torch.zeros(place.numel() + 1, dtype=place.dtype, device=place.device)
+            mine = torch.zeros(place.numel() + 1, dtype=place.dtype, device=self._pipeline.device)
             if used[at] and parameter.grad is not None:
                 mine[:-1] = held(parameter.grad).reshape(-1)
                 mine[-1] = 1.0

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep import precision as precisions
-from lockstep.comm.mesh import Mesh
+from lockstep.comm.mesh import Mesh, held
 from lockstep.parallel.engine import Engine, engine_for, sum_factor
 from lockstep.parallel.layout import LaidOut
 from lockstep.parallel.statistics import RunningStatistics
@@ -74,7 +74,8 @@ class Pair:
         self._bitwise = bitwise
         self._engine: Engine | None = None
         self._room = 0
-        self._gates_on_device = self.device.type == "cuda" and all(group.get("fused") for o in optimizers for group in o.param_groups)
+        fused = all(group.get("fused") for optimizer in optimizers for group in optimizer.param_groups)
+        self._gates_on_device = fused and all(held(parameter).is_cuda for parameter in self.parameters)
 
     def engine(self, microbatches: int) -> Engine:
         """The gradients' keeper, made anew where a step has more microbatches than any before. Every rank calls it alike."""

@@ -11,6 +11,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
+from torch import Tensor
+
 import lockstep.errors
 from lockstep.comm.group import World
 from lockstep.comm.mesh import whole
@@ -105,7 +107,7 @@ class Recorder:
         for key, value in state_dict.items():
             tensor = whole(value)
             if self._directory is not None:
-                gathered[key] = tensor
+                gathered[key] = tensor.cpu() if isinstance(tensor, Tensor) else tensor  # a GPU need not have room for all
         if self._directory is not None:
             self._directory.save_tensors(name, gathered)
 

@@ -432,7 +432,7 @@ def _set_up_computation(plan: Plan, world: World, threads: int, stack: ExitStack
     """Threads and determinism for the duration of the session; what was set before is put back."""
     bitwise = plan.numerics == "bitwise"
     stack.callback(torch.set_num_threads, torch.get_num_threads())
-    torch.set_num_threads(1 if bitwise and world.device.type == "cpu" else threads)
+    torch.set_num_threads(1 if bitwise and (world.device.type == "cpu" or plan.offload) else threads)
     if bitwise and world.device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
