@@ -24,6 +24,7 @@ from lockstep.plan import Plan
         ("split=2", Plan(replicate=1, split=2)),
         ("split=3+0+5,shard=1", Plan(split=(3, 0, 5))),
         ("data_parallel=2", Plan(replicate=1, data_parallel=2)),
+        ("shard=2,offload=yes", Plan(shard=2, offload=True)),
         ("workers=2,shard=1,tensor=1,pipeline=1", Plan(replicate=1, workers=2)),
     ],
 )
@@ -37,12 +38,13 @@ def test_the_mini_language_says_what_the_keywords_say(text: str, plan: Plan) -> 
     workers=st.integers(0, 9),
     shard=st.integers(1, 8),
     sharding=st.sampled_from(["full", "gradients"]),
+    offload=st.booleans(),
     checkpointing=st.sampled_from(["none", "selective", "full"]),
     compile=st.booleans(),
     transport=st.sampled_from(["auto", "torch"]),
 )
 def test_a_plan_reads_back_what_it_writes(**settings: Any) -> None:
-    plan = Plan(**settings)
+    plan = Plan(**{**settings, "offload": settings["offload"] and settings["shard"] > 1})
     assert Plan.parse(str(plan)) == plan
 
 
@@ -97,8 +99,8 @@ def test_axes_that_do_not_multiply_to_the_world_size_are_refused(world_size: int
     [
         (
             "replica=2",
-            "'replica' in plan 'replica=2' is unknown; known are replicate, shard, tensor, pipeline, numerics, sharding, checkpointing, "
-            "schedule, compile, split, data_parallel, transport, workers",
+            "'replica' in plan 'replica=2' is unknown; known are replicate, shard, tensor, pipeline, numerics, sharding, offload, "
+            "checkpointing, schedule, compile, split, data_parallel, transport, workers",
         ),
         ("replicate=2,replicate=2", "'replicate' stands twice in plan 'replicate=2,replicate=2'; give it once"),
         ("replicate=0", "replicate=0; the size of a mesh axis is a whole number of at least 1, or auto"),
