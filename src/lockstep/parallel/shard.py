@@ -49,13 +49,16 @@ def shard(
     assert mesh.torch_mesh is not None
     axis = mesh.torch_mesh["shard"]
     modules = [model.get_submodule(name) for name in blocks]
-    visits = Visits(model, modules)
+    on_cpu = mesh.world.device.type == "cpu"
+    visits = Visits(model, modules, gathers_ahead=on_cpu)
     policy = CPUOffloadPolicy() if offload else OffloadPolicy()
     for module in modules:
         fill(module)
         fully_shard(module, mesh=axis, reshard_after_forward=free_after_forward, offload_policy=policy)
     fill(model)
-    fully_shard(model, mesh=axis, reshard_after_forward=free_root, offload_policy=policy)
+    root = fully_shard(model, mesh=axis, reshard_after_forward=free_root, offload_policy=policy)
+    # In the backward it gathers a block ahead by itself, on a CPU only then without waiting for it.
+    root._set_unshard_async_op(on_cpu)
     visits.enter()
 
 

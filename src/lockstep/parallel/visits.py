@@ -3,6 +3,9 @@
 FSDP2 gathers a block's parameters when the block runs. A rank that leaves out a block which others run would answer their gathering with
 another one, and hang or corrupt. Here it visits the block for nothing: the block is called with an identity in the place of its forward,
 so that FSDP2's own hooks do all they do, in the forward and in the backward, and the gradient of its parameters is zero.
+
+So it is known which block comes next, and on a CPU its parameters are on their way while the one before it computes. On a GPU FSDP2 sees
+to that.
 """
 
 from __future__ import annotations
@@ -18,11 +21,13 @@ from lockstep.errors import RecipeError
 
 
 class Visits:
-    """Made before the model is sharded, and entered after it, so that its hooks run outside of FSDP2's. `blocks`: in their order."""
+    """Made before the model is sharded, and entered after it, so that its hooks run outside of FSDP2's."""
 
-    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    def __init__(self, model: nn.Module, blocks: Sequence[Any], *, gathers_ahead: bool) -> None:
+        """`blocks`: in their order. `gathers_ahead`: start to gather a block's parameters when the one before it runs."""
         self._model = model
         self._blocks = list(blocks)
+        self._gathers_ahead = gathers_ahead
         self._next = 0
         self._for_nothing = False
         model.register_forward_hook(self._after_all)
@@ -40,8 +45,13 @@ class Visits:
         def hook(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
             if self._for_nothing:
                 return None
+            first = place >= self._next
             skipped, self._next = range(self._next, place), max(self._next, place + 1)
-            return self._visit(skipped, (arguments, keywords)) if skipped else None
+            visited = self._visit(skipped, (arguments, keywords)) if skipped else None
+            if first and self._gathers_ahead:  # what is gathered here is visited in this forward, before weights can change
+                for block in self._blocks[place : place + 2]:
+                    block.unshard(async_op=True)
+            return visited
 
         return hook
 
