@@ -1,9 +1,10 @@
 """What `ls.train` costs beside a careful hand-written loop, and what bitwise numerics cost beside fast.
 
-    python benchmarks/overhead.py [--rounds 9] [--only mlp gpt bitwise] [--json FILE]
+    python benchmarks/overhead.py [--rounds 9] [--only mlp gpt shard bitwise] [--json FILE]
 
 The hand-written loop has DistributedSampler, DataLoader, DDP with gradients as bucket views (bare at one process), fused AdamW,
-`zero_grad(set_to_none=True)` and, for the GPT, clipping; it never reads a loss. `ls.train` runs as it comes: run directory, metrics,
+`zero_grad(set_to_none=True)` and, for the GPT, clipping; it never reads a loss. In the row `shard` it has FSDP2's `fully_shard` on each
+block and on the whole, in the place of DDP. `ls.train` runs as it comes: run directory, metrics,
 progress display, a check of every gradient. Both have the same model, optimizer and sizes, cores ÷ processes threads, no loader worker, the
 same process group and the same live processes. In a round every side runs once, in an order that turns from round to round; each is
 timed on rank 0 by the wall clock, from the end of its warm-up steps to the end of its last step. A row's ratio is the median over
@@ -34,6 +35,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -47,6 +49,8 @@ HAND = "by hand"
 AT_ONCE = "by hand, __getitems__"
 NO_LOADER = "by hand, no loader"
 LOCKSTEP = "ls.train"
+SIZES = {"mlp": (1, 2), "gpt": (1, 2), "shard": (2,), "bitwise": (2, 3)}
+"""The cases, and the processes of each."""
 PREPARED = 64
 """Batches that the loop without a loader goes through again and again."""
 
@@ -138,13 +142,17 @@ class Stopwatch:
         return Speed(steps / (time.perf_counter() - self._wall), steps / (time.process_time() - self._processor))
 
 
-def hand_written(work: Workload, *, at_once: bool = False, loader: bool = True) -> Speed:
+def hand_written(work: Workload, *, at_once: bool = False, loader: bool = True, sharded: bool = False) -> Speed:
     """The loop that one would write."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     torch.manual_seed(0)
     model = work.build()
+    if sharded:
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
     optimizer = work.optimizer(model)
-    parallel = DistributedDataParallel(model, gradient_as_bucket_view=True) if size > 1 else model
+    parallel = DistributedDataParallel(model, gradient_as_bucket_view=True) if size > 1 and not sharded else model
     batches = _loaded(work, rank, size, at_once=at_once)
     if not loader:
         batches = itertools.cycle([next(batches) for _ in range(PREPARED)])
@@ -187,7 +195,7 @@ class Clock(ls.Hook):
             self.threads = torch.get_num_threads()
 
 
-def lockstep(work: Workload, *, microbatch: int, numerics: str = "fast") -> Speed:
+def lockstep(work: Workload, *, microbatch: int, plan: str = "") -> Speed:
     """`ls.train`."""
     clock = Clock(work)
     recipe = ls.Recipe(
@@ -202,8 +210,8 @@ def lockstep(work: Workload, *, microbatch: int, numerics: str = "fast") -> Spee
         clip_norm=work.clip_norm,
     )
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):
-        ls.train(recipe, plan=f"numerics={numerics}", run_dir=f"{folder}/run", hooks=[clock])
-    if numerics == "fast" and clock.threads != torch.get_num_threads():
+        ls.train(recipe, plan=plan, run_dir=f"{folder}/run", hooks=[clock])
+    if "bitwise" not in plan and clock.threads != torch.get_num_threads():
         others = torch.get_num_threads()
         raise SystemExit(f"ls.train computed with {clock.threads} threads and the hand-written loop with {others}; nothing to compare")
     return clock.speed
@@ -214,7 +222,12 @@ def sides_of(case: str, size: int, steps: int | None) -> dict[str, Callable[[], 
     if steps is not None:
         work = replace(work, steps=steps)
     if case == "bitwise":
-        return {numerics: lambda numerics=numerics: lockstep(work, microbatch=4, numerics=numerics) for numerics in ("fast", "bitwise")}
+        return {name: lambda name=name: lockstep(work, microbatch=4, plan=f"numerics={name}") for name in ("fast", "bitwise")}
+    if case == "shard":
+        return {
+            AT_ONCE: lambda: hand_written(work, at_once=True, sharded=True),
+            LOCKSTEP: lambda: lockstep(work, microbatch=work.global_batch // size, plan="shard=auto"),
+        }
     return {
         HAND: lambda: hand_written(work),
         AT_ONCE: lambda: hand_written(work, at_once=True),
@@ -281,14 +294,14 @@ def show(rows: list[dict[str, Any]], rounds: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9, help="in each, every side runs once (default: %(default)s)")
-    parser.add_argument("--only", nargs="+", choices=("mlp", "gpt", "bitwise"), default=("mlp", "gpt", "bitwise"))
+    parser.add_argument("--only", nargs="+", choices=tuple(SIZES), default=tuple(SIZES))
     parser.add_argument("--steps", type=int, help="timed steps of each side in each round (default: 1000 for the MLP, 30 for the GPT)")
     parser.add_argument("--threads", type=int, help="of each process, on all sides (default: cores ÷ processes, as ls.train sets them)")
     parser.add_argument("--json", metavar="FILE", help="also write the rows, with every rate, to this file")
     options = parser.parse_args()
     rows = []
     for case in options.only:
-        for size in (2, 3) if case == "bitwise" else (1, 2):
+        for size in SIZES[case]:
             threads = options.threads or max(1, (os.cpu_count() or 1) // size)
             os.environ["OMP_NUM_THREADS"] = str(threads)
             speeds = ls.spawn(measure, nproc=size, args=(case, options.rounds, options.steps, threads))

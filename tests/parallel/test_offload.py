@@ -1,5 +1,5 @@
 """Shards on the CPU while their ranks exchange on GPUs. Where there is no GPU, what is moved is tested with a second device that is none,
-and the whole run with host memory that only copies lead to. That CUDA and NCCL take part is tested where there are two GPUs."""
+and the whole run with gradients that are copies. That CUDA and NCCL take part is tested where there are two GPUs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import torch.distributed as dist
 from parallel.elsewhere import ELSEWHERE, SecondDevice, There
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.overrides import TorchFunctionMode
 from training.subjects import recipe
 
 import lockstep as ls
@@ -43,30 +42,29 @@ def test_on_a_cpu_there_is_nothing_to_offload() -> None:
     )
 
 
-class HostMemory(TorchFunctionMode):
-    """Moving a tensor to the CPU copies it, as from a GPU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.copies = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func is Tensor.to and args[1:2] == (torch.device("cpu"),) and out is args[0]:
-            self.copies += 1
-            return out.clone()
-        return out
-
-
 def train(plan: str, run_dir: str) -> str:
     return ls.train(recipe(global_batch=20, steps=3, clip_norm=0.1), plan=plan, run_dir=run_dir).fingerprint
 
 
 def train_offloaded(plan: str, run_dir: str) -> tuple[str, int]:
+    """As on GPUs, so far as a gradient that FSDP2 moves to the CPU is a copy. (A torch function mode would not see its backward.)"""
     unpinned = partial(CPUOffloadPolicy, pin_memory=False)
-    memory = HostMemory()
-    with patch("lockstep.training.session.check_devices"), patch("lockstep.parallel.shard.CPUOffloadPolicy", unpinned), memory:
-        return train(f"{plan},offload=yes", run_dir), memory.copies
+    to = Tensor.to
+    copies = []
+
+    def copied(tensor: Tensor, *given: Any, **settings: Any) -> Tensor:
+        moved = to(tensor, *given, **settings)
+        if given == (torch.device("cpu"),) and settings == {"non_blocking": False}:
+            copies.append(moved)
+            return moved.clone()
+        return moved
+
+    with (
+        patch("lockstep.training.session.check_devices"),
+        patch("lockstep.parallel.shard.CPUOffloadPolicy", unpinned),
+        patch.object(Tensor, "to", copied),
+    ):
+        return train(f"{plan},offload=yes", run_dir), len(copies)
 
 
 @pytest.mark.parametrize("numerics", ["fast", "bitwise"])
@@ -107,8 +105,9 @@ def test_replicas_sum_offloaded_gradients_on_the_device(monkeypatch: pytest.Monk
         parameter.grad = torch.ones_like(parameter)
     engine = Shards.__new__(Shards)
     engine._parameters, engine._replicas = parameters, GPU
-    with SecondDevice():
+    with SecondDevice() as device:
         engine._sum_over_replicas()
+    assert device.moves == [7, 7]
     assert [p.grad if p.grad is None else p.grad.tolist() for p in parameters] == [[[2.0, 2.0], [2.0, 2.0]], [2.0, 2.0, 2.0], None]
 
 
@@ -140,8 +139,10 @@ def test_the_canonical_sum_goes_from_the_device_to_gradients_on_the_cpu() -> Non
     held = [SimpleNamespace(sharded_param=p, padded_sharded_param_size=s) for p, s in zip([first, frozen, second], sizes, strict=True)]
     mesh: Any = SimpleNamespace(data=GPU, axis=lambda name: GPU)
     scatter = OrderedScatter(mesh, SimpleNamespace(fsdp_params=held))
-    with SecondDevice():
-        scatter._hand_over(torch.arange(9.0).to(ELSEWHERE))
+    there = There(torch.arange(9.0))
+    with SecondDevice() as device:
+        scatter._hand_over(there)
+    assert device.moves == [9]
     assert first.grad.tolist() == [[0.0, 1.0], [2.0, 3.0]]
     assert second.grad.tolist() == [6.0, 7.0, 8.0]
 

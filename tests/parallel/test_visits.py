@@ -26,7 +26,7 @@ ORDERS = {
 SETTINGS = {"sharding=full": 2, "sharding=gradients": 2, "checkpointing=full": 3}
 """And the processes."""
 on_their_way: tuple[list[set[int]], list[set[int]]] = ([], [])
-"""Which blocks were while each block computed: in forwards, and in backwards."""
+"""Which blocks were, after each in forwards, and before each in backwards."""
 
 
 def gathering(blocks: Sequence[nn.Module]) -> set[int]:
@@ -86,4 +86,4 @@ def test_a_block_is_on_its_way_while_the_one_before_it_computes(pool: WorkerPool
     for _, _, (forwards, backwards) in pool.run(2, train, "in order", "shard=2", str(tmp_path / "run")):
         assert len(forwards) > len(backwards) >= 4
         assert forwards == [{1}, {2}, {3}, set()] * (len(forwards) // 4)
-        assert backwards == [{2}, {1}, {0}, set()] * (len(backwards) // 4)
+        assert backwards == [{3}, {2}, {1}, {0}] * (len(backwards) // 4)
