@@ -224,6 +224,8 @@ class Deferred:
         self._names = {
             name: tensor for named in (module.named_parameters, module.named_buffers) for name, tensor in named(remove_duplicate=False)
         }
+        self.names = {id(tensor): name for name, tensor in reversed(self._names.items())}
+        """The first name of each parameter and buffer, by its identity in the module as it was returned."""
 
     @classmethod
     def build(cls, factory: Callable[[], Any], key: int) -> Deferred:

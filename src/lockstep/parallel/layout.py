@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lockstep.comm.group import World
 from lockstep.comm.mesh import Mesh
 from lockstep.errors import PlanError
+from lockstep.parallel.alike import check_checksums, check_structure, checksum, checksums_of
 from lockstep.parallel.blocks import blocks_of
 from lockstep.parallel.build import CannotDefer, Deferred, build
 from lockstep.parallel.data_parallel import cut_over, gpus_of
@@ -35,15 +37,33 @@ class Built:
     reason: str | None
     """Why they are there where the plan would rather not have them."""
 
+    checksums: dict[str, int] = field(default_factory=dict)
+    """Of the values that this rank has seen, by name, where there are other ranks."""
+
     @classmethod
     def of(cls, factory: Callable[[], Any], key: int, mesh: Mesh) -> Built:
-        """The values follow from `key` alone, not from the plan. Every rank calls it."""
+        """The values follow from `key` alone, not from the plan. Every rank calls it.
+
+        Raises `RecipeError` where ranks have built models of other parts.
+        """
+        built = cls._built(factory, key, mesh)
+        check_structure(built.module, mesh.world)
+        if built.deferred is None and mesh.world.size > 1:
+            built.checksums = checksums_of(built.module)
+        return built
+
+    @classmethod
+    def _built(cls, factory: Callable[[], Any], key: int, mesh: Mesh) -> Built:
         if mesh.torch_mesh is None:
             return cls(build(factory, key), None, None)
+        deferred, reason = None, None
         try:
             deferred = Deferred.build(factory, key)
         except CannotDefer as error:
-            return cls(build(factory, key), None, str(error))
+            reason = str(error)
+        reasons = [reason for reason in mesh.world.gather_values(reason) if reason is not None]
+        if deferred is None or reasons:
+            return cls(build(factory, key), None, reasons[0])
         return cls(deferred.module, deferred, None)
 
     def fill(self, part: nn.Module, device: torch.device) -> None:
@@ -56,8 +76,22 @@ class Built:
             for named in (module._parameters, module._buffers):
                 named.update({name: values[id(tensor)] for name, tensor in named.items() if id(tensor) in values})
 
+    def look_at(self, parts: Iterable[str]) -> None:
+        """Compute the values of these parts only to compare them with those of the rank that is to hold them."""
+        if self.deferred is not None:
+            for part in parts:
+                module = self.module.get_submodule(part)
+                for tensor in (*module.parameters(), *module.buffers()):
+                    self.checksums[self.deferred.names[id(tensor)]] = checksum(self.deferred.materialise(tensor))
+
+    def check_values(self, world: World) -> None:
+        """Raises `RecipeError`, on every rank alike, where two ranks have computed other values for one tensor. Every rank calls it."""
+        check_checksums(self.checksums, world)
+
     def _value(self, tensor: Tensor, deferred: Deferred, device: torch.device) -> Tensor:
-        value = deferred.materialise(tensor).to(device)
+        value = deferred.materialise(tensor)
+        self.checksums[deferred.names[id(tensor)]] = checksum(value)
+        value = value.to(device)
         if isinstance(tensor, nn.Parameter):
             value = nn.Parameter(value, tensor.requires_grad)
         value.__class__ = tensor.__class__
@@ -108,6 +142,8 @@ def lay_out(
         laid.tied = cut.tied
         check_inside(styles, cut.parts)
         roots = cut.names_on(pipeline.rank)
+        if pipeline.size == mesh.world.size:  # elsewhere other ranks hold the same stages
+            built.look_at(cut.names_on((pipeline.rank + 1) % pipeline.size))
         keep_only(model, roots)
         names = _within(roots, names)
         styles = {name: style for name, style in styles.items() if any(f"{name}.".startswith(f"{root}.") for root in roots)}

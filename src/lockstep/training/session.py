@@ -40,7 +40,6 @@ from lockstep.training.recorder import Pace, Recorder
 from lockstep.training.source import Length, Microbatches, from_data, from_indices
 from lockstep.training.step import Step
 from lockstep.training.traced import Traced, TracedPair, TracedStep
-from lockstep.watch.fingerprint import fingerprint
 
 _OVERFLOWS_TO_TELL = 8
 """In a row. Fewer are fp16's way to find its scale, and no more than events."""
@@ -187,14 +186,13 @@ class Session:
         model = built.module
         bitwise = self.plan.numerics == "bitwise"
         optimizers.check_gradients(model, optimizers.trainable(model), bitwise=bitwise)
-        if built.deferred is None:
-            if self.plan.split == 1:
-                model.to(self.device)
-            self._check_equal(model)
+        if built.deferred is None and self.plan.split == 1:
+            model.to(self.device)
         model.train()
         adopt(model, self._exchange)
         begin = partial(seed_generators, device=self.device)
         laid = lay_out(built, self.mesh, self.plan, begin=begin, blocks=blocks, tensor=tensor, stages=stages)
+        built.check_values(self.world)
         made = optimizers.built(build_optimizer, model)
         if bitwise and optimizers.unfuse(made):
             self.event("optimizer-not-fused", reason="a fused kernel rounds differently on a part of a tensor than on the whole")
@@ -389,21 +387,6 @@ class Session:
             f"BatchNorm: {plain[0]!r} and {len(plain) - 1} more take their statistics over one microbatch at a time, {samples} samples, "
             "at any number of processes; see SyncBatchNorm in docs/plans.md for microbatches split over processes"
         )
-
-    def _check_equal(self, model: nn.Module) -> None:
-        """Replicas start equal because they are built alike; a model that is not (it read the rank, or the clock) is refused."""
-        if self.world.size == 1:
-            return
-        tensors = {name: t for name, t in [*model.named_buffers(), *model.state_dict().items()] if isinstance(t, Tensor)}
-        hashes = {name: fingerprint({name: t}) for name, t in tensors.items() if t.layout == torch.strided and not t.is_quantized}
-        everyone = self.world.gather_values(hashes)
-        for rank, other in enumerate(everyone):
-            different = [name for name in {**everyone[0], **other} if everyone[0].get(name) != other.get(name)]
-            if different:
-                raise RecipeError(
-                    f"the model is not the same on ranks 0 and {rank}: {different[0]!r} differs; the factory must build the same model in "
-                    "every process: draw weights from torch's, numpy's or python's default generator (they are seeded), not from the rank"
-                )
 
     def _close_pairs(self) -> None:
         for pair in self.pairs:

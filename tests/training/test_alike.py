@@ -1,0 +1,215 @@
+"""A factory that builds another model on each rank is refused on every rank, also where no rank builds the whole of it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from training.subjects import FEATURES, OUTPUTS, recipe
+
+from lockstep import train
+from lockstep.errors import RecipeError
+from lockstep.testing.pool import WorkerPool
+
+PLANS = {"shard=2": 2, "tensor=2": 2, "pipeline=2": 2, "replicate=2,pipeline=2": 4}
+"""And the processes that they need."""
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+class Body(nn.Module):
+    def __init__(self, width: int = FEATURES, layers: int = 1) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(FEATURES, 2 * width), nn.BatchNorm1d(2 * width)
+        self.down = nn.Sequential(*(nn.Linear(2 * width, 2 * width) for _ in range(layers)), nn.Linear(2 * width, FEATURES))
+        self.register_buffer("table", torch.ones(FEATURES), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.norm(self.up(x)).relu()) * self.table
+
+
+class Head(nn.Module):
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight, self.out = weight, nn.Linear(FEATURES, OUTPUTS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(x @ self.weight)
+
+
+class Model(nn.Sequential):
+    """Its first and its last part share a parameter where they are `tied`."""
+
+    def __init__(self, *, tied: bool = True, **body: int) -> None:
+        first = nn.Linear(FEATURES, FEATURES)
+        last = Head(first.weight if tied else nn.Parameter(torch.eye(FEATURES)))
+        super().__init__(first, Body(**body), nn.Identity(), Body(), last)
+
+
+def right() -> nn.Module:
+    return Model()
+
+
+def right_but_whole() -> nn.Module:
+    """A factory that needs values, on one rank alone."""
+    model = Model()
+    if rank() == 1:
+        model[0].weight.detach().numpy()
+    return model
+
+
+def changed(name: str, change: Callable[[Tensor], object]) -> nn.Module:
+    model = Model(tied=False)
+    with torch.no_grad():
+        change(dict([*model.named_parameters(), *model.named_buffers()])[name])
+    return model
+
+
+def other_weight() -> nn.Module:
+    return changed("0.weight", lambda weight: weight.add_(rank()))
+
+
+def other_weight_in_the_middle() -> nn.Module:
+    return changed("3.up.weight", lambda weight: weight[1, 2].fill_(rank()))
+
+
+def other_last_bias() -> nn.Module:
+    return changed("4.out.bias", lambda bias: bias.mul_(1 + rank()))
+
+
+def other_table() -> nn.Module:
+    return changed("1.table", lambda table: table.copy_(torch.full((FEATURES,), float(rank()))))
+
+
+def other_statistics() -> nn.Module:
+    return changed("3.norm.running_mean", lambda mean: mean.fill_(rank()))
+
+
+def unseeded() -> nn.Module:
+    numbers = np.random.default_rng()  # of the operating system's
+    return changed("0.bias", lambda bias: bias.copy_(torch.from_numpy(numbers.random(FEATURES))))
+
+
+def unseeded_and_tied() -> nn.Module:
+    model = Model()
+    with torch.no_grad():
+        model[4].weight.normal_(generator=torch.Generator().manual_seed(rank()))
+    return model
+
+
+def deeper() -> nn.Module:
+    return Model(layers=1 + rank())
+
+
+def shallower() -> nn.Module:
+    return Model(layers=5 - rank())
+
+
+def wider() -> nn.Module:
+    return Model(width=FEATURES + rank())
+
+
+def with_another_buffer() -> nn.Module:
+    model = Model()
+    if rank() == 1:
+        model[1].register_buffer("counter", torch.zeros(2))
+    return model
+
+
+def tied_on_one_rank() -> nn.Module:
+    return Model(tied=rank() == 0)
+
+
+def frozen_on_one_rank() -> nn.Module:
+    model = Model()
+    model[3].up.bias.requires_grad_(rank() == 0)
+    return model
+
+
+def in_another_order() -> nn.Module:
+    model = Model()
+    names = list(model[1]._modules)
+    model[1]._modules = {name: model[1]._modules[name] for name in (names if rank() == 0 else names[::-1])}
+    return model
+
+
+def another_part() -> nn.Module:
+    return Model() if rank() == 0 else Model().append(nn.Identity())
+
+
+def another_class() -> nn.Module:
+    return Model() if rank() == 0 else nn.Sequential(*Model())
+
+
+def whole_on_one_rank_and_other() -> nn.Module:
+    model = right_but_whole()
+    with torch.no_grad():
+        model[0].bias.fill_(rank())
+    return model
+
+
+DIFFERENT: dict[str, Callable[[], nn.Module]] = {
+    "'0.weight'": other_weight,
+    "'3.up.weight'": other_weight_in_the_middle,
+    "'4.out.bias'": other_last_bias,
+    "'1.table'": other_table,
+    "'3.norm.running_mean'": other_statistics,
+    "'0.bias'": unseeded,
+    "'0.weight' (tied)": unseeded_and_tied,
+    "'1.down.1.weight'": deeper,
+    "'1.down.5'": shallower,
+    "'1.up.weight'": wider,
+    "'1.counter'": with_another_buffer,
+    "'4.weight'": tied_on_one_rank,
+    "'3.up.bias'": frozen_on_one_rank,
+    "'1.up'": in_another_order,
+    "'5'": another_part,
+    "its class": another_class,
+    "'0.bias' (whole)": whole_on_one_rank_and_other,
+}
+"""By what the error names."""
+
+
+def inputs(batch: Sequence[Tensor]) -> Tensor:
+    return batch[1]
+
+
+def squared(output: Tensor, batch: Sequence[Tensor]) -> Tensor:
+    return (output - batch[2]).square().mean()
+
+
+def attempt(plan: str, factories: Sequence[Callable[[], nn.Module]], run_dir: str) -> list[str]:
+    """What came of training each of these models."""
+    said = []
+    styles: dict[str, Any] = {"tensor": {"*.up": "colwise_gathered"}} if "tensor" in plan else {}
+    for place, factory in enumerate(factories):
+        try:
+            result = train(recipe(model=factory, inputs=inputs, loss=squared, **styles), plan=plan, run_dir=f"{run_dir}/{place}")
+            said.append(result.fingerprint)
+        except RecipeError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_model_of_its_own_on_each_rank_is_refused_on_all_alike(pool: WorkerPool, tmp_path: Path, plan: str) -> None:
+    everyone = pool.run(PLANS[plan], attempt, plan, list(DIFFERENT.values()), str(tmp_path))
+    for name, *said in zip(DIFFERENT, *everyone, strict=True):
+        assert len(set(said)) == 1
+        assert re.match(rf"the model is not the same on ranks \d and \d: {re.escape(name.split(' (')[0])} differs; the factory", said[0])
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_one_model_on_all_ranks_is_trained_also_where_one_rank_alone_cannot_defer_it(pool: WorkerPool, tmp_path: Path, plan: str) -> None:
+    everyone = pool.run(PLANS[plan], attempt, plan, [right, right_but_whole], str(tmp_path))
+    assert len({fingerprint for said in everyone for fingerprint in said}) == 1
+    assert len(everyone[0][0]) == 64
