@@ -195,6 +195,38 @@ def test_any_rank_may_stop_the_run(pool: WorkerPool, tmp_path: Path) -> None:
     assert pool.run(2, stop_on_one_rank, str(tmp_path / "run")) == [2, 2]
 
 
+class Bare(nn.Module):
+    """Only its first and last part have vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norm = Embedding(), nn.LayerNorm(WIDTH)
+        self.inner, self.head = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WORDS)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.head(self.inner(self.norm(self.embedding(words))))  # type: ignore[no-any-return]
+
+
+def one_for_matrices_and_one_for_vectors(model: nn.Module) -> list[torch.optim.Optimizer]:
+    vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    return [torch.optim.AdamW(matrices, lr=1e-2), torch.optim.SGD(vectors, lr=0.1)]
+
+
+def train_with_two_optimizers(plan: str, run_dir: str) -> ls.Result:
+    schedule = ls.warmup_cosine(warmup=2, total=6)
+    stages = ["embedding", "norm", "inner", "head"]
+    given = recipe(model=Bare, stages=stages, tensor=None, optimizer=one_for_matrices_and_one_for_vectors, schedule=schedule)
+    return ls.train(given, plan=plan, run_dir=run_dir)
+
+
+def test_an_optimizer_may_have_nothing_to_do_on_some_stage(pool: WorkerPool, tmp_path: Path) -> None:
+    (alone,) = pool.run(1, train_with_two_optimizers, "replicate=1", str(tmp_path / "alone"))
+    for result in pool.run(4, train_with_two_optimizers, "pipeline=4", str(tmp_path / "run")):
+        assert result.loss == pytest.approx(alone.loss, rel=1e-4)
+        assert result.metrics == pytest.approx(alone.metrics, rel=1e-4)
+
+
 class AList(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -210,6 +242,58 @@ def of_lists() -> nn.Module:
 
 def narrow() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 3))
+
+
+class ReluBetween(Staged):
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.embedding(words)
+        for block in self.blocks:
+            x = torch.relu(block(x))
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+class SkipsABlock(Staged):
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.embedding(words)
+        for block in list(self.blocks)[1:]:
+            x = block(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+class Skips(Staged):
+    """Past a block."""
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.embedding(words)
+        self.blocks[0](x)
+        for block in list(self.blocks)[1:]:
+            x = block(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+class ABatchNormTwice(nn.Sequential):
+    def __init__(self) -> None:
+        norm = nn.BatchNorm1d(6)
+        super().__init__(nn.Linear(6, 6), norm, nn.Linear(6, 6), norm, nn.Linear(6, 3))
+
+
+class InADict(Staged):
+    def forward(self, words: Tensor) -> Tensor:
+        return {"logits": super().forward(words)}  # type: ignore[return-value]
+
+
+class WithAWideTable(Staged):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.register_buffer("table", torch.zeros(2, dtype=torch.complex128))
+
+
+def of_all_but_the_head(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([parameter for name, parameter in model.named_parameters() if "never" not in name])
+
+
+def given_back(output: Tensor, batch: Batch) -> Tensor:
+    return output
 
 
 def second(batch: Batch) -> Tensor:
@@ -250,6 +334,46 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "pipeline=3",
         {"stages": ["embedding", "blocks.*"]},
         "RecipeError: the recipe's stages leave out head.never.weight, head.never.bias; together they must hold every parameter",
+    ),
+    "a forward that computes something between the parts": (
+        "pipeline=3",
+        {"model": ReluBetween},
+        "RecipeError: the model's forward does something of its own after 'blocks.0' (TypeError: relu(): argument 'input'",
+    ),
+    "a forward that leaves out a part": (
+        "pipeline=3",
+        {"model": SkipsABlock},
+        "RecipeError: the model's forward calls another part in the place of 'blocks.0', which comes after 'embedding'; a",
+    ),
+    "a forward that goes past a part": (
+        "pipeline=3",
+        {"model": Skips},
+        "RecipeError: the model's forward calls 'blocks.1' with something other than the output of 'blocks.0', and that alone; a pipeline",
+    ),
+    "a forward that returns more than its last part": (
+        "pipeline=3",
+        {"model": InADict},
+        "RecipeError: the model's forward returns something other than the output of 'head'; a pipeline calls the parts that the recipe's",
+    ),
+    "a BatchNorm in two stages": (
+        "pipeline=3",
+        {"model": ABatchNormTwice, "stages": None},
+        "RecipeError: the stages '1' and '3' share a BatchNorm1d; its running statistics follow from all of its calls in their order, and",
+    ),
+    "an optimizer without the parameters of one stage": (
+        "pipeline=3",
+        {"optimizer": of_all_but_the_head},
+        "RecipeError: the optimizer leaves out head.never.weight, head.never.bias; every trainable parameter must be in exactly one",
+    ),
+    "a buffer of one stage that no file can hold": (
+        "pipeline=3",
+        {"model": WithAWideTable},
+        "RecipeError: state dict entry 'head.table' is a tensor of layout torch.strided, type torch.complex128, on device cpu; model",
+    ),
+    "a metric that is no number": (
+        "pipeline=3",
+        {"evaluation": ls.Evaluation(data=sentences(19), metrics={"all": ls.Gathered(given_back, torch.abs)})},
+        "DataError: metric 'all' computed an array of shape (19, 11); a metric is one number",
     ),
     "inputs of no form": (
         "pipeline=3",

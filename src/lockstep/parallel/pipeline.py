@@ -30,6 +30,7 @@ from lockstep import errors
 from lockstep.comm.group import World
 from lockstep.errors import LockstepError, UserError
 from lockstep.parallel.boundary import Boundary, arrive, leave
+from lockstep.parallel.chain import Chain
 from lockstep.parallel.slots import Number
 from lockstep.parallel.stages import Stages, calls
 from lockstep.parallel.streams import Streams
@@ -43,7 +44,7 @@ FAILED = -1
 
 
 class StageFailed(LockstepError):
-    """A stage's forward failed on another rank, not by a mistake of the user's that has an error of its own."""
+    """Another rank of a pipeline failed, not by a mistake of the user's that has an error of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,9 @@ class Pipeline:
         self.modules = [nn.ModuleList(self._parts[stage]) for stage in self._mine]
         """The parts of each of this rank's stages."""
         self._model = model
+        self._chain = Chain(model, stages.parts)
+        self._followed: set[bool] = set()
+        """In which modes the model's forward was seen to call its parts as `run` does."""
         self._boundaries: dict[tuple[int, bool], list[Boundary]] = {}
         """By what the inputs look like, and whether there is a backward: what each stage but the last hands on."""
         self._built: dict[Any, tuple[Any, list[_Stage]]] = {}
@@ -156,6 +160,19 @@ class Pipeline:
             self._raise()
         results, self._results = self._results, {}
         return [results[place] for place in range(len(items))] if self.world.rank == self.last_rank else []
+
+    def together(self, compute: Callable[[], Any]) -> Any:
+        """What `compute` returns here; where it fails on any rank, every rank raises. Every rank calls it."""
+        self._failure, result = None, None
+        try:
+            result = compute()
+        except Exception as error:
+            self._failure = error
+        failed = torch.tensor([float(self._failure is not None)], device=self.world.device)
+        dist.all_reduce(failed, group=self._group)
+        if failed:
+            self._raise()
+        return result
 
     def _pass(self, items: Sequence[Item], *, backward: bool) -> None:
         self._items, self._results, self._failure = items, {}, None
@@ -234,8 +251,7 @@ class Pipeline:
         parts = self._parts[stage]
         self._streams.start(item.position, self.stages.cuts[stage].start)
         if stage == 0:
-            inputs = item.inputs()
-            value = parts[0](**inputs) if isinstance(inputs, dict) else parts[0](*inputs) if isinstance(inputs, tuple) else parts[0](inputs)
+            value = _called(parts[0], item.inputs())
             parts = parts[1:]
         else:
             arrived = arrive(received)
@@ -285,7 +301,11 @@ class Pipeline:
 
     def _signature(self, item: Item) -> int:
         self._streams.start(item.position)
-        leaves = tree_leaves(item.inputs())
+        inputs = item.inputs()
+        if self._model.training not in self._followed:
+            self._chain.check(lambda forward: _called(forward, inputs))
+            self._followed.add(self._model.training)
+        leaves = tree_leaves(inputs)
         looks = [(list(leaf.shape), str(leaf.dtype)) if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves]
         text = f"{looks} {self._model.training}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
@@ -338,7 +358,7 @@ class Pipeline:
         kind = getattr(errors, name, None)
         if isinstance(kind, type) and issubclass(kind, UserError):
             raise kind(text)
-        raise StageFailed(f"rank {rank} of the pipeline failed in its forward: {name}: {text}")
+        raise StageFailed(f"rank {rank} of the pipeline failed: {name}: {text}")
 
 
 class _Stage(PipelineStage):
@@ -389,6 +409,10 @@ class _Forward(nn.Module):
 
     def forward(self, *received: Tensor, place: Tensor) -> Any:
         return self.compute(int(place), received)
+
+
+def _called(first: Callable[..., Any], inputs: Any) -> Any:
+    return first(**inputs) if isinstance(inputs, dict) else first(*inputs) if isinstance(inputs, tuple) else first(inputs)
 
 
 def _bound(forward: Callable[[int, int, int, tuple[Tensor, ...]], Any], stage: int, local: int) -> Callable[[int, tuple[Tensor, ...]], Any]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.errors import RecipeError
 
@@ -62,6 +63,7 @@ class Stages:
             )
         runs = balanced([sum(costs[place] for place in unit) for unit in units], count)
         cuts = tuple(range(units[run.start].start, units[run.stop - 1].stop) for run in runs)
+        _check_statistics(model, parts, cuts)
         return cls(tuple(parts), cuts, ranks, _tied(model, parts, cuts, ranks))
 
     def on_rank(self, rank: int) -> range:
@@ -179,6 +181,20 @@ def _check_whole(model: nn.Module, parts: Sequence[str]) -> None:
             "together they must hold every parameter and buffer of the model, since only they are called; name the modules that hold "
             "these too, or move them into one"
         )
+
+
+def _check_statistics(model: nn.Module, parts: Sequence[str], cuts: Sequence[range]) -> None:
+    holders: dict[int, tuple[int, str]] = {}
+    for stage, cut in enumerate(cuts):
+        for place in cut:
+            for module in model.get_submodule(parts[place]).modules():
+                first, part = holders.setdefault(id(module), (stage, parts[place]))
+                if first != stage and isinstance(module, _BatchNorm) and module.running_mean is not None:
+                    raise RecipeError(
+                        f"the stages {part!r} and {parts[place]!r} share a {type(module).__name__}; its running statistics follow from "
+                        "all of its calls in their order, and two stages of a pipeline compute theirs apart; give each a BatchNorm of "
+                        "its own"
+                    )
 
 
 def _tied(model: nn.Module, parts: Sequence[str], cuts: Sequence[range], ranks: int) -> tuple[Tied, ...]:

@@ -83,10 +83,7 @@ class Evaluator:
             for name, part in parts.items():
                 collected[name][item.index] = part
             rows[item.index] = sums
-        has_output = pipeline is None or pipeline.world.rank == pipeline.last_rank
-        found: dict[str, float] = self.pair.from_last_stage(
-            {**self._added_up(rows, cuts), **self._gathered(collected, cuts)} if has_output else None
-        )
+        found: dict[str, float] = self.pair.from_last_stage(lambda: {**self._added_up(rows, cuts), **self._gathered(collected, cuts)})
         return found
 
     def _through(self, model: nn.Module, items: Iterator[Microbatch], step: int) -> Iterator[tuple[Microbatch, Measured]]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,12 +22,14 @@ from lockstep.errors import RecipeError
 STATE_IS_ZERO_AT_FIRST = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.RMSprop, torch.optim.Adadelta)
 
 
-def built(factory: Callable[[nn.Module], Any], model: nn.Module) -> list[Optimizer]:
+def built(factory: Callable[[nn.Module], Any], model: nn.Module, *, in_part: bool = False) -> list[Optimizer]:
     """Call the recipe's factory. Raises `RecipeError` unless its optimizers share out the model's trainable parameters.
 
-    State that they have not got yet is for `allocate_state`.
+    State that they have not got yet is for `allocate_state`. `in_part`: this rank has some of the model's parameters; an optimizer of
+    several may find none of its own among them.
     """
-    made = factory(model)
+    with _of_nothing_too() if in_part else nullcontext():
+        made = factory(model)
     optimizers = list(made) if isinstance(made, list | tuple) else [made]
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
@@ -43,6 +46,22 @@ def built(factory: Callable[[nn.Module], Any], model: nn.Module) -> list[Optimiz
         raise RecipeError("the optimizer factory returned an empty list; it must return at least one torch.optim.Optimizer")
     _check_cover(model, optimizers)
     return optimizers
+
+
+@contextmanager
+def _of_nothing_too() -> Iterator[None]:
+    """Within it, an optimizer may be built of an empty list, which torch refuses, and steps nothing."""
+    original: Any = Optimizer.__init__
+
+    def made(self: Optimizer, params: Any, defaults: dict[str, Any]) -> None:
+        given = params if isinstance(params, Tensor) else list(params)
+        original(self, [{"params": []}] if isinstance(given, list) and not given else given, defaults)
+
+    Optimizer.__init__ = made  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Optimizer.__init__ = original  # type: ignore[method-assign]
 
 
 def trainable(model: Any) -> dict[str, nn.Parameter]:

@@ -49,7 +49,7 @@ class Outcome:
         if not self.pair.terms:
             return {}
         rows = [{name: float(value) for name, value in terms.items()} for terms in self.terms]
-        everyone = [row for rank_rows in self.pair.mesh.data.gather_values(self.pair.from_last_stage(rows)) for row in rank_rows]
+        everyone = [row for rank_rows in self.pair.mesh.data.gather_values(self.pair.from_last_stage(lambda: rows)) for row in rank_rows]
         return {name: exact_sum([row[name] for row in everyone]) for name in self.pair.terms}
 
     def check(self) -> None:

@@ -114,9 +114,16 @@ class Pair:
         mine = [parts[0].weight is not None, list(parts[0].terms)] if parts else None
         self.forward_knows, self.terms = next(kind for kind in self.mesh.world.gather_values(mine) if kind is not None)
 
-    def from_last_stage(self, value: Any) -> Any:
-        """A JSON value as the last stage of the pipeline has it; without a pipeline, the value. Every rank calls it."""
-        return value if self.pipeline is None else self.pipeline.world.gather_values(value)[self.pipeline.last_rank]
+    def from_last_stage(self, compute: Callable[[], Any]) -> Any:
+        """A JSON value, computed where the last stage of the pipeline is; without a pipeline, here. Every rank calls it.
+
+        Raises on every rank what is raised there.
+        """
+        if self.pipeline is None:
+            return compute()
+        world, last = self.pipeline.world, self.pipeline.last_rank
+        value = self.pipeline.together(compute if world.rank == last else lambda: None)
+        return world.gather_values(value)[last]
 
     def rescale(self, weights: Tensor, prescale: Tensor) -> None:
         """Divide the summed gradient by the sum of weights, and choose the next step's power of two.

@@ -114,7 +114,11 @@ def train(
             tensor=recipe.tensor,
             stages=recipe.stages,
         )
-        check_tensors(model.state_dict())
+        check = partial(check_tensors, model.state_dict())
+        if (pipeline := session.pairs[0].pipeline) is None:
+            check()
+        else:
+            pipeline.together(check)
         run = Run(recipe, session, model, made if isinstance(made, list) else [made], hooks)
         evaluator = None
         if recipe.evaluation is not None:

@@ -193,7 +193,8 @@ class Session:
         begin = partial(seed_generators, device=self.device)
         laid = lay_out(built, self.mesh, self.plan, begin=begin, blocks=blocks, tensor=tensor, stages=stages)
         built.check_values(self.world)
-        made = optimizers.built(build_optimizer, model)
+        build = partial(optimizers.built, build_optimizer, model, in_part=laid.pipeline is not None)
+        made = build() if laid.pipeline is None else laid.pipeline.together(build)
         if bitwise and optimizers.unfuse(made):
             self.event("optimizer-not-fused", reason="a fused kernel rounds differently on a part of a tensor than on the whole")
         for optimizer in made:
