@@ -357,6 +357,6 @@ def spoil_output(where: str, rank: int, _: nn.Module, __: Any, output: Any) -> A
         return {"output": output}
     if rank == 0 and where == "shape":
         return output[:1]
-    if rank == 1 and where == "part" and float(output.sum()):
+    if rank == 1 and where == "part" and bool(output.detach().any()):
         raise ArithmeticError("this part is spoilt")
     return output

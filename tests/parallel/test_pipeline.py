@@ -131,9 +131,9 @@ def test_an_evaluation_has_the_output_on_the_last_rank(pool: WorkerPool, schedul
 @pytest.mark.parametrize(
     ("where", "schedule", "expected"),
     [
-        ("inputs", "gpipe", [("ValueError", "spoilt"), ("StageFailed", "rank 0 of the pipeline failed in its forward: ValueError")]),
+        ("inputs", "gpipe", [("ValueError", "spoilt"), ("StageFailed", "rank 0 of the pipeline failed: ValueError")]),
         ("score", "1f1b", [("LossError", "spoilt")] * 2),
-        ("part", "1f1b", [("StageFailed", "rank 1 of the pipeline failed in its forward: ArithmeticError"), ("ArithmeticError", "spoilt")]),
+        ("part", "1f1b", [("StageFailed", "rank 1 of the pipeline failed: ArithmeticError"), ("ArithmeticError", "spoilt")]),
         ("part", "zero-bubble", [("StageFailed", "ArithmeticError"), ("ArithmeticError", "spoilt")]),
         ("boundary", "interleaved", [("RecipeError", "the part '0' of the model returns a dict, and the next one is on another rank")] * 2),
         ("shape", "1f1b", [("RecipeError", "returns float32 [1, 8], and returned float32 [2, 8] for another microbatch")] * 2),
