@@ -40,6 +40,14 @@ class RunDirectoryError(UserError):
     """A run directory that cannot be used: held by a live run, already holding a run, not writable."""
 
 
+def cannot_write(path: object, error: OSError) -> RunDirectoryError:
+    """What to raise where a file of the run directory cannot be written."""
+    return RunDirectoryError(
+        f"cannot write {path}: {error.strerror}; a run keeps its logs and its model in its run directory; make room, or give another "
+        "run_dir"
+    )
+
+
 class LaunchError(UserError):
     """Processes that cannot be started or cannot meet: a missing script, an impossible count, a port in use."""
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from lockstep.errors import cannot_write
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +35,16 @@ class EventLog:
 
     def record(self, event: Event) -> None:
         self.events.append(event)
-        if self._file is not None:
+        if self._file is not None and not self._file.closed:
             row = {"time": self._clock(), "event": event.name, "step": event.step, **event.details}
-            self._file.write(json.dumps(row) + "\n")
-            self._file.flush()
+            try:
+                self._file.write(json.dumps(row) + "\n")
+                self._file.flush()
+            except OSError as error:
+                self.close()  # what happens from here on, the end of the run first, cannot be written either
+                raise cannot_write(self._file.name, error) from error
 
     def close(self) -> None:
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):  # what is left of a line that could not be written
+                self._file.close()

@@ -64,14 +64,14 @@ def test_patterns_that_name_no_parts(patterns: list[str], message: str) -> None:
 
 
 def test_more_stages_than_parts() -> None:
-    with pytest.raises(RecipeError, match=r"pipeline=4 with 2 stages a rank makes 8 stages, and the model has 7 parts"):
+    with pytest.raises(RecipeError, match=r"pipeline=4 with 2 stages a rank makes 8 stages, and the model has trainable parameters for 7"):
         Stages.of(Named(), ALL, ranks=4, per_rank=2)
 
 
 def test_what_has_nothing_to_train_is_no_stage() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2), nn.Tanh())
     assert Stages.of(model, None, ranks=2).cuts == (range(4), range(4, 6))
-    with pytest.raises(RecipeError, match="3 stages, and the model has 2 parts with trainable parameters"):
+    with pytest.raises(RecipeError, match="3 stages, and the model has trainable parameters for 2"):
         Stages.of(model, None, ranks=3)
 
 

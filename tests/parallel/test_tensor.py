@@ -90,7 +90,7 @@ def one_step(subject: str, dtype: torch.dtype, sizes: dict[str, int]) -> Found:
     styles = styles_of(model, SUBJECTS[subject][1], sizes["tensor"])
     tensor_parallel(model, mesh.torch_mesh["tensor"], styles, fill=keep)
     if sizes.get("shard", 1) > 1:
-        shard(model, mesh, [f"blocks.{place}" for place in range(2)], free_after_forward=True, fill=keep)
+        shard(model, mesh, [f"blocks.{place}" for place in range(2)], free_after_forward=True, offload=False, fill=keep)
     parameters = list(model.parameters())
     engine: Any = (
         Shards(model, parameters, mesh, bitwise=False, max_microbatches=MICROBATCHES)

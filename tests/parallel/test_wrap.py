@@ -138,4 +138,4 @@ def test_compiled_blocks_draw_the_same_dropout():
     _, expected = kept_and_gradients(plain)
     _, found = kept_and_gradients(compiled)
     for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)  # the compiler rounds otherwise; other masks are far off

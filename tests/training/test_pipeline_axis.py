@@ -308,7 +308,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "more stages than parts": (
         "pipeline=3",
         {"model": narrow, "stages": None},
-        "RecipeError: pipeline=3 makes 3 stages, and the model has 2 parts with trainable parameters (0, 2)",
+        "RecipeError: pipeline=3 makes 3 stages, and the model has trainable parameters for 2 (from 0, 2)",
     ),
     "fewer microbatches than stages": (
         "pipeline=3",

@@ -48,6 +48,27 @@ def distances(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
     return (model(batch[1]) - batch[2]).abs().mean(1)
 
 
+class Transposed(nn.Module):
+    """What follows the cut layers hands a gradient back that is not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm, self.head = Perceptron(), nn.BatchNorm1d(6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pairs = self.inner(torch.stack([x, -x], dim=1))
+        return self.head(self.norm(pairs.transpose(1, 2)).transpose(1, 2)).mean(1)  # type: ignore[no-any-return]
+
+
+def train_transposed(plan: str, run_dir: str) -> float:
+    return ls.train(recipe(model=Transposed, optimizer=adamw, tensor=STYLES, steps=3), plan=plan, run_dir=run_dir).loss
+
+
+def test_the_code_after_a_cut_layer_may_transpose(pool: WorkerPool, tmp_path: Path) -> None:
+    (alone,) = pool.run(1, train_transposed, "replicate=1", str(tmp_path / "alone"))
+    assert pool.run(2, train_transposed, "tensor=2", str(tmp_path / "run")) == [pytest.approx(alone, rel=1e-5)] * 2
+
+
 class Last(ls.Hook):
     def on_end(self, run: Any) -> None:
         self.state = state_of(run.model)

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.errors import DataError
+from lockstep.errors import DataError, RunDirectoryError
+from lockstep.events import Event, EventLog
 from lockstep.watch.metrics import MetricsLog
 
 
@@ -190,3 +191,21 @@ def test_the_environment_is_left_as_it_was_by_the_import_of_tensorboardx(tmp_pat
     environment = {name: value for name, value in os.environ.items() if name != "CRC32C_SW_MODE"}
     command = [sys.executable, "-c", code, str(tmp_path)]
     assert subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout == "True\n"
+
+
+def test_a_full_disk_is_told_once_by_the_name_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    log = MetricsLog(tmp_path)
+    with pytest.raises(RunDirectoryError, match=r"cannot write .*metrics\.jsonl: No space left on device; .* make room"):
+        log.write(1, {"loss": 1.0})
+    log.close()
+
+
+def test_events_after_a_full_disk_are_in_memory_only(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").symlink_to("/dev/full")
+    log = EventLog(tmp_path / "events.jsonl")
+    with pytest.raises(RunDirectoryError, match=r"cannot write .*events\.jsonl: No space left on device"):
+        log.record(Event("run-started", 0))
+    log.record(Event("run-failed", 0))
+    log.close()
+    assert [event.name for event in log.events] == ["run-started", "run-failed"]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._prims_common import make_contiguous_strides_for
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
@@ -79,12 +80,14 @@ def plain(tensor: DTensor) -> Tensor:
 class _Plain(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: DTensor) -> Tensor:
-        ctx.mesh, ctx.placements, ctx.shape, ctx.stride = tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
+        ctx.mesh, ctx.placements, ctx.shape = tensor.device_mesh, tensor.placements, tensor.shape
         return tensor._local_tensor.detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return DTensor.from_local(gradients[0], ctx.mesh, ctx.placements, run_check=False, shape=ctx.shape, stride=ctx.stride)
+        gradient = gradients[0].contiguous()  # where the code after the layer transposes, it is not; layers' own backwards count on it
+        stride = make_contiguous_strides_for(ctx.shape)
+        return DTensor.from_local(gradient, ctx.mesh, ctx.placements, run_check=False, shape=ctx.shape, stride=stride)
 
 
 def _is_simple(arguments: tuple[Any, ...]) -> bool:

@@ -57,8 +57,8 @@ class Stages:
         if count > len(units):
             virtual = f" with {per_rank} stages a rank" if per_rank > 1 else ""
             raise RecipeError(
-                f"pipeline={ranks}{virtual} makes {count} stages, and the model has {len(units)} parts with trainable parameters "
-                f"({', '.join(parts[unit.start] for unit in units[:8])}{', ...' if len(units) > 8 else ''}); each stage needs "
+                f"pipeline={ranks}{virtual} makes {count} stages, and the model has trainable parameters for {len(units)} "
+                f"(from {', '.join(parts[unit.start] for unit in units[:8])}{', ...' if len(units) > 8 else ''}); each stage needs "
                 "one at least; use a smaller pipeline, or name smaller parts in Recipe.stages"
             )
         runs = balanced([sum(costs[place] for place in unit) for unit in units], count)

@@ -385,8 +385,9 @@ class Session:
         samples = max(stop - start for start, stop in length.cut(length.span(0)[1] - length.span(0)[0]))
         self.event("batchnorm-per-microbatch", layers=plain, samples=samples)
         self.recorder.message(
-            f"BatchNorm: {plain[0]!r} and {len(plain) - 1} more take their statistics over one microbatch at a time, {samples} samples, "
-            "at any number of processes; see SyncBatchNorm in docs/plans.md for microbatches split over processes"
+            f"BatchNorm: {len(plain)} of the layers ({plain[0]!r}{', ...' if len(plain) > 1 else ''}) take their statistics over one "
+            f"microbatch at a time, {samples} samples, at any number of processes; docs/plans.md, SyncBatchNorm, says how microbatches "
+            "are split over processes instead"
         )
 
     def _close_pairs(self) -> None:

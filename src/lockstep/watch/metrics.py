@@ -9,12 +9,13 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from lockstep.errors import DataError
+from lockstep.errors import DataError, cannot_write
 
 RESERVED_NAMES = frozenset({"step", "time", "not_finite"})
 """What every line of `metrics.jsonl` says besides the metrics, so that no metric may be called so."""
@@ -51,18 +52,24 @@ class MetricsLog:
     def flush(self) -> None:
         """Hand what was written to the operating system, so that other processes can read it."""
         waiting, self._waiting = self._waiting, []
-        for step, time_, numbers in waiting:  # put into words here, many at a time: it takes half as long as amid a step
-            self._rows.write(json.dumps(_row(step, time_, numbers)) + "\n")
-            self._events.write(step, time_, numbers)
-        self._rows.flush()
-        self._events.flush()
+        try:
+            for step, time_, numbers in waiting:  # put into words here, many at a time: it takes half as long as amid a step
+                self._rows.write(json.dumps(_row(step, time_, numbers)) + "\n")
+                self._events.write(step, time_, numbers)
+            self._rows.flush()
+            self._events.flush()
+        except OSError as error:
+            with suppress(OSError):  # what is left of a line that could not be written
+                self._rows.close()
+            raise cannot_write(self._rows.name, error) from error
 
     def close(self) -> None:
         """May be called again, and does nothing then."""
         if not self._rows.closed:
             self.flush()
         self._rows.close()
-        self._events.close()
+        with suppress(OSError):  # flush has told
+            self._events.close()
 
     def __enter__(self) -> MetricsLog:
         return self
