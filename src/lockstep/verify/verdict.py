@@ -65,6 +65,8 @@ class Verdict:
     """False: the run under it failed."""
     status: int = 0
     error: str = ""
+    seconds: float = 0.0
+    """That the run under it took."""
     failure: Failure | None = None
     comparisons: list[Comparison] = field(default_factory=list)
     """In the run's own type, one for each pair."""
@@ -233,6 +235,7 @@ class Verification:
         ]
 
     def _judge(self, verdict: Verdict, ended: Ended, yardsticks: Sequence[Yardstick]) -> None:
+        verdict.seconds = ended.seconds
         if not ended.traces:
             verdict.ran, verdict.status = False, ended.status or 1
             verdict.error = ("the run did not end in time; " if ended.timed_out else "") + (ended.error or "it ended without a step")
@@ -345,6 +348,7 @@ def _verdict(verdict: Verdict) -> dict[str, Any]:
         "ran": verdict.ran,
         "status": verdict.status,
         "error": verdict.error or None,
+        "seconds": verdict.seconds,
         "failure": _failure(verdict.failure),
         "worst": None if worst is None else _finding(worst),
         "float64_worst": max((c.worst.ratio for c in verdict.float64 if c.worst is not None), default=None),

@@ -1,0 +1,238 @@
+"""python models.py NAME [bf16]: the models that every plan is verified on (tests/matrix.py).
+
+Seven microbatches a step, the last one short; words and images of uneven weight; the gradient's norm clipped.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset, TensorDataset
+
+import lockstep as ls
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+WORDS, LENGTH, WIDTH, HEADS = 48, 12, 32, 4
+SAMPLES = 128
+
+
+class Texts(Dataset[dict[str, Tensor]]):
+    """Words with a mask and with labels, -100 where there is no word: texts of 2 to 12 words."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.words = torch.randint(WORDS, (SAMPLES, LENGTH), generator=generator)
+        self.lengths = torch.randint(2, LENGTH + 1, (SAMPLES,), generator=generator)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        there, words = torch.arange(LENGTH) < self.lengths[index], self.words[index]
+        return {"input_ids": words * there, "attention_mask": there.long(), "labels": words.masked_fill(~there, -100)}
+
+
+def tokens(batch: dict[str, Tensor]) -> Tensor:
+    """How many words are to be predicted."""
+    return (batch["labels"][:, 1:] != -100).sum()
+
+
+def of_words(logits: Tensor, batch: dict[str, Tensor]) -> ls.Sum:
+    return ls.Sum(F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum"))
+
+
+def images() -> TensorDataset:
+    """Images, labels, and a weight of 1 to 8 for each."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(SAMPLES, 1, 8, 8, generator=generator)
+    label = torch.randint(0, 10, (SAMPLES,), generator=generator)
+    return TensorDataset(x, label, torch.randint(1, 9, (SAMPLES,), generator=generator))
+
+
+def of_images(logits: Tensor, batch: list[Tensor]) -> ls.Sum:
+    return ls.Sum((F.cross_entropy(logits, batch[1], reduction="none") * batch[2]).sum())
+
+
+class Layer(nn.Module):
+    """A block of a perceptron. Its norm lies where a tensor axis leaves things whole."""
+
+    def __init__(self, norm: type[nn.Module]) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = norm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.down(F.relu(self.up(self.norm(x)))))
+
+
+def perceptron(norm: type[nn.Module]) -> nn.Module:
+    """(batch, 1, 8, 8) images -> (batch, 10) logits: a Sequential, which splits by itself."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, WIDTH), *(Layer(norm) for _ in range(3)), nn.Linear(WIDTH, 10))
+
+
+class Convolution(nn.Module):
+    """Halves the image. The bias before a BatchNorm has a gradient of nothing but rounding."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.convolution, self.norm = nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.max_pool2d(F.relu(self.norm(self.convolution(x))), 2)
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, WIDTH), nn.Linear(WIDTH, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.relu(self.up(x.flatten(1))))
+
+
+class Convolutions(nn.Module):
+    """(batch, 1, 8, 8) images -> (batch, 10) logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(1, 4, 3, padding=1)
+        self.features = nn.ModuleList([Convolution(4, 8), Convolution(8, 16)])
+        self.classifier = Classifier()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for feature in self.features:
+            x = feature(x)
+        return self.classifier(x)
+
+
+def gpt(dropout: float) -> nn.Module:
+    """That of examples/gpt.py, its words bytes: tied embeddings."""
+    sys.path.append(str(EXAMPLES))
+    from gpt import GPT
+
+    return GPT(layers=2, width=WIDTH, heads=HEADS, context=LENGTH, dropout=dropout)
+
+
+def gpt2() -> nn.Module:
+    """Of transformers, with its dropout of 0.1."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=WORDS, n_positions=LENGTH, n_embd=WIDTH, n_layer=2, n_head=HEADS, bos_token_id=0, eos_token_id=0)
+    return GPT2LMHeadModel(config)
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=WORDS,
+        hidden_size=WIDTH,
+        intermediate_size=2 * WIDTH,
+        num_hidden_layers=2,
+        num_attention_heads=HEADS,
+        num_key_value_heads=2,
+        max_position_embeddings=LENGTH,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config)
+
+
+class Embedding(nn.Module):
+    """The first stage of a GPT-2: words and places."""
+
+    def __init__(self, transformer: Any) -> None:
+        super().__init__()
+        self.wte, self.wpe, self.drop = transformer.wte, transformer.wpe, transformer.drop
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.drop(self.wte(words) + self.wpe(torch.arange(words.shape[1], device=words.device)))
+
+
+class Rotated(nn.Module):
+    """A layer of a Llama, with the rotations by which it knows places."""
+
+    def __init__(self, layer: nn.Module, rotary: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.rotary = layer, rotary
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(x.shape[1], device=x.device)[None]
+        return self.layer(x, position_embeddings=self.rotary(x, places))
+
+
+def gpt2_in_stages() -> nn.Module:
+    """(batch, length) words -> logits. Texts are padded on the right, so that no word looks at padding: no mask."""
+    whole: Any = gpt2()
+    head = nn.Sequential(whole.transformer.ln_f, whole.lm_head)
+    return nn.Sequential(Embedding(whole.transformer), *whole.transformer.h, head)
+
+
+def llama_in_stages() -> nn.Module:
+    whole: Any = llama()
+    layers = (Rotated(layer, whole.model.rotary_emb) for layer in whole.model.layers)
+    return nn.Sequential(whole.model.embed_tokens, *layers, nn.Sequential(whole.model.norm, whole.lm_head))
+
+
+TEXTS: dict[str, Any] = {"data": Texts(), "inputs": lambda batch: batch["input_ids"], "loss": of_words, "weight": tokens}
+IMAGES: dict[str, Any] = {
+    "data": images(),
+    "inputs": lambda batch: batch[0],
+    "loss": of_images,
+    "weight": lambda batch: batch[2].sum(),
+    "tensor": {"*.up": "colwise", "*.down": "rowwise"},
+}
+HUGGING_FACE: dict[str, Any] = {
+    **TEXTS,
+    "inputs": lambda batch: {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]},
+    "loss": lambda output, batch: of_words(output.logits, batch),
+}
+GPT: dict[str, Any] = {
+    **TEXTS,
+    "stages": ["embedding", "blocks.*", "head"],
+    "tensor": {
+        "blocks.*.query_key_value": "colwise_gathered",
+        "blocks.*.projection": "rowwise_split",
+        "blocks.*.perceptron.1": "colwise",
+        "blocks.*.perceptron.3": "rowwise",
+    },
+}
+GPT2_TENSOR = {"*.attn.c_attn": "colwise_gathered", "*.attn.c_proj": "rowwise_split", "*.mlp.c_fc": "colwise", "*.mlp.c_proj": "rowwise"}
+LLAMA_TENSOR = {
+    **dict.fromkeys(["*.q_proj", "*.k_proj", "*.v_proj", "*.gate_proj", "*.up_proj"], "colwise"),
+    **dict.fromkeys(["*.o_proj", "*.down_proj"], "rowwise"),
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt": {**GPT, "model": lambda: gpt(0.0)},
+    "gpt-dropout": {**GPT, "model": lambda: gpt(0.1)},
+    "perceptron-batchnorm": {**IMAGES, "model": lambda: perceptron(nn.BatchNorm1d)},
+    "convolutions": {**IMAGES, "model": Convolutions, "stages": ["stem", "features.*", "classifier"]},
+    "gpt2": {**HUGGING_FACE, "model": gpt2, "tensor": {**GPT2_TENSOR, "transformer.wte": "embedding"}},
+    "gpt2-in-stages": {**TEXTS, "model": gpt2_in_stages, "tensor": GPT2_TENSOR},
+    "llama": {**HUGGING_FACE, "model": llama},
+    "llama-in-stages": {**TEXTS, "model": llama_in_stages, "tensor": LLAMA_TENSOR},
+}
+"""By name, what each gives to a recipe."""
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+
+if __name__ == "__main__":
+    name, *precision = sys.argv[1:]
+    recipe = ls.Recipe(
+        **MODELS[name],
+        optimizer=adamw,
+        global_batch=26,
+        microbatch=4,
+        steps=100,
+        clip_norm=0.5,
+        precision=precision[0] if precision else "fp32",
+    )
+    ls.train(recipe)
