@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed-for
 CODE := src tests examples benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train test slow check bench clean
+.PHONY: help venv train test slow verify check bench clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,6 +42,9 @@ test: venv ## the tests, in a few minutes
 
 slow: venv ## the slow tier: 8 processes, all launchers, all loader workers
 	$(BIN)/python -m pytest -q -m slow -o timeout=900 -o faulthandler_timeout=960
+
+verify: venv ## every plan verified on every model of tests/scripts/models.py, in fp32 and bf16: a table
+	$(BIN)/python tests/matrix.py
 
 check: venv ## ruff, mypy --strict, and the floors
 	$(BIN)/ruff check $(wildcard $(CODE))

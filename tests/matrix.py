@@ -1,21 +1,21 @@
-"""python tests/matrix.py [MODEL ...]: `lockstep verify` of every model of tests/scripts/models.py under every plan, in fp32 and in bf16.
+"""python tests/matrix.py [MODEL ...]: every model of tests/scripts/models.py verified under every plan, in fp32 and in bf16.
 
-A model and a precision are one call, whose plans share its reference and twins. Exit status: 0 where all cells are as they should be.
+A model and a precision are one verification, whose plans share its reference and twins. Exit status: 0 where all pass.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
-from typing import Any
 
-LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
+from verify.pooled import pools, verified
+
+from lockstep.verify.verdict import Report
+
 SCRIPT = str(Path(__file__).parent / "scripts" / "models.py")
 
 WHOLE = [
@@ -40,59 +40,51 @@ MODELS = {
     "llama-in-stages": STAGED,
 }
 """By name, the plans of each."""
-# The first step in float64, and the same batch cut otherwise, are the same in every precision: fp32's call sees to them.
-OPTIONS = {"fp32": [], "bf16": ["--no-float64", "--whole-microbatch-loss"]}
+PRECISIONS = ("fp32", "bf16")
 STEPS = 3
 ROW = "{:22} {:5} {:34} {:>8}  {:12} {:>5}"
 
 
-def verify(model: str, precision: str, plans: Sequence[str], *options: str) -> dict[str, Any]:
-    """The report of one call of `lockstep verify`. Raises `RuntimeError` where it ends without one."""
-    line = [SCRIPT, model, precision, "--plans", *plans, "--steps", str(STEPS), "--json", *options]
-    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    ended = subprocess.run([LOCKSTEP, "verify", *line], env=hidden, capture_output=True, text=True, check=False)
-    if not ended.stdout:
-        raise RuntimeError(f"{model} in {precision}: {ended.stderr}")
-    report: dict[str, Any] = json.loads(ended.stdout)
-    return report
-
-
-def faults(report: dict[str, Any]) -> list[str]:
+def faults(report: Report) -> list[str]:
     """What is wrong in it, a text each."""
-    found = [f"{plan['plan']}: {_fault(plan)}" for plan in report["plans"] if not plan["passed"]]
-    recipe = report["recipe"]["failure"]
-    return found + ([f"another cut of the batch: {recipe['text']}"] if recipe else [])
+    found = [
+        f"{verdict.plan}: {f'{verdict.failure.text()}; {verdict.failure.why()}' if verdict.failure else verdict.error}"
+        for verdict in report.verdicts
+        if not verdict.passed
+    ]
+    return found + ([f"another cut of the batch: {report.recipe.text()}"] if report.recipe else [])
 
 
-def _fault(plan: dict[str, Any]) -> str:
-    failure = plan["failure"]
-    return f"{failure['text']}; likely cause: {failure['cause']}" if failure else str(plan["error"])
-
-
-def rows(model: str, precision: str, plans: Sequence[str], report: dict[str, Any]) -> list[str]:
+def rows(model: str, precision: str, plans: Sequence[str], report: Report) -> Iterator[str]:
     """A line of the table for each plan."""
-    lines = []
-    for text, plan in zip(plans, report["plans"], strict=True):
-        worst = max((ratio for ratio in ((plan["worst"] or {}).get("ratio"), plan["float64_worst"]) if ratio is not None), default=0.0)
-        verdict = "passes" if plan["passed"] else "FAILS" if plan["ran"] else "DID NOT RUN"
-        lines.append(ROW.format(model, precision, text, f"{worst:.3g}", verdict, f"{plan['seconds']:.0f}"))
-    return lines
+    for plan, verdict in zip(plans, report.verdicts, strict=True):
+        compared = (*verdict.comparisons, *verdict.float64)
+        worst = max((each.worst.ratio for each in compared if each.worst is not None), default=0.0)
+        said = "passes" if verdict.passed else "FAILS" if verdict.ran else "DID NOT RUN"
+        yield ROW.format(model, precision, plan, f"{worst:.3g}", said, f"{verdict.seconds:.0f}")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Verify every model under every plan, in fp32 and in bf16.")
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"only these: {', '.join(MODELS)}")
     chosen = parser.parse_args().models or list(MODELS)
-    began, wrong, cells = time.monotonic(), [], 0
+    began, cells = time.monotonic(), 0
+    wrong: list[str] = []
     print(ROW.format("model", "type", "plan", "× noise", "verdict", "s"), flush=True)
-    for model in chosen:
-        for precision, options in OPTIONS.items():
-            report = verify(model, precision, MODELS[model], *options)
+    with pools(preload=["transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama"]) as workers:
+        for model, precision in product(chosen, PRECISIONS):
+            # The first step in float64, and the same batch cut otherwise, are the same in every precision.
+            once = precision == "fp32"
+            report = verified([SCRIPT, model, precision], MODELS[model], workers, steps=STEPS, float64=once, other_microbatch=once)
             print(*rows(model, precision, MODELS[model], report), sep="\n", flush=True)
-            cells += len(report["plans"])
+            cells += len(report.verdicts)
             wrong += [f"{model} in {precision}, {fault}" for fault in faults(report)]
+            for remark in report.remarks + [f"{verdict.plan}: {remark}" for verdict in report.verdicts for remark in verdict.remarks]:
+                print(f"  note: {remark}")
     print(*wrong, sep="\n")
-    print(f"{cells} cells, {len(wrong)} wrong, {(time.monotonic() - began) / 60:.0f} minutes. × noise: of what rounding alone does; 10 fails")
+    print(
+        f"{cells} cells, {len(wrong)} wrong, {(time.monotonic() - began) / 60:.0f} minutes. × noise: of what rounding alone does; 10 fails"
+    )
     return 1 if wrong else 0
 
 
