@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
+from unittest.mock import patch
 
 from lockstep.errors import USER_ERROR_STATUS, UserError, WorkerError
 from lockstep.testing.pool import WorkerPool
@@ -54,13 +55,13 @@ class Pooled(Runner):
 
 def run_script(line: Sequence[str], given: dict[str, str]) -> None:
     """What a worker does: the script, as `lockstep run` starts it, up to the step that ends it."""
-    os.environ.update(given, LOCKSTEP_LAUNCHER="lockstep", OMP_NUM_THREADS="1")
     sys.argv = list(line)
-    try:
-        runpy.run_path(line[0], run_name="__main__")
-    except SystemExit as ended:
-        if ended.code:
-            raise
+    with patch.dict(os.environ, given, LOCKSTEP_LAUNCHER="lockstep", OMP_NUM_THREADS="1"):
+        try:
+            runpy.run_path(line[0], run_name="__main__")
+        except SystemExit as ended:
+            if ended.code:
+                raise
 
 
 @contextmanager
