@@ -61,18 +61,18 @@ def of_images(logits: Tensor, batch: list[Tensor]) -> ls.Sum:
 class Layer(nn.Module):
     """A block of a perceptron. Its norm lies where a tensor axis leaves things whole."""
 
-    def __init__(self, norm: type[nn.Module]) -> None:
+    def __init__(self, norm: type[nn.Module], dropout: float) -> None:
         super().__init__()
         self.norm, self.up, self.down = norm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-        self.dropout = nn.Dropout(0.1)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.dropout(self.down(F.relu(self.up(self.norm(x)))))
 
 
-def perceptron(norm: type[nn.Module]) -> nn.Module:
+def perceptron(norm: type[nn.Module], dropout: float) -> nn.Module:
     """(batch, 1, 8, 8) images -> (batch, 10) logits: a Sequential, which splits by itself."""
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, WIDTH), *(Layer(norm) for _ in range(3)), nn.Linear(WIDTH, 10))
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, WIDTH), *(Layer(norm, dropout) for _ in range(3)), nn.Linear(WIDTH, 10))
 
 
 class Convolution(nn.Module):
@@ -210,7 +210,9 @@ LLAMA_TENSOR = {
 MODELS: dict[str, dict[str, Any]] = {
     "gpt": {**GPT, "model": lambda: gpt(0.0)},
     "gpt-dropout": {**GPT, "model": lambda: gpt(0.1)},
-    "perceptron-batchnorm": {**IMAGES, "model": lambda: perceptron(nn.BatchNorm1d)},
+    "perceptron-batchnorm": {**IMAGES, "model": lambda: perceptron(nn.BatchNorm1d, 0.1)},
+    # Dropout masks are a slice's, and depend on the number of ranks: the exception to law 2 that docs/plans.md tells of.
+    "perceptron-syncbatchnorm": {**IMAGES, "model": lambda: perceptron(nn.SyncBatchNorm, 0.0)},
     "convolutions": {**IMAGES, "model": Convolutions, "stages": ["stem", "features.*", "classifier"]},
     "gpt2": {**HUGGING_FACE, "model": gpt2, "tensor": {**GPT2_TENSOR, "transformer.wte": "embedding"}},
     "gpt2-in-stages": {**TEXTS, "model": gpt2_in_stages, "tensor": GPT2_TENSOR},
