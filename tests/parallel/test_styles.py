@@ -12,7 +12,7 @@ from parallel.cut_models import LAYERS, TIED, WIDTH, WORDS, Fused, Model
 from torch import nn
 
 from lockstep.errors import RecipeError
-from lockstep.parallel.styles import styles_of
+from lockstep.parallel.styles import kind_of, sizes_of, styles_of
 
 
 class Conv1D(nn.Module):
@@ -117,3 +117,9 @@ def test_heads_that_are_not_this_layers_do_not_matter() -> None:
     model = layers(block=layers(up=nn.Linear(WIDTH, 4 * WIDTH), down=nn.Linear(4 * WIDTH, WIDTH)), words=nn.Embedding(WORDS, WIDTH))
     model.get_submodule("block").heads = 3  # type: ignore[assignment]
     assert styles_of(model, {"*.up": "colwise", "*.down": "rowwise"}, 4) == {"block.up": "colwise", "block.down": "rowwise"}
+
+
+def test_a_layer_that_fsdp2_gathers_alone_is_what_it_was() -> None:
+    layer = Conv1D(4, 8)
+    layer.__class__ = type("FSDPConv1D", (Conv1D,), {})
+    assert (kind_of(layer), sizes_of(layer)) == ("linear", (4, 8))

@@ -6,6 +6,8 @@ Seven microbatches a step, the last one short; words and images of uneven weight
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -166,17 +168,20 @@ class Rotated(nn.Module):
         return self.layer(x, position_embeddings=self.rotary(x, places))
 
 
-def gpt2_in_stages() -> nn.Module:
+def in_stages(words: nn.Module, layers: Iterable[nn.Module], norm: nn.Module, head: nn.Module) -> nn.Module:
     """(batch, length) words -> logits. Texts are padded on the right, so that no word looks at padding: no mask."""
+    return nn.Sequential(OrderedDict(words=words, layers=nn.Sequential(*layers), head=nn.Sequential(norm, head)))
+
+
+def gpt2_in_stages() -> nn.Module:
     whole: Any = gpt2()
-    head = nn.Sequential(whole.transformer.ln_f, whole.lm_head)
-    return nn.Sequential(Embedding(whole.transformer), *whole.transformer.h, head)
+    return in_stages(Embedding(whole.transformer), whole.transformer.h, whole.transformer.ln_f, whole.lm_head)
 
 
 def llama_in_stages() -> nn.Module:
     whole: Any = llama()
     layers = (Rotated(layer, whole.model.rotary_emb) for layer in whole.model.layers)
-    return nn.Sequential(whole.model.embed_tokens, *layers, nn.Sequential(whole.model.norm, whole.lm_head))
+    return in_stages(whole.model.embed_tokens, layers, whole.model.norm, whole.lm_head)
 
 
 TEXTS: dict[str, Any] = {"data": Texts(), "inputs": lambda batch: batch["input_ids"], "loss": of_words, "weight": tokens}
@@ -202,6 +207,7 @@ GPT: dict[str, Any] = {
         "blocks.*.perceptron.3": "rowwise",
     },
 }
+STAGED: dict[str, Any] = {**TEXTS, "stages": ["words", "layers.*", "head"]}
 GPT2_TENSOR = {"*.attn.c_attn": "colwise_gathered", "*.attn.c_proj": "rowwise_split", "*.mlp.c_fc": "colwise", "*.mlp.c_proj": "rowwise"}
 LLAMA_TENSOR = {
     **dict.fromkeys(["*.q_proj", "*.k_proj", "*.v_proj", "*.gate_proj", "*.up_proj"], "colwise"),
@@ -215,9 +221,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "perceptron-syncbatchnorm": {**IMAGES, "model": lambda: perceptron(nn.SyncBatchNorm, 0.0)},
     "convolutions": {**IMAGES, "model": Convolutions, "stages": ["stem", "features.*", "classifier"]},
     "gpt2": {**HUGGING_FACE, "model": gpt2, "tensor": {**GPT2_TENSOR, "transformer.wte": "embedding"}},
-    "gpt2-in-stages": {**TEXTS, "model": gpt2_in_stages, "tensor": GPT2_TENSOR},
+    "gpt2-in-stages": {**STAGED, "model": gpt2_in_stages, "tensor": GPT2_TENSOR},
     "llama": {**HUGGING_FACE, "model": llama},
-    "llama-in-stages": {**TEXTS, "model": llama_in_stages, "tensor": LLAMA_TENSOR},
+    "llama-in-stages": {**STAGED, "model": llama_in_stages, "tensor": LLAMA_TENSOR},
 }
 """By name, what each gives to a recipe."""
 

@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -54,9 +54,10 @@ class Pooled(Runner):
 
 
 def run_script(line: Sequence[str], given: dict[str, str]) -> None:
-    """What a worker does: the script, as `lockstep run` starts it, up to the step that ends it."""
+    """What a worker does: the script, up to the step that ends it. What it prints goes beside its run directory."""
     sys.argv = list(line)
-    with patch.dict(os.environ, given, LOCKSTEP_LAUNCHER="lockstep", OMP_NUM_THREADS="1"):
+    environment = patch.dict(os.environ, given, LOCKSTEP_LAUNCHER="lockstep", OMP_NUM_THREADS="1")
+    with environment, open(given["LOCKSTEP_RUN_DIR"] + ".txt", "a") as said, redirect_stdout(said), redirect_stderr(said):
         try:
             runpy.run_path(line[0], run_name="__main__")
         except SystemExit as ended:

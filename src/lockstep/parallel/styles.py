@@ -248,7 +248,8 @@ def kind_of(module: nn.Module) -> str:
 
 def is_transposed(module: nn.Module) -> bool:
     """Whether it is the linear layer of GPT-2 in transformers, whose weight is (inputs, outputs)."""
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+    kinds = type(module).__mro__  # a layer that FSDP2 gathers alone is of a class that FSDP2 derives from its own
+    return any(kind.__name__ == "Conv1D" for kind in kinds) and hasattr(module, "nf")
 
 
 def sizes_of(module: Any) -> tuple[int, int]:
