@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Iterable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -157,11 +158,11 @@ class Embedding(nn.Module):
 
 
 class Rotated(nn.Module):
-    """A layer of a Llama, with the rotations by which it knows places."""
+    """A layer of a Llama, with rotations of its own, by which it knows places."""
 
     def __init__(self, layer: nn.Module, rotary: nn.Module) -> None:
         super().__init__()
-        self.layer, self.rotary = layer, rotary
+        self.layer, self.rotary = layer, deepcopy(rotary)
 
     def forward(self, x: Tensor) -> Tensor:
         places = torch.arange(x.shape[1], device=x.device)[None]
