@@ -20,6 +20,7 @@ from lockstep.verify.page import page
 from lockstep.verify.run import Ended
 from lockstep.verify.twins import (
     Job,
+    alone,
     common_microbatch,
     in_float64,
     microbatch_jobs,
@@ -265,8 +266,16 @@ def test_a_plan_that_cannot_be_verified_is_refused(texts: list[str], bitwise: bo
     assert str(raised.value).startswith(message)
 
 
+def test_only_bits_of_a_compiled_plan_are_compared_with_a_compiled_run() -> None:
+    plans = parse_plans(["replicate=2,compile=yes", "shard=2,numerics=bitwise", "shard=2,numerics=bitwise,compile=yes"], bitwise=False)
+    expected = ["replicate=1,numerics=fast", "replicate=1,numerics=bitwise", "replicate=1,numerics=bitwise,compile=yes"]
+    assert [str(job.plan) for job in reference_jobs(plans, 4).values()] == expected
+    assert [str(alone(plan)) for plan, _ in plans] == expected
+
+
 def test_jobs_have_folders_of_their_own() -> None:
     plans = parse_plans(["replicate=2", "replicate=2,numerics=bitwise", "replicate=2,workers=1"], bitwise=False)
+    plans += parse_plans(["replicate=2,numerics=bitwise,compile=yes"], bitwise=False)
     jobs = [*reference_jobs(plans, 4).values(), *noise_jobs(4, None), *(plan_job(plan, count, 4, None) for plan, count in plans)]
     jobs += [in_float64(job) for job in jobs if job.noise is None] + microbatch_jobs(32, 8)
     assert len({job.name for job in jobs}) == len(jobs)

@@ -58,30 +58,34 @@ def parse_plans(texts: Sequence[str], *, bitwise: bool) -> list[tuple[Plan, int]
     return found
 
 
-def alone(numerics: str) -> Plan:
-    """One process: the reference's plan."""
-    return Plan.parse(f"replicate=1,numerics={numerics}")
+def alone(plan: Plan) -> Plan:
+    """What a plan is compared with: one process; held to the bits, a compiled model with a compiled one, whose rounding it has."""
+    return Plan(replicate=1, numerics=plan.numerics, compile=plan.compile and plan.numerics == "bitwise")
 
 
-def reference_jobs(plans: Sequence[tuple[Plan, int]], steps: int, microbatch: int | None = None) -> dict[str, Job]:
-    """Numerics -> its reference: one process, under each numerics that a plan has."""
+FAST = alone(Plan())
+
+
+def reference_jobs(plans: Sequence[tuple[Plan, int]], steps: int, microbatch: int | None = None) -> dict[Plan, Job]:
+    """Of each `alone` that plans are compared with, its run; the fast one first."""
+    references = sorted({alone(plan) for plan, _ in plans}, key=lambda plan: (plan != FAST, plan.compile))
     return {
-        numerics: Job(
-            name=f"reference-{numerics}" + (f"-microbatch-{microbatch}" if microbatch else ""),
-            plan=alone(numerics),
+        reference: Job(
+            name=f"reference-{reference.numerics}"
+            + ("-compiled" if reference.compile else "")
+            + (f"-microbatch-{microbatch}" if microbatch else ""),
+            plan=reference,
             processes=1,
             steps=steps,
             microbatch=microbatch,
         )
-        for numerics in sorted({plan.numerics for plan, _ in plans}, reverse=True)
+        for reference in references
     }
 
 
 def noise_jobs(steps: int, microbatch: int | None, count: int = TWINS) -> list[Job]:
     """The twins of the fast reference."""
-    return [
-        Job(name=f"twin-{seed}", plan=alone("fast"), processes=1, steps=steps, noise=seed, microbatch=microbatch) for seed in range(count)
-    ]
+    return [Job(name=f"twin-{seed}", plan=FAST, processes=1, steps=steps, noise=seed, microbatch=microbatch) for seed in range(count)]
 
 
 def plan_job(plan: Plan, processes: int, steps: int, microbatch: int | None) -> Job:
@@ -99,7 +103,7 @@ def microbatch_jobs(global_batch: int, microbatch: int) -> list[Job]:
     if other == microbatch or other > global_batch:
         return []
     return [
-        Job(name=f"microbatch-{size}", plan=alone("fast"), processes=1, steps=1, float64=True, eval_mode=True, microbatch=size)
+        Job(name=f"microbatch-{size}", plan=FAST, processes=1, steps=1, float64=True, eval_mode=True, microbatch=size)
         for size in (microbatch, other)
     ]
 

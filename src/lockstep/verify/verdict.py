@@ -15,6 +15,7 @@ from lockstep.verify.cause import Evidence, likely_cause
 from lockstep.verify.compare import LIMIT, SAID, Comparison, Finding, compare
 from lockstep.verify.records import EPS, Trace
 from lockstep.verify.run import Ended, Runner
+from lockstep.verify.twins import FAST
 from lockstep.verify.yardstick import Yardstick
 
 COMPUTE_EPS = {"fp32": EPS["float32"], "bf16": EPS["bfloat16"], "fp16": EPS["float16"]}
@@ -162,22 +163,22 @@ class Verification:
         references = self._references()
         self._first = next(iter(references.values()))
         started = self._start(self._first[0].facts)
-        yardsticks = {numerics: [Yardstick(trace, []) for trace in traces] for numerics, traces in references.items()}
+        yardsticks = {plan: [Yardstick(trace, []) for trace in traces] for plan, traces in references.items()}
         if self._fast:
             noisy = [_traces(future.result(), "a noise twin", self._script) for future in started.twins]
-            yardsticks["fast"] = [Yardstick(trace, [twin[pair] for twin in noisy]) for pair, trace in enumerate(references["fast"])]
-            self._bands(yardsticks["fast"][0])
-        in_float64 = self._float64_yardsticks(started, yardsticks.get("fast", []))
+            yardsticks[FAST] = [Yardstick(trace, [twin[pair] for twin in noisy]) for pair, trace in enumerate(references[FAST])]
+            self._bands(yardsticks[FAST][0])
+        in_float64 = self._float64_yardsticks(started, yardsticks.get(FAST, []))
         for (plan, processes), run, run64 in zip(self._wanted.plans, started.plans, started.plans64, strict=True):
             verdict = Verdict(plan=str(plan), processes=processes, bitwise=plan.numerics == "bitwise")
-            self._judge(verdict, run.result(), yardsticks[plan.numerics])
+            self._judge(verdict, run.result(), yardsticks[twins.alone(plan)])
             if verdict.ran and run64 is not None and in_float64:
                 self._judge_float64(verdict, run64.result(), in_float64)
             self._report.verdicts.append(verdict)
         self._check_recipe(started)
         return self._report
 
-    def _references(self) -> dict[str, list[Trace]]:
+    def _references(self) -> dict[Plan, list[Trace]]:
         ended = self._run_references()
         facts = next(iter(ended.values()))[0].facts
         if facts["microbatch"] is None:
@@ -190,10 +191,10 @@ class Verification:
         self._report.steps = min(self._wanted.steps, next(iter(ended.values()))[0].steps)
         return ended
 
-    def _run_references(self) -> dict[str, list[Trace]]:
+    def _run_references(self) -> dict[Plan, list[Trace]]:
         jobs = twins.reference_jobs(self._wanted.plans, self._wanted.steps, self._microbatch)
         ended = self._runner.run(list(jobs.values()))
-        return {numerics: _traces(each, "one process", self._script) for numerics, each in zip(jobs, ended, strict=True)}
+        return {plan: _traces(each, "one process", self._script) for plan, each in zip(jobs, ended, strict=True)}
 
     def _start(self, facts: Mapping[str, Any]) -> _Started:
         """Everything else, at once: the runner takes them as there is room."""
@@ -204,7 +205,7 @@ class Verification:
             started.twins = [start(job) for job in twins.noise_jobs(wanted.steps, self._microbatch)]
         exact = wanted.float64 and self._fast
         if exact:
-            reference = twins.reference_jobs(wanted.plans, wanted.steps, self._microbatch)["fast"]
+            reference = twins.reference_jobs(wanted.plans, wanted.steps, self._microbatch)[FAST]
             started.reference64 = start(twins.in_float64(reference))
             noisy = twins.noise_jobs(1, self._microbatch, twins.FLOAT64_TWINS)
             started.twins64 = [start(twins.in_float64(job)) for job in noisy]
