@@ -15,7 +15,7 @@ from lockstep.testing.pool import WorkerPool
 from lockstep.verify.twins import parse_plans
 
 CUT = {
-    ("gpt-dropout", "fp32"): ["replicate=2", "shard=2", "tensor=2", "pipeline=2", "split=2"],
+    ("gpt-dropout", "fp32"): ["shard=2", "tensor=2", "pipeline=2", "split=2"],
     ("convolutions", "bf16"): ["replicate=3", "shard=2,pipeline=2"],
 }
 
