@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import cannot_write
-
 
 @dataclass(frozen=True, slots=True)
 class Event:
@@ -34,6 +32,7 @@ class EventLog:
         self._file = path.open("a", encoding="utf-8") if path is not None else None
 
     def record(self, event: Event) -> None:
+        """Raises `OSError` where it cannot be written; further events are kept in memory only then."""
         self.events.append(event)
         if self._file is not None and not self._file.closed:
             row = {"time": self._clock(), "event": event.name, "step": event.step, **event.details}
@@ -42,7 +41,7 @@ class EventLog:
                 self._file.flush()
             except OSError as error:
                 self.close()  # what happens from here on, the end of the run first, cannot be written either
-                raise cannot_write(self._file.name, error) from error
+                raise OSError(error.errno, error.strerror, self._file.name) from error
 
     def close(self) -> None:
         if self._file is not None:

@@ -16,7 +16,7 @@ from torch import Tensor
 import lockstep.errors
 from lockstep.comm.group import World
 from lockstep.comm.mesh import whole
-from lockstep.errors import UserError
+from lockstep.errors import UserError, cannot_write
 from lockstep.events import Event, EventLog
 from lockstep.plan import Plan
 from lockstep.watch.metrics import RESERVED_NAMES, MetricsLog
@@ -91,7 +91,10 @@ class Recorder:
 
     def event(self, name: str, step: int, **details: Any) -> Event:
         event = Event(name, step, details)
-        self.events.record(event)
+        try:
+            self.events.record(event)
+        except OSError as error:
+            raise cannot_write(error.filename, error) from error
         return event
 
     def message(self, text: str) -> None:
