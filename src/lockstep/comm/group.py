@@ -7,9 +7,10 @@ import json
 import math
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.errors import LaunchError
+
+BUCKET_NUMBERS = 2**22
+"""Tensors are summed in pieces of about so many numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,17 @@ class World:
         everyone = [torch.empty_like(padded) for _ in counts]
         dist.all_gather(everyone, padded, group=self.group)
         return torch.cat([part[:count] for part, count in zip(everyone, counts, strict=True)])
+
+    def sum_each(self, tensors: Sequence[Tensor]) -> None:
+        """Replace each tensor by its sum over ranks, which have them in one order. Every rank calls it.
+
+        Those of one type go together, in buckets; tensors that are elsewhere than the ranks exchange are moved there and back.
+        """
+        for bucket in _buckets(tensors):
+            flat = torch.cat([tensor.reshape(-1) for tensor in bucket]).to(self.device)
+            dist.all_reduce(flat, group=self.group)
+            summed = torch.split(flat.to(bucket[0].device), [tensor.numel() for tensor in bucket])
+            torch._foreach_copy_(bucket, [part.view(tensor.shape) for part, tensor in zip(summed, bucket, strict=True)])
 
     def gather_values(self, value: Any) -> list[Any]:
         """Each rank's JSON value, in rank order. Every rank calls it. For set-up and rare events: it exchanges twice."""
@@ -121,6 +136,19 @@ def _network_error(error: Exception) -> str:
         f"cannot meet the other processes at {address} (MASTER_ADDR:MASTER_PORT): {error}; every process must be able to reach rank 0 "
         "there: check that it runs, and the address"
     )
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Those of one type of number together, as many as a bucket holds."""
+    for _, alike in groupby(sorted(tensors, key=lambda tensor: str(tensor.dtype)), key=lambda tensor: tensor.dtype):
+        bucket: list[Tensor] = []
+        for tensor in alike:
+            bucket.append(tensor)
+            if sum(each.numel() for each in bucket) >= BUCKET_NUMBERS:
+                yield bucket
+                bucket = []
+        if bucket:
+            yield bucket
 
 
 def exact_sum(values: Sequence[float]) -> float:

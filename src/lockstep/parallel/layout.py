@@ -137,8 +137,8 @@ def lay_out(
     if (pipeline := mesh.axis("pipeline")).size > 1:
         cut = Stages.of(model, stages, ranks=pipeline.size, per_rank=PER_RANK[plan.schedule])
         assert laid.streams is not None, "Stages.of has found parts"
-        together = mesh.axis("shard") if mesh.axis("shard").size > 1 else None
-        laid.pipeline = Pipeline(model, cut, pipeline, laid.streams, schedule=plan.schedule, together=together)
+        shards = mesh.axis("shard") if mesh.axis("shard").size > 1 else None
+        laid.pipeline = Pipeline(model, cut, pipeline, laid.streams, schedule=plan.schedule, shards=shards)
         laid.tied = cut.tied
         check_inside(styles, cut.parts)
         roots = cut.names_on(pipeline.rank)

@@ -6,8 +6,7 @@ backward: the same bytes as DDP's, but not sent while the backward still compute
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import groupby
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,9 +15,6 @@ from torch import Tensor, nn
 from lockstep.comm.mesh import Mesh, held
 from lockstep.parallel.slots import Number, Slots, Told, forget_unused
 from lockstep.parallel.tensor import settle
-
-BUCKET_NUMBERS = 2**22
-"""They are summed in pieces of about so many numbers."""
 
 
 class Parts:
@@ -69,21 +65,4 @@ class Parts:
         for parameter in self._parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        for gradients in _buckets([held(p.grad) for p in self._parameters if p.grad is not None]):
-            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-            dist.all_reduce(flat, group=self._mesh.data.group)
-            summed = torch.split(flat, [gradient.numel() for gradient in gradients])
-            torch._foreach_copy_(gradients, [part.view(gradient.shape) for part, gradient in zip(summed, gradients, strict=True)])
-
-
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Those of one type of number together, as many as a bucket holds."""
-    for _, alike in groupby(sorted(tensors, key=lambda tensor: str(tensor.dtype)), key=lambda tensor: tensor.dtype):
-        bucket: list[Tensor] = []
-        for tensor in alike:
-            bucket.append(tensor)
-            if sum(each.numel() for each in bucket) >= BUCKET_NUMBERS:
-                yield bucket
-                bucket = []
-        if bucket:
-            yield bucket
+        self._mesh.data.sum_each([held(p.grad) for p in self._parameters if p.grad is not None])

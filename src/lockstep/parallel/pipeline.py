@@ -76,7 +76,7 @@ class Item:
 class Pipeline:
     """The stages of one model on one rank. Every rank of the pipeline makes one, and makes the same calls on it.
 
-    `model`: this rank's parts have their values by the first call. `pipeline`: the ranks of the axis. `together`: those whose forwards
+    `model`: this rank's parts have their values by the first call. `pipeline`: the ranks of the axis. `shards`: those whose forwards
     exchange something inside of a stage, as sharded parameters do: they must run alike. None: nobody.
     """
 
@@ -88,13 +88,13 @@ class Pipeline:
         streams: Streams,
         *,
         schedule: Schedule,
-        together: World | None = None,
+        shards: World | None = None,
     ) -> None:
         self.stages = stages
         self.world = pipeline
         self.schedule = schedule
         self._streams = streams
-        self._together = together
+        self._shards = shards
         self._around: Callable[[int], AbstractContextManager[Any]] = lambda _: nullcontext()
         self._ran: Callable[[int], object] = lambda _: None
         self._group = pipeline.group or dist.group.WORLD
@@ -154,10 +154,7 @@ class Pipeline:
         if not items:
             return []
         self._pass(items, backward=False)
-        failed = torch.tensor([float(self._failure is not None)], device=self.world.device)
-        dist.all_reduce(failed, group=self._group)
-        if failed:
-            self._raise()
+        self._raise_where_any_failed()
         results, self._results = self._results, {}
         return [results[place] for place in range(len(items))] if self.world.rank == self.last_rank else []
 
@@ -168,10 +165,7 @@ class Pipeline:
             result = compute()
         except Exception as error:
             self._failure = error
-        failed = torch.tensor([float(self._failure is not None)], device=self.world.device)
-        dist.all_reduce(failed, group=self._group)
-        if failed:
-            self._raise()
+        self._raise_where_any_failed()
         return result
 
     def _pass(self, items: Sequence[Item], *, backward: bool) -> None:
@@ -227,7 +221,7 @@ class Pipeline:
         try:
             return self._computed(stage, local, place, received)
         except Exception as error:
-            if self._together is not None:  # whose exchanges nothing can stand in for
+            if self._shards is not None:  # whose exchanges nothing can stand in for
                 raise
             self._failure = self._failure or error
             return self._stand_in(stage, place, received)
@@ -277,11 +271,11 @@ class Pipeline:
 
     def _unknown(self, kinds: Sequence[tuple[int, bool]]) -> list[int]:
         """Which microbatches to learn from: of each kind that is new the first; with others, those that are new to any of them."""
-        if self._together is None:
+        if self._shards is None:
             firsts = {kind: place for place, kind in reversed(list(enumerate(kinds))) if kind not in self._boundaries}
             return sorted(firsts.values())
         new = torch.tensor([float(kind not in self._boundaries) for kind in kinds], device=self.world.device)
-        dist.all_reduce(new, group=self._together.group)
+        dist.all_reduce(new, group=self._shards.group)
         return [place for place, flag in enumerate(new.tolist()) if flag]
 
     def _signatures(self) -> list[int]:
@@ -347,6 +341,12 @@ class Pipeline:
 
     def _name(self, stage: int) -> str:
         return self.stages.parts[self.stages.cuts[stage].stop - 1]
+
+    def _raise_where_any_failed(self) -> None:
+        failed = torch.tensor([float(self._failure is not None)], device=self.world.device)
+        dist.all_reduce(failed, group=self._group)
+        if failed:
+            self._raise()
 
     def _raise(self) -> None:
         """Raise what failed on any rank: there as it is, elsewhere with its text. Every rank."""

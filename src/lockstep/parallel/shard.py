@@ -144,23 +144,13 @@ class Shards:
         for scatter in self._scatters:
             scatter.end()
         if not self._bitwise and self._replicas.size > 1:
-            self._sum_over_replicas()
+            self._replicas.sum_each([held(parameter.grad) for parameter in self._parameters if parameter.grad is not None])
         forget_unused(self._parameters, told)
         return told
 
     def _clear(self) -> None:
         for parameter in self._parameters:
             parameter.grad = None
-
-    def _sum_over_replicas(self) -> None:
-        gradients = [held(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).to(self._replicas.device)
-        dist.all_reduce(flat, group=self._replicas.group)
-        flat = flat.to(gradients[0].device)
-        start = 0
-        for gradient in gradients:
-            gradient.copy_(flat[start : start + gradient.numel()].view_as(gradient))
-            start += gradient.numel()
 
 
 class _Used:

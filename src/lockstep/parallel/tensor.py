@@ -57,11 +57,6 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str
             _Enclosure(module, name, region, proof, own).enclose(module)
 
 
-def part_of(values: Tensor, like: DTensor) -> Tensor:
-    """This rank's part of the whole `values`, cut as `like` is."""
-    return distribute_tensor(values, like.device_mesh, like.placements, src_data_rank=None).to_local()
-
-
 @torch.no_grad()
 def settle(parameters: Sequence[Tensor]) -> None:
     """Complete the gradients that are sums of the tensor ranks' parts, such as those of a norm's weight under `sequence`.

@@ -105,8 +105,6 @@ def unfuse(optimizers: Sequence[Optimizer]) -> bool:
     groups = [group for optimizer in optimizers for group in (*optimizer.param_groups, optimizer.defaults) if group.get("fused")]
     for group in groups:
         group.update(fused=False, foreach=True)
-    for optimizer in optimizers:
-        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]  # which only fused ones do
     return bool(groups)
 
 
