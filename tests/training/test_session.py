@@ -16,6 +16,7 @@ from training.subjects import FEATURES, adamw, network, recipe, rows, same, sgd,
 
 import lockstep as ls
 from lockstep.errors import LockstepError, RecipeError, RunDirectoryError
+from lockstep.events import EventLog
 from lockstep.testing.pool import WorkerPool
 
 NOISE = 4
@@ -385,3 +386,15 @@ def test_bitwise_without_a_microbatch_is_refused(tmp_path: Path) -> None:
         session.prepare(network, sgd)
         with pytest.raises(RecipeError, match=r"^numerics=bitwise with microbatch=None; .*; give a microbatch, for example microbatch=1$"):
             session.steps(rows(8), global_batch=8, steps=1)
+
+
+def test_a_full_disk_ends_the_run_with_the_name_of_the_file(pool: WorkerPool, tmp_path: Path) -> None:
+    with pytest.raises(RunDirectoryError, match=r"cannot write /dev/full: No space left on device; .* make room"):
+        pool.run(1, on_a_full_disk, str(tmp_path / "run"))
+
+
+def on_a_full_disk(run_dir: str) -> None:
+    with ls.Session(run_dir=run_dir) as session:
+        session.recorder.events.close()
+        session.recorder.events = EventLog(Path("/dev/full"))
+        session.event("something")
