@@ -64,6 +64,8 @@ class Engine:
     clip: ClassVar[float | None] = 0.05
     model: ClassVar[type[nn.Module]] = Network
     compute: ClassVar[torch.dtype] = torch.float32
+    weighted: ClassVar[bool] = True
+    """Whether the loss comes with a weight."""
 
     def __init__(
         self, folder: Path, *, ranks: int = 1, steps: int = 4, seed: int = 0, noise: int | None = None, float64: bool = False
@@ -96,6 +98,10 @@ class Engine:
     def samples(self, step: int, index: int) -> list[int]:
         order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(self.key(2, step)))[: self.global_batch].tolist()
         return [int(sample) for sample in order[index * self.microbatch : (index + 1) * self.microbatch]]
+
+    def mine(self, rank: int) -> Sequence[int]:
+        """A rank's microbatches, in the order in which it computes them."""
+        return share(self.count, rank, self.size)
 
     def stream(self, step: int, index: int, rank: int) -> int:
         return self.key(3, step, index)
@@ -138,7 +144,7 @@ class Engine:
 
     def run(self) -> Trace:
         for rank, (model, tracer) in enumerate(zip(self.models, self.tracers, strict=True)):
-            tracer.facts(batchnorm=True)
+            tracer.facts(batchnorm=any(isinstance(module, nn.BatchNorm1d) for module in model.modules()))
             tracer.start(0, model.named_parameters(), model.named_buffers())
             if self.size == 1 and rank == 0:
                 tracer.watch(0, model.named_parameters())
@@ -157,7 +163,7 @@ class Engine:
         locals_ = []
         for rank, model in enumerate(self.models):
             parts = []
-            for index in share(self.count, rank, self.size):
+            for index in self.mine(rank):
                 part, losses[rank][index] = self.one(step, index, rank, model)
                 parts.append(part)
             locals_.append(self.accumulate(step, rank, parts))
@@ -209,7 +215,7 @@ class Engine:
             0,
             step,
             loss=loss,
-            weight=self.weight,
+            weight=self.weight if self.weighted else None,
             norm=norm,
             lr=self.rate(step, rank),
             parameters=model.named_parameters(),

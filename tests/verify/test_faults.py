@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 from verify import faults
-from verify.engine import Engine
+from verify.engine import Engine, Network
 
 from lockstep.verify.cause import Evidence, likely_cause
 from lockstep.verify.compare import BEFORE, Comparison, compare
@@ -126,6 +127,45 @@ class RoundedOtherwise(Engine):
 def test_a_gradient_of_nothing_but_rounding_is_no_fault(right: Any, tmp_path: Path) -> None:
     comparison, _ = verified(right, RoundedOtherwise(tmp_path / "plan", ranks=2).run())
     assert comparison.findings == []
+
+
+class Counts(Engine):
+    """Not the engine is wrong: the model counts its microbatches, so that what one gives depends on those before it."""
+
+    def started(self, model: nn.Module, rank: int) -> nn.Module:
+        calls = itertools.count()
+        model.register_forward_hook(lambda module, given, output: output * (1 + 0.01 * next(calls)))
+        return model
+
+
+class WithoutBatchNorm(Network):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+
+
+class CountsWithoutBatchNorm(Counts):
+    model = WithoutBatchNorm
+
+
+class CountsInTurns(Counts):
+    def mine(self, rank: int) -> Sequence[int]:
+        return range(rank, self.count, self.size)
+
+
+@pytest.mark.parametrize(
+    ("engine", "cause"),
+    [
+        (CountsWithoutBatchNorm, "microbatch 3 has another gradient on rank 1 from the same samples and the same random state: the data"),
+        (CountsInTurns, "on rank 0 microbatch 0 is right, and microbatch 2 is not, which comes behind others there than on one process"),
+    ],
+)
+def test_a_model_that_keeps_something_between_microbatches_is_named(right: Any, tmp_path: Path, engine: type[Engine], cause: str) -> None:
+    kind = CountsWithoutBatchNorm if engine is CountsWithoutBatchNorm else Counts
+    comparison, said = verified(right, engine(tmp_path / "plan", ranks=2).run(), kind=kind)
+    assert (comparison.findings[0].step, comparison.findings[0].check) == (0, "microbatch")
+    assert cause in str(said)
+    assert "keeps something from one microbatch to the next" in str(said)
 
 
 class Momentum(Engine):

@@ -146,6 +146,22 @@ def _multiple(expected: Microbatch | None, found: Microbatch, names: list[str]) 
     return _ratio(_column(expected.gradients, names), _column(found.gradients, names))
 
 
+_KEPT = "keeps something from one microbatch to the next (a counter, a cache, a hidden state)"
+
+
+def _kept_something(evidence: Evidence) -> str | None:
+    """Rank 0 begins as the reference does: where its first microbatch is right and a later one is not, it matters what came before."""
+    wrong = {index for finding in evidence.of("microbatch") for index in finding.microbatches}
+    rank_0 = [m.index for m in evidence.plan.of_step(evidence.step) if m.rank == 0]
+    late = wrong.intersection(rank_0[1:])
+    if not late or rank_0[0] in wrong:
+        return None
+    return (
+        f"the model or the loss {_KEPT}: on rank 0 microbatch {rank_0[0]} is right, and microbatch {min(late)} is not, which comes behind "
+        "others there than on one process; make each a function of its batch alone"
+    )
+
+
 def _batchnorm_microbatch(evidence: Evidence) -> str | None:
     if not evidence.reference.facts.get("batchnorm"):
         return None
@@ -156,12 +172,12 @@ def _batchnorm_microbatch(evidence: Evidence) -> str | None:
     )
 
 
-def _something_else(evidence: Evidence) -> str | None:
+def _something_else(evidence: Evidence) -> str:
     first = evidence.first
     return (
         f"microbatch {first.microbatches[0]} has another gradient on rank {first.rank} from the same samples and the same random state: "
         "the data, the model or the loss looks at something that is not the same for all (the rank, the number of processes, the clock, a "
-        "generator of its own)"
+        f"generator of its own), or {_KEPT}"
     )
 
 
@@ -410,7 +426,7 @@ Pattern = Callable[[Evidence], str | None]
 _PATTERNS: dict[str, tuple[Pattern, ...]] = {
     "initial": (_initial,),
     "samples": (_samples,),
-    "microbatch": (_generators, _scaled_microbatches, _batchnorm_microbatch, _something_else),
+    "microbatch": (_generators, _scaled_microbatches, _kept_something, _batchnorm_microbatch, _something_else),
     "missing": (_missing,),
     "gradients": (_sum_of_what, _generators, _short_type, _few_elements),
     "sum": (_sum_of_what,),

@@ -29,6 +29,15 @@ CUT_FLOOR = 1e-9
 CUT_ULPS = 100.0
 """Cut otherwise, a sum has other rounding: this much of a gradient in float64, so many units in the last place of a shorter type in it."""
 
+_SCALAR = (
+    "It is probably a mean over tokens (or pixels, or whatever is not ignored), returned as a plain scalar, so that each microbatch counts "
+    "the same: return ls.Sum(total) and give Recipe.weight = batch -> what it is divided by."
+)
+_WEIGHTED = (
+    "It has weights, so that its total is to be the sum of what the samples give alone: it may be a mean all the same, or look at the size "
+    "of the microbatch, or the model keeps something from one microbatch to the next (a counter, a cache, a hidden state)."
+)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
@@ -302,9 +311,8 @@ def other_cut(ours: Trace, theirs: Trace, size: int) -> Failure | None:
         float64=True,
         cause=(
             f"the loss is not a sum over samples: cut into microbatches of {size} instead of {ours.facts['microbatch']}, the same batch "
-            "has another gradient. It is probably a mean over tokens (or pixels, or whatever is not ignored), returned as a plain scalar, "
-            "so that each microbatch counts the same: return ls.Sum(total) and give Recipe.weight = batch -> what it is divided by. Where "
-            "the loss is meant to look at a microbatch as a whole (contrastive losses), say so: --whole-microbatch-loss"
+            f"has another gradient. {_WEIGHTED if ours.first.steps[0].weight is not None else _SCALAR} Where the loss is meant to look at "
+            "a microbatch as a whole (contrastive losses), say so: --whole-microbatch-loss"
         ),
     )
 
