@@ -6,10 +6,12 @@ The hand-written loop has DistributedSampler, DataLoader, DDP with gradients as 
 `zero_grad(set_to_none=True)` and, for the GPT, clipping; it never reads a loss. In the row `shard` it has FSDP2's `fully_shard` on each
 block and on the whole, in the place of DDP. `ls.train` runs as it comes: run directory, metrics,
 progress display, a check of every gradient. Both have the same model, optimizer and sizes, cores ÷ processes threads, no loader worker, the
-same process group and the same live processes. In a round every side runs once, in an order that turns from round to round; each is
-timed on rank 0 by the wall clock, from the end of its warm-up steps to the end of its last step. A row's ratio is the median over
-rounds of its steps/s over those of the case's first side in the same round; beside it is the middle half of those ratios. The last
-column is the same ratio by rank 0's processor time: it counts no waiting for the other ranks, and is steadier where the machine is shared.
+same process group and the same live processes. The sides take turns, so that what else the machine does meets all alike: one step of
+`ls.train` and one of each other with the GPT, 100 with the MLP, whose step is so short that a turn of one would time cold caches. Turns
+are timed on rank 0 by the wall clock. (`bitwise` compares two runs of `ls.train`, which take turns run by run.) A row's ratio is the median
+over rounds, of 1000 steps of the MLP or 30 of the GPT, of its steps/s over those of the case's first side in the same round; beside it is
+the middle half of those ratios. The last column is the same ratio by rank 0's processor time: it counts no waiting for the other ranks, and
+is steadier where the machine is shared.
 
 Quote numbers only of a machine that did nothing else.
 """
@@ -24,7 +26,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -57,7 +59,7 @@ PREPARED = 64
 
 @dataclass(frozen=True)
 class Workload:
-    """What both sides train. `steps` are timed, after `warmup` steps that are not."""
+    """What both sides train. A round has `steps`, a turn in it `turn`; `warmup` turns go before the first round."""
 
     build: Callable[[], nn.Module]
     data: Any
@@ -71,6 +73,7 @@ class Workload:
     global_batch: int
     clip_norm: float | None
     warmup: int
+    turn: int
     steps: int
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -106,7 +109,8 @@ def mlp() -> Workload:
         loss=lambda logits, batch: F.cross_entropy(logits, batch[1]),
         global_batch=64,
         clip_norm=None,
-        warmup=100,
+        warmup=5,
+        turn=100,
         steps=1000,
     )
 
@@ -123,6 +127,7 @@ def small_gpt(global_batch: int = 16) -> Workload:
         global_batch=global_batch,
         clip_norm=1.0,
         warmup=10,
+        turn=1,
         steps=30,
     )
 
@@ -134,16 +139,27 @@ class Speed(NamedTuple):
     processor: float
 
 
-class Stopwatch:
-    def __init__(self) -> None:
-        self._wall, self._processor = time.perf_counter(), time.process_time()
+class Spent(NamedTuple):
+    """Seconds, likewise."""
 
-    def speed(self, steps: int) -> Speed:
-        return Speed(steps / (time.perf_counter() - self._wall), steps / (time.process_time() - self._processor))
+    wall: float
+    processor: float
+
+    @classmethod
+    def until_now(cls) -> Spent:
+        return cls(time.perf_counter(), time.process_time())
+
+    def since(self, start: Spent) -> Spent:
+        return Spent(self.wall - start.wall, self.processor - start.processor)
 
 
-def hand_written(work: Workload, *, at_once: bool = False, loader: bool = True, sharded: bool = False) -> Speed:
-    """The loop that one would write."""
+def speed(steps: int, turns: Sequence[Spent]) -> Speed:
+    """Of so many steps in these turns."""
+    return Speed(steps / sum(each.wall for each in turns), steps / sum(each.processor for each in turns))
+
+
+def hand_written(work: Workload, *, at_once: bool = False, loader: bool = True, sharded: bool = False) -> Iterator[None]:
+    """The loop that one would write. Each `next` is a step."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     torch.manual_seed(0)
     model = work.build()
@@ -156,17 +172,14 @@ def hand_written(work: Workload, *, at_once: bool = False, loader: bool = True, 
     batches = _loaded(work, rank, size, at_once=at_once)
     if not loader:
         batches = itertools.cycle([next(batches) for _ in range(PREPARED)])
-    watch = Stopwatch()
-    for step, batch in zip(range(work.warmup + work.steps), batches, strict=False):
-        if step == work.warmup:
-            watch = Stopwatch()
+    for batch in batches:
         loss = work.loss(parallel(work.inputs(batch)), batch)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         if work.clip_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), work.clip_norm)
         optimizer.step()
-    return watch.speed(work.steps)
+        yield
 
 
 def _loaded(work: Workload, rank: int, size: int, *, at_once: bool) -> Iterator[Any]:
@@ -181,23 +194,38 @@ def _loaded(work: Workload, rank: int, size: int, *, at_once: bool) -> Iterator[
         epoch += 1
 
 
-class Clock(ls.Hook):
-    """Times the steps after the warm-up."""
+class Turns(ls.Hook):
+    """After each turn of `ls.train`, one of each loop by hand; times all of them."""
 
-    def __init__(self, work: Workload) -> None:
-        self.work = work
+    def __init__(self, loops: dict[str, Iterator[None]], steps: int) -> None:
+        self.loops = loops
+        self.steps = steps
+        self.spent: dict[str, list[Spent]] = {name: [] for name in (*loops, LOCKSTEP)}
+        self._started: Spent | None = None
 
     def on_step(self, run: Any) -> None:
-        if run.step == self.work.warmup:
-            self.watch = Stopwatch()
-        elif run.step == self.work.warmup + self.work.steps:
-            self.speed = self.watch.speed(self.work.steps)
-            self.threads = torch.get_num_threads()
+        if run.step % self.steps:
+            return
+        names = list(self.loops)
+        first = run.step // self.steps % len(names) if names else 0
+        before = Spent.until_now()
+        if self._started is not None:
+            self.spent[LOCKSTEP].append(before.since(self._started))
+        for name in names[first:] + names[:first]:
+            for _ in range(self.steps):
+                next(self.loops[name])
+            now = Spent.until_now()
+            self.spent[name].append(now.since(before))
+            before = now
+        self.threads = torch.get_num_threads()
+        self._started = Spent.until_now()
 
 
-def lockstep(work: Workload, *, microbatch: int, plan: str = "") -> Speed:
-    """`ls.train`."""
-    clock = Clock(work)
+def lockstep(
+    work: Workload, *, microbatch: int, plan: str = "", rounds: int = 1, loops: dict[str, Iterator[None]]
+) -> dict[str, list[Speed]]:
+    """`ls.train` and the loops in turns. Each side's speed in each round."""
+    turns = Turns(loops, work.turn)
     recipe = ls.Recipe(
         model=work.build,
         data=work.data,
@@ -206,33 +234,28 @@ def lockstep(work: Workload, *, microbatch: int, plan: str = "") -> Speed:
         optimizer=work.optimizer,
         global_batch=work.global_batch,
         microbatch=microbatch,
-        steps=work.warmup + work.steps,
+        steps=work.warmup * work.turn + rounds * work.steps,
         clip_norm=work.clip_norm,
     )
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):
-        ls.train(recipe, plan=plan, run_dir=f"{folder}/run", hooks=[clock])
-    if "bitwise" not in plan and clock.threads != torch.get_num_threads():
+        ls.train(recipe, plan=plan, run_dir=f"{folder}/run", hooks=[turns])
+    if "bitwise" not in plan and turns.threads != torch.get_num_threads():
         others = torch.get_num_threads()
-        raise SystemExit(f"ls.train computed with {clock.threads} threads and the hand-written loop with {others}; nothing to compare")
-    return clock.speed
-
-
-def sides_of(case: str, size: int, steps: int | None) -> dict[str, Callable[[], Speed]]:
-    work = mlp() if case == "mlp" else small_gpt(32 if case == "bitwise" else 16)
-    if steps is not None:
-        work = replace(work, steps=steps)
-    if case == "bitwise":
-        return {name: lambda name=name: lockstep(work, microbatch=4, plan=f"numerics={name}") for name in ("fast", "bitwise")}
-    if case == "shard":
-        return {
-            AT_ONCE: lambda: hand_written(work, at_once=True, sharded=True),
-            LOCKSTEP: lambda: lockstep(work, microbatch=work.global_batch // size, plan="shard=auto"),
-        }
+        raise SystemExit(f"ls.train computed with {turns.threads} threads and the hand-written loop with {others}; nothing to compare")
+    each = work.steps // work.turn
     return {
-        HAND: lambda: hand_written(work),
-        AT_ONCE: lambda: hand_written(work, at_once=True),
-        NO_LOADER: lambda: hand_written(work, at_once=True, loader=False),
-        LOCKSTEP: lambda: lockstep(work, microbatch=work.global_batch // size),
+        name: [speed(work.steps, spent[-each * (number + 1) :][:each]) for number in reversed(range(rounds))]
+        for name, spent in turns.spent.items()
+    }
+
+
+def loops_of(case: str, work: Workload) -> dict[str, Iterator[None]]:
+    if case == "shard":
+        return {AT_ONCE: hand_written(work, at_once=True, sharded=True)}
+    return {
+        HAND: hand_written(work),
+        AT_ONCE: hand_written(work, at_once=True),
+        NO_LOADER: hand_written(work, at_once=True, loader=False),
     }
 
 
@@ -242,18 +265,27 @@ def measure(case: str, rounds: int, steps: int | None, threads: int) -> dict[str
     torch.set_num_threads(threads)
     if size > 1:
         dist.init_process_group("gloo")
-    sides = sides_of(case, size, steps)
-    speeds: dict[str, list[Speed]] = {name: [] for name in sides}
-    names = list(sides)
-    for turn in range(-1, rounds):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            if size > 1:
-                dist.barrier()
-            speed = sides[name]()
-            if turn >= 0:
-                speeds[name].append(speed)
+    work = mlp() if case == "mlp" else small_gpt(32 if case == "bitwise" else 16)
+    if steps is not None:
+        work = replace(work, steps=steps, turn=min(work.turn, steps))
+    if case == "bitwise":
+        speeds = run_by_run(work, rounds)
+    else:
+        plan = "shard=auto" if case == "shard" else ""
+        speeds = lockstep(work, microbatch=work.global_batch // size, plan=plan, rounds=rounds, loops=loops_of(case, work))
     if size > 1:
         dist.destroy_process_group()
+    return speeds
+
+
+def run_by_run(work: Workload, rounds: int) -> dict[str, list[Speed]]:
+    """`ls.train` under both numerics; the first round warms up."""
+    speeds: dict[str, list[Speed]] = {"fast": [], "bitwise": []}
+    for turn in range(-1, rounds):
+        for numerics in sorted(speeds, reverse=turn % 2 == 0):
+            found = lockstep(work, microbatch=4, plan=f"numerics={numerics}", loops={})[LOCKSTEP]
+            if turn >= 0:
+                speeds[numerics] += found
     return speeds
 
 
@@ -293,9 +325,9 @@ def show(rows: list[dict[str, Any]], rounds: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9, help="in each, every side runs once (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=9, help="default: %(default)s")
     parser.add_argument("--only", nargs="+", choices=tuple(SIZES), default=tuple(SIZES))
-    parser.add_argument("--steps", type=int, help="timed steps of each side in each round (default: 1000 for the MLP, 30 for the GPT)")
+    parser.add_argument("--steps", type=int, help="of each side in each round (default: 1000 for the MLP, 30 for the GPT)")
     parser.add_argument("--threads", type=int, help="of each process, on all sides (default: cores ÷ processes, as ls.train sets them)")
     parser.add_argument("--json", metavar="FILE", help="also write the rows, with every rate, to this file")
     options = parser.parse_args()
@@ -305,8 +337,9 @@ def main() -> None:
             threads = options.threads or max(1, (os.cpu_count() or 1) // size)
             os.environ["OMP_NUM_THREADS"] = str(threads)
             speeds = ls.spawn(measure, nproc=size, args=(case, options.rounds, options.steps, threads))
-            rows += rows_of(case, size, threads, speeds)
-            show(rows, options.rounds)
+            found = rows_of(case, size, threads, speeds)
+            show(found, options.rounds)
+            rows += found
     if options.json:
         Path(options.json).write_text(json.dumps({"rounds": options.rounds, "rows": rows}, indent=2))
 
