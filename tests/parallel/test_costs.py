@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from parallel.costs import BLOCKS, LENGTH, MICROBATCHES, SAMPLES, STYLES, WIDTH, WORDS, Costs, Model, Tied, costs
+from tiers import tier
 
 from lockstep.testing.pool import WorkerPool
 
@@ -127,7 +128,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.plan)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=tier(case.ranks), id=f"{case.plan}-{place}") for place, case in enumerate(CASES)]
+)
 def test_a_rank_sends_and_holds_what_the_pages_say(pool: WorkerPool, tmp_path: Path, case: Case) -> None:
     plan = f"{case.plan},transport=torch"
     found: list[Costs] = pool.run(case.ranks, costs, plan, str(tmp_path / "run"), case.model, dict(case.styles))

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import tiered
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 from training.subjects import FEATURES, OUTPUTS, recipe, rows, same, samples_at, sgd, squared_error, state_of
@@ -173,7 +174,7 @@ def trained(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Calla
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", tiered(PLANS))
 def test_in_float64_it_is_one_process(trained: Callable[[str], Any], plan: str, name: str) -> None:
     dtype = torch.float64
     for found in trained(plan):
@@ -183,7 +184,7 @@ def test_in_float64_it_is_one_process(trained: Callable[[str], Any], plan: str, 
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", tiered(PLANS))
 def test_in_float32_its_error_is_at_most_4_times_float32s_own(trained: Callable[[str], Any], plan: str) -> None:
     """Of the first gradient and the statistics after it, over all cases together: one case's own error may be small by luck."""
     for ranks in trained(plan):
@@ -197,7 +198,7 @@ def test_in_float32_its_error_is_at_most_4_times_float32s_own(trained: Callable[
         assert (torch.tensor(ours).norm(dim=0) <= 4 * torch.tensor(own).norm(dim=0)).all()
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", tiered(PLANS))
 def test_every_rank_ends_with_the_same_bits(trained: Callable[[str], Any], plan: str) -> None:
     first, *others = trained(plan)
     for other in others:

@@ -192,6 +192,7 @@ def test_two_ranks_take_the_step_of_one(steps: Callable[..., list[Found]], subje
     assert all(torch.equal(ranks[0][kind][name], ranks[1][kind][name]) for kind in ("gradients", "parameters") for name in ranks[0][kind])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [REPLICATE, SHARD], ids=str)
 @pytest.mark.parametrize("subject", MIXED)
 def test_with_a_data_axis(steps: Callable[..., list[Found]], subject: str, sizes: dict[str, int]) -> None:
@@ -199,6 +200,7 @@ def test_with_a_data_axis(steps: Callable[..., list[Found]], subject: str, sizes
         check(found, subject, torch.float64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"tensor": 4}, REPLICATE, SHARD], ids=str)
 def test_in_float32_the_error_is_float32s_own(steps: Callable[..., list[Found]], sizes: dict[str, int]) -> None:
     for found in steps(MIXED[0], torch.float32, sizes):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import cache
 
 import pytest
+from tiers import tiered
 
 from lockstep.testing.pool import WorkerPool
 
@@ -56,7 +57,7 @@ def check(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Check:
     return checked
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", tiered(PLANS))
 def test_models_of_transformers_train_as_on_one_process(check: Check, plan: str) -> None:
     check(NAMES, plan, PLANS[plan])
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiers import tiered
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 from training.subjects import rows
@@ -147,7 +148,7 @@ def lines(run_dir: Path) -> list[dict[str, float]]:
     return [{name: value for name, value in row.items() if name not in ("time", "samples_per_second")} for row in rows]
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", tiered(PLANS, always=["replicate=2,pipeline=2", "shard=2,pipeline=2"]))
 def test_training_gives_the_model_of_one_process(pool: WorkerPool, tmp_path: Path, plan: str) -> None:
     (alone,) = pool.run(1, train, "replicate=1", str(tmp_path / "alone"))
     results = pool.run(PLANS[plan], train, plan, str(tmp_path / "run"))

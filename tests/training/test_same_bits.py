@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiers import tier, tiered
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset, TensorDataset
@@ -21,6 +22,7 @@ import lockstep as ls
 from lockstep.testing.pool import WorkerPool
 
 ALONE = "replicate=1"
+BOTH = "replicate=2,shard=2"
 PLANS = {
     **DATA_PLANS,
     "replicate=2,transport=torch": 2,
@@ -197,7 +199,15 @@ def trained(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Calla
     return run
 
 
-@pytest.mark.parametrize(("plan", "name"), [(plan, name) for plan in PLANS if plan != ALONE for name in cases(plan)])
+@pytest.mark.parametrize(
+    ("plan", "name"),
+    [
+        pytest.param(plan, name, marks=() if plan == BOTH else tier(processes))
+        for plan, processes in PLANS.items()
+        if plan != ALONE
+        for name in cases(plan)
+    ],
+)
 def test_the_fingerprint_and_the_loss_are_those_of_one_process(trained: Callable[..., list[Any]], plan: str, name: str) -> None:
     fingerprint, loss, _ = trained(ALONE)[0][name]
     for rank, result in enumerate(trained(plan)):
@@ -209,7 +219,7 @@ def test_the_cases_have_fingerprints_of_their_own(trained: Callable[..., list[An
 
 
 @pytest.mark.parametrize("numerics", ["fast", "bitwise"])
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", tiered(PLANS, always=[BOTH]))
 @pytest.mark.parametrize("name", USES_EVERYTHING)
 def test_a_parameter_moves_in_exactly_the_steps_that_use_it(trained: Callable[..., list[Any]], plan: str, numerics: str, name: str) -> None:
     for rank, result in enumerate(trained(plan, numerics)):
@@ -223,14 +233,13 @@ def test_a_parameter_moves_in_exactly_the_steps_that_use_it(trained: Callable[..
         assert same(states[-1]["head.weight"], states[-1]["embedding.weight"])
 
 
-@pytest.mark.parametrize("name", COMPARED)
-def test_fast_and_bitwise_differ_by_rounding_only(trained: Callable[..., list[Any]], name: str) -> None:
-    bitwise = trained(ALONE)[0][name][2][-1]
-    for plan in PLANS:
+@pytest.mark.parametrize("plan", tiered(PLANS, always=[BOTH]))
+def test_fast_and_bitwise_differ_by_rounding_only(trained: Callable[..., list[Any]], plan: str) -> None:
+    for name in COMPARED:
         if name not in cases(plan):
             continue
         fast = trained(plan, "fast")[0][name][2][-1]
-        for part, value in bitwise.items():
+        for part, value in trained(ALONE)[0][name][2][-1].items():
             torch.testing.assert_close(fast[part], value, rtol=1e-4, atol=1e-5)
 
 
