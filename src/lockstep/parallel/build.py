@@ -230,7 +230,11 @@ class Deferred:
     @classmethod
     def build(cls, factory: Callable[[], Any], key: int) -> Deferred:
         """Run `factory` without computing its tensors. Raises `CannotDefer` where it must be run whole, or fails."""
-        recorder = _Recorder(key)
+        with _older_objects_frozen():
+            return cls._record(factory, _Recorder(key))
+
+    @classmethod
+    def _record(cls, factory: Callable[[], Any], recorder: _Recorder) -> Deferred:
         try:
             with recorder, _parameters_as_they_were(recorder), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # copy.deepcopy does
@@ -278,6 +282,19 @@ def _finish(cls: type[Deferred], module: nn.Module, recorder: _Recorder) -> Defe
     for tensor in other:
         _exchange(tensor, recorder.log.replay([recorder.view(tensor)])[0].clone())
     return cls(module, recorder.log, sources, [tensor for _, tensor in named.values()])
+
+
+@contextmanager
+def _older_objects_frozen() -> Iterator[None]:
+    """What is there already, such as all of torch's modules, is not looked through for what the function left."""
+    was_frozen = gc.get_freeze_count() > 0
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if was_frozen:
+            gc.freeze()
 
 
 def _fakes(recorder: _Recorder) -> list[Any]:
