@@ -286,15 +286,18 @@ def _finish(cls: type[Deferred], module: nn.Module, recorder: _Recorder) -> Defe
 
 @contextmanager
 def _older_objects_frozen() -> Iterator[None]:
-    """What is there already, such as all of torch's modules, is not looked through for what the function left."""
-    was_frozen = gc.get_freeze_count() > 0
+    """What is there already, such as all of torch's modules, is not looked through for what the function left.
+
+    Where somebody has frozen objects before, nothing is: they could not be told from ours.
+    """
+    if gc.get_freeze_count():
+        yield
+        return
     gc.freeze()
     try:
         yield
     finally:
         gc.unfreeze()
-        if was_frozen:
-            gc.freeze()
 
 
 def _fakes(recorder: _Recorder) -> list[Any]:
