@@ -32,11 +32,6 @@ REFUSED = {
     # Their forward does more than to call one part after another; those in stages are the same models as a pipeline takes them.
     "gpt2": ([plan for plan in PLANS if "pipeline" in plan], "that is no nn.Sequential"),
     "llama": ([plan for plan in PLANS if "pipeline" in plan], "that is no nn.Sequential"),
-    # Its microbatches are split over the data ranks, and the pipelines of these do not wait for each other.
-    "perceptron-syncbatchnorm": (
-        ["replicate=2,pipeline=2", "shard=2,pipeline=2", "replicate=2,tensor=2,pipeline=2"],
-        "pipelines compute whole microbatches",
-    ),
 }
 """Of a model, the plans that lockstep refuses with an error in these words (tests/verify/test_matrix.py sees it). All others must pass."""
 PRECISIONS = ("fp32", "bf16")

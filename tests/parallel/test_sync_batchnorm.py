@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiers import tiered
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
@@ -334,3 +335,58 @@ def test_two_models_that_learn_from_each_other(pool: WorkerPool, tmp_path: Path,
     for found in pool.run(PLANS[plan], learn_from_each_other, plan, str(tmp_path / "split")):
         torch.testing.assert_close(found, alone, rtol=1e-9, atol=1e-11)
     assert not same(*alone)
+
+
+class Staged(nn.Sequential):
+    """What a pipeline cuts. A sample has two values a channel, so that a microbatch may have one sample, and a rank none of it."""
+
+    def __init__(self) -> None:
+        norms = nn.SyncBatchNorm(4, momentum=0.3), nn.SyncBatchNorm(4, momentum=None, affine=False), nn.SyncBatchNorm(4)
+        widths = FEATURES, 8, 8
+        blocks = [
+            nn.Sequential(nn.Linear(width, 8), nn.Unflatten(1, (4, 2)), norm, nn.Flatten(), nn.Tanh())
+            for width, norm in zip(widths, norms, strict=True)
+        ]
+        super().__init__(*blocks, nn.Linear(8, OUTPUTS))
+
+
+class Losses(ls.Hook):
+    def __init__(self) -> None:
+        self.found: list[float] = []
+
+    def on_step(self, run: Any) -> None:
+        self.found.append(run.last.committed[0].loss())
+
+
+def train_in_stages(plans: list[str], run_dir: str) -> list[tuple[list[float], float]]:
+    """Of each plan the losses, and the evaluation."""
+    found = []
+    for plan in plans:
+        losses = Losses()
+        trained = recipe(
+            model=lambda: Staged().double(),
+            data=data(torch.float64),
+            inputs=lambda batch: batch[1],
+            loss=lambda output, batch: ((output - batch[2]) ** 2).mean(),
+            optimizer=sgd,
+            blocks=["0", "1", "2"],
+            global_batch=13,
+            microbatch=3,
+            steps=STEPS,
+            clip_norm=0.5,
+            evaluation=ls.Evaluation(data=data(torch.float64), microbatch=SAMPLES),
+        )
+        result = ls.train(trained, plan=plan, run_dir=f"{run_dir}/{plan}", hooks=[losses])
+        found.append((losses.found, result.metrics["loss"]))
+    return found
+
+
+def test_microbatches_are_split_over_pipelines_too(pool: WorkerPool, tmp_path: Path) -> None:
+    plans = [f"replicate=2,pipeline=2,schedule={schedule}" for schedule in ("gpipe", "1f1b", "interleaved", "zero-bubble")]
+    plans += ["replicate=2,pipeline=2,checkpointing=full", "shard=2,pipeline=2", "shard=2,pipeline=2,checkpointing=selective"]
+    ((alone,),) = pool.run(1, train_in_stages, ["replicate=1"], str(tmp_path))
+    for everyone in zip(plans, *pool.run(4, train_in_stages, plans, str(tmp_path)), strict=True):
+        plan, *ranks = everyone
+        state, truth = (load_file(tmp_path / name / "model.safetensors") for name in (plan, "replicate=1"))
+        for found in ranks:
+            torch.testing.assert_close((found, state), (alone, truth), rtol=1e-9, atol=1e-11, msg=lambda text, plan=plan: f"{plan}: {text}")

@@ -44,8 +44,7 @@ def test_every_model_is_in_the_matrix() -> None:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("model", REFUSED)
 def test_what_the_matrix_leaves_out_is_refused(pool: WorkerPool, tmp_path: Path, model: str) -> None:
-    if "perceptron" not in model:
-        pytest.importorskip("transformers", reason="transformers is not installed (pip install -e .[dev])")
+    pytest.importorskip("transformers", reason="transformers is not installed (pip install -e .[dev])")
     plans, words = REFUSED[model]
     assert set(plans) <= set(PLANS)
     ((plan, processes),) = parse_plans(plans[:1], bitwise=False)

@@ -9,8 +9,8 @@ schedule; each part draws from its own random stream; and where a forward fails,
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,7 @@ from lockstep.parallel.chain import Chain
 from lockstep.parallel.slots import Number
 from lockstep.parallel.stages import Stages, calls
 from lockstep.parallel.streams import Streams
+from lockstep.parallel.sync_batchnorm import Exchange
 from lockstep.plan import Schedule
 
 ONE_STAGE_A_RANK: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
@@ -95,6 +96,8 @@ class Pipeline:
         self.schedule = schedule
         self._streams = streams
         self._shards = shards
+        self.exchange: Exchange | None = None
+        """Where microbatches are split over pipelines, what their slices exchange with, in forwards and backwards. None: they are whole."""
         self._around: Callable[[int], AbstractContextManager[Any]] = lambda _: nullcontext()
         self._ran: Callable[[int], object] = lambda _: None
         self._group = pipeline.group or dist.group.WORLD
@@ -189,6 +192,7 @@ class Pipeline:
         run, stages = self._built[key]
         for stage in stages:
             stage.routes, stage.losses = self._routes[start:stop], run._internal_losses
+            stage.around = lambda chunk: self._slice(self._items[start + chunk])
         places = torch.arange(start, stop)
         run.step(place=places, target=places if backward else None, return_outputs=False)
         for stage in stages:
@@ -221,14 +225,14 @@ class Pipeline:
         try:
             return self._computed(stage, local, place, received)
         except Exception as error:
-            if self._shards is not None:  # whose exchanges nothing can stand in for
+            if self._alike is not None:  # whose exchanges nothing can stand in for
                 raise
             self._failure = self._failure or error
             return self._stand_in(stage, place, received)
 
     def _computed(self, stage: int, local: int, place: int, received: tuple[Tensor, ...]) -> Any:
         item, route = self._items[place], self._routes[place]
-        with self._around(local):
+        with self._around(local), self._slice(item):
             value = self._through(stage, item, received, route)
             if stage == len(route):
                 value = item.score(value)
@@ -271,11 +275,11 @@ class Pipeline:
 
     def _unknown(self, kinds: Sequence[tuple[int, bool]]) -> list[int]:
         """Which microbatches to learn from: of each kind that is new the first; with others, those that are new to any of them."""
-        if self._shards is None:
+        if self._alike is None:
             firsts = {kind: place for place, kind in reversed(list(enumerate(kinds))) if kind not in self._boundaries}
             return sorted(firsts.values())
         new = torch.tensor([float(kind not in self._boundaries) for kind in kinds], device=self.world.device)
-        dist.all_reduce(new, group=self._shards.group)
+        dist.all_reduce(new, group=self._alike.group)
         return [place for place, flag in enumerate(new.tolist()) if flag]
 
     def _signatures(self) -> list[int]:
@@ -313,7 +317,12 @@ class Pipeline:
             if stage in self._mine:
                 local = self._mine.index(stage)
                 try:
-                    with self._around(local), _buffers_as_they_were(self._parts[stage]), torch.set_grad_enabled(backward):
+                    with (
+                        self._around(local),
+                        self._slice(item),
+                        _buffers_as_they_were(self._parts[stage]),
+                        torch.set_grad_enabled(backward),
+                    ):
                         output = self._through(stage, item, value, route)
                     said = Boundary.of(output, self._name(stage)).say()
                     value = tuple(tensor.detach() for tensor in leave(output))
@@ -338,6 +347,29 @@ class Pipeline:
         for tensor in value:
             dist.recv(tensor.detach(), group=self._group, group_src=source)
         return value
+
+    @property
+    def _splits(self) -> Exchange | None:
+        """What the slices at hand exchange with: in training alone."""
+        return self.exchange if torch.is_grad_enabled() else None
+
+    @property
+    def _alike(self) -> World | None:
+        """The ranks that must run alike, because their forwards exchange something. None: nobody."""
+        return self._shards if self._splits is None else self._splits.world
+
+    @contextmanager
+    def _slice(self, item: Item) -> Iterator[None]:
+        """Around what is computed of a microbatch: recomputation in a backward takes its statistics as the forward did."""
+        exchange = self._splits
+        if exchange is None:
+            yield
+            return
+        exchange.counts = item.counts
+        try:
+            yield
+        finally:
+            exchange.counts = None
 
     def _name(self, stage: int) -> str:
         return self.stages.parts[self.stages.cuts[stage].stop - 1]
@@ -368,6 +400,8 @@ class _Stage(PipelineStage):
     """Of each microbatch in the call, what the stages hand on."""
     losses: list[Tensor]
     """The schedule's: outputs of the last stage, of the microbatches so far."""
+    around: Callable[[int], AbstractContextManager[Any]]
+    """Entered around the backward of a microbatch of the call."""
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if not self.is_first:
@@ -379,9 +413,14 @@ class _Stage(PipelineStage):
             self._renew(self.grad_recv_info[bwd_chunk_id], self.routes[bwd_chunk_id][self.stage_index])
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        with self.around(bwd_chunk_id):
+            super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """Torch's keeps the loss, and with it all that the backward of the inputs has not freed, to the end of the call."""
-        super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
+        with self.around(bwd_chunk_id):
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
         if self.is_last and self.has_backward:
             self.losses[bwd_chunk_id] = self.losses[bwd_chunk_id].detach()
 

@@ -79,10 +79,11 @@ def adopt(model: nn.Module, exchange: Exchange) -> None:
 def split_microbatches(models: Sequence[nn.Module], mesh: Mesh, plan: Plan, *, microbatch: int) -> Mesh:
     """The mesh with microbatches of `microbatch` samples split among its data ranks, where a model has a SyncBatchNorm that trains.
 
-    Raises `RecipeError` where that cannot be.
+    Every rank calls it. Raises `RecipeError` where that cannot be.
     """
-    layers = training_layers(models)
-    if mesh.data.size == 1 or not any(isinstance(layer, nn.SyncBatchNorm) for _, layer in layers):
+    mine = [(name, type(layer).__name__, isinstance(layer, nn.SyncBatchNorm)) for name, layer in training_layers(models)]
+    layers = [layer for theirs in mesh.axis("pipeline").gather_values(mine) for layer in theirs]
+    if mesh.data.size == 1 or not any(split for *_, split in layers):
         return mesh
     ranks = f"SyncBatchNorm on {mesh.data.size} data ranks"
     if plan.numerics == "bitwise":
@@ -90,15 +91,10 @@ def split_microbatches(models: Sequence[nn.Module], mesh: Mesh, plan: Plan, *, m
             f"numerics=bitwise with {ranks}; it cuts each sum over a microbatch by the number of ranks, and so rounds it otherwise at each "
             "number; use numerics=fast, or plain BatchNorm, whose statistics are one microbatch's at any number of processes too"
         )
-    if mesh.axis("pipeline").size > 1:
-        raise RecipeError(
-            f"pipeline={mesh.axis('pipeline').size} with {ranks}; pipelines compute whole microbatches, each at its own time, and do not "
-            "wait for each other; use plain BatchNorm, whose statistics are one microbatch's, or no pipeline"
-        )
-    for name, layer in layers:
-        if not isinstance(layer, nn.SyncBatchNorm):
+    for name, kind, split in layers:
+        if not split:
             raise RecipeError(
-                f"{name!r} is a {type(layer).__name__}, beside {ranks}; microbatches are split for those, and it would see slices, which "
+                f"{name!r} is a {kind}, beside {ranks}; microbatches are split for those, and it would see slices, which "
                 "depend on the number of processes; convert all with nn.SyncBatchNorm.convert_sync_batchnorm(model), or put it in eval mode"
             )
     return mesh.split(min(microbatch, mesh.data.size))
@@ -160,6 +156,8 @@ class _Normalise(torch.autograd.Function):
         for_x = with_fixed_statistics.sub_(by_shift.view(shape)).addcmul_(
             wide - mean.view(shape), (by_scale * deviation).view(shape), value=-1
         )
+        if not ctx.counts:
+            for_x.zero_()  # not the microbatch's, though its sums reach it
         needs = ctx.needs_input_grad
         return (
             for_x.to(x.dtype),

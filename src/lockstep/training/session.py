@@ -256,8 +256,9 @@ class Session:
         )
         self._tell_of_batchnorm(length)
         if (pipeline := self.pairs[0].pipeline) is not None:
-            deal = self.mesh.deal
-            check_microbatches(min(len(deal.rounds(length.most_microbatches, rank)) for rank in range(deal.ranks)), pipeline.stages)
+            pipeline.exchange = self._exchange if mesh.deal.slices else None
+            rounds = [len(mesh.deal.rounds(length.most_microbatches, rank)) for rank in range(mesh.deal.ranks)]
+            check_microbatches(min(rounds), pipeline.stages)
         if data is None:
             return self._run(from_indices(length, seed=self.seed), length, weight)
         loader = Loader(data, collate=collate, seed=self.seed, workers=self.plan.workers, device=self.device)

@@ -200,7 +200,7 @@ class TracedStep(Step):
         super().compute(lambda batch: inputs(twin(batch)), lambda output, batch: loss(output, twin(batch)))
         assert self._phase is not None
         for index in self._phase.seen:
-            pair.note_microbatch(index, self.source.layout.samples_of(index), None)
+            pair.note_microbatch(*self.source.layout.whole(index), None)
 
     def microbatches(self) -> Iterator[Any]:
         pairs = _traced(self._pairs)
