@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiers import tiered
+from tiers import tier, tiered
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 from training.subjects import FEATURES, OUTPUTS, recipe, rows, same, samples_at, sgd, squared_error, state_of
@@ -251,12 +251,14 @@ def refused(kind: str, plan: str, run_dir: str) -> str:
         "bitwise": lambda: nn.SyncBatchNorm(4),
         "mixed": lambda: nn.Sequential(nn.SyncBatchNorm(4), nn.BatchNorm1d(4)),
         "one value": lambda: nn.SyncBatchNorm(4),
+        "cut": lambda: nn.SyncBatchNorm(4),
     }
     try:
         ls.train(
             recipe(
                 model=lambda: nn.Sequential(nn.Linear(FEATURES, 4), layers[kind](), nn.Linear(4, OUTPUTS)),
                 microbatch=5 if kind == "one value" else 4,
+                tensor={"0": "colwise", "2": "rowwise"},
             ),
             plan=plan,
             run_dir=run_dir,
@@ -269,13 +271,14 @@ def refused(kind: str, plan: str, run_dir: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "plan", "message"),
     [
+        pytest.param("cut", "replicate=2,tensor=2", "failed with its layers 0, 2 cut .*; have no norm over the features", marks=tier(4)),
         ("bitwise", "replicate=2,numerics=bitwise", "numerics=bitwise with SyncBatchNorm on 2 data ranks; .* use numerics=fast, or plain"),
         ("mixed", "replicate=2", "'1.1' is a BatchNorm1d, beside SyncBatchNorm on 2 data ranks; .* convert all with nn.SyncBatchNorm.conv"),
         ("one value", "replicate=2", "a microbatch that has one value a channel; a variance takes two; choose a microbatch"),
     ],
 )
 def test_what_cannot_be_is_refused_on_all_ranks(pool: WorkerPool, tmp_path: Path, kind: str, plan: str, message: str) -> None:
-    for said in pool.run(2, refused, kind, plan, str(tmp_path / "run")):
+    for said in pool.run(4 if kind == "cut" else 2, refused, kind, plan, str(tmp_path / "run")):
         assert re.search(message, said)
 
 
@@ -370,6 +373,7 @@ def train_in_stages(plans: list[str], run_dir: str) -> list[tuple[list[float], f
             loss=lambda output, batch: ((output - batch[2]) ** 2).mean(),
             optimizer=sgd,
             blocks=["0", "1", "2"],
+            tensor={"*.0": "colwise_gathered", "3": "rowwise_split"},
             global_batch=13,
             microbatch=3,
             steps=STEPS,
@@ -381,9 +385,20 @@ def train_in_stages(plans: list[str], run_dir: str) -> list[tuple[list[float], f
     return found
 
 
-def test_microbatches_are_split_over_pipelines_too(pool: WorkerPool, tmp_path: Path) -> None:
-    plans = [f"replicate=2,pipeline=2,schedule={schedule}" for schedule in ("gpipe", "1f1b", "interleaved", "zero-bubble")]
-    plans += ["replicate=2,pipeline=2,checkpointing=full", "shard=2,pipeline=2", "shard=2,pipeline=2,checkpointing=selective"]
+BESIDE = {
+    "pipeline": [
+        *(f"replicate=2,pipeline=2,schedule={schedule}" for schedule in ("gpipe", "1f1b", "interleaved", "zero-bubble")),
+        "replicate=2,pipeline=2,checkpointing=full",
+        "shard=2,pipeline=2",
+        "shard=2,pipeline=2,checkpointing=selective",
+    ],
+    "tensor": ["replicate=2,tensor=2", "shard=2,tensor=2", "replicate=2,tensor=2,checkpointing=full"],
+}
+
+
+@pytest.mark.parametrize("axis", ["pipeline", pytest.param("tensor", marks=tier(4))])
+def test_microbatches_are_split_beside_axes_that_cut_the_model(pool: WorkerPool, tmp_path: Path, axis: str) -> None:
+    plans = BESIDE[axis]
     ((alone,),) = pool.run(1, train_in_stages, ["replicate=1"], str(tmp_path))
     for everyone in zip(plans, *pool.run(4, train_in_stages, plans, str(tmp_path)), strict=True):
         plan, *ranks = everyone
