@@ -174,6 +174,63 @@ def test_lower_precision_gives_the_model_of_one_process_to_its_rounding(pool: Wo
     assert result.events[1:-1] == alone.events[1:-1]
 
 
+class Loud(nn.Module):
+    """At a factor of 200, the gradient of `loud` alone overflows at fp16's first loss scales."""
+
+    def __init__(self, inputs: int, outputs: int, factor: float) -> None:
+        super().__init__()
+        self.quiet, self.loud = nn.Linear(inputs, outputs), nn.Linear(1, outputs, bias=False)
+        self.factor = factor
+        nn.init.zeros_(self.loud.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.quiet(x) + self.loud(x.new_full((len(x), 1), self.factor))  # type: ignore[no-any-return]
+
+
+class Scales(ls.Hook):
+    """After each step: the loss, the loss scale, and whether all that this rank holds of the gradient is finite."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[float, float, bool]] = []
+
+    def on_step(self, run: Any) -> None:
+        (pair,) = run.session.pairs
+        finite = all(bool(torch.isfinite(gradient).all()) for gradient in pair.gradients())
+        self.seen.append((run.last.committed[0].loss(), pair.loss_scale.value, finite))
+
+
+def overflow(plan: str, run_dir: str, loud: int) -> tuple[list[int], list[tuple[float, float, bool]]]:
+    scales = Scales()
+    given = recipe(
+        model=lambda: nn.Sequential(Loud(6, 8, 200.0 if loud == 0 else 1.0), Loud(8, 3, 200.0 if loud == 1 else 1.0)),
+        data=rows(48),
+        inputs=second,
+        loss=squares,
+        weight=None,
+        stages=None,
+        precision="fp16",
+        epochs=None,
+        steps=12,
+        evaluation=None,
+    )
+    result = ls.train(given, plan=plan, run_dir=run_dir, hooks=[scales])
+    return [event.step for event in result.events if event.name == "step-skipped"], scales.seen
+
+
+@pytest.mark.parametrize("loud", [0, 1])
+def test_what_overflows_on_one_stage_is_skipped_on_all(pool: WorkerPool, tmp_path: Path, loud: int) -> None:
+    ((skipped, alone),) = pool.run(1, overflow, "replicate=1", str(tmp_path / "alone"), loud)
+    assert 0 < len(skipped) < len(alone)
+    everyone = pool.run(2, overflow, "pipeline=2", str(tmp_path / "run"), loud)
+    assert [seen[0][2] for _, seen in everyone] == [loud != 0, loud != 1]
+    for found, seen in everyone:
+        assert found == skipped
+        for (loss, scale, _), (expected, scale_alone, _) in zip(seen, alone, strict=True):
+            assert (loss, scale) == (pytest.approx(expected, rel=1e-3), scale_alone)
+    state, truth = (load_file(tmp_path / name / "model.safetensors") for name in ("run", "alone"))
+    torch.testing.assert_close(state, truth, rtol=1e-2, atol=1e-3)
+
+
 def test_a_weight_that_only_the_last_stage_knows_is_told_to_all(pool: WorkerPool, tmp_path: Path) -> None:
     (alone,) = pool.run(1, train, "replicate=1", str(tmp_path / "alone"), "fp32", False)
     for result in pool.run(4, train, "replicate=2,pipeline=2", str(tmp_path / "run"), "fp32", False):
@@ -289,6 +346,21 @@ class WithAWideTable(Staged):
         self.head.register_buffer("table", torch.zeros(2, dtype=torch.complex128))
 
 
+class Rooted(nn.Linear):
+    """The gradient of `root` is NaN, and nothing else is."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 3)
+        self.root = nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.root.abs().sqrt()
+
+
+def rooted() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), Rooted())
+
+
 def of_all_but_the_head(model: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW([parameter for name, parameter in model.named_parameters() if "never" not in name])
 
@@ -303,6 +375,10 @@ def second(batch: Batch) -> Tensor:
 
 def infinite(output: Tensor, batch: Batch) -> Tensor:
     return (output / 0).mean()
+
+
+def squares(output: Tensor, batch: Batch) -> Tensor:
+    return ((output - batch[2]) ** 2).mean()
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -380,6 +456,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "pipeline=3",
         {"inputs": list},
         "RecipeError: Recipe.inputs returned a list of 3; the model is called with what it returns",
+    ),
+    "a gradient that is not finite": (
+        "pipeline=3",
+        {"model": rooted, "stages": None, "data": rows(64), "inputs": second, "loss": squares, "weight": None},
+        "LossError: step 0: every loss is finite and the gradient is not, first in parameter '2.root'; a step needs a finite gradient",
     ),
     "a loss that is not finite": (
         "pipeline=3",

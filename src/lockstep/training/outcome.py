@@ -94,10 +94,14 @@ class Outcome:
 
     def _not_finite(self) -> str:
         pair = self.pair
-        gradients = [(place, p.grad) for place, p in enumerate(pair.parameters) if p.grad is not None]
-        found = [place for place, gradient in gradients if not bool(torch.isfinite(held(gradient)).all())]
-        everyone = [place for places in pair.mesh.world.gather_values(found[:1]) for place in places]
-        return f"parameter {pair.names[min(everyone)]!r}" if everyone else "the norm over all parameters (it overflows)"
+        modules = {name: place for place, (name, _) in enumerate(pair.model.named_modules())}  # each stage's rank has them all
+        found = [
+            (modules[name.rpartition(".")[0]], place, name)
+            for place, (name, parameter) in enumerate(zip(pair.names, pair.parameters, strict=True))
+            if parameter.grad is not None and not bool(torch.isfinite(held(parameter.grad)).all())
+        ]
+        everyone = [first for firsts in pair.mesh.world.gather_values(found[:1]) for first in firsts]
+        return f"parameter {min(everyone)[-1]!r}" if everyone else "the norm over all parameters (it overflows)"
 
 
 def no_weight(step: int, term: str) -> str:
