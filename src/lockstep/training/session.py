@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
@@ -425,6 +426,9 @@ def _set_up_computation(plan: Plan, world: World, threads: int, stack: ExitStack
         stack.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
+    if plan.compile:  # past its limits torch goes on with code that is not compiled: for other shapes on each rank
+        limits = {"recompile_limit": sys.maxsize, "accumulated_recompile_limit": sys.maxsize}
+        stack.enter_context(torch.compiler.config.patch(limits))  # type: ignore[attr-defined]  # torch adds it to its modules of settings
     stack.callback(random.setstate, random.getstate())
     stack.callback(np.random.set_state, np.random.get_state())
     stack.callback(torch.default_generator.set_state, torch.default_generator.get_state())
