@@ -1,0 +1,44 @@
+"""`compile=yes` in whole runs: the model of one process whose code is not compiled, to rounding. Needs a C++ compiler."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+from training.test_pipeline_axis import Staged, recipe
+
+import lockstep as ls
+from lockstep.testing.pool import WorkerPool
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # the compiler takes half a minute a plan
+PLANS = {"split=2": 1, "replicate=2": 2, "shard=2,checkpointing=full": 2, "pipeline=2": 2}
+SECONDS = 250
+
+
+@pytest.fixture(scope="module")
+def compiling() -> Iterator[WorkerPool]:
+    """Torch's compiler leaves threads and variables in the process that it ran in, and headers in a folder of the session's."""
+    os.makedirs(default_cache_dir(), exist_ok=True)
+    with WorkerPool(max_workers=2, check_leaks=False) as pool:
+        yield pool
+
+
+def train(plan: str, run_dir: str) -> tuple[float, dict[str, float]]:
+    """In float64, where a compiler's rounding is far from every mistake."""
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    result = ls.train(recipe(model=lambda: Staged().double()), plan=plan, run_dir=run_dir)
+    return result.loss, result.metrics
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_training_gives_the_model_of_one_process(compiling: WorkerPool, tmp_path: Path, plan: str) -> None:
+    """Four blocks, each compiled for two shapes, and for evaluation: more often than torch compiles code unless told to."""
+    (alone,) = compiling.run(1, train, "replicate=1", str(tmp_path / "alone"))
+    found = compiling.run(PLANS[plan], train, f"{plan},compile=yes", str(tmp_path / "run"), timeout_seconds=SECONDS)
+    state, truth = (load_file(tmp_path / name / "model.safetensors") for name in ("run", "alone"))
+    torch.testing.assert_close((found, state), ([alone] * PLANS[plan], truth), rtol=1e-9, atol=1e-11)
