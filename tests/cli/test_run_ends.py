@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 
 LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 ENDLESS = Path(__file__).parent.parent / "scripts" / "endless.py"
+FAILING_STAGE = ENDLESS.with_name("failing_stage.py")
 TWICE = ENDLESS.with_name("twice.py")
 FROM_OUTSIDE = "Terminated: {}, from the launcher or from outside the run"
 PEER = ("PeerDied: an exchange through shared memory failed on rank 0 of 2", "a peer was lost: another process of this run ended")
@@ -74,3 +76,20 @@ def test_a_script_trains_twice(tmp_path: Path, launcher: list[str], plan: str) -
     assert first == second
     assert first.startswith("2 ")
     assert len(list((tmp_path / "runs").iterdir())) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rank", "call"), [(0, 1), (3, 7)], ids=["the first of all, on rank 0", "a later one, on rank 3"])
+def test_a_forward_that_fails_on_one_rank_of_a_pipeline_ends_the_run_and_is_shown_once(tmp_path: Path, rank: int, call: int) -> None:
+    """Rank 0's shards are rank 1's, whose forwards wait for it; rank 2 is the next stage, which is told."""
+    line = [LOCKSTEP, "run", "--nproc", "4", "--plan", "shard=2,pipeline=2", str(FAILING_STAGE), str(rank), str(call)]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    ended = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=50)
+    assert time.time() - float(ended.stdout.removeprefix("failing at ")) < 10
+    assert ended.returncode == 1
+    first, _, rest = ended.stderr.partition("ValueError: boom\n")
+    assert re.match(rf"lockstep: rank {rank} failed \(exit status 1\)(, first of \d)?:\nTraceback", first)
+    assert first.count("Traceback") == 1
+    assert re.fullmatch(r"The others: .* stopped\.\n", rest)
+    (run,) = (tmp_path / "runs").iterdir()
+    assert not (run / "lock").exists()

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from lockstep.comm.segment import PeerDied, PeerStopped
 from lockstep.errors import DataError
 from lockstep.launch.failure import Ending, Failure, Record, account, describe, exit_status, read_crash, read_torch_record
+from lockstep.parallel.pipeline import StageFailed
 
 GLOO = "[pair.cc:553] Connection closed by peer [127.0.0.1]:41096. This is typically caused by a remote worker crashing."
 
@@ -74,6 +75,7 @@ class DistBackendError(RuntimeError):
         DistBackendError("NCCL error"),
         PeerDied([1], "rank 1: its process ended"),
         PeerStopped([1], "rank 1 closed the group"),
+        StageFailed("rank 1 of the pipeline failed: ValueError: boom"),
     ],
 )
 def test_the_loss_of_a_peer_is_told_from_other_errors(error: Exception) -> None:

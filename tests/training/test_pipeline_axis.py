@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 from training.subjects import rows
 
 import lockstep as ls
-from lockstep.errors import UserError
+from lockstep.errors import LossError, UserError
 from lockstep.recipe import Precision
 from lockstep.testing.pool import WorkerPool
 
@@ -236,6 +236,22 @@ def test_a_weight_that_only_the_last_stage_knows_is_told_to_all(pool: WorkerPool
     for result in pool.run(4, train, "replicate=2,pipeline=2", str(tmp_path / "run"), "fp32", False):
         assert result.loss == pytest.approx(alone.loss, rel=1e-4)
         assert result.metrics == pytest.approx(alone.metrics, rel=1e-4)
+
+
+def scalars_of_whole_microbatches(output: Tensor, batch: Batch) -> Any:
+    losses = nn.functional.cross_entropy(output, batch[1], reduction="none")
+    return losses.mean() if len(losses) == 4 else losses
+
+
+def train_until_a_microbatch_is_short(run_dir: str) -> None:
+    ls.train(recipe(loss=scalars_of_whole_microbatches, weight=None), plan="shard=2,pipeline=2", run_dir=run_dir)
+
+
+@pytest.mark.slow
+def test_a_users_mistake_in_one_stages_forward_is_raised_as_it_is(pool: WorkerPool, tmp_path: Path) -> None:
+    """On one rank alone, since the shards of its peers wait for it: the launcher stops them, and so does the pool."""
+    with pytest.raises(LossError, match="scalar"):
+        pool.run(4, train_until_a_microbatch_is_short, str(tmp_path / "run"))
 
 
 class StopsOnOneRank(ls.Hook):

@@ -23,6 +23,7 @@ _PEER_ERRORS = {
     "DistStoreError",
     "PeerDied",
     "PeerStopped",
+    "StageFailed",
     "ConnectionResetError",
     "ConnectionAbortedError",
     "BrokenPipeError",

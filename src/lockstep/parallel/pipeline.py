@@ -194,7 +194,13 @@ class Pipeline:
             stage.routes, stage.losses = self._routes[start:stop], run._internal_losses
             stage.around = lambda chunk: self._slice(self._items[start + chunk])
         places = torch.arange(start, stop)
-        run.step(place=places, target=places if backward else None, return_outputs=False)
+        try:
+            run.step(place=places, target=places if backward else None, return_outputs=False)
+        except RuntimeError:
+            if self._alike is None or self._failure is None:
+                raise
+        if self._alike is not None and self._failure is not None:
+            raise self._failure  # and not the error that torch has raised from it
         for stage in stages:
             stage.release()
 
@@ -225,9 +231,9 @@ class Pipeline:
         try:
             return self._computed(stage, local, place, received)
         except Exception as error:
+            self._failure = self._failure or error
             if self._alike is not None:  # whose exchanges nothing can stand in for
                 raise
-            self._failure = self._failure or error
             return self._stand_in(stage, place, received)
 
     def _computed(self, stage: int, local: int, place: int, received: tuple[Tensor, ...]) -> Any:
