@@ -10,9 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-from training.test_pipeline_axis import Staged, recipe
+from training.test_pipeline_axis import train_in_float64
 
-import lockstep as ls
 from lockstep.testing.pool import WorkerPool
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # the compiler takes half a minute a plan
@@ -29,10 +28,8 @@ def compiling() -> Iterator[WorkerPool]:
 
 
 def train(plan: str, run_dir: str) -> tuple[float, dict[str, float]]:
-    """In float64, where a compiler's rounding is far from every mistake."""
     torch._dynamo.config.fail_on_recompile_limit_hit = True
-    result = ls.train(recipe(model=lambda: Staged().double()), plan=plan, run_dir=run_dir)
-    return result.loss, result.metrics
+    return train_in_float64(plan, run_dir)
 
 
 @pytest.mark.parametrize("plan", PLANS)
