@@ -16,7 +16,8 @@ from typing import Any
 
 from lockstep.errors import USER_ERROR_STATUS, LockstepError, UserError
 
-# Errors of a process that was healthy until another one went away. They are never the cause where another rank failed otherwise.
+# Errors of a process that was healthy until another one went away, or said that it failed. They are never the cause where another rank
+# failed otherwise.
 _PEER_ERRORS = {
     "DistBackendError",
     "DistNetworkError",
