@@ -92,3 +92,8 @@ def test_a_gradient_that_is_not_finite_is_left_to_be_looked_at() -> None:
 
 def test_the_norm_of_no_gradients_is_0() -> None:
     assert float(precision.global_norm([])) == 0.0
+
+
+def test_a_rank_whose_stage_got_no_gradient_clips_nothing() -> None:
+    precision.clip([], 5.0, 1.0)
+    precision.clip([], torch.tensor(5.0), 1.0)

@@ -148,7 +148,7 @@ def clip(gradients: Sequence[Tensor], norm: Tensor | float, limit: float) -> Non
     if isinstance(norm, Tensor):
         factor = torch.clamp(limit / norm, max=1.0)
         scale(gradients, torch.where(torch.isfinite(norm), factor, 1.0))
-    elif limit < norm < math.inf:
+    elif gradients and limit < norm < math.inf:
         torch._foreach_mul_([held(gradient) for gradient in gradients], limit / norm)
 
 
