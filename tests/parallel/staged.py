@@ -123,10 +123,40 @@ def normed() -> nn.Module:
     return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH, momentum=0.3)) for _ in range(5)))
 
 
+class Ignores(nn.Module):
+    """Looks at the size of what it receives, and at nothing else of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight.tanh().expand_as(x)
+
+
+def ignoring() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), Ignores())
+
+
+class Detached(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).detach()
+
+
+def detached() -> nn.Module:
+    return nn.Sequential(Detached(), nn.Linear(WIDTH, WIDTH))
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], list[str] | None]] = {
     "mlp": (mlp, None),
     "deep": (partial(mlp, 8), None),
     "recomputed": (recomputed_mlp, None),
+    "ignoring": (ignoring, None),
+    "detached": (detached, None),
     "tuples": (tuples, None),
     "normed": (normed, None),
     "gpt": (GPT, ["embedding", "blocks.*", "head"]),

@@ -24,7 +24,9 @@ from parallel.staged import (
 )
 from parallel.staged import microbatches as rows_of
 
+from lockstep.errors import RecipeError
 from lockstep.parallel.build import build
+from lockstep.plan import Schedule
 from lockstep.testing.pool import WorkerPool
 
 STEPS = [[3, 3, 3, 3], [3, 3, 3, 2, 3, 1, 1], [2], [3, 3, 3, 3]]
@@ -147,3 +149,29 @@ def test_a_failure_is_raised_on_every_rank_and_the_next_step_is_right(
         assert kind == name
         assert message in text
         assert close(after, records)
+
+
+def only(name: str, schedule: Schedule) -> str:
+    with pytest.raises(RecipeError) as raised:
+        in_a_pipeline([name], schedule, [[3, 3]])
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "text"),
+    [
+        (
+            "detached",
+            "1f1b",
+            "the part '0' of the model hands on float32 [3, 8] without gradient, and parts up to it have parameters to train",
+        ),
+        ("ignoring", "1f1b", "from '2' on return does not hang on what '2' is given, and parts before it have parameters to train, which"),
+        ("ignoring", "zero-bubble", "from '2' on return does not hang on what '2' is given"),
+    ],
+)
+def test_stages_that_no_gradient_would_reach_are_refused_on_every_rank(pool: WorkerPool, name: str, schedule: Schedule, text: str) -> None:
+    """Torch's schedules would wait for that gradient, train without a word, or take zeros for it."""
+    one, other = pool.run(2, only, name, schedule)
+    assert one == other
+    assert text in one
+    assert "freeze those (requires_grad_(False)), or" in one

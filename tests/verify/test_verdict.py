@@ -136,6 +136,22 @@ def test_what_only_float64_sees_fails_too(tmp_path: Path) -> None:
     assert verify(InProcess(tmp_path / "b", of_plan(TooSmall)), wanted("replicate=2", float64=False)).passed
 
 
+class DecayOfTheWorld(Engine):
+    """Too little for float32 in the first step, where a parameter near 0 may turn either way."""
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.002 * self.size)
+
+
+def test_what_float64_sees_at_an_earlier_step_counts(tmp_path: Path) -> None:
+    runner = InProcess(tmp_path, lambda job: DecayOfTheWorld)
+    (verdict,) = verify(runner, wanted("replicate=2")).verdicts
+    assert verdict.comparisons[0].findings[0].step > 0, "the run's own type sees it later"
+    assert verdict.failure is not None
+    assert (verdict.failure.finding.step, verdict.failure.float64) == (0, True)
+    assert "the gradient is right and the update is not" in str(verdict.failure.cause)
+
+
 def test_bitwise_plans_are_held_to_a_bitwise_reference_without_twins(tmp_path: Path) -> None:
     runner = InProcess(tmp_path)
     report = verify(runner, wanted("replicate=3", bitwise=True))

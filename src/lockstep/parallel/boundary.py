@@ -26,6 +26,11 @@ class Boundary:
     def of(cls, value: Any, part: str) -> Boundary:
         """Raises `RecipeError` where `value`, the output of `part`, is something else."""
         tensors = value if isinstance(value, tuple) else (value,)
+        if not tensors:
+            raise RecipeError(
+                f"the part {part!r} of the model returns an empty tuple, and the next one is on another rank; a stage of a pipeline hands "
+                "on a tensor or a tuple of tensors; have the part return what the next one needs"
+            )
         for tensor in tensors:
             if not isinstance(tensor, Tensor):
                 inside = " in a tuple" if isinstance(value, tuple) else ""

@@ -12,13 +12,13 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
-    PipelineStage,
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
@@ -28,13 +28,14 @@ from torch.utils._pytree import tree_leaves
 
 from lockstep import errors
 from lockstep.comm.group import World
-from lockstep.errors import LockstepError, UserError
+from lockstep.errors import LockstepError, RecipeError, UserError
 from lockstep.parallel.boundary import Boundary, arrive, leave
 from lockstep.parallel.chain import Chain
 from lockstep.parallel.slots import Number
 from lockstep.parallel.stages import Stages, calls
 from lockstep.parallel.streams import Streams
 from lockstep.parallel.sync_batchnorm import Exchange
+from lockstep.parallel.torch_stage import Stage
 from lockstep.plan import Schedule
 
 ONE_STAGE_A_RANK: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
@@ -111,7 +112,7 @@ class Pipeline:
         """In which modes the model's forward was seen to call its parts as `run` does."""
         self._boundaries: dict[tuple[int, bool], list[Boundary]] = {}
         """By what the inputs look like, and whether there is a backward: what each stage but the last hands on."""
-        self._built: dict[Any, tuple[Any, list[_Stage]]] = {}
+        self._built: dict[Any, tuple[Any, list[Stage]]] = {}
         self._items: Sequence[Item] = ()
         self._routes: list[list[Boundary]] = []
         self._results: dict[int, Any] = {}
@@ -193,6 +194,7 @@ class Pipeline:
         for stage in stages:
             stage.routes, stage.losses = self._routes[start:stop], run._internal_losses
             stage.around = lambda chunk: self._slice(self._items[start + chunk])
+            stage.cut_off = partial(self._cut_off, stage.stage_index)
         places = torch.arange(start, stop)
         try:
             run.step(place=places, target=places if backward else None, return_outputs=False)
@@ -204,13 +206,13 @@ class Pipeline:
         for stage in stages:
             stage.release()
 
-    def _build(self, count: int, schedule: str, route: list[Boundary], backward: bool) -> tuple[Any, list[_Stage]]:
+    def _build(self, count: int, schedule: str, route: list[Boundary], backward: bool) -> tuple[Any, list[Stage]]:
         loss = (lambda output, _: output) if backward else None
         last = len(self.stages.cuts) - 1
         made = []
         for local, stage in enumerate(self._mine):
             made.append(
-                _Stage(
+                Stage(
                     _Forward(self._parts[stage], _bound(self._forward, stage, local)),
                     stage,
                     len(self.stages.cuts),
@@ -249,6 +251,13 @@ class Pipeline:
             route[stage].check(value, self._name(stage))
             return leave(value)
         return value.total * value.seed if torch.is_grad_enabled() else torch.zeros((), device=self.world.device)
+
+    def _cut_off(self, stage: int) -> None:
+        first = self.stages.parts[self.stages.cuts[stage].start]
+        self._failure = self._failure or RecipeError(
+            f"what the parts of the model from {first!r} on return does not hang on what {first!r} is given, and parts before it have "
+            "parameters to train, which no gradient would reach; freeze those (requires_grad_(False)), or use what they compute"
+        )
 
     def _through(self, stage: int, item: Item, received: tuple[Tensor, ...], route: Sequence[Boundary]) -> Any:
         """The output of the stage's last part."""
@@ -338,6 +347,12 @@ class Pipeline:
             if said is None:
                 self._raise()
             route.append(Boundary.read(said))
+            if backward and not any(route[-1].gradients):  # every stage has something to train
+                raise RecipeError(
+                    f"the part {self._name(stage)!r} of the model hands on {route[-1].words()}, and parts up to it have parameters to "
+                    "train, which no gradient would ever reach; freeze those (requires_grad_(False)), or hand on what a gradient can go "
+                    "through: no detach(), no whole numbers"
+                )
             value = self._handed_on(stage, value, route[-1])
         return route
 
@@ -397,51 +412,6 @@ class Pipeline:
         if isinstance(kind, type) and issubclass(kind, UserError):
             raise kind(text)
         raise StageFailed(f"rank {rank} of the pipeline failed: {name}: {text}")
-
-
-class _Stage(PipelineStage):
-    """Torch's, for microbatches of different shapes, without tensors that it no longer needs."""
-
-    routes: Sequence[Sequence[Boundary]]
-    """Of each microbatch in the call, what the stages hand on."""
-    losses: list[Tensor]
-    """The schedule's: outputs of the last stage, of the microbatches so far."""
-    around: Callable[[int], AbstractContextManager[Any]]
-    """Entered around the backward of a microbatch of the call."""
-
-    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        if not self.is_first:
-            self._renew(self.args_recv_info[fwd_chunk_id], self.routes[fwd_chunk_id][self.stage_index - 1])
-        return super().get_fwd_recv_ops(fwd_chunk_id)
-
-    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        if self.has_backward and not self.is_last:
-            self._renew(self.grad_recv_info[bwd_chunk_id], self.routes[bwd_chunk_id][self.stage_index])
-        return super().get_bwd_recv_ops(bwd_chunk_id)
-
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        with self.around(bwd_chunk_id):
-            super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
-
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """Torch's keeps the loss, and with it all that the backward of the inputs has not freed, to the end of the call."""
-        with self.around(bwd_chunk_id):
-            super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
-        if self.is_last and self.has_backward:
-            self.losses[bwd_chunk_id] = self.losses[bwd_chunk_id].detach()
-
-    def release(self) -> None:
-        """Let go of what the last call received and computed."""
-        self.clear_runtime_states()
-        for received in (*self.args_recv_info.values(), *self.grad_recv_info.values()):
-            for info in received:
-                if info.buffer is not None:
-                    info.buffer = torch.empty(0, device=self.device)
-
-    def _renew(self, received: Sequence[Any], boundary: Boundary) -> None:
-        for info, tensor in zip(received, boundary.tensors(self.device), strict=True):
-            if info.buffer is not None:
-                info.buffer = tensor.detach()
 
 
 class _Forward(nn.Module):

@@ -318,7 +318,8 @@ def other_cut(ours: Trace, theirs: Trace, size: int) -> Failure | None:
 
 
 def _first_failure(verdict: Verdict, comparison: Comparison, reference: Trace, trace: Trace, *, float64: bool) -> None:
-    if comparison.findings and verdict.failure is None:
+    """The earlier one counts: float64 may see in its one step what the run's own type hides until a later one."""
+    if comparison.findings and (verdict.failure is None or comparison.findings[0].step < verdict.failure.finding.step):
         cause = likely_cause(Evidence(reference, trace, comparison.findings))
         verdict.failure = Failure(finding=comparison.findings[0], float64=float64, cause=cause)
 
