@@ -40,7 +40,7 @@ train: venv ## train a small GPT on the text of Python's standard library, on NP
 test: venv ## the tests, in a few minutes
 	$(BIN)/python -m pytest -q --durations=10
 
-slow: venv ## the slow tier: 8 processes, all launchers, all loader workers
+slow: venv ## the slow tier: more than 3 processes, all launchers, all loader workers, the compiler
 	$(BIN)/python -m pytest -q -m slow -o timeout=900 -o faulthandler_timeout=960
 
 verify: venv ## every plan verified on every model of tests/scripts/models.py, in fp32 and bf16: a table

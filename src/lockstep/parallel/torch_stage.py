@@ -1,4 +1,4 @@
-"""Torch's pipeline stage, for microbatches of different shapes, that loses no gradient and lets go of what it no longer needs."""
+"""Torch's pipeline stage, for microbatches of different shapes, that tells where gradients end and lets go of what it no longer needs."""
 
 from __future__ import annotations
 
