@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from itertools import product
+from itertools import pairwise, product
 
 import hypothesis.strategies as st
 import torch
@@ -18,7 +18,7 @@ from lockstep.checkpoint.pieces import Piece, copies, dealt, pieces_of, torch_dt
 def grid(name: str, shape: tuple[int, ...], cuts: list[list[int]], dtype: str = "float32") -> list[Piece]:
     """A tensor cut along each dimension at these places."""
     edges = [sorted({0, size, *(cut % (size + 1) for cut in each)}) for size, each in zip(shape, cuts, strict=True)]
-    ranges = [list(zip(edge, edge[1:], strict=False)) for edge in edges]
+    ranges = [list(pairwise(edge)) for edge in edges]
     boxes = product(*ranges)
     return [Piece(name, dtype, shape, tuple(a for a, _ in box), tuple(b - a for a, b in box)) for box in boxes]
 

@@ -1,7 +1,7 @@
 """What a rank holds of a state's tensors, which rank writes which part, and which saved part goes where: DCP's planning, on plain values.
 
-A state is a dict of tensors by name; a name may be on some ranks only, and a tensor may be distributed. A *piece* is a box of a tensor. Plans
-go between ranks as JSON: DCP's own way is to pickle them.
+A state is a dict of tensors by name; a name may be on some ranks only, and a tensor may be distributed. A *piece* is a box of a tensor.
+Plans go between ranks as JSON: DCP's own way is to pickle them.
 """
 
 from __future__ import annotations

@@ -1,0 +1,112 @@
+"""Where the checkpoints of a run are, on a file system: a folder of folders, each complete or not there (law 6). Needs no torch.
+
+A checkpoint is written into a hidden folder, everything in it is synced, and one rename makes it a checkpoint. What a crash leaves hidden
+is nobody's, and is cleared away by the next run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+MANIFEST = "manifest.json"
+_NAME = re.compile(r"step-(\d{8,})-([0-9a-f]{8})")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Name:
+    """Of a checkpoint."""
+
+    step: int
+    """Steps done."""
+    attempt: str
+    """Eight hexadecimal digits, of the run that wrote it: a step may be done again."""
+
+    def __str__(self) -> str:
+        return f"step-{self.step:08d}-{self.attempt}"
+
+    @classmethod
+    def read(cls, text: str) -> Name | None:
+        """None where it is not a checkpoint's."""
+        found = _NAME.fullmatch(text)
+        return None if found is None else cls(int(found[1]), found[2])
+
+
+class Folder:
+    """The checkpoints in one folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def names(self) -> list[Name]:
+        """Of all that are complete, in order of their steps."""
+        try:
+            entries = os.listdir(self.path)
+        except FileNotFoundError:
+            return []
+        return sorted(name for entry in entries if (name := Name.read(entry)) is not None)
+
+    def clear(self) -> None:
+        """Remove what was never committed. For whoever holds the run's lock, before the first save."""
+        for entry in self.path.glob(".step-*"):
+            shutil.rmtree(entry)
+
+    def begin(self, name: Name) -> None:
+        """Make the place of a checkpoint to be. Every rank may; one is enough."""
+        self._hidden(name).mkdir(parents=True, exist_ok=True)
+
+    def write(self, name: Name, file: str, chunks: Iterable[bytes | memoryview]) -> None:
+        """Write and sync one file of a checkpoint to be."""
+        with open(self._hidden(name) / file, "wb", buffering=0) as opened:
+            for chunk in chunks:
+                rest = memoryview(chunk)
+                while rest:
+                    rest = rest[opened.write(rest) :]
+            os.fsync(opened.fileno())
+
+    def written(self, name: Name, file: str) -> bytes | None:
+        """A file of a checkpoint to be; None where it is not there."""
+        try:
+            return (self._hidden(name) / file).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def drop(self, name: Name, file: str) -> None:
+        """Remove a file of a checkpoint to be."""
+        (self._hidden(name) / file).unlink()
+
+    def commit(self, name: Name, manifest: bytes) -> None:
+        """Make it a checkpoint: it has all its other files by now. One rank."""
+        self.write(name, MANIFEST, [manifest])
+        _sync(self._hidden(name))
+        os.rename(self._hidden(name), self.path / str(name))
+        _sync(self.path)
+
+    def read(self, name: Name, file: str, start: int = 0, stop: int | None = None) -> bytes:
+        """The bytes [start, stop) of a file of a checkpoint; fewer where it is shorter."""
+        with open(self.path / str(name) / file, "rb", buffering=0) as opened:
+            size = os.fstat(opened.fileno()).st_size
+            opened.seek(start)
+            return opened.read(max(0, min(size, size if stop is None else stop) - start))
+
+    def delete(self, name: Name) -> None:
+        """Take a checkpoint away: at one stroke, so that none is ever half there."""
+        hidden = self.path / f".{name}.deleted"
+        os.rename(self.path / str(name), hidden)
+        _sync(self.path)
+        shutil.rmtree(hidden)
+
+    def _hidden(self, name: Name) -> Path:
+        return self.path / f".{name}"
+
+
+def _sync(folder: Path) -> None:
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)

@@ -1,0 +1,102 @@
+"""The process behind a training process that hashes, writes and commits what it saves: `python -m lockstep.checkpoint.writer MEMORY`.
+
+It imports no torch. MEMORY is a descriptor of memory that it shares with the training process, in which a file lies as it is to be. A line
+on its standard input is a job, JSON; a line on its standard output is what came of it. It ends when its input does.
+
+Every rank writes its own file, and beside it a note of its blocks. Rank 0 waits for the notes of all, makes the manifest of them, and
+commits.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from lockstep.checkpoint.blocks import Seal, cut, digest
+from lockstep.checkpoint.folder import Folder, Name
+from lockstep.checkpoint.manifest import File, Manifest, Place
+
+WAIT_SECONDS = 0.02
+"""Between two looks for the other ranks' notes."""
+
+
+def save(job: dict[str, Any], image: memoryview) -> None:
+    """Write this rank's file, and on rank 0 make a checkpoint of all. Raises `OSError`."""
+    folder, name = Folder(Path(job["folder"])), Name(job["step"], job["attempt"])
+    folder.begin(name)
+    blocks: list[str] = []
+
+    def hashed(block: memoryview) -> memoryview:
+        blocks.append(digest(block))
+        return block
+
+    folder.write(name, job["file"], map(hashed, cut(image)))
+    places = tuple(Place(tuple(piece), start) for *piece, start in job["pieces"])
+    mine = File(Seal(len(image), tuple(blocks)), places)
+    if "files" not in job:
+        folder.write(name, _note(job["file"]), [json.dumps(mine.say()).encode()])
+        return
+    others = [file for file in job["files"] if file != job["file"]]
+    files = {job["file"]: mine} | {file: File.read(_awaited(folder, name, file)) for file in others}
+    for file in others:
+        folder.drop(name, _note(file))
+    folder.commit(name, Manifest(step=name.step, files=files, values=job["values"], facts=job["facts"]).encode())
+
+
+def _awaited(folder: Folder, name: Name, file: str) -> Any:
+    """Another rank's note. Until it is there; where that never is, the training process ends the wait by ending this process."""
+    while True:
+        if (note := folder.written(name, _note(file))) is not None:
+            try:
+                return json.loads(note)
+            except ValueError:
+                pass  # still being written
+        time.sleep(WAIT_SECONDS)
+
+
+def _note(file: str) -> str:
+    return f"{file}.json"
+
+
+def main() -> None:
+    memory = int(sys.argv[1])
+    jobs = _Jobs()
+    while True:
+        job = jobs.next()
+        try:
+            with mmap.mmap(memory, job["bytes"], prot=mmap.PROT_READ) as mapped, memoryview(mapped) as image:
+                save(job, image)
+            said = {"step": job["step"], "error": None}
+        except OSError as error:
+            said = {"step": job["step"], "error": f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")}
+        print(json.dumps(said), flush=True)
+
+
+class _Jobs:
+    """Lines of the standard input. Where it ends, so does this process, whatever it is doing."""
+
+    def __init__(self) -> None:
+        self._arrived = threading.Semaphore(0)
+        self._lines: list[str] = []
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        for line in sys.stdin:
+            self._lines.append(line)
+            self._arrived.release()
+        os._exit(0)
+
+    def next(self) -> dict[str, Any]:
+        self._arrived.acquire()
+        found: dict[str, Any] = json.loads(self._lines.pop(0))
+        return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""A manifest is read as it was written, or named as damaged."""
+
+from __future__ import annotations
+
+import itertools
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from lockstep.checkpoint.blocks import BLOCK_BYTES, Seal, seal, spans
+from lockstep.checkpoint.manifest import Damaged, File, Manifest, Place, Unreadable
+
+MANIFEST = Manifest(
+    step=60,
+    files={
+        "rank-0.safetensors": File(
+            Seal(70, ("00" * 16,)),
+            (Place(("weight", "float32", (2, 3), (0, 0), (1, 3)), 58), Place(("step", "int64", (), (), ()), 50)),
+        )
+    },
+    values={"position": 960, "rate": 0.1, "größe": [None, True]},
+    facts={"plan": "shard=2"},
+)
+
+
+def plain(value: object) -> object:
+    """Lists for tuples."""
+    return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def test_it_is_read_as_it_was_written() -> None:
+    found = Manifest.decode(MANIFEST.encode())
+    assert (found.step, found.values, found.facts) == (MANIFEST.step, MANIFEST.values, MANIFEST.facts)
+    assert plain(found.files["rank-0.safetensors"].say()["pieces"]) == plain(MANIFEST.files["rank-0.safetensors"].say()["pieces"])
+    assert found.files["rank-0.safetensors"].seal == MANIFEST.files["rank-0.safetensors"].seal
+
+
+@given(st.data())
+def test_a_changed_byte_or_a_lost_end_is_damage(data: st.DataObject) -> None:
+    written = MANIFEST.encode()
+    place = data.draw(st.integers(0, len(written) - 1))
+    changed = bytes([written[place] ^ data.draw(st.integers(1, 255))])
+    flipped = written[:place] + changed + written[place + 1 :]
+    for wrong in (flipped, written[:place], written + b" "):
+        with pytest.raises(Damaged):
+            Manifest.decode(wrong)
+
+
+def test_a_later_format_is_not_called_damage(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("lockstep.checkpoint.manifest.FORMAT", 7)
+        later = MANIFEST.encode()
+    with pytest.raises(Unreadable, match="the checkpoint has format 7, and this version of lockstep reads 1; load it with a newer one"):
+        Manifest.decode(later)
+
+
+@given(st.integers(0, 3 * BLOCK_BYTES), st.integers(0, 3 * BLOCK_BYTES))
+def test_blocks_cover_what_they_should(start: int, stop: int) -> None:
+    start, stop = sorted((start, stop))
+    sealed = Seal(3 * BLOCK_BYTES, ("",) * 3)
+    covered = [sealed.span(block) for block in sealed.covering(start, stop)]
+    assert all(a < stop and b > start for a, b in covered)
+    assert start == stop or (covered[0][0] <= start and covered[-1][1] >= stop)
+
+
+def test_a_block_is_known_by_its_bytes() -> None:
+    data = bytearray(BLOCK_BYTES + 5)
+    sealed = seal(memoryview(data))
+    assert (sealed.bytes, len(sealed.blocks)) == (BLOCK_BYTES + 5, 2)
+    assert sealed.is_right(1, bytes(5))
+    assert not sealed.is_right(1, bytes(4))
+    assert not sealed.is_right(1, b"\0\0\1\0\0")
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)).map(lambda pair: (min(pair), max(pair) + 1))))
+def test_spans_are_the_same_bytes(places: list[tuple[int, int]]) -> None:
+    found = spans(places)
+    assert {at for start, stop in found for at in range(start, stop)} == {at for start, stop in places for at in range(start, stop)}
+    assert all(one[1] < other[0] for one, other in itertools.pairwise(found))
