@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from blake3 import blake3
@@ -16,13 +16,13 @@ DIGEST_BYTES = 16
 class Seal:
     """What a file's bytes are known by."""
 
-    bytes: int
+    size_bytes: int
     blocks: tuple[str, ...]
     """Of each `BLOCK_BYTES` in order, the last one perhaps shorter: its hash, in hexadecimal."""
 
     def span(self, block: int) -> tuple[int, int]:
         """The bytes [start, stop) of a block."""
-        return block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, self.bytes)
+        return block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, self.size_bytes)
 
     def covering(self, start: int, stop: int) -> range:
         """The blocks that the bytes [start, stop) lie in."""
@@ -45,14 +45,3 @@ def cut(data: memoryview) -> Iterator[memoryview]:
 
 def seal(data: memoryview) -> Seal:
     return Seal(len(data), tuple(digest(block) for block in cut(data)))
-
-
-def spans(places: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same bytes in as few spans as can be, in order."""
-    found: list[tuple[int, int]] = []
-    for start, stop in sorted(places):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], stop)
-        else:
-            found.append((start, stop))
-    return found

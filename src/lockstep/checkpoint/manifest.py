@@ -38,7 +38,7 @@ class File:
 
     def say(self) -> dict[str, Any]:
         places = [[*place.piece, place.start] for place in self.places]
-        return {"bytes": self.seal.bytes, "blocks": list(self.seal.blocks), "pieces": places}
+        return {"bytes": self.seal.size_bytes, "blocks": list(self.seal.blocks), "pieces": places}
 
     @classmethod
     def read(cls, said: Mapping[str, Any]) -> File:

@@ -1,0 +1,162 @@
+"""Saving behind the training: a step stops for a copy into shared memory, and another process hashes, writes and commits it."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.checkpoint.image import Image
+from lockstep.checkpoint.pieces import Piece, dealt, pieces_of, torch_dtype
+from lockstep.comm.group import World
+from lockstep.comm.mesh import held
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """What came of a save, on this rank."""
+
+    step: int
+    error: str | None
+    """Why it failed, in words."""
+
+
+class Saver:
+    """One a rank; every rank makes it, and calls `save`, alike. At most one save is under way."""
+
+    def __init__(self, world: World, folder: Path, attempt: str) -> None:
+        """`attempt`: see `folder.Name`; the same on every rank."""
+        self._world = world
+        self._folder = folder
+        self._attempt = attempt
+        self._held: dict[str, Piece] | None = None
+        self._mine: list[Piece] = []
+        self._writer: _Writer | None = None
+        self._memory: _Memory | None = None
+        self._under_way: int | None = None
+
+    def save(self, step: int, state: Mapping[str, Tensor], *, values: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+        """Copy the state, and have it written behind what follows. Not while a save is under way.
+
+        `state`: tensors by name, what this rank holds of them; a name may be on some ranks only. `values`, `facts`: JSON, rank 0's count.
+        """
+        assert self._under_way is None, "one save at a time"
+        self._lay_out(state)
+        assert self._memory is not None
+        self._memory.copy(state)
+        job: dict[str, Any] = {
+            "folder": str(self._folder),
+            "step": step,
+            "attempt": self._attempt,
+            "file": _file(self._world.rank),
+            "bytes": self._memory.image.bytes,
+            "pieces": [[*piece.say(), self._memory.image.span(piece)[0]] for piece in self._mine],
+        }
+        if self._world.rank == 0:
+            job |= {"files": [_file(rank) for rank in range(self._world.size)], "values": values, "facts": facts}
+        if self._writer is None or self._writer.has_ended:
+            self._writer = _Writer(self._memory.descriptor)
+        self._writer.start(job)
+        self._under_way = step
+
+    def poll(self, timeout_seconds: float = 0.0) -> Ended | None:
+        """What came of the save under way, once; None while it goes on, or where none is. `timeout_seconds`: to wait for it."""
+        if self._under_way is None or self._writer is None:
+            return None
+        answer = self._writer.answer(timeout_seconds)
+        if answer is None:
+            return None
+        step, self._under_way = self._under_way, None
+        return Ended(step, answer["error"])
+
+    def close(self) -> None:
+        """Give everything up: a save under way too."""
+        if self._writer is not None:
+            self._writer.close()
+        if self._memory is not None:
+            self._memory.close()
+        self._writer = self._memory = None
+
+    def _lay_out(self, state: Mapping[str, Tensor]) -> None:
+        """Find out who writes what, where that is not known, and make room for it."""
+        found = pieces_of(state)
+        if not any(self._world.gather_values(found != self._held)):
+            return
+        everyone = self._world.gather_values([piece.say() for piece in found.values()])
+        self._mine = dealt([[Piece.read(said) for said in pieces] for pieces in everyone])[self._world.rank]
+        self._held = found
+        if self._memory is not None:
+            self._memory.close()
+        if self._writer is not None:
+            self._writer.close()
+        self._writer, self._memory = None, _Memory(Image(self._mine), self._mine)
+
+
+class _Memory:
+    """What a file is to be, in memory that another process sees too."""
+
+    def __init__(self, image: Image, pieces: Sequence[Piece]) -> None:
+        self.image = image
+        self.descriptor = os.memfd_create("lockstep-checkpoint")
+        os.ftruncate(self.descriptor, image.bytes)
+        self._mapped = mmap.mmap(self.descriptor, image.bytes)
+        self._mapped[: len(image.header)] = image.header
+        everything = torch.frombuffer(self._mapped, dtype=torch.uint8)
+        self._targets = {}
+        for piece in pieces:
+            start, stop = image.span(piece)
+            self._targets[piece.name] = everything[start:stop].view(torch_dtype(piece.dtype)).view(piece.lengths)
+
+    @torch.no_grad()
+    def copy(self, state: Mapping[str, Tensor]) -> None:
+        for name, target in self._targets.items():
+            target.copy_(held(state[name]))
+
+    def close(self) -> None:
+        self._targets = {}
+        os.close(self.descriptor)
+
+
+class _Writer:
+    """The process that writes (`lockstep.checkpoint.writer`)."""
+
+    def __init__(self, memory: int) -> None:
+        command = [sys.executable, "-m", "lockstep.checkpoint.writer", str(memory)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[memory])
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def start(self, job: Mapping[str, Any]) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(job).encode() + b"\n")
+        self._process.stdin.flush()
+
+    def answer(self, timeout_seconds: float) -> dict[str, Any] | None:
+        assert self._process.stdout is not None
+        if not select.select([self._process.stdout], [], [], timeout_seconds)[0]:
+            return None
+        line = self._process.stdout.readline()
+        found: dict[str, Any] = json.loads(line) if line else {"error": f"the process that writes ended with status {self._process.wait()}"}
+        return found
+
+    def close(self) -> None:
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+        self._process.wait()
+
+
+def _file(rank: int) -> str:
+    return f"rank-{rank}.safetensors"
