@@ -28,13 +28,17 @@ class Seal:
         """The blocks that the bytes [start, stop) lie in."""
         return range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)) if start < stop else range(0)
 
-    def is_right(self, block: int, data: bytes | memoryview) -> bool:
+    def is_right(self, block: int, *parts: bytes | memoryview) -> bool:
+        """`parts`: the block's bytes, one behind another."""
         start, stop = self.span(block)
-        return len(data) == stop - start and digest(data) == self.blocks[block]
+        return sum(map(len, parts)) == stop - start and digest(*parts) == self.blocks[block]
 
 
-def digest(data: bytes | memoryview) -> str:
-    return blake3(data).hexdigest(length=DIGEST_BYTES)
+def digest(*parts: bytes | memoryview) -> str:
+    hasher = blake3()
+    for part in parts:
+        hasher.update(part)
+    return hasher.hexdigest(length=DIGEST_BYTES)
 
 
 def cut(data: memoryview) -> Iterator[memoryview]:

@@ -93,6 +93,22 @@ class Folder:
             opened.seek(start)
             return opened.read(max(0, min(size, size if stop is None else stop) - start))
 
+    def read_into(self, name: Name, file: str, start: int, parts: Iterable[memoryview]) -> int:
+        """Read a file of a checkpoint, from `start` on, into memory, part behind part. Returns how many bytes there were."""
+        at = start
+        opened = os.open(self.path / str(name) / file, os.O_RDONLY)
+        try:
+            for part in parts:
+                rest = part
+                while rest:
+                    got = os.preadv(opened, [rest], at)
+                    if not got:
+                        return at - start
+                    rest, at = rest[got:], at + got
+        finally:
+            os.close(opened)
+        return at - start
+
     def delete(self, name: Name) -> None:
         """Take a checkpoint away: at one stroke, so that none is ever half there."""
         hidden = self.path / f".{name}.deleted"

@@ -1,156 +1,207 @@
-"""Reading a checkpoint: each rank reads and checks the blocks that its part of the state lies in; what nobody needs is checked too."""
+"""Reading a checkpoint: each rank reads and checks the blocks that its part of the state lies in; what nobody needs is checked too.
+
+What lies in a file as it lies in a tensor is read into the tensor itself, and hashed there. The rest goes through other memory: what is
+small, what is cut otherwise, what has another dtype or is on a GPU.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.blocks import Seal
-from lockstep.checkpoint.folder import MANIFEST, Folder, Name
-from lockstep.checkpoint.manifest import Damaged, Manifest
+from lockstep.checkpoint.blocks import BLOCK_BYTES, Seal
+from lockstep.checkpoint.folder import Folder, Name
+from lockstep.checkpoint.manifest import Damaged, Unreachable
 from lockstep.checkpoint.pieces import Copy, Piece, copies, torch_dtype
+from lockstep.checkpoint.reading import THREADS, read_block, read_manifest
 from lockstep.comm.group import World
 from lockstep.comm.mesh import held
 
-THREADS = 2
-"""Of a rank: one waits for the disk while the other hashes."""
+AHEAD = 2 * THREADS
+"""Blocks that are read, or wait to be, at once."""
+SMALL_BYTES = 64 << 10
+"""Less is not read by itself."""
+
+
+class _Span:
+    """The bytes of a piece that this rank needs, with as few others as may be."""
+
+    def __init__(self, piece: Piece, at: int, wanted: Sequence[Copy], state: Mapping[str, Tensor]) -> None:
+        """`at`: the piece's first byte in its file."""
+        self._dtype = torch_dtype(piece.dtype)
+        self._strides = [math.prod(piece.lengths[dim + 1 :]) for dim in range(len(piece.lengths))]
+        self._wanted = wanted
+        self._target = held(state[piece.name]).detach()
+        ends = [self._ends(copy) for copy in wanted]
+        self._first, last = min(first for first, _ in ends), max(last for _, last in ends)
+        self.start = at + self._first * self._dtype.itemsize
+        self.stop = at + last * self._dtype.itemsize
+        self.own = self._in_place(last - self._first)
+        self._data = self.own
+
+    def _ends(self, copy: Copy) -> tuple[int, int]:
+        """The elements [first, last) of the piece between which the copy's lie."""
+        first = sum(side.start * stride for side, stride in zip(copy.source, self._strides, strict=True))
+        return first, first + 1 + sum((side.stop - side.start - 1) * stride for side, stride in zip(copy.source, self._strides, strict=True))
+
+    def _in_place(self, elements: int) -> Tensor | None:
+        """The target's own memory, as bytes, where what is read can go straight there."""
+        part = self._target[self._wanted[0].target]
+        fits = len(self._wanted) == 1 and part.is_contiguous() and part.numel() == elements and part.dtype == self._dtype
+        if not fits or part.device.type != "cpu" or part.nbytes < SMALL_BYTES:
+            return None
+        return part.view(-1).view(torch.uint8)
+
+    @property
+    def data(self) -> Tensor:
+        """Memory for the bytes."""
+        if self._data is None:
+            self._data = torch.empty(self.stop - self.start, dtype=torch.uint8)
+        return self._data
+
+    def finish(self) -> None:
+        """Bring the bytes, all there now, where they belong."""
+        if self.own is None:
+            values = self.data.view(self._dtype)
+            for copy in self._wanted:
+                lengths = [side.stop - side.start for side in copy.source]
+                source = torch.as_strided(values, lengths, self._strides, self._ends(copy)[0] - self._first)
+                self._target[copy.target].copy_(source)
+        self._data = None
 
 
 @dataclass(slots=True)
-class _Wanted:
-    """A saved piece of which this rank needs something."""
-
-    piece: Piece
-    start: int
-    """Its first byte in the file."""
-    copies: list[Copy] = field(default_factory=list)
-    data: Tensor | None = None
-    """Its bytes, as far as they are there."""
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.piece.bytes
+class _Block:
+    file: str
+    seal: Seal
+    number: int
+    spans: list[_Span]
+    """What is needed of it, in order."""
 
 
 class Reader:
     """One checkpoint, for one rank."""
 
     def __init__(self, folder: Folder, name: Name) -> None:
-        """Raises `Damaged`, `Unreadable`."""
+        """Raises `Damaged`, `Unreadable`, `Unreachable`."""
         self._folder = folder
         self._name = name
-        self.manifest = Manifest.decode(_or_damaged(lambda: folder.read(name, MANIFEST)))
+        self.manifest = read_manifest(folder, name)
         self.places: dict[Piece, tuple[str, int]] = {}
         """Of each piece, its file and its first byte there."""
         for file, entry in self.manifest.files.items():
             for place in entry.places:
                 self.places[Piece.read(place.piece)] = file, place.start
+        self._spare: list[bytearray] = []
+        """Memory for a block, each."""
 
     @torch.no_grad()
     def fill(self, state: Mapping[str, Tensor], world: World) -> None:
-        """Give this rank's part of the state its saved values. Every rank calls it, and each raises `Damaged` where any rank found damage.
+        """Give this rank's part of the state its saved values. Every rank calls it, and each raises `Damaged` where any rank found damage,
+        or `Unreachable` where any rank could not read.
 
         The names and shapes are among the saved ones. What is filled by then is of no use where it raises.
         """
-        failure, checked = None, {}
-        try:
-            checked = self._fill(state)
-        except Damaged as error:
-            failure = str(error)
-        everyone = world.gather_values([failure, {file: _ranges(blocks) for file, blocks in checked.items()}])
-        failures = [failure for failure, _ in everyone if failure is not None]
-        if not failures:
-            failures = [each for each in world.gather_values(self._check_rest([said for _, said in everyone], world)) if each is not None]
-        if failures:
-            raise Damaged(failures[0])
+        blocks = list(self._blocks(state))
+        done: dict[str, list[int]] = {file: [] for file in self.manifest.files}
+        for block in blocks:
+            done[block.file].append(block.number)
+        _together(lambda: self._read_all(blocks), world)
+        everyone = world.gather_values({file: _ranges(numbers) for file, numbers in done.items()})
+        _together(lambda: self._read_all(self._rest(everyone, world)), world)
+        self._spare.clear()
 
-    def _fill(self, state: Mapping[str, Tensor]) -> dict[str, set[int]]:
-        """Returns the blocks of each file that were checked for it."""
-        wanted: dict[Piece, _Wanted] = {}
+    def _blocks(self, state: Mapping[str, Tensor]) -> Iterator[_Block]:
+        """What this rank reads, in the order of the files."""
+        wanted: dict[Piece, list[Copy]] = {}
         for copy in copies(state, list(self.places)):
-            _, start = self.places[copy.piece]
-            wanted.setdefault(copy.piece, _Wanted(copy.piece, start)).copies.append(copy)
-        checked: dict[str, set[int]] = {}
-        for file in self.manifest.files:
-            here = sorted((each for each in wanted.values() if self.places[each.piece][0] == file), key=lambda each: each.start)
-            checked[file] = self._fill_from(file, here, state)
-        return checked
+            if math.prod(copy.piece.lengths):
+                wanted.setdefault(copy.piece, []).append(copy)
+        spans: dict[str, list[_Span]] = {file: [] for file in self.manifest.files}
+        for piece, several in wanted.items():
+            file, at = self.places[piece]
+            spans[file].append(_Span(piece, at, several, state))
+        for file, here in spans.items():
+            seal = self.manifest.files[file].seal
+            found: dict[int, _Block] = {}
+            for span in sorted(here, key=lambda span: span.start):
+                for number in seal.covering(span.start, span.stop):
+                    found.setdefault(number, _Block(file, seal, number, [])).spans.append(span)
+            yield from found.values()
 
-    def _fill_from(self, file: str, wanted: Sequence[_Wanted], state: Mapping[str, Tensor]) -> set[int]:
-        seal = self.manifest.files[file].seal
-        blocks = sorted({block for each in wanted for block in seal.covering(each.start, each.stop)})
-        waiting, open_ = list(reversed(wanted)), list[_Wanted]()
-        for block, data in self._checked(file, seal, blocks):
-            start, stop = seal.span(block)
-            while waiting and waiting[-1].start < stop:
-                open_.append(waiting.pop())
-            for each in open_:
-                if each.data is None:
-                    each.data = torch.empty(each.piece.bytes, dtype=torch.uint8)
-                first, last = max(start, each.start), min(stop, each.stop)
-                each.data[first - each.start : last - each.start] = data[first - start : last - start]
-                if last == each.stop:
-                    _scatter(each, state)
-            open_ = [each for each in open_ if each.stop > stop]
-        return set(blocks)
+    def _rest(self, everyone: Sequence[Mapping[str, Sequence[Sequence[int]]]], world: World) -> Iterator[_Block]:
+        """This rank's share of the blocks that no rank has read."""
+        for file, entry in self.manifest.files.items():
+            done = {block for said in everyone for start, stop in said[file] for block in range(start, stop)}
+            rest = [block for block in range(len(entry.seal.blocks)) if block not in done]
+            yield from (_Block(file, entry.seal, number, []) for number in rest[world.rank :: world.size])
 
-    def _checked(self, file: str, seal: Seal, blocks: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-        """The blocks' bytes, in order. Raises `Damaged`."""
-
-        def read(block: int) -> bytes:
-            data = _or_damaged(lambda: self._folder.read(self._name, file, *seal.span(block)))
-            if not seal.is_right(block, data):
-                start, stop = seal.span(block)
-                said = "ends too early" if len(data) < stop - start else f"has other bytes than were written between {start} and {stop}"
-                raise Damaged(f"{file} {said}")
-            return data
-
+    def _read_all(self, blocks: Iterable[_Block]) -> None:
+        """Raises `Damaged`, `Unreachable`."""
         with ThreadPoolExecutor(THREADS) as threads:
-            ahead = [threads.submit(read, block) for block in blocks[: 2 * THREADS]]
-            for number, block in enumerate(blocks):
-                data = ahead.pop(0).result()
-                if number + 2 * THREADS < len(blocks):
-                    ahead.append(threads.submit(read, blocks[number + 2 * THREADS]))
-                yield block, torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            ahead: deque[tuple[_Block, Future[None]]] = deque()
 
-    def _check_rest(self, everyone: Sequence[Mapping[str, Sequence[Sequence[int]]]], world: World) -> str | None:
-        """Check this rank's share of the blocks that no rank has checked. Returns what is damaged."""
-        try:
-            for file, entry in self.manifest.files.items():
-                done = {block for said in everyone for start, stop in said[file] for block in range(start, stop)}
-                rest = [block for block in range(len(entry.seal.blocks)) if block not in done]
-                for _ in self._checked(file, entry.seal, rest[world.rank :: world.size]):
-                    pass
-        except Damaged as error:
-            return str(error)
-        return None
+            def finish() -> None:
+                block, reading = ahead.popleft()
+                reading.result()
+                for span in block.spans:
+                    if span.stop <= block.seal.span(block.number)[1]:
+                        span.finish()
+
+            for block in blocks:
+                if len(ahead) == AHEAD:
+                    finish()
+                ahead.append((block, threads.submit(self._read, block, [span.data for span in block.spans])))
+            while ahead:
+                finish()
+
+    def _read(self, block: _Block, data: Sequence[Tensor]) -> None:
+        """Read a block, what has a place of its own into that, all else into other memory, and from there into the spans' data."""
+        start, stop = block.seal.span(block.number)
+        spare = self._spare.pop() if self._spare else bytearray(BLOCK_BYTES)
+        other = memoryview(spare)[: stop - start]
+        bytes_ = torch.frombuffer(spare, dtype=torch.uint8)
+        parts, at, through = [], start, []
+        for span, target in zip(block.spans, data, strict=True):
+            first, last = max(start, span.start), min(stop, span.stop)
+            part = target[first - span.start : last - span.start]
+            if span.own is None:
+                through.append((part, bytes_[first - start : last - start]))
+            else:
+                parts += [other[at - start : first - start], part.numpy().data]
+                at = last
+        parts.append(other[at - start :])
+        read_block(self._folder, self._name, block.file, block.seal, block.number, [part for part in parts if part])
+        for part, source in through:
+            part.copy_(source)
+        self._spare.append(spare)
 
 
-def _scatter(wanted: _Wanted, state: Mapping[str, Tensor]) -> None:
-    assert wanted.data is not None
-    values = wanted.data.view(torch_dtype(wanted.piece.dtype)).view(wanted.piece.lengths)
-    for copy in wanted.copies:
-        held(state[wanted.piece.name])[copy.target].copy_(values[copy.source])
-    wanted.data = None
+def _together(read: Callable[[], None], world: World) -> None:
+    """Raises on every rank what is raised on any."""
+    failure: tuple[str, str] | None = None
+    try:
+        read()
+    except (Damaged, Unreachable) as error:
+        failure = type(error).__name__, str(error)
+    failures = [each for each in world.gather_values(failure) if each is not None]
+    if failures:
+        kind, text = failures[0]
+        raise (Damaged if kind == Damaged.__name__ else Unreachable)(text)
 
 
-def _ranges(blocks: set[int]) -> list[list[int]]:
-    """Whole numbers as spans [start, stop)."""
+def _ranges(numbers: Sequence[int]) -> list[list[int]]:
+    """Whole numbers in order as spans [start, stop)."""
     found: list[list[int]] = []
-    for block in sorted(blocks):
-        if found and found[-1][1] == block:
+    for number in numbers:
+        if found and found[-1][1] == number:
             found[-1][1] += 1
         else:
-            found.append([block, block + 1])
+            found.append([number, number + 1])
     return found
-
-
-def _or_damaged(read: Callable[[], bytes]) -> bytes:
-    try:
-        return read()
-    except FileNotFoundError as error:
-        raise Damaged(f"{error.filename} is missing") from error

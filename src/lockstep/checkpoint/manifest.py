@@ -21,6 +21,10 @@ class Unreadable(LockstepError):
     """A checkpoint of a format that this version does not know."""
 
 
+class Unreachable(LockstepError):
+    """A checkpoint that cannot be read now: no permission, no answer. It may be whole. The text says why."""
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where a piece is."""
