@@ -6,6 +6,8 @@ is nobody's, and is cleared away by the next run.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import re
 import shutil
@@ -14,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MANIFEST = "manifest.json"
+PAGE_BYTES = 4096
 _NAME = re.compile(r"step-(\d{8,})-([0-9a-f]{8})")
 
 
@@ -61,12 +64,15 @@ class Folder:
 
     def write(self, name: Name, file: str, chunks: Iterable[bytes | memoryview]) -> None:
         """Write and sync one file of a checkpoint to be."""
-        with open(self._hidden(name) / file, "wb", buffering=0) as opened:
+        opened = os.open(self._hidden(name) / file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        try:
             for chunk in chunks:
                 rest = memoryview(chunk)
                 while rest:
-                    rest = rest[opened.write(rest) :]
-            os.fsync(opened.fileno())
+                    rest = rest[_write_some(opened, rest) :]
+            os.fsync(opened)
+        finally:
+            os.close(opened)
 
     def written(self, name: Name, file: str) -> bytes | None:
         """A file of a checkpoint to be; None where it is not there."""
@@ -118,6 +124,21 @@ class Folder:
 
     def _hidden(self, name: Name) -> Path:
         return self.path / f".{name}"
+
+
+def _write_some(opened: int, data: memoryview) -> int:
+    """Past the system's cache where that is possible: it takes a tenth of the processor's time, which is training's."""
+    if len(data) % PAGE_BYTES == 0:
+        flags = fcntl.fcntl(opened, fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(opened, fcntl.F_SETFL, flags | os.O_DIRECT)
+            return os.write(opened, data)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # not on this file system, or not from where the data lies
+                raise
+        finally:
+            fcntl.fcntl(opened, fcntl.F_SETFL, flags)
+    return os.write(opened, data)
 
 
 def _sync(folder: Path) -> None:

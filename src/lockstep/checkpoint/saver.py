@@ -34,8 +34,8 @@ class Ended:
 class Saver:
     """One a rank; every rank makes it, and calls `save`, alike. At most one save is under way."""
 
-    def __init__(self, world: World, folder: Path, attempt: str) -> None:
-        """`attempt`: see `folder.Name`; the same on every rank."""
+    def __init__(self, world: World, folder: Path | str, attempt: str) -> None:
+        """`folder`: a path or a URL, as `folder.folder_at` takes it. `attempt`: see `folder.Name`; the same on every rank."""
         self._world = world
         self._folder = folder
         self._attempt = attempt
@@ -45,14 +45,31 @@ class Saver:
         self._memory: _Memory | None = None
         self._under_way: int | None = None
 
+    def prepare(self, state: Mapping[str, Tensor]) -> None:
+        """Find out who writes what, make room for it and start the process that writes, where that has not been done for such a state.
+
+        The first `save` does it too, and training waits for it then: longer than for any save after it. Not while a save is under way.
+        """
+        found = pieces_of(state)
+        if any(self._world.gather_values(found != self._held)):
+            everyone = self._world.gather_values([piece.say() for piece in found.values()])
+            self._mine = dealt([[Piece.read(said) for said in pieces] for pieces in everyone])[self._world.rank]
+            self._held = found
+            self.close()
+            self._memory = _Memory(Image(self._mine), self._mine)
+        assert self._memory is not None
+        if self._writer is None or self._writer.has_ended:
+            self._writer = _Writer(self._memory.descriptor)
+
     def save(self, step: int, state: Mapping[str, Tensor], *, values: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
         """Copy the state, and have it written behind what follows. Not while a save is under way.
 
         `state`: tensors by name, what this rank holds of them; a name may be on some ranks only. `values`, `facts`: JSON, rank 0's count.
         """
         assert self._under_way is None, "one save at a time"
-        self._lay_out(state)
+        self.prepare(state)
         assert self._memory is not None
+        assert self._writer is not None
         self._memory.copy(state)
         job: dict[str, Any] = {
             "folder": str(self._folder),
@@ -64,8 +81,6 @@ class Saver:
         }
         if self._world.rank == 0:
             job |= {"files": [_file(rank) for rank in range(self._world.size)], "values": values, "facts": facts}
-        if self._writer is None or self._writer.has_ended:
-            self._writer = _Writer(self._memory.descriptor)
         self._writer.start(job)
         self._under_way = step
 
@@ -87,20 +102,6 @@ class Saver:
             self._memory.close()
         self._writer = self._memory = None
 
-    def _lay_out(self, state: Mapping[str, Tensor]) -> None:
-        """Find out who writes what, where that is not known, and make room for it."""
-        found = pieces_of(state)
-        if not any(self._world.gather_values(found != self._held)):
-            return
-        everyone = self._world.gather_values([piece.say() for piece in found.values()])
-        self._mine = dealt([[Piece.read(said) for said in pieces] for pieces in everyone])[self._world.rank]
-        self._held = found
-        if self._memory is not None:
-            self._memory.close()
-        if self._writer is not None:
-            self._writer.close()
-        self._writer, self._memory = None, _Memory(Image(self._mine), self._mine)
-
 
 class _Memory:
     """What a file is to be, in memory that another process sees too."""
@@ -110,8 +111,9 @@ class _Memory:
         self.descriptor = os.memfd_create("lockstep-checkpoint")
         os.ftruncate(self.descriptor, image.bytes)
         self._mapped = mmap.mmap(self.descriptor, image.bytes)
-        self._mapped[: len(image.header)] = image.header
         everything = torch.frombuffer(self._mapped, dtype=torch.uint8)
+        everything.zero_()  # the system gives memory when it is first written to, which takes ten times as long as to write to it again
+        self._mapped[: len(image.header)] = image.header
         self._targets = {}
         for piece in pieces:
             start, stop = image.span(piece)

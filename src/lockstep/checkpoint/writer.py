@@ -22,6 +22,8 @@ from lockstep.checkpoint.blocks import Seal, cut, digest
 from lockstep.checkpoint.folder import Folder, Name
 from lockstep.checkpoint.manifest import File, Manifest, Place
 
+NICE = 10
+"""How much this process stands back where training wants the processors."""
 WAIT_SECONDS = 0.02
 """Between two looks for the other ranks' notes."""
 
@@ -65,6 +67,7 @@ def _note(file: str) -> str:
 
 
 def main() -> None:
+    os.nice(NICE)
     memory = int(sys.argv[1])
     jobs = _Jobs()
     while True:
