@@ -40,6 +40,10 @@ class RunDirectoryError(UserError):
     """A run directory that cannot be used: held by a live run, already holding a run, not writable."""
 
 
+class CheckpointError(UserError):
+    """A checkpoint that cannot be used here, or a state that no checkpoint can hold."""
+
+
 def cannot_write(path: object, error: OSError) -> RunDirectoryError:
     """What to raise where a file of the run directory cannot be written."""
     return RunDirectoryError(

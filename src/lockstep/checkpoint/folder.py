@@ -81,6 +81,14 @@ class Folder:
         except FileNotFoundError:
             return None
 
+    def claim(self, name: Name, file: str) -> bool:
+        """Whether this process is the first to claim a file of a checkpoint to be. The claim is a file beside it, `<file>.claim`."""
+        try:
+            os.close(os.open(self._hidden(name) / f"{file}.claim", os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return False
+        return True
+
     def drop(self, name: Name, file: str) -> None:
         """Remove a file of a checkpoint to be."""
         (self._hidden(name) / file).unlink()

@@ -48,7 +48,9 @@ class _Span:
     def _ends(self, copy: Copy) -> tuple[int, int]:
         """The elements [first, last) of the piece between which the copy's lie."""
         first = sum(side.start * stride for side, stride in zip(copy.source, self._strides, strict=True))
-        return first, first + 1 + sum((side.stop - side.start - 1) * stride for side, stride in zip(copy.source, self._strides, strict=True))
+        return first, first + 1 + sum(
+            (side.stop - side.start - 1) * stride for side, stride in zip(copy.source, self._strides, strict=True)
+        )
 
     def _in_place(self, elements: int) -> Tensor | None:
         """The target's own memory, as bytes, where what is read can go straight there."""
@@ -100,6 +102,11 @@ class Reader:
                 self.places[Piece.read(place.piece)] = file, place.start
         self._spare: list[bytearray] = []
         """Memory for a block, each."""
+
+    @property
+    def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """The saved tensors by name: dtype and shape."""
+        return {piece.name: (piece.dtype, piece.shape) for piece in self.places}
 
     @torch.no_grad()
     def fill(self, state: Mapping[str, Tensor], world: World) -> None:

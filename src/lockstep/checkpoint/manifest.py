@@ -86,6 +86,16 @@ class Manifest:
         return cls(step=content["step"], files=files, values=content["values"], facts=content["facts"])
 
 
+def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One JSON object of what several ranks have: each key of any, the first rank's value where it is no object itself."""
+    found: dict[str, Any] = {}
+    for part in parts:
+        for key, value in part.items():
+            both = isinstance(value, Mapping) and isinstance(found.get(key), Mapping)
+            found[key] = merged([found[key], value]) if both else found.get(key, value)
+    return found
+
+
 def _hash(known: Any, content: bytes) -> str:
     """Of any format's content."""
     return digest(f"{known}:".encode() + content)

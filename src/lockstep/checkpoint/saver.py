@@ -64,7 +64,8 @@ class Saver:
     def save(self, step: int, state: Mapping[str, Tensor], *, values: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
         """Copy the state, and have it written behind what follows. Not while a save is under way.
 
-        `state`: tensors by name, what this rank holds of them; a name may be on some ranks only. `values`, `facts`: JSON, rank 0's count.
+        `state`: tensors by name, what this rank holds of them; a name may be on some ranks only. `values`: JSON, objects of all ranks are
+        merged. `facts`: JSON, rank 0's count.
         """
         assert self._under_way is None, "one save at a time"
         self.prepare(state)
@@ -78,11 +79,22 @@ class Saver:
             "file": _file(self._world.rank),
             "bytes": self._memory.image.bytes,
             "pieces": [[*piece.say(), self._memory.image.span(piece)[0]] for piece in self._mine],
+            "values": values,
         }
         if self._world.rank == 0:
-            job |= {"files": [_file(rank) for rank in range(self._world.size)], "values": values, "facts": facts}
+            job |= {"files": [_file(rank) for rank in range(self._world.size)], "facts": facts}
         self._writer.start(job)
         self._under_way = step
+
+    @property
+    def is_under_way(self) -> bool:
+        return self._under_way is not None
+
+    def abandon(self) -> None:
+        """End the save under way: another rank's part of it will not come."""
+        if self._writer is not None:
+            self._writer.close()
+        self._writer = self._under_way = None
 
     def poll(self, timeout_seconds: float = 0.0) -> Ended | None:
         """What came of the save under way, once; None while it goes on, or where none is. `timeout_seconds`: to wait for it."""

@@ -20,7 +20,7 @@ from typing import Any
 
 from lockstep.checkpoint.blocks import Seal, cut, digest
 from lockstep.checkpoint.folder import Folder, Name
-from lockstep.checkpoint.manifest import File, Manifest, Place
+from lockstep.checkpoint.manifest import File, Manifest, Place, merged
 
 NICE = 10
 """How much this process stands back where training wants the processors."""
@@ -42,27 +42,30 @@ def save(job: dict[str, Any], image: memoryview) -> None:
     places = tuple(Place(tuple(piece), start) for *piece, start in job["pieces"])
     mine = File(Seal(len(image), tuple(blocks)), places)
     if "files" not in job:
-        folder.write(name, _note(job["file"]), [json.dumps(mine.say()).encode()])
+        folder.write(name, note(job["file"]), [json.dumps([mine.say(), job["values"]]).encode()])
         return
     others = [file for file in job["files"] if file != job["file"]]
-    files = {job["file"]: mine} | {file: File.read(_awaited(folder, name, file)) for file in others}
+    notes = {file: _awaited(folder, name, file) for file in others}
+    files = {job["file"]: mine} | {file: File.read(said) for file, (said, _) in notes.items()}
+    values = merged([job["values"], *(theirs for _, theirs in notes.values())])
     for file in others:
-        folder.drop(name, _note(file))
-    folder.commit(name, Manifest(step=name.step, files=files, values=job["values"], facts=job["facts"]).encode())
+        folder.drop(name, note(file))
+    folder.commit(name, Manifest(step=name.step, files=files, values=values, facts=job["facts"]).encode())
 
 
 def _awaited(folder: Folder, name: Name, file: str) -> Any:
     """Another rank's note. Until it is there; where that never is, the training process ends the wait by ending this process."""
     while True:
-        if (note := folder.written(name, _note(file))) is not None:
+        if (said := folder.written(name, note(file))) is not None:
             try:
-                return json.loads(note)
+                return json.loads(said)
             except ValueError:
                 pass  # still being written
         time.sleep(WAIT_SECONDS)
 
 
-def _note(file: str) -> str:
+def note(file: str) -> str:
+    """What a rank leaves for rank 0 beside its file: its blocks and places, and its part of the values."""
     return f"{file}.json"
 
 
