@@ -39,7 +39,7 @@ def run(tmp_path: Path) -> Starter:
             line = [sys.executable, "-u", "-P", "-m", "lockstep.launch.worker", str(path)]
             return subprocess.Popen(line, cwd=tmp_path, env={**os.environ, **environment}, start_new_session=True)
 
-        return run_workers(start, count=count, launcher="lockstep", plan=given.get("plan"), run_dir=given.get("run_dir"))
+        return run_workers(start, count=count, launcher="lockstep", given=given)
 
     return run
 
@@ -351,7 +351,7 @@ def test_a_worker_that_cannot_be_started_stops_the_others(tmp_path: Path) -> Non
         return started[0]
 
     with pytest.raises(OSError, match="no more processes"):
-        run_workers(start, count=2, launcher="lockstep", plan=None, run_dir=None)
+        run_workers(start, count=2, launcher="lockstep", given={})
     assert started[0].poll() == -signal.SIGTERM
 
 
@@ -375,6 +375,6 @@ def test_a_process_that_does_not_end_is_left_and_named(monkeypatch: pytest.Monke
     def start(environment: Mapping[str, str]) -> local.Process:
         return Held() if environment["RANK"] == "1" else subprocess.Popen(["false"], start_new_session=True)
 
-    ending = run_workers(start, count=2, launcher="lockstep", plan=None, run_dir=None)
+    ending = run_workers(start, count=2, launcher="lockstep", given={})
     assert sleeper.wait() == -signal.SIGTERM
     assert (ending.status, ending.stopped, ending.left) == (1, [1], [1])

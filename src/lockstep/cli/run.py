@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
+from typing import get_args
 
 import click
 
@@ -13,16 +15,34 @@ from lockstep.launch.count import count_processes
 from lockstep.launch.environment import check_run_dir
 from lockstep.launch.script import check_module, check_script
 from lockstep.plan import Plan
+from lockstep.saving import Resume, interval, seconds
 
 
 @click.command("run", context_settings={"allow_interspersed_args": False})
 @click.option("--nproc", default="auto", metavar="N|auto|gpu", help="Processes to start. auto: what the plan says, or one a GPU, or 1.")
 @click.option("--plan", metavar="PLAN", envvar="LOCKSTEP_PLAN", help='How it is executed, such as "replicate=2,numerics=bitwise".')
 @click.option("--run-dir", metavar="DIR", envvar="LOCKSTEP_RUN_DIR", help="Where the run writes its results.")
+@click.option(
+    "--resume", type=click.Choice(get_args(Resume)), help="An unfinished run in DIR: go on (auto), or refuse (never; must: none)."
+)
+@click.option("--save-every", metavar="STEPS|TIME", help="Between checkpoints: 500, or 10m, which it is unless the script says.")
+@click.option("--stop-after", metavar="TIME", help="Save and end after 55m, say, with exit status 75.")
+@click.option("--may-differ", metavar="FIELDS", help="Fields of the recipe that may be others than they were: steps,schedule.")
 @click.option("-m", "is_module", is_flag=True, help="SCRIPT is the name of a module, as in python -m.")
 @click.argument("script")
 @click.argument("arguments", metavar="[ARGS]...", nargs=-1, type=click.UNPROCESSED)
-def command(nproc: str, plan: str | None, run_dir: str | None, is_module: bool, script: str, arguments: tuple[str, ...]) -> int:
+def command(
+    nproc: str,
+    plan: str | None,
+    run_dir: str | None,
+    resume: str | None,
+    save_every: str | None,
+    stop_after: str | None,
+    may_differ: str | None,
+    is_module: bool,
+    script: str,
+    arguments: tuple[str, ...],
+) -> int:
     """Run SCRIPT on several processes of this machine.
 
     SCRIPT may be written for lockstep, or for torchrun, and runs unchanged. What follows it goes to the script untouched. When one process
@@ -33,12 +53,17 @@ def command(nproc: str, plan: str | None, run_dir: str | None, is_module: bool, 
       lockstep run --nproc 2 train.py --lr 0.1
       lockstep run --plan "replicate=2,numerics=bitwise" --run-dir runs/a train.py
       lockstep run --nproc gpu -m package.train
+      lockstep run --nproc 2 --run-dir runs/a --save-every 500 --stop-after 55m train.py
 
     Exit status: 0, or that of the process that failed first (2 for a mistake in what lockstep was given, 128 + the signal's number for a
-    death by signal), or 130 or 143 where lockstep itself got SIGINT or SIGTERM.
+    death by signal). 75 where the run was asked to end (SIGTERM, SIGUSR1, --stop-after) and has saved: the same command goes on with it.
+    130 or 143 where lockstep itself got SIGINT or SIGTERM, and the script is none that saves.
     """
     parsed = Plan.parse(plan) if plan is not None else None
     check_run_dir(run_dir, "--run-dir")
+    if save_every is not None:
+        interval(save_every, "--save-every")
+    stop_at = time.time() + seconds(stop_after, "--stop-after") if stop_after is not None else None
     if is_module:
         check_module(script)
     else:
@@ -52,9 +77,15 @@ def command(nproc: str, plan: str | None, run_dir: str | None, is_module: bool, 
     def start(environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
         return subprocess.Popen(line, env={**os.environ, **environment}, start_new_session=True)
 
-    ending = run_workers(
-        start, count=count, launcher="lockstep", plan=plan, run_dir=os.path.abspath(run_dir) if run_dir is not None else None
-    )
+    given = {
+        "plan": plan,
+        "run_dir": os.path.abspath(run_dir) if run_dir is not None else None,
+        "resume": resume,
+        "save_every": save_every,
+        "stop_at": str(stop_at) if stop_at is not None else None,
+        "may_differ": may_differ,
+    }
+    ending = run_workers(start, count=count, launcher="lockstep", given=given)
     report = ending.report()
     if report:
         print(f"lockstep: {report}", file=sys.stderr)

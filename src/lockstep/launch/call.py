@@ -17,7 +17,7 @@ from typing import Any
 from lockstep.errors import LaunchError
 from lockstep.launch import worker
 
-PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
 """The signals that a launcher passes on to its workers."""
 
 

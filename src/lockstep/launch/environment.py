@@ -30,12 +30,21 @@ class Environment:
     """The plan given at launch, in the mini-language of `Plan.parse`. None: none was given."""
     run_dir: str | None
     """The run directory given at launch. None: none was given."""
+    resume: str | None
+    """What was said at launch of an unfinished run in that directory. None: nothing."""
+    save_every: str | None
+    """The steps or the time between checkpoints, given at launch. None: none was given."""
+    may_differ: frozenset[str]
+    """Fields of the recipe that may be others than those of the run that goes on, given at launch."""
+    stop_at: float | None
+    """When the run is to save and end, in seconds since 1970. None: at its end."""
     threads: int
     """Intra-op threads of this process: OMP_NUM_THREADS where somebody set it (torchrun sets 1 unasked), else cores ÷ processes."""
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Environment:
-        """Read RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE and our LOCKSTEP_LAUNCHER, LOCKSTEP_PLAN, LOCKSTEP_RUN_DIR.
+        """Read RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE and our LOCKSTEP_LAUNCHER, LOCKSTEP_PLAN, LOCKSTEP_RUN_DIR,
+        LOCKSTEP_RESUME, LOCKSTEP_SAVE_EVERY, LOCKSTEP_MAY_DIFFER and LOCKSTEP_STOP_AT.
 
         Without any of the first four it is rank 0 of 1. Where the two local ones are missing, all processes are taken to be on this
         machine. Raises `LaunchError` where the values contradict each other.
@@ -66,6 +75,10 @@ class Environment:
             launcher=_launcher(environ),
             plan=environ.get("LOCKSTEP_PLAN") or None,
             run_dir=environ.get("LOCKSTEP_RUN_DIR") or None,
+            resume=environ.get("LOCKSTEP_RESUME") or None,
+            save_every=environ.get("LOCKSTEP_SAVE_EVERY") or None,
+            may_differ=frozenset(filter(None, environ.get("LOCKSTEP_MAY_DIFFER", "").split(","))),
+            stop_at=_time(environ, "LOCKSTEP_STOP_AT"),
             threads=_threads(environ, local_world_size),
         )
 
@@ -117,6 +130,16 @@ def _whole(environ: Mapping[str, str], name: str, default: int) -> int:
     if value < 0:
         raise LaunchError(f"{name}={text!r}; it is a whole number of at least 0; correct what sets it, or unset it")
     return value
+
+
+def _time(environ: Mapping[str, str], name: str) -> float | None:
+    text = environ.get(name)
+    if not text:
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        raise LaunchError(f"{name}={text!r}; it is a time in seconds since 1970; correct what sets it, or unset it") from None
 
 
 def _below(environ: Mapping[str, str], name: str, value: int, limit_name: str, limit: int) -> None:

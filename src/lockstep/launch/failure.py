@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from lockstep.errors import USER_ERROR_STATUS, LockstepError, UserError
+from lockstep.launch.termination import PREEMPTED_STATUS
 
 # Errors of a process that was healthy until another one went away, or said that it failed. They are never the cause where another rank
 # failed otherwise.
@@ -124,6 +125,8 @@ class Ending:
     """Ranks that the launcher stopped because of a failure or a signal."""
     finished: Sequence[int] = ()
     """Ranks that ended by themselves with status 0."""
+    preempted: Sequence[int] = ()
+    """Ranks that were asked to save and end, and did."""
     left: Sequence[int] = ()
     """Ranks that not even SIGKILL ended in time: the kernel holds them."""
     signal: int | None = None
@@ -135,14 +138,24 @@ class Ending:
         return min(self.failures, key=lambda f: (f.record is not None and f.record.peer_lost, f.time, f.rank), default=None)
 
     @property
+    def was_preempted(self) -> bool:
+        """Whether all that ran has saved and ended."""
+        return bool(self.preempted) and not (self.failures or self.stopped or self.left)
+
+    @property
     def status(self) -> int:
         """Exit status of the launcher."""
+        if self.was_preempted:
+            return PREEMPTED_STATUS
         if self.signal is not None:
             return 128 + self.signal
         return 0 if self.first is None else self.first.status
 
     def report(self) -> str:
         """What is said of it, in lines, the first failure on top; empty where all went well."""
+        if self.was_preempted:
+            why = _signal_name(self.signal) if self.signal is not None else "it was asked to end"
+            return f"saved and ended ({why}); the same command goes on from there"
         if self.signal is not None:
             return f"stopped by {_signal_name(self.signal)}; {self._remaining() or 'no worker is left'}"
         first = self.first

@@ -34,6 +34,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from lockstep.launch import worker
 from lockstep.launch.environment import Launcher, threads_per_process
 from lockstep.launch.failure import Ending, Failure, Record, read_crash, read_torch_record
+from lockstep.launch.termination import PREEMPTED_STATUS, PREEMPTING
 
 LOOPBACK = "127.0.0.1"
 
@@ -44,9 +45,11 @@ LATER_PEER_SECONDS = 3.0
 """The same, while every failure so far is the loss of a peer."""
 STOP_SECONDS = 3.0
 """From SIGTERM to SIGKILL for workers that are stopped because another failed."""
+SAVE_SECONDS = 600.0
+"""The same where a worker says that it saves what it has."""
 KILL_SECONDS = 2.0
 """How long a killed process is waited for; one that the kernel holds (a device that hangs) is left to it."""
-GRACE_SECONDS = {signal.SIGINT: 5.0, signal.SIGTERM: 30.0, signal.SIGHUP: 30.0, signal.SIGQUIT: 5.0}
+GRACE_SECONDS = {signal.SIGINT: 5.0, signal.SIGTERM: 30.0, signal.SIGUSR1: 30.0, signal.SIGHUP: 30.0, signal.SIGQUIT: 5.0}
 """From a signal that the launcher got and passed on to SIGKILL. A second signal ends the wait."""
 
 
@@ -64,13 +67,13 @@ Start = Callable[[Mapping[str, str]], Process]
 """Starts one worker with these variables added to the environment. Called in order of local ranks."""
 
 
-def run_workers(start: Start, *, count: int, launcher: Launcher, plan: str | None, run_dir: str | None) -> Ending:
+def run_workers(start: Start, *, count: int, launcher: Launcher, given: Mapping[str, str | None]) -> Ending:
     """Start `count` workers, wait for all of them, and say how they ended. On a failure of any, the others are stopped.
 
-    `plan` and `run_dir` go to the workers as LOCKSTEP_PLAN and LOCKSTEP_RUN_DIR. In the main thread, SIGINT, SIGTERM, SIGHUP and SIGQUIT
-    are passed on to the workers; what handled them before is put back at the end.
+    `given` goes to the workers, where it is not None: `run_dir` as LOCKSTEP_RUN_DIR (see `Environment`). In the main thread, SIGINT,
+    SIGTERM, SIGUSR1, SIGHUP and SIGQUIT are passed on to the workers; what handled them before is put back at the end.
     """
-    given = {"LOCKSTEP_LAUNCHER": launcher, "LOCKSTEP_PLAN": plan, "LOCKSTEP_RUN_DIR": run_dir}
+    variables = {"LOCKSTEP_LAUNCHER": launcher} | {f"LOCKSTEP_{name.upper()}": value for name, value in given.items() if value is not None}
     with tempfile.TemporaryDirectory(prefix="lockstep-") as records, _quiet_torch():
         rendezvous = LoopbackRendezvous()
         # The entry point is a name for torch's own accounts: `start` is what starts a worker.
@@ -82,7 +85,7 @@ def run_workers(start: Start, *, count: int, launcher: Launcher, plan: str | Non
             max_restarts=0,
             monitor_interval=POLL_SECONDS,
         )
-        agent = Agent(spec, start, {name: value for name, value in given.items() if value is not None}, Path(records))
+        agent = Agent(spec, start, variables, Path(records))
         try:
             with agent.handling_signals(), suppress(SignalException):
                 agent.run()
@@ -149,6 +152,7 @@ class Agent(SimpleElasticAgent):
         self._returncodes: dict[int, int] = {}
         self._failures: dict[int, Failure] = {}
         self._stopped: set[int] = set()
+        self._preempted: set[int] = set()
         self._starting = False
         self._ending = False
         self._signal: signal.Signals | None = None
@@ -158,8 +162,9 @@ class Agent(SimpleElasticAgent):
         failed = self._failures.keys()
         return Ending(
             failures=list(self._failures.values()),
-            stopped=sorted(self._stopped - failed),
-            finished=sorted(rank for rank in self._returncodes if rank not in failed | self._stopped),
+            stopped=sorted(self._stopped - failed - self._preempted),
+            finished=sorted(rank for rank in self._returncodes if rank not in failed | self._stopped | self._preempted),
+            preempted=sorted(self._preempted),
             left=self._running(),
             signal=self._signal,
         )
@@ -235,12 +240,15 @@ class Agent(SimpleElasticAgent):
             worker.RECORD: str(self._file(rank, "record")),
             worker.CRASH: str(self._file(rank, "crash")),
             worker.AGENT: str(os.getpid()),
+            worker.NEEDS_TIME: str(self._file(rank, "needs-time")),
+            worker.IS_OVER: str(self._records / "is-over"),
         } | {name: value for name, value in chosen.items() if name not in os.environ}
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._look()
         if self._failures:
             self._ending = True
+            (self._records / "is-over").touch()
             self._wait_for_later_failures()
             self._stop(signal.SIGTERM, STOP_SECONDS)
             return RunResult(state=WorkerState.FAILED)
@@ -268,7 +276,9 @@ class Agent(SimpleElasticAgent):
                     self._returncodes[rank] = returncode
                     if returncode != 0 or rank in self._stopped:
                         _kill_what_is_left(process.pid)
-            if rank not in self._failures and rank not in self._stopped:
+                    if returncode == PREEMPTED_STATUS and not self._file(rank, "record").exists():
+                        self._preempted.add(rank)
+            if rank not in self._failures and rank not in self._stopped | self._preempted:
                 self._judge(rank)
 
     def _judge(self, rank: int) -> None:
@@ -301,15 +311,21 @@ class Agent(SimpleElasticAgent):
         for rank in self._running():
             if rank not in self._failures:
                 self._stopped.add(rank)
-                _signal_group(self._processes[rank].pid, number)
+                if number in PREEMPTING and self._signal is not None:
+                    os.kill(self._processes[rank].pid, number)  # it needs what it started for the step at hand
+                else:
+                    _signal_group(self._processes[rank].pid, number)
         self._wait(grace_seconds, in_a_hurry=lambda: self._hurried)
         for rank in self._running():
             _signal_group(self._processes[rank].pid, signal.SIGKILL)
         self._wait(KILL_SECONDS, in_a_hurry=lambda: False)
 
     def _wait(self, seconds: float, in_a_hurry: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + seconds
-        while self._running() and time.monotonic() < deadline and not in_a_hurry():
+        began = time.monotonic()
+        while self._running() and not in_a_hurry():
+            needs_time = any(self._file(rank, "needs-time").exists() for rank in self._running())
+            if time.monotonic() - began > (max(seconds, SAVE_SECONDS) if needs_time else seconds):
+                return
             time.sleep(POLL_SECONDS)
             self._look()
 

@@ -21,6 +21,7 @@ from lockstep.launch.count import count_processes
 from lockstep.launch.environment import check_run_dir
 from lockstep.launch.failure import Ending, Record
 from lockstep.launch.local import run_workers
+from lockstep.launch.termination import Preempted
 from lockstep.plan import Plan
 
 T = TypeVar("T")
@@ -56,7 +57,7 @@ def spawn(
     count = count_processes(nproc, Plan.parse(plan) if plan is not None else None, torch.cuda.device_count, name="nproc=")
     directory = os.path.abspath(run_dir) if run_dir is not None else None
     with closing(_Starter(_start_method(main), main, args)) as starter:
-        _raise_failure(run_workers(starter.start, count=count, launcher="spawn", plan=plan, run_dir=directory))
+        _raise_failure(run_workers(starter.start, count=count, launcher="spawn", given={"plan": plan, "run_dir": directory}))
         result: T = starter.result()
     return result
 
@@ -82,6 +83,8 @@ def _start_method(main: Callable[..., Any]) -> Literal["spawn", "fork"]:
 
 
 def _raise_failure(ending: Ending) -> None:
+    if ending.was_preempted:
+        raise Preempted("its workers have saved and ended")
     if ending.signal == signal.SIGINT:
         raise KeyboardInterrupt
     if ending.signal is not None:

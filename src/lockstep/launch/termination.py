@@ -1,6 +1,8 @@
-"""SIGTERM and SIGHUP as an exception, in a process that lockstep started: what is open can be closed, and written down, before the end.
+"""Signals to a process that trains: to save and end, or to end at once, with what is open closed and written down.
 
-Under plain `python`, or another launcher, signals are the user's, and nothing here changes them.
+SIGTERM and SIGUSR1 ask for the first, under every launcher: the step at hand is finished. A second signal asks for the other, and so do,
+in a process that lockstep started, SIGHUP, and SIGTERM where another worker has failed. A signal that the user's code handles, or ignores,
+stays the user's.
 """
 
 from __future__ import annotations
@@ -10,7 +12,12 @@ import signal
 import threading
 from types import FrameType, TracebackType
 
-SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+from lockstep.launch.grace import is_over
+
+PREEMPTED_STATUS = 75
+"""Of a process that saved and ended because it was asked to: EX_TEMPFAIL, run it again."""
+PREEMPTING = (signal.SIGTERM, signal.SIGUSR1)
+ENDING = (signal.SIGHUP,)
 
 _is_worker = False
 
@@ -19,6 +26,14 @@ def in_a_worker() -> None:
     """Say that this process is one of lockstep's workers. Called once, before the user's code runs."""
     global _is_worker
     _is_worker = True
+
+
+class Preempted(SystemExit):
+    """The run was asked to end before its time, and has saved. Not an `Exception`, so that a loop that goes on after an error ends too."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(PREEMPTED_STATUS)
+        self.reason = reason
 
 
 class Terminated(SystemExit):
@@ -33,9 +48,10 @@ class Terminated(SystemExit):
 
 
 class Termination:
-    """Within it, the first of `SIGNALS` raises `Terminated` in the main thread; after `hold`, only at the exit. A second one kills.
+    """Within it, the first of `PREEMPTING` is noted in `asked`, and one of `ENDING`, or a second one, raises `Terminated` in the main
+    thread; after `hold`, only at the exit. One more kills.
 
-    Only in a worker's main thread, and only for signals that the user's code has left alone.
+    Only in the main thread, and only for signals that the user's code has left alone.
     """
 
     def __init__(self) -> None:
@@ -43,17 +59,19 @@ class Termination:
         self._held = False
         self._got: int | None = None
         self._raised = False
+        self.asked: str | None = None
+        """The signal that asked this process to save and end, by name."""
 
     def __enter__(self) -> Termination:
-        if _is_worker and threading.current_thread() is threading.main_thread():
-            for number in SIGNALS:
+        if threading.current_thread() is threading.main_thread():
+            for number in (*PREEMPTING, *(ENDING if _is_worker else ())):
                 if signal.getsignal(number) is signal.SIG_DFL:
                     signal.signal(number, self._on_signal)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         if threading.current_thread() is threading.main_thread():
-            for number in SIGNALS:
+            for number in (*PREEMPTING, *ENDING):
                 if signal.getsignal(number) == self._on_signal:
                     signal.signal(number, signal.SIG_DFL)
         if self._got is not None and not self._raised:
@@ -64,6 +82,10 @@ class Termination:
         self._held = True
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        is_first = self.asked is None and self._got is None and os.getpid() == self._process
+        if number in PREEMPTING and is_first and not is_over():
+            self.asked = signal.Signals(number).name
+            return
         if self._got is not None or os.getpid() != self._process:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

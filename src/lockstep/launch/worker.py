@@ -31,12 +31,15 @@ from types import CodeType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
 from lockstep.errors import LaunchError
+from lockstep.launch import grace
 from lockstep.launch.failure import describe, exit_status
-from lockstep.launch.termination import Terminated, in_a_worker
+from lockstep.launch.termination import PREEMPTED_STATUS, Preempted, Terminated, in_a_worker
 
 RECORD = "LOCKSTEP_WORKER_RECORD"
 CRASH = "LOCKSTEP_WORKER_CRASH"
 AGENT = "LOCKSTEP_WORKER_AGENT"
+NEEDS_TIME = "LOCKSTEP_WORKER_NEEDS_TIME"
+IS_OVER = "LOCKSTEP_WORKER_IS_OVER"
 
 _PR_SET_PDEATHSIG = 1
 _INTERRUPTED_STATUS = 128 + signal.SIGINT
@@ -59,7 +62,9 @@ def begin() -> Path | None:
 
     Takes the launcher's own variables out of the environment, so that what the user's code starts does not write in our place.
     """
-    record, crash, agent = (os.environ.pop(name, None) for name in (RECORD, CRASH, AGENT))
+    record, crash, agent, needs_time, is_over = (os.environ.pop(name, None) for name in (RECORD, CRASH, AGENT, NEEDS_TIME, IS_OVER))
+    if needs_time is not None and is_over is not None:
+        grace.tell_by(Path(needs_time), Path(is_over))
     if agent is not None:
         _die_with(int(agent))
     if crash is not None and not faulthandler.is_enabled():
@@ -81,6 +86,8 @@ def run(body: Callable[[], object], record: Path | None) -> NoReturn:
             raise
         if isinstance(error, Terminated):
             _leave(128 + error.number, by=error.number)
+        if isinstance(error, Preempted):
+            _leave(PREEMPTED_STATUS)
         if isinstance(error, SystemExit):
             _leave_as_asked(error, record)
         status = _INTERRUPTED_STATUS if isinstance(error, KeyboardInterrupt) else exit_status(error)
