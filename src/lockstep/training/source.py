@@ -158,19 +158,19 @@ class Microbatches:
         return self._seed, Stream.FORWARD, self.step, item.index, passes
 
 
-def from_data(loader: Loader, length: Length, *, seed: int) -> Iterator[Microbatches]:
-    """The steps of a dataset, in its keyed order."""
+def from_data(loader: Loader, length: Length, *, seed: int, first: int = 0) -> Iterator[Microbatches]:
+    """The steps of a dataset from step `first` on, in its keyed order. Of the steps before it nothing is fetched."""
     order = Order(length.samples, seed)
-    fetched = loader.fetch(span for step in range(length.steps) for span in length.rounds(step))
-    for step in range(length.steps):
+    fetched = loader.fetch(span for step in range(first, length.steps) for span in length.rounds(step))
+    for step in range(first, length.steps):
         start, stop = length.span(step)
         mine = islice(fetched, len(length.dealt(stop - start)))
         yield Microbatches(step, length, mine, seed=seed, order=order)
 
 
-def from_indices(length: Length, *, seed: int) -> Iterator[Microbatches]:
-    """Steps without data: a microbatch is the range of its indices in the global batch, the same in every step."""
-    for step in range(length.steps):
+def from_indices(length: Length, *, seed: int, first: int = 0) -> Iterator[Microbatches]:
+    """Steps from step `first` on, without data: a microbatch is the range of its indices in the global batch, the same in every step."""
+    for step in range(first, length.steps):
         start, _ = length.span(step)
         items = (
             Microbatch(step, span.index, span.counts, span.stop - span.start, range(span.start - start, span.stop - start))

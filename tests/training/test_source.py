@@ -1,0 +1,60 @@
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from lockstep.assignment import Deal
+from lockstep.comm.group import World
+from lockstep.comm.mesh import Mesh
+from lockstep.comm.segment import Unavailable
+from lockstep.data.loader import Loader
+from lockstep.training.source import Length, from_data, from_indices
+
+CPU = torch.device("cpu")
+
+
+class Noted(Dataset):
+    """Ten samples; notes which were asked for."""
+
+    def __init__(self):
+        self.asked = []
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        self.asked.append(index)
+        return torch.tensor([index, torch.randint(2**40, ()).item()])
+
+
+def a_mesh(rank=0, size=1, deal=None):
+    """The mesh of one of `size` ranks on the replicate axis, which exchanges nothing."""
+    world = World(rank=rank, size=size, local_rank=rank, local_size=size, device=CPU, owns_group=False)
+    return Mesh(world, world, deal or Deal(size), None, Unavailable("a test"))
+
+
+def plain(source):
+    """What is in a step."""
+    batches = [(item.index, item.counts, item.size, repr(item.batch)) for item, _ in source.batches(0)]
+    return source.step, source.samples, source.layout.samples_of(0), batches
+
+
+@pytest.mark.parametrize("length", [{"steps": 7, "epochs": None}, {"steps": None, "epochs": 3}])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_steps_from_a_later_one_on_are_the_same_and_the_ones_before_are_not_fetched(length, rank):
+    def steps(first):
+        data = Noted()
+        how_long = Length(samples=10, global_batch=6, microbatch=2, mesh=a_mesh(rank, 2), **length)
+        return list(map(plain, from_data(Loader(data, seed=3, device=CPU), how_long, seed=3, first=first))), data.asked
+
+    whole, asked = steps(0)
+    later, asked_later = steps(4)
+    assert len(whole) > 4
+    assert later == whole[4:]
+    assert asked_later == asked[sum(size for *_, batches in whole[:4] for *_, size, _ in batches) :]
+
+
+def test_steps_without_data_begin_where_they_are_asked_to():
+    length = Length(samples=8, global_batch=8, microbatch=4, steps=5, epochs=None, mesh=a_mesh())
+    whole = list(map(plain, from_indices(length, seed=0)))
+    assert [step for step, *_ in whole] == [0, 1, 2, 3, 4]
+    assert list(map(plain, from_indices(length, seed=0, first=3))) == whole[3:]
