@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lockstep.recipe import Mean as Mean
     from lockstep.recipe import Recipe as Recipe
     from lockstep.recipe import Sum as Sum
+    from lockstep.saving import Saving as Saving
     from lockstep.schedule import warmup_cosine as warmup_cosine
     from lockstep.training.hooks import EarlyStopping as EarlyStopping
     from lockstep.training.hooks import ExponentialMovingAverage as ExponentialMovingAverage
@@ -41,6 +42,7 @@ _HOME = {
     "Plan": "lockstep.plan",
     "Recipe": "lockstep.recipe",
     "Result": "lockstep.training.run",
+    "Saving": "lockstep.saving",
     "Session": "lockstep.training.session",
     "Sum": "lockstep.recipe",
     "fingerprint": "lockstep.watch.fingerprint",

@@ -35,7 +35,8 @@ class LossScale:
     def __init__(self, *, factor: int) -> None:
         """`factor`: what the loss is multiplied by besides; the product is 2**16 at first."""
         self.value = 2.0 ** (16 - (factor - 1).bit_length())
-        self._in_a_row = 0
+        self.in_a_row = 0
+        """Steps without an overflow, since the last change."""
 
     def unscale(self, gradients: Sequence[Tensor]) -> None:
         """Divide the gradients by it, in place."""
@@ -44,12 +45,12 @@ class LossScale:
 
     def update(self, *, overflowed: bool) -> None:
         """Once a step, with what came of it."""
-        self._in_a_row = 0 if overflowed else self._in_a_row + 1
+        self.in_a_row = 0 if overflowed else self.in_a_row + 1
         if overflowed:
             self.value /= 2.0
-        elif self._in_a_row == STEPS_TO_DOUBLE:
+        elif self.in_a_row == STEPS_TO_DOUBLE:
             self.value *= 2.0
-            self._in_a_row = 0
+            self.in_a_row = 0
 
 
 def slow_on_this_cpu(precision: Precision, device: torch.device) -> str | None:

@@ -111,7 +111,7 @@ def train_twice(run_dir: str) -> tuple[str, str]:
 def test_a_used_directory_is_refused_on_all_ranks_alike_and_kept(pool: WorkerPool, tmp_path: Path) -> None:
     everyone = pool.run(3, train_twice, str(tmp_path / "run"))
     assert everyone == [everyone[0]] * 3
-    assert everyone[0][1].startswith(f"run directory {tmp_path / 'run'} already holds a run (run.json); nothing of an earlier run is")
+    assert everyone[0][1].startswith(f"run directory {tmp_path / 'run'} already holds a run that has ended (result.json); nothing of")
     assert ls.fingerprint(load_file(tmp_path / "run" / "model.safetensors")) == everyone[0][0]
 
 

@@ -63,6 +63,14 @@ class World:
             summed = torch.split(flat.to(bucket[0].device), [tensor.numel() for tensor in bucket])
             torch._foreach_copy_(bucket, [part.view(tensor.shape) for part, tensor in zip(summed, bucket, strict=True)])
 
+    def any(self, flag: bool) -> bool:
+        """Whether it is true on any rank. Every rank calls it."""
+        if self.size == 1:
+            return flag
+        found = torch.tensor([float(flag)])
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.group)
+        return bool(found.item())
+
     def gather_values(self, value: Any) -> list[Any]:
         """Each rank's JSON value, in rank order. Every rank calls it. For set-up and rare events: it exchanges twice."""
         if self.size == 1:

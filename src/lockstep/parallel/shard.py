@@ -24,6 +24,12 @@ from lockstep.parallel.ties import tie, ties
 from lockstep.parallel.visits import Visits
 
 
+def reshard(model: nn.Module) -> None:
+    """Let go of what a forward without a backward has gathered, and leave the parameters cut."""
+    for group in _groups(model):
+        group.reshard()
+
+
 def shard(
     model: nn.Module,
     mesh: Mesh,

@@ -22,6 +22,7 @@ from lockstep.data.loader import Loader, Microbatch, Span
 from lockstep.errors import DataError, LossError
 from lockstep.keys import Stream, key
 from lockstep.parallel.pipeline import Item, Pipeline
+from lockstep.parallel.shard import reshard
 from lockstep.recipe import Evaluation, Gathered, Mean, Recipe
 from lockstep.training.forward import given_to, output_of
 from lockstep.training.loss import SINGLE, measured, weights_of
@@ -66,6 +67,7 @@ class Evaluator:
             model.train(modes[0][1])  # which some models override, to do more
             for module, training in modes:
                 module.training = training
+            reshard(model)
 
     def _measure(self, model: nn.Module, step: int) -> dict[str, float]:
         cuts = assignment.microbatches(len(self.evaluation.data), self._microbatch(), self.mesh.deal.ranks)

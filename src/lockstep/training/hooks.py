@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -65,6 +65,12 @@ class EarlyStopping(Hook):
                 "EarlyStopping without Recipe.evaluation, or with every=None; it watches evaluations; give ls.Evaluation(every=...)"
             )
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best, "waited": self._waited}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.best, self._waited = state["best"], state["waited"]
+
     def on_evaluation(self, run: Run, metrics: Mapping[str, float]) -> None:
         if self.metric not in metrics:
             raise RecipeError(f"EarlyStopping watches {self.metric!r}, which is not measured; measured are {', '.join(metrics)}")
@@ -88,13 +94,21 @@ class ExponentialMovingAverage(Hook):
         if not 0 <= decay < 1:
             raise RecipeError(f"decay={decay}; it is the share of the old average that stays, from 0 to below 1")
         self.decay = decay
-        self._averages: list[Tensor] = []
+        self._averages: dict[str, Tensor] = {}
+        """Of each parameter, laid out as it is."""
 
     def on_start(self, run: Run) -> None:
-        self._averages = [part.clone() for part in _parts(run)]
+        self._averages = {name: parameter.detach().clone() for name, parameter in run.model.named_parameters()}
 
     def on_step(self, run: Run) -> None:
-        torch._foreach_lerp_(self._averages, _parts(run), 1 - self.decay)
+        torch._foreach_lerp_(self._held(), _parts(run), 1 - self.decay)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self._averages
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        for name, average in self._averages.items():
+            average.copy_(state[name])
 
     def on_end(self, run: Run) -> None:
         with self.applied(run):
@@ -105,11 +119,14 @@ class ExponentialMovingAverage(Hook):
         """Within, the model has the averaged weights: to evaluate it, say."""
         parts = _parts(run)
         own = [part.clone() for part in parts]
-        torch._foreach_copy_(parts, self._averages)
+        torch._foreach_copy_(parts, self._held())
         try:
             yield
         finally:
             torch._foreach_copy_(parts, own)
+
+    def _held(self) -> list[Tensor]:
+        return [held(average) for average in self._averages.values()]
 
 
 def _parts(run: Run) -> list[Tensor]:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from lockstep.errors import RecipeError
+from lockstep.errors import CheckpointError, RecipeError
 
 STATE_IS_ZERO_AT_FIRST = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.RMSprop, torch.optim.Adadelta)
 
@@ -190,6 +190,20 @@ class Schedule:
     def after_step(self) -> None:
         for scheduler in self._schedulers:
             scheduler.step()
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Of the torch schedulers; a function of the step needs none."""
+        return [scheduler.state_dict() for scheduler in self._schedulers]
+
+    def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
+        """Raises `CheckpointError` where the schedule was of the other kind."""
+        if len(states) != len(self._schedulers):
+            raise CheckpointError(
+                f"the checkpoint has {len(states)} torch LRSchedulers and this run has {len(self._schedulers)}; a schedule that is a "
+                "function of the step needs none; go on with the schedule that it was saved with"
+            )
+        for scheduler, state in zip(self._schedulers, states, strict=True):
+            scheduler.load_state_dict(state)
 
     def rate(self) -> float:
         """The first parameter group's learning rate, as it was in the last step."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -31,8 +32,8 @@ class Outcome:
     """Scalar: the gradient's global norm before clipping; at a step that is not logged, perhaps only a number that is finite as it is."""
     applied: bool | None
     """Whether the model was updated. None: a GPU decided; `check` finds out."""
-    stops: Tensor | bool
-    """How many ranks wanted to stop."""
+    asks: Tensor | bool
+    """How many of the ranks that share out the microbatches had something to tell the others."""
     terms: list[dict[str, Tensor]]
     """Of this rank's microbatches, each term's part of the loss, where there are several."""
 
@@ -102,6 +103,30 @@ class Outcome:
         ]
         everyone = [first for firsts in pair.mesh.world.gather_values(found[:1]) for first in firsts]
         return f"parameter {min(everyone)[-1]!r}" if everyone else "the norm over all parameters (it overflows)"
+
+
+class Flag:
+    """Whether any rank had something to tell the others, as of a step: known without waiting for a GPU that is still at it."""
+
+    def __init__(self) -> None:
+        self._before: tuple[Tensor, torch.cuda.Event] | None = None
+
+    def raised(self, outcomes: Sequence[Outcome], *, now: bool) -> bool:
+        """After each step, with its outcomes. On a GPU it tells of the step before; where `now`, it waits, and tells of this one."""
+        flags = [outcome.asks for outcome in outcomes]
+        on_gpu = [flag for flag in flags if isinstance(flag, Tensor) and flag.is_cuda]
+        if now or not on_gpu:
+            self._before = None
+            return any(map(bool, flags))
+        before = self._before
+        copied = torch.stack(on_gpu).to("cpu", non_blocking=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        self._before = copied, event
+        if before is None:
+            return False
+        before[1].synchronize()
+        return bool(before[0].any())
 
 
 def no_weight(step: int, term: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -108,6 +108,26 @@ class Pair:
         self._close_engine()
         for parameter in self.parameters:
             parameter.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What steps have left for the next ones, besides what the model and the optimizers hold."""
+        return {
+            "schedule": self.schedule.state_dict(),
+            "loss_scale": None if self.loss_scale is None else [self._factor * self.loss_scale.value, self.loss_scale.in_a_row],
+            "overflows": self.overflows,
+            "overflowed_at": self.overflowed_at,
+            "prescale": None if self.prescale is None else self.prescale.item(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up what `state_dict` gave, under another plan perhaps."""
+        self.schedule.load_state_dict(state["schedule"])
+        if self.loss_scale is not None and state["loss_scale"] is not None:
+            scale, self.loss_scale.in_a_row = state["loss_scale"]
+            self.loss_scale.value = scale / self._factor
+        self.overflows, self.overflowed_at = state["overflows"], state["overflowed_at"]
+        if state["prescale"] is not None:
+            self.prescale = torch.tensor(state["prescale"], dtype=torch.float64, device=self.device)
 
     def agree_on_loss(self, parts: Sequence[Contribution]) -> None:
         """At the first commit, tell a rank without a microbatch what the others' losses look like. Every rank calls it."""

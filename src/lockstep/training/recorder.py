@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import sys
 import time
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from lockstep.comm.mesh import whole
 from lockstep.errors import UserError, cannot_write
 from lockstep.events import Event, EventLog
 from lockstep.plan import Plan
+from lockstep.saving import Resume
 from lockstep.watch.metrics import RESERVED_NAMES, MetricsLog
 from lockstep.watch.progress import Progress
 from lockstep.watch.rundir import RunDirectory, default_run_path, describe_environment
@@ -30,7 +32,7 @@ NAMES_OF_A_ROW = RESERVED_NAMES | {"loss", "lr", "gradient_norm", "samples_per_s
 class Recorder:
     """The run directory, its logs and the progress display. Every rank makes one, at the same moment."""
 
-    def __init__(self, run_dir: str | None, world: World) -> None:
+    def __init__(self, run_dir: str | None, world: World, *, resume: Resume) -> None:
         """Raises `RunDirectoryError` on every rank where rank 0 cannot use the directory. None: a new one below `runs`."""
         self._directory: RunDirectory | None = None
         self._open = ExitStack()
@@ -39,21 +41,26 @@ class Recorder:
         if world.rank == 0:
             wanted = Path(run_dir) if run_dir is not None else default_run_path(sys.argv[0], datetime.now())
             try:
-                self._directory = self._open.enter_context(RunDirectory.create(wanted))
+                self._directory = self._open.enter_context(RunDirectory.create(wanted, resume=resume != "never"))
                 path = str(self._directory.path)
             except UserError as error:
                 failure = [type(error).__name__, str(error)]
-        path, failure = world.gather_values([path, failure])[0]
+        path, failure, self.attempt = world.gather_values([path, failure, secrets.token_hex(4)])[0]
         if failure is not None:
             raise getattr(lockstep.errors, failure[0])(failure[1])
         self.path = Path(path)
+        """Of the run directory. The same on every rank, and so is `attempt`: eight hexadecimal digits, of this start of the run."""
         self.events = EventLog(self.path / "events.jsonl" if self._directory else None)
         self._open.callback(self.events.close)
         self._metrics = self._open.enter_context(MetricsLog(self.path)) if self._directory else None
         self._progress: Progress | None = None
+        self.facts: dict[str, Any] = {}
+        """JSON of what runs, and how, once it has started."""
 
     def start(self, *, plan: Plan, world: World, launcher: str, seed: int, recipe: Mapping[str, Any] | None) -> None:
         """Write `run.json`: what runs, how and where."""
+        environment = describe_environment(world.device)
+        self.facts = {"recipe": recipe, "seed": seed, "plan": str(plan), "world_size": world.size, "versions": environment["versions"]}
         if self._directory is None:
             return
         self._directory.write_json(
@@ -65,9 +72,14 @@ class Recorder:
                 "world_size": world.size,
                 "launcher": launcher,
                 "started": datetime.now().astimezone().isoformat(timespec="seconds"),
-                "environment": describe_environment(world.device),
+                "environment": environment,
             },
         )
+
+    def go_on(self, step: int) -> None:
+        """The run begins, or goes on, with `step` steps done."""
+        if self._metrics is not None:
+            self._metrics.go_on(step)
 
     def show(self, total_steps: int) -> None:
         """Start the progress display, where there is a stderr to show it on."""
@@ -117,6 +129,11 @@ class Recorder:
     def write_json(self, name: str, value: Mapping[str, Any]) -> None:
         if self._directory is not None:
             self._directory.write_json(name, value)
+
+    def end(self, result: Mapping[str, Any]) -> None:
+        """Write `result.json`, which says that the run has ended, unless somebody has."""
+        if self._directory is not None and not (self.path / "result.json").exists():
+            self._directory.write_json("result.json", result)
 
     def close(self) -> None:
         self._open.close()

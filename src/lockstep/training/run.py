@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -15,9 +16,11 @@ from lockstep.errors import RecipeError
 from lockstep.events import Event
 from lockstep.plan import Plan
 from lockstep.recipe import Recipe
+from lockstep.saving import Resume, Saving
 from lockstep.training.evaluate import Evaluator
 from lockstep.training.hooks import Hook
 from lockstep.training.session import Session, check_microbatch_is_fixed
+from lockstep.training.state import Stateful
 from lockstep.training.step import Step
 from lockstep.watch.fingerprint import fingerprint
 from lockstep.watch.rundir import check_tensors
@@ -66,6 +69,20 @@ class Run:
         self.evaluated_at: int | None = None
         self.last: Step | None = None
         self.seconds = 0.0
+        self._loss = math.nan
+
+    @property
+    def loss(self) -> float:
+        """Of the last step."""
+        return self._loss if self.last is None else self.last.committed[0].loss()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the run is, besides its models and hooks."""
+        return {"step": self.step, "metrics": self.metrics, "evaluated_at": self.evaluated_at, "loss": self.loss}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up what `state_dict` gave."""
+        self.step, self.metrics, self.evaluated_at, self._loss = (state[name] for name in ("step", "metrics", "evaluated_at", "loss"))
 
     def stop(self, reason: str) -> None:
         """Ask for the end of training. From `on_evaluation` it takes effect at once, else at the next logging step, on all ranks alike."""
@@ -88,16 +105,31 @@ def train(
     run_dir: str | None = None,
     hooks: Sequence[Hook] = (),
     log_every: int = 10,
+    saving: Saving | None = None,
+    resume: Resume = "auto",
+    may_differ: Collection[str] = (),
 ) -> Result:
     """Train, on as many processes as were started. Every rank calls it, with the same recipe.
 
     `plan` and `run_dir`: where the launcher gives none. None: `replicate=auto`, and a new directory below `runs`. `log_every`: steps
-    between the lines of `metrics.jsonl`. Raises the children of `lockstep.errors.UserError`.
+    between the lines of `metrics.jsonl`. `saving`: when the run saves itself, and what it keeps; None: `Saving()`. `resume`: "auto" goes on
+    with an unfinished run in `run_dir`, "never" refuses to, "must" refuses where there is none; the launcher's goes first. `may_differ`:
+    fields of the recipe that may then be others than they were. A hook that has `state_dict` and `load_state_dict` is saved with the run.
+    Raises the children of `lockstep.errors.UserError`, and `Preempted`, which ends the process with status 75, where it was asked to save
+    and end.
     """
     if not isinstance(recipe, Recipe):
         raise RecipeError(f"train({recipe!r}); it takes an ls.Recipe: build one with ls.Recipe(model=..., data=..., loss=..., ...)")
     session = Session(
-        run_dir=run_dir, seed=recipe.seed, plan=plan, precision=recipe.precision, log_every=log_every, recipe=recipe.describe()
+        run_dir=run_dir,
+        seed=recipe.seed,
+        plan=plan,
+        precision=recipe.precision,
+        log_every=log_every,
+        recipe=recipe.describe(),
+        saving=saving,
+        resume=resume,
+        may_differ=may_differ,
     )
     with session:
         check_microbatch_is_fixed(session.plan, recipe.global_batch, recipe.microbatch)
@@ -124,8 +156,11 @@ def train(
         if recipe.evaluation is not None:
             evaluator = Evaluator.of(recipe, recipe.evaluation, session.mesh, session.plan.workers, session.pairs[0])
             session.on_exit(evaluator.loader.close)
-        for hook in hooks:
+        session.saved_with_the_run["run"] = run
+        for place, hook in enumerate(hooks):
             session.on_event(partial(hook.on_event, run))
+            if isinstance(hook, Stateful):
+                session.saved_with_the_run[f"{place}-{type(hook).__qualname__}"] = hook
         for hook in hooks:
             hook.on_start(run)
         _train(run, evaluator)
@@ -172,7 +207,6 @@ def _evaluate(run: Run, evaluator: Evaluator) -> None:
 
 def _result(run: Run) -> Result:
     session = run.session
-    assert run.last is not None, "a recipe has at least one step"
     state = session.mesh.union(run.model.state_dict())
     session.recorder.save_tensors("model.safetensors", state)
     for hook in run.hooks:
@@ -180,7 +214,7 @@ def _result(run: Run) -> Result:
     session.event("run-ended", run.step)
     result = Result(
         steps=run.step,
-        loss=run.last.committed[0].loss(),
+        loss=run.loss,
         metrics=run.metrics,
         fingerprint=fingerprint(state),
         run_dir=str(session.recorder.path),

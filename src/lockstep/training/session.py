@@ -6,9 +6,12 @@ import math
 import os
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -17,28 +20,34 @@ import torch
 from torch import Tensor, nn
 
 from lockstep import precision as precisions
+from lockstep.checkpoint.folder import Folder
+from lockstep.checkpoint.load import Reader
 from lockstep.comm.group import World, exact_sum, join
 from lockstep.comm.mesh import Mesh
 from lockstep.comm.segment import Unavailable
 from lockstep.data.generators import seed_generators
 from lockstep.data.loader import Loader
-from lockstep.errors import LossError, PlanError, RecipeError
+from lockstep.errors import CheckpointError, LossError, PlanError, RecipeError
 from lockstep.events import Event
 from lockstep.keys import Stream, key
 from lockstep.launch.environment import Environment, check_run_dir
 from lockstep.launch.failure import account
-from lockstep.launch.termination import Termination
+from lockstep.launch.grace import needing_time
+from lockstep.launch.termination import Preempted, Terminated, Termination
 from lockstep.parallel.layout import Built, check_devices, lay_out
 from lockstep.parallel.stages import check_microbatches
 from lockstep.parallel.sync_batchnorm import Exchange, adopt, split_microbatches, training_layers
 from lockstep.parallel.updates import separate_meshes
 from lockstep.plan import Plan
 from lockstep.recipe import Precision, check_batch, check_count, check_dataset, check_length, check_precision, check_seed
+from lockstep.saving import Resume, Saving, check_resume, interval
 from lockstep.training import optimizers
-from lockstep.training.outcome import Outcome, no_weight
+from lockstep.training.keeping import Keeper
+from lockstep.training.outcome import Flag, Outcome, no_weight
 from lockstep.training.pair import Pair
 from lockstep.training.recorder import Pace, Recorder
 from lockstep.training.source import Length, Microbatches, from_data, from_indices
+from lockstep.training.state import Stateful
 from lockstep.training.step import Step
 from lockstep.training.traced import Traced, TracedPair, TracedStep
 
@@ -62,8 +71,16 @@ class Session:
         precision: Precision = "fp32",
         log_every: int = 10,
         recipe: dict[str, Any] | None = None,
+        saving: Saving | None = None,
+        resume: Resume = "auto",
+        may_differ: Collection[str] = (),
     ) -> None:
-        """`log_every`: steps between lines of metrics.jsonl. `recipe`: what to say of it in run.json."""
+        """`log_every`: steps between lines of metrics.jsonl. `recipe`: what to say of it in run.json.
+
+        `saving`: when to save, and what to keep; None: `Saving()`. `resume`: what to do where `run_dir` holds an unfinished run.
+        `may_differ`: fields of the recipe that may be others than when that was saved. The launcher's go before `saving.every` and
+        `resume`.
+        """
         check_count("log_every", log_every, "steps")
         check_precision(precision)
         check_seed(seed)
@@ -77,6 +94,9 @@ class Session:
         self._given_plan = Plan.parse(plan) if isinstance(plan, str) else plan
         self._given_run_dir = run_dir
         self._recipe = recipe
+        self._saving = Saving() if saving is None else saving
+        self._resume = check_resume(resume, "resume")
+        self._may_differ = frozenset(may_differ)
         self.pairs: list[Pair] = []
         """What `prepare` has prepared."""
         self._listeners: list[Callable[[Event], object]] = []
@@ -89,6 +109,19 @@ class Session:
         self._told: list[Pair] = []
         self._exchange = Exchange()
         self._told_of_batchnorm = False
+        self.saved_with_the_run: dict[str, Stateful] = {}
+        """What else is saved, by name."""
+        self._keeper: Keeper | None = None
+        self._loops = 0
+        """Calls of `steps`."""
+        self._resumed: Reader | None = None
+        self._before = 0
+        """Steps done in earlier loops."""
+        self._first = 0
+        """The step of the loop that this process began with."""
+        self._has_own_state = False
+        self._flag = Flag()
+        self._stop_at: float | None = None
 
     def __enter__(self) -> Session:
         environment = Environment.read(os.environ)
@@ -105,11 +138,17 @@ class Session:
             self.mesh = Mesh.of(self.world, self.plan)
             stack.callback(self.mesh.close)
             _set_up_computation(self.plan, self.world, environment.threads, stack)
-            if self.world.rank == 0:  # the others have nothing to write down, and rank 0 sees them end
-                stack.enter_context(self._termination)
-            self.recorder = Recorder(environment.run_dir or self._given_run_dir, self.world)
+            if environment.resume is not None:
+                self._resume = check_resume(environment.resume, "LOCKSTEP_RESUME")
+            if environment.save_every is not None:
+                self._saving = replace(self._saving, every=interval(environment.save_every, "LOCKSTEP_SAVE_EVERY"))
+            self._may_differ |= environment.may_differ
+            self._stop_at = environment.stop_at
+            stack.enter_context(self._termination)
+            self.recorder = Recorder(environment.run_dir or self._given_run_dir, self.world, resume=self._resume)
             stack.callback(self.recorder.close)
             stack.callback(self._close_pairs)
+            stack.callback(self._close_keeper)
             self._start(environment, launched)
             self._stack = stack.pop_all()
         return self
@@ -138,8 +177,14 @@ class Session:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self._termination.hold()
-        if error is not None:
+        if isinstance(error, Preempted):
+            self.event("preempted", reason=error.reason)
+        elif error is not None:
             self.event("run-failed", **account(error))
+            self._rescue(error)
+        elif self._keeper is not None:
+            self._keeper.finish()
+            self.recorder.end({"steps": self.steps_done, "plan": str(self.plan), "world_size": self.world_size})
         self._stack.close()
         if error is None:
             self.world.leave()
@@ -260,11 +305,61 @@ class Session:
             pipeline.exchange = self._exchange if mesh.deal.slices else None
             rounds = [len(mesh.deal.rounds(length.most_microbatches, rank)) for rank in range(mesh.deal.ranks)]
             check_microbatches(min(rounds), pipeline.stages)
+        first = self._begin_loop()
         if data is None:
-            return self._run(from_indices(length, seed=self.seed), length, weight)
+            return self._run(from_indices(length, seed=self.seed, first=first), length, weight)
         loader = Loader(data, collate=collate, seed=self.seed, workers=self.plan.workers, device=self.device)
         self._stack.callback(loader.close)
-        return self._run(from_data(loader, length, seed=self.seed), length, weight)
+        return self._run(from_data(loader, length, seed=self.seed, first=first), length, weight)
+
+    def include(self, name: str, state: Stateful) -> None:
+        """Have something of the user's own saved with the run, and given its saved values where the run goes on. Before `steps`.
+
+        `state`: has `state_dict` and `load_state_dict`; the same on every rank. Every rank calls it. Raises `CheckpointError` where it
+        cannot be saved.
+        """
+        if not isinstance(state, Stateful):
+            raise CheckpointError(f"include({name!r}, a {type(state).__name__}); it has no state_dict and load_state_dict; give it both")
+        if name in self.saved_with_the_run:
+            raise CheckpointError(f"include({name!r}) for a second time; each name is for one; choose another")
+        self.saved_with_the_run[name] = state
+        self._has_own_state = True
+
+    def _begin_loop(self) -> int:
+        """Take up what was saved, before the first loop of steps. Returns the first step of this one."""
+        self._loops += 1
+        self._before = self.steps_done
+        self._step = None
+        if self._loops == 1 and self._traced is None:
+            self._resumed = self._keep()
+        saved = 0 if self._resumed is None else self._resumed.manifest.values["loop"]
+        if self._resumed is None or self._loops != saved:
+            return 0 if self._loops > saved else sys.maxsize
+        self._before = self._resumed.manifest.values["steps_before"]
+        self._first = self._resumed.manifest.step - self._before
+        return self._first
+
+    def _keep(self) -> Reader | None:
+        """Begin to keep checkpoints. Returns the one that this run goes on from."""
+        folder = self.recorder.path / "checkpoints" if self._saving.folder is None else Path(self._saving.folder)
+        facts = {**self.recorder.facts, "recipe": self._recipe}
+        self._keeper = Keeper(
+            self.world,
+            self.mesh,
+            Folder(folder),
+            self.recorder.attempt,
+            self._saving,
+            self.pairs,
+            self.saved_with_the_run,
+            facts,
+            tell=self.event,
+            warn=self.recorder.message,
+        )
+        found = self._keeper.restore(self._resume, may_differ=self._may_differ)
+        step = 0 if found is None else found.manifest.step
+        self.recorder.go_on(step)
+        self._keeper.begin(step)
+        return found
 
     def _run(self, sources: Iterator[Microbatches], length: Length, weight: Callable[[Any], Any] | None) -> Iterator[Step]:
         self.pace = Pace()
@@ -281,10 +376,11 @@ class Session:
             if len(self.pairs) > 1:
                 source.keep()
             logs = (source.step + 1) % self.log_every == 0 or source.step + 1 == length.steps
-            step = kind(source.step, source, self.pairs, self._exchange, logs=logs, wants_to_stop=lambda: self._wants_to_stop is not None)
+            step = kind(source.step, source, self.pairs, self._exchange, logs=logs, asks=partial(self._asks, logs))
             self._step = step
             yield step
             self._check_committed(step)
+            step.ended = True
             self.pace.count(step.samples)
             unread += step.committed.values()
             if logs or self.stopping is not None:
@@ -292,11 +388,7 @@ class Session:
                 unread = []
             if logs:
                 self._log(step)
-                stops = any(bool(outcome.stops) for outcome in step.committed.values())
-                if self.mesh.data.size < self.world.size:
-                    stops = any(self.world.gather_values(stops))
-                if stops:
-                    self.take_stop()
+            self._attend(step, logs=logs)
             if self.stopping is not None:
                 self.event("stopped", reason=self.stopping)
                 break
@@ -306,6 +398,57 @@ class Session:
                     f"none of the {self.steps_done} steps was applied: the fp16 gradient overflowed in each, at last at a loss scale of "
                     f"{pair.overflowed_at:g}; each such step halves the scale; take more steps, or precision='bf16' or 'fp32'"
                 )
+
+    def _asks(self, logs: bool) -> bool:
+        """Whether this rank has something to tell the others after the step at hand."""
+        return (
+            (logs and self._wants_to_stop is not None)
+            or self._preemption() is not None
+            or (self._keeper is not None and self._keeper.time_is_up())
+        )
+
+    def _preemption(self) -> str | None:
+        """Why this rank is to save and end, if it is."""
+        if self._stop_at is not None and time.time() >= self._stop_at:
+            return "the time that it was given is over"
+        return self._termination.asked
+
+    def _attend(self, step: Step, *, logs: bool) -> None:
+        """After a step: do what any rank asks for, and save where it is time to. Every rank calls it. Raises `Preempted`."""
+        asked = self._flag.raised(list(step.committed.values()), now=logs)
+        if self.mesh.data.size < self.world.size:
+            asked = self.world.any(asked)
+        save = False
+        if asked:
+            due = self._keeper is not None and self._keeper.time_is_up()
+            everyone = self.world.gather_values([self._wants_to_stop, self._preemption(), due])
+            if logs:
+                self.stopping = self.stopping or next((reason for reason, _, _ in everyone if reason is not None), None)
+            save = any(due for _, _, due in everyone)
+            preempted = next((reason for _, reason, _ in everyone if reason is not None), None)
+            if preempted is not None:
+                if self._keeper is not None:
+                    self._keeper.save_now(self.steps_done)
+                raise Preempted(preempted)
+        if self._keeper is not None:
+            self._keeper.values.update(loop=self._loops, steps_before=self._before)
+            self._keeper.after(self.steps_done, asked=save)
+
+    def _rescue(self, error: BaseException) -> None:
+        """Where this rank's state is that of a whole step, save it, without the others' help."""
+        by_the_script = isinstance(error, SystemExit) and not isinstance(error, Terminated)
+        if self._keeper is None or self._step is None or by_the_script or self._has_own_state:
+            return
+        if self._step.touched and not self._step.ended:
+            return
+        try:
+            with needing_time():
+                name = self._keeper.rescue(self.steps_done)
+        except OSError as failure:
+            self.event("rescue-failed", reason=str(failure))
+        else:
+            if name is not None:
+                self.event("rescued", checkpoint=name)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context that forwards run in, for the session's precision. Backwards and commits stay outside."""
@@ -322,10 +465,10 @@ class Session:
 
     @property
     def steps_done(self) -> int:
-        """Optimizer steps that all pairs have committed."""
+        """Optimizer steps that all pairs have committed, in all loops, and before this process went on with the run."""
         if self._step is None:
-            return 0
-        return self._step.index + (len(self._step.committed) == len(self.pairs))
+            return self._before + self._first
+        return self._before + self._step.index + (len(self._step.committed) == len(self.pairs))
 
     def event(self, name: str, step: int | None = None, **details: Any) -> None:
         """Write down that something happened; rank 0's events are in events.jsonl. `step`: steps done then; None: those done by now."""
@@ -391,6 +534,10 @@ class Session:
             f"microbatch at a time, {samples} samples, at any number of processes; docs/plans.md, SyncBatchNorm, says how microbatches "
             "are split over processes instead"
         )
+
+    def _close_keeper(self) -> None:
+        if self._keeper is not None:
+            self._keeper.close()
 
     def _close_pairs(self) -> None:
         for pair in self.pairs:

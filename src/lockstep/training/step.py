@@ -40,7 +40,7 @@ class Step:
         exchange: Exchange,
         *,
         logs: bool,
-        wants_to_stop: Callable[[], bool],
+        asks: Callable[[], bool],
     ) -> None:
         self.index = index
         """0 for the first."""
@@ -60,7 +60,11 @@ class Step:
         self._poll = self._mesh.world.device.type == "cpu"
         self._logs = logs
         self._compares = logs or index == 0
-        self._wants_to_stop = wants_to_stop
+        self._asks = asks
+        self.touched = False
+        """Whether a commit has begun to change the state."""
+        self.ended = False
+        """Whether all that the script does in the step is done."""
         self._phase: _Phase | None = None
         self._current: Microbatch | None = None
 
@@ -152,13 +156,14 @@ class Step:
         _, values, weights, stops = phase.engine.finish(
             phase.values,
             [weight for weight in phase.weights if weight is not None] if pair.forward_knows else None,
-            flag=self._wants_to_stop(),
+            flag=self._asks(),
         )
         for statistics in self._statistics:
             statistics.check(compare=self._compares)
         if self._poll and not all(map(math.isfinite, values if isinstance(values, list) else values.tolist())):
             # It need not show in the gradient: torch.where lets none through to what it leaves out.
             Outcome(self.source.layout, pair, values, weights, math.nan, False, stops, []).check()
+        self.touched = True
         if weights is not None:
             pair.rescale(weights, self._prescale(pair))
         norm, applied = pair.apply(self.index, clip_norm, measure=self._logs)

@@ -49,6 +49,17 @@ class MetricsLog:
             self._flushed = now
             self.flush()
 
+    def go_on(self, step: int) -> None:
+        """Take out what an earlier process wrote of steps after `step`, which will be done again. Before the first `write`."""
+        name = Path(self._rows.name)
+        kept = [line for line in name.read_text(encoding="utf-8").splitlines() if _is_up_to(step, line)]
+        self._rows.close()
+        partial = name.with_name(f".{name.name}.partial")
+        partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        partial.replace(name)
+        self._rows = name.open("a", encoding="utf-8")
+        self._events.go_on(step, self._clock())
+
     def flush(self) -> None:
         """Hand what was written to the operating system, so that other processes can read it."""
         waiting, self._waiting = self._waiting, []
@@ -76,6 +87,14 @@ class MetricsLog:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
+
+
+def _is_up_to(step: int, line: str) -> bool:
+    """Whether a line is a row of one of the first `step` steps. What a crash has left of a line is none."""
+    try:
+        return bool(json.loads(line)["step"] <= step)
+    except ValueError:
+        return False
 
 
 def _row(step: int, now: float, numbers: dict[str, float]) -> dict[str, Any]:
@@ -118,6 +137,12 @@ class _EventFile:
         add = event.summary.value.add
         for name, number in numbers.items():
             add(tag=name, simple_value=number)
+        self._record(event)
+
+    def go_on(self, step: int, now: float) -> None:
+        """Tell readers to leave out what was said before of steps after `step`."""
+        event = self._event_class(wall_time=now, step=step + 1)
+        event.session_log.status = 1  # SessionLog.START
         self._record(event)
 
     def flush(self) -> None:

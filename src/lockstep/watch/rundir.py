@@ -24,7 +24,9 @@ from safetensors.torch import save_file
 from lockstep import __version__
 from lockstep.errors import RecipeError, RunDirectoryError
 
-_FILES_OF_A_RUN = ("run.json", "metrics.jsonl", "events.jsonl", "result.json", "model.safetensors")
+_OF_THE_RUN = "run.json"
+_RESULT = "result.json"
+_FILES_OF_A_RUN = (_OF_THE_RUN, "metrics.jsonl", "events.jsonl", _RESULT, "model.safetensors")
 _LOCK = "lock"
 _SAVED_DTYPES = frozenset(
     getattr(torch, name)
@@ -47,8 +49,8 @@ class RunDirectory:
         self._lock = lock
 
     @classmethod
-    def create(cls, path: Path) -> RunDirectory:
-        """Make the folder, with its parents, and claim it.
+    def create(cls, path: Path, *, resume: bool = False) -> RunDirectory:
+        """Make the folder, with its parents, and claim it. `resume`: it may hold a run that has not ended.
 
         Raises `RunDirectoryError` where another live run holds it, an earlier run has left its files in it, it is not a folder or
         cannot be written to.
@@ -71,12 +73,13 @@ class RunDirectory:
                 f"run directory {str(path)!a} has a name that this system cannot write ({error}); a name is made of what its locale can "
                 f"encode ({sys.getfilesystemencoding()} here); use plain letters, or set LC_ALL=C.UTF-8"
             ) from error
-        for name in _FILES_OF_A_RUN:
+        for name in (_RESULT,) if resume and (path / _OF_THE_RUN).exists() else _FILES_OF_A_RUN:
             if (path / name).exists():
                 lock.release()
+                ended = " that has ended" if name == _RESULT else ""
                 raise RunDirectoryError(
-                    f"run directory {path} already holds a run ({name}); nothing of an earlier run is overwritten; "
-                    "choose another directory, or remove this one"
+                    f"run directory {path} already holds a run{ended} ({name}); nothing of an earlier run is overwritten; choose another "
+                    "directory, or remove this one"
                 )
         return cls(path, lock)
 

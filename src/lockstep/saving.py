@@ -1,0 +1,100 @@
+"""How a run keeps itself: when it saves, which checkpoints it keeps, and where. Part of how it is executed, not of what is learned."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from lockstep.errors import CheckpointError
+
+Resume = Literal["auto", "never", "must"]
+"""Where the run directory holds an unfinished run: `auto` goes on with it, `never` refuses; `must` refuses where there is none."""
+
+_UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0}
+_DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Saving:
+    """When a run saves, and what it keeps. Raises `CheckpointError` for what cannot be."""
+
+    every: int | str = "10m"
+    """Steps between checkpoints, or a time between them: "90s", "10m", "1h30m"."""
+    last: int = 2
+    """So many of the newest checkpoints are kept, at least 1."""
+    keep_every: int | None = None
+    """Checkpoints at multiples of so many steps are kept for good. None: no others than the last."""
+    best: str | None = None
+    """A metric of the evaluation: the checkpoint where it was best is kept. None: none is kept for that."""
+    mode: Literal["min", "max"] = "min"
+    """Whether less of that metric is better, or more."""
+    folder: str | None = None
+    """Where checkpoints go: a folder, or a URL of any fsspec file system (s3://bucket/run). None: `checkpoints` in the run directory."""
+    failures: int = 3
+    """Saves that may fail in a row before the run ends with an error."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("last", 1), ("failures", 1), *((("keep_every", 1),) if self.keep_every is not None else ())):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise CheckpointError(f"Saving({name}={value!r}); it is a whole number of at least {least}")
+        if self.mode not in ("min", "max"):
+            raise CheckpointError(f"Saving(mode={self.mode!r}); it is 'min' where less is better, or 'max'")
+        if isinstance(self.every, str):
+            seconds(self.every, "Saving(every)")
+        elif not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 1:
+            raise CheckpointError(f"Saving(every={self.every!r}); it is a number of steps, at least 1, or a time such as '10m'")
+        if self.folder == "":
+            raise CheckpointError("Saving(folder=''); it names a folder or a URL; leave it out for `checkpoints` in the run directory")
+
+    @property
+    def steps(self) -> int | None:
+        """Between checkpoints; None where a time is."""
+        return None if isinstance(self.every, str) else self.every
+
+    @property
+    def seconds(self) -> float | None:
+        """Between checkpoints; None where steps are counted."""
+        return seconds(self.every, "Saving(every)") if isinstance(self.every, str) else None
+
+
+def interval(text: str, name: str) -> int | str:
+    """`--save-every`: steps ("500") or a time ("10m"). Raises `CheckpointError`."""
+    if text.isdecimal() and int(text) >= 1:
+        return int(text)
+    seconds(text, name)
+    return text
+
+
+def seconds(text: str, name: str) -> float:
+    """A time such as "90s", "55m" or "1h30m". `name`: what it was given as. Raises `CheckpointError`."""
+    found = _DURATION.fullmatch(text)
+    parts = [] if found is None else [float(part) * unit for part, unit in zip(found.groups(), _UNITS.values(), strict=True) if part]
+    if not parts or not sum(parts):
+        raise CheckpointError(f"{name}={text!r}; it is a time with its unit, more than none: 90s, 55m, 1h30m")
+    return sum(parts)
+
+
+def check_resume(value: Any, name: str) -> Resume:
+    """Raises `CheckpointError` unless it is one of `Resume`."""
+    if value not in get_args(Resume):
+        raise CheckpointError(f"{name}={value!r}; it is one of {', '.join(get_args(Resume))}")
+    found: Resume = value
+    return found
+
+
+def differences(saved: Mapping[str, Any], now: Mapping[str, Any], *, may_differ: frozenset[str] = frozenset()) -> list[str]:
+    """What two recipes as `Recipe.describe` gives them differ in: `steps: 100, now 200`. Nested ones by their path: evaluation.every."""
+    found = []
+    for name in sorted(saved.keys() | now.keys()):
+        if name in may_differ:
+            continue
+        before, after = saved.get(name), now.get(name)
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            inner = frozenset(each.removeprefix(f"{name}.") for each in may_differ if each.startswith(f"{name}."))
+            found += [f"{name}.{line}" for line in differences(before, after, may_differ=inner)]
+        elif before != after:
+            found.append(f"{name}: {before!r}, now {after!r}")
+    return found

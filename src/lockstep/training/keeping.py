@@ -1,0 +1,231 @@
+"""A session's checkpoints: when to save, what came of it, which stay, and what a run goes on from."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, Protocol
+
+from lockstep.checkpoint.folder import Folder, Name
+from lockstep.checkpoint.load import Reader
+from lockstep.checkpoint.manifest import Damaged, Unreachable, Unreadable
+from lockstep.checkpoint.rescue import rescue
+from lockstep.checkpoint.saver import Saver
+from lockstep.comm.group import World
+from lockstep.comm.mesh import Mesh
+from lockstep.errors import CheckpointError
+from lockstep.saving import Resume, Saving, differences
+from lockstep.training.pair import Pair
+from lockstep.training.state import Stateful, restore, state_of
+
+WAIT_SECONDS = 0.5
+"""Between two looks of all ranks at a save that they wait for."""
+LAST_SECONDS = 10.0
+"""For a save under way, after an error."""
+
+
+class Tell(Protocol):
+    def __call__(self, name: str, **details: Any) -> None: ...
+
+
+@dataclass(slots=True)
+class Keeper:
+    """One a rank, alike on all."""
+
+    world: World
+    mesh: Mesh
+    folder: Folder
+    attempt: str
+    """Of this run's checkpoints, see `folder.Name`."""
+    saving: Saving
+    pairs: Sequence[Pair]
+    others: Mapping[str, Stateful]
+    facts: Mapping[str, Any]
+    """What the run is: JSON, with its recipe."""
+    tell: Tell
+    """Writes down an event."""
+    warn: Callable[[str], None]
+    clock: Callable[[], float] = time.monotonic
+    values: dict[str, Any] = field(default_factory=dict)
+    """JSON of this rank that goes with the next save: where the data stand."""
+    _saver: Saver = field(init=False)
+    _since: float = field(init=False)
+    _late: bool = False
+    """Whether a save is due that had to wait for the one before it."""
+    _saved: int = -1
+    """Steps done at the last save that began, or at the beginning."""
+    _open: bool = False
+    """Whether the ranks have yet to agree on what came of it."""
+    _error: str | None = None
+    """Why it failed, as far as this rank knows."""
+    _failures: int = 0
+    """In a row."""
+    _stopped_seconds: float = 0.0
+    """Of training, for the last save."""
+
+    def __post_init__(self) -> None:
+        self._saver = Saver(self.world, self.folder.path, self.attempt)
+        self._since = self.clock()
+
+    def begin(self, step: int) -> None:
+        """Before the first of the steps, at `step` steps done. Every rank calls it. Raises `CheckpointError` where nothing can be saved."""
+        state = state_of(self.pairs, self.others)
+        self._saved = step
+        failure = None
+        if self.world.rank == 0:
+            try:
+                self.folder.clear()
+            except OSError as error:
+                failure = f"checkpoints cannot be written to {self.folder.path} ({error.strerror}); give one that can be"
+        if failure := self.world.gather_values(failure)[0]:
+            raise CheckpointError(failure)
+        if self.saving.steps is not None:
+            self._saver.prepare(state.tensors)
+        self._since = self.clock()
+
+    def time_is_up(self) -> bool:
+        """Whether a save is due by the clock, of which rank 0's counts."""
+        every = self.saving.seconds
+        return every is not None and self.world.rank == 0 and self.clock() - self._since >= every
+
+    def after(self, step: int, *, asked: bool) -> None:
+        """After a step; `step`: those done. `asked`: whether a save is due by the clock. Every rank calls it.
+
+        Saves where a save is due and none is under way. Raises `CheckpointError` where too many failed in a row.
+        """
+        self._look()
+        self._late |= asked or (self.saving.steps is not None and step % self.saving.steps == 0)
+        if self._late and self._settled():
+            self._late = False
+            self._save(step)
+
+    def finish(self) -> None:
+        """Wait for the save under way. Every rank calls it."""
+        while not self._settled():
+            self._look(WAIT_SECONDS)
+
+    def save_now(self, step: int) -> None:
+        """Save, and wait until that is done. Every rank calls it."""
+        self.finish()
+        if step > self._saved:
+            self._save(step)
+            self.finish()
+
+    def rescue(self, step: int) -> str | None:
+        """Save without the others' help, after an error; returns the name of what was saved, None where nothing was to do.
+
+        Each rank that still can calls it, with its state as it is after `step` steps. Raises `OSError`.
+        """
+        if step <= self._saved and not self._open:
+            return None
+        if step == self._saved:
+            self._look(LAST_SECONDS)
+            if not self._saver.is_under_way and self._error is None:
+                return None
+        state = state_of(self.pairs, self.others)
+        axes = [self.mesh.axis(name) for name in ("pipeline", "shard", "tensor")]
+        place = 0
+        for axis in axes:
+            place = place * axis.size + axis.rank
+        places = axes[0].size * axes[1].size * axes[2].size
+        name = Name(step, f"{(int(self.attempt, 16) + 1) % 2**32:08x}")
+        values = {**state.values, **self.values, "step": step}
+        done = rescue(self.folder, name, place=place, places=places, tensors=state.tensors, values=values, facts=self._facts())
+        return str(name) if done else None
+
+    def restore(self, resume: Resume, *, may_differ: frozenset[str]) -> Reader | None:
+        """Give everything the values of the newest checkpoint that is not damaged. Every rank calls it; returns what it read from.
+
+        Raises `CheckpointError` where it is of another run, or `resume` is "must" and there is none.
+        """
+        there = [] if resume == "never" or self.world.rank else self.folder.names()
+        names = [Name(*said) for said in self.world.gather_values([[name.step, name.attempt] for name in there])[0]]
+        for name in reversed(names):
+            try:
+                reader = self._reader(name)
+                if found := differences(reader.manifest.facts["recipe"] or {}, self.facts["recipe"] or {}, may_differ=may_differ):
+                    raise CheckpointError(
+                        f"the recipe is not that of checkpoint {name}: {'; '.join(found)}; go on with the one it was saved with, say which "
+                        "fields may differ (--may-differ, may_differ=), or choose another run directory"
+                    )
+                if name == names[0]:
+                    reader.fill({}, self.world)  # before anything of the state is touched: there is no other to fall back on
+                restore(reader, self.pairs, self.others, self.mesh)
+            except Damaged as error:
+                self.tell("checkpoint-damaged", checkpoint=str(name), reason=str(error))
+                self.warn(f"warning: checkpoint {name} is damaged: {error}")
+                continue
+            self.tell("resumed", checkpoint=str(name), saved_under=reader.manifest.facts["plan"])
+            return reader
+        if resume == "must":
+            why = f"all {len(names)} are damaged" if names else "there is none"
+            raise CheckpointError(f"resume=must, and {self.folder.path} has no checkpoint to go on from: {why}; resume=auto begins anew")
+        return None
+
+    def close(self) -> None:
+        """Give up what is under way."""
+        self._saver.close()
+
+    def _reader(self, name: Name) -> Reader:
+        failure, reader = None, None
+        try:
+            reader = Reader(self.folder, name)
+        except (Damaged, Unreadable, Unreachable) as error:
+            failure = [type(error).__name__, str(error)]
+        failures = [each for each in self.world.gather_values(failure) if each is not None]
+        if failures:
+            kind, text = failures[0]
+            raise (Damaged if kind == Damaged.__name__ else CheckpointError)(text)
+        assert reader is not None
+        return reader
+
+    def _save(self, step: int) -> None:
+        state = state_of(self.pairs, self.others)
+        began = self.clock()
+        self._saver.save(step, state.tensors, values={**state.values, **self.values, "step": step}, facts=self._facts())
+        self._saved, self._open, self._since = step, True, self.clock()
+        self._stopped_seconds = self._since - began
+
+    def _facts(self) -> dict[str, Any]:
+        return {**self.facts, "saved": datetime.now().astimezone().isoformat(timespec="seconds")}
+
+    def _look(self, timeout_seconds: float = 0.0) -> None:
+        """Note what came of the save under way, where that is known here."""
+        ended = self._saver.poll(timeout_seconds)
+        if ended is None:
+            return
+        self._error = ended.error
+        if ended.error is not None:
+            self._say_failed(ended.error)
+        elif self.world.rank == 0:  # which commits
+            name, seconds = str(Name(ended.step, self.attempt)), round(self.clock() - self._since, 3)
+            self.tell("checkpoint-saved", checkpoint=name, seconds=seconds, stopped_seconds=round(self._stopped_seconds, 4))
+
+    def _say_failed(self, reason: str) -> None:
+        self.tell("checkpoint-failed", checkpoint=str(Name(self._saved, self.attempt)), reason=reason)
+        self.warn(f"warning: the checkpoint of step {self._saved} was not saved: {reason}")
+
+    def _settled(self) -> bool:
+        """Whether no save is under way on any rank. Every rank calls it. Raises `CheckpointError` where too many failed in a row."""
+        if not self._open:
+            return True
+        self._look()
+        everyone = self.world.gather_values([self._saver.is_under_way, self._error])
+        error = next((error for _, error in everyone if error is not None), None)
+        if error is not None and self._saver.is_under_way and self.world.rank == 0:  # it would wait for that rank's part
+            self._saver.abandon()
+        busy = [rank for rank, (under_way, _) in enumerate(everyone) if under_way and not (error is not None and rank == 0)]
+        if busy:
+            return False
+        if error is not None and self._error is None and self.world.rank == 0:
+            self._say_failed(error)
+        self._failures = 0 if error is None else self._failures + 1
+        self._open, self._error = False, None
+        if self._failures >= self.saving.failures:
+            raise CheckpointError(
+                f"{self._failures} checkpoints in a row could not be saved, at last: {error}; make {self.folder.path} writable, with room "
+                "for a checkpoint more than it keeps, and go on from the last one there"
+            )
+        return True
