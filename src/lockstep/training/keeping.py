@@ -27,7 +27,7 @@ LAST_SECONDS = 10.0
 
 
 class Tell(Protocol):
-    def __call__(self, name: str, **details: Any) -> None: ...
+    def __call__(self, name: str, step: int | None = None, **details: Any) -> None: ...
 
 
 @dataclass(slots=True)
@@ -157,7 +157,7 @@ class Keeper:
                 self.tell("checkpoint-damaged", checkpoint=str(name), reason=str(error))
                 self.warn(f"warning: checkpoint {name} is damaged: {error}")
                 continue
-            self.tell("resumed", checkpoint=str(name), saved_under=reader.manifest.facts["plan"])
+            self.tell("resumed", reader.manifest.step, checkpoint=str(name), saved_under=reader.manifest.facts["plan"])
             return reader
         if resume == "must":
             why = f"all {len(names)} are damaged" if names else "there is none"
