@@ -28,7 +28,8 @@ def image(rank: int) -> bytes:
 
 def job(folder: Path, rank: int) -> dict[str, Any]:
     said = {"folder": str(folder), "step": NAME.step, "attempt": NAME.attempt, "file": FILES[rank], "bytes": SIZES[rank], "pieces": []}
-    return said if rank else {**said, "files": FILES, "values": {"position": 960}, "facts": {"plan": "shard=3"}}
+    said |= {"values": {"position": 960, "of": {str(rank): rank}}}
+    return said if rank else {**said, "files": FILES, "facts": {"plan": "shard=3"}}
 
 
 class Writer:
@@ -74,7 +75,7 @@ def test_all_ranks_files_become_one_checkpoint(tmp_path: Path, writers: list[Wri
     assert [writer.answer() for writer in writers] == [{"step": 60, "error": None}] * 3
     assert folder.names() == [NAME]
     manifest = Manifest.decode(folder.read(NAME, MANIFEST))
-    assert (manifest.step, manifest.values, manifest.facts) == (60, {"position": 960}, {"plan": "shard=3"})
+    assert (manifest.step, manifest.values, manifest.facts) == (60, {"position": 960, "of": {"0": 0, "1": 1, "2": 2}}, {"plan": "shard=3"})
     assert sorted(os.listdir(folder.path / str(NAME))) == [MANIFEST, *FILES]
     for rank, file in enumerate(FILES):
         assert folder.read(NAME, file) == image(rank)

@@ -23,18 +23,19 @@ PEER = ("PeerDied: an exchange through shared memory failed on rank 0 of 2", "a 
 
 
 @pytest.mark.parametrize(
-    ("number", "target", "nproc", "plan", "status", "error"),
+    ("number", "target", "nproc", "plan", "status", "event", "why"),
     [
-        (signal.SIGTERM, None, 2, "workers=1", 143, FROM_OUTSIDE.format("SIGTERM")),
-        (signal.SIGHUP, None, 1, "replicate=1", 129, FROM_OUTSIDE.format("SIGHUP")),
-        (signal.SIGTERM, 0, 2, "replicate=2", 143, FROM_OUTSIDE.format("SIGTERM")),
-        (signal.SIGTERM, 1, 2, "replicate=2", 143, PEER),
-        (signal.SIGKILL, 1, 2, "replicate=2", 137, PEER),
+        (signal.SIGTERM, None, 2, "workers=1", 75, "preempted", "SIGTERM"),
+        (signal.SIGUSR1, None, 2, "shard=2", 75, "preempted", "SIGUSR1"),
+        (signal.SIGTERM, 0, 2, "replicate=2", 75, "preempted", "SIGTERM"),
+        (signal.SIGUSR1, 1, 2, "replicate=2", 75, "preempted", "SIGUSR1"),
+        (signal.SIGHUP, None, 1, "replicate=1", 129, "run-failed", FROM_OUTSIDE.format("SIGHUP")),
+        (signal.SIGKILL, 1, 2, "replicate=2", 137, "run-failed", PEER),
     ],
-    ids=["TERM to the launcher", "HUP to the launcher", "TERM to rank 0", "TERM to rank 1", "KILL to rank 1"],
+    ids=["TERM to the launcher", "USR1 to the launcher", "TERM to rank 0", "USR1 to rank 1", "HUP to the launcher", "KILL to rank 1"],
 )
-def test_a_run_that_is_ended_says_so_and_gives_its_directory_up(
-    tmp_path: Path, number: signal.Signals, target: int | None, nproc: int, plan: str, status: int, error: str | tuple[str, str]
+def test_a_run_that_is_ended_saves_and_says_so_and_gives_its_directory_up(
+    tmp_path: Path, number: signal.Signals, target: int | None, nproc: int, plan: str, status: int, event: str, why: str | tuple[str, str]
 ) -> None:
     run = tmp_path / "run"
     line = [LOCKSTEP, "run", "--nproc", str(nproc), "--plan", plan, str(ENDLESS), str(run)]
@@ -48,10 +49,13 @@ def test_a_run_that_is_ended_says_so_and_gives_its_directory_up(
         started.communicate()
     assert started.returncode == status
     assert not (run / "lock").exists()
-    *_, last = [json.loads(row) for row in (run / "events.jsonl").read_text().splitlines()]
-    assert last["event"] == "run-failed"
-    assert last["error"].startswith(error)
+    rows = [json.loads(row) for row in (run / "events.jsonl").read_text().splitlines()]
+    (last,) = [row for row in rows if row["event"] == event]
+    assert last["reason" if event == "preempted" else "error"].startswith(why)
+    (saved,) = [row["checkpoint"] for row in rows if row["event"] in ("checkpoint-saved", "rescued")]
+    assert saved.startswith(f"step-{last['step']:08d}-")
     assert last["step"] > 0
+    assert os.listdir(run / "checkpoints") == [saved]
 
 
 def worker(launcher: int, rank: int) -> int:

@@ -89,4 +89,5 @@ def test_parameters_and_optimizer_state_saved_under_any_plan_are_taken_up_under_
 
 
 def test_a_run_is_stopped_in_the_middle_of_an_epoch() -> None:
-    assert (STOPPED_AT + 1) * 28 % 128 and STOPPED_AT + 1 < STEPS
+    assert (STOPPED_AT + 1) * 28 % 128
+    assert STOPPED_AT + 1 < STEPS

@@ -357,6 +357,7 @@ def test_an_event_says_how_many_steps_were_done(tmp_path: Path) -> None:
         ("run-started", 0),
         *[("forward", 0), ("committed", 1), ("forward", 1), ("committed", 2), ("forward", 2)],
         ("run-failed", 2),
+        ("rescued", 2),
     ]
 
 

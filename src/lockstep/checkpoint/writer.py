@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import signal
 import sys
 import threading
 import time
@@ -70,6 +71,8 @@ def note(file: str) -> str:
 
 
 def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):  # those who ask the training process to end ask all
+        signal.signal(number, signal.SIG_IGN)
     os.nice(NICE)
     memory = int(sys.argv[1])
     jobs = _Jobs()

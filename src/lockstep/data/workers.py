@@ -23,6 +23,9 @@ from lockstep.errors import LaunchError, WorkerError
 _MOST_SOCKET_BYTES = 107 if sys.platform == "linux" else 103
 """Of a socket's path, as the system's `sockaddr_un` has room for."""
 
+LATER_SECONDS = 30
+"""From SIGTERM to a worker to its end."""
+
 
 class Workers:
     """`count` processes that make microbatches, started by the first `fetch` and kept until `close`."""
@@ -137,9 +140,12 @@ def _check_temporary_folder() -> None:
 def _set_up(worker: int) -> None:
     """Have the system end this process when the training process is killed: it holds copies of the sockets that peers wait on.
 
-    And have it end where a batch cannot be sent (the queue's own thread finds that out, and would leave the batch out: a wait for ever).
+    Have it stay for the step at hand where it is asked to end together with the training process. And have it end where a batch cannot be
+    sent (the queue's own thread finds that out, and would leave the batch out: a wait for ever).
     """
     _prctl_pr_set_pdeathsig(signal.SIGKILL)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(LATER_SECONDS))
     multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(_end_at_once)  # type: ignore[attr-defined]
 
 

@@ -30,16 +30,16 @@ class Environment:
     """The plan given at launch, in the mini-language of `Plan.parse`. None: none was given."""
     run_dir: str | None
     """The run directory given at launch. None: none was given."""
-    resume: str | None
-    """What was said at launch of an unfinished run in that directory. None: nothing."""
-    save_every: str | None
-    """The steps or the time between checkpoints, given at launch. None: none was given."""
-    may_differ: frozenset[str]
-    """Fields of the recipe that may be others than those of the run that goes on, given at launch."""
-    stop_at: float | None
-    """When the run is to save and end, in seconds since 1970. None: at its end."""
     threads: int
     """Intra-op threads of this process: OMP_NUM_THREADS where somebody set it (torchrun sets 1 unasked), else cores ÷ processes."""
+    resume: str | None = None
+    """What was said at launch of an unfinished run in that directory. None: nothing."""
+    save_every: str | None = None
+    """The steps or the time between checkpoints, given at launch. None: none was given."""
+    may_differ: frozenset[str] = frozenset()
+    """Fields of the recipe that may be others than those of the run that goes on, given at launch."""
+    stop_at: float | None = None
+    """When the run is to save and end, in seconds since 1970. None: at its end."""
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Environment:

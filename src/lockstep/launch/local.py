@@ -34,7 +34,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from lockstep.launch import worker
 from lockstep.launch.environment import Launcher, threads_per_process
 from lockstep.launch.failure import Ending, Failure, Record, read_crash, read_torch_record
-from lockstep.launch.termination import PREEMPTED_STATUS, PREEMPTING
+from lockstep.launch.termination import PREEMPTED_STATUS
 
 LOOPBACK = "127.0.0.1"
 
@@ -311,10 +311,7 @@ class Agent(SimpleElasticAgent):
         for rank in self._running():
             if rank not in self._failures:
                 self._stopped.add(rank)
-                if number in PREEMPTING and self._signal is not None:
-                    os.kill(self._processes[rank].pid, number)  # it needs what it started for the step at hand
-                else:
-                    _signal_group(self._processes[rank].pid, number)
+                _signal_group(self._processes[rank].pid, number)
         self._wait(grace_seconds, in_a_hurry=lambda: self._hurried)
         for rank in self._running():
             _signal_group(self._processes[rank].pid, signal.SIGKILL)
