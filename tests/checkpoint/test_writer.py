@@ -27,9 +27,8 @@ def image(rank: int) -> bytes:
 
 
 def job(folder: Path, rank: int) -> dict[str, Any]:
-    said = {"folder": str(folder), "step": NAME.step, "attempt": NAME.attempt, "file": FILES[rank], "bytes": SIZES[rank], "pieces": []}
-    said |= {"values": {"position": 960, "of": {str(rank): rank}}}
-    return said if rank else {**said, "files": FILES, "facts": {"plan": "shard=3"}}
+    said = {"folder": str(folder), "step": NAME.step, "attempt": NAME.attempt, "file": FILES[rank]}
+    return said if rank else {**said, "files": FILES, "values": {"position": 960}, "facts": {"plan": "shard=3"}}
 
 
 class Writer:
@@ -40,10 +39,11 @@ class Writer:
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, pass_fds=[self._memory]
         )
+        self.tell({"bytes": SIZES[rank], "pieces": []})
 
-    def start(self, job: dict[str, Any]) -> None:
+    def tell(self, said: dict[str, Any]) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(job) + "\n")
+        self.process.stdin.write(json.dumps(said) + "\n")
         self.process.stdin.flush()
 
     def answer(self) -> dict[str, Any]:
@@ -71,11 +71,11 @@ def test_all_ranks_files_become_one_checkpoint(tmp_path: Path, writers: list[Wri
     folder = Folder(tmp_path / "checkpoints")
     for rank in (0, 2, 1):
         assert folder.names() == []
-        writers[rank].start(job(folder.path, rank))
+        writers[rank].tell(job(folder.path, rank))
     assert [writer.answer() for writer in writers] == [{"step": 60, "error": None}] * 3
     assert folder.names() == [NAME]
     manifest = Manifest.decode(folder.read(NAME, MANIFEST))
-    assert (manifest.step, manifest.values, manifest.facts) == (60, {"position": 960, "of": {"0": 0, "1": 1, "2": 2}}, {"plan": "shard=3"})
+    assert (manifest.step, manifest.values, manifest.facts) == (60, {"position": 960}, {"plan": "shard=3"})
     assert sorted(os.listdir(folder.path / str(NAME))) == [MANIFEST, *FILES]
     for rank, file in enumerate(FILES):
         assert folder.read(NAME, file) == image(rank)
@@ -84,15 +84,15 @@ def test_all_ranks_files_become_one_checkpoint(tmp_path: Path, writers: list[Wri
 
 def test_what_cannot_be_written_is_said(tmp_path: Path, writers: list[Writer]) -> None:
     (tmp_path / "file").touch()
-    writers[1].start(job(tmp_path / "file", 1))
+    writers[1].tell(job(tmp_path / "file", 1))
     assert writers[1].answer()["error"].startswith("Not a directory")
-    writers[1].start(job(tmp_path / "folder", 1))  # and it goes on
+    writers[1].tell(job(tmp_path / "folder", 1))  # and it goes on
     assert writers[1].answer()["error"] is None
 
 
 def test_it_ends_with_its_input_though_it_waits_for_others(tmp_path: Path, writers: list[Writer]) -> None:
     folder = Folder(tmp_path)
-    writers[0].start(job(tmp_path, 0))
+    writers[0].tell(job(tmp_path, 0))
     while folder.written(NAME, f"{FILES[0]}.json") is None and (folder.written(NAME, FILES[0]) or b"") != image(0):
         assert writers[0].process.poll() is None
     assert writers[0].process.stdin is not None

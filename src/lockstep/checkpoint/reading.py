@@ -1,4 +1,4 @@
-"""Reading the blocks of a checkpoint, each of them checked, and checking all of them. Needs no torch."""
+"""Reading the blocks of a checkpoint, each of them checked; and checking all, for whoever wants to know only that. Needs no torch."""
 
 from __future__ import annotations
 

@@ -40,7 +40,6 @@ class Saver:
         self._folder = folder
         self._attempt = attempt
         self._held: dict[str, Piece] | None = None
-        self._mine: list[Piece] = []
         self._writer: _Writer | None = None
         self._memory: _Memory | None = None
         self._under_way: int | None = None
@@ -53,13 +52,13 @@ class Saver:
         found = pieces_of(state)
         if any(self._world.gather_values(found != self._held)):
             everyone = self._world.gather_values([piece.say() for piece in found.values()])
-            self._mine = dealt([[Piece.read(said) for said in pieces] for pieces in everyone])[self._world.rank]
-            self._held = found
+            mine = dealt([[Piece.read(said) for said in pieces] for pieces in everyone])[self._world.rank]
             self.close()
-            self._memory = _Memory(Image(self._mine), self._mine)
+            self._memory = _Memory(Image(mine), mine)
+            self._held = found
         assert self._memory is not None
         if self._writer is None or self._writer.has_ended:
-            self._writer = _Writer(self._memory.descriptor)
+            self._writer = _Writer(self._memory)
 
     def save(self, step: int, state: Mapping[str, Tensor], *, values: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
         """Copy the state, and have it written behind what follows. Not while a save is under way.
@@ -77,13 +76,11 @@ class Saver:
             "step": step,
             "attempt": self._attempt,
             "file": _file(self._world.rank),
-            "bytes": self._memory.image.bytes,
-            "pieces": [[*piece.say(), self._memory.image.span(piece)[0]] for piece in self._mine],
             "values": values,
         }
         if self._world.rank == 0:
             job |= {"files": [_file(rank) for rank in range(self._world.size)], "facts": facts}
-        self._writer.start(job)
+        self._writer.tell(job)
         self._under_way = step
 
     @property
@@ -119,7 +116,8 @@ class _Memory:
     """What a file is to be, in memory that another process sees too."""
 
     def __init__(self, image: Image, pieces: Sequence[Piece]) -> None:
-        self.image = image
+        self.layout = {"bytes": image.bytes, "pieces": [[*piece.say(), image.span(piece)[0]] for piece in pieces]}
+        """For the process that writes: what lies where."""
         self.descriptor = os.memfd_create("lockstep-checkpoint")
         os.ftruncate(self.descriptor, image.bytes)
         self._mapped = mmap.mmap(self.descriptor, image.bytes)
@@ -144,17 +142,18 @@ class _Memory:
 class _Writer:
     """The process that writes (`lockstep.checkpoint.writer`)."""
 
-    def __init__(self, memory: int) -> None:
-        command = [sys.executable, "-m", "lockstep.checkpoint.writer", str(memory)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[memory])
+    def __init__(self, memory: _Memory) -> None:
+        command = [sys.executable, "-m", "lockstep.checkpoint.writer", str(memory.descriptor)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[memory.descriptor])
+        self.tell(memory.layout)
 
     @property
     def has_ended(self) -> bool:
         return self._process.poll() is not None
 
-    def start(self, job: Mapping[str, Any]) -> None:
+    def tell(self, said: Mapping[str, Any]) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(job).encode() + b"\n")
+        self._process.stdin.write(json.dumps(said).encode() + b"\n")
         self._process.stdin.flush()
 
     def answer(self, timeout_seconds: float) -> dict[str, Any] | None:

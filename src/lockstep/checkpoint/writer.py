@@ -1,7 +1,8 @@
 """The process behind a training process that hashes, writes and commits what it saves: `python -m lockstep.checkpoint.writer MEMORY`.
 
-It imports no torch. MEMORY is a descriptor of memory that it shares with the training process, in which a file lies as it is to be. A line
-on its standard input is a job, JSON; a line on its standard output is what came of it. It ends when its input does.
+It imports no torch. MEMORY is a descriptor of memory that it shares with the training process, in which a file lies as it is to be. The
+first line on its standard input, JSON, says what lies where in it; every other is a job; a line on its standard output is what came of it.
+It ends when its input does.
 
 Every rank writes its own file, and beside it a note of its blocks. Rank 0 waits for the notes of all, makes the manifest of them, and
 commits.
@@ -29,7 +30,7 @@ WAIT_SECONDS = 0.02
 """Between two looks for the other ranks' notes."""
 
 
-def save(job: dict[str, Any], image: memoryview) -> None:
+def save(job: dict[str, Any], places: tuple[Place, ...], image: memoryview) -> None:
     """Write this rank's file, and on rank 0 make a checkpoint of all. Raises `OSError`."""
     folder, name = Folder(Path(job["folder"])), Name(job["step"], job["attempt"])
     folder.begin(name)
@@ -40,7 +41,6 @@ def save(job: dict[str, Any], image: memoryview) -> None:
         return block
 
     folder.write(name, job["file"], map(hashed, cut(image)))
-    places = tuple(Place(tuple(piece), start) for *piece, start in job["pieces"])
     mine = File(Seal(len(image), tuple(blocks)), places)
     if "files" not in job:
         folder.write(name, note(job["file"]), [json.dumps([mine.say(), job["values"]]).encode()])
@@ -75,19 +75,21 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     os.nice(NICE)
     memory = int(sys.argv[1])
-    jobs = _Jobs()
+    lines = _Lines()
+    layout = lines.next()
+    places = tuple(Place(tuple(piece), start) for *piece, start in layout["pieces"])
     while True:
-        job = jobs.next()
+        job = lines.next()
         try:
-            with mmap.mmap(memory, job["bytes"], prot=mmap.PROT_READ) as mapped, memoryview(mapped) as image:
-                save(job, image)
+            with mmap.mmap(memory, layout["bytes"], prot=mmap.PROT_READ) as mapped, memoryview(mapped) as image:
+                save(job, places, image)
             said = {"step": job["step"], "error": None}
         except OSError as error:
             said = {"step": job["step"], "error": f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")}
         print(json.dumps(said), flush=True)
 
 
-class _Jobs:
+class _Lines:
     """Lines of the standard input. Where it ends, so does this process, whatever it is doing."""
 
     def __init__(self) -> None:
