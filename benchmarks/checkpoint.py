@@ -1,4 +1,4 @@
-"""What a save costs a training run, beside `torch.save` on rank 0, as in tutorials, and DCP's `save` and `async_save`; and what loading costs.
+"""What a save costs a training run, beside `torch.save` on rank 0, as in tutorials, and beside DCP; and how fast loading is.
 
     python benchmarks/checkpoint.py [--nproc 2] [--layers 14] [--width 768] [--rounds 9] [--steps 4] [--folder DIR] [--json FILE]
 

@@ -27,7 +27,7 @@ def image(rank: int) -> bytes:
 
 
 def job(folder: Path, rank: int) -> dict[str, Any]:
-    said = {"folder": str(folder), "step": NAME.step, "attempt": NAME.attempt, "file": FILES[rank]}
+    said = {"folder": str(folder), "step": NAME.step, "attempt": NAME.attempt, "save": "5a5e", "file": FILES[rank]}
     return said if rank else {**said, "files": FILES, "values": {"position": 960}, "facts": {"plan": "shard=3"}}
 
 

@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 MANIFEST = "manifest.json"
 PAGE_BYTES = 4096
@@ -39,14 +40,62 @@ class Name:
         return None if found is None else cls(int(found[1]), found[2])
 
 
+class Storage(Protocol):
+    """The checkpoints of a run, wherever they are. All raise `OSError`."""
+
+    @property
+    def wait_seconds(self) -> float:
+        """Between two looks for a file that another process is to write."""
+
+    def names(self) -> list[Name]:
+        """Of all that are complete, in order of their steps."""
+
+    def clear(self) -> None:
+        """Remove what was never committed. For whoever holds the run's lock, before the first save."""
+
+    def begin(self, name: Name) -> None:
+        """Make the place of a checkpoint to be. Every rank may; one is enough. Raises `FileExistsError` where there is such a checkpoint."""
+
+    def write(self, name: Name, file: str, chunks: Iterable[bytes | memoryview]) -> None:
+        """Write one file of a checkpoint to be; it lasts once this returns."""
+
+    def written(self, name: Name, file: str) -> bytes | None:
+        """A file of a checkpoint to be; None where it is not there."""
+
+    def drop(self, name: Name, file: str) -> None:
+        """Remove a file of a checkpoint to be."""
+
+    def claim(self, name: Name, file: str) -> bool:
+        """Whether this process is the first to claim a file of a checkpoint to be. The claim is a file beside it, `<file>.claim`."""
+
+    def commit(self, name: Name, manifest: bytes) -> None:
+        """Make it a checkpoint: it has all its other files by now. One rank."""
+
+    def size(self, name: Name, file: str) -> int:
+        """The bytes that a file of a checkpoint has."""
+
+    def read(self, name: Name, file: str, start: int = 0, stop: int | None = None) -> bytes:
+        """The bytes [start, stop) of a file of a checkpoint; fewer where it is shorter."""
+
+    def read_into(self, name: Name, file: str, start: int, parts: Iterable[memoryview]) -> int:
+        """Read a file of a checkpoint, from `start` on, into memory, part behind part. Returns how many bytes there were."""
+
+    def delete(self, name: Name) -> None:
+        """Take a checkpoint away, so that none is ever half there."""
+
+
 class Folder:
-    """The checkpoints in one folder."""
+    """The checkpoints in one folder: a `Storage`."""
+
+    wait_seconds = 0.02
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
+    def __str__(self) -> str:
+        return str(self.path)
+
     def names(self) -> list[Name]:
-        """Of all that are complete, in order of their steps."""
         try:
             entries = os.listdir(self.path)
         except FileNotFoundError:
@@ -54,16 +103,15 @@ class Folder:
         return sorted(name for entry in entries if (name := Name.read(entry)) is not None)
 
     def clear(self) -> None:
-        """Remove what was never committed. For whoever holds the run's lock, before the first save."""
         for entry in self.path.glob(".step-*"):
             shutil.rmtree(entry)
 
     def begin(self, name: Name) -> None:
-        """Make the place of a checkpoint to be. Every rank may; one is enough."""
+        if (self.path / str(name)).exists():
+            raise FileExistsError(errno.EEXIST, "it is there already", str(self.path / str(name)))
         self._hidden(name).mkdir(parents=True, exist_ok=True)
 
     def write(self, name: Name, file: str, chunks: Iterable[bytes | memoryview]) -> None:
-        """Write and sync one file of a checkpoint to be."""
         opened = os.open(self._hidden(name) / file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         try:
             for chunk in chunks:
@@ -75,14 +123,12 @@ class Folder:
             os.close(opened)
 
     def written(self, name: Name, file: str) -> bytes | None:
-        """A file of a checkpoint to be; None where it is not there."""
         try:
             return (self._hidden(name) / file).read_bytes()
         except FileNotFoundError:
             return None
 
     def claim(self, name: Name, file: str) -> bool:
-        """Whether this process is the first to claim a file of a checkpoint to be. The claim is a file beside it, `<file>.claim`."""
         try:
             os.close(os.open(self._hidden(name) / f"{file}.claim", os.O_WRONLY | os.O_CREAT | os.O_EXCL))
         except FileExistsError:
@@ -90,25 +136,24 @@ class Folder:
         return True
 
     def drop(self, name: Name, file: str) -> None:
-        """Remove a file of a checkpoint to be."""
         (self._hidden(name) / file).unlink()
 
     def commit(self, name: Name, manifest: bytes) -> None:
-        """Make it a checkpoint: it has all its other files by now. One rank."""
         self.write(name, MANIFEST, [manifest])
         _sync(self._hidden(name))
         os.rename(self._hidden(name), self.path / str(name))
         _sync(self.path)
 
+    def size(self, name: Name, file: str) -> int:
+        return (self.path / str(name) / file).stat().st_size
+
     def read(self, name: Name, file: str, start: int = 0, stop: int | None = None) -> bytes:
-        """The bytes [start, stop) of a file of a checkpoint; fewer where it is shorter."""
         with open(self.path / str(name) / file, "rb", buffering=0) as opened:
             size = os.fstat(opened.fileno()).st_size
             opened.seek(start)
             return opened.read(max(0, min(size, size if stop is None else stop) - start))
 
     def read_into(self, name: Name, file: str, start: int, parts: Iterable[memoryview]) -> int:
-        """Read a file of a checkpoint, from `start` on, into memory, part behind part. Returns how many bytes there were."""
         at = start
         opened = os.open(self.path / str(name) / file, os.O_RDONLY)
         try:
@@ -124,7 +169,6 @@ class Folder:
         return at - start
 
     def delete(self, name: Name) -> None:
-        """Take a checkpoint away: at one stroke, so that none is ever half there."""
         hidden = self.path / f".{name}.deleted"
         os.rename(self.path / str(name), hidden)
         _sync(self.path)

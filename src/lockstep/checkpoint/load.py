@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint.blocks import BLOCK_BYTES, Seal
-from lockstep.checkpoint.folder import Folder, Name
+from lockstep.checkpoint.folder import Name, Storage
 from lockstep.checkpoint.manifest import Damaged, Unreachable
 from lockstep.checkpoint.pieces import Copy, Piece, copies, torch_dtype
 from lockstep.checkpoint.reading import THREADS, read_block, read_manifest
@@ -90,7 +90,7 @@ class _Block:
 class Reader:
     """One checkpoint, for one rank."""
 
-    def __init__(self, folder: Folder, name: Name) -> None:
+    def __init__(self, folder: Storage, name: Name) -> None:
         """Raises `Damaged`, `Unreadable`, `Unreachable`."""
         self._folder = folder
         self._name = name

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 from lockstep.checkpoint.blocks import BLOCK_BYTES, Seal
-from lockstep.checkpoint.folder import MANIFEST, Folder, Name
+from lockstep.checkpoint.folder import MANIFEST, Name, Storage
 from lockstep.checkpoint.manifest import Damaged, Manifest, Unreachable
 
 THREADS = 2
@@ -17,14 +17,14 @@ DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO)
 """What the system says of a file that is not there, or not as it was written."""
 
 
-def read_manifest(folder: Folder, name: Name) -> Manifest:
+def read_manifest(folder: Storage, name: Name) -> Manifest:
     """Raises `Damaged`, `Unreadable`, `Unreachable`."""
     with _in_words(MANIFEST):
         data = folder.read(name, MANIFEST)
     return Manifest.decode(data)
 
 
-def read_block(folder: Folder, name: Name, file: str, seal: Seal, block: int, parts: Sequence[memoryview]) -> None:
+def read_block(folder: Storage, name: Name, file: str, seal: Seal, block: int, parts: Sequence[memoryview]) -> None:
     """Read a block into memory, part behind part, as long as the block together, and check it. Raises `Damaged`, `Unreachable`."""
     start, stop = seal.span(block)
     with _in_words(file):
@@ -35,7 +35,7 @@ def read_block(folder: Folder, name: Name, file: str, seal: Seal, block: int, pa
         raise Damaged(f"{file} has other bytes than were written between {start} and {stop}")
 
 
-def check(folder: Folder, name: Name) -> list[str]:
+def check(folder: Storage, name: Name) -> list[str]:
     """Read every byte of a checkpoint. Returns what is damaged, in words; nothing where it is whole. Raises `Unreadable`, `Unreachable`."""
     try:
         manifest = read_manifest(folder, name)
@@ -43,21 +43,29 @@ def check(folder: Folder, name: Name) -> list[str]:
         return [str(error)]
     with ThreadPoolExecutor(THREADS) as threads:
         found = list(threads.map(lambda share: _damage(folder, name, manifest, share), range(THREADS)))
-    return list(dict.fromkeys(text for _, text in sorted(text for share in found for text in share)))
+    return list(dict.fromkeys(text for _, text in sorted(place for share in found for place in share)))
 
 
-def _damage(folder: Folder, name: Name, manifest: Manifest, share: int) -> list[tuple[tuple[str, int], str]]:
-    """In every so many-th block of each file: where it is, and what. A file's end is looked at by the share that has its last block."""
+def _damage(folder: Storage, name: Name, manifest: Manifest, share: int) -> list[tuple[tuple[str, int], str]]:
+    """In every so many-th block of each file: where it is, and what. The first share looks at the files' ends."""
     found: list[tuple[tuple[str, int], str]] = []
     room = memoryview(bytearray(BLOCK_BYTES))
     for file, entry in manifest.files.items():
         seal = entry.seal
+        try:
+            with _in_words(file):
+                size = folder.size(name, file)
+            if size > seal.size_bytes:
+                found.append(((file, len(seal.blocks)), f"{file} goes on behind its end, after {seal.size_bytes} bytes"))
+        except Damaged as error:
+            found.append(((file, 0), str(error)))
+            continue
         for block in range(share, len(seal.blocks), THREADS):
             start, stop = seal.span(block)
+            if start and start >= size:
+                break
             try:
                 read_block(folder, name, file, seal, block, [room[: stop - start]])
-                if stop == seal.size_bytes and folder.read(name, file, stop, stop + 1):
-                    raise Damaged(f"{file} goes on behind its end, after {stop} bytes")
             except Damaged as error:
                 found.append(((file, block), str(error)))
     return found

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint.blocks import Seal, cut, digest
-from lockstep.checkpoint.folder import Folder, Name
+from lockstep.checkpoint.folder import Name, Storage
 from lockstep.checkpoint.image import Image
 from lockstep.checkpoint.manifest import File, Manifest, Place, merged
 from lockstep.checkpoint.pieces import pieces_of
@@ -25,7 +25,7 @@ _COMMIT = "commit"
 
 
 def rescue(
-    folder: Folder,
+    folder: Storage,
     name: Name,
     *,
     place: int,
@@ -49,7 +49,7 @@ def rescue(
     return True
 
 
-def _write(folder: Folder, name: Name, file: str, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+def _write(folder: Storage, name: Name, file: str, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
     pieces = list(pieces_of(tensors).values())
     image = Image(pieces)
     content = torch.empty(image.bytes, dtype=torch.uint8)
@@ -65,7 +65,7 @@ def _write(folder: Folder, name: Name, file: str, tensors: Mapping[str, Tensor],
     folder.write(name, note(file), [json.dumps([mine.say(), values]).encode()])
 
 
-def _commit(folder: Folder, name: Name, notes: list[Any], facts: Mapping[str, Any]) -> None:
+def _commit(folder: Storage, name: Name, notes: list[Any], facts: Mapping[str, Any]) -> None:
     files = {_file(place): File.read(said) for place, (said, _) in enumerate(notes)}
     for place in range(len(notes)):
         folder.drop(name, note(_file(place)))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import secrets
 import select
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,8 +51,13 @@ class Saver:
 
         The first `save` does it too, and training waits for it then: longer than for any save after it. Not while a save is under way.
         """
+        self._agree(state)
+
+    def _agree(self, state: Mapping[str, Tensor]) -> str:
+        """Prepare. Returns what the next save is known by among the ranks: what an earlier one left must not be taken for it."""
         found = pieces_of(state)
-        if any(self._world.gather_values(found != self._held)):
+        said = self._world.gather_values([found != self._held, secrets.token_hex(4)])
+        if any(changed for changed, _ in said):
             everyone = self._world.gather_values([piece.say() for piece in found.values()])
             mine = dealt([[Piece.read(said) for said in pieces] for pieces in everyone])[self._world.rank]
             self.close()
@@ -59,6 +66,7 @@ class Saver:
         assert self._memory is not None
         if self._writer is None or self._writer.has_ended:
             self._writer = _Writer(self._memory)
+        return str(said[0][1])
 
     def save(self, step: int, state: Mapping[str, Tensor], *, values: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
         """Copy the state, and have it written behind what follows. Not while a save is under way.
@@ -67,7 +75,7 @@ class Saver:
         merged. `facts`: JSON, rank 0's count.
         """
         assert self._under_way is None, "one save at a time"
-        self.prepare(state)
+        known_by = self._agree(state)
         assert self._memory is not None
         assert self._writer is not None
         self._memory.copy(state)
@@ -75,6 +83,7 @@ class Saver:
             "folder": str(self._folder),
             "step": step,
             "attempt": self._attempt,
+            "save": known_by,
             "file": _file(self._world.rank),
             "values": values,
         }
@@ -103,13 +112,19 @@ class Saver:
         step, self._under_way = self._under_way, None
         return Ended(step, answer["error"])
 
+    def abandon(self) -> None:
+        """End the save under way, if there is one, without an answer: where it failed on another rank, rank 0's has no end of its own."""
+        if self._under_way is not None and self._writer is not None:
+            self._writer.close()
+        self._under_way = None
+
     def close(self) -> None:
         """Give everything up: a save under way too."""
         if self._writer is not None:
             self._writer.close()
         if self._memory is not None:
             self._memory.close()
-        self._writer = self._memory = None
+        self._writer = self._memory = self._held = self._under_way = None
 
 
 class _Memory:
@@ -153,8 +168,9 @@ class _Writer:
 
     def tell(self, said: Mapping[str, Any]) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(said).encode() + b"\n")
-        self._process.stdin.flush()
+        with suppress(BrokenPipeError):  # it has ended, which `answer` says
+            self._process.stdin.write(json.dumps(said).encode() + b"\n")
+            self._process.stdin.flush()
 
     def answer(self, timeout_seconds: float) -> dict[str, Any] | None:
         assert self._process.stdout is not None

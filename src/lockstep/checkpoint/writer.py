@@ -17,22 +17,20 @@ import signal
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint.blocks import Seal, cut, digest
-from lockstep.checkpoint.folder import Folder, Name
+from lockstep.checkpoint.folder import Name, Storage
 from lockstep.checkpoint.manifest import File, Manifest, Place, merged
+from lockstep.checkpoint.store import folder_at
 
 NICE = 10
 """How much this process stands back where training wants the processors."""
-WAIT_SECONDS = 0.02
-"""Between two looks for the other ranks' notes."""
 
 
 def save(job: dict[str, Any], places: tuple[Place, ...], image: memoryview) -> None:
     """Write this rank's file, and on rank 0 make a checkpoint of all. Raises `OSError`."""
-    folder, name = Folder(Path(job["folder"])), Name(job["step"], job["attempt"])
+    folder, name = folder_at(job["folder"]), Name(job["step"], job["attempt"])
     folder.begin(name)
     blocks: list[str] = []
 
@@ -43,10 +41,10 @@ def save(job: dict[str, Any], places: tuple[Place, ...], image: memoryview) -> N
     folder.write(name, job["file"], map(hashed, cut(image)))
     mine = File(Seal(len(image), tuple(blocks)), places)
     if "files" not in job:
-        folder.write(name, note(job["file"]), [json.dumps([mine.say(), job["values"]]).encode()])
+        folder.write(name, note(job["file"]), [json.dumps([job["save"], mine.say(), job["values"]]).encode()])
         return
     others = [file for file in job["files"] if file != job["file"]]
-    notes = {file: _awaited(folder, name, file) for file in others}
+    notes = {file: _awaited(folder, name, file, job["save"]) for file in others}
     files = {job["file"]: mine} | {file: File.read(said) for file, (said, _) in notes.items()}
     values = merged([job["values"], *(theirs for _, theirs in notes.values())])
     for file in others:
@@ -54,15 +52,17 @@ def save(job: dict[str, Any], places: tuple[Place, ...], image: memoryview) -> N
     folder.commit(name, Manifest(step=name.step, files=files, values=values, facts=job["facts"]).encode())
 
 
-def _awaited(folder: Folder, name: Name, file: str) -> Any:
-    """Another rank's note. Until it is there; where that never is, the training process ends the wait by ending this process."""
+def _awaited(folder: Storage, name: Name, file: str, save: str) -> tuple[Any, Any]:
+    """From another rank's note of this save, its file and values. Until it is there; where that never is, the training process ends this."""
     while True:
         if (said := folder.written(name, note(file))) is not None:
             try:
-                return json.loads(said)
+                of, mine, values = json.loads(said)
             except ValueError:
-                pass  # still being written
-        time.sleep(WAIT_SECONDS)
+                of = None  # still being written
+            if of == save:
+                return mine, values
+        time.sleep(folder.wait_seconds)
 
 
 def note(file: str) -> str:

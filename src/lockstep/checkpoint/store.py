@@ -1,0 +1,169 @@
+"""Where the checkpoints of a run are, on an object store: any that fsspec has a driver for. There is no rename, so the manifest, written
+last, is what makes a checkpoint. Needs no torch.
+
+An upload that was killed may leave parts that no listing of files shows, and that are paid for: a rule of the bucket for incomplete
+uploads takes them away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from lockstep.checkpoint.folder import MANIFEST, Folder, Name, Storage
+from lockstep.errors import RunDirectoryError
+
+PART_BYTES = 16 << 20
+"""Of an upload: what is in memory at once. S3 takes 10,000 parts."""
+WITHOUT_FOLDERS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci")
+"""There a folder to be made would be a bucket."""
+OPTIONS: dict[str, dict[str, Any]] = {
+    "s3": {"config_kwargs": {"connect_timeout": 5, "read_timeout": 15, "retries": {"total_max_attempts": 2, "mode": "standard"}}}
+}
+"""Of a driver: with these, and the five attempts that s3fs makes of each call, whatever is asked of a dead server ends within minutes."""
+OPTIONS["s3a"] = OPTIONS["s3"]
+PACKAGES = {"s3": "'lockstep-train[s3]'", "s3a": "'lockstep-train[s3]'"}
+
+
+def folder_at(place: Path | str) -> Storage:
+    """The checkpoints at a path or a URL (s3://bucket/run). Raises `RunDirectoryError` where no driver reads such a URL."""
+    protocol, separator, path = str(place).partition("://")
+    if not separator:
+        return Folder(Path(place))
+    if protocol == "file":
+        return Folder(Path(path))
+    if protocol == "memory":
+        raise RunDirectoryError(f"{place} is memory of one process, and another writes the checkpoints; give a path, or a URL of a store")
+    return Store(str(place))
+
+
+class Store:
+    """The checkpoints under one URL: a `Storage`. What the driver raises becomes an `OSError` that says it in words."""
+
+    wait_seconds = 0.5
+
+    def __init__(self, url: str) -> None:
+        """Asks nothing of the store yet. Raises `RunDirectoryError`."""
+        import fsspec  # type: ignore[import-untyped]  # here: it is memory that the process that writes to a path can do without
+        from fsspec.registry import known_implementations  # type: ignore[import-untyped]
+
+        protocol = url.partition("://")[0]
+        try:
+            driver = fsspec.get_filesystem_class(protocol)
+        except ValueError as error:
+            raise RunDirectoryError(f"{url}: no driver is known for {protocol}://; give a path, or a URL like s3://bucket/run") from error
+        except ImportError as error:
+            said = known_implementations[protocol]["err"] if protocol in known_implementations else str(error)
+            remedy = f"pip install {PACKAGES[protocol]}" if protocol in PACKAGES else said
+            raise RunDirectoryError(f"{url}: the driver of {protocol}:// is not installed; {remedy}") from error
+        self.url = url.rstrip("/")
+        self._fs = driver(use_listings_cache=False, **OPTIONS.get(protocol, {}))
+        self._makes_folders = protocol not in WITHOUT_FOLDERS
+
+    def __str__(self) -> str:
+        return self.url
+
+    def names(self) -> list[Name]:
+        with self._in_words():
+            return sorted(name for name in self._all() if self._fs.exists(self._at(name, MANIFEST)))
+
+    def clear(self) -> None:
+        with self._in_words():
+            for name in self._all():
+                if not self._fs.exists(self._at(name, MANIFEST)):
+                    self._fs.rm(self._at(name), recursive=True)
+
+    def begin(self, name: Name) -> None:
+        with self._in_words():
+            if self._fs.exists(self._at(name, MANIFEST)):
+                raise FileExistsError(f"{self._at(name)} is there already")
+            if self._makes_folders:
+                self._fs.makedirs(self._at(name), exist_ok=True)
+
+    def write(self, name: Name, file: str, chunks: Iterable[bytes | memoryview]) -> None:
+        with self._in_words():
+            opened = self._fs.open(self._at(name, file), "wb", block_size=PART_BYTES)
+            try:
+                for chunk in chunks:
+                    opened.write(chunk)
+                opened.close()
+            except BaseException:
+                with suppress(Exception):
+                    opened.discard()  # the parts that are there
+                opened.closed = True  # or it would be tried again when this object goes
+                raise
+
+    def written(self, name: Name, file: str) -> bytes | None:
+        try:
+            return self.read(name, file)
+        except FileNotFoundError:
+            return None
+
+    def drop(self, name: Name, file: str) -> None:
+        with self._in_words():
+            self._fs.rm_file(self._at(name, file))
+
+    def claim(self, name: Name, file: str) -> bool:
+        with self._in_words():
+            try:
+                self._fs.pipe_file(self._at(name, f"{file}.claim"), b"", mode="create")
+            except FileExistsError:
+                return False
+        return True
+
+    def commit(self, name: Name, manifest: bytes) -> None:
+        self.write(name, MANIFEST, [manifest])
+
+    def size(self, name: Name, file: str) -> int:
+        with self._in_words():
+            return int(self._fs.size(self._at(name, file)))
+
+    def read(self, name: Name, file: str, start: int = 0, stop: int | None = None) -> bytes:
+        with self._in_words():
+            found: bytes = self._fs.cat_file(self._at(name, file), start=start or None, end=stop)
+            return found
+
+    def read_into(self, name: Name, file: str, start: int, parts: Iterable[memoryview]) -> int:
+        parts = list(parts)
+        wanted = sum(map(len, parts))
+        try:
+            data = memoryview(self.read(name, file, start, start + wanted))
+        except FileNotFoundError:
+            raise
+        except OSError:
+            if self.size(name, file) > start:
+                raise
+            return 0  # stores refuse to read from behind the end
+        at = 0
+        for part in parts:
+            got = data[at : at + len(part)]
+            part[: len(got)] = got
+            at += len(got)
+        return at
+
+    def delete(self, name: Name) -> None:
+        self.drop(name, MANIFEST)
+        with self._in_words():
+            self._fs.rm(self._at(name), recursive=True)
+
+    def _all(self) -> list[Name]:
+        """With a manifest and without."""
+        try:
+            entries = self._fs.ls(self.url, detail=False)
+        except FileNotFoundError:
+            return []
+        return [name for entry in entries if (name := Name.read(entry.rstrip("/").rpartition("/")[2])) is not None]
+
+    def _at(self, name: Name, file: str = "") -> str:
+        return f"{self.url}/{name}/{file}".rstrip("/")
+
+    @contextmanager
+    def _in_words(self) -> Iterator[None]:
+        try:
+            yield
+        except (FileNotFoundError, FileExistsError):
+            raise
+        except Exception as error:  # drivers raise whatever their own libraries do
+            raise OSError(f"{self.url}: {type(error).__name__}: {error}") from error
