@@ -54,7 +54,7 @@ class Storage(Protocol):
         """Remove what was never committed. For whoever holds the run's lock, before the first save."""
 
     def begin(self, name: Name) -> None:
-        """Make the place of a checkpoint to be. Every rank may; one is enough. Raises `FileExistsError` where there is such a checkpoint."""
+        """Make the place of a checkpoint to be. Every rank may; one is enough. Raises `FileExistsError` where there is one."""
 
     def write(self, name: Name, file: str, chunks: Iterable[bytes | memoryview]) -> None:
         """Write one file of a checkpoint to be; it lasts once this returns."""

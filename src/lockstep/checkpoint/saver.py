@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lockstep.checkpoint.image import Image
 from lockstep.checkpoint.pieces import Piece, dealt, pieces_of, torch_dtype
+from lockstep.checkpoint.store import folder_at
 from lockstep.comm.group import World
 from lockstep.comm.mesh import held
 
@@ -37,7 +38,11 @@ class Saver:
     """One a rank; every rank makes it, and calls `save`, alike. At most one save is under way."""
 
     def __init__(self, world: World, folder: Path | str, attempt: str) -> None:
-        """`folder`: a path or a URL, as `folder.folder_at` takes it. `attempt`: see `folder.Name`; the same on every rank."""
+        """`folder`: a path or a URL, as `store.folder_at` takes it. `attempt`: see `folder.Name`; the same on every rank.
+
+        Raises `RunDirectoryError` where no driver for such a URL is installed.
+        """
+        folder_at(folder)
         self._world = world
         self._folder = folder
         self._attempt = attempt
@@ -111,12 +116,6 @@ class Saver:
             return None
         step, self._under_way = self._under_way, None
         return Ended(step, answer["error"])
-
-    def abandon(self) -> None:
-        """End the save under way, if there is one, without an answer: where it failed on another rank, rank 0's has no end of its own."""
-        if self._under_way is not None and self._writer is not None:
-            self._writer.close()
-        self._under_way = None
 
     def close(self) -> None:
         """Give everything up: a save under way too."""

@@ -53,7 +53,7 @@ def save(job: dict[str, Any], places: tuple[Place, ...], image: memoryview) -> N
 
 
 def _awaited(folder: Storage, name: Name, file: str, save: str) -> tuple[Any, Any]:
-    """From another rank's note of this save, its file and values. Until it is there; where that never is, the training process ends this."""
+    """From another rank's note of this save, its file and values. Until it is there; where it never is, the training process ends this."""
     while True:
         if (said := folder.written(name, note(file))) is not None:
             try:
