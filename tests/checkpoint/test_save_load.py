@@ -2,82 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from checkpoint.states import ATTEMPT, load, save, values
 
-from lockstep.checkpoint.blocks import BLOCK_BYTES
 from lockstep.checkpoint.folder import MANIFEST, Folder
 from lockstep.checkpoint.load import Reader
-from lockstep.checkpoint.manifest import Damaged
 from lockstep.checkpoint.saver import Ended, Saver
-from lockstep.comm.group import World, join
-from lockstep.comm.mesh import Mesh, whole
-from lockstep.plan import Plan
+from lockstep.comm.group import join
 from lockstep.testing.pool import WorkerPool
-
-SHAPES = {"rows": (7, 5), "columns": (3, 4), "whole": (5,), "few": (2, 3), "step": (), "none": (0, 3), "large": (3 * BLOCK_BYTES // 8, 2)}
-TYPES = {"rows": torch.bfloat16, "step": torch.int64, "columns": torch.bool}
-CUTS = {"rows": Shard(0), "columns": Shard(1), "few": Shard(0), "large": Shard(0)}
-ATTEMPT = "00c0ffee"
-
-
-def values(seed: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {name: (torch.randn(shape, generator=generator) * 9).to(TYPES.get(name, torch.float32)) for name, shape in SHAPES.items()}
-
-
-def here() -> World:
-    return join(rank=int(os.environ["RANK"]), size=int(os.environ["WORLD_SIZE"]), local_rank=int(os.environ["RANK"]), local_size=1)
-
-
-def laid_out(state: dict[str, Tensor], world: World, *, turned: bool) -> dict[str, Tensor]:
-    """`turned`: what is cut by rows is cut by columns, and the other way."""
-    mesh = Mesh.of(world, Plan.parse(f"shard={world.size}").resolve(world.size)).torch_mesh
-    if mesh is None:
-        return state
-    cuts = {name: Shard(1 - cut.dim) if turned else cut for name, cut in CUTS.items()}
-    return {name: distribute_tensor(value, mesh, [cuts.get(name, Replicate())]) if name in cuts else value for name, value in state.items()}
-
-
-def save(folder: str, steps: list[int]) -> list[Ended | None]:
-    world = here()
-    saver = Saver(world, Path(folder), ATTEMPT)
-    ended = []
-    try:
-        for step in steps:
-            saver.save(step, laid_out(values(step), world, turned=False), values={"step": step}, facts={"processes": world.size})
-            ended.append(saver.poll(30))
-            if world.size > 1:
-                torch.distributed.barrier()
-        assert saver.poll() is None
-    finally:
-        saver.close()
-    return ended
-
-
-def load(folder: str, turned: bool = False) -> list[str]:
-    """What came of loading each checkpoint, in order."""
-    world = here()
-    said = []
-    for name in Folder(Path(folder)).names():
-        state = laid_out({key: torch.zeros_like(value) for key, value in values(0).items()}, world, turned=turned)
-        try:
-            reader = Reader(Folder(Path(folder)), name)
-            reader.fill(state, world)
-        except Damaged as error:
-            said.append(str(error))
-            continue
-        truth = values(name.step)
-        same = all(torch.equal(whole(state[key]), truth[key]) for key in truth)
-        said.append("same" if same and reader.manifest.values == {"step": name.step} else "other")
-    return said
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

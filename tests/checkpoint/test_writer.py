@@ -27,7 +27,14 @@ def image(rank: int) -> bytes:
 
 
 def job(folder: Path, rank: int) -> dict[str, Any]:
-    said = {"folder": str(folder), "step": NAME.step, "attempt": NAME.attempt, "save": "5a5e", "file": FILES[rank], "values": {f"of {rank}": rank}}
+    said = {
+        "folder": str(folder),
+        "step": NAME.step,
+        "attempt": NAME.attempt,
+        "save": "5a5e",
+        "file": FILES[rank],
+        "values": {f"of {rank}": rank},
+    }
     return said if rank else {**said, "files": FILES, "facts": {"plan": "shard=3"}}
 
 

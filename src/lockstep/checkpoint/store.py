@@ -7,6 +7,7 @@ uploads takes them away.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -77,10 +78,11 @@ class Store:
 
     def begin(self, name: Name) -> None:
         with self._in_words():
-            if self._fs.exists(self._at(name, MANIFEST)):
-                raise FileExistsError(f"{self._at(name)} is there already")
+            is_there = self._fs.exists(self._at(name, MANIFEST))
             if self._makes_folders:
                 self._fs.makedirs(self._at(name), exist_ok=True)
+        if is_there:
+            raise FileExistsError(errno.EEXIST, "it is there already", self._at(name))
 
     def write(self, name: Name, file: str, chunks: Iterable[bytes | memoryview]) -> None:
         with self._in_words():
@@ -163,7 +165,7 @@ class Store:
     def _in_words(self) -> Iterator[None]:
         try:
             yield
-        except (FileNotFoundError, FileExistsError):
-            raise
+        except FileNotFoundError as error:
+            raise FileNotFoundError(errno.ENOENT, str(error), self.url) from error
         except Exception as error:  # drivers raise whatever their own libraries do
             raise OSError(f"{self.url}: {type(error).__name__}: {error}") from error

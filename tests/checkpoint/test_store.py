@@ -1,0 +1,200 @@
+"""Checkpoints on an object store: what holds in a folder holds there, and a server that goes away costs the save under way, no more."""
+
+from __future__ import annotations
+
+import os
+import socket
+import urllib.request
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from checkpoint import states
+from checkpoint.servers import Line, end_fsspec, environment, s3
+
+from lockstep.checkpoint import store
+from lockstep.checkpoint.folder import Folder, Name, Storage
+from lockstep.checkpoint.reading import check
+from lockstep.checkpoint.saver import Ended
+from lockstep.checkpoint.store import PART_BYTES, Store, folder_at
+from lockstep.errors import RunDirectoryError
+from lockstep.testing.pool import WorkerPool
+
+NAME = Name(40, "0000000a")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server() -> Iterator[int]:
+    with s3() as port:
+        yield port
+
+
+@pytest.fixture
+def bucket(server: int, request: pytest.FixtureRequest) -> Iterator[str]:
+    """Its URL, in an environment in which that can be read."""
+    name = f"b{abs(hash(request.node.name))}"
+    urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{server}/{name}", method="PUT")).close()
+    with environment(server):
+        yield f"s3://{name}"
+
+
+@pytest.fixture(params=["path", "memory", "s3"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+    if request.param == "path":
+        return Folder(tmp_path / "run")
+    if request.param == "memory":
+        fsspec.filesystem("memory").store.clear()
+        return Store("memory://run")
+    return Store(request.getfixturevalue("bucket") + "/some/run")
+
+
+def put(storage: Storage, name: Name, *, commit: bool = True) -> None:
+    storage.begin(name)
+    storage.write(name, "a", [b"x" * 10, memoryview(b"y")])
+    if commit:
+        storage.commit(name, b"{}")
+
+
+def test_a_checkpoint_is_complete_or_not_there(storage: Storage) -> None:
+    assert storage.names() == []
+    put(storage, NAME, commit=False)
+    assert storage.written(NAME, "a") == b"x" * 10 + b"y"
+    assert storage.written(NAME, "b") is None
+    assert storage.names() == []
+    storage.commit(NAME, b"{}")
+    with pytest.raises(FileExistsError, match="it is there already"):
+        storage.begin(NAME)
+    put(storage, Name(5, "0000000b"))
+    put(storage, Name(50, "0000000a"), commit=False)
+    assert [name.step for name in storage.names()] == [5, 40]
+    storage.clear()
+    assert storage.written(Name(50, "0000000a"), "a") is None
+    storage.delete(NAME)
+    assert [name.step for name in storage.names()] == [5]
+    with pytest.raises(FileNotFoundError):
+        storage.read(NAME, "a")
+
+
+def test_parts_of_a_file_are_read(storage: Storage) -> None:
+    put(storage, NAME)
+    assert storage.size(NAME, "a") == 11
+    assert (storage.read(NAME, "a", 8), storage.read(NAME, "a", 9, 20), storage.read(NAME, "a", 0, 2)) == (b"xxy", b"xy", b"xx")
+    for start, there in ((8, b"xxy"), (4, b"xxxxxxy"[:6]), (11, b""), (30, b"")):
+        room = bytearray(6)
+        assert storage.read_into(NAME, "a", start, [memoryview(room)[:1], memoryview(room)[1:]]) == len(there)
+        assert room == there.ljust(6, b"\0")
+    with pytest.raises(FileNotFoundError):
+        storage.read_into(NAME, "b", 3, [memoryview(bytearray(1))])
+
+
+def test_one_claim_is_the_first(storage: Storage) -> None:
+    storage.begin(NAME)
+    assert [storage.claim(NAME, "a"), storage.claim(NAME, "a"), storage.claim(NAME, "b")] == [True, False, True]
+
+
+def test_large_files_go_up_in_parts(bucket: str) -> None:
+    content = os.urandom(2 * PART_BYTES + 5)
+    storage = Store(bucket)
+    storage.write(NAME, "a", (content[at : at + 3_000_000] for at in range(0, len(content), 3_000_000)))
+    assert storage.read(NAME, "a") == content
+    assert len(storage._fs.info(f"{bucket}/{NAME}/a")["ETag"].split("-")) == 2, "S3 marks what came in parts"
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_what_is_saved_is_loaded(pool: WorkerPool, bucket: str, server: int, ranks: int) -> None:
+    assert pool.run(ranks, save, bucket, server, [3, 8]) == [[Ended(3, None), Ended(8, None)]] * ranks
+    for readers in (1, 2):
+        assert pool.run(readers, load, bucket, server) == [["same", "same"]] * readers
+    (first, _) = names = Store(bucket).names()
+    assert [check(Store(bucket), name) for name in names] == [[], []]
+    file = "rank-0.safetensors"
+    right = Store(bucket).read(first, file)
+    files = fsspec.filesystem("s3")
+    for wrong, said in {
+        right[:-1]: "ends too early",
+        right[:50]: "ends too early",
+        right[:99] + bytes([right[99] ^ 1]) + right[100:]: "has other bytes",
+    }.items():
+        files.pipe_file(f"{bucket}/{first}/{file}", wrong)
+        assert [damage for found in pool.run(ranks, load, bucket, server) for damage in found if said in damage] != []
+        assert [said in damage for damage in check(Store(bucket), first)] == [True]
+    files.rm_file(f"{bucket}/{first}/{file}")
+    assert pool.run(ranks, load, bucket, server) == [[f"{file} is missing", "same"]] * ranks
+    assert check(Store(bucket), first) == [f"{file} is missing"]
+
+
+def test_a_server_that_goes_away_costs_the_save_under_way(pool: WorkerPool, bucket: str, server: int) -> None:
+    assert pool.run(2, save, bucket, server, [3])[0] == [Ended(3, None)]
+    with closing(Line(server, cut_after_bytes=8_000_000)) as line:
+        for ended in pool.run(2, save, bucket, line.port, [8]):
+            assert ended[0] is None or "EndpointConnectionError" in ended[0].error, ended
+        assert line.was_cut
+        with environment(line.port), pytest.raises(OSError, match=r"s3://.*Could not connect to the endpoint"):
+            Store(bucket).names()
+    assert pool.run(2, load, bucket, server) == [["same"]] * 2
+    with environment(server):
+        Store(bucket).clear()
+        assert {path.split("/")[1] for path in fsspec.filesystem("s3").find(bucket)} == {f"step-00000003-{states.ATTEMPT}"}
+
+
+def test_a_server_that_does_not_answer_is_given_up(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"connect_timeout": 0.1, "read_timeout": 0.1, "retries": store.OPTIONS["s3"]["config_kwargs"]["retries"]}
+    monkeypatch.setitem(store.OPTIONS, "s3", {"config_kwargs": options})
+    with closing(socket.create_server(("127.0.0.1", 0))) as silent, environment(silent.getsockname()[1]):
+        with pytest.raises(OSError, match=rf"{bucket}: ReadTimeoutError: Read timeout on endpoint URL"):
+            Store(bucket).write(NAME, "a", [b"x"])
+        end_fsspec()
+
+
+def test_who_may_not_write_is_told(bucket: str, server: int) -> None:
+    def ask_for_credentials_after(actions: int) -> None:
+        request = urllib.request.Request(f"http://127.0.0.1:{server}/moto-api/reset-auth", data=str(actions).encode(), method="POST")
+        urllib.request.urlopen(request).close()
+
+    ask_for_credentials_after(0)
+    try:
+        with pytest.raises(OSError, match=rf"{bucket}: PermissionError: .*[Aa]ccess"):
+            Store(bucket).write(NAME, "a", [b"x"])
+        with pytest.raises(OSError, match=rf"{bucket}: PermissionError"):
+            Store(bucket).names()
+    finally:
+        ask_for_credentials_after(1 << 60)
+
+
+def test_a_bucket_that_is_not_there_is_named(bucket: str) -> None:
+    with pytest.raises(FileNotFoundError, match="The specified bucket does not exist") as caught:
+        Store("s3://nowhere/run").write(NAME, "a", [b"x"])
+    assert caught.value.filename == "s3://nowhere/run"
+
+
+def test_where_checkpoints_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for place in (tmp_path, str(tmp_path), f"file://{tmp_path}"):
+        found = folder_at(place)
+        assert isinstance(found, Folder)
+        assert found.path == tmp_path
+    with pytest.raises(RunDirectoryError, match=r"^gs://b/run: the driver of gs:// is not installed; Please install gcsfs"):
+        folder_at("gs://b/run")
+    with pytest.raises(RunDirectoryError, match=r"^grid://b: no driver is known for grid://; give a path, or a URL like s3://bucket/run$"):
+        folder_at("grid://b")
+    with pytest.raises(RunDirectoryError, match=r"^memory://b is memory of one process, and another writes the checkpoints"):
+        folder_at("memory://b")
+
+    def missing(protocol: str) -> Any:
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr(fsspec, "get_filesystem_class", missing)
+    with pytest.raises(RunDirectoryError, match=r"^s3://b: the driver of s3:// is not installed; pip install 'lockstep-train\[s3\]'$"):
+        folder_at("s3://b")
+
+
+def save(url: str, port: int, steps: list[int]) -> list[Ended | None]:
+    with environment(port):
+        return states.save(url, steps)
+
+
+def load(url: str, port: int) -> list[str]:
+    with environment(port):
+        return states.load(url)
