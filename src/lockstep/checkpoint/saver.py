@@ -115,6 +115,9 @@ class Saver:
         if answer is None:
             return None
         step, self._under_way = self._under_way, None
+        if answer["error"] is not None:  # what has failed may wait for a store yet; the next save has another process
+            self._writer.close()
+            self._writer = None
         return Ended(step, answer["error"])
 
     def close(self) -> None:

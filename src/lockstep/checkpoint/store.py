@@ -8,8 +8,10 @@ uploads takes them away.
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, wait
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,12 @@ PART_BYTES = 16 << 20
 """Of an upload: what is in memory at once. S3 takes 10,000 parts."""
 WITHOUT_FOLDERS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci")
 """There a folder to be made would be a bucket."""
+CALL_SECONDS = 120.0
+"""Whatever the driver is asked for takes no longer, or has failed; so long for a part of an upload is 140 KB/s."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "s3": {"config_kwargs": {"connect_timeout": 5, "read_timeout": 15, "retries": {"total_max_attempts": 2, "mode": "standard"}}}
 }
-"""Of a driver: with these, and the five attempts that s3fs makes of each call, whatever is asked of a dead server ends within minutes."""
+"""Of a driver: so that most of what fails has failed long before."""
 OPTIONS["s3a"] = OPTIONS["s3"]
 PACKAGES = {"s3": "'lockstep-train[s3]'", "s3a": "'lockstep-train[s3]'"}
 
@@ -67,35 +71,31 @@ class Store:
         return self.url
 
     def names(self) -> list[Name]:
-        with self._in_words():
-            return sorted(name for name in self._all() if self._fs.exists(self._at(name, MANIFEST)))
+        return [name for name in self._all() if self._is_complete(name)]
 
     def clear(self) -> None:
-        with self._in_words():
-            for name in self._all():
-                if not self._fs.exists(self._at(name, MANIFEST)):
-                    self._fs.rm(self._at(name), recursive=True)
+        for name in self._all():
+            if not self._is_complete(name):
+                self._ask(self._fs.rm, self._at(name), recursive=True)
 
     def begin(self, name: Name) -> None:
-        with self._in_words():
-            is_there = self._fs.exists(self._at(name, MANIFEST))
-            if self._makes_folders:
-                self._fs.makedirs(self._at(name), exist_ok=True)
-        if is_there:
+        if self._is_complete(name):
             raise FileExistsError(errno.EEXIST, "it is there already", self._at(name))
+        if self._makes_folders:
+            self._ask(self._fs.makedirs, self._at(name), exist_ok=True)
 
     def write(self, name: Name, file: str, chunks: Iterable[bytes | memoryview]) -> None:
-        with self._in_words():
-            opened = self._fs.open(self._at(name, file), "wb", block_size=PART_BYTES)
-            try:
-                for chunk in chunks:
-                    opened.write(chunk)
-                opened.close()
-            except BaseException:
-                with suppress(Exception):
-                    opened.discard()  # the parts that are there
-                opened.closed = True  # or it would be tried again when this object goes
-                raise
+        opened = self._ask(self._fs.open, self._at(name, file), "wb", block_size=PART_BYTES)
+        try:
+            for chunk in chunks:
+                self._ask(opened.write, chunk)
+            self._ask(opened.close)
+        except OSError as error:
+            opened.closed = True  # or it would be tried again when this object goes
+            if not isinstance(error, TimeoutError):
+                with suppress(OSError):
+                    self._ask(opened.discard)  # the parts that are there
+            raise
 
     def written(self, name: Name, file: str) -> bytes | None:
         try:
@@ -104,35 +104,31 @@ class Store:
             return None
 
     def drop(self, name: Name, file: str) -> None:
-        with self._in_words():
-            self._fs.rm_file(self._at(name, file))
+        self._ask(self._fs.rm_file, self._at(name, file))
 
     def claim(self, name: Name, file: str) -> bool:
-        with self._in_words():
-            try:
-                self._fs.pipe_file(self._at(name, f"{file}.claim"), b"", mode="create")
-            except FileExistsError:
-                return False
+        try:
+            self._ask(self._fs.pipe_file, self._at(name, f"{file}.claim"), b"", mode="create")
+        except FileExistsError:
+            return False
         return True
 
     def commit(self, name: Name, manifest: bytes) -> None:
         self.write(name, MANIFEST, [manifest])
 
     def size(self, name: Name, file: str) -> int:
-        with self._in_words():
-            return int(self._fs.size(self._at(name, file)))
+        return int(self._ask(self._fs.size, self._at(name, file)))
 
     def read(self, name: Name, file: str, start: int = 0, stop: int | None = None) -> bytes:
-        with self._in_words():
-            found: bytes = self._fs.cat_file(self._at(name, file), start=start or None, end=stop)
-            return found
+        found: bytes = self._ask(self._fs.cat_file, self._at(name, file), start=start or None, end=stop)
+        return found
 
     def read_into(self, name: Name, file: str, start: int, parts: Iterable[memoryview]) -> int:
         parts = list(parts)
         wanted = sum(map(len, parts))
         try:
             data = memoryview(self.read(name, file, start, start + wanted))
-        except FileNotFoundError:
+        except (FileNotFoundError, TimeoutError):
             raise
         except OSError:
             if self.size(name, file) > start:
@@ -147,25 +143,41 @@ class Store:
 
     def delete(self, name: Name) -> None:
         self.drop(name, MANIFEST)
-        with self._in_words():
-            self._fs.rm(self._at(name), recursive=True)
+        self._ask(self._fs.rm, self._at(name), recursive=True)
 
     def _all(self) -> list[Name]:
-        """With a manifest and without."""
+        """In order, with a manifest and without."""
         try:
-            entries = self._fs.ls(self.url, detail=False)
+            entries = self._ask(self._fs.ls, self.url, detail=False)
         except FileNotFoundError:
             return []
-        return [name for entry in entries if (name := Name.read(entry.rstrip("/").rpartition("/")[2])) is not None]
+        return sorted(name for entry in entries if (name := Name.read(entry.rstrip("/").rpartition("/")[2])) is not None)
+
+    def _is_complete(self, name: Name) -> bool:
+        return bool(self._ask(self._fs.exists, self._at(name, MANIFEST)))
 
     def _at(self, name: Name, file: str = "") -> str:
         return f"{self.url}/{name}/{file}".rstrip("/")
 
-    @contextmanager
-    def _in_words(self) -> Iterator[None]:
-        try:
-            yield
-        except FileNotFoundError as error:
+    def _ask(self, call: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        """What a call of the driver returns. A thread of its own waits for it: drivers have waits without an end."""
+        answer: Future[Any] = Future()
+
+        def work() -> None:
+            try:
+                answer.set_result(call(*given, **named))
+            except BaseException as error:
+                answer.set_exception(error)
+
+        threading.Thread(target=work, daemon=True).start()
+        wait([answer], CALL_SECONDS)
+        if not answer.done():
+            raise TimeoutError(errno.ETIMEDOUT, f"no answer within {CALL_SECONDS:.0f} s", self.url)
+        error = answer.exception()
+        if error is None:
+            return answer.result()
+        if isinstance(error, FileNotFoundError):
             raise FileNotFoundError(errno.ENOENT, str(error), self.url) from error
-        except Exception as error:  # drivers raise whatever their own libraries do
-            raise OSError(f"{self.url}: {type(error).__name__}: {error}") from error
+        if isinstance(error, FileExistsError):
+            raise error
+        raise OSError(f"{self.url}: {type(error).__name__}: {error}") from error  # drivers raise whatever their own libraries do

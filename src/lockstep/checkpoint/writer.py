@@ -78,11 +78,11 @@ def main() -> None:
     lines = _Lines()
     layout = lines.next()
     places = tuple(Place(tuple(piece), start) for *piece, start in layout["pieces"])
+    image = memoryview(mmap.mmap(memory, layout["bytes"], prot=mmap.PROT_READ))
     while True:
         job = lines.next()
         try:
-            with mmap.mmap(memory, layout["bytes"], prot=mmap.PROT_READ) as mapped, memoryview(mapped) as image:
-                save(job, places, image)
+            save(job, places, image)
             said = {"step": job["step"], "error": None}
         except OSError as error:
             said = {"step": job["step"], "error": f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")}
