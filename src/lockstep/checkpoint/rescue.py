@@ -39,13 +39,18 @@ def rescue(
     `place` of `places`: which part of the state this rank holds. Returns whether a rank of its place has not done it before. Raises
     `OSError`.
     """
-    folder.begin(name)
-    if not folder.claim(name, _file(place)):
-        return False
-    _write(folder, name, _file(place), tensors, values)
-    notes = [_read(folder.written(name, note(_file(each)))) for each in range(places)]
-    if None not in notes and folder.claim(name, _COMMIT):  # two that end together see each other's
-        _commit(folder, name, notes, facts)
+    try:
+        folder.begin(name)
+        if not folder.claim(name, _file(place)):
+            return False
+        _write(folder, name, _file(place), tensors, values)
+        notes = [_read(folder.written(name, note(_file(each)))) for each in range(places)]
+        if None not in notes and folder.claim(name, _COMMIT):  # two that end together see each other's
+            _commit(folder, name, notes, facts)
+    except OSError:
+        if name in folder.names():  # another rank of the place was faster
+            return False
+        raise
     return True
 
 

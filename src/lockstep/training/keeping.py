@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Protocol
 
-from lockstep.checkpoint.folder import Folder, Name
+from lockstep.checkpoint.folder import Name, Storage
 from lockstep.checkpoint.load import Reader
 from lockstep.checkpoint.manifest import Damaged, Unreachable, Unreadable
 from lockstep.checkpoint.rescue import rescue
@@ -36,7 +36,7 @@ class Keeper:
 
     world: World
     mesh: Mesh
-    folder: Folder
+    folder: Storage
     attempt: str
     """Of this run's checkpoints, see `folder.Name`."""
     saving: Saving
@@ -66,21 +66,14 @@ class Keeper:
     """Of training, for the last save."""
 
     def __post_init__(self) -> None:
-        self._saver = Saver(self.world, self.folder.path, self.attempt)
+        self._saver = Saver(self.world, str(self.folder), self.attempt)
         self._since = self.clock()
 
     def begin(self, step: int) -> None:
         """Before the first of the steps, at `step` steps done. Every rank calls it. Raises `CheckpointError` where nothing can be saved."""
         state = state_of(self.pairs, self.others)
         self._saved = step
-        failure = None
-        if self.world.rank == 0:
-            try:
-                self.folder.clear()
-            except OSError as error:
-                failure = f"checkpoints cannot be written to {self.folder.path} ({error.strerror}); give one that can be"
-        if failure := self.world.gather_values(failure)[0]:
-            raise CheckpointError(failure)
+        self._on_rank_0(self.folder.clear, "written to")
         if self.saving.steps is not None:
             self._saver.prepare(state.tensors)
         self._since = self.clock()
@@ -140,8 +133,7 @@ class Keeper:
 
         Raises `CheckpointError` where it is of another run, or `resume` is "must" and there is none.
         """
-        there = [] if resume == "never" or self.world.rank else self.folder.names()
-        names = [Name(*said) for said in self.world.gather_values([[name.step, name.attempt] for name in there])[0]]
+        names = [] if resume == "never" else [Name(*said) for said in self._on_rank_0(self._names, "read")]
         for name in reversed(names):
             try:
                 reader = self._reader(name)
@@ -161,12 +153,30 @@ class Keeper:
             return reader
         if resume == "must":
             why = f"all {len(names)} are damaged" if names else "there is none"
-            raise CheckpointError(f"resume=must, and {self.folder.path} has no checkpoint to go on from: {why}; resume=auto begins anew")
+            raise CheckpointError(f"resume=must, and {self.folder} has no checkpoint to go on from: {why}; resume=auto begins anew")
         return None
 
     def close(self) -> None:
         """Give up what is under way."""
         self._saver.close()
+
+    def _names(self) -> list[list[Any]]:
+        return [[name.step, name.attempt] for name in self.folder.names()]
+
+    def _on_rank_0(self, call: Callable[[], Any], what: str) -> Any:
+        """A JSON value that rank 0 finds. Every rank calls it. Raises `CheckpointError` where the folder cannot be `what`."""
+        found, failure = None, None
+        if self.world.rank == 0:
+            try:
+                found = call()
+            except OSError as error:
+                failure = (
+                    f"the checkpoints in {self.folder} cannot be {what} ({error.strerror or error}); see to that, or give another folder"
+                )
+        found, failure = self.world.gather_values([found, failure])[0]
+        if failure is not None:
+            raise CheckpointError(failure)
+        return found
 
     def _reader(self, name: Name) -> Reader:
         failure, reader = None, None
@@ -225,7 +235,7 @@ class Keeper:
         self._open, self._error = False, None
         if self._failures >= self.saving.failures:
             raise CheckpointError(
-                f"{self._failures} checkpoints in a row could not be saved, at last: {error}; make {self.folder.path} writable, with room "
+                f"{self._failures} checkpoints in a row could not be saved, at last: {error}; make {self.folder} writable, with room "
                 "for a checkpoint more than it keeps, and go on from the last one there"
             )
         return True

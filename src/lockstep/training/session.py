@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -20,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from lockstep import precision as precisions
-from lockstep.checkpoint.folder import Folder
 from lockstep.checkpoint.load import Reader
+from lockstep.checkpoint.store import folder_at
 from lockstep.comm.group import World, exact_sum, join
 from lockstep.comm.mesh import Mesh
 from lockstep.comm.segment import Unavailable
@@ -341,12 +340,11 @@ class Session:
 
     def _keep(self) -> Reader | None:
         """Begin to keep checkpoints. Returns the one that this run goes on from."""
-        folder = self.recorder.path / "checkpoints" if self._saving.folder is None else Path(self._saving.folder)
         facts = {**self.recorder.facts, "recipe": self._recipe}
         self._keeper = Keeper(
             self.world,
             self.mesh,
-            Folder(folder),
+            folder_at(self._saving.folder or self.recorder.path / "checkpoints"),
             self.recorder.attempt,
             self._saving,
             self.pairs,
