@@ -171,7 +171,7 @@ class Keeper:
                 found = call()
             except OSError as error:
                 failure = (
-                    f"the checkpoints in {self.folder} cannot be {what} ({error.strerror or error}); see to that, or give another folder"
+                    f"the checkpoints in {self.folder} cannot be {what} ({error.strerror or error}); give another folder"
                 )
         found, failure = self.world.gather_values([found, failure])[0]
         if failure is not None:
