@@ -53,6 +53,9 @@ class Storage(Protocol):
     def clear(self) -> None:
         """Remove what was never committed. For whoever holds the run's lock, before the first save."""
 
+    def room_bytes(self) -> int | None:
+        """For so much more there is room; None where nobody can say."""
+
     def begin(self, name: Name) -> None:
         """Make the place of a checkpoint to be. Every rank may; one is enough. Raises `FileExistsError` where there is one."""
 
@@ -103,8 +106,12 @@ class Folder:
         return sorted(name for entry in entries if (name := Name.read(entry)) is not None)
 
     def clear(self) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
         for entry in self.path.glob(".step-*"):
             shutil.rmtree(entry)
+
+    def room_bytes(self) -> int | None:
+        return shutil.disk_usage(self.path).free
 
     def begin(self, name: Name) -> None:
         if (self.path / str(name)).exists():

@@ -78,6 +78,9 @@ class Store:
             if not self._is_complete(name):
                 self._ask(self._fs.rm, self._at(name), recursive=True)
 
+    def room_bytes(self) -> int | None:
+        return None
+
     def begin(self, name: Name) -> None:
         if self._is_complete(name):
             raise FileExistsError(errno.EEXIST, "it is there already", self._at(name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from typing import Any, Protocol
 from lockstep.checkpoint.folder import Name, Storage
 from lockstep.checkpoint.load import Reader
 from lockstep.checkpoint.manifest import Damaged, Unreachable, Unreadable
+from lockstep.checkpoint.pieces import pieces_of
 from lockstep.checkpoint.rescue import rescue
 from lockstep.checkpoint.saver import Saver
 from lockstep.comm.group import World
@@ -74,6 +76,13 @@ class Keeper:
         state = state_of(self.pairs, self.others)
         self._saved = step
         self._on_rank_0(self.folder.clear, "written to")
+        room = self._on_rank_0(self.folder.room_bytes, "written to")
+        least = max(self.world.gather_values(sum(piece.bytes for piece in pieces_of(state.tensors).values())))
+        if room is not None and room < least:
+            raise CheckpointError(
+                f"a checkpoint has {_bytes(least)} at least, and {self.folder} has room for {_bytes(room)}; make more, "
+                "or give another folder"
+            )
         if self.saving.steps is not None:
             self._saver.prepare(state.tensors)
         self._since = self.clock()
@@ -170,9 +179,7 @@ class Keeper:
             try:
                 found = call()
             except OSError as error:
-                failure = (
-                    f"the checkpoints in {self.folder} cannot be {what} ({error.strerror or error}); give another folder"
-                )
+                failure = f"the checkpoints in {self.folder} cannot be {what} ({error.strerror or error}); give another folder"
         found, failure = self.world.gather_values([found, failure])[0]
         if failure is not None:
             raise CheckpointError(failure)
@@ -239,3 +246,8 @@ class Keeper:
                 "for a checkpoint more than it keeps, and go on from the last one there"
             )
         return True
+
+
+def _bytes(count: int) -> str:
+    power = min(int(math.log(max(count, 1), 1000)), 4)
+    return f"{count / 1000**power:.2f} {('bytes', 'kB', 'MB', 'GB', 'TB')[power]}"

@@ -1,0 +1,414 @@
+"""What a run keeps of itself, what it refuses to go on from, and what it does where nothing can be saved."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import nn
+from training.subjects import adamw, network, recipe, rows, same, squared_error, state_of
+
+import lockstep as ls
+from lockstep.checkpoint.folder import MANIFEST, Folder
+from lockstep.checkpoint.manifest import Manifest
+from lockstep.errors import CheckpointError
+from lockstep.launch.termination import Preempted
+from lockstep.testing.pool import WorkerPool
+
+
+class At(ls.Hook):
+    """Does something after steps."""
+
+    def __init__(self, what: Mapping[int, Callable[[Any], object]]) -> None:
+        self.what = what
+
+    def on_step(self, run: Any) -> None:
+        self.what.get(run.step, lambda run: None)(run)
+
+
+def ask(run: Any) -> None:
+    os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def events(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+
+
+def saved(run_dir: Path) -> list[int]:
+    return [name.step for name in Folder(run_dir / "checkpoints").names()]
+
+
+def stopped(run_dir: Path, **changes: Any) -> None:
+    """A run that was asked to end in its third step, with checkpoints of steps 2 and 3."""
+    with pytest.raises(Preempted):
+        ls.train(recipe(steps=6, **changes), run_dir=str(run_dir), hooks=[At({2: ask})], saving=ls.Saving(every=2))
+    assert saved(run_dir) == [2, 3]
+
+
+def settled(run: Any) -> None:
+    """Wait for the save under way."""
+    run.session._keeper.finish()
+
+
+def test_it_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
+    stopped(tmp_path / "run")
+    whole = ls.train(recipe(steps=6), run_dir=str(tmp_path / "whole"))
+    result = ls.train(recipe(steps=6), run_dir=str(tmp_path / "run"))
+    assert (result.steps, result.loss, result.fingerprint) == (6, whole.loss, whole.fingerprint)
+    (resumed,) = [event for event in events(tmp_path / "run") if event["event"] == "resumed"]
+    assert resumed["step"] == 3
+    assert resumed["saved_under"] == "replicate=1,numerics=fast"
+
+
+def test_a_run_that_has_ended_is_not_gone_on_with(tmp_path: Path) -> None:
+    ls.train(recipe(), run_dir=str(tmp_path / "run"))
+    with pytest.raises(ls.errors.RunDirectoryError, match="already holds a run that has ended"):
+        ls.train(recipe(), run_dir=str(tmp_path / "run"))
+
+
+def test_never_refuses_an_unfinished_run_and_must_one_without_a_checkpoint(tmp_path: Path) -> None:
+    stopped(tmp_path / "run")
+    with pytest.raises(ls.errors.RunDirectoryError, match="already holds a run"):
+        ls.train(recipe(steps=6), run_dir=str(tmp_path / "run"), resume="never")
+    with pytest.raises(CheckpointError, match=r"^resume=must, and .*checkpoints has no checkpoint to go on from: there is none"):
+        ls.train(recipe(steps=6), run_dir=str(tmp_path / "new"), resume="must")
+    with pytest.raises(CheckpointError, match=r"^resume='maybe'; it is one of auto, never, must"):
+        ls.train(recipe(steps=6), run_dir=str(tmp_path / "new"), resume="maybe")  # type: ignore[arg-type]
+
+
+def test_another_recipe_is_refused_with_what_differs_unless_it_may(tmp_path: Path) -> None:
+    stopped(tmp_path / "run", clip_norm=1.0)
+    words = r"^the recipe is not that of checkpoint step-00000003-\w+: clip_norm: 1.0, now 2.0; steps: 6, now 8; go on with"
+    with pytest.raises(CheckpointError, match=words):
+        ls.train(recipe(steps=8, clip_norm=2.0), run_dir=str(tmp_path / "run"))
+    with pytest.raises(CheckpointError, match=r": clip_norm: 1.0, now 2.0; go on"):
+        ls.train(recipe(steps=8, clip_norm=2.0), run_dir=str(tmp_path / "run"), may_differ=["steps"])
+    assert ls.train(recipe(steps=8, clip_norm=2.0), run_dir=str(tmp_path / "run"), may_differ=["steps", "clip_norm"]).steps == 8
+
+
+def wider() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3), nn.Tanh(), nn.Linear(3, 3, bias=False))
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_what_differs(pool: WorkerPool, tmp_path: Path) -> None:
+    stopped(tmp_path / "run")
+    with pytest.raises(CheckpointError) as caught:
+        ls.train(recipe(steps=6, model=wider), run_dir=str(tmp_path / "run"), may_differ=["model"])
+    words = str(caught.value)
+    assert words.startswith("the checkpoint is of another model: not in the checkpoint: ")
+    assert "model/4.weight float32(3, 3)" in words.replace("0/", "").replace(" 4.", " model/4.")
+    assert "others: " in words
+    assert "0.bias float32(8,), saved as float32(16,)" in words
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_another_optimizer_is_refused(tmp_path: Path) -> None:
+    stopped(tmp_path / "run")
+    with pytest.raises(CheckpointError, match=r"^the checkpoint's optimizers are \['AdamW'\] and this run's are \['SGD'\]"):
+        ls.train(recipe(steps=6, optimizer=sgd), run_dir=str(tmp_path / "run"), may_differ=["optimizer"])
+
+
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def test_state_that_an_optimizer_makes_in_its_first_step_is_taken_up(tmp_path: Path) -> None:
+    stopped(tmp_path / "run", optimizer=momentum)
+    whole = ls.train(recipe(steps=6, optimizer=momentum), run_dir=str(tmp_path / "whole"))
+    assert ls.train(recipe(steps=6, optimizer=momentum), run_dir=str(tmp_path / "run")).fingerprint == whole.fingerprint
+
+
+def cosine(optimizer: Any) -> Any:
+    warm = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=2)
+    rest = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[2, 4])
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, rest], milestones=[2])
+
+
+def test_a_torch_scheduler_is_taken_up(tmp_path: Path) -> None:
+    stopped(tmp_path / "run", schedule=cosine)
+    whole = ls.train(recipe(steps=6, schedule=cosine), run_dir=str(tmp_path / "whole"))
+    assert ls.train(recipe(steps=6, schedule=cosine), run_dir=str(tmp_path / "run")).fingerprint == whole.fingerprint
+
+
+def damage(run_dir: Path, step: int) -> None:
+    """Flip a bit of a tensor's bytes."""
+    (folder,) = (run_dir / "checkpoints").glob(f"step-{step:08d}-*")
+    content = bytearray((folder / "rank-0.safetensors").read_bytes())
+    content[-5] ^= 1
+    (folder / "rank-0.safetensors").write_bytes(content)
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stopped(tmp_path / "run")
+    damage(tmp_path / "run", 3)
+    whole = ls.train(recipe(steps=6), run_dir=str(tmp_path / "whole"))
+    assert ls.train(recipe(steps=6), run_dir=str(tmp_path / "run")).fingerprint == whole.fingerprint
+    happened = {event["event"]: event for event in events(tmp_path / "run")}
+    assert happened["checkpoint-damaged"]["checkpoint"].startswith("step-00000003-")
+    assert "rank-0.safetensors has other bytes than were written" in happened["checkpoint-damaged"]["reason"]
+    assert happened["resumed"]["step"] == 2
+    assert "is damaged: rank-0.safetensors" in capsys.readouterr().err
+
+
+def test_where_all_are_damaged_a_run_begins_anew_or_must_not(tmp_path: Path) -> None:
+    stopped(tmp_path / "run")
+    for step in (2, 3):
+        damage(tmp_path / "run", step)
+    with pytest.raises(CheckpointError, match=r"has no checkpoint to go on from: all 2 are damaged"):
+        ls.train(recipe(steps=6), run_dir=str(tmp_path / "run"), resume="must")
+    whole = ls.train(recipe(steps=6), run_dir=str(tmp_path / "whole"))
+    assert ls.train(recipe(steps=6), run_dir=str(tmp_path / "run")).fingerprint == whole.fingerprint
+
+
+def test_a_checkpoint_of_a_newer_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped(tmp_path / "run")
+    folder = Folder(tmp_path / "run" / "checkpoints")
+    manifest = Manifest.decode(folder.read(folder.names()[-1], MANIFEST))
+    monkeypatch.setattr("lockstep.checkpoint.manifest.FORMAT", 2)
+    (folder.path / str(folder.names()[-1]) / MANIFEST).write_bytes(manifest.encode())
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match=r"^the checkpoint has format 2, and this version of lockstep reads 1; load it with a newer"):
+        ls.train(recipe(steps=6), run_dir=str(tmp_path / "run"))
+
+
+class Holds(ls.Hook):
+    """Has a state of its own."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": self.state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state["inner"]
+
+
+def test_what_a_hook_holds_is_saved_and_taken_up(tmp_path: Path) -> None:
+    import numpy as np
+
+    held = {3: (1.5, None), "a": [torch.arange(3), np.float32(0.1), float("inf")], "b": {"lockstep": True}}
+    with pytest.raises(Preempted):
+        ls.train(recipe(steps=6), run_dir=str(tmp_path / "run"), hooks=[Holds(held), At({2: ask})])
+    hook = Holds({"a": [torch.zeros(3)]})
+    ls.train(recipe(steps=6), run_dir=str(tmp_path / "run"), hooks=[hook, At({})])
+    assert same(hook.state, held)
+    assert isinstance(hook.state["a"][1], np.float32)
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ({"a": [object()]}, r"^the state 'state/0-Holds/inner/a/0' is a object; a checkpoint holds dense tensors"),
+        ({"a": torch.ones(2).to_sparse()}, r"^the state 'state/0-Holds/inner/a' is a tensor of layout torch.sparse_coo"),
+        ({(1, 2): 0}, r"^the state 'state/0-Holds/inner' is a dict with a key \(1, 2\) \(a tuple\)"),
+        (len, r"^the state 'state/0-Holds/inner' is a builtin_function_or_method"),
+    ],
+)
+def test_a_state_that_cannot_be_saved_is_named_before_the_first_step(tmp_path: Path, state: Any, words: str) -> None:
+    steps: list[int] = []
+    with pytest.raises(CheckpointError, match=words):
+        ls.train(recipe(), run_dir=str(tmp_path / "run"), hooks=[Holds(state), At({1: lambda run: steps.append(1)})])
+    assert steps == []
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"^the checkpoints in .*file/checkpoints cannot be \w+( to)? \(Not a directory\)"):
+        ls.train(recipe(), run_dir=str(tmp_path / "run"), saving=ls.Saving(folder=str(tmp_path / "file" / "checkpoints")))
+
+
+def block(run: Any) -> None:
+    """A file stands where checkpoints go."""
+    settled(run)
+    folder = run.session.recorder.path / "checkpoints"
+    folder.rename(folder.with_name("aside"))
+    folder.touch()
+
+
+def unblock(run: Any) -> None:
+    try:
+        settled(run)
+    finally:
+        folder = run.session.recorder.path / "checkpoints"
+        folder.unlink()
+        folder.with_name("aside").rename(folder)
+
+
+def test_a_save_that_fails_is_told_and_training_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = ls.train(
+        recipe(steps=8),
+        run_dir=str(tmp_path / "run"),
+        hooks=[At({2: block, 3: settled, 5: unblock, 7: settled})],
+        saving=ls.Saving(every=2),
+    )
+    assert result.steps == 8
+    assert [(event["event"], event.get("checkpoint", "")[:13]) for event in events(tmp_path / "run")][1:-2] == [
+        ("checkpoint-failed", "step-00000002"),
+        ("checkpoint-failed", "step-00000004"),
+        ("checkpoint-saved", "step-00000006"),
+    ]
+    assert "warning: the checkpoint of step 2 was not saved: Not a directory" in capsys.readouterr().err
+
+
+def test_the_third_failure_in_a_row_ends_the_run_on_every_rank(pool: WorkerPool, tmp_path: Path) -> None:
+    words = pool.run(2, fail_to_save, str(tmp_path / "run"))
+    assert words == [words[0]] * 2
+    assert words[0].startswith("3 checkpoints in a row could not be saved, at last: Not a directory: ")
+
+
+def fail_to_save(run_dir: str) -> str:
+    def block_all(run: Any) -> None:
+        torch.distributed.barrier()
+        if run.session.rank == 0:
+            block(run)
+        torch.distributed.barrier()
+
+    hooks = [At({1: block_all, **dict.fromkeys(range(2, 20), settled)})]
+    with pytest.raises(CheckpointError) as caught:
+        ls.train(recipe(steps=20), run_dir=run_dir, hooks=hooks, saving=ls.Saving(every=2))
+    return str(caught.value)
+
+
+def test_a_slow_disk_has_one_save_under_way_and_the_next_one_waits(tmp_path: Path) -> None:
+    def writer() -> psutil.Process:
+        return next(child for child in psutil.Process().children() if "lockstep.checkpoint.writer" in child.cmdline())
+
+    hooks = [At({1: lambda run: writer().suspend(), 6: lambda run: writer().resume(), 7: settled})]
+    ls.train(recipe(steps=8), run_dir=str(tmp_path / "run"), hooks=hooks, saving=ls.Saving(every=2, last=10))
+    assert saved(tmp_path / "run")[:1] == [2]
+    assert not {4, 5, 6} & set(saved(tmp_path / "run"))
+    assert saved(tmp_path / "run")[1:] in ([7], [7, 8])
+
+
+def test_a_disk_without_room_for_one_checkpoint_is_refused_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1900))
+    words = r"^a checkpoint has 1.97 kB at least, and .*/run/checkpoints has room for 1.90 kB; make more, or give another folder"
+    with pytest.raises(CheckpointError, match=words):
+        ls.train(recipe(), run_dir=str(tmp_path / "run"))
+
+
+def test_by_the_clock(tmp_path: Path) -> None:
+    def wind(run: Any) -> None:
+        run.session._keeper._since -= 600
+
+    hooks = [At({2: wind, 4: settled, 5: wind})]
+    ls.train(recipe(steps=8), run_dir=str(tmp_path / "run"), hooks=hooks, saving=ls.Saving(every="10m"))
+    assert saved(tmp_path / "run") == [3, 6]
+
+
+def fail_on(rank: int, run_dir: str) -> list[int]:
+    """The last rank's forward fails in its fourth step."""
+    count = 0
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == 7 and torch.distributed.get_rank() == rank:
+            raise ValueError("boom")
+        return squared_error(model, batch)
+
+    try:
+        ls.train(recipe(steps=6, loss=loss), run_dir=run_dir)
+    except Exception as error:
+        return [count, isinstance(error, ValueError)]
+    raise AssertionError("no fault")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_exception_on_one_rank_saves_the_last_step_of_all(pool: WorkerPool, tmp_path: Path, rank: int) -> None:
+    pool.run(2, fail_and_close, rank, str(tmp_path / "run"))
+    assert saved(tmp_path / "run") == [3]
+    whole = ls.train(recipe(steps=6), run_dir=str(tmp_path / "whole"))
+    with pytest.raises(CheckpointError, match="loss: "):
+        ls.train(recipe(steps=6), run_dir=str(tmp_path / "run"))
+    result = ls.train(recipe(steps=6), run_dir=str(tmp_path / "run"), may_differ=["loss"])
+    assert result.steps == whole.steps == 6
+
+
+def fail_and_close(rank: int, run_dir: str) -> None:
+    _, is_cause = fail_on(rank, run_dir)
+    assert bool(is_cause) == (torch.distributed.get_rank() == rank)
+
+
+class Buffer:
+    """What a loop of its own keeps."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]
+
+
+def two_loops(run_dir: Path, ask_at: int | None) -> tuple[list[int], Any]:
+    """Two pairs, trained in two loops of three steps; a signal in step `ask_at` of the second."""
+    kept = Buffer()
+    with ls.Session(run_dir=str(run_dir)) as session:
+        pairs = [session.prepare(network, adamw) for _ in range(2)]
+        session.include("buffer", kept)
+        for loop in range(2):
+            for step in session.steps(rows(24), global_batch=8, microbatch=4, steps=3):
+                for model, optimizer in pairs:
+                    for batch in step.microbatches():
+                        step.backward(squared_error(model, batch), optimizer)
+                    step.commit(optimizer)
+                if loop == 1 and step.index == ask_at:
+                    ask(None)
+                kept.seen.append(10 * loop + step.index)
+        return kept.seen, [state_of(model) for model, _ in pairs]
+
+
+def test_a_session_of_several_pairs_and_loops_goes_on(tmp_path: Path) -> None:
+    seen, models = two_loops(tmp_path / "whole", None)
+    with pytest.raises(Preempted):
+        two_loops(tmp_path / "run", 0)
+    assert saved(tmp_path / "run") == [5]
+    found, others = two_loops(tmp_path / "run", None)
+    assert found == seen == [0, 1, 2, 10, 11, 12]
+    assert same(others, models)
+
+
+def test_a_session_that_has_ended_is_not_gone_on_with(tmp_path: Path) -> None:
+    two_loops(tmp_path / "run", None)
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["steps"] == 6
+    with pytest.raises(ls.errors.RunDirectoryError, match="has ended"):
+        two_loops(tmp_path / "run", None)
+
+
+def test_what_is_included_has_a_state_and_a_name_of_its_own(tmp_path: Path) -> None:
+    with ls.Session(run_dir=str(tmp_path / "run")) as session:
+        with pytest.raises(CheckpointError, match=r"^include\('x', a list\); it has no state_dict and load_state_dict"):
+            session.include("x", [])  # type: ignore[arg-type]
+        session.include("x", Buffer())
+        with pytest.raises(CheckpointError, match=r"^include\('x'\) for a second time"):
+            session.include("x", Buffer())
+
+
+def test_what_a_crash_left_is_cleared_away(tmp_path: Path) -> None:
+    stopped(tmp_path / "run")
+    hidden = tmp_path / "run" / "checkpoints" / ".step-00000004-00c0ffee"
+    hidden.mkdir()
+    (hidden / "rank-0.safetensors").touch()
+    shutil.copy(tmp_path / "run" / "metrics.jsonl", tmp_path / "metrics")
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as rows_:
+        rows_.write('{"step": 5, "time": 0}\n{"step": 6, "ti')
+    ls.train(recipe(steps=6), run_dir=str(tmp_path / "run"), log_every=1)
+    assert not hidden.exists()
+    found = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert found == [4, 5, 6]
