@@ -1,7 +1,8 @@
-"""Trains until somebody ends it."""
+"""Trains until somebody ends it. endless.py RUN_DIR [SECONDS]: so long takes each microbatch."""
 
 import sys
 import time
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -9,9 +10,12 @@ from torch.utils.data import TensorDataset
 
 import lockstep as ls
 
+SECONDS = float(sys.argv[2]) if len(sys.argv) > 2 else 0.02
+
 
 def loss(output: torch.Tensor, batch: tuple[torch.Tensor]) -> torch.Tensor:
-    time.sleep(0.02)
+    Path(sys.argv[1]).with_name("computes").touch()
+    time.sleep(SECONDS)
     return output.square().mean()
 
 
