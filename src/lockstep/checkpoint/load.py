@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lockstep.checkpoint.blocks import BLOCK_BYTES, Seal
 from lockstep.checkpoint.folder import Name, Storage
+from lockstep.checkpoint.image import DTYPES
 from lockstep.checkpoint.manifest import Damaged, Unreachable
 from lockstep.checkpoint.pieces import Copy, Piece, copies, torch_dtype
 from lockstep.checkpoint.reading import THREADS, read_block, read_manifest
@@ -99,7 +100,10 @@ class Reader:
         """Of each piece, its file and its first byte there."""
         for file, entry in self.manifest.files.items():
             for place in entry.places:
-                self.places[Piece.read(place.piece)] = file, place.start
+                piece = Piece.read(place.piece)
+                if piece.dtype not in DTYPES:
+                    raise Damaged(f"the manifest names the type {piece.dtype!r}")
+                self.places[piece] = file, place.start
         self._spare: list[bytearray] = []
         """Memory for a block, each."""
 

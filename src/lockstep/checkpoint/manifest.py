@@ -75,15 +75,16 @@ class Manifest:
             known = whole["format"]
             content = whole["content"]
             start = data.index(b'"content":') + len(b'"content":')
-            right = data.endswith(b"}\n") and _hash(known, data[start:-2]) == whole["blake3"]
-        except (ValueError, KeyError, TypeError) as error:
+            if not data.endswith(b"}\n") or _hash(known, data[start:-2]) != whole["blake3"]:
+                raise Damaged("the manifest's hash is not that of its content")
+            if known != FORMAT:
+                raise Unreadable(
+                    f"the checkpoint has format {known}, and this version of lockstep reads {FORMAT}; load it with a newer one"
+                )
+            files = {name: File.read(said) for name, said in content["files"].items()}
+            return cls(step=content["step"], files=files, values=content["values"], facts=content["facts"])
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise Damaged(f"the manifest is no manifest: {error}") from error
-        if right and known != FORMAT:
-            raise Unreadable(f"the checkpoint has format {known}, and this version of lockstep reads {FORMAT}; load it with a newer one")
-        if not right:
-            raise Damaged("the manifest's hash is not that of its content")
-        files = {name: File.read(said) for name, said in content["files"].items()}
-        return cls(step=content["step"], files=files, values=content["values"], facts=content["facts"])
 
 
 def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
