@@ -412,3 +412,33 @@ def test_what_a_crash_left_is_cleared_away(tmp_path: Path) -> None:
     assert not hidden.exists()
     found = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert found == [4, 5, 6]
+
+
+class Measures(ls.Hook):
+    """Has a metric come to these values after evaluations, by step; to 9 after others."""
+
+    def __init__(self, values: Mapping[int, float]) -> None:
+        self.values = values
+
+    def on_evaluation(self, run: Any, metrics: Any) -> None:
+        metrics["place"] = self.values.get(run.step, 9.0)
+
+
+KEEPS = ls.Saving(every=1, last=2, keep_every=4, best="place")
+EVALUATED: dict[str, Any] = {"steps": 9, "evaluation": ls.Evaluation(data=rows(8), every=1)}
+
+
+def test_the_last_every_nth_and_the_best_are_kept_across_starts(tmp_path: Path) -> None:
+    hooks = [Measures({2: 5.0, 3: 1.0, 7: 2.0}), At(dict.fromkeys(range(2, 10), settled))]
+    with pytest.raises(Preempted):
+        ls.train(recipe(**EVALUATED), run_dir=str(tmp_path / "run"), hooks=[*hooks, At({5: ask})], saving=KEEPS)
+    assert saved(tmp_path / "run") == [3, 4, 5, 6]
+    ls.train(recipe(**EVALUATED), run_dir=str(tmp_path / "run"), hooks=hooks, saving=KEEPS)
+    assert saved(tmp_path / "run") == [3, 4, 8, 9]
+
+
+def test_the_best_needs_evaluations(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"^Saving\(best='place'\) without Recipe.evaluation, or with every=None"):
+        ls.train(recipe(), run_dir=str(tmp_path / "run"), saving=KEEPS)
+    with pytest.raises(CheckpointError, match=r"^Saving\(best='place'\), which is not measured; measured are loss$"):
+        ls.train(recipe(**EVALUATED), run_dir=str(tmp_path / "other"), saving=KEEPS)

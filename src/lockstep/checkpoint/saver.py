@@ -24,6 +24,9 @@ from lockstep.checkpoint.store import folder_at
 from lockstep.comm.group import World
 from lockstep.comm.mesh import held
 
+END_SECONDS = 5.0
+"""For the process that writes, once it is told to end."""
+
 
 @dataclass(frozen=True, slots=True)
 class Ended:
@@ -32,6 +35,8 @@ class Ended:
     step: int
     error: str | None
     """Why it failed, in words."""
+    left: str | None = None
+    """Why an old checkpoint could not be deleted, in words."""
 
 
 class Saver:
@@ -73,11 +78,19 @@ class Saver:
             self._writer = _Writer(self._memory)
         return str(said[0][1])
 
-    def save(self, step: int, state: Mapping[str, Tensor], *, values: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Tensor],
+        *,
+        values: Mapping[str, Any],
+        facts: Mapping[str, Any],
+        keep: Mapping[str, Any] | None = None,
+    ) -> None:
         """Copy the state, and have it written behind what follows. Not while a save is under way.
 
         `state`: tensors by name, what this rank holds of them; a name may be on some ranks only. `values`: JSON, objects of all ranks are
-        merged. `facts`: JSON, rank 0's count.
+        merged. `facts`: JSON, rank 0's count. `keep`: `retain.retired`'s arguments, `scores` by the text of names; None: keep all.
         """
         assert self._under_way is None, "one save at a time"
         known_by = self._agree(state)
@@ -94,6 +107,8 @@ class Saver:
         }
         if self._world.rank == 0:
             job |= {"files": [_file(rank) for rank in range(self._world.size)], "facts": facts}
+            if keep is not None:
+                job["keep"] = keep
         self._writer.tell(job)
         self._under_way = step
 
@@ -118,7 +133,7 @@ class Saver:
         if answer["error"] is not None:  # what has failed may wait for a store yet; the next save has another process
             self._writer.close()
             self._writer = None
-        return Ended(step, answer["error"])
+        return Ended(step, answer["error"], answer.get("left"))
 
     def close(self) -> None:
         """Give everything up: a save under way too."""
@@ -186,7 +201,11 @@ class _Writer:
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             pipe.close()
-        self._process.wait()
+        try:
+            self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:  # it is held up, by a disk perhaps
+            self._process.kill()
+            self._process.wait()
 
 
 def _file(rank: int) -> str:

@@ -22,6 +22,7 @@ from typing import Any
 from lockstep.checkpoint.blocks import Seal, cut, digest
 from lockstep.checkpoint.folder import Name, Storage
 from lockstep.checkpoint.manifest import File, Manifest, Place, merged
+from lockstep.checkpoint.retain import retired
 from lockstep.checkpoint.store import folder_at
 
 NICE = 10
@@ -65,6 +66,25 @@ def _awaited(folder: Storage, name: Name, file: str, save: str) -> tuple[Any, An
         time.sleep(folder.wait_seconds)
 
 
+def _retire(job: dict[str, Any]) -> str | None:
+    """After a commit, delete what is not to be kept. Returns why it could not."""
+    if "keep" not in job:
+        return None
+    folder, keep = folder_at(job["folder"]), job["keep"]
+    names = {str(name): name for name in folder.names()}
+    scores = {names[text]: score for text, score in keep["scores"].items() if text in names}
+    try:
+        for name in retired(names.values(), last=keep["last"], every=keep["every"], scores=scores, mode=keep["mode"]):
+            folder.delete(name)
+    except OSError as error:
+        return _words(error)
+    return None
+
+
+def _words(error: OSError) -> str:
+    return f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
+
+
 def note(file: str) -> str:
     """What a rank leaves for rank 0 beside its file: its blocks and places, and its part of the values."""
     return f"{file}.json"
@@ -83,9 +103,9 @@ def main() -> None:
         job = lines.next()
         try:
             save(job, places, image)
-            said = {"step": job["step"], "error": None}
+            said = {"step": job["step"], "error": None, "left": _retire(job)}
         except OSError as error:
-            said = {"step": job["step"], "error": f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")}
+            said = {"step": job["step"], "error": _words(error)}
         print(json.dumps(said), flush=True)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Protocol
@@ -46,6 +47,8 @@ class Keeper:
     others: Mapping[str, Stateful]
     facts: Mapping[str, Any]
     """What the run is: JSON, with its recipe."""
+    metrics: Callable[[], Mapping[str, float]]
+    """Of an evaluation after the latest step; empty where there was none."""
     tell: Tell
     """Writes down an event."""
     warn: Callable[[str], None]
@@ -54,6 +57,8 @@ class Keeper:
     """JSON of this rank that goes with the next save: where the data stand."""
     _saver: Saver = field(init=False)
     _since: float = field(init=False)
+    _scores: dict[str, float] = field(default_factory=dict)
+    """By the text of checkpoints' names: the metric by which the best one is kept."""
     _late: bool = False
     """Whether a save is due that had to wait for the one before it."""
     _saved: int = -1
@@ -134,7 +139,8 @@ class Keeper:
         places = axes[0].size * axes[1].size * axes[2].size
         name = Name(step, f"{(int(self.attempt, 16) + 1) % 2**32:08x}")
         values = {**state.values, **self.values, "step": step}
-        done = rescue(self.folder, name, place=place, places=places, tensors=state.tensors, values=values, facts=self._facts())
+        facts = {**self._facts(), "score": None}
+        done = rescue(self.folder, name, place=place, places=places, tensors=state.tensors, values=values, facts=facts)
         return str(name) if done else None
 
     def restore(self, resume: Resume, *, may_differ: frozenset[str]) -> Reader | None:
@@ -159,6 +165,7 @@ class Keeper:
                 self.warn(f"warning: checkpoint {name} is damaged: {error}")
                 continue
             self.tell("resumed", reader.manifest.step, checkpoint=str(name), saved_under=reader.manifest.facts["plan"])
+            self._read_scores(names)
             return reader
         if resume == "must":
             why = f"all {len(names)} are damaged" if names else "there is none"
@@ -168,6 +175,14 @@ class Keeper:
     def close(self) -> None:
         """Give up what is under way."""
         self._saver.close()
+
+    def _read_scores(self, names: Sequence[Name]) -> None:
+        """Of the checkpoints that are there, on the rank that says which are kept."""
+        if self.world.rank == 0 and self.saving.best is not None:
+            for name in names:
+                with suppress(Damaged, Unreadable, Unreachable):
+                    if (score := Reader(self.folder, name).manifest.facts["score"]) is not None:
+                        self._scores[str(name)] = score
 
     def _names(self) -> list[list[Any]]:
         return [[name.step, name.attempt] for name in self.folder.names()]
@@ -201,7 +216,15 @@ class Keeper:
     def _save(self, step: int) -> None:
         state = state_of(self.pairs, self.others)
         began = self.clock()
-        self._saver.save(step, state.tensors, values={**state.values, **self.values, "step": step}, facts=self._facts())
+        measured, best, score = self.metrics(), self.saving.best, None
+        if best is not None and measured:
+            if best not in measured:
+                raise CheckpointError(f"Saving(best={best!r}), which is not measured; measured are {', '.join(measured)}")
+            score = measured[best]
+            self._scores[str(Name(step, self.attempt))] = score
+        keep = {"last": self.saving.last, "every": self.saving.keep_every, "mode": self.saving.mode, "scores": self._scores}
+        values = {**state.values, **self.values, "step": step}
+        self._saver.save(step, state.tensors, values=values, facts={**self._facts(), "score": score}, keep=keep)
         self._saved, self._open, self._since = step, True, self.clock()
         self._stopped_seconds = self._since - began
 
@@ -216,7 +239,11 @@ class Keeper:
         self._error = ended.error
         if ended.error is not None:
             self._say_failed(ended.error)
-        elif self.world.rank == 0:  # which commits
+            return
+        if ended.left is not None:
+            self.tell("checkpoint-not-deleted", reason=ended.left)
+            self.warn(f"warning: an old checkpoint could not be deleted: {ended.left}")
+        if self.world.rank == 0:  # which commits
             name, seconds = str(Name(ended.step, self.attempt)), round(self.clock() - self._since, 3)
             self.tell("checkpoint-saved", checkpoint=name, seconds=seconds, stopped_seconds=round(self._stopped_seconds, 4))
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from lockstep.errors import RecipeError
+from lockstep.errors import CheckpointError, RecipeError
 from lockstep.events import Event
 from lockstep.plan import Plan
 from lockstep.recipe import Recipe
@@ -131,6 +131,11 @@ def train(
         resume=resume,
         may_differ=may_differ,
     )
+    if saving is not None and saving.best is not None and (recipe.evaluation is None or recipe.evaluation.every is None):
+        raise CheckpointError(
+            f"Saving(best={saving.best!r}) without Recipe.evaluation, or with every=None; it is a metric of evaluations; give "
+            "ls.Evaluation(every=...), at steps at which the run saves"
+        )
     with session:
         check_microbatch_is_fixed(session.plan, recipe.global_batch, recipe.microbatch)
         if session.plan.pipeline != 1 and recipe.inputs is None:
@@ -199,6 +204,7 @@ def _evaluate(run: Run, evaluator: Evaluator) -> None:
     started = time.perf_counter()
     run.metrics = evaluator.measure(run.model, run.step)
     run.evaluated_at = run.step
+    run.session.evaluated = run.metrics
     run.session.recorder.evaluation(run.step, run.metrics)
     run.session.pace.leave_out(time.perf_counter() - started)
     for hook in run.hooks:

@@ -100,6 +100,8 @@ class Session:
         """What `prepare` has prepared."""
         self._listeners: list[Callable[[Event], object]] = []
         self._stack = ExitStack()
+        self.evaluated: Mapping[str, float] = {}
+        """What was measured after the latest step; empty where nothing was."""
         self.stopping: str | None = None
         """Why no further step is taken, once `stop` has taken effect."""
         self._wants_to_stop: str | None = None
@@ -350,6 +352,7 @@ class Session:
             self.pairs,
             self.saved_with_the_run,
             facts,
+            metrics=lambda: self.evaluated,
             tell=self.event,
             warn=self.recorder.message,
         )
@@ -375,7 +378,7 @@ class Session:
                 source.keep()
             logs = (source.step + 1) % self.log_every == 0 or source.step + 1 == length.steps
             step = kind(source.step, source, self.pairs, self._exchange, logs=logs, asks=partial(self._asks, logs))
-            self._step = step
+            self._step, self.evaluated = step, {}
             yield step
             self._check_committed(step)
             step.ended = True
