@@ -330,7 +330,7 @@ class Session:
         """Take up what was saved, before the first loop of steps. Returns the first step of this one."""
         self._loops += 1
         self._before = self.steps_done
-        self._step = None
+        self._step, self._first = None, 0
         if self._loops == 1 and self._traced is None:
             self._resumed = self._keep()
         saved = 0 if self._resumed is None else self._resumed.manifest.values["loop"]
