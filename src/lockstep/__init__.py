@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lockstep.recipe import Loss as Loss
     from lockstep.recipe import Mean as Mean
     from lockstep.recipe import Recipe as Recipe
+    from lockstep.recipe import Stream as Stream
     from lockstep.recipe import Sum as Sum
     from lockstep.saving import Saving as Saving
     from lockstep.schedule import warmup_cosine as warmup_cosine
@@ -44,6 +45,7 @@ _HOME = {
     "Result": "lockstep.training.run",
     "Saving": "lockstep.saving",
     "Session": "lockstep.training.session",
+    "Stream": "lockstep.recipe",
     "Sum": "lockstep.recipe",
     "fingerprint": "lockstep.watch.fingerprint",
     "spawn": "lockstep.launch.spawn",

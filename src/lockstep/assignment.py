@@ -47,6 +47,11 @@ def slices(spans: Sequence[tuple[int, int]], most: int) -> list[tuple[int, int]]
     ]
 
 
+def shard_of(step: int, microbatch: int, *, microbatches: int, shards: int) -> int:
+    """Which of a stream's `shards`, a multiple of the `microbatches` in a step, a microbatch reads from: they take turns."""
+    return microbatch + microbatches * (step % (shards // microbatches))
+
+
 @lru_cache(maxsize=64)
 def share(count: int, rank: int, world_size: int) -> range:
     """The part of range(count) that `rank` takes: contiguous, in rank order, sizes at most 1 apart, larger ones first, perhaps empty."""

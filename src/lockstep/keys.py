@@ -18,13 +18,15 @@ class Stream(IntEnum):
     ORDER = 2
     """The permutation of samples: (seed, ORDER), then the epoch."""
     SAMPLE = 3
-    """One sample's augmentation: (seed, SAMPLE, epoch, sample)."""
+    """One sample's augmentation: (seed, SAMPLE, epoch, sample); of a stream: (seed, SAMPLE, epoch, shard, sample)."""
     COLLATE = 4
     """The making of a batch from its samples: (seed, COLLATE, step, microbatch)."""
     FORWARD = 5
     """One microbatch's forward, dropout say: (seed, FORWARD, step, microbatch)."""
     EVALUATION = 6
     """One microbatch's forward in an evaluation: (seed, EVALUATION, steps done, microbatch)."""
+    WINDOW = 7
+    """The permutation of one window of a stream: (seed, WINDOW, shard, epoch, window)."""
 
 
 def mix(state: int) -> int:

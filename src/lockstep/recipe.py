@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -51,6 +51,34 @@ class Gathered:
     """Called on every rank alike with those tensors of the whole evaluation data, on the CPU."""
 
 
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """Data without a length or without random access, in logical shards, which are the same however many processes read them.
+
+    A shard is read by the processes that compute its microbatches, from beginning to end, then again as the next epoch: each of its
+    samples is seen exactly once in each of its epochs. With M microbatches in a global batch, microbatch i of step s reads from shard
+    i + M * (s mod (shards / M)). A resumed run goes on at each shard's position, and reads at most `window` samples of it again.
+
+    Before each sample is asked for, python's, numpy's and torch's default generators are seeded by (seed, epoch, shard, sample).
+    Raises `RecipeError`.
+    """
+
+    open: Callable[[int, int, int], Iterable[Any]]
+    """(shard, epoch, start) -> an iterator over the samples of that shard in that epoch, beginning with its sample number `start`. What it
+    gives must follow from shard and epoch alone: with `start`, the same samples but for the first `start`. A source that cannot seek
+    reads those and throws them away. `start` is a multiple of `window`, 0 unless a run is resumed, and perhaps the shard's end."""
+    shards: int = field(kw_only=True)
+    """Logical shards: a multiple of the microbatches in a global batch. `open` is called with 0 to shards - 1."""
+    window: int = field(kw_only=True, default=1)
+    """Samples of one shard that are read at a time and shuffled among themselves; so many are in memory for each shard that a process
+    reads. 1: no shuffle."""
+
+    def __post_init__(self) -> None:
+        _check_callable("Stream.open", self.open, optional=False)
+        check_count("Stream.shards", self.shards, "shards")
+        check_count("Stream.window", self.window, "samples")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
     """How the model is measured on data that it does not learn from. Every sample counts exactly once at any world size."""
@@ -65,6 +93,11 @@ class Evaluation:
     """Samples in one forward. None: the recipe's microbatch."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.data, Stream):
+            raise DataError(
+                "Evaluation.data is an ls.Stream; an evaluation counts each sample of its data exactly once, so the data have an end; "
+                "read the samples to measure with into a list"
+            )
         check_dataset("Evaluation.data", self.data)
         if self.every is not None:
             check_count("Evaluation.every", self.every, "steps")
@@ -95,7 +128,7 @@ class Recipe:
     """() -> torch.nn.Module. Called on every process after seeding, so that it is the same on all."""
     data: Any
     """A map-style dataset: `len(data)` and `data[i]`; or `data.__getitems__(indices)`, which fetches a microbatch at once:
-    a list of samples, to be collated, or anything else, taken as the batch."""
+    a list of samples, to be collated, or anything else, taken as the batch. Or a `Stream`, with `microbatch` and `steps`."""
     loss: Callable[[Any, Any], Any]
     """With `inputs`: (output, batch) -> a scalar, a `Sum` or a dict of them. Without (shorthand): (model, batch) -> the same, or a `Loss`.
     A scalar means the mean over this microbatch's samples."""
@@ -141,9 +174,9 @@ class Recipe:
             _check_callable(f"Recipe.{name}", getattr(self, name), optional=False)
         for name in ("inputs", "weight", "collate", "schedule"):
             _check_callable(f"Recipe.{name}", getattr(self, name), optional=True)
-        check_dataset("Recipe.data", self.data)
         check_batch(self.global_batch, self.microbatch, of="Recipe.")
         check_length(self.steps, self.epochs, of="Recipe.")
+        check_data("Recipe.data", self.data, global_batch=self.global_batch, microbatch=self.microbatch, epochs=self.epochs)
         check_clip_norm(self.clip_norm)
         check_precision(self.precision)
         check_seed(self.seed)
@@ -164,7 +197,7 @@ class Recipe:
 def _describe(value: Any) -> Any:
     if value is None or isinstance(value, str | int | float | bool):
         return value
-    if isinstance(value, Evaluation):
+    if isinstance(value, Evaluation | Stream):
         return {name: _describe(getattr(value, name)) for name in value.__slots__}
     if isinstance(value, Mapping):
         return {str(key): _describe(item) for key, item in value.items()}
@@ -237,9 +270,33 @@ def _check_callable(name: str, value: Any, *, optional: bool) -> None:
         raise RecipeError(f"{name} is {_kind(value)}; it must be a function{' or None' if optional else ''}")
 
 
+def check_data(name: str, value: Any, *, global_batch: int, microbatch: int | None, epochs: int | None) -> None:
+    """Raises `DataError` and `RecipeError` unless `value` can be trained on: a map-style dataset, or a stream that fits the batches."""
+    if not isinstance(value, Stream):
+        check_dataset(name, value)
+        return
+    if epochs is not None:
+        raise RecipeError(f"epochs={epochs} with an ls.Stream; a stream has no length to count epochs of; give steps=")
+    if microbatch is None:
+        raise RecipeError(
+            "microbatch=None with an ls.Stream; each microbatch reads from shards of its own, so their number must not depend on the "
+            f"number of processes; give a microbatch, for example microbatch={max(1, global_batch // 8)}"
+        )
+    count = -(-global_batch // microbatch)
+    if value.shards % count:
+        raise RecipeError(
+            f"an ls.Stream of shards={value.shards} with {count} microbatches in a global batch (global_batch={global_batch}, "
+            f"microbatch={microbatch}); each microbatch reads from shards of its own, as many as every other, so shards is a multiple of "
+            f"{count}; write shards={-(-value.shards // count) * count}"
+        )
+
+
 def check_dataset(name: str, value: Any) -> None:
     """Raises `DataError` unless `value` is a map-style dataset with a sample in it."""
     if not hasattr(value, "__len__") or not (hasattr(value, "__getitem__") or hasattr(value, "__getitems__")):
-        raise DataError(f"{name} is a {type(value).__name__}; it must be a map-style dataset, with len(data) and data[i]")
+        raise DataError(
+            f"{name} is a {type(value).__name__}; it must be a map-style dataset, with len(data) and data[i]; "
+            "where data have no length or no random access, give an ls.Stream"
+        )
     if len(value) == 0:
         raise DataError(f"{name} is empty (its len() is 0); training needs at least one sample; check the path or the filter that made it")

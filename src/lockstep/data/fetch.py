@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -11,7 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Subset, TensorDataset, default_collate
-from torch.utils.data._utils.collate import collate, default_collate_fn_map
+from torch.utils.data._utils.collate import collate as collate_with
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 from lockstep.data.generators import seed_generators
 from lockstep.errors import DataError
@@ -105,7 +107,7 @@ class Fetcher:
         try:
             fetched = self._data.__getitems__(indices)
         except Exception as error:
-            error.add_note(f"raised by __getitems__({_some(indices)}) of {type(self._data).__qualname__} in {request}")
+            error.add_note(f"raised by __getitems__({some(indices)}) of {type(self._data).__qualname__} in {request}")
             raise
         if not isinstance(fetched, list):
             return fetched
@@ -130,22 +132,41 @@ class Fetcher:
         return self._batch(samples, request)
 
     def _batch(self, samples: list[Any], request: Request) -> Any:
-        if self._collate is None:
-            try:
-                return default_collate(samples)
-            except Exception as error:
-                raise DataError(
-                    f"the samples of {request} do not make a batch: {_reason(samples, error)}; torch's default collate needs samples "
-                    "of one structure and shape; give Recipe.collate, a function from a list of samples to a batch "
-                    f"(samples {_some(request.samples.tolist())})"
-                ) from error
-        if self._seed_of_collate is not None:
-            seed_generators(key(self._seed_of_collate, Stream.COLLATE, request.step, request.microbatch), CPU)
+        said = partial(_samples, request)
+        return batch_of(samples, self._collate, self._seed_of_collate, step=request.step, microbatch=request.microbatch, said=said)
+
+
+def batch_of(
+    samples: list[Any],
+    collate: Callable[[list[Any]], Any] | None,
+    seed: int | None,
+    *,
+    step: int,
+    microbatch: int,
+    said: Callable[[], str],
+) -> Any:
+    """The samples of a microbatch as a batch. `collate`: the user's, before which the default generators are seeded, where there is a
+    `seed`; None: torch's. `said`: which samples they are. Raises `DataError`, and what `collate` raises, with a note that names them."""
+    if collate is None:
         try:
-            return self._collate(samples)
+            return default_collate(samples)
         except Exception as error:
-            error.add_note(f"raised by collate in {request}, samples {_some(request.samples.tolist())}")
-            raise
+            raise DataError(
+                f"the samples of step {step}, microbatch {microbatch} do not make a batch: {_reason(samples, error)}; torch's default "
+                "collate needs samples of one structure and shape; give Recipe.collate, a function from a list of samples to a batch "
+                f"({said()})"
+            ) from error
+    if seed is not None:
+        seed_generators(key(seed, Stream.COLLATE, step, microbatch), CPU)
+    try:
+        return collate(samples)
+    except Exception as error:
+        error.add_note(f"raised by collate in step {step}, microbatch {microbatch}, {said()}")
+        raise
+
+
+def _samples(request: Request) -> str:
+    return f"samples {some(request.samples.tolist())}"
 
 
 def _some_requests(requests: Iterator[Request], rows: int, fits: Callable[[int], bool]) -> Iterator[Request]:
@@ -171,11 +192,12 @@ def _reason(samples: list[Any], error: Exception) -> str:
         return torch.stack(batch)
 
     try:
-        collate(samples, collate_fn_map={**default_collate_fn_map, Tensor: stack})
+        collate_with(samples, collate_fn_map={**default_collate_fn_map, Tensor: stack})
     except Exception as plain:
         return str(plain)
     return str(error)
 
 
-def _some(indices: list[int]) -> str:
+def some(indices: list[int]) -> str:
+    """The first of them."""
     return str(indices) if len(indices) <= 16 else f"[{', '.join(map(str, indices[:16]))}, ...]"

@@ -17,7 +17,8 @@ import torch
 from torch.multiprocessing import _prctl_pr_set_pdeathsig, get_sharing_strategy  # type: ignore[attr-defined]
 from torch.utils.data import DataLoader, Dataset
 
-from lockstep.data.fetch import Fetcher, Request
+from lockstep.data.fetch import Fetcher
+from lockstep.data.shards import StreamFetcher
 from lockstep.errors import LaunchError, WorkerError
 
 _MOST_SOCKET_BYTES = 107 if sys.platform == "linux" else 103
@@ -30,7 +31,7 @@ LATER_SECONDS = 30
 class Workers:
     """`count` processes that make microbatches, started by the first `fetch` and kept until `close`."""
 
-    def __init__(self, fetcher: Fetcher, count: int, *, pinned: bool) -> None:
+    def __init__(self, fetcher: Fetcher | StreamFetcher, count: int, *, pinned: bool) -> None:
         """`pinned`: the batches come in pinned memory. Raises `LaunchError` where the temporary folder's name is too long for sockets."""
         _check_temporary_folder()
         self._current = _Current()
@@ -49,7 +50,7 @@ class Workers:
         )
         self._batches: Any = None
 
-    def fetch(self, requests: Iterable[Request]) -> Iterator[Any]:
+    def fetch(self, requests: Iterable[Any]) -> Iterator[Any]:
         """Batches in the order of `requests`, of which two a worker are taken ahead. One call at a time: another ends it.
 
         Raises what a worker raised, with its traceback as the cause.
@@ -101,10 +102,10 @@ class RemoteTraceback(Exception):
 
 
 class _Task(Dataset[Any]):
-    def __init__(self, fetcher: Fetcher) -> None:
+    def __init__(self, fetcher: Fetcher | StreamFetcher) -> None:
         self._fetcher = fetcher
 
-    def __getitem__(self, request: Request) -> Any:
+    def __getitem__(self, request: Any) -> Any:
         try:
             return self._fetcher[request]
         except Exception as error:
@@ -115,9 +116,9 @@ class _Current:
     """The sampler of a loader that lasts: each iteration takes the requests of the moment."""
 
     def __init__(self) -> None:
-        self.requests: Iterable[Request] = ()
+        self.requests: Iterable[Any] = ()
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[Any]:
         return iter(self.requests)
 
 

@@ -62,7 +62,7 @@ class Outcome:
             if not math.isfinite(value):
                 raise LossError(
                     f"step {layout.step}: the loss is {value} in {layout.name(place)}, computed by {layout.owner(place)} from "
-                    f"samples {layout.samples_of(place)}; a step needs a finite loss; the model was not changed by this step: "
+                    f"{layout.words(place)}; a step needs a finite loss; the model was not changed by this step: "
                     "look at those samples, the learning rate, and divisions, logarithms and roots in the model"
                 )
         if self.weights is not None:

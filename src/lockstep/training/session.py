@@ -25,7 +25,7 @@ from lockstep.comm.group import World, exact_sum, join
 from lockstep.comm.mesh import Mesh
 from lockstep.comm.segment import Unavailable
 from lockstep.data.generators import seed_generators
-from lockstep.data.loader import Loader
+from lockstep.data.loader import Loader, StreamLoader
 from lockstep.errors import CheckpointError, LossError, PlanError, RecipeError
 from lockstep.events import Event
 from lockstep.keys import Stream, key
@@ -38,14 +38,15 @@ from lockstep.parallel.stages import check_microbatches
 from lockstep.parallel.sync_batchnorm import Exchange, adopt, split_microbatches, training_layers
 from lockstep.parallel.updates import separate_meshes
 from lockstep.plan import Plan
-from lockstep.recipe import Precision, check_batch, check_count, check_dataset, check_length, check_precision, check_seed
+from lockstep.recipe import Precision, check_batch, check_count, check_data, check_length, check_precision, check_seed
+from lockstep.recipe import Stream as DataStream
 from lockstep.saving import Resume, Saving, check_resume, interval
 from lockstep.training import optimizers
 from lockstep.training.keeping import Keeper
 from lockstep.training.outcome import Flag, Outcome, no_weight
 from lockstep.training.pair import Pair
 from lockstep.training.recorder import Pace, Recorder
-from lockstep.training.source import Length, Microbatches, from_data, from_indices
+from lockstep.training.source import Length, Microbatches, from_data, from_indices, from_stream
 from lockstep.training.state import Stateful
 from lockstep.training.step import Step
 from lockstep.training.traced import Traced, TracedPair, TracedStep
@@ -280,21 +281,31 @@ class Session:
         """
         check_batch(global_batch, microbatch)
         check_length(steps, epochs)
+        if data is not None:
+            check_data("data", data, global_batch=global_batch, microbatch=microbatch, epochs=epochs)
         if not self.pairs:
             raise RecipeError("session.steps before session.prepare; a step needs a model and an optimizer; prepare them first")
         if self._traced is not None:
             self._stack.callback(self._traced.close)
             facts = {"global_batch": global_batch, "precision": self.precision}
-            microbatch = self._traced.begin(self.pairs, self.plan, microbatch, facts)
+            asked, microbatch = microbatch, self._traced.begin(self.pairs, self.plan, microbatch, facts)
+            if isinstance(data, DataStream) and microbatch != asked:
+                raise RecipeError(
+                    f"microbatch={microbatch} instead of {asked} with an ls.Stream; each microbatch reads from shards of its own, so "
+                    "others would be of other samples; verify the stream with microbatches as they are"
+                )
         check_microbatch_is_fixed(self.plan, global_batch, microbatch)
-        if data is not None:
-            check_dataset("data", data)
         mesh = split_microbatches([pair.model for pair in self.pairs], self.mesh, self.plan, microbatch=microbatch or global_batch)
         self._exchange.world = mesh.data if mesh.deal.slices else None
         for pair in self.pairs:
             pair.deal(mesh)
+        if isinstance(data, DataStream) and mesh.deal.slices:
+            raise RecipeError(
+                f"SyncBatchNorm on {mesh.data.size} data ranks with an ls.Stream; it splits each microbatch over the ranks, and a shard is "
+                "read by one of them; use plain BatchNorm, whose statistics are one microbatch's, or a map-style dataset"
+            )
         length = Length(
-            samples=len(data) if data is not None else global_batch,
+            samples=global_batch if data is None or isinstance(data, DataStream) else len(data),
             global_batch=global_batch,
             microbatch=microbatch,
             steps=steps,
@@ -309,6 +320,10 @@ class Session:
         first = self._begin_loop()
         if data is None:
             return self._run(from_indices(length, seed=self.seed, first=first), length, weight)
+        if isinstance(data, DataStream):
+            streamed = StreamLoader(data, collate=collate, seed=self.seed, workers=self.plan.workers, device=self.device)
+            self._stack.callback(streamed.close)
+            return self._run(from_stream(streamed, length, seed=self.seed, first=first), length, weight)
         loader = Loader(data, collate=collate, seed=self.seed, workers=self.plan.workers, device=self.device)
         self._stack.callback(loader.close)
         return self._run(from_data(loader, length, seed=self.seed, first=first), length, weight)

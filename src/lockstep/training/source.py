@@ -1,8 +1,8 @@
-"""Where the microbatches of a step come from: a dataset in its keyed order, or, without one, fixed indices."""
+"""Where the microbatches of a step come from: a dataset in its keyed order, or, without one, fixed indices; or a stream."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -11,11 +11,13 @@ import numpy as np
 import torch
 
 from lockstep import assignment
+from lockstep.assignment import shard_of
 from lockstep.comm.group import exact_sum
 from lockstep.comm.mesh import Mesh
 from lockstep.data.device import to_device
 from lockstep.data.generators import seed_generators
-from lockstep.data.loader import Loader, Microbatch, Span
+from lockstep.data.loader import Loader, Microbatch, Span, StreamLoader
+from lockstep.data.shards import START, Origin, Position
 from lockstep.errors import LossError
 from lockstep.keys import Stream, key
 from lockstep.order import Order
@@ -79,6 +81,8 @@ class Layout:
     spans: Spans
     mesh: Mesh
     order: Order | None
+    origins: dict[int, Origin] | None = None
+    """Of a stream: where the microbatches are from that this rank has fetched."""
 
     def name(self, place: int) -> str:
         """Of microbatch `place`, in words."""
@@ -90,12 +94,22 @@ class Layout:
         rank = next(rank for rank, share in enumerate(self.mesh.deal.shares(len(self.spans))) if place in share)
         return f"rank {rank}" if self.mesh.data.size == self.mesh.world.size else f"data rank {rank}"
 
-    def whole(self, place: int) -> tuple[int, list[int]]:
-        """The microbatch that `place` is, or is a slice of, and the indices of all its samples."""
+    def whole(self, place: int) -> tuple[int, Sequence[int | str]]:
+        """The microbatch that `place` is, or is a slice of, and all its samples; of a stream, in words, where it is this rank's."""
+        if self.origins is not None:
+            return place, self.origins[place].names()
         split = self.mesh.deal.slices or 1
         number = place // split
         places = range(number * split, min((number + 1) * split, len(self.spans)))
         return number, [sample for each in places for sample in self.samples_of(each)]
+
+    def words(self, place: int) -> str:
+        """Which samples microbatch `place` is of. Every rank of `mesh.data` calls it: of a stream, only who read them knows."""
+        if self.origins is None:
+            return f"samples {self.samples_of(place)}"
+        origin = self.origins.get(place)
+        everyone = self.mesh.data.gather_values(None if origin is None else str(origin))
+        return next(str(said) for said in everyone if said is not None)
 
     def samples_of(self, place: int) -> list[int]:
         """The indices in the dataset of microbatch `place`; without a dataset, those in the batch."""
@@ -108,18 +122,30 @@ class Layout:
 class Microbatches:
     """One step's microbatches on this rank."""
 
-    def __init__(self, step: int, length: Length, items: Iterator[Microbatch], *, seed: int, order: Order | None) -> None:
+    def __init__(
+        self,
+        step: int,
+        length: Length,
+        items: Iterator[Microbatch],
+        *,
+        seed: int,
+        order: Order | None,
+        positions: Mapping[int, Position] | None = None,
+    ) -> None:
+        """`positions`: of a stream's shards before the step."""
         start, stop = length.span(step)
         self.step = step
         self.samples = stop - start
-        self.layout = Layout(step, start, length.cut(self.samples), length.mesh, order)
+        self.layout = Layout(step, start, length.cut(self.samples), length.mesh, order, None if positions is None else {})
         self.count = len(self.layout.spans)
         self.mine = sum(counts for _, counts in length.dealt(self.samples))
         """How many of them this rank computes."""
         self.most = length.most_microbatches
         self.weights: Weights | None = None
         """Each term's denominator over the whole step, where a weight function gives it."""
-        self._items = items
+        self.positions = dict(positions or {})
+        """Where each shard of a stream that this rank reads goes on after the step, once the rank has run through its microbatches."""
+        self._items = map(self._noted, items)
         self._kept: list[Microbatch] | None = None
         self._mesh = length.mesh
         self._seed = seed
@@ -153,6 +179,13 @@ class Microbatches:
             seed_generators(key(*self.position(item, passes)), self._mesh.world.device)
             yield item, batch
 
+    def _noted(self, item: Microbatch) -> Microbatch:
+        if item.origin is not None and self.layout.origins is not None:
+            self.layout.origins[item.index] = item.origin
+            if item.counts:
+                self.positions[item.origin.shard] = item.origin.after
+        return item
+
     def position(self, item: Microbatch, passes: int) -> tuple[int, ...]:
         """Of a microbatch's random streams. `passes`: how often it was run through before in this step."""
         return self._seed, Stream.FORWARD, self.step, item.index, passes
@@ -177,3 +210,23 @@ def from_indices(length: Length, *, seed: int, first: int = 0) -> Iterator[Micro
             for span in length.rounds(step)
         )
         yield Microbatches(step, length, items, seed=seed, order=None)
+
+
+def from_stream(
+    loader: StreamLoader, length: Length, *, seed: int, first: int = 0, positions: Mapping[int, Position] | None = None
+) -> Iterator[Microbatches]:
+    """The steps of a stream from step `first` on. `positions`: of all shards, as they were after the step before, of all ranks together;
+    one that is not there starts."""
+    begin = {shard: (epoch, position) for shard, (epoch, position) in (positions or {}).items()}
+    count, size = length.most_microbatches, length.span(0)[1]
+    dealt = length.dealt(size)
+    fetched = loader.fetch(
+        (span for step in range(first, length.steps) for span in length.rounds(step)), microbatches=count, positions=begin
+    )
+    turns = range(loader.shards // count)
+    read = [shard_of(turn, index, microbatches=count, shards=loader.shards) for turn in turns for index, counts in dealt if counts]
+    at: Mapping[int, Position] = {shard: begin.get(shard, START) for shard in sorted(read)}
+    for step in range(first, length.steps):
+        source = Microbatches(step, length, islice(fetched, len(dealt)), seed=seed, order=None, positions=at)
+        yield source
+        at = source.positions

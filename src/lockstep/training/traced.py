@@ -140,7 +140,7 @@ class TracedPair(Pair):
         self.traced.tracer.gradients(self._number, self.committed, gradients, gain=self._gain)
         return super().apply(step, clip_norm, measure=measure)
 
-    def microbatch(self, index: int, samples: Sequence[int]) -> None:
+    def microbatch(self, index: int, samples: Sequence[int | str]) -> None:
         """The one that comes next."""
         self._index, self._samples = index, samples
 
@@ -154,7 +154,7 @@ class TracedPair(Pair):
             gradients = self._unscaled(torch.autograd.grad(total, self.parameters, seed, retain_graph=True, allow_unused=True))
         self.note_microbatch(self._index, self._samples, gradients)
 
-    def note_microbatch(self, index: int, samples: Sequence[int], gradients: Named | None) -> None:
+    def note_microbatch(self, index: int, samples: Sequence[int | str], gradients: Named | None) -> None:
         """After its forward. `gradients`: its own, where this rank has them whole."""
         self.traced.tracer.microbatch(self._number, self.committed, index, samples, gradients)
 

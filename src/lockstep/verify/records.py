@@ -52,7 +52,8 @@ class Microbatch:
     rank: int
     step: int
     index: int
-    samples: tuple[int, ...]
+    samples: tuple[int | str, ...]
+    """Indices; of a stream, in words."""
     generator: str | None
     """A digest of the random generators' state before the forward."""
     left: str | None

@@ -101,7 +101,7 @@ class Tracer:
         """Right before the forward of a microbatch: note the state of the default generators."""
         self._generator = self._state()
 
-    def microbatch(self, pair: int, step: int, index: int, samples: Sequence[int], gradients: Named | None) -> None:
+    def microbatch(self, pair: int, step: int, index: int, samples: Sequence[int | str], gradients: Named | None) -> None:
         """After a microbatch's forward. `gradients`: its own, as they enter the sum. None: no rank has them whole."""
         row: dict[str, Any] = {"pair": pair, "step": step, "index": index, "samples": list(samples)}
         row |= {"generator": self._generator, "left": self._state()}

@@ -1,0 +1,161 @@
+"""Streams: a shard's samples in the order in which a run sees them, and the microbatches made of them.
+
+Position p of an epoch is in window p // W of the shard's samples in that epoch, and each window has a keyed permutation of its own. So
+where a run stands in a shard is (epoch, position), whoever reads it, and the window of that position is all that is read again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import groupby, islice
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lockstep import keys
+from lockstep.data.fetch import CPU, batch_of, some
+from lockstep.data.generators import seed_generators
+from lockstep.errors import DataError
+from lockstep.keys import key
+from lockstep.order import Order
+from lockstep.recipe import Stream
+
+Position = tuple[int, int]
+"""Where a shard goes on: the epoch, and how many of its samples were seen in that epoch."""
+START: Position = (0, 0)
+
+
+class Sample(NamedTuple):
+    epoch: int
+    position: int
+    """In the order in which the run sees the epoch's samples."""
+    number: int
+    """In the order in which the shard has them."""
+    value: Any
+
+
+class Request(NamedTuple):
+    """What a microbatch is made of: the next `size` samples of a shard."""
+
+    step: int
+    microbatch: int
+    """Its index in the step."""
+    counts: tuple[bool, ...]
+    """Of each time that it is computed, whether it is part of the step, see `Span`."""
+    shard: int
+    size: int
+    begin: Position | None
+    """Where the shard is opened; None: it goes on."""
+
+
+class Origin(NamedTuple):
+    """Which samples of which shard a microbatch is made of."""
+
+    shard: int
+    epochs: list[int]
+    """Of each sample."""
+    numbers: list[int]
+    after: Position
+    """Where the shard goes on."""
+
+    def __str__(self) -> str:
+        parts = [
+            f"{some([number for _, number in several])} of shard {self.shard} in epoch {epoch}"
+            for epoch, several in groupby(zip(self.epochs, self.numbers, strict=True), key=lambda pair: pair[0])
+        ]
+        return "samples " + " and ".join(parts)
+
+    def names(self) -> list[str]:
+        """Of each sample."""
+        return [f"{number} of shard {self.shard} in epoch {epoch}" for epoch, number in zip(self.epochs, self.numbers, strict=True)]
+
+
+class StreamFetcher:
+    """Makes microbatches of a stream: `fetcher[request]`. All requests of a shard go to the same fetcher, in their order."""
+
+    seeds = True
+    """It seeds the default generators of the process it runs in."""
+
+    def __init__(self, stream: Stream, collate: Callable[[list[Any]], Any] | None, seed: int) -> None:
+        self._stream = stream
+        self._collate = collate
+        self._seed = seed
+        self._open: dict[int, Iterator[Sample]] = {}
+
+    def __getitem__(self, request: Request | None) -> tuple[Any, Origin] | None:
+        """The batch and where it is from; of None, None. Raises `DataError`, and what `open`, its iterator and `collate` raise."""
+        if request is None:
+            return None
+        shard = request.shard
+        if request.begin is not None:
+            epoch, position = request.begin
+            self._open[shard] = samples(self._stream, shard, seed=self._seed, epoch=epoch, position=position)
+        taken = list(islice(self._open[shard], request.size))
+        after = taken[-1].epoch, taken[-1].position + 1
+        origin = Origin(shard, [sample.epoch for sample in taken], [sample.number for sample in taken], after)
+        values = [sample.value for sample in taken]
+        batch = batch_of(values, self._collate, self._seed, step=request.step, microbatch=request.microbatch, said=lambda: str(origin))
+        return batch, origin
+
+    def close(self) -> None:
+        """Let go of the iterators."""
+        self._open.clear()
+
+
+def samples(stream: Stream, shard: int, *, seed: int, epoch: int, position: int) -> Iterator[Sample]:
+    """The samples of a shard from a position on, epoch after epoch, without end. Holds one window.
+
+    Raises `DataError` where an epoch has no sample, or fewer than were seen of it, and what `open` and its iterator raise.
+    """
+    while True:
+        first = position - position % stream.window
+        opened = _opened(stream, shard, seed, epoch, first)
+        while window := list(islice(opened, stream.window)):
+            for place in _order(len(window), key(seed, keys.Stream.WINDOW, shard, epoch, first // stream.window))[position - first :]:
+                value, window[place] = window[place], None
+                yield Sample(epoch, position, first + place, value)
+                position += 1
+            first += len(window)
+        if first < position:
+            raise DataError(
+                f"shard {shard} of the stream has {first} samples in epoch {epoch}, and had {position} or more before; what a shard gives "
+                "must follow from shard and epoch alone; give the shards that the run began with"
+            )
+        if first == 0:
+            raise DataError(
+                f"shard {shard} of the stream has no sample in epoch {epoch}; each shard has at least one; check what open({shard}, "
+                f"{epoch}, 0) reads, or give fewer shards"
+            )
+        epoch, position = epoch + 1, 0
+
+
+def _order(count: int, seed: int) -> list[int]:
+    if count == 1:
+        return [0]
+    order: list[int] = Order(count, seed).samples(np.arange(count))[1].tolist()
+    return order
+
+
+def _opened(stream: Stream, shard: int, seed: int, epoch: int, start: int) -> Iterator[Any]:
+    """The shard's own samples in one epoch, each under its own generators."""
+    seed_generators(key(seed, keys.Stream.SAMPLE, epoch, shard), CPU)
+    number = start
+    try:
+        given = stream.open(shard, epoch, start)
+        if not isinstance(given, Iterable):
+            raise DataError(
+                f"Stream.open({shard}, {epoch}, {start}) returned a {type(given).__name__}; it returns an iterator over the shard's "
+                "samples; make it a generator function, or return iter(...)"
+            )
+        iterator = iter(given)
+        while True:
+            seed_generators(key(seed, keys.Stream.SAMPLE, epoch, shard, number), CPU)
+            try:
+                value = next(iterator)
+            except StopIteration:
+                return
+            yield value
+            number += 1
+    except Exception as error:
+        error.add_note(f"raised by sample {number} of shard {shard} in epoch {epoch}, from Stream.open({shard}, {epoch}, {start})")
+        raise

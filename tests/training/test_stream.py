@@ -1,0 +1,255 @@
+"""Streams: which rank reads what, exactly once over any world sizes and resumes, and the same model at each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from training.subjects import DATA_PLANS, FEATURES, OUTPUTS, recipe
+from training.test_source import CPU, a_mesh
+
+import lockstep as ls
+from lockstep.assignment import Deal
+from lockstep.data.loader import StreamLoader
+from lockstep.errors import DataError, LossError, RecipeError
+from lockstep.testing.pool import WorkerPool
+from lockstep.training.source import Length, from_stream
+
+Positions = dict[int, tuple[int, int]]
+
+
+def length_of(shard: int, epoch: int) -> int:
+    return 3 + (5 * shard + 7 * epoch) % 11
+
+
+def numbered(shard: int, epoch: int, start: int) -> Iterator[tuple[int, int, int]]:
+    """Each sample says who it is."""
+    for number in range(start, length_of(shard, epoch)):
+        yield shard, epoch, number
+
+
+def who(sample: Any) -> tuple[int, int, int]:
+    """Shard, epoch and number, of which those that are trained on say it in a tensor."""
+    shard, epoch, number = sample if isinstance(sample[0], int) else sample[0].tolist()
+    return shard, epoch, number
+
+
+class Segment:
+    """Some steps of a run, on all of `deal`'s ranks, one after another."""
+
+    def __init__(self, deal: Deal, batches: tuple[int, int], stream: ls.Stream, first: int, stop: int, positions: Positions) -> None:
+        self.batches: dict[tuple[int, int], list[Any]] = {}
+        """(step, microbatch) -> its samples."""
+        self.readers: dict[int, set[int]] = {}
+        """Shard -> the ranks that say where it goes on."""
+        self.positions: Positions = {}
+        """After the last step, of all ranks."""
+        self.computed: list[list[tuple[int, int, bool]]] = []
+        """Of each rank, what it computes."""
+        global_batch, microbatch = batches
+        for rank in range(deal.ranks):
+            mesh = a_mesh(rank, deal.ranks, deal)
+            length = Length(samples=global_batch, global_batch=global_batch, microbatch=microbatch, steps=stop, epochs=None, mesh=mesh)
+            loader = StreamLoader(stream, collate=list, seed=3, device=CPU)
+            self.computed.append([])
+            for source in from_stream(loader, length, seed=3, first=first, positions=positions):
+                before = source.positions.copy()
+                for item, batch in source.batches(0):
+                    self.computed[rank].append((source.step, item.index, item.counts))
+                    said = [f"{number} of shard {shard} in epoch {epoch}" for shard, epoch, number in map(who, batch)]
+                    assert source.layout.whole(item.index) == (item.index, said)
+                    if item.counts:
+                        assert (source.step, item.index) not in self.batches
+                        self.batches[source.step, item.index] = batch
+                assert source.mine == 0 or before != source.positions
+            for shard in source.positions:
+                self.readers.setdefault(shard, set()).add(rank)
+            self.positions |= source.positions
+            loader.close()
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> tuple[tuple[int, int], ls.Stream, list[tuple[Deal, int]]]:
+    """Batches, a stream that fits them, and segments of a run: (how it is dealt, the step that ends it)."""
+    global_batch = draw(st.integers(1, 12))
+    microbatch = draw(st.integers(1, global_batch))
+    stream = ls.Stream(numbered, shards=-(-global_batch // microbatch) * draw(st.integers(1, 3)), window=draw(st.integers(1, 9)))
+    deals = st.builds(Deal, st.integers(1, 5), in_turn=st.booleans())
+    stops = sorted(draw(st.sets(st.integers(1, 25), min_size=1, max_size=4)))
+    return (global_batch, microbatch), stream, [(draw(deals), stop) for stop in stops]
+
+
+@given(runs())
+@settings(max_examples=200)
+def test_each_sample_is_seen_exactly_once_an_epoch_over_any_world_sizes_and_resumes(run: Any) -> None:
+    batches, stream, segments = run
+    found: dict[tuple[int, int], list[Any]] = {}
+    first, positions = 0, {}
+    for deal, stop in segments:
+        segment = Segment(deal, batches, stream, first, stop, positions)
+        assert all(len(ranks) == 1 for ranks in segment.readers.values())
+        assert sorted(segment.positions) == list(range(stream.shards))
+        if deal.in_turn:
+            assert len({tuple(step for step, _, _ in mine) for mine in segment.computed}) == 1
+        found |= segment.batches
+        first, positions = stop, segment.positions
+    alone = Segment(Deal(1), batches, stream, 0, first, {})
+    assert found == alone.batches
+    assert positions == alone.positions
+    assert len(found) == first * -(-batches[0] // batches[1])
+    assert sum(map(len, found.values())) == first * batches[0]
+    for shard in range(stream.shards):
+        seen = [sample for at in sorted(found) for sample in found[at] if sample[0] == shard]
+        epoch = 0
+        while seen:
+            length = length_of(shard, epoch)
+            some, seen = seen[:length], seen[length:]
+            if seen:
+                assert sorted(some) == [(shard, epoch, number) for number in range(length)]
+            else:
+                assert len(set(some)) == len(some)
+                assert {(shard, epoch)} == {(each[0], each[1]) for each in some}
+                assert positions[shard] == (epoch, len(some))
+            epoch += 1
+
+
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_a_rank_without_microbatches_says_nothing_of_positions(in_turn: bool) -> None:
+    segment = Segment(Deal(3, in_turn=in_turn), (4, 2), ls.Stream(numbered, shards=4), 0, 3, {})
+    assert segment.readers == {0: {0}, 2: {0}, 1: {1}, 3: {1}}
+    assert segment.computed[2] == ([(step, 0, False) for step in range(3)] if in_turn else [])
+
+
+# Whole runs
+
+
+def rows_of(shard: int, epoch: int, start: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """As `training.subjects.rows`, without an end to the epochs, and with noise from the default generators."""
+    for number in range(start, length_of(shard, epoch)):
+        generator = torch.Generator().manual_seed(100 * shard + number)
+        features = torch.randn(FEATURES, generator=generator) + 0.1 * torch.randn(FEATURES)
+        yield torch.tensor([shard, epoch, number]), features, torch.randn(OUTPUTS, generator=generator)
+
+
+def dropping() -> nn.Module:
+    return nn.Sequential(nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, OUTPUTS))
+
+
+def streamed(**changes: Any) -> ls.Recipe:
+    """Five steps of three microbatches of four samples, from six shards."""
+    given: dict[str, Any] = {"data": ls.Stream(rows_of, shards=6, window=5), "model": dropping, "global_batch": 12, "steps": 5, **changes}
+    return recipe(**given)
+
+
+def fingerprint(run_dir: str, plan: str) -> str:
+    return ls.train(streamed(), run_dir=run_dir, plan=plan).fingerprint
+
+
+@pytest.mark.parametrize("plan", [*DATA_PLANS, "replicate=2,workers=1", "replicate=1,workers=4", "shard=2,workers=1"])
+def test_a_stream_trains_the_same_model_under_every_plan(pool: WorkerPool, tmp_path: Path, plan: str) -> None:
+    processes = DATA_PLANS.get(plan.partition(",workers")[0], 1)
+    (alone,) = pool.run(1, fingerprint, str(tmp_path / "alone"), "replicate=1,numerics=bitwise")
+    assert set(pool.run(processes, fingerprint, str(tmp_path / "run"), f"{plan},numerics=bitwise")) == {alone}
+
+
+def deep() -> nn.Module:
+    return nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, OUTPUTS))
+
+
+def loss_under(run_dir: str, plan: str) -> float:
+    changes = {"global_batch": 24, "inputs": lambda batch: batch[1], "loss": lambda output, batch: ((output - batch[2]) ** 2).mean()}
+    return ls.train(streamed(model=deep, tensor={"0": "colwise", "2": "rowwise"}, **changes), run_dir=run_dir, plan=plan).loss
+
+
+@pytest.mark.parametrize(("plan", "processes"), [("tensor=2", 2), ("pipeline=2", 2), ("replicate=2,pipeline=2", 4)])
+def test_processes_that_share_microbatches_each_read_them(pool: WorkerPool, tmp_path: Path, plan: str, processes: int) -> None:
+    (alone,) = pool.run(1, loss_under, str(tmp_path / "alone"), "replicate=1")
+    assert pool.run(processes, loss_under, str(tmp_path / "run"), plan) == pytest.approx([alone] * processes, rel=1e-4)
+
+
+def train_with_nan(run_dir: str) -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return ((model(batch[1]) - batch[2]) ** 2).mean() * (torch.nan if batch[0][0, 0] == 5 else 1.0)
+
+    ls.train(streamed(loss=loss, seed=3), run_dir=run_dir)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_loss_that_is_not_finite_names_shard_epoch_and_samples(pool: WorkerPool, tmp_path: Path, processes: int) -> None:
+    with pytest.raises(LossError) as caught:
+        pool.run(processes, train_with_nan, str(tmp_path / "run"))
+    segment = Segment(Deal(1), (12, 4), streamed().data, 0, 2, {})
+    numbers = [int(sample[0][2]) for sample in segment.batches[1, 2]]
+    assert str(caught.value).startswith(
+        f"step 1: the loss is nan in microbatch 2, computed by rank {processes - 1} from samples {numbers} of shard 5 in epoch 0; "
+    )
+
+
+def weights(run_dir: str) -> float:
+    given = {"loss": lambda model, batch: ls.Sum(((model(batch[1]) - batch[2]) ** 2).sum()), "weight": lambda batch: batch[2].numel()}
+    return ls.train(streamed(**given), run_dir=run_dir).loss
+
+
+def test_weights_that_are_known_before_the_forward_come_with_streams_too(pool: WorkerPool, tmp_path: Path) -> None:
+    (alone,) = pool.run(1, weights, str(tmp_path / "alone"))
+    assert pool.run(2, weights, str(tmp_path / "run")) == pytest.approx([alone] * 2, rel=1e-5)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"data": ls.Stream(numbered, shards=4)},
+            "an ls.Stream of shards=4 with 3 microbatches in a global batch (global_batch=12, microbatch=4); each microbatch reads from "
+            "shards of its own, as many as every other, so shards is a multiple of 3; write shards=6",
+        ),
+        ({"steps": None, "epochs": 2}, "epochs=2 with an ls.Stream; a stream has no length to count epochs of; give steps="),
+        ({"microbatch": None}, "microbatch=None with an ls.Stream; each microbatch reads from shards of its own"),
+    ],
+)
+def test_a_recipe_that_a_stream_does_not_fit_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError) as caught:
+        streamed(**changes)
+    assert str(caught.value).startswith(message)
+    given = {"data": ls.Stream(numbered, shards=6), "global_batch": 12, "microbatch": 4, "steps": 5, **changes}
+    with ls.Session(run_dir=str(tmp_path / "run")) as session, pytest.raises(RecipeError) as caught:
+        session.steps(given.pop("data"), **given)
+    assert str(caught.value).startswith(message)
+
+
+def test_a_stream_that_is_none_is_refused_when_it_is_made() -> None:
+    with pytest.raises(RecipeError, match=r"^Stream\.shards=0; it counts shards"):
+        ls.Stream(numbered, shards=0)
+    with pytest.raises(RecipeError, match=r"^Stream\.window=0; it counts samples"):
+        ls.Stream(numbered, shards=1, window=0)
+    with pytest.raises(RecipeError, match=r"^Stream\.open is 3 \(a int\); it must be a function"):
+        ls.Stream(3, shards=1)  # type: ignore[arg-type]
+
+
+def test_an_evaluation_on_a_stream_is_refused() -> None:
+    with pytest.raises(DataError, match=r"^Evaluation\.data is an ls\.Stream; .*; read the samples to measure with into a list"):
+        ls.Evaluation(data=ls.Stream(numbered, shards=1))
+
+
+def train_with_sync_batchnorm(run_dir: str) -> None:
+    ls.train(streamed(model=lambda: nn.SyncBatchNorm.convert_sync_batchnorm(dropping())), run_dir=run_dir)
+
+
+def test_sync_batchnorm_on_several_ranks_is_refused(pool: WorkerPool, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"^SyncBatchNorm on 2 data ranks with an ls\.Stream; .*; use plain BatchNorm"):
+        pool.run(2, train_with_sync_batchnorm, str(tmp_path / "run"))
+    pool.run(1, train_with_sync_batchnorm, str(tmp_path / "alone"))
+
+
+def test_a_recipe_says_of_its_stream_where_it_is_from_and_how_it_is_cut() -> None:
+    described = streamed().describe()["data"]
+    assert described == {"open": f"{rows_of.__module__}.rows_of", "shards": 6, "window": 5}
