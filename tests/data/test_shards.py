@@ -11,7 +11,7 @@ from torch.utils.data import default_collate
 
 import lockstep as ls
 from lockstep.data.loader import Span, StreamLoader
-from lockstep.data.shards import samples
+from lockstep.data.shards import Position, samples
 from lockstep.errors import DataError
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes")
@@ -167,9 +167,10 @@ def load():
     """Fetches all microbatches of some spans; closes the loaders at the end."""
     loaders = []
 
-    def fetch(open, among=None, *, positions=(), shards=6, window=5, microbatches=3, **options):
+    def fetch(open, among=None, *, begin=(0, 0), shards=6, window=5, **options):
         loaders.append(StreamLoader(ls.Stream(open, shards=shards, window=window), **{"seed": 0, "device": CPU, **options}))
-        return list(loaders[-1].fetch(spans() if among is None else among, microbatches=microbatches, positions=dict(positions)))
+        positions = dict.fromkeys(range(shards), Position(*begin))
+        return list(loaders[-1].fetch(spans() if among is None else among, microbatches=3, positions=positions))
 
     yield fetch
     for loader in loaders:
@@ -234,6 +235,9 @@ def test_the_augmentation_of_a_sample_depends_on_seed_epoch_shard_and_sample_onl
     assert others.keys() & numbers.keys()
     assert all(numbers[sample] == others[sample] for sample in others.keys() & numbers.keys())
     assert not set(augmentation(load, seed=1).values()) & set(numbers.values())
+    resumed = augmentation(load, begin=(0, 2), window=2)
+    assert len(resumed.keys() & numbers.keys()) > 30
+    assert all(numbers[sample] == resumed[sample] for sample in resumed.keys() & numbers.keys())
 
 
 def test_what_open_itself_draws_does_not_depend_on_where_it_starts():
@@ -308,7 +312,7 @@ def test_a_failing_open_keeps_its_exception_and_is_named(load, workers):
         raise OSError("disk gone")
 
     with pytest.raises(OSError, match="disk gone") as caught:
-        load(fails, workers=workers, positions={0: (3, 7)}, window=5)
+        load(fails, workers=workers, begin=(3, 7))
     assert caught.value.__notes__ == ["raised by sample 5 of shard 0 in epoch 3, from Stream.open(0, 3, 5)"]
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -86,6 +87,12 @@ def adversaries() -> None:
             step.commit(move_generator, clip_norm=1.0)
 
 
+def endless(shard: int, epoch: int, start: int) -> Iterator[list[Tensor]]:
+    """A seventh of the images, augmented."""
+    for image, *others in islice(images(), shard + 7 * start, None, 7):
+        yield [image + 0.1 * torch.randn(image.shape), *others]
+
+
 def momentum(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
@@ -100,6 +107,7 @@ RECIPES: dict[str, Callable[[], None]] = {
     "epochs with a short batch": lambda: train(steps=None, epochs=3, global_batch=36),
     "momentum and a schedule": lambda: train(optimizer=momentum, schedule=ls.warmup_cosine(warmup=4, total=20)),
     "two models": adversaries,
+    "a stream": lambda: train(data=ls.Stream(endless, shards=7, window=6)),
 }
 
 if __name__ == "__main__":

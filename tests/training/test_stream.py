@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from training.subjects import DATA_PLANS, FEATURES, OUTPUTS, recipe
@@ -20,8 +21,10 @@ from lockstep.data.loader import StreamLoader
 from lockstep.errors import DataError, LossError, RecipeError
 from lockstep.testing.pool import WorkerPool
 from lockstep.training.source import Length, from_stream
+from lockstep.verify import records
+from lockstep.watch.tracing import Tracing
 
-Positions = dict[int, tuple[int, int]]
+Positions = dict[int, Sequence[int]]
 
 
 def length_of(shard: int, epoch: int) -> int:
@@ -34,10 +37,10 @@ def numbered(shard: int, epoch: int, start: int) -> Iterator[tuple[int, int, int
         yield shard, epoch, number
 
 
-def who(sample: Any) -> tuple[int, int, int]:
-    """Shard, epoch and number, of which those that are trained on say it in a tensor."""
+def named_by(sample: Any) -> str:
+    """Its name, which it says itself: in a tensor, where it can be trained on."""
     shard, epoch, number = sample if isinstance(sample[0], int) else sample[0].tolist()
-    return shard, epoch, number
+    return f"{number} of shard {shard} in epoch {epoch}"
 
 
 class Segment:
@@ -62,8 +65,7 @@ class Segment:
                 before = source.positions.copy()
                 for item, batch in source.batches(0):
                     self.computed[rank].append((source.step, item.index, item.counts))
-                    said = [f"{number} of shard {shard} in epoch {epoch}" for shard, epoch, number in map(who, batch)]
-                    assert source.layout.whole(item.index) == (item.index, said)
+                    assert source.layout.whole(item.index) == (item.index, [named_by(sample) for sample in batch])
                     if item.counts:
                         assert (source.step, item.index) not in self.batches
                         self.batches[source.step, item.index] = batch
@@ -85,12 +87,16 @@ def runs(draw: st.DrawFn) -> tuple[tuple[int, int], ls.Stream, list[tuple[Deal, 
     return (global_batch, microbatch), stream, [(draw(deals), stop) for stop in stops]
 
 
+def by_shard(read: dict[str, Any]) -> dict[int, Any]:
+    """JSON has texts for keys."""
+    return {int(shard): position for shard, position in read.items()}
+
+
 @given(runs())
-@settings(max_examples=200)
 def test_each_sample_is_seen_exactly_once_an_epoch_over_any_world_sizes_and_resumes(run: Any) -> None:
     batches, stream, segments = run
     found: dict[tuple[int, int], list[Any]] = {}
-    first, positions = 0, {}
+    first, positions = 0, dict[int, Sequence[int]]()
     for deal, stop in segments:
         segment = Segment(deal, batches, stream, first, stop, positions)
         assert all(len(ranks) == 1 for ranks in segment.readers.values())
@@ -98,10 +104,10 @@ def test_each_sample_is_seen_exactly_once_an_epoch_over_any_world_sizes_and_resu
         if deal.in_turn:
             assert len({tuple(step for step, _, _ in mine) for mine in segment.computed}) == 1
         found |= segment.batches
-        first, positions = stop, segment.positions
+        first, positions = stop, json.loads(json.dumps(segment.positions), object_hook=by_shard)
     alone = Segment(Deal(1), batches, stream, 0, first, {})
     assert found == alone.batches
-    assert positions == alone.positions
+    assert positions == json.loads(json.dumps(alone.positions), object_hook=by_shard)
     assert len(found) == first * -(-batches[0] // batches[1])
     assert sum(map(len, found.values())) == first * batches[0]
     for shard in range(stream.shards):
@@ -115,7 +121,7 @@ def test_each_sample_is_seen_exactly_once_an_epoch_over_any_world_sizes_and_resu
             else:
                 assert len(set(some)) == len(some)
                 assert {(shard, epoch)} == {(each[0], each[1]) for each in some}
-                assert positions[shard] == (epoch, len(some))
+                assert positions[shard] == [epoch, len(some)]
             epoch += 1
 
 
@@ -199,6 +205,31 @@ def weights(run_dir: str) -> float:
 def test_weights_that_are_known_before_the_forward_come_with_streams_too(pool: WorkerPool, tmp_path: Path) -> None:
     (alone,) = pool.run(1, weights, str(tmp_path / "alone"))
     assert pool.run(2, weights, str(tmp_path / "run")) == pytest.approx([alone] * 2, rel=1e-5)
+
+
+def traced(folder: str, microbatch: int | None) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in Tracing(folder=Path(folder), steps=2, microbatch=microbatch).variables().items():
+            patch.setenv(name, value)
+        with pytest.raises(SystemExit, check=lambda ended: ended.code == 0):
+            ls.train(streamed(seed=3), run_dir=f"{folder}/run")
+
+
+def test_a_trace_names_the_samples_of_a_stream_alike_at_any_world_size(pool: WorkerPool, tmp_path: Path) -> None:
+    written = []
+    for processes in (1, 2):
+        (tmp_path / str(processes)).mkdir()
+        pool.run(processes, traced, str(tmp_path / str(processes)), None)
+        (trace,) = records.read(tmp_path / str(processes))
+        written.append({(each.step, each.index): each.samples for each in trace.microbatches})
+    batches = Segment(Deal(1), (12, 4), streamed().data, 0, 2, {}).batches
+    named = {at: tuple(named_by(sample) for sample in batch) for at, batch in batches.items()}
+    assert written == [named, named]
+
+
+def test_a_trace_with_other_microbatches_is_refused(pool: WorkerPool, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"^microbatch=2 instead of 4 with an ls\.Stream; .*; leave the microbatch as it is"):
+        pool.run(1, traced, str(tmp_path), 2)
 
 
 # What is refused

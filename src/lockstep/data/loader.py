@@ -154,7 +154,7 @@ class StreamLoader:
             span, *again = several
             counts = (span.counts, *(each.counts for each in again))
             shard = assignment.shard_of(step, index, microbatches=microbatches, shards=self.shards)
-            begin = None if shard in begun else positions.get(shard, shards.START)
+            begin = None if shard in begun else positions.get(shard, shards.Position())
             begun.add(shard)
             yield shards.Request(step, index, counts, shard, span.stop - span.start, begin)
 

@@ -20,9 +20,13 @@ from lockstep.keys import key
 from lockstep.order import Order
 from lockstep.recipe import Stream
 
-Position = tuple[int, int]
-"""Where a shard goes on: the epoch, and how many of its samples were seen in that epoch."""
-START: Position = (0, 0)
+
+class Position(NamedTuple):
+    """Where a shard goes on."""
+
+    epoch: int = 0
+    seen: int = 0
+    """How many of its samples were seen in that epoch."""
 
 
 class Sample(NamedTuple):
@@ -88,10 +92,9 @@ class StreamFetcher:
             return None
         shard = request.shard
         if request.begin is not None:
-            epoch, position = request.begin
-            self._open[shard] = samples(self._stream, shard, seed=self._seed, epoch=epoch, position=position)
+            self._open[shard] = samples(self._stream, shard, seed=self._seed, epoch=request.begin.epoch, position=request.begin.seen)
         taken = list(islice(self._open[shard], request.size))
-        after = taken[-1].epoch, taken[-1].position + 1
+        after = Position(taken[-1].epoch, taken[-1].position + 1)
         origin = Origin(shard, [sample.epoch for sample in taken], [sample.number for sample in taken], after)
         values = [sample.value for sample in taken]
         batch = batch_of(values, self._collate, self._seed, step=request.step, microbatch=request.microbatch, said=lambda: str(origin))

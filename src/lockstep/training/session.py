@@ -291,8 +291,8 @@ class Session:
             asked, microbatch = microbatch, self._traced.begin(self.pairs, self.plan, microbatch, facts)
             if isinstance(data, DataStream) and microbatch != asked:
                 raise RecipeError(
-                    f"microbatch={microbatch} instead of {asked} with an ls.Stream; each microbatch reads from shards of its own, so "
-                    "others would be of other samples; verify the stream with microbatches as they are"
+                    f"microbatch={microbatch} instead of {asked} with an ls.Stream; other microbatches read from other shards, so the "
+                    "same samples cannot be cut otherwise; leave the microbatch as it is"
                 )
         check_microbatch_is_fixed(self.plan, global_batch, microbatch)
         mesh = split_microbatches([pair.model for pair in self.pairs], self.mesh, self.plan, microbatch=microbatch or global_batch)

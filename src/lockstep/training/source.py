@@ -17,7 +17,7 @@ from lockstep.comm.mesh import Mesh
 from lockstep.data.device import to_device
 from lockstep.data.generators import seed_generators
 from lockstep.data.loader import Loader, Microbatch, Span, StreamLoader
-from lockstep.data.shards import START, Origin, Position
+from lockstep.data.shards import Origin, Position
 from lockstep.errors import LossError
 from lockstep.keys import Stream, key
 from lockstep.order import Order
@@ -213,11 +213,11 @@ def from_indices(length: Length, *, seed: int, first: int = 0) -> Iterator[Micro
 
 
 def from_stream(
-    loader: StreamLoader, length: Length, *, seed: int, first: int = 0, positions: Mapping[int, Position] | None = None
+    loader: StreamLoader, length: Length, *, seed: int, first: int = 0, positions: Mapping[int, Sequence[int]] | None = None
 ) -> Iterator[Microbatches]:
-    """The steps of a stream from step `first` on. `positions`: of all shards, as they were after the step before, of all ranks together;
-    one that is not there starts."""
-    begin = {shard: (epoch, position) for shard, (epoch, position) in (positions or {}).items()}
+    """The steps of a stream from step `first` on. `positions`: of all shards, [epoch, seen], as `Microbatches.positions` of all ranks
+    were after the step before; a shard that is not there starts."""
+    begin = {shard: Position(*given) for shard, given in (positions or {}).items()}
     count, size = length.most_microbatches, length.span(0)[1]
     dealt = length.dealt(size)
     fetched = loader.fetch(
@@ -225,7 +225,7 @@ def from_stream(
     )
     turns = range(loader.shards // count)
     read = [shard_of(turn, index, microbatches=count, shards=loader.shards) for turn in turns for index, counts in dealt if counts]
-    at: Mapping[int, Position] = {shard: begin.get(shard, START) for shard in sorted(read)}
+    at: Mapping[int, Position] = {shard: begin.get(shard, Position()) for shard in sorted(read)}
     for step in range(first, length.steps):
         source = Microbatches(step, length, islice(fetched, len(dealt)), seed=seed, order=None, positions=at)
         yield source
