@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from training.subjects import DATA_PLANS, FEATURES, OUTPUTS, recipe
+from training.kept import MODELS, PLANS, STOPPED_AT, run
+from training.subjects import DATA_PLANS, FEATURES, OUTPUTS, adamw, recipe, rows
 from training.test_source import CPU, a_mesh
 
 import lockstep as ls
 from lockstep.assignment import Deal
 from lockstep.data.loader import StreamLoader
-from lockstep.errors import DataError, LossError, RecipeError
+from lockstep.errors import CheckpointError, DataError, LossError, RecipeError
+from lockstep.saving import Saving
 from lockstep.testing.pool import WorkerPool
 from lockstep.training.source import Length, from_stream
 from lockstep.verify import records
@@ -205,6 +208,104 @@ def weights(run_dir: str) -> float:
 def test_weights_that_are_known_before_the_forward_come_with_streams_too(pool: WorkerPool, tmp_path: Path) -> None:
     (alone,) = pool.run(1, weights, str(tmp_path / "alone"))
     assert pool.run(2, weights, str(tmp_path / "run")) == pytest.approx([alone] * 2, rel=1e-5)
+
+
+# Runs that go on
+
+TEXTS = MODELS["gpt-dropout"]["data"]
+
+
+def texts(shard: int, epoch: int, start: int) -> Iterator[dict[str, Tensor]]:
+    """Nine or ten a shard, some of their words hidden."""
+    for sample in range(shard + 14 * start, len(TEXTS), 14):
+        text = TEXTS[sample]
+        yield {**text, "input_ids": text["input_ids"] * (torch.rand(len(text["input_ids"])) < 0.9)}
+
+
+STREAMED = {"data": ls.Stream(texts, shards=14, window=3)}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("replicate=1", "replicate=3"),
+        ("replicate=2", "replicate=1"),
+        ("replicate=3,workers=1", "shard=2"),
+        ("shard=2", "replicate=2,workers=1"),
+    ],
+)
+def test_a_run_goes_on_in_the_midst_of_its_windows_under_another_plan(pool: WorkerPool, tmp_path: Path, before: str, after: str) -> None:
+    def processes(plan: str) -> int:
+        return PLANS[plan.partition(",")[0]]
+
+    whole = pool.run(1, run, "numerics=bitwise", str(tmp_path / "whole"), None, STREAMED)
+    stopped = pool.run(processes(before), run, f"{before},numerics=bitwise", str(tmp_path / "run"), STOPPED_AT, STREAMED)
+    assert [how for how, _ in stopped] == ["preempted"] * len(stopped)
+    assert set(pool.run(processes(after), run, f"{after},numerics=bitwise", str(tmp_path / "run"), None, STREAMED)) == set(whole)
+
+
+@pytest.mark.parametrize("plan", ["tensor=2", "pipeline=2", "shard=2,pipeline=2"])
+def test_a_run_goes_on_bit_for_bit_where_several_processes_read_a_shard(pool: WorkerPool, tmp_path: Path, plan: str) -> None:
+    whole = pool.run(PLANS[plan], run, plan, str(tmp_path / "whole"), None, STREAMED)
+    pool.run(PLANS[plan], run, plan, str(tmp_path / "run"), STOPPED_AT, STREAMED)
+    assert pool.run(PLANS[plan], run, plan, str(tmp_path / "run"), None, STREAMED) == whole
+
+
+def train_some(run_dir: str, shards: int | None, *, fails: bool) -> None:
+    """A loop of the user's own, of which no recipe says what it trains on. Saved after each step."""
+    data = rows(40) if shards is None else ls.Stream(rows_of, shards=shards)
+    with suppress(ZeroDivisionError), ls.Session(run_dir=run_dir, saving=Saving(every=1)) as session:
+        model, optimizer = session.prepare(dropping, adamw)
+        for step in session.steps(data, global_batch=8, microbatch=4, steps=5):
+            for batch in step.microbatches():
+                step.backward(((model(batch[1]) - batch[2]) ** 2).mean())
+            step.commit(optimizer)
+            if fails and step.index == 2:
+                raise ZeroDivisionError
+
+
+def fail(run_dir: str, shards: int | None) -> None:
+    train_some(run_dir, shards, fails=True)
+
+
+def go_on(run_dir: str) -> None:
+    train_some(run_dir, 6, fails=False)
+
+
+def test_a_run_that_goes_on_with_other_data_is_refused(pool: WorkerPool, tmp_path: Path) -> None:
+    for shards, run_dir in ((None, "dataset"), (14, "stream")):
+        pool.run(1, fail, str(tmp_path / run_dir), shards)
+        with pytest.raises(CheckpointError) as caught:
+            pool.run(1, go_on, str(tmp_path / run_dir))
+        assert str(caught.value) == (
+            f"the checkpoint says where {shards or 0} shards of a stream go on, and this run's ls.Stream has shards=6; go on with the data "
+            "that it was saved with"
+        )
+
+
+def train_till_it_fails(run_dir: str, at: int) -> str:
+    """Fails, on every rank, at the first microbatch of a shard from `at` on."""
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        if batch[0][0, 0] >= at:
+            raise ZeroDivisionError
+        return ((model(batch[1]) - batch[2]) ** 2).mean()
+
+    with suppress(ZeroDivisionError):
+        return ls.train(streamed(loss=loss), run_dir=run_dir).fingerprint
+    return "failed"
+
+
+def test_where_a_stream_stands_is_saved_when_a_run_fails(pool: WorkerPool, tmp_path: Path) -> None:
+    whole = pool.run(1, train_till_it_fails, str(tmp_path / "whole"), 6)
+    assert pool.run(1, train_till_it_fails, str(tmp_path / "run"), 5) == ["failed"]
+    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1
+    assert pool.run(1, train_till_it_fails, str(tmp_path / "run"), 6) == whole
+
+
+def test_a_replica_that_fails_saves_nothing_where_others_alone_know_how_their_shards_stand(pool: WorkerPool, tmp_path: Path) -> None:
+    assert pool.run(2, train_till_it_fails, str(tmp_path / "run"), 3) == ["failed"] * 2
+    assert list((tmp_path / "run" / "checkpoints").glob("*")) == []
 
 
 def traced(folder: str, microbatch: int | None) -> None:

@@ -46,7 +46,7 @@ from lockstep.training.keeping import Keeper
 from lockstep.training.outcome import Flag, Outcome, no_weight
 from lockstep.training.pair import Pair
 from lockstep.training.recorder import Pace, Recorder
-from lockstep.training.source import Length, Microbatches, from_data, from_indices, from_stream
+from lockstep.training.source import Length, Microbatches, from_data, from_indices, from_stream, positions_in
 from lockstep.training.state import Stateful
 from lockstep.training.step import Step
 from lockstep.training.traced import Traced, TracedPair, TracedStep
@@ -323,7 +323,9 @@ class Session:
         if isinstance(data, DataStream):
             streamed = StreamLoader(data, collate=collate, seed=self.seed, workers=self.plan.workers, device=self.device)
             self._stack.callback(streamed.close)
-            return self._run(from_stream(streamed, length, seed=self.seed, first=first), length, weight)
+            saved = self._resumed.manifest.values if self._resumed is not None and 0 < first < sys.maxsize else None
+            positions = {} if saved is None else positions_in(saved, data.shards)
+            return self._run(from_stream(streamed, length, seed=self.seed, first=first, positions=positions), length, weight)
         loader = Loader(data, collate=collate, seed=self.seed, workers=self.plan.workers, device=self.device)
         self._stack.callback(loader.close)
         return self._run(from_data(loader, length, seed=self.seed, first=first), length, weight)
@@ -396,6 +398,8 @@ class Session:
             self._step, self.evaluated = step, {}
             yield step
             self._check_committed(step)
+            if self._keeper is not None:
+                self._keeper.values["shards"] = {str(shard): at for shard, at in (step.source.positions or {}).items()}
             step.ended = True
             self.pace.count(step.samples)
             unread += step.committed.values()
@@ -455,6 +459,8 @@ class Session:
         by_the_script = isinstance(error, SystemExit) and not isinstance(error, Terminated)
         if self._keeper is None or self._step is None or by_the_script or self._has_own_state:
             return
+        if self._step.source.positions is not None and self.mesh.axis("replicate").size > 1:
+            return  # another replica's shards stand where only it knows
         if self._step.touched and not self._step.ended:
             return
         try:

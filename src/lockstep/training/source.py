@@ -18,7 +18,7 @@ from lockstep.data.device import to_device
 from lockstep.data.generators import seed_generators
 from lockstep.data.loader import Loader, Microbatch, Span, StreamLoader
 from lockstep.data.shards import Origin, Position
-from lockstep.errors import LossError
+from lockstep.errors import CheckpointError, LossError
 from lockstep.keys import Stream, key
 from lockstep.order import Order
 from lockstep.training.loss import Weights, weights_of
@@ -143,7 +143,7 @@ class Microbatches:
         self.most = length.most_microbatches
         self.weights: Weights | None = None
         """Each term's denominator over the whole step, where a weight function gives it."""
-        self.positions = dict(positions or {})
+        self.positions = None if positions is None else dict(positions)
         """Where each shard of a stream that this rank reads goes on after the step, once the rank has run through its microbatches."""
         self._items = map(self._noted, items)
         self._kept: list[Microbatch] | None = None
@@ -180,7 +180,7 @@ class Microbatches:
             yield item, batch
 
     def _noted(self, item: Microbatch) -> Microbatch:
-        if item.origin is not None and self.layout.origins is not None:
+        if item.origin is not None and self.layout.origins is not None and self.positions is not None:
             self.layout.origins[item.index] = item.origin
             if item.counts:
                 self.positions[item.origin.shard] = item.origin.after
@@ -213,11 +213,11 @@ def from_indices(length: Length, *, seed: int, first: int = 0) -> Iterator[Micro
 
 
 def from_stream(
-    loader: StreamLoader, length: Length, *, seed: int, first: int = 0, positions: Mapping[int, Sequence[int]] | None = None
+    loader: StreamLoader, length: Length, *, seed: int, first: int = 0, positions: Mapping[int, Position] | None = None
 ) -> Iterator[Microbatches]:
-    """The steps of a stream from step `first` on. `positions`: of all shards, [epoch, seen], as `Microbatches.positions` of all ranks
-    were after the step before; a shard that is not there starts."""
-    begin = {shard: Position(*given) for shard, given in (positions or {}).items()}
+    """The steps of a stream from step `first` on. `positions`: of all shards, as `Microbatches.positions` of all ranks were after the
+    step before; a shard that is not there starts."""
+    begin = positions or {}
     count, size = length.most_microbatches, length.span(0)[1]
     dealt = length.dealt(size)
     fetched = loader.fetch(
@@ -229,4 +229,18 @@ def from_stream(
     for step in range(first, length.steps):
         source = Microbatches(step, length, islice(fetched, len(dealt)), seed=seed, order=None, positions=at)
         yield source
-        at = source.positions
+        at = source.positions or {}
+
+
+def positions_in(values: Mapping[str, Any], shards: int) -> dict[int, Position]:
+    """Where each of a stream's shards goes on, by a checkpoint's values, which have the `Microbatches.positions` of all ranks as `shards`.
+
+    Raises `CheckpointError` where they are of another stream.
+    """
+    saved = {int(shard): Position(*said) for shard, said in values["shards"].items()}
+    if saved.keys() != set(range(shards)):
+        raise CheckpointError(
+            f"the checkpoint says where {len(saved)} shards of a stream go on, and this run's ls.Stream has shards={shards}; go on with "
+            "the data that it was saved with"
+        )
+    return saved
