@@ -442,3 +442,27 @@ def test_the_best_needs_evaluations(tmp_path: Path) -> None:
         ls.train(recipe(), run_dir=str(tmp_path / "run"), saving=KEEPS)
     with pytest.raises(CheckpointError, match=r"^Saving\(best='place'\), which is not measured; measured are loss$"):
         ls.train(recipe(**EVALUATED), run_dir=str(tmp_path / "other"), saving=KEEPS)
+
+
+def test_an_error_after_the_commit_of_a_step_saves_nothing(tmp_path: Path) -> None:
+    """What hooks hold may be of the step before."""
+
+    def fail(run: Any) -> None:
+        raise ValueError("boom")
+
+    with pytest.raises(ValueError, match="boom"):
+        ls.train(recipe(), run_dir=str(tmp_path / "run"), hooks=[At({1: fail})])
+    assert saved(tmp_path / "run") == []
+    assert events(tmp_path / "run")[-1]["event"] == "run-failed"
+
+
+def heavy(model: nn.Module, batch: Any) -> ls.Loss:
+    """A weight of 4096 a sample, which only the forward knows."""
+    return ls.Loss(4096.0 * ((model(batch[1]) - batch[2]) ** 2).sum(), 4096.0 * len(batch[1]))
+
+
+def test_what_divides_a_loss_before_its_backward_is_taken_up(tmp_path: Path) -> None:
+    stopped(tmp_path / "run", loss=heavy, precision="fp16")
+    whole = ls.train(recipe(steps=6, loss=heavy, precision="fp16"), run_dir=str(tmp_path / "whole"))
+    result = ls.train(recipe(steps=6, loss=heavy, precision="fp16"), run_dir=str(tmp_path / "run"))
+    assert result.fingerprint == whole.fingerprint
