@@ -161,14 +161,22 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(tmp_path: P
     assert "is damaged: rank-0.safetensors" in capsys.readouterr().err
 
 
-def test_where_all_are_damaged_a_run_begins_anew_or_must_not(tmp_path: Path) -> None:
-    stopped(tmp_path / "run")
-    for step in (2, 3):
-        damage(tmp_path / "run", step)
-    with pytest.raises(CheckpointError, match=r"has no checkpoint to go on from: all 2 are damaged"):
-        ls.train(recipe(steps=6), run_dir=str(tmp_path / "run"), resume="must")
-    whole = ls.train(recipe(steps=6), run_dir=str(tmp_path / "whole"))
-    assert ls.train(recipe(steps=6), run_dir=str(tmp_path / "run")).fingerprint == whole.fingerprint
+def stop_two(run_dir: str) -> None:
+    with pytest.raises(Preempted):
+        ls.train(recipe(steps=6), run_dir=run_dir, hooks=[At({1: ask})], plan="numerics=bitwise")
+
+
+def test_where_all_are_damaged_a_run_begins_anew_or_must_not(pool: WorkerPool, tmp_path: Path) -> None:
+    """Of the file that is read first, nothing is damaged."""
+    pool.run(2, stop_two, str(tmp_path / "run"))
+    (folder,) = (tmp_path / "run" / "checkpoints").iterdir()
+    content = bytearray((folder / "rank-1.safetensors").read_bytes())
+    content[-5] ^= 1
+    (folder / "rank-1.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"has no checkpoint to go on from: all 1 are damaged"):
+        ls.train(recipe(steps=6), run_dir=str(tmp_path / "run"), resume="must", plan="numerics=bitwise")
+    whole = ls.train(recipe(steps=6), run_dir=str(tmp_path / "whole"), plan="numerics=bitwise")
+    assert ls.train(recipe(steps=6), run_dir=str(tmp_path / "run"), plan="numerics=bitwise").fingerprint == whole.fingerprint
 
 
 def test_a_checkpoint_of_a_newer_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,17 +255,16 @@ def unblock(run: Any) -> None:
 
 
 def test_a_save_that_fails_is_told_and_training_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    result = ls.train(
-        recipe(steps=8),
-        run_dir=str(tmp_path / "run"),
-        hooks=[At({2: block, 3: settled, 5: unblock, 7: settled})],
-        saving=ls.Saving(every=2),
-    )
-    assert result.steps == 8
-    assert [(event["event"], event.get("checkpoint", "")[:13]) for event in events(tmp_path / "run")][1:-2] == [
+    """Twice in a row, and again after one that did not."""
+    hooks = [At({2: block, 3: settled, 5: unblock, 7: settled, 8: block, 9: settled, 11: unblock})]
+    result = ls.train(recipe(steps=12), run_dir=str(tmp_path / "run"), hooks=hooks, saving=ls.Saving(every=2))
+    assert result.steps == 12
+    assert [(event["event"], event["checkpoint"][:13]) for event in events(tmp_path / "run") if "checkpoint" in event][:5] == [
         ("checkpoint-failed", "step-00000002"),
         ("checkpoint-failed", "step-00000004"),
         ("checkpoint-saved", "step-00000006"),
+        ("checkpoint-failed", "step-00000008"),
+        ("checkpoint-failed", "step-00000010"),
     ]
     assert "warning: the checkpoint of step 2 was not saved: Not a directory" in capsys.readouterr().err
 
@@ -465,4 +472,16 @@ def test_what_divides_a_loss_before_its_backward_is_taken_up(tmp_path: Path) -> 
     stopped(tmp_path / "run", loss=heavy, precision="fp16")
     whole = ls.train(recipe(steps=6, loss=heavy, precision="fp16"), run_dir=str(tmp_path / "whole"))
     result = ls.train(recipe(steps=6, loss=heavy, precision="fp16"), run_dir=str(tmp_path / "run"))
+    assert result.fingerprint == whole.fingerprint
+
+
+def steep(model: nn.Module, batch: Any) -> Any:
+    return 1000.0 * squared_error(model, batch)
+
+
+def test_a_loss_scale_that_was_halved_is_taken_up(tmp_path: Path) -> None:
+    stopped(tmp_path / "run", loss=steep, precision="fp16")
+    assert "step-skipped" in [event["event"] for event in events(tmp_path / "run")]
+    whole = ls.train(recipe(steps=6, loss=steep, precision="fp16"), run_dir=str(tmp_path / "whole"))
+    result = ls.train(recipe(steps=6, loss=steep, precision="fp16"), run_dir=str(tmp_path / "run"))
     assert result.fingerprint == whole.fingerprint
