@@ -123,6 +123,7 @@ class Session:
         """The step of the loop that this process began with."""
         self._has_own_state = False
         self._flag = Flag()
+        self._unread: list[Outcome] = []
         self._stop_at: float | None = None
 
     def __enter__(self) -> Session:
@@ -382,7 +383,6 @@ class Session:
     def _run(self, sources: Iterator[Microbatches], length: Length, weight: Callable[[Any], Any] | None) -> Iterator[Step]:
         self.pace = Pace()
         self.recorder.show(length.steps)
-        unread: list[Outcome] = []
         terms: list[str] | None = None
         kind = Step if self._traced is None else TracedStep
         for source in sources:
@@ -402,10 +402,9 @@ class Session:
                 self._keeper.values["shards"] = {str(shard): at for shard, at in (step.source.positions or {}).items()}
             step.ended = True
             self.pace.count(step.samples)
-            unread += step.committed.values()
+            self._unread += step.committed.values()
             if logs or self.stopping is not None:
-                self._read(unread)
-                unread = []
+                self._read()
             if logs:
                 self._log(step)
             self._attend(step, logs=logs)
@@ -447,6 +446,7 @@ class Session:
             save = any(due for _, _, due in everyone)
             preempted = next((reason for _, reason, _ in everyone if reason is not None), None)
             if preempted is not None:
+                self._read()
                 if self._keeper is not None:
                     self._keeper.save_now(self.steps_done)
                 raise Preempted(preempted)
@@ -506,7 +506,9 @@ class Session:
         """Call `close` when the session ends, however it ends."""
         self._stack.callback(close)
 
-    def _read(self, outcomes: list[Outcome]) -> None:
+    def _read(self) -> None:
+        """Find out what the steps since the last time came to. Raises `LossError`."""
+        outcomes, self._unread = self._unread, []
         for outcome in outcomes:
             outcome.check()
             if outcome.applied is False:
