@@ -476,7 +476,7 @@ def test_what_divides_a_loss_before_its_backward_is_taken_up(tmp_path: Path) -> 
 
 
 def steep(model: nn.Module, batch: Any) -> Any:
-    return 1000.0 * squared_error(model, batch)
+    return 100.0 * squared_error(model, batch)
 
 
 def test_a_loss_scale_that_was_halved_is_taken_up(tmp_path: Path) -> None:
