@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from checkpoint.states import ATTEMPT, load, save, values
+from checkpoint.states import ATTEMPT, here, load, save, values
+from torch.distributed.tensor import Shard, distribute_tensor
 
+from lockstep.checkpoint.blocks import BLOCK_BYTES
 from lockstep.checkpoint.folder import MANIFEST, Folder
 from lockstep.checkpoint.load import Reader
 from lockstep.checkpoint.saver import Ended, Saver
 from lockstep.comm.group import join
+from lockstep.comm.mesh import Mesh
+from lockstep.plan import Plan
 from lockstep.testing.pool import WorkerPool
 
 
@@ -69,3 +74,55 @@ def test_saving_goes_on_behind(tmp_path: Path) -> None:
     again = {key: torch.ones_like(value) for key, value in state.items()}
     Reader(Folder(tmp_path), Folder(tmp_path).names()[0]).fill(again, world)
     assert all(torch.equal(again[key], value) for key, value in values(0).items())
+
+
+def test_after_preparing_a_save_needs_nothing_new(tmp_path: Path) -> None:
+    saver = Saver(join(rank=0, size=1, local_rank=0, local_size=1), tmp_path, ATTEMPT)
+    state = values(0)
+    try:
+        saver.prepare(state)
+        made = saver._memory, saver._writer
+        assert made[0] is not None
+        assert os.fstat(made[0].descriptor).st_blocks * 512 >= sum(value.nbytes for value in state.values()), (
+            "memory is there, not promised"
+        )
+        for step in (1, 2):
+            saver.save(step, state, values={}, facts={})
+            assert saver.poll(30) == Ended(step, None)
+        assert (saver._memory, saver._writer) == made
+        state["more"] = torch.ones(3)
+        saver.save(3, state, values={}, facts={})
+        assert saver.poll(30) == Ended(3, None)
+        assert saver._memory is not made[0]
+    finally:
+        saver.close()
+
+
+def halves(folder: str) -> tuple[int, list[bool]]:
+    """How many bytes of files this rank read for its half of a tensor, and whether it is right: rows, columns."""
+    world = here()
+    truth = torch.arange(8 * BLOCK_BYTES // 4).reshape(8, -1).float()
+    saver = Saver(world, folder, ATTEMPT)
+    saver.save(1, {"large": truth}, values={}, facts={})
+    saver.poll(30)
+    saver.close()
+    world.gather_values(None)
+    mesh = Mesh.of(world, Plan.parse("shard=2").resolve(2)).torch_mesh
+    assert mesh is not None
+    storage, read = Folder(Path(folder)), list[int]()
+    read_into = storage.read_into
+    storage.read_into = lambda *given: read.append(read_into(*given)) or read[-1]  # type: ignore[method-assign, func-returns-value]
+    reader, right = Reader(storage, storage.names()[0]), []
+    for dim in (0, 1):
+        part = distribute_tensor(torch.zeros_like(truth), mesh, [Shard(dim)])
+        reader.fill({"large": part}, world)
+        right.append(torch.equal(part.to_local(), truth.chunk(2, dim)[world.rank]))
+        if dim == 0:
+            rows = sum(read)
+    return rows, right
+
+
+def test_a_rank_reads_what_it_needs(pool: WorkerPool, tmp_path: Path) -> None:
+    for rows, right in pool.run(2, halves, str(tmp_path)):
+        assert right == [True, True]
+        assert rows < 6 * BLOCK_BYTES, "of 8: its half, which begins and ends inside blocks"

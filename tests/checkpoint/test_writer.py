@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -87,6 +88,23 @@ def test_all_ranks_files_become_one_checkpoint(tmp_path: Path, writers: list[Wri
     for rank, file in enumerate(FILES):
         assert folder.read(NAME, file) == image(rank)
         assert manifest.files[file].seal == seal(memoryview(image(rank)))
+
+
+def test_what_an_earlier_save_left_is_not_taken_for_this_one(tmp_path: Path, writers: list[Writer]) -> None:
+    folder = Folder(tmp_path)
+    writers[1].tell(job(tmp_path, 1) | {"save": "01d1"})
+    writers[2].tell(job(tmp_path, 2))
+    assert [writer.answer()["error"] for writer in writers[1:]] == [None, None]
+    writers[0].tell(job(tmp_path, 0))
+    while folder.written(NAME, FILES[0]) != image(0):
+        assert writers[0].process.poll() is None
+    time.sleep(0.3)
+    assert folder.names() == []
+    writers[1].tell(job(tmp_path, 1))
+    assert [writers[rank].answer()["error"] for rank in (1, 0)] == [None, None]
+    assert folder.names() == [NAME]
+    writers[1].tell(job(tmp_path, 1))
+    assert writers[1].answer()["error"] == f"it is there already: {tmp_path / str(NAME)}"
 
 
 def test_what_cannot_be_written_is_said(tmp_path: Path, writers: list[Writer]) -> None:
