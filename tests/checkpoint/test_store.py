@@ -80,6 +80,21 @@ def test_a_checkpoint_is_complete_or_not_there(storage: Storage) -> None:
         storage.read(NAME, "a")
 
 
+def test_a_checkpoint_that_is_half_deleted_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    fsspec.filesystem("memory").store.clear()
+    storage = Store("memory://run")
+    put(storage, NAME)
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="memory://run: RuntimeError: gone away"):
+        patch.setattr(type(storage._fs), "rm", lambda *_, **__: raise_())
+        storage.delete(NAME)
+    assert storage.written(NAME, "a") is not None
+    assert storage.names() == []
+
+
+def raise_() -> None:
+    raise RuntimeError("gone away")
+
+
 def test_parts_of_a_file_are_read(storage: Storage) -> None:
     put(storage, NAME)
     assert storage.size(NAME, "a") == 11
