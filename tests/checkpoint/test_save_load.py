@@ -98,6 +98,21 @@ def test_after_preparing_a_save_needs_nothing_new(tmp_path: Path) -> None:
         saver.close()
 
 
+def test_after_a_save_that_failed_another_process_writes(tmp_path: Path) -> None:
+    saver = Saver(join(rank=0, size=1, local_rank=0, local_size=1), tmp_path / "run", ATTEMPT)
+    (tmp_path / "run").touch()
+    try:
+        saver.save(1, values(1), values={}, facts={})
+        failed = saver._writer
+        assert saver.poll(30) == Ended(1, f"Not a directory: {tmp_path / 'run' / f'.step-00000001-{ATTEMPT}'}")
+        (tmp_path / "run").unlink()
+        saver.save(2, values(2), values={}, facts={})
+        assert saver._writer is not failed
+        assert saver.poll(30) == Ended(2, None)
+    finally:
+        saver.close()
+
+
 def halves(folder: str) -> tuple[int, list[bool]]:
     """How many bytes of files this rank read for its half of a tensor, and whether it is right: rows, columns."""
     world = here()
