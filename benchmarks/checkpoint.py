@@ -55,7 +55,6 @@ from lockstep.checkpoint.blocks import BLOCK_BYTES
 from lockstep.checkpoint.folder import Folder
 from lockstep.checkpoint.load import Reader
 from lockstep.checkpoint.pieces import Piece, dealt, pieces_of
-from lockstep.checkpoint.reading import THREADS
 from lockstep.checkpoint.saver import Saver
 from lockstep.comm.group import World, join
 
@@ -314,15 +313,15 @@ def read_and_hash(files: Sequence[Path], room: memoryview | None) -> None:
 
     def work(share: int) -> None:
         buffer = memoryview(bytearray(BLOCK_BYTES))
-        for path, start, length, place in places[share::THREADS]:
+        for path, start, length, place in places[share :: Folder.readers]:
             part = buffer[:length] if room is None else room[place : place + length]
             with open(path, "rb", buffering=0) as opened:
                 opened.seek(start)
                 opened.readinto(part)
             blake3(part).digest()
 
-    with ThreadPoolExecutor(THREADS) as threads:
-        list(threads.map(work, range(THREADS)))
+    with ThreadPoolExecutor(Folder.readers) as threads:
+        list(threads.map(work, range(Folder.readers)))
 
 
 def forget(files: Sequence[Path]) -> None:

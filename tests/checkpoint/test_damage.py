@@ -20,7 +20,7 @@ import torch
 from checkpoint.states import ATTEMPT, save, values
 from torch import Tensor
 
-from lockstep.checkpoint.blocks import seal
+from lockstep.checkpoint.blocks import BLOCK_BYTES, seal
 from lockstep.checkpoint.folder import MANIFEST, Folder, Name
 from lockstep.checkpoint.load import Reader
 from lockstep.checkpoint.manifest import Damaged, File, Manifest, Place
@@ -101,6 +101,31 @@ def test_each_of_many_damages_is_found_or_does_no_harm(pool: WorkerPool, tmp_pat
         path.write_bytes(right[path])
     assert loaded(folder, first, truth) == "same"
     assert said.count("same") < DAMAGES / 4, "most of them do harm"
+
+
+def test_all_that_is_wrong_is_told(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.run(2, save, str(tmp_path), [1])
+    folder = Folder(tmp_path)
+    (name,) = folder.names()
+    first, second = (tmp_path / str(name) / f"rank-{rank}.safetensors" for rank in range(2))
+    size = max(path.stat().st_size for path in (first, second))
+    large, small = (first, second) if first.stat().st_size == size else (second, first)
+    right = large.read_bytes()
+    for length in (0, BLOCK_BYTES, size - 1):
+        large.write_bytes(right[:length])
+        assert check(folder, name) == [f"{large.name} ends too early: it has {length} of {size} bytes"]
+    large.write_bytes(right + b"more")
+    small.unlink()
+    assert sorted(check(folder, name)) == sorted(
+        [f"{large.name} goes on behind its end: it has {size + 4} bytes for {size}", f"{small.name} is missing"]
+    )
+    large.write_bytes(bytes([right[0] ^ 1]) + right[1:-1] + bytes([right[-1] ^ 1]))
+    last = (size - 1) // BLOCK_BYTES * BLOCK_BYTES
+    assert check(folder, name) == [
+        f"{small.name} is missing",
+        f"{large.name} has other bytes than were written between 0 and {BLOCK_BYTES}",
+        f"{large.name} has other bytes than were written between {last} and {size}",
+    ]
 
 
 def state_of(megabytes: int, seed: int) -> dict[str, Tensor]:

@@ -18,10 +18,14 @@ from checkpoint import states
 from checkpoint.servers import Line, environment, s3
 
 from lockstep.checkpoint import store
+from lockstep.checkpoint.blocks import BLOCK_BYTES, seal
 from lockstep.checkpoint.folder import Folder, Name, Storage
+from lockstep.checkpoint.load import Reader
+from lockstep.checkpoint.manifest import File, Manifest
 from lockstep.checkpoint.reading import check
 from lockstep.checkpoint.saver import Ended
 from lockstep.checkpoint.store import PART_BYTES, Store, folder_at
+from lockstep.comm.group import join
 from lockstep.errors import RunDirectoryError
 from lockstep.testing.pool import WorkerPool
 
@@ -110,6 +114,19 @@ def test_parts_of_a_file_are_read(storage: Storage) -> None:
 def test_one_claim_is_the_first(storage: Storage) -> None:
     storage.begin(NAME)
     assert [storage.claim(NAME, "a"), storage.claim(NAME, "a"), storage.claim(NAME, "b")] == [True, False, True]
+
+
+def test_many_reads_are_under_way_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    fsspec.filesystem("memory").store.clear()
+    storage, content = Store("memory://run"), bytes(6 * BLOCK_BYTES)
+    storage.begin(NAME)
+    storage.write(NAME, "a", [content])
+    manifest = Manifest(step=40, files={"a": File(seal(memoryview(content)), ())}, values={}, facts={})
+    storage.commit(NAME, manifest.encode())
+    together, read_into = threading.Barrier(6, timeout=20), storage.read_into
+    monkeypatch.setattr(storage, "read_into", lambda *given: (together.wait() and 0) or read_into(*given))
+    assert check(storage, NAME) == []
+    Reader(storage, NAME).fill({}, join(rank=0, size=1, local_rank=0, local_size=1))
 
 
 def test_large_files_go_up_in_parts(bucket: str) -> None:

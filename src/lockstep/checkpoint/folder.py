@@ -47,6 +47,10 @@ class Storage(Protocol):
     def wait_seconds(self) -> float:
         """Between two looks for a file that another process is to write."""
 
+    @property
+    def readers(self) -> int:
+        """Threads that read at once."""
+
     def names(self) -> list[Name]:
         """Of all that are complete, in order of their steps."""
 
@@ -91,6 +95,8 @@ class Folder:
     """The checkpoints in one folder: a `Storage`."""
 
     wait_seconds = 0.02
+    readers = 2
+    """One waits for the disk while the other hashes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

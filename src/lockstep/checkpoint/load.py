@@ -20,12 +20,10 @@ from lockstep.checkpoint.folder import Name, Storage
 from lockstep.checkpoint.image import DTYPES
 from lockstep.checkpoint.manifest import Damaged, Unreachable
 from lockstep.checkpoint.pieces import Copy, Piece, copies, torch_dtype
-from lockstep.checkpoint.reading import THREADS, read_block, read_manifest
+from lockstep.checkpoint.reading import read_block, read_manifest
 from lockstep.comm.group import World
 from lockstep.comm.mesh import held
 
-AHEAD = 2 * THREADS
-"""Blocks that are read, or wait to be, at once."""
 SMALL_BYTES = 64 << 10
 """Less is not read by itself."""
 
@@ -155,7 +153,7 @@ class Reader:
 
     def _read_all(self, blocks: Iterable[_Block]) -> None:
         """Raises `Damaged`, `Unreachable`."""
-        with ThreadPoolExecutor(THREADS) as threads:
+        with ThreadPoolExecutor(self._folder.readers) as threads:
             ahead: deque[tuple[_Block, Future[None]]] = deque()
 
             def finish() -> None:
@@ -166,7 +164,7 @@ class Reader:
                         span.finish()
 
             for block in blocks:
-                if len(ahead) == AHEAD:
+                if len(ahead) == 2 * self._folder.readers:
                     finish()
                 ahead.append((block, threads.submit(self._read, block, [span.data for span in block.spans])))
             while ahead:

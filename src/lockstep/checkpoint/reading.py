@@ -11,8 +11,6 @@ from lockstep.checkpoint.blocks import BLOCK_BYTES, Seal
 from lockstep.checkpoint.folder import MANIFEST, Name, Storage
 from lockstep.checkpoint.manifest import Damaged, Manifest, Unreachable
 
-THREADS = 2
-"""One waits for the disk while the other hashes."""
 DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO)
 """What the system says of a file that is not there, or not as it was written."""
 
@@ -30,7 +28,7 @@ def read_block(folder: Storage, name: Name, file: str, seal: Seal, block: int, p
     with _in_words(file):
         length = folder.read_into(name, file, start, parts)
     if length < stop - start:
-        raise Damaged(f"{file} ends too early: it has {start + length} of {seal.size_bytes} bytes")
+        raise Damaged(_too_short(file, start + length, seal))
     if not seal.is_right(block, *parts):
         raise Damaged(f"{file} has other bytes than were written between {start} and {stop}")
 
@@ -41,34 +39,42 @@ def check(folder: Storage, name: Name) -> list[str]:
         manifest = read_manifest(folder, name)
     except Damaged as error:
         return [str(error)]
-    with ThreadPoolExecutor(THREADS) as threads:
-        found = list(threads.map(lambda share: _damage(folder, name, manifest, share), range(THREADS)))
-    return list(dict.fromkeys(text for _, text in sorted(place for share in found for place in share)))
+    seals = {file: entry.seal for file, entry in manifest.files.items()}
+    spare = [bytearray(BLOCK_BYTES) for _ in range(folder.readers)]
 
-
-def _damage(folder: Storage, name: Name, manifest: Manifest, share: int) -> list[tuple[tuple[str, int], str]]:
-    """In every so many-th block of each file: where it is, and what. The first share looks at the files' ends."""
-    found: list[tuple[tuple[str, int], str]] = []
-    room = memoryview(bytearray(BLOCK_BYTES))
-    for file, entry in manifest.files.items():
-        seal = entry.seal
+    def damage(file: str, block: int) -> str | None:
+        start, stop = seals[file].span(block)
+        room = spare.pop()
         try:
-            with _in_words(file):
-                size = folder.size(name, file)
-            if size > seal.size_bytes:
-                found.append(((file, len(seal.blocks)), f"{file} goes on behind its end, after {seal.size_bytes} bytes"))
+            read_block(folder, name, file, seals[file], block, [memoryview(room)[: stop - start]])
         except Damaged as error:
-            found.append(((file, 0), str(error)))
-            continue
-        for block in range(share, len(seal.blocks), THREADS):
-            start, stop = seal.span(block)
-            if start and start >= size:
-                break
-            try:
-                read_block(folder, name, file, seal, block, [room[: stop - start]])
-            except Damaged as error:
-                found.append(((file, block), str(error)))
-    return found
+            return str(error)
+        finally:
+            spare.append(room)
+        return None
+
+    with ThreadPoolExecutor(folder.readers) as threads:
+        lengths = list(threads.map(lambda file: _wrong_length(folder, name, file, seals[file]), seals))
+        blocks = [
+            (file, block) for file, wrong in zip(seals, lengths, strict=True) if wrong is None for block in range(len(seals[file].blocks))
+        ]
+        said = [*lengths, *threads.map(lambda place: damage(*place), blocks)]
+    return [text for text in said if text is not None]
+
+
+def _wrong_length(folder: Storage, name: Name, file: str, seal: Seal) -> str | None:
+    try:
+        with _in_words(file):
+            size = folder.size(name, file)
+    except Damaged as error:
+        return str(error)
+    if size > seal.size_bytes:
+        return f"{file} goes on behind its end: it has {size} bytes for {seal.size_bytes}"
+    return _too_short(file, size, seal) if size < seal.size_bytes else None
+
+
+def _too_short(file: str, size: int, seal: Seal) -> str:
+    return f"{file} ends too early: it has {size} of {seal.size_bytes} bytes"
 
 
 @contextmanager

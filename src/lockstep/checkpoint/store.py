@@ -48,6 +48,8 @@ class Store:
     """The checkpoints under one URL: a `Storage`. What the driver raises becomes an `OSError` that says it in words."""
 
     wait_seconds = 0.5
+    readers = 16
+    """A store takes long to begin an answer, and gives many at once."""
 
     def __init__(self, url: str) -> None:
         """Asks nothing of the store yet. Raises `RunDirectoryError`."""
