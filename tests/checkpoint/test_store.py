@@ -95,6 +95,18 @@ def test_a_checkpoint_that_is_half_deleted_is_not_there(monkeypatch: pytest.Monk
     assert storage.names() == []
 
 
+def test_a_store_that_gives_no_answer_is_not_taken_for_an_empty_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    fsspec.filesystem("memory").store.clear()
+    storage = Store("memory://run")
+    put(storage, NAME)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(storage._fs), "info", lambda *_, **__: raise_())
+        for question in (storage.clear, storage.names):
+            with pytest.raises(OSError, match="memory://run: RuntimeError: gone away"):
+                question()
+    assert storage.names() == [NAME]
+
+
 def raise_() -> None:
     raise RuntimeError("gone away")
 
@@ -137,6 +149,7 @@ def test_large_files_go_up_in_parts(bucket: str) -> None:
     assert len(storage._fs.info(f"{bucket}/{NAME}/a")["ETag"].split("-")) == 2, "S3 marks what came in parts"
 
 
+@pytest.mark.timeout(240)  # some fifteen runs of processes that import s3fs
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_what_is_saved_is_loaded(pool: WorkerPool, bucket: str, server: int, ranks: int) -> None:
     assert pool.run(ranks, save, bucket, server, [3, 8]) == [[Ended(3, None), Ended(8, None)]] * ranks

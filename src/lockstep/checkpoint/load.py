@@ -173,7 +173,10 @@ class Reader:
     def _read(self, block: _Block, data: Sequence[Tensor]) -> None:
         """Read a block, what has a place of its own into that, all else into other memory, and from there into the spans' data."""
         start, stop = block.seal.span(block.number)
-        spare = self._spare.pop() if self._spare else bytearray(BLOCK_BYTES)
+        try:
+            spare = self._spare.pop()
+        except IndexError:  # not asked for before: another thread may take it between
+            spare = bytearray(BLOCK_BYTES)
         other = memoryview(spare)[: stop - start]
         bytes_ = torch.frombuffer(spare, dtype=torch.uint8)
         parts, at, through = [], start, []
