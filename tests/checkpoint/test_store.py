@@ -188,8 +188,9 @@ def loaded(storage: Storage, name: Name) -> str:
 def test_a_server_that_goes_away_costs_the_save_under_way(pool: WorkerPool, bucket: str, server: int) -> None:
     assert pool.run(2, save, bucket, server, [3])[0] == [Ended(3, None)]
     with closing(Line(server, cut_after_bytes=8_000_000)) as line:
-        for ended in pool.run(2, save, bucket, line.port, [8]):
-            assert ended[0] is None or "EndpointConnectionError" in ended[0].error, ended
+        (committing,), (other,) = pool.run(2, save, bucket, line.port, [8])
+        assert committing is None or bucket in committing.error
+        assert other is None or other.error is None or bucket in other.error  # its part may have been there before the cut
         assert line.was_cut
         with environment(line.port), pytest.raises(OSError, match=r"s3://.*Could not connect to the endpoint"):
             Store(bucket).names()
