@@ -25,6 +25,7 @@ from lockstep.plan import Plan
         ("split=3+0+5,shard=1", Plan(split=(3, 0, 5))),
         ("data_parallel=2", Plan(replicate=1, data_parallel=2)),
         ("shard=2,offload=yes", Plan(shard=2, offload=True)),
+        ("halvings=2", Plan(halvings=2)),
         ("workers=2,shard=1,tensor=1,pipeline=1", Plan(replicate=1, workers=2)),
     ],
 )
@@ -40,6 +41,7 @@ def test_the_mini_language_says_what_the_keywords_say(text: str, plan: Plan) -> 
     sharding=st.sampled_from(["full", "gradients"]),
     offload=st.booleans(),
     checkpointing=st.sampled_from(["none", "selective", "full"]),
+    halvings=st.integers(0, 5),
     compile=st.booleans(),
     transport=st.sampled_from(["auto", "torch"]),
 )
@@ -100,7 +102,7 @@ def test_axes_that_do_not_multiply_to_the_world_size_are_refused(world_size: int
         (
             "replica=2",
             "'replica' in plan 'replica=2' is unknown; known are replicate, shard, tensor, pipeline, numerics, sharding, offload, "
-            "checkpointing, schedule, compile, split, data_parallel, transport, workers",
+            "checkpointing, halvings, schedule, compile, split, data_parallel, transport, workers",
         ),
         ("replicate=2,replicate=2", "'replicate' stands twice in plan 'replicate=2,replicate=2'; give it once"),
         ("replicate=0", "replicate=0; the size of a mesh axis is a whole number of at least 1, or auto"),
@@ -137,6 +139,7 @@ def test_axes_that_do_not_multiply_to_the_world_size_are_refused(world_size: int
         ("data_parallel=2,numerics=bitwise", "data_parallel=2 with numerics=bitwise; it computes each microbatch in parts"),
         ("data_parallel=2,compile=yes", "data_parallel=2 with compile=yes; it computes each microbatch in parts"),
         ("data_parallel=2,checkpointing=full", "data_parallel=2 with checkpointing=full; it computes each microbatch in parts"),
+        ("halvings=-1", "halvings=-1; it counts how often each microbatch is halved and is 0 or more"),
         ("workers=-1", "workers=-1; it counts loader processes a rank and is 0 or more"),
         ("workers=auto", "workers='auto' in plan 'workers=auto'; the value is a whole number"),
     ],

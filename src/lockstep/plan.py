@@ -24,7 +24,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "transport": get_args(Transport),
 }
 """The settings whose value is a word."""
-SETTINGS = ("sharding", "offload", "checkpointing", "schedule", "compile", "split", "data_parallel", "transport", "workers")
+SETTINGS = ("sharding", "offload", "checkpointing", "halvings", "schedule", "compile", "split", "data_parallel", "transport", "workers")
 """Those that a plan's text has only where they are not the default."""
 AXES = ("replicate", "shard", "tensor", "pipeline")
 NOT_BUILT_YET = ("context",)
@@ -56,6 +56,9 @@ class Plan:
     checkpointing: Checkpointing = "none"
     """Activations: `full` keeps each block's inputs and computes the rest again in its backward; `selective` also keeps the results of
     matrix products, convolutions and attention."""
+    halvings: int = 0
+    """How often each microbatch of the recipe is halved, for memory; a part has at least one sample. The model is the same to rounding, as
+    far as no random numbers are drawn: random streams belong to what is computed at once. Refused with BatchNorm, whose statistics do."""
     schedule: Schedule = "1f1b"
     """Under `pipeline`, when which microbatch is computed. `gpipe`: all forwards, then all backwards; `1f1b`: a backward as soon as there
     can be one, so that fewer activations are kept; `interleaved`: two stages a process, which wait less and send more; `zero-bubble`:
@@ -91,6 +94,8 @@ class Plan:
                 f"offload=yes with shard={given.get('shard', 1)}; what is kept on the CPU is what the shard axis cuts; give shard two "
                 "processes or more, or leave offload=yes out"
             )
+        if not _counts(self.halvings, 0):
+            raise PlanError(f"halvings={self.halvings}; it counts how often each microbatch is halved and is 0 or more")
         if not _counts(self.workers, 0):
             raise PlanError(f"workers={self.workers}; it counts loader processes a rank and is 0 or more")
         if given.get("tensor", 1) != 1:

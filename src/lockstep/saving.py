@@ -5,12 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, PlanError
 
 Resume = Literal["auto", "never", "must"]
 """Where the run directory holds an unfinished run: `auto` goes on with it, `never` refuses; `must` refuses where there is none."""
+
+OutOfMemory = Literal["retry", "halve", "same-bits", "stop"]
+"""What changes in the plan when memory runs out. `retry`: the next of checkpointing, offload and halvings, but in bitwise numerics none
+that changes bits; `halve`: the next, whatever the numerics; `same-bits`: none that changes bits, whatever the numerics; `stop`: nothing."""
 
 _UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0}
 _DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?")
@@ -83,6 +87,13 @@ def check_resume(value: Any, name: str) -> Resume:
         raise CheckpointError(f"{name}={value!r}; it is one of {', '.join(get_args(Resume))}")
     found: Resume = value
     return found
+
+
+def check_out_of_memory(value: str, name: str) -> OutOfMemory:
+    """Raises `PlanError` unless it is one of `OutOfMemory`."""
+    if value not in get_args(OutOfMemory):
+        raise PlanError(f"{name}={value!r}; it is one of {', '.join(get_args(OutOfMemory))}")
+    return cast(OutOfMemory, value)
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any], *, may_differ: frozenset[str] = frozenset()) -> list[str]:

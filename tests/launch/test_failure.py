@@ -6,12 +6,13 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.comm.segment import PeerDied, PeerStopped
-from lockstep.errors import DataError
-from lockstep.launch.failure import Ending, Failure, Record, account, describe, exit_status, read_crash, read_torch_record
+from lockstep.errors import DataError, RecipeError
+from lockstep.launch.failure import Ending, Failure, Record, account, describe, exit_status, out_of_memory, read_crash, read_torch_record
 from lockstep.parallel.pipeline import StageFailed
 
 GLOO = "[pair.cc:553] Connection closed by peer [127.0.0.1]:41096. This is typically caused by a remote worker crashing."
@@ -192,3 +193,29 @@ def test_a_process_that_the_kernel_holds_is_named() -> None:
 def test_nothing_is_said_where_nothing_failed() -> None:
     ending = Ending(finished=[0, 1])
     assert (ending.report(), ending.status, ending.first) == ("", 0, None)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_one"),
+    [
+        (MemoryError(), True),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("CUDA error: out of memory"), False),
+        (StageFailed("rank 1 failed with OutOfMemoryError"), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_which_errors_say_that_there_is_no_memory_left(error: Exception, is_one: bool) -> None:
+    assert out_of_memory(error) == is_one
+    wrapped = RecipeError("while it computed")
+    wrapped.__cause__ = error
+    assert out_of_memory(wrapped) == is_one
+
+
+def test_what_torch_raises_on_a_cpu_is_one() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**50, dtype=torch.uint8)
+    assert out_of_memory(caught.value)

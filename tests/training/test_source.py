@@ -1,5 +1,7 @@
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
 from lockstep.assignment import Deal
@@ -58,3 +60,27 @@ def test_steps_without_data_begin_where_they_are_asked_to():
     whole = list(map(plain, from_indices(length, seed=0)))
     assert [step for step, *_ in whole] == [0, 1, 2, 3, 4]
     assert list(map(plain, from_indices(length, seed=0, first=3))) == whole[3:]
+
+
+@given(
+    size=st.integers(1, 40),
+    microbatch=st.integers(1, 40) | st.none(),
+    halvings=st.integers(0, 6),
+    ranks=st.integers(1, 4),
+)
+def test_halves_lie_in_their_microbatch_and_differ_by_at_most_a_sample(
+    size: int, microbatch: int | None, halvings: int, ranks: int
+) -> None:
+    def length(halvings: int) -> Length:
+        about = {"samples": size, "global_batch": size, "steps": 1, "epochs": None}
+        return Length(**about, microbatch=microbatch, mesh=a_mesh(0, ranks), halvings=halvings)
+
+    whole, parts = length(0).cut(size), length(halvings).cut(size)
+    assert [start for start, _ in parts] == [0, *(stop for _, stop in parts[:-1])]
+    assert parts[-1][1] == size
+    for start, stop in whole:
+        sizes = [end - begin for begin, end in parts if start <= begin and end <= stop]
+        assert sum(sizes) == stop - start
+        assert len(sizes) == min(2**halvings, stop - start)
+        assert max(sizes) - min(sizes) <= 1
+    assert length(halvings).largest == max(stop - start for start, stop in parts)

@@ -15,7 +15,7 @@ from lockstep.launch.count import count_processes
 from lockstep.launch.environment import check_run_dir
 from lockstep.launch.script import check_module, check_script
 from lockstep.plan import Plan
-from lockstep.saving import Resume, interval, seconds
+from lockstep.saving import OutOfMemory, Resume, interval, seconds
 
 
 @click.command("run", context_settings={"allow_interspersed_args": False})
@@ -27,6 +27,12 @@ from lockstep.saving import Resume, interval, seconds
 )
 @click.option("--save-every", metavar="STEPS|TIME", help="Between checkpoints: 500, or 10m, which it is unless the script says.")
 @click.option("--stop-after", metavar="TIME", help="Save and end after 55m, say, with exit status 75.")
+@click.option(
+    "--out-of-memory",
+    type=click.Choice(get_args(OutOfMemory)),
+    envvar="LOCKSTEP_OUT_OF_MEMORY",
+    help="What is changed in the plan then. retry, if nothing is said: in bitwise numerics nothing that changes bits.",
+)
 @click.option("--may-differ", metavar="FIELDS", help="Fields of the recipe that may be others than they were: steps,schedule.")
 @click.option("-m", "is_module", is_flag=True, help="SCRIPT is the name of a module, as in python -m.")
 @click.argument("script")
@@ -38,6 +44,7 @@ def command(
     resume: str | None,
     save_every: str | None,
     stop_after: str | None,
+    out_of_memory: str | None,
     may_differ: str | None,
     is_module: bool,
     script: str,
@@ -83,6 +90,7 @@ def command(
         "resume": resume,
         "save_every": save_every,
         "stop_at": str(stop_at) if stop_at is not None else None,
+        "out_of_memory": out_of_memory,
         "may_differ": may_differ,
     }
     ending = run_workers(start, count=count, launcher="lockstep", given=given)

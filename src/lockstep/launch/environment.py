@@ -36,6 +36,8 @@ class Environment:
     """What was said at launch of an unfinished run in that directory. None: nothing."""
     save_every: str | None = None
     """The steps or the time between checkpoints, given at launch. None: none was given."""
+    out_of_memory: str | None = None
+    """What was said at launch of running out of memory. None: nothing."""
     may_differ: frozenset[str] = frozenset()
     """Fields of the recipe that may be others than those of the run that goes on, given at launch."""
     stop_at: float | None = None
@@ -44,7 +46,7 @@ class Environment:
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Environment:
         """Read RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE and our LOCKSTEP_LAUNCHER, LOCKSTEP_PLAN, LOCKSTEP_RUN_DIR,
-        LOCKSTEP_RESUME, LOCKSTEP_SAVE_EVERY, LOCKSTEP_MAY_DIFFER and LOCKSTEP_STOP_AT.
+        LOCKSTEP_RESUME, LOCKSTEP_SAVE_EVERY, LOCKSTEP_OUT_OF_MEMORY, LOCKSTEP_MAY_DIFFER and LOCKSTEP_STOP_AT.
 
         Without any of the first four it is rank 0 of 1. Where the two local ones are missing, all processes are taken to be on this
         machine. Raises `LaunchError` where the values contradict each other.
@@ -77,6 +79,7 @@ class Environment:
             run_dir=environ.get("LOCKSTEP_RUN_DIR") or None,
             resume=environ.get("LOCKSTEP_RESUME") or None,
             save_every=environ.get("LOCKSTEP_SAVE_EVERY") or None,
+            out_of_memory=environ.get("LOCKSTEP_OUT_OF_MEMORY") or None,
             may_differ=frozenset(filter(None, environ.get("LOCKSTEP_MAY_DIFFER", "").split(","))),
             stop_at=_time(environ, "LOCKSTEP_STOP_AT"),
             threads=_threads(environ, local_world_size),

@@ -35,6 +35,12 @@ _PEER_TEXT = re.compile(
     r"|Application timeout caused pair closure|NCCL communicator was aborted|remote process exited|failed to recv, got 0 bytes"
 )
 
+_MEMORY_ERRORS = {"MemoryError", "OutOfMemoryError"}
+_MEMORY_TEXT = re.compile(
+    r"DefaultCPUAllocator: (can't allocate|not enough) memory|CUDA error: out of memory|Cuda failure 2 'out of memory'"
+    r"|CU(BLAS|DNN|SOLVER|SPARSE)_STATUS_ALLOC_FAILED"
+)
+
 _SIGNALS = {
     "SIGABRT": "native code gave up; what it printed stands above",
     "SIGBUS": "memory that could not be had; often /dev/shm is full",
@@ -216,6 +222,11 @@ def _lost_a_peer(error: BaseException) -> bool:
     return any(_is_peer_error(link) for link in _chain(error))
 
 
+def out_of_memory(error: BaseException) -> bool:
+    """Whether it, or what it was raised from, says that a device or this machine has no memory left."""
+    return any(_is_memory_error(link) for link in _chain(error))
+
+
 def exit_status(error: BaseException) -> int:
     """What a worker that `error` ends exits with."""
     return USER_ERROR_STATUS if isinstance(error, UserError) else 1
@@ -262,6 +273,12 @@ def _is_peer_error(error: BaseException) -> bool:
     if any(kind.__name__ in _PEER_ERRORS for kind in type(error).__mro__):
         return True
     return isinstance(error, RuntimeError) and _PEER_TEXT.search(_text(error)) is not None
+
+
+def _is_memory_error(error: BaseException) -> bool:
+    if any(kind.__name__ in _MEMORY_ERRORS for kind in type(error).__mro__):
+        return True
+    return isinstance(error, RuntimeError) and _MEMORY_TEXT.search(_text(error)) is not None
 
 
 def _text(error: BaseException) -> str:

@@ -23,6 +23,7 @@ from lockstep.errors import DataError, LossError
 from lockstep.keys import Stream, key
 from lockstep.parallel.pipeline import Item, Pipeline
 from lockstep.parallel.shard import reshard
+from lockstep.plan import Plan
 from lockstep.recipe import Evaluation, Gathered, Mean, Recipe
 from lockstep.training.forward import given_to, output_of
 from lockstep.training.loss import SINGLE, measured, weights_of
@@ -47,11 +48,14 @@ class Evaluator:
     mesh: Mesh
     loader: Loader
     pair: Pair
+    halvings: int
+    """Of its microbatches, as the plan has them."""
 
     @classmethod
-    def of(cls, recipe: Recipe, evaluation: Evaluation, mesh: Mesh, workers: int, pair: Pair) -> Evaluator:
-        loader = Loader(evaluation.data, collate=recipe.collate, seed=recipe.seed, shuffle=False, workers=workers, device=mesh.world.device)
-        return cls(recipe, evaluation, mesh, loader, pair)
+    def of(cls, recipe: Recipe, evaluation: Evaluation, mesh: Mesh, plan: Plan, pair: Pair) -> Evaluator:
+        device = mesh.world.device
+        loader = Loader(evaluation.data, collate=recipe.collate, seed=recipe.seed, shuffle=False, workers=plan.workers, device=device)
+        return cls(recipe, evaluation, mesh, loader, pair, plan.halvings)
 
     def measure(self, model: nn.Module, step: int) -> dict[str, float]:
         """The loss and every metric after `step` steps, the same on every rank. Every rank calls it.
@@ -70,7 +74,8 @@ class Evaluator:
             reshard(model)
 
     def _measure(self, model: nn.Module, step: int) -> dict[str, float]:
-        cuts = assignment.microbatches(len(self.evaluation.data), self._microbatch(), self.mesh.deal.ranks)
+        whole = assignment.microbatches(len(self.evaluation.data), self._microbatch(), self.mesh.deal.ranks)
+        cuts = assignment.slices(whole, 2**self.halvings)
         spans = [
             Span(step=0, index=index, start=cuts[index][0], stop=cuts[index][1], counts=counts)
             for index, counts in self.mesh.deal.rounds(len(cuts), self.mesh.data.rank)

@@ -54,6 +54,8 @@ class Recorder:
         self._open.callback(self.events.close)
         self._metrics = self._open.enter_context(MetricsLog(self.path)) if self._directory else None
         self._progress: Progress | None = None
+        self.goes_on = self._directory is not None and self._directory.goes_on
+        """On rank 0: whether a run goes on that was here before."""
         self.facts: dict[str, Any] = {}
         """JSON of what runs, and how, once it has started."""
 

@@ -159,7 +159,7 @@ def train(
         run = Run(recipe, session, model, made if isinstance(made, list) else [made], hooks)
         evaluator = None
         if recipe.evaluation is not None:
-            evaluator = Evaluator.of(recipe, recipe.evaluation, session.mesh, session.plan.workers, session.pairs[0])
+            evaluator = Evaluator.of(recipe, recipe.evaluation, session.mesh, session.plan, session.pairs[0])
             session.on_exit(evaluator.loader.close)
         session.saved_with_the_run["run"] = run
         for place, hook in enumerate(hooks):

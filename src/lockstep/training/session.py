@@ -30,7 +30,7 @@ from lockstep.errors import CheckpointError, LossError, PlanError, RecipeError
 from lockstep.events import Event
 from lockstep.keys import Stream, key
 from lockstep.launch.environment import Environment, check_run_dir
-from lockstep.launch.failure import account
+from lockstep.launch.failure import account, out_of_memory
 from lockstep.launch.grace import needing_time
 from lockstep.launch.termination import Preempted, Terminated, Termination
 from lockstep.parallel.layout import Built, check_devices, lay_out
@@ -40,9 +40,10 @@ from lockstep.parallel.updates import separate_meshes
 from lockstep.plan import Plan
 from lockstep.recipe import Precision, check_batch, check_count, check_data, check_length, check_precision, check_seed
 from lockstep.recipe import Stream as DataStream
-from lockstep.saving import Resume, Saving, check_resume, interval
+from lockstep.saving import OutOfMemory, Resume, Saving, check_out_of_memory, check_resume, interval
 from lockstep.training import optimizers
 from lockstep.training.keeping import Keeper
+from lockstep.training.ladder import changes, climb, next_plan, recall, said
 from lockstep.training.outcome import Flag, Outcome, no_weight
 from lockstep.training.pair import Pair
 from lockstep.training.recorder import Pace, Recorder
@@ -125,6 +126,11 @@ class Session:
         self._flag = Flag()
         self._unread: list[Outcome] = []
         self._stop_at: float | None = None
+        self._out_of_memory: OutOfMemory = "retry"
+        self._largest = 0
+        """Samples of the largest microbatch."""
+        self._whole: str | None = None
+        """Why no microbatch can be halved."""
 
     def __enter__(self) -> Session:
         environment = Environment.read(os.environ)
@@ -136,15 +142,16 @@ class Session:
                 local_size=environment.local_world_size,
             )
             launched = Plan.parse(environment.plan) if environment.plan is not None else None
-            self.plan = (launched or self._given_plan or Plan()).resolve(self.world.size)
-            check_devices(self.plan, self.world.device)
-            self.mesh = Mesh.of(self.world, self.plan)
+            given = (launched or self._given_plan or Plan()).resolve(self.world.size)
+            check_devices(given, self.world.device)
+            self.mesh = Mesh.of(self.world, given)
             stack.callback(self.mesh.close)
-            _set_up_computation(self.plan, self.world, environment.threads, stack)
             if environment.resume is not None:
                 self._resume = check_resume(environment.resume, "LOCKSTEP_RESUME")
             if environment.save_every is not None:
                 self._saving = replace(self._saving, every=interval(environment.save_every, "LOCKSTEP_SAVE_EVERY"))
+            if environment.out_of_memory is not None:
+                self._out_of_memory = check_out_of_memory(environment.out_of_memory, "LOCKSTEP_OUT_OF_MEMORY")
             self._may_differ |= environment.may_differ
             self._stop_at = environment.stop_at
             stack.enter_context(self._termination)
@@ -152,19 +159,24 @@ class Session:
             stack.callback(self.recorder.close)
             stack.callback(self._close_pairs)
             stack.callback(self._close_keeper)
-            self._start(environment, launched)
+            self._remembered = recall(self.world, self.recorder.path, goes_on=self.recorder.goes_on)
+            self.plan = self._remembered.over(given, self.device.type)
+            _set_up_computation(self.plan, self.world, environment.threads, stack)
+            self._start(environment, given, launched)
             self._stack = stack.pop_all()
         return self
 
-    def _start(self, environment: Environment, launched: Plan | None) -> None:
+    def _start(self, environment: Environment, given: Plan, launched: Plan | None) -> None:
         self.recorder.start(plan=self.plan, world=self.world, launcher=environment.launcher, seed=self.seed, recipe=self._recipe)
         self.event("run-started", plan=str(self.plan), world_size=self.world.size)
-        for name, given, launched_as in (
-            ("plan", self._given_plan and _resolved(self._given_plan, self.world.size), launched and str(self.plan)),
+        for name, by_script, launched_as in (
+            ("plan", self._given_plan and _resolved(self._given_plan, self.world.size), launched and str(given)),
             ("run_dir", self._given_run_dir, environment.run_dir),
         ):
-            if given and launched_as and given != launched_as:
-                self.event("launcher-overrides-script", what=name, script=given, launcher=launched_as)
+            if by_script and launched_as and by_script != launched_as:
+                self.event("launcher-overrides-script", what=name, script=by_script, launcher=launched_as)
+        if self.plan != given:
+            self._tell_of_plan(given)
         memory = self.mesh.memory
         if isinstance(memory, Unavailable) and self.mesh.torch_mesh is None and self.world.size > 1 and self.device.type == "cpu":
             self.event("no-shared-memory", reason=memory.reason)
@@ -178,13 +190,25 @@ class Session:
             self.event("slow-precision", reason=warning)
             self.recorder.message(f"warning: {warning}")
 
+    def _tell_of_plan(self, given: Plan) -> None:
+        """What is remembered from running out of memory changes the plan."""
+        last, change = self._remembered.failures[-1], changes(given, self.plan)
+        reason = f"memory ran out in step {last['step']} on rank {last['rank']}: {last['error']}"
+        halved = "random streams belong to microbatches: with smaller ones dropout masks are others, and so is rounding"
+        note: dict[str, Any] = {"note": halved} if self.plan.halvings > given.halvings else {}
+        self.event("plan-changed", last["step"], reason=reason, change=change, given=str(given), plan=str(self.plan), **note)
+        self.recorder.message(f"goes on with {change}: {reason}")
+
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self._termination.hold()
         if isinstance(error, Preempted):
             self.event("preempted", reason=error.reason)
         elif error is not None:
             self.event("run-failed", **account(error))
-            self._rescue(error)
+            found = self._climb(error)
+            kept = self._rescue(error)
+            if found is not None:
+                error.add_note(said(self.plan, found, folder=self.recorder.path, step=self.steps_done if kept else None))
         elif self._keeper is not None:
             self._keeper.finish()
             self.recorder.end({"steps": self.steps_done, "plan": str(self.plan), "world_size": self.world_size})
@@ -312,7 +336,10 @@ class Session:
             steps=steps,
             epochs=epochs,
             mesh=mesh,
+            halvings=self.plan.halvings,
         )
+        self._largest = length.largest
+        self._check_halvings(data)
         self._tell_of_batchnorm(length)
         if (pipeline := self.pairs[0].pipeline) is not None:
             pipeline.exchange = self._exchange if mesh.deal.slices else None
@@ -454,23 +481,37 @@ class Session:
             self._keeper.values.update(loop=self._loops, steps_before=self._before)
             self._keeper.after(self.steps_done, asked=save)
 
-    def _rescue(self, error: BaseException) -> None:
-        """Where this rank's state is that of a whole step, save it, without the others' help."""
+    def _climb(self, error: BaseException) -> Plan | str | None:
+        """Where memory ran out, remember the next plan. Returns it, or why there is none; None: it is another error."""
+        if self._traced is not None or not isinstance(error, Exception) or not out_of_memory(error):
+            return None
+        largest = self._largest if self._step is not None else None
+        found = next_plan(self.plan, self.device.type, self._out_of_memory, largest=largest, whole=self._whole)
+        found = climb(self.plan, found, self._remembered, error, folder=self.recorder.path, step=self.steps_done, rank=self.rank)
+        told: dict[str, Any] = {"why_not": found} if isinstance(found, str) else {"then": changes(self.plan, found)}
+        self.event("out-of-memory", **told)
+        return found
+
+    def _rescue(self, error: BaseException) -> bool:
+        """Where this rank's state is that of a whole step, save it, without the others' help. Returns whether it is saved."""
         by_the_script = isinstance(error, SystemExit) and not isinstance(error, Terminated)
         if self._keeper is None or self._step is None or by_the_script or self._has_own_state:
-            return
+            return False
         if self._step.source.positions is not None and self.mesh.axis("replicate").size > 1:
-            return  # another replica's shards stand where only it knows
+            return False  # another replica's shards stand where only it knows
         if self._step.touched and not self._step.ended:
-            return
+            return False
         try:
             with needing_time():
                 name = self._keeper.rescue(self.steps_done)
-        except OSError as failure:
+        except Exception as failure:
+            if not isinstance(failure, OSError) and not out_of_memory(failure):
+                raise
             self.event("rescue-failed", reason=str(failure))
-        else:
-            if name is not None:
-                self.event("rescued", checkpoint=name)
+            return False
+        if name is not None:
+            self.event("rescued", checkpoint=name)
+        return True
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context that forwards run in, for the session's precision. Backwards and commits stay outside."""
@@ -544,6 +585,16 @@ class Session:
                 f"step {step.index} ended with {len(step.committed)} of {len(self.pairs)} prepared pairs committed; call "
                 "step.commit(optimizer) for each on every rank, in every step"
             )
+
+    def _check_halvings(self, data: Any) -> None:
+        mine = [name for name, _ in training_layers([pair.model for pair in self.pairs])]
+        layers = [name for theirs in self.mesh.axis("pipeline").gather_values(mine) for name in theirs]
+        if layers:
+            self._whole = f"BatchNorm ({layers[0]!r}) takes its statistics over what is computed at once, so that halves are another model"
+        elif isinstance(data, DataStream):
+            self._whole = "an ls.Stream reads each microbatch from a shard of its own, so that halves are other samples"
+        if self.plan.halvings and self._whole is not None:
+            raise RecipeError(f"halvings={self.plan.halvings}, and {self._whole}; leave halvings out, or give a smaller microbatch")
 
     def _tell_of_batchnorm(self, length: Length) -> None:
         """Once, where statistics over the whole global batch would be others."""

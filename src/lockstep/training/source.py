@@ -31,10 +31,20 @@ class Length:
     """How long training is and how it is cut: arithmetic on (step, microbatch), the same on every rank."""
 
     def __init__(
-        self, *, samples: int, global_batch: int, microbatch: int | None, steps: int | None, epochs: int | None, mesh: Mesh
+        self,
+        *,
+        samples: int,
+        global_batch: int,
+        microbatch: int | None,
+        steps: int | None,
+        epochs: int | None,
+        mesh: Mesh,
+        halvings: int = 0,
     ) -> None:
+        """`halvings`: how often each microbatch is halved; the halves are microbatches then."""
         self.samples = samples
         self.mesh = mesh
+        self._parts = 2**halvings
         self.steps = assignment.steps_of(length=samples, global_batch=global_batch, steps=steps, epochs=epochs)
         self._global_batch = global_batch
         self._in_epochs = epochs is not None
@@ -52,8 +62,14 @@ class Length:
         if size not in self._cuts:
             deal = self.mesh.deal
             whole = assignment.microbatches(size, self._microbatch, 1 if deal.slices else deal.ranks)
-            self._cuts[size] = tuple(assignment.slices(whole, deal.slices) if deal.slices else whole)
+            self._cuts[size] = tuple(assignment.slices(whole, deal.slices or self._parts))
         return self._cuts[size]
+
+    @property
+    def largest(self) -> int:
+        """Samples of the largest microbatch."""
+        start, stop = self.span(0)
+        return max(stop - start for start, stop in self.cut(stop - start))
 
     def dealt(self, size: int) -> list[tuple[int, bool]]:
         """What this rank computes of a batch of `size` samples, as (microbatch, whether it counts)."""

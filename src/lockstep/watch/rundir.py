@@ -44,9 +44,11 @@ class RunDirectory:
     The claim is a kernel lock on the file `lock`, which says who holds it: it ends when the holder does, however it ends.
     """
 
-    def __init__(self, path: Path, lock: _Lock) -> None:
+    def __init__(self, path: Path, lock: _Lock, *, goes_on: bool) -> None:
         self.path = path
         self._lock = lock
+        self.goes_on = goes_on
+        """Whether it holds a run that has not ended."""
 
     @classmethod
     def create(cls, path: Path, *, resume: bool = False) -> RunDirectory:
@@ -73,7 +75,8 @@ class RunDirectory:
                 f"run directory {str(path)!a} has a name that this system cannot write ({error}); a name is made of what its locale can "
                 f"encode ({sys.getfilesystemencoding()} here); use plain letters, or set LC_ALL=C.UTF-8"
             ) from error
-        for name in (_RESULT,) if resume and (path / _OF_THE_RUN).exists() else _FILES_OF_A_RUN:
+        goes_on = resume and (path / _OF_THE_RUN).exists()
+        for name in (_RESULT,) if goes_on else _FILES_OF_A_RUN:
             if (path / name).exists():
                 lock.release()
                 ended = " that has ended" if name == _RESULT else ""
@@ -81,7 +84,7 @@ class RunDirectory:
                     f"run directory {path} already holds a run{ended} ({name}); nothing of an earlier run is overwritten; choose another "
                     "directory, or remove this one"
                 )
-        return cls(path, lock)
+        return cls(path, lock, goes_on=goes_on)
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> None:
         """Write `value` to the file `name`, whole or not at all.

@@ -1,0 +1,68 @@
+"""Whole commands of which a process runs out of memory: given again, they go on under a plan that needs less of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training.kept import run as undisturbed
+
+from lockstep.testing.pool import WorkerPool
+
+LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
+SCRIPT = str(Path(__file__).parent.parent / "scripts" / "scarce.py")
+AT = 3
+
+
+def lockstep_run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    line = [LOCKSTEP, "run", "--run-dir", "run", *arguments]
+    return subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+def result(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "run" / "result.json").read_text())
+    return found
+
+
+def resumed_at(folder: Path) -> list[int]:
+    rows = [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text().splitlines()]
+    return [row["step"] for row in rows if row["event"] == "resumed"]
+
+
+def test_rank_0_goes_on_under_the_plan_that_another_rank_wrote_down(tmp_path: Path) -> None:
+    """It sees no more of rank 1 than its end."""
+    for change in ("checkpointing=full", "halvings=1"):
+        ended = lockstep_run(tmp_path, "--plan", "pipeline=2", SCRIPT, "with 2 samples")
+        assert ended.returncode == 1
+        assert ended.stderr.count("lockstep: rank 1 failed (exit status 1)") == 1
+        assert f"goes on from step {AT} with {change} when the same command is given again" in ended.stderr
+    fired = len(list(tmp_path.glob("fired-*")))
+    assert fired >= 2
+    ended = lockstep_run(tmp_path, "--plan", "pipeline=2", SCRIPT, "with 2 samples")
+    assert ended.returncode == 0, ended.stderr
+    assert len(list(tmp_path.glob("fired-*"))) == fired
+    assert result(tmp_path)["plan"].endswith("pipeline=2,numerics=fast,checkpointing=full,halvings=1")
+    assert resumed_at(tmp_path) == [AT, AT]
+
+
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
+def test_in_bitwise_numerics_the_fingerprint_is_that_of_one_process_with_memory_enough(pool: WorkerPool, tmp_path: Path, plan: str) -> None:
+    ended = lockstep_run(tmp_path, "--plan", f"{plan},numerics=bitwise", SCRIPT, "with checkpointing")
+    assert (ended.returncode, len(list(tmp_path.glob("fired-*")))) == (1, 1)
+    ended = lockstep_run(tmp_path, "--plan", f"{plan},numerics=bitwise", SCRIPT, "with checkpointing")
+    assert (ended.returncode, len(list(tmp_path.glob("fired-*")))) == (0, 1), ended.stderr
+    ((_, fingerprint),) = pool.run(1, undisturbed, "replicate=1,numerics=bitwise", str(tmp_path / "undisturbed"), None, {})
+    assert result(tmp_path)["fingerprint"] == fingerprint
+    assert resumed_at(tmp_path) == [AT]
+
+
+def test_it_does_what_the_command_line_says(tmp_path: Path) -> None:
+    ended = lockstep_run(tmp_path, "--nproc", "1", "--out-of-memory", "stop", SCRIPT, "never")
+    assert (ended.returncode, len(list(tmp_path.glob("fired-*")))) == (1, 1)
+    assert "lockstep: memory ran out; it was told to change nothing (--out-of-memory stop)" in ended.stderr
