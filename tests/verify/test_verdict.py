@@ -277,6 +277,7 @@ def test_plans_are_read_with_their_processes() -> None:
     ("texts", "bitwise", "message"),
     [
         ([], False, "no plan to verify; --plans takes at least one; give for example --plans replicate=2"),
+        (["replicate=2,halvings=1"], False, "halvings=1 in plan 'replicate=2,halvings=1'; verify compares microbatch by microbatch"),
         (["numerics=bitwise"], False, "replicate=auto in plan 'numerics=bitwise'; verify starts as many processes as the axes multiply to"),
         (["replicate=2", "replicate=2,numerics=fast"], False, "plan 'replicate=2,numerics=fast' stands twice in --plans; give it once"),
         (

@@ -33,8 +33,8 @@ class Job:
 def parse_plans(texts: Sequence[str], *, bitwise: bool) -> list[tuple[Plan, int]]:
     """The plans to verify, with the processes that each takes: the product of its axes.
 
-    `bitwise` adds numerics=bitwise to each. Raises `PlanError` for one that cannot be read, has an axis without a size, stands twice, or
-    says numerics=fast where `bitwise` is asked for.
+    `bitwise` adds numerics=bitwise to each. Raises `PlanError` for one that cannot be read, has an axis without a size, halves
+    microbatches, stands twice, or says numerics=fast where `bitwise` is asked for.
     """
     found: list[tuple[Plan, int]] = []
     if not texts:
@@ -46,6 +46,11 @@ def parse_plans(texts: Sequence[str], *, bitwise: bool) -> list[tuple[Plan, int]
             axis = next(axis for axis, size in sizes.items() if size == "auto")
             raise PlanError(
                 f"{axis}=auto in plan {text!r}; verify starts as many processes as the axes multiply to; give a number, such as {axis}=2"
+            )
+        if plan.halvings:
+            raise PlanError(
+                f"halvings={plan.halvings} in plan {text!r}; verify compares microbatch by microbatch, and halves are other ones; leave "
+                "halvings out, or give the recipe a smaller microbatch"
             )
         if bitwise and "fast" in text:
             raise PlanError(
