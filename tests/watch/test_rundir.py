@@ -140,6 +140,11 @@ def test_a_directory_that_holds_a_run_is_refused_and_left_as_it_is(tmp_path: Pat
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [(name, "earlier")]
 
 
+def test_what_a_run_left_that_was_killed_before_it_wrote_anything_is_taken_over(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").touch()
+    RunDirectory.create(tmp_path).close()
+
+
 @pytest.mark.parametrize("below", [".", "deeper/still"])
 def test_a_path_that_is_a_file_or_lies_below_one_is_refused(tmp_path: Path, below: str) -> None:
     (tmp_path / "file").write_text("mine")

@@ -1,18 +1,22 @@
-"""`lockstep run`: a script on several processes of this machine."""
+"""`lockstep run`: a script on several processes, of this machine or of several."""
 
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from datetime import datetime
 from typing import get_args
 
 import click
 
 from lockstep.launch.count import count_processes
 from lockstep.launch.environment import check_run_dir
+from lockstep.launch.machines import Machines
 from lockstep.launch.script import check_module, check_script
 from lockstep.plan import Plan
 from lockstep.saving import OutOfMemory, Resume, interval, seconds
@@ -34,6 +38,9 @@ from lockstep.saving import OutOfMemory, Resume, interval, seconds
     help="What is changed in the plan then. retry, if nothing is said: in bitwise numerics nothing that changes bits.",
 )
 @click.option("--may-differ", metavar="FIELDS", help="Fields of the recipe that may be others than they were: steps,schedule.")
+@click.option("--max-restarts", type=click.IntRange(min=0), default=0, metavar="R", help="Start again after a failure, R times in all.")
+@click.option("--nnodes", default="1", metavar="N|A:B", help="Machines: N, or at least A and at most B. On each, the same command.")
+@click.option("--rdzv", metavar="HOST:PORT", help="Where they meet: one of them, and a free port there.")
 @click.option("-m", "is_module", is_flag=True, help="SCRIPT is the name of a module, as in python -m.")
 @click.argument("script")
 @click.argument("arguments", metavar="[ARGS]...", nargs=-1, type=click.UNPROCESSED)
@@ -46,14 +53,24 @@ def command(
     stop_after: str | None,
     out_of_memory: str | None,
     may_differ: str | None,
+    max_restarts: int,
+    nnodes: str,
+    rdzv: str | None,
     is_module: bool,
     script: str,
     arguments: tuple[str, ...],
 ) -> int:
-    """Run SCRIPT on several processes of this machine.
+    """Run SCRIPT on several processes, of this machine or of several.
 
     SCRIPT may be written for lockstep, or for torchrun, and runs unchanged. What follows it goes to the script untouched. When one process
     fails, all stop, and the first failing one's traceback is shown.
+
+    With --max-restarts R they then start again, and a script of lockstep's goes on from the last step that one of them could save: R times
+    in all, however far they came. A mistake in what lockstep was given is not tried again, and a run that was asked to end stays ended.
+
+    With --nnodes the run is on several machines, each given this command and the same files. It begins when A are there. One that comes
+    later joins: all save, and start again with it. Where one is lost, that is a failure, after which the rest start again, if they are A.
+    The machine HOST keeps the rendezvous: without it the others save and end. --nproc is for each machine: auto is one a GPU, or 1.
 
     \b
     Examples:
@@ -61,6 +78,8 @@ def command(
       lockstep run --plan "replicate=2,numerics=bitwise" --run-dir runs/a train.py
       lockstep run --nproc gpu -m package.train
       lockstep run --nproc 2 --run-dir runs/a --save-every 500 --stop-after 55m train.py
+      lockstep run --nproc 8 --max-restarts 3 train.py
+      lockstep run --nnodes 2:4 --rdzv node1:29400 --max-restarts 10 --run-dir /shared/runs/a train.py
 
     Exit status: 0, or that of the process that failed first (2 for a mistake in what lockstep was given, 128 + the signal's number for a
     death by signal). 75 where the run was asked to end (SIGTERM, SIGUSR1, --stop-after) and has saved: the same command goes on with it.
@@ -75,16 +94,19 @@ def command(
         check_module(script)
     else:
         check_script(script)
-    count = count_processes(nproc, parsed, _count_gpus, name="--nproc ")
+    machines = Machines.parse(nnodes, rdzv)
+    count = count_processes(nproc, parsed if machines is None else None, _count_gpus, name="--nproc ")
 
-    from lockstep.launch.local import run_workers  # imports torch: after all that can be checked without it
+    with _without_warnings_of_stores() if machines is not None else nullcontext():
+        from lockstep.launch.local import run_workers  # imports torch: after all that can be checked without it
+        from lockstep.watch.rundir import default_run_path
 
     line = [sys.executable, "-P", "-m", "lockstep.launch.worker", *(["-m"] if is_module else []), script, *arguments]
 
     def start(environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
         return subprocess.Popen(line, env={**os.environ, **environment}, start_new_session=True)
 
-    given = {
+    given: dict[str, str | None] = {
         "plan": plan,
         "run_dir": os.path.abspath(run_dir) if run_dir is not None else None,
         "resume": resume,
@@ -93,11 +115,35 @@ def command(
         "out_of_memory": out_of_memory,
         "may_differ": may_differ,
     }
-    ending = run_workers(start, count=count, launcher="lockstep", given=given)
+    if max_restarts or machines is not None:  # else each run of the script chooses its own
+        given["default_run_dir"] = str(default_run_path(script, datetime.now()).absolute())
+    ending = run_workers(
+        start,
+        count=count,
+        launcher="lockstep",
+        given=given,
+        max_restarts=max_restarts,
+        machines=machines,
+        command=shlex.join([*(f"{name}={given[name]}" for name in ("plan", "run_dir") if given[name]), *line[4:]]),
+    )
     report = ending.report()
     if report:
         print(f"lockstep: {report}", file=sys.stderr)
     return ending.status
+
+
+@contextmanager
+def _without_warnings_of_stores() -> Iterator[None]:
+    """Where torch is imported in it: what its store would say in 20 lines when its host is gone, we say in one. Not for the workers."""
+    name = "TORCH_CPP_LOG_LEVEL"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = "ERROR"
+    try:
+        yield
+    finally:
+        del os.environ[name]
 
 
 def _count_gpus() -> int:

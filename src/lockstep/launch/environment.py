@@ -42,11 +42,18 @@ class Environment:
     """Fields of the recipe that may be others than those of the run that goes on, given at launch."""
     stop_at: float | None = None
     """When the run is to save and end, in seconds since 1970. None: at its end."""
+    default_run_dir: str | None = None
+    """The run directory where neither the launcher nor the script was given one. None: a new one."""
+    restarted: str | None = None
+    """Why the launcher started the workers again. None: it is their first start."""
+    restarts: int = 0
+    """How often it did so because one had failed."""
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Environment:
         """Read RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE and our LOCKSTEP_LAUNCHER, LOCKSTEP_PLAN, LOCKSTEP_RUN_DIR,
-        LOCKSTEP_RESUME, LOCKSTEP_SAVE_EVERY, LOCKSTEP_OUT_OF_MEMORY, LOCKSTEP_MAY_DIFFER and LOCKSTEP_STOP_AT.
+        LOCKSTEP_DEFAULT_RUN_DIR, LOCKSTEP_RESUME, LOCKSTEP_SAVE_EVERY, LOCKSTEP_OUT_OF_MEMORY, LOCKSTEP_MAY_DIFFER, LOCKSTEP_STOP_AT and
+        LOCKSTEP_RESTARTED.
 
         Without any of the first four it is rank 0 of 1. Where the two local ones are missing, all processes are taken to be on this
         machine. Raises `LaunchError` where the values contradict each other.
@@ -77,6 +84,9 @@ class Environment:
             launcher=_launcher(environ),
             plan=environ.get("LOCKSTEP_PLAN") or None,
             run_dir=environ.get("LOCKSTEP_RUN_DIR") or None,
+            default_run_dir=environ.get("LOCKSTEP_DEFAULT_RUN_DIR") or None,
+            restarted=environ.get("LOCKSTEP_RESTARTED") or None,
+            restarts=_whole(environ, "TORCHELASTIC_RESTART_COUNT", 0),
             resume=environ.get("LOCKSTEP_RESUME") or None,
             save_every=environ.get("LOCKSTEP_SAVE_EVERY") or None,
             out_of_memory=environ.get("LOCKSTEP_OUT_OF_MEMORY") or None,

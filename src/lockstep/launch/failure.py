@@ -121,6 +121,18 @@ class Failure:
             return f"was killed by {name}" + (f" ({_SIGNALS[name]})" if name in _SIGNALS else "")
         return f"failed (exit status {self.status})"
 
+    @property
+    def lost_a_peer(self) -> bool:
+        """Whether it follows from the end of another process."""
+        return self.record is not None and self.record.peer_lost
+
+    @property
+    def line(self) -> str:
+        """Who failed, and why, in one line."""
+        if self.lost_a_peer:
+            return f"rank {self.rank} lost a peer"
+        return f"rank {self.rank} {self.end}" + (f": {self.record.title}" if self.record is not None and self.record.traceback else "")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ending:
@@ -137,11 +149,13 @@ class Ending:
     """Ranks that not even SIGKILL ended in time: the kernel holds them."""
     signal: int | None = None
     """The signal that the launcher got and passed on. Failures after it are its consequence."""
+    elsewhere: str = ""
+    """What ended the run on other machines, or between this one and them. Empty: nothing of the kind."""
 
     @property
     def first(self) -> Failure | None:
         """The failure that the others follow from: the earliest that is not the loss of a peer, or else the earliest."""
-        return min(self.failures, key=lambda f: (f.record is not None and f.record.peer_lost, f.time, f.rank), default=None)
+        return min(self.failures, key=lambda f: (f.lost_a_peer, f.time, f.rank), default=None)
 
     @property
     def was_preempted(self) -> bool:
@@ -155,10 +169,17 @@ class Ending:
             return PREEMPTED_STATUS
         if self.signal is not None:
             return 128 + self.signal
-        return 0 if self.first is None else self.first.status
+        if self.first is None:
+            return 1 if self.elsewhere else 0
+        return self.first.status
 
     def report(self) -> str:
         """What is said of it, in lines, the first failure on top; empty where all went well."""
+        if self.elsewhere and (self.first is None or self.first.lost_a_peer):
+            return self.elsewhere
+        return "\n".join(filter(None, (self.elsewhere, self._report())))
+
+    def _report(self) -> str:
         if self.was_preempted:
             why = _signal_name(self.signal) if self.signal is not None else "it was asked to end"
             return f"saved and ended ({why}); the same command goes on from there"
@@ -177,7 +198,7 @@ class Ending:
 
     def _others(self, first: Failure) -> Iterator[str]:
         later = sorted((f for f in self.failures if f is not first), key=lambda f: (f.time, f.rank))
-        lost = [f.rank for f in later if f.record is not None and f.record.peer_lost]
+        lost = [f.rank for f in later if f.lost_a_peer]
         if lost:
             yield f"{_ranks(lost)} lost a peer"
         for failure in later:

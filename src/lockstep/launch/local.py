@@ -1,176 +1,140 @@
-"""Start, watch and end the workers of one machine, on torch's elastic agent.
+"""Start, watch, end and start again the workers of this machine, on torch's elastic agent.
 
-[Note: what is heard] Everything listens on loopback alone: the store on a socket bound here, Gloo and NCCL by their interface variables.
-Whoever can log in on this machine can still connect to the store, which asks nobody for a name.
-
-[Note: the end] A worker has failed when its process ends with a status other than 0 or its record is there, whichever the agent sees
-first. What follows takes at most LATER_PEER_SECONDS + STOP_SECONDS + KILL_SECONDS: the agent waits a moment for the failures that come
-with it (long, where all it saw so far are lost peers, so that the cause is not missed), stops the rest, and kills what is left.
+[Note: starting again] Torch's loop decides: it asks `_monitor_workers`, and where that says failed, and restarts are left, or another
+machine waits to join, it stops the workers, meets the other machines and starts new ones. All that a start has is new: its store and
+port, its folder of records, its `Workers`.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
-import secrets
 import signal
-import socket
+import sys
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from datetime import timedelta
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import RunResult, SimpleElasticAgent, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.events.api import Event, EventSource
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
 
-from lockstep.launch import worker
+from lockstep.errors import LaunchError
 from lockstep.launch.environment import Launcher, threads_per_process
-from lockstep.launch.failure import Ending, Failure, Record, read_crash, read_torch_record
-from lockstep.launch.termination import PREEMPTED_STATUS
+from lockstep.launch.failure import Ending
+from lockstep.launch.machines import Machines
+from lockstep.launch.rendezvous import JOIN_SECONDS, SILENCE_SECONDS, LoopbackRendezvous, Meeting
+from lockstep.launch.workers import POLL_SECONDS, Start, Workers
 
-LOOPBACK = "127.0.0.1"
-
-POLL_SECONDS = 0.05
-LATER_SECONDS = 0.3
-"""How long failures that come together are waited for."""
-LATER_PEER_SECONDS = 3.0
-"""The same, while every failure so far is the loss of a peer."""
-STOP_SECONDS = 3.0
-"""From SIGTERM to SIGKILL for workers that are stopped because another failed."""
-SAVE_SECONDS = 600.0
-"""The same where a worker says that it saves what it has."""
-KILL_SECONDS = 2.0
-"""How long a killed process is waited for; one that the kernel holds (a device that hangs) is left to it."""
 GRACE_SECONDS = {signal.SIGINT: 5.0, signal.SIGTERM: 30.0, signal.SIGUSR1: 30.0, signal.SIGHUP: 30.0, signal.SIGQUIT: 5.0}
 """From a signal that the launcher got and passed on to SIGKILL. A second signal ends the wait."""
 
-
-class Process(Protocol):
-    """A worker process: `subprocess.Popen` is one."""
-
-    @property
-    def pid(self) -> int: ...
-
-    def poll(self) -> int | None:
-        """None while it runs; then its exit status, or minus the number of the signal that killed it."""
+_AGREED_IN_ADVANCE = ("default_run_dir",)
+"""What the first machine's word holds for, of what goes to the workers."""
+_REGROUPS = "lockstep/regroups"
+"""In the store of a start: workers that save and end do so for another start."""
+_LOST_MACHINE = f"another machine's workers failed, or it has been silent for {SILENCE_SECONDS} s"
+_FAILED, _LOST_A_PEER, _JOINED = range(3)
+"""Why a machine's workers start again; where machines differ, the first of these is the cause."""
 
 
-Start = Callable[[Mapping[str, str]], Process]
-"""Starts one worker with these variables added to the environment. Called in order of local ranks."""
-
-
-def run_workers(start: Start, *, count: int, launcher: Launcher, given: Mapping[str, str | None]) -> Ending:
+def run_workers(
+    start: Start,
+    *,
+    count: int,
+    launcher: Launcher,
+    given: Mapping[str, str | None],
+    max_restarts: int = 0,
+    machines: Machines | None = None,
+    command: str = "",
+) -> Ending:
     """Start `count` workers, wait for all of them, and say how they ended. On a failure of any, the others are stopped.
 
-    `given` goes to the workers, where it is not None: `run_dir` as LOCKSTEP_RUN_DIR (see `Environment`). In the main thread, SIGINT,
-    SIGTERM, SIGUSR1, SIGHUP and SIGQUIT are passed on to the workers; what handled them before is put back at the end.
+    After a failure all are started again, up to `max_restarts` times, unless it was a `UserError`. `given` goes to the workers, where it is
+    not None: `run_dir` as LOCKSTEP_RUN_DIR (see `Environment`). In the main thread, SIGINT, SIGTERM, SIGUSR1, SIGHUP and SIGQUIT are passed
+    on to the workers; what handled them before is put back at the end. `machines`: the run is on several, which start again too where one
+    is lost or joins; on each this is called with the same `command`. Raises `LaunchError` where they cannot meet.
     """
-    variables = {"LOCKSTEP_LAUNCHER": launcher} | {f"LOCKSTEP_{name.upper()}": value for name, value in given.items() if value is not None}
-    with tempfile.TemporaryDirectory(prefix="lockstep-") as records, _quiet_torch():
-        rendezvous = LoopbackRendezvous()
+    variables = {name: value for name, value in given.items() if value is not None}
+    with tempfile.TemporaryDirectory(prefix="lockstep-") as folder, _quiet_torch():
+        rendezvous = LoopbackRendezvous() if machines is None else Meeting.at(machines)
+        if isinstance(rendezvous, Meeting):
+            _check_command(rendezvous, command)
+            variables |= {name: rendezvous.agree(name, variables[name]) for name in _AGREED_IN_ADVANCE if name in variables}
         # The entry point is a name for torch's own accounts: `start` is what starts a worker.
         spec = WorkerSpec(
             role="default",
             local_world_size=count,
             rdzv_handler=rendezvous,
             entrypoint="worker",
-            max_restarts=0,
+            max_restarts=max_restarts,
             monitor_interval=POLL_SECONDS,
         )
-        agent = Agent(spec, start, variables, Path(records))
+        chosen = {"OMP_NUM_THREADS": str(threads_per_process(count))}
+        if rendezvous.interface is not None:
+            chosen |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), rendezvous.interface)
+        environment = {"LOCKSTEP_LAUNCHER": launcher} | {f"LOCKSTEP_{name.upper()}": value for name, value in variables.items()}
+        environment |= {name: value for name, value in chosen.items() if name not in os.environ}
+        agent = Agent(spec, start, environment, Path(folder))
+        ending = None
         try:
-            with agent.handling_signals(), suppress(SignalException):
-                agent.run()
-            return agent.ending()
+            ending = agent.run_to_the_end(machines)
+            return ending
         finally:
-            rendezvous.shutdown()
+            # As under torchrun, the other machines may go on without one that was asked to end.
+            if machines is None or ending is None or ending.signal is None:
+                rendezvous.shutdown()
 
 
-class LoopbackRendezvous(RendezvousHandler):
-    """One machine meets itself: a store on a free port of loopback, which the workers use too."""
-
-    def __init__(self) -> None:
-        self._run_id = f"lockstep-{secrets.token_hex(8)}"
-        self._store: TCPStore | None = None
-
-    def get_backend(self) -> str:
-        return "lockstep-loopback"
-
-    @property
-    def use_agent_store(self) -> bool:
-        return True
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        if self._store is None:
-            listener = socket.create_server((LOOPBACK, 0))
-            port = listener.getsockname()[1]
-            self._store = TCPStore(
-                LOOPBACK,
-                port,
-                is_master=True,
-                timeout=timedelta(seconds=60),
-                wait_for_workers=False,
-                master_listen_fd=listener.detach(),
-            )
-        address = RendezvousStoreInfo(LOOPBACK, self._store.port)
-        return RendezvousInfo(PrefixStore(self._run_id, self._store), 0, 1, address)
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        pass
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        self._store = None
-        return True
+def _check_command(rendezvous: Meeting, command: str) -> None:
+    first = rendezvous.agree("command", command)
+    if first != command:
+        raise LaunchError(
+            f"this machine was to run {command!r}, and the first that came to {rendezvous.machines.place} runs {first!r}; every machine "
+            "of a run is given the same command; give that one, or another port for another run"
+        )
 
 
 class Agent(SimpleElasticAgent):
-    """torch's agent, with worker processes that we start, judge and end ourselves. See [Note: the end]."""
+    """torch's agent, with worker processes that we start, judge and end ourselves. See [Note: starting again]."""
 
-    def __init__(self, spec: WorkerSpec, start: Start, given: Mapping[str, str], records: Path) -> None:
+    def __init__(self, spec: WorkerSpec, start: Start, given: Mapping[str, str], folder: Path) -> None:
         super().__init__(spec)
         self._start = start
         self._given = dict(given)
-        self._records = records
-        self._processes: dict[int, Process] = {}
-        self._returncodes: dict[int, int] = {}
-        self._failures: dict[int, Failure] = {}
-        self._stopped: set[int] = set()
-        self._preempted: set[int] = set()
-        self._starting = False
-        self._ending = False
+        self._folder = folder
+        self._starts = 0
+        self._why: tuple[int, str] | None = None
+        self._machines = 0
+        self._elsewhere = ""
         self._signal: signal.Signals | None = None
         self._hurried = False
+        self._starting = False
+        self._ending = False
+        self._workers = Workers(folder, self._is_hurried)
 
-    def ending(self) -> Ending:
-        failed = self._failures.keys()
-        return Ending(
-            failures=list(self._failures.values()),
-            stopped=sorted(self._stopped - failed - self._preempted),
-            finished=sorted(rank for rank in self._returncodes if rank not in failed | self._stopped | self._preempted),
-            preempted=sorted(self._preempted),
-            left=self._running(),
-            signal=self._signal,
-        )
+    def run_to_the_end(self, machines: Machines | None) -> Ending:
+        with self._handling_signals():
+            try:
+                self.run()
+            except SignalException:
+                pass
+            except (RendezvousError, DistError) as error:
+                if machines is None:
+                    raise
+                self._elsewhere = _said(error, machines)
+        return replace(self._workers.ending(), signal=self._signal, elsewhere=self._elsewhere)
 
     @contextmanager
-    def handling_signals(self) -> Iterator[None]:
+    def _handling_signals(self) -> Iterator[None]:
         """Pass signals on to the workers while inside. Signals that were ignored (nohup, a background job) stay ignored."""
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -193,18 +157,41 @@ class Agent(SimpleElasticAgent):
         if not self._starting:
             raise SignalException(self._signal.name, self._signal)
 
+    def _is_hurried(self) -> bool:
+        return self._hurried
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        """Meet the other machines, and agree with them on how often, and why, the workers were started again."""
+        super()._rendezvous(worker_group)
+        group: Any = worker_group  # torch says of its fields that they are None
+        store, machines = group.store, group.group_world_size
+        mine = [worker_group.spec.max_restarts - self._remaining_restarts, self._machines, self._why]
+        store.set(f"lockstep/agent-{group.group_rank}", json.dumps(mine))
+        everyone = [json.loads(store.get(f"lockstep/agent-{each}")) for each in range(machines)]
+        self._remaining_restarts = max(0, worker_group.spec.max_restarts - max(restarts for restarts, _, _ in everyone))
+        if why := why_again(everyone):
+            # Whatever was said of an unfinished run, by now there may be one.
+            self._given |= {"LOCKSTEP_RESTARTED": why, "LOCKSTEP_RESUME": "auto"}
+        self._machines, self._why = machines, None
+
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._starts += 1
+        records = self._folder / f"start-{self._starts}"
+        records.mkdir()
+        self._workers = Workers(records, self._is_hurried)
         self._starting = True
         try:
-            for member in worker_group.workers:
-                rank = member.global_rank
-                environment = self._given | self._torch_variables(worker_group, member) | self._own_variables(rank)
-                self._processes[rank] = self._start(environment)
+            pids = {
+                member.local_rank: self._workers.add(
+                    member.global_rank, self._start, self._given | self._torch_variables(worker_group, member)
+                )
+                for member in worker_group.workers
+            }
         finally:
             self._starting = False
         if self._signal is not None:
             raise SignalException(self._signal.name, self._signal)
-        return {member.local_rank: self._processes[member.global_rank].pid for member in worker_group.workers}
+        return pids
 
     def _torch_variables(self, group: WorkerGroup, member: Any) -> dict[str, str]:
         """What torchrun sets."""
@@ -225,131 +212,114 @@ class Agent(SimpleElasticAgent):
             "TORCHELASTIC_MAX_RESTARTS": spec.max_restarts,
             "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
             "TORCHELASTIC_USE_AGENT_STORE": spec.rdzv_handler.use_agent_store,
-            "TORCHELASTIC_ERROR_FILE": self._file(member.global_rank, "torch"),
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         }
         return {name: str(value) for name, value in values.items()}
 
-    def _own_variables(self, rank: int) -> dict[str, str]:
-        chosen = {
-            "OMP_NUM_THREADS": str(threads_per_process(self._worker_group.spec.local_world_size)),
-            "GLOO_SOCKET_IFNAME": _loopback_interface(),
-            "NCCL_SOCKET_IFNAME": _loopback_interface(),
-        }
-        return {
-            worker.RECORD: str(self._file(rank, "record")),
-            worker.CRASH: str(self._file(rank, "crash")),
-            worker.AGENT: str(os.getpid()),
-            worker.NEEDS_TIME: str(self._file(rank, "needs-time")),
-            worker.IS_OVER: str(self._records / "is-over"),
-        } | {name: value for name, value in chosen.items() if name not in os.environ}
-
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        self._look()
-        if self._failures:
+        if self._workers.have_failed() or self._lost_a_machine():
             self._ending = True
-            (self._records / "is-over").touch()
-            self._wait_for_later_failures()
-            self._stop(signal.SIGTERM, STOP_SECONDS)
+            self._workers.end_after_loss()
+            self._count_failure()
             return RunResult(state=WorkerState.FAILED)
-        if len(self._returncodes) == len(self._processes):
-            return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(self._processes))
-        return RunResult(state=WorkerState.HEALTHY)
+        if self._workers.running or (self._workers.ending().was_preempted and self._regroups(worker_group.store)):
+            return RunResult(state=WorkerState.HEALTHY)
+        return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(self._workers.ranks))
+
+    def _count_failure(self) -> None:
+        """Say that the workers start again, or see to it that they do not."""
+        ending = self._workers.ending()
+        first = ending.first
+        by_mistake = first is not None and first.record is not None and first.record.user_error
+        if self._hurried or ending.left or ending.preempted or by_mistake:
+            self._remaining_restarts = 0
+        line = _LOST_MACHINE if first is None else first.line
+        self._why = (_LOST_A_PEER if first is None or first.lost_a_peer else _FAILED, line)
+        if self._remaining_restarts:
+            self._ending = False
+            limit = self._worker_group.spec.max_restarts
+            _say(f"{line}; restart {limit - self._remaining_restarts + 1} of {limit}")
+        elif first is None:
+            self._elsewhere = line
+
+    def _lost_a_machine(self) -> bool:
+        """Whether another machine's workers ended, while these run and were not asked to save. They may wait for those for minutes."""
+        group = self._worker_group
+        rendezvous = group.spec.rdzv_handler
+        is_lost = bool(self._workers.running) and isinstance(rendezvous, Meeting) and rendezvous.lost_machines() > 0
+        return is_lost and not self._regroups(group.store)
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        if self._workers.running:
+            self._regroup(worker_group)
+            if not self._workers.ending().preempted and len(self._workers.ending().finished) == len(self._workers.ranks):
+                return  # they were done
+        super()._restart_workers(worker_group)
+
+    def _regroup(self, worker_group: WorkerGroup) -> None:
+        """Have the workers of all machines save and end, for a start with one that waits."""
+        _say("another machine waits to join: the workers save, and start again with it")
+        self._why = (_JOINED, "another machine joined")
+        store: Any = worker_group.store
+        store.set(_REGROUPS, "")
+        self._workers.ask(signal.SIGTERM, GRACE_SECONDS[signal.SIGTERM])
+
+    def _regroups(self, store: Any) -> bool:
+        """Whether the workers of all machines save and end for another start."""
+        try:
+            return bool(store.check([_REGROUPS]))
+        except DistError:
+            return False  # the machine that keeps it has ended
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._shutdown()
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        self._ending = True
-        self._stop(death_sig, STOP_SECONDS if self._signal is None else GRACE_SECONDS[self._signal])
+        if self._signal is not None:
+            self._ending = True
+            self._workers.stop(death_sig, GRACE_SECONDS[self._signal])
+        elif self._workers.running:
+            self._ending = True
+            self._workers.end_after_loss()
+
+    def _exit_barrier(self) -> None:
+        # A machine that was asked to save and end does not come to it.
+        if not self._workers.ending().was_preempted:
+            super()._exit_barrier()  # type: ignore[no-untyped-call]
 
     def _construct_event(self, state: str, source: EventSource, *_: Any, **__: Any) -> Event:
         # torch's own asks the name service for this host's name, each time, and nobody reads the event.
         return Event(f"torchelastic.worker.status.{state}", source)
 
-    def _look(self) -> None:
-        """Note who has ended and who has failed since the last look."""
-        for rank, process in self._processes.items():
-            if rank not in self._returncodes:
-                returncode = process.poll()
-                if returncode is not None:
-                    self._returncodes[rank] = returncode
-                    if returncode != 0 or rank in self._stopped:
-                        _kill_what_is_left(process.pid)
-                    if returncode == PREEMPTED_STATUS and not self._file(rank, "record").exists():
-                        self._preempted.add(rank)
-            if rank not in self._failures and rank not in self._stopped | self._preempted:
-                self._judge(rank)
 
-    def _judge(self, rank: int) -> None:
-        returncode = self._returncodes.get(rank)
-        record = Record.read(self._file(rank, "record"))
-        if record is None and not returncode:
-            return
-        if record is None and returncode is not None:
-            record = read_torch_record(self._file(rank, "torch"), returncode) if returncode > 0 else None
-        self._failures[rank] = Failure(
-            rank=rank,
-            time=record.time if record is not None else time.time(),
-            returncode=returncode if returncode is not None else 1,
-            record=record,
-            crash=read_crash(self._file(rank, "crash")),
-        )
+def why_again(everyone: Sequence[Any]) -> str | None:
+    """Why the workers start again, from what each machine says: restarts, machines before, and the kind of its reason and its words.
 
-    def _wait_for_later_failures(self) -> None:
-        began = time.monotonic()
-        while self._running():
-            only_peers = all(failure.record is not None and failure.record.peer_lost for failure in self._failures.values())
-            if time.monotonic() - began > (LATER_PEER_SECONDS if only_peers else LATER_SECONDS):
-                return
-            time.sleep(POLL_SECONDS)
-            self._look()
-
-    def _stop(self, number: signal.Signals, grace_seconds: float) -> None:
-        """End every worker: `number` to those that run and have not failed, SIGKILL to the groups of all that are left."""
-        self._look()
-        for rank in self._running():
-            if rank not in self._failures:
-                self._stopped.add(rank)
-                _signal_group(self._processes[rank].pid, number)
-        self._wait(grace_seconds, in_a_hurry=lambda: self._hurried)
-        for rank in self._running():
-            _signal_group(self._processes[rank].pid, signal.SIGKILL)
-        self._wait(KILL_SECONDS, in_a_hurry=lambda: False)
-
-    def _wait(self, seconds: float, in_a_hurry: Callable[[], bool]) -> None:
-        began = time.monotonic()
-        while self._running() and not in_a_hurry():
-            needs_time = any(self._file(rank, "needs-time").exists() for rank in self._running())
-            if time.monotonic() - began > (max(seconds, SAVE_SECONDS) if needs_time else seconds):
-                return
-            time.sleep(POLL_SECONDS)
-            self._look()
-
-    def _running(self) -> Sequence[int]:
-        return [rank for rank in self._processes if rank not in self._returncodes]
-
-    def _file(self, rank: int, kind: str) -> Path:
-        return self._records / f"rank-{rank}.{kind}"
+    None: it is the first start.
+    """
+    reasons = [why for _, _, why in everyone if why is not None]
+    if not reasons:
+        return None
+    kind, words = min(reasons)
+    before = max(machines for _, machines, _ in everyone)
+    if kind == _LOST_A_PEER and len(everyone) < before:
+        return f"a machine was lost: {len(everyone)} of {before} are left"
+    return str(words)
 
 
-def _signal_group(leader: int, number: signal.Signals) -> None:
-    """To a worker that runs and what it started; to the worker alone where it does not lead a group yet."""
-    try:
-        os.killpg(leader, number)
-    except ProcessLookupError:
-        os.kill(leader, number)
+def _said(error: Exception, machines: Machines) -> str:
+    if isinstance(error, RendezvousClosedError):
+        return f"the run at {machines.place} was ended by another machine, whose own output says why"
+    if isinstance(error, RendezvousTimeoutError):
+        return f"fewer than {machines.least} machines came to {machines.place} within {JOIN_SECONDS} s; start the same command on them"
+    return (
+        f"the rendezvous at {machines.place} is gone: the machine that keeps it has ended, or cannot be reached; what was saved is in the "
+        "run directory; the same command, started again on every machine, goes on from there"
+    )
 
 
-def _kill_what_is_left(leader: int) -> None:
-    """End what a worker started and left behind. Only right after its end was noticed: later its number may be another's."""
-    with suppress(ProcessLookupError):
-        os.killpg(leader, signal.SIGKILL)
-
-
-def _loopback_interface() -> str:
-    names = [name for _, name in socket.if_nameindex()]
-    return next((name for name in names if name.startswith("lo")), "lo")
+def _say(text: str) -> None:
+    print(f"lockstep: {text}", file=sys.stderr)
 
 
 @contextmanager

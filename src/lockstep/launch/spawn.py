@@ -151,7 +151,7 @@ class _Starter:
 
 
 class _FunctionProcess:
-    """A `lockstep.launch.local.Process` made by multiprocessing."""
+    """A `lockstep.launch.workers.Process` made by multiprocessing."""
 
     def __init__(self, process: BaseProcess, result: Connection | None) -> None:
         self._process = process

@@ -165,6 +165,7 @@ class Keeper:
                 self.warn(f"warning: checkpoint {name} is damaged: {error}")
                 continue
             self.tell("resumed", reader.manifest.step, checkpoint=str(name), saved_under=reader.manifest.facts["plan"])
+            self.warn(f"goes on from step {name.step}")
             self._read_scores(names)
             return reader
         if resume == "must":

@@ -17,7 +17,7 @@ from torch import Tensor
 import lockstep.errors
 from lockstep.comm.group import World
 from lockstep.comm.mesh import whole
-from lockstep.errors import UserError, cannot_write
+from lockstep.errors import RunDirectoryError, UserError, cannot_write
 from lockstep.events import Event, EventLog
 from lockstep.plan import Plan
 from lockstep.saving import Resume
@@ -29,11 +29,22 @@ NAMES_OF_A_ROW = RESERVED_NAMES | {"loss", "lr", "gradient_norm", "samples_per_s
 """What the run writes in each line of metrics.jsonl."""
 
 
+_default_is_taken = False
+"""Whether a run of this process has the launcher's default run directory."""
+
+
 class Recorder:
     """The run directory, its logs and the progress display. Every rank makes one, at the same moment."""
 
-    def __init__(self, run_dir: str | None, world: World, *, resume: Resume) -> None:
-        """Raises `RunDirectoryError` on every rank where rank 0 cannot use the directory. None: a new one below `runs`."""
+    def __init__(self, run_dir: str | None, world: World, *, resume: Resume, default: str | None) -> None:
+        """Raises `RunDirectoryError` on every rank where rank 0 cannot use the directory, or another machine has none such.
+
+        `run_dir=None`: `default` for the first run of this process without one, which may be started again; for others, and where that is
+        None too, a new one below `runs`.
+        """
+        global _default_is_taken
+        if run_dir is None and not _default_is_taken:
+            run_dir, _default_is_taken = default, default is not None
         self._directory: RunDirectory | None = None
         self._open = ExitStack()
         failure: list[str] | None = None
@@ -50,6 +61,8 @@ class Recorder:
             raise getattr(lockstep.errors, failure[0])(failure[1])
         self.path = Path(path)
         """Of the run directory. The same on every rank, and so is `attempt`: eight hexadecimal digits, of this start of the run."""
+        if world.local_size < world.size:
+            self._check_shared(world)
         self.events = EventLog(self.path / "events.jsonl" if self._directory else None)
         self._open.callback(self.events.close)
         self._metrics = self._open.enter_context(MetricsLog(self.path)) if self._directory else None
@@ -58,6 +71,15 @@ class Recorder:
         """On rank 0: whether a run goes on that was here before."""
         self.facts: dict[str, Any] = {}
         """JSON of what runs, and how, once it has started."""
+
+    def _check_shared(self, world: World) -> None:
+        missing = [rank for rank, is_there in enumerate(world.gather_values(self.path.is_dir())) if not is_there]
+        if missing:
+            self.close()
+            raise RunDirectoryError(
+                f"run directory {self.path}, made by rank 0, is not there for rank {missing[0]}, on another machine; all machines of a run "
+                "write their parts of its checkpoints there; give one on a file system that they share (--run-dir)"
+            )
 
     def start(self, *, plan: Plan, world: World, launcher: str, seed: int, recipe: Mapping[str, Any] | None) -> None:
         """Write `run.json`: what runs, how and where."""

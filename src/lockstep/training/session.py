@@ -155,7 +155,9 @@ class Session:
             self._may_differ |= environment.may_differ
             self._stop_at = environment.stop_at
             stack.enter_context(self._termination)
-            self.recorder = Recorder(environment.run_dir or self._given_run_dir, self.world, resume=self._resume)
+            self.recorder = Recorder(
+                environment.run_dir or self._given_run_dir, self.world, resume=self._resume, default=environment.default_run_dir
+            )
             stack.callback(self.recorder.close)
             stack.callback(self._close_pairs)
             stack.callback(self._close_keeper)
@@ -169,6 +171,8 @@ class Session:
     def _start(self, environment: Environment, given: Plan, launched: Plan | None) -> None:
         self.recorder.start(plan=self.plan, world=self.world, launcher=environment.launcher, seed=self.seed, recipe=self._recipe)
         self.event("run-started", plan=str(self.plan), world_size=self.world.size)
+        if environment.restarted is not None:
+            self.event("restarted", reason=environment.restarted, restarts=environment.restarts)
         for name, by_script, launched_as in (
             ("plan", self._given_plan and _resolved(self._given_plan, self.world.size), launched and str(given)),
             ("run_dir", self._given_run_dir, environment.run_dir),
@@ -475,7 +479,8 @@ class Session:
             if preempted is not None:
                 self._read()
                 if self._keeper is not None:
-                    self._keeper.save_now(self.steps_done)
+                    with needing_time():
+                        self._keeper.save_now(self.steps_done)
                 raise Preempted(preempted)
         if self._keeper is not None:
             self._keeper.values.update(loop=self._loops, steps_before=self._before)

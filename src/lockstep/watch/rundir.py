@@ -77,7 +77,7 @@ class RunDirectory:
             ) from error
         goes_on = resume and (path / _OF_THE_RUN).exists()
         for name in (_RESULT,) if goes_on else _FILES_OF_A_RUN:
-            if (path / name).exists():
+            if (path / name).exists() and (path / name).stat().st_size:  # empty: its run was killed before it began
                 lock.release()
                 ended = " that has ended" if name == _RESULT else ""
                 raise RunDirectoryError(

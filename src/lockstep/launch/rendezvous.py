@@ -1,0 +1,198 @@
+"""Where the agents of a run meet: one on a machine of its own, or torch's rendezvous of several.
+
+[Note: what is heard] On one machine everything listens on loopback alone: the store on a socket bound here, Gloo and NCCL by their
+interface variables. On several, the stores listen on the one address by which the machines reach each other, and Gloo and NCCL on its
+interface. A store asks nobody for a name: whoever can connect may read and write it. Torch's rendezvous keeps pickles
+there, so that whoever can connect to the store of several machines can run code on them.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import socket
+import stat
+import sys
+import time
+from contextlib import suppress
+from datetime import timedelta
+
+from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
+
+from lockstep.errors import LaunchError
+from lockstep.launch.machines import Machines, address_towards, interface_of
+
+LOOPBACK = "127.0.0.1"
+
+JOIN_SECONDS = 600
+"""How long a machine waits for the others."""
+LAST_CALL_SECONDS = 5
+"""How long those that are enough wait for more, up to the most."""
+HEARTBEAT_SECONDS, HEARTBEATS = 2, 5
+"""A machine sends one every so many seconds. One of which as many in a row are missing is gone, by the clocks of all of them."""
+SILENCE_SECONDS = HEARTBEAT_SECONDS * HEARTBEATS
+"""After which a machine is gone for the others, and the store's for it."""
+STORE_SECONDS = 60
+"""For an answer of the store."""
+_RUN_ID = "lockstep"
+
+
+class LoopbackRendezvous(RendezvousHandler):
+    """One machine meets itself: for each start of the workers, a store on a free port of loopback, which they use too."""
+
+    def __init__(self) -> None:
+        self._run_id = f"lockstep-{secrets.token_hex(8)}"
+        self._store: TCPStore | None = None
+        self.interface: str | None = _loopback_interface()
+
+    def get_backend(self) -> str:
+        return "lockstep-loopback"
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        self._store = _store_on(socket.create_server((LOOPBACK, 0)))
+        address = RendezvousStoreInfo(LOOPBACK, self._store.port)
+        return RendezvousInfo(PrefixStore(self._run_id, self._store), 0, 1, address)
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        self._store = None
+        return True
+
+
+class Meeting(DynamicRendezvousHandler):
+    """Torch's rendezvous, in a store that the agent on `--rdzv`'s host keeps. Made by `at`."""
+
+    machines: Machines
+    interface: str | None
+    _met: int
+
+    @classmethod
+    def at(cls, machines: Machines) -> Meeting:
+        """Join the store there, or keep it, where the address is this machine's. Raises `LaunchError`."""
+        address = machines.resolve()
+        try:
+            store = _kept(machines, address) or _joined(machines, address)
+            _give_up_in_time(address, machines.port)
+            meeting: Meeting = cls.from_backend(
+                _RUN_ID,
+                store,
+                C10dRendezvousBackend(store, _RUN_ID),
+                machines.least,
+                machines.most,
+                local_addr=address_towards(address, machines.port),
+                timeout=RendezvousTimeout(join=timedelta(seconds=JOIN_SECONDS), last_call=timedelta(seconds=LAST_CALL_SECONDS)),
+                keep_alive_interval=HEARTBEAT_SECONDS,
+                keep_alive_max_attempt=HEARTBEATS,
+            )
+        except (DistError, RendezvousError) as error:
+            raise LaunchError(
+                f"--rdzv {machines.place} answers, and not as a rendezvous does ({error}); another program listens there; give another port"
+            ) from error
+        meeting.machines = machines
+        meeting.interface = interface_of(meeting._this_node.addr)
+        return meeting
+
+    def agree(self, name: str, value: str) -> str:
+        """What the first machine that came here said of `name`."""
+        return bytes(self._store.compare_set(f"{_RUN_ID}.{name}", "", value)).decode()
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """As torch's. Each time the workers get a new store: torch would keep the first, and its address where that machine is gone."""
+        print(f"lockstep: waits at {self.machines.place} for the machines of the run ({self.machines.number})", file=sys.stderr)
+        self._bootstrap_store_info = self._shared_tcp_store_server = None
+        found = super().next_rendezvous()
+        self._met = found.world_size
+        return found
+
+    def lost_machines(self) -> int:
+        """How many of those that met last have left since, or sent no heartbeat for too long. Raises `RendezvousError`."""
+        with self._heartbeat_lock:
+            self._state_holder.sync()
+            return self._met - len(self._state_holder.state.participants)
+
+    def _create_tcp_store_server(self, master_addr: str, master_port: int) -> TCPStore:
+        return _store_on(socket.create_server((master_addr, master_port), family=_family(master_addr)))
+
+
+def _store_on(listener: socket.socket) -> TCPStore:
+    """Left to itself TCPStore listens on all interfaces."""
+    address, port = listener.getsockname()[:2]
+    timeout = timedelta(seconds=STORE_SECONDS)
+    return TCPStore(address, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def _kept(machines: Machines, address: str) -> TCPStore | None:
+    """The store, kept by this process; None where the address is not this machine's, or another process keeps it already."""
+    try:
+        return _store_on(socket.create_server((address, machines.port), family=_family(address)))
+    except OSError as error:
+        if error.errno in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
+            return None
+        raise LaunchError(
+            f"--rdzv {machines.place}: cannot listen there ({error.strerror}); it is a free port of one of the machines; give another"
+        ) from None
+
+
+def _joined(machines: Machines, address: str) -> TCPStore:
+    """The store that another machine keeps, or will."""
+    began = time.monotonic()
+    while True:
+        try:
+            socket.create_connection((address, machines.port), timeout=5).close()
+            return TCPStore(address, machines.port, is_master=False, timeout=timedelta(seconds=STORE_SECONDS))
+        except OSError as error:
+            if time.monotonic() - began > JOIN_SECONDS:
+                raise LaunchError(
+                    f"nobody at --rdzv {machines.place} for {JOIN_SECONDS} s ({error}); the same command runs on that machine too, and "
+                    "keeps the rendezvous; start it there, or correct the address"
+                ) from None
+        time.sleep(0.5)
+
+
+def _give_up_in_time(address: str, port: int) -> None:
+    """Have the kernel end this process's connections to a place that is silent. Torch would wait for its answer, deaf to signals, for as
+    long as the kernel tries: a quarter of an hour."""
+    if sys.platform != "linux":
+        return
+    options = {
+        (socket.SOL_SOCKET, socket.SO_KEEPALIVE): 1,
+        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE): HEARTBEAT_SECONDS,
+        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL): HEARTBEAT_SECONDS,
+        (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT): SILENCE_SECONDS * 1000,
+    }
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):  # what is no connection, or is closed by now
+            if stat.S_ISSOCK(os.fstat(number).st_mode):
+                with socket.socket(fileno=os.dup(number)) as each:
+                    peer = each.getpeername() if each.family in (socket.AF_INET, socket.AF_INET6) else ("", 0)
+                    if (peer[0].removeprefix("::ffff:"), peer[1]) == (address, port):
+                        for (level, option), value in options.items():
+                            each.setsockopt(level, option, value)
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def _loopback_interface() -> str:
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in names if name.startswith("lo")), "lo")

@@ -1,0 +1,281 @@
+"""Runs that lose workers and machines, and gain machines: whole commands. They end with the bits of the run that nothing happened to."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
+SCRIPT = str(Path(__file__).parent.parent / "scripts" / "elastic.py")
+ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+
+Agents = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The fingerprint of the run on one process."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    subprocess.run([LOCKSTEP, "run", "--run-dir", "run", SCRIPT, "0"], cwd=folder, env=ENVIRONMENT, check=True, capture_output=True)
+    return fingerprint(folder / "run")
+
+
+def fingerprint(run: Path) -> str:
+    found: str = json.loads((run / "result.json").read_text())["fingerprint"]
+    return found
+
+
+def events(run: Path, *names: str) -> list[dict[str, Any]]:
+    """Those of these names; all that is whole in the file, where none is given."""
+    lines = (run / "events.jsonl").read_text().splitlines() if (run / "events.jsonl").exists() else []
+    return [event for event in map(json.loads, lines) if not names or event["event"] in names]
+
+
+@pytest.mark.parametrize(("nproc", "rank", "step"), [(2, 1, 13), (3, 0, 13), (2, 0, 2)], ids=["1 of 2", "0 of 3", "early"])
+def test_a_run_that_loses_a_worker_goes_on_from_what_a_survivor_had(
+    tmp_path: Path, nproc: int, rank: int, step: int, undisturbed: str
+) -> None:
+    shared = set(os.listdir("/dev/shm"))
+    line = [LOCKSTEP, "run", "--nproc", str(nproc), "--max-restarts", "1", SCRIPT, "0", str(rank), str(step)]
+    ended = subprocess.run(line, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    (run,) = (tmp_path / "runs").iterdir()
+    assert fingerprint(run) == undisturbed
+    told = [line for line in ended.stderr.splitlines() if line.startswith(("lockstep", "goes on"))]
+    why = f"rank {rank} was killed by SIGKILL (often the kernel or the container, because memory ran out)"
+    assert told == [f"lockstep: {why}; restart 1 of 1", f"goes on from step {step}"]
+    restarted, resumed = events(run, "restarted", "resumed")
+    assert (restarted["reason"], restarted["restarts"]) == (why, 1)
+    # Newer than any of every fifth step, and saved by one that lived.
+    assert resumed["checkpoint"].startswith(f"step-{step:08}")
+    assert [event["checkpoint"] for event in events(run, "rescued")] == ([resumed["checkpoint"]] if rank != 0 else [])
+    assert set(os.listdir("/dev/shm")) <= shared
+
+
+def test_a_run_that_was_asked_to_end_is_not_started_again(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    line = [LOCKSTEP, "run", "--nproc", "2", "--max-restarts", "3", "--run-dir", str(run), SCRIPT, "0.05"]
+    with subprocess.Popen(line, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as started:
+        wait_for(lambda: bool(events(run, "checkpoint-saved")))
+        started.send_signal(signal.SIGTERM)
+        _, told = started.communicate()
+    assert started.returncode == 75
+    assert "restart" not in told
+    assert events(run)[-1]["event"] == "preempted"
+
+
+def test_a_second_run_of_a_script_has_a_directory_of_its_own(tmp_path: Path) -> None:
+    line = [LOCKSTEP, "run", "--max-restarts", "1", str(Path(SCRIPT).with_name("twice.py"))]
+    ended = subprocess.run(line, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert len(list((tmp_path / "runs").iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--max-restarts", "-1"], "Invalid value for '--max-restarts'"),
+        (["--nnodes", "2"], "LaunchError: --nnodes 2 without --rdzv"),
+        (["--nnodes", "2:1", "--rdzv", "localhost:29400"], "LaunchError: --nnodes 2:1;"),
+    ],
+)
+def test_mistakes_are_told_before_anything_starts(options: list[str], text: str) -> None:
+    ended = subprocess.run([LOCKSTEP, "run", *options, SCRIPT], env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert text in ended.stderr
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 45) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def steps(folder: Path) -> int:
+    """Done, as far as the scripts of the agents in this folder have printed."""
+    return max((int(found) for path in folder.glob("output-*") for found in re.findall(r"did (\d+)", path.read_text())), default=0)
+
+
+def worlds(run: Path) -> list[int]:
+    """The number of processes of each start."""
+    return [event["world_size"] for event in events(run, "run-started")]
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[Agents]:
+    """Start `lockstep run` as it would be on one of several machines; ended at the end of the test."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    started: list[subprocess.Popen[str]] = []
+
+    def agent(*arguments: str, nnodes: str = "1:2", host: str = "127.0.0.1", before: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+        options = ["--nproc", "1", "--nnodes", nnodes, "--rdzv", f"{host}:{port}", "--max-restarts", "3", "--run-dir", "run"]
+        line = [*before, LOCKSTEP, "run", *options, *(arguments or (SCRIPT, "0.3"))]
+        with (tmp_path / f"output-{len(started)}").open("w") as output:
+            # One that is killed leaves its folder of records.
+            environment = {**ENVIRONMENT, "TMPDIR": str(tmp_path)}
+            process = subprocess.Popen(line, cwd=tmp_path, env=environment, stdout=output, stderr=subprocess.PIPE, text=True)
+        started.append(process)
+        return process
+
+    yield agent
+    for process in started:
+        with suppress(psutil.NoSuchProcess):
+            left = psutil.Process(process.pid).children(recursive=True)
+            process.kill()
+            psutil.wait_procs(left, timeout=10)  # they die with it
+        process.communicate()
+
+
+def test_a_plan_that_does_not_fit_the_machines_that_came_is_told(agent: Agents) -> None:
+    alone = agent("--plan", "replicate=2", SCRIPT, "0")
+    _, told = alone.communicate(timeout=50)
+    assert alone.returncode == 2
+    assert re.search(r"^lockstep: PlanError: .*replicate=2", told, flags=re.MULTILINE)
+    assert "restart" not in told
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+def test_a_machine_joins_and_is_lost_and_the_bits_stay(tmp_path: Path, agent: Agents, undisturbed: str) -> None:
+    run = tmp_path / "run"
+    first = agent(SCRIPT, "0.8")
+    wait_for(lambda: steps(tmp_path) >= 2)
+    second = agent(SCRIPT, "0.8")
+    wait_for(lambda: worlds(run) == [1, 2] and steps(tmp_path) >= 12)
+    second.send_signal(signal.SIGKILL)
+    _, told = first.communicate(timeout=90)
+    assert first.returncode == 0, told
+    assert "lockstep: another machine waits to join: the workers save, and start again with it" in told
+    assert "lockstep: rank " in told
+    assert worlds(run) == [1, 2, 1]
+    assert fingerprint(run) == undisturbed
+    joined, lost = events(run, "restarted")
+    assert (joined["reason"], joined["restarts"]) == ("another machine joined", 0)
+    assert (lost["reason"], lost["restarts"]) == ("a machine was lost: 1 of 2 are left", 1)
+    (preempted,) = events(run, "preempted")
+    (rescued,) = events(run, "rescued")
+    after_joining, after_losing = events(run, "resumed")
+    assert after_joining["checkpoint"].startswith(f"step-{preempted['step']:08}")
+    assert after_losing["checkpoint"] == rescued["checkpoint"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+def test_without_the_machine_that_keeps_the_rendezvous_the_others_end_and_the_same_command_goes_on(
+    tmp_path: Path, agent: Agents, undisturbed: str
+) -> None:
+    run = tmp_path / "run"
+    keeper = agent(nnodes="2")
+    time.sleep(0.5)
+    other = agent(nnodes="2")
+    wait_for(lambda: steps(tmp_path) >= 7)
+    keeper.send_signal(signal.SIGKILL)
+    _, told = other.communicate(timeout=60)
+    assert other.returncode == 1
+    *_, last = told.splitlines()
+    assert re.match(r"lockstep: the rendezvous at 127\.0\.0\.1:\d+ is gone: .*the same command, started again", last)
+    newest = max(path.name for path in (run / "checkpoints").glob("step-*"))
+    again = [agent(nnodes="2"), agent(nnodes="2")]
+    for each in again:
+        each.communicate(timeout=60)
+        assert each.returncode == 0
+    assert fingerprint(run) == undisturbed
+    (resumed,) = events(run, "resumed")
+    assert resumed["checkpoint"] == newest
+    assert int(newest.split("-")[1]) % 5 != 0  # what the survivor had
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("asked", [0, 1], ids=["that keeps the rendezvous", "the other"])
+def test_a_machine_that_is_asked_to_end_saves_and_ends_with_all_others(tmp_path: Path, agent: Agents, asked: int) -> None:
+    run = tmp_path / "run"
+    both = [agent(nnodes="2")]
+    time.sleep(0.5)
+    both.append(agent(nnodes="2"))
+    wait_for(lambda: steps(tmp_path) >= 3)
+    both[asked].send_signal(signal.SIGTERM)
+    said = [each.communicate(timeout=60)[1] for each in both]
+    assert [each.returncode for each in both] == [75, 75], said
+    assert events(run)[-1]["event"] == "preempted"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_user_s_mistake_on_one_machine_ends_the_others_too(tmp_path: Path, agent: Agents) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, time\nimport torch.distributed as dist\nfrom lockstep.errors import DataError\n"
+        "dist.init_process_group('gloo')\n"
+        "if os.environ['RANK'] == '1': raise DataError('value; rule; remedy')\n"
+        "dist.barrier()\n"
+    )
+    both = [agent(str(script), nnodes="2") for _ in range(2)]
+    said = [each.communicate(timeout=90)[1] for each in both]
+    assert sorted(each.returncode for each in both) == [1, 2], said
+    assert sum("lockstep: DataError: value; rule; remedy" in each for each in said) == 1
+    assert sum("was ended by another machine" in each or "is gone" in each for each in said) == 1
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[str]]:
+    """Three network namespaces on one bridge; the host of each has the address 10.229.7.1, .2, .3."""
+    name = f"lockstep-{os.getpid()}"
+    hosts = [f"{name}-{number}" for number in (1, 2, 3)]
+    if os.geteuid() != 0 or shutil.which("ip") is None or ip(f"netns add {name}", check=False):
+        pytest.skip("network namespaces need root, and the program ip")
+    try:
+        ip(f"-n {name} link add bridge type bridge forward_delay 0 stp_state 0")
+        ip(f"-n {name} link set bridge up")
+        for number, host in enumerate(hosts, 1):
+            ip(f"netns add {host}")
+            ip(f"-n {host} link set lo up")
+            ip(f"-n {name} link add port{number} type veth peer name eth0 netns {host}")
+            ip(f"-n {name} link set port{number} master bridge up")
+            ip(f"-n {host} addr add 10.229.7.{number}/24 dev eth0")
+            ip(f"-n {host} link set eth0 up")
+        yield hosts
+    finally:
+        for each in (*hosts, name):
+            ip(f"netns del {each}", check=False)
+
+
+def ip(line: str, *, check: bool = True) -> int:
+    return subprocess.run(["ip", *line.split()], check=check, capture_output=True).returncode
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_a_machine_whose_link_is_cut_is_lost_and_ends_by_itself(tmp_path: Path, hosts: list[str], agent: Agents, undisturbed: str) -> None:
+    run = tmp_path / "run"
+    keeper = "10.229.7.2"
+    agents = [agent(SCRIPT, "0.5", nnodes="1:3", host=keeper, before=("nsenter", f"--net=/run/netns/{host}")) for host in hosts]
+    wait_for(lambda: worlds(run) == [3] and steps(tmp_path) >= 7)
+    listening = subprocess.run(["ip", "netns", "exec", hosts[1], "ss", "-ltnH"], capture_output=True, text=True, check=True).stdout
+    assert {line.split()[3].rpartition(":")[0] for line in listening.splitlines()} == {keeper}
+    ip(f"-n {hosts[0].rpartition('-')[0]} link set port1 down")  # of rank 0
+    _, told = agents[0].communicate(timeout=60)
+    assert agents[0].returncode == 1
+    assert f"the rendezvous at {keeper}:" in told
+    for each in agents[1:]:
+        _, told = each.communicate(timeout=90)
+        assert each.returncode == 0, told
+    assert worlds(run) == [3, 2]
+    assert events(run, "restarted")[0]["reason"] == "a machine was lost: 2 of 3 are left"
+    assert fingerprint(run) == undisturbed

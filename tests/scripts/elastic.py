@@ -1,0 +1,41 @@
+"""Trains 30 steps in bitwise numerics: `elastic.py SECONDS [RANK STEP]`. Sleeps after each; the first time, that rank is killed there."""
+
+import os
+import signal
+import sys
+import time
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import lockstep as ls
+from lockstep.training.run import Run
+
+seconds, *killed = sys.argv[1:]
+
+
+class Killed(ls.Hook):
+    def on_step(self, run: Run) -> None:
+        time.sleep(float(seconds))
+        print(f"{time.time():.3f} rank {run.session.rank} of {run.session.world_size} did {run.step}", flush=True)
+        if [str(run.session.rank), str(run.step)] == killed and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return nn.functional.mse_loss(output, batch[1])
+
+
+torch.manual_seed(0)
+recipe = ls.Recipe(
+    model=lambda: nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.1), nn.ReLU(), nn.Linear(16, 1)),
+    data=TensorDataset(torch.randn(97, 8), torch.randn(97, 1)),
+    inputs=lambda batch: batch[0],
+    loss=loss,
+    optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
+    global_batch=12,
+    microbatch=2,
+    steps=30,
+)
+ls.train(recipe, plan="numerics=bitwise", hooks=[Killed()], saving=ls.Saving(every=5), log_every=1)
