@@ -11,7 +11,6 @@ import torch
 
 from lockstep.comm.group import World
 from lockstep.errors import RunDirectoryError
-from lockstep.testing.pool import WorkerPool
 from lockstep.training import recorder
 from lockstep.training.recorder import Recorder
 
@@ -30,19 +29,14 @@ def test_a_run_directory_that_another_machine_does_not_see_is_refused_and_given_
     assert os.listdir(tmp_path) == []
 
 
-def record(folder: Path) -> list[str]:
-    os.chdir(folder)
+def test_the_launcher_s_default_is_for_the_first_run_that_was_given_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(recorder, "_default_is_taken", False)
     world = World(0, 1, 0, 1, torch.device("cpu"), owns_group=False)
     paths = []
     for given in ("given", None, None):
-        each = Recorder(given, world, resume="auto", default=str(folder / "default"))
-        paths.append(str(each.path.relative_to(folder)))
+        each = Recorder(given, world, resume="auto", default=str(tmp_path / "default"))
+        paths.append(str(each.path.relative_to(tmp_path)))
         each.close()
-    recorder._default_is_taken = False
-    return paths
-
-
-def test_the_launcher_s_default_is_for_the_first_run_that_was_given_none(pool: WorkerPool, tmp_path: Path) -> None:
-    ((first, second, third),) = pool.run(1, record, tmp_path)
-    assert (first, second) == ("given", "default")
-    assert third.startswith("runs/")
+    assert paths[:2] == ["given", "default"]
+    assert paths[2].startswith("runs/")
