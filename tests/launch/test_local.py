@@ -481,7 +481,8 @@ def test_what_no_restart_mends_is_not_tried_again(
     assert (ending.status, (tmp_path / "starts").read_text(), capfd.readouterr().err) == (status, "x", "")
 
 
-def test_one_that_saves_when_another_fails_is_waited_for_before_all_start_again(run: Starter, tmp_path: Path) -> None:
+def test_one_that_saves_when_another_fails_is_waited_for_before_all_start_again(run: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "STOP_SECONDS", 0.2)
     ending = run(
         f"""
         from lockstep.launch.grace import needing_time
