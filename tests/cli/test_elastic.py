@@ -177,6 +177,22 @@ def test_a_machine_joins_and_is_lost_and_the_bits_stay(tmp_path: Path, agent: Ag
 
 @pytest.mark.slow
 @pytest.mark.timeout(150)
+def test_a_third_machine_joins_two_and_no_restart_is_used_up(tmp_path: Path, agent: Agents, undisturbed: str) -> None:
+    run = tmp_path / "run"
+    agents = [agent(nnodes="2:3"), agent(nnodes="2:3")]
+    wait_for(lambda: worlds(run) == [2] and steps(tmp_path) >= 2)
+    agents.append(agent(nnodes="2:3"))
+    for each in agents:
+        _, told = each.communicate(timeout=90)
+        assert each.returncode == 0, told
+    assert worlds(run) == [2, 3]
+    assert fingerprint(run) == undisturbed
+    (joined,) = events(run, "restarted")
+    assert (joined["reason"], joined["restarts"]) == ("another machine joined", 0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
 def test_without_the_machine_that_keeps_the_rendezvous_the_others_end_and_the_same_command_goes_on(
     tmp_path: Path, agent: Agents, undisturbed: str
 ) -> None:

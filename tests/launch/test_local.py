@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
+from torch.distributed.elastic.rendezvous import RendezvousInfo
 
 from lockstep.launch import local, workers
 from lockstep.launch.call import PASSED_ON
@@ -502,6 +503,36 @@ def test_one_that_saves_when_another_fails_is_waited_for_before_all_start_again(
         max_restarts=1,
     )
     assert ending.status == 0
+
+
+def test_workers_that_saved_because_another_machine_asked_start_again(run: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Regrouping(LoopbackRendezvous):
+        """This machine hears of the one that joins only some time after its workers have ended."""
+
+        starts = waiting = 0
+
+        def next_rendezvous(self) -> RendezvousInfo:
+            found = super().next_rendezvous()
+            self.starts += 1
+            if self.starts == 1:
+                found.store.set("lockstep/regroups", "")
+            return found
+
+        def num_nodes_waiting(self) -> int:
+            self.waiting += 1
+            return int(self.starts == 1 and self.waiting > 40)
+
+    monkeypatch.setattr(local, "LoopbackRendezvous", Regrouping)
+    ending = run(
+        """
+        from lockstep.launch.termination import Preempted
+        if not os.path.exists("saved"):
+            open("saved", "w").close()
+            raise Preempted("SIGTERM")
+        """,
+        count=1,
+    )
+    assert (ending.status, ending.finished) == (0, [0])
 
 
 @pytest.mark.parametrize(
