@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lockstep.errors import PlanError, RunDirectoryError
 from lockstep.plan import Plan
 from lockstep.saving import OutOfMemory
-from lockstep.training.ladder import FILE, RUNGS, Remembered, changes, next_plan, said
+from lockstep.training.ladder import FILE, RUNGS, Remembered, changes, more_to_change, next_plan, said
 
 FAILURE = {"step": 3, "rank": 1, "error": "OutOfMemoryError: 2.00 GiB", "then": "checkpointing=full"}
 
@@ -153,6 +153,17 @@ def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
         written.write(path)
         assert Remembered.parse(path.read_text(), path) == written
     assert [entry.name for entry in tmp_path.iterdir()] == [FILE]
+
+
+def test_every_rank_sees_what_one_has_written_down_since_they_began(tmp_path: Path) -> None:
+    known = Remembered()
+    assert more_to_change(known, tmp_path) is None
+    then = known.with_plan(Plan(checkpointing="full"), FAILURE)
+    then.write(tmp_path / FILE)
+    assert more_to_change(known, tmp_path) == "memory ran out in step 3 on rank 1, checkpointing=full from there"
+    assert more_to_change(then, tmp_path) is None
+    (tmp_path / FILE).write_text("{")
+    assert more_to_change(known, tmp_path) is None
 
 
 @pytest.mark.parametrize(

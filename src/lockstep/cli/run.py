@@ -68,6 +68,8 @@ def command(
     With --max-restarts R they then start again, and a script of lockstep's goes on from the last step that one of them could save: R times
     in all, however far they came. A mistake in what lockstep was given is not tried again, and a run that was asked to end stays ended.
 
+    Where memory runs out, they start again under a plan that needs less, as far as --out-of-memory allows; that is none of those R times.
+
     With --nnodes the run is on several machines, each given this command and the same files. It begins when A are there. One that comes
     later joins: all save, and start again with it. Where one is lost, that is a failure, after which the rest start again, if they are A.
     The machine HOST keeps the rendezvous: without it the others save and end. --nproc is for each machine: auto is one a GPU, or 1.
@@ -114,9 +116,8 @@ def command(
         "stop_at": str(stop_at) if stop_at is not None else None,
         "out_of_memory": out_of_memory,
         "may_differ": may_differ,
+        "default_run_dir": str(default_run_path(script, datetime.now()).absolute()),
     }
-    if max_restarts or machines is not None:  # else each run of the script chooses its own
-        given["default_run_dir"] = str(default_run_path(script, datetime.now()).absolute())
     ending = run_workers(
         start,
         count=count,

@@ -8,12 +8,13 @@ from pathlib import Path
 
 _needs_time: Path | None = None
 _is_over: Path | None = None
+_again: Path | None = None
 
 
-def tell_by(needs_time: Path, is_over: Path) -> None:
-    """Say where these files are: the one that this worker makes, and the launcher's. Called once, before the user's code runs."""
-    global _needs_time, _is_over
-    _needs_time, _is_over = needs_time, is_over
+def tell_by(needs_time: Path, is_over: Path, again: Path) -> None:
+    """Say where these files are: the launcher's `is_over`, and those that this worker makes. Called once, before the user's code runs."""
+    global _needs_time, _is_over, _again
+    _needs_time, _is_over, _again = needs_time, is_over, again
 
 
 @contextmanager
@@ -28,6 +29,14 @@ def needing_time() -> Iterator[None]:
     finally:
         with suppress(FileNotFoundError):
             _needs_time.unlink()
+
+
+def ask_again(why: str) -> None:
+    """Have the launcher start the run again after the failure that ends it, and not count that: something was changed for it."""
+    if _again is not None:
+        part = _again.with_suffix(".part")
+        part.write_text(why, encoding="utf-8")
+        part.replace(_again)
 
 
 def is_over() -> bool:

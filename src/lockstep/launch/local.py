@@ -233,6 +233,12 @@ class Agent(SimpleElasticAgent):
         by_mistake = first is not None and first.record is not None and first.record.user_error
         if self._hurried or ending.left or ending.preempted or by_mistake:
             self._remaining_restarts = 0
+        elif again := self._workers.again():
+            self._remaining_restarts += 1  # which torch's loop takes off: this start is none of those that are counted
+            self._why = (_FAILED, again)
+            self._ending = False
+            _say(f"{again}; starts again")
+            return
         line = _LOST_MACHINE if first is None else first.line
         self._why = (_LOST_A_PEER if first is None or first.lost_a_peer else _FAILED, line)
         if self._remaining_restarts:

@@ -71,6 +71,7 @@ class Workers:
             worker.CRASH: str(self._file(rank, "crash")),
             worker.AGENT: str(os.getpid()),
             worker.NEEDS_TIME: str(self._file(rank, "needs-time")),
+            worker.AGAIN: str(self._file(rank, "again")),
             worker.IS_OVER: str(self._records / "is-over"),
         }
 
@@ -93,6 +94,10 @@ class Workers:
             preempted=sorted(self._preempted),
             left=self.running,
         )
+
+    def again(self) -> str | None:
+        """Why those that failed ask to be started again, if one does."""
+        return next((path.read_text(encoding="utf-8") for path in sorted(self._records.glob("rank-*.again"))), None)
 
     def have_failed(self) -> bool:
         """Look who has ended since the last look, and say whether one has failed."""

@@ -131,6 +131,17 @@ def climb(plan: Plan, found: Plan | str, remembered: Remembered, error: BaseExce
     return found
 
 
+def more_to_change(known: Remembered, folder: Path) -> str | None:
+    """What a rank of the run in `folder` has written down since `known` was read, in words: on another rank perhaps, whose end is all that
+    this one sees of it. None: nothing."""
+    try:
+        found = Remembered.parse((folder / FILE).read_text(encoding="utf-8"), folder / FILE)
+    except (OSError, UnicodeDecodeError, RunDirectoryError):
+        return None
+    last = found.failures[-1]
+    return f"memory ran out in step {last['step']} on rank {last['rank']}, {last['then']} from there" if found != known else None
+
+
 def recall(world: World, folder: Path, *, goes_on: bool) -> Remembered:
     """What the run in `folder` remembers, where it goes on. Every rank calls it. Raises `RunDirectoryError`."""
     text = None

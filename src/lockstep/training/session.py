@@ -31,7 +31,7 @@ from lockstep.events import Event
 from lockstep.keys import Stream, key
 from lockstep.launch.environment import Environment, check_run_dir
 from lockstep.launch.failure import account, out_of_memory
-from lockstep.launch.grace import needing_time
+from lockstep.launch.grace import ask_again, needing_time
 from lockstep.launch.termination import Preempted, Terminated, Termination
 from lockstep.parallel.layout import Built, check_devices, lay_out
 from lockstep.parallel.stages import check_microbatches
@@ -43,7 +43,7 @@ from lockstep.recipe import Stream as DataStream
 from lockstep.saving import OutOfMemory, Resume, Saving, check_out_of_memory, check_resume, interval
 from lockstep.training import optimizers
 from lockstep.training.keeping import Keeper
-from lockstep.training.ladder import changes, climb, next_plan, recall, said
+from lockstep.training.ladder import changes, climb, more_to_change, next_plan, recall, said
 from lockstep.training.outcome import Flag, Outcome, no_weight
 from lockstep.training.pair import Pair
 from lockstep.training.recorder import Pace, Recorder
@@ -152,6 +152,7 @@ class Session:
                 self._saving = replace(self._saving, every=interval(environment.save_every, "LOCKSTEP_SAVE_EVERY"))
             if environment.out_of_memory is not None:
                 self._out_of_memory = check_out_of_memory(environment.out_of_memory, "LOCKSTEP_OUT_OF_MEMORY")
+            self._launcher = environment.launcher
             self._may_differ |= environment.may_differ
             self._stop_at = environment.stop_at
             stack.enter_context(self._termination)
@@ -210,6 +211,8 @@ class Session:
         elif error is not None:
             self.event("run-failed", **account(error))
             found = self._climb(error)
+            if self._launcher == "lockstep" and (why := more_to_change(self._remembered, self.recorder.path)):
+                ask_again(why)
             kept = self._rescue(error)
             if found is not None:
                 error.add_note(said(self.plan, found, folder=self.recorder.path, step=self.steps_done if kept else None))
