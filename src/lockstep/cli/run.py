@@ -72,7 +72,8 @@ def command(
 
     With --nnodes the run is on several machines, each given this command and the same files. It begins when A are there. One that comes
     later joins: all save, and start again with it. Where one is lost, that is a failure, after which the rest start again, if they are A.
-    The machine HOST keeps the rendezvous: without it the others save and end. --nproc is for each machine: auto is one a GPU, or 1.
+    The machine HOST keeps the rendezvous: without it the others save and end. Let no one else reach that port: who can may run code as
+    you. --nproc is for each machine: auto is one a GPU, or 1.
 
     \b
     Examples:
