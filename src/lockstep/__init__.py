@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lockstep.recipe import Recipe as Recipe
     from lockstep.recipe import Stream as Stream
     from lockstep.recipe import Sum as Sum
+    from lockstep.recipe import Weights as Weights
     from lockstep.saving import Saving as Saving
     from lockstep.schedule import warmup_cosine as warmup_cosine
     from lockstep.training.hooks import EarlyStopping as EarlyStopping
@@ -47,6 +48,7 @@ _HOME = {
     "Session": "lockstep.training.session",
     "Stream": "lockstep.recipe",
     "Sum": "lockstep.recipe",
+    "Weights": "lockstep.recipe",
     "fingerprint": "lockstep.watch.fingerprint",
     "spawn": "lockstep.launch.spawn",
     "train": "lockstep.training.run",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
+from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from lockstep.errors import DataError, RecipeError
@@ -117,6 +118,44 @@ class Evaluation:
                 )
 
 
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """A model's first values, from a file of tensors by name, in place of those that its factory gives. Raises `RecipeError`."""
+
+    path: str
+    """A .safetensors file; a folder as Hugging Face has it, with model.safetensors or model.safetensors.index.json, or that index; a file
+    of torch.save (.pt, .pth, .bin, .ckpt) that holds a state dict, or dicts of them, whose names are joined by dots."""
+    names: Mapping[str, str | None] = field(default_factory=dict)
+    """Names in the file -> names in the model, `*` for any text, once on each side: {"module.*": "*"}; None leaves a tensor out. The first
+    that matches counts; a name that none matches is the same in both."""
+    missing: Literal["refuse", "keep"] = "refuse"
+    """What the file has no values for is an error, or keeps the factory's."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.path, str) or not self.path:
+            raise RecipeError(f"Weights({self.path!r}); it takes the path of a file, or of a folder of Hugging Face, as text")
+        if self.missing not in ("refuse", "keep"):
+            raise RecipeError(f"Weights(missing={self.missing!r}); it is 'refuse', or 'keep' for the values that the factory gives")
+        if not isinstance(self.names, Mapping):
+            raise RecipeError(f"Weights(names={self.names!r}); it maps names in the file to names in the model: {{'module.*': '*'}}")
+        for theirs, ours in self.names.items():
+            if not isinstance(theirs, str) or not isinstance(ours, str | None):
+                raise RecipeError(f"Weights.names has {theirs!r}: {ours!r}; a name is text, and None leaves a tensor out")
+            if theirs.count("*") > 1 or (ours is not None and theirs.count("*") != ours.count("*")):
+                raise RecipeError(
+                    f"Weights.names has {theirs!r}: {ours!r}; `*` is any text, the same on both sides; write it once on each, or on neither"
+                )
+
+    @classmethod
+    def of(cls, given: Any) -> Weights | None:
+        """From what `Recipe.weights` may be. Raises `RecipeError`."""
+        if given is None or isinstance(given, cls):
+            return given
+        if not isinstance(given, str | PathLike):
+            raise RecipeError(f"weights is {_kind(given)}; it is a path, ls.Weights(path, names=..., missing=...), or None")
+        return cls(fspath(given))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
     """What is learned: model, loss, data, batch, optimizer, precision, seed, length, evaluation.
@@ -166,6 +205,8 @@ class Recipe:
     """Names of the modules that the model's forward calls one after another, each with what the one before it returned, as the `pipeline`
     axis cuts them; `*` is any text: `["embedding", "blocks.*", "head"]`. Each draws its random numbers from a stream of its own. None: the
     members of a model that is an `nn.Sequential`; others have no pipeline."""
+    weights: Weights | str | PathLike[str] | None = None
+    """What the model starts from: `Weights`, or its path alone. None: the values that its factory gives."""
     evaluation: Evaluation | None = None
     """How it is measured. None: it is not."""
 
@@ -185,19 +226,20 @@ class Recipe:
                 raise RecipeError(f"{kind}={names!r}; it is a list of module names or patterns, such as ['blocks.*'], or None")
         if self.tensor is not None and not isinstance(self.tensor, Mapping):
             raise RecipeError(f"tensor is {_kind(self.tensor)}; it maps patterns of module names to styles: {{'*.up': 'colwise'}}")
+        Weights.of(self.weights)
         if self.evaluation is not None and not isinstance(self.evaluation, Evaluation):
             raise RecipeError(f"evaluation is {_kind(self.evaluation)}; give ls.Evaluation(data=..., every=..., metrics=...) or None")
 
     def describe(self) -> dict[str, Any]:
         """The recipe as JSON: numbers as they are, callables and datasets by their names and lengths."""
-        described = {name: _describe(getattr(self, name)) for name in self.__slots__}
+        described = {name: _describe(getattr(self, name)) for name in self.__slots__} | {"weights": _describe(Weights.of(self.weights))}
         return {**described, "blocks": self.blocks and list(self.blocks), "stages": self.stages and list(self.stages)}
 
 
 def _describe(value: Any) -> Any:
     if value is None or isinstance(value, str | int | float | bool):
         return value
-    if isinstance(value, Evaluation | Stream):
+    if isinstance(value, Evaluation | Stream | Weights):
         return {name: _describe(getattr(value, name)) for name in value.__slots__}
     if isinstance(value, Mapping):
         return {str(key): _describe(item) for key, item in value.items()}

@@ -39,6 +39,8 @@ class Built:
 
     checksums: dict[str, int] = field(default_factory=dict)
     """Of the values that this rank has seen, by name, where there are other ranks."""
+    given: frozenset[str] = frozenset()
+    """The first names of parameters and buffers that will have other values: none are computed for them."""
 
     @classmethod
     def of(cls, factory: Callable[[], Any], key: int, mesh: Mesh) -> Built:
@@ -82,16 +84,20 @@ class Built:
             for part in parts:
                 module = self.module.get_submodule(part)
                 for tensor in (*module.parameters(), *module.buffers()):
-                    self.checksums[self.deferred.names[id(tensor)]] = checksum(self.deferred.materialise(tensor))
+                    if (name := self.deferred.names[id(tensor)]) not in self.given:
+                        self.checksums[name] = checksum(self.deferred.materialise(tensor))
 
     def check_values(self, world: World) -> None:
         """Raises `RecipeError`, on every rank alike, where two ranks have computed other values for one tensor. Every rank calls it."""
         check_checksums(self.checksums, world)
 
     def _value(self, tensor: Tensor, deferred: Deferred, device: torch.device) -> Tensor:
-        value = deferred.materialise(tensor)
-        self.checksums[deferred.names[id(tensor)]] = checksum(value)
-        value = value.to(device)
+        if (name := deferred.names[id(tensor)]) in self.given:
+            value = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        else:
+            value = deferred.materialise(tensor)
+            self.checksums[name] = checksum(value)
+            value = value.to(device)
         if isinstance(tensor, nn.Parameter):
             value = nn.Parameter(value, tensor.requires_grad)
         value.__class__ = tensor.__class__

@@ -150,6 +150,7 @@ def train(
             blocks=recipe.blocks,
             tensor=recipe.tensor,
             stages=recipe.stages,
+            weights=recipe.weights,
         )
         check = partial(check_tensors, model.state_dict())
         if (pipeline := session.pairs[0].pipeline) is None:

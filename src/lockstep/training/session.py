@@ -38,7 +38,7 @@ from lockstep.parallel.stages import check_microbatches
 from lockstep.parallel.sync_batchnorm import Exchange, adopt, split_microbatches, training_layers
 from lockstep.parallel.updates import separate_meshes
 from lockstep.plan import Plan
-from lockstep.recipe import Precision, check_batch, check_count, check_data, check_length, check_precision, check_seed
+from lockstep.recipe import Precision, Weights, check_batch, check_count, check_data, check_length, check_precision, check_seed
 from lockstep.recipe import Stream as DataStream
 from lockstep.saving import OutOfMemory, Resume, Saving, check_out_of_memory, check_resume, interval
 from lockstep.training import optimizers
@@ -48,6 +48,7 @@ from lockstep.training.outcome import Flag, Outcome, no_weight
 from lockstep.training.pair import Pair
 from lockstep.training.recorder import Pace, Recorder
 from lockstep.training.source import Length, Microbatches, from_data, from_indices, from_stream, positions_in
+from lockstep.training.starting import Start
 from lockstep.training.state import Stateful
 from lockstep.training.step import Step
 from lockstep.training.traced import Traced, TracedPair, TracedStep
@@ -246,12 +247,13 @@ class Session:
         blocks: Sequence[str] | None = None,
         tensor: Mapping[str, str] | None = None,
         stages: Sequence[str] | None = None,
+        weights: Weights | str | os.PathLike[str] | None = None,
     ) -> tuple[Any, Any]:
         """Build a model and its optimizer (or list of optimizers) for training. Every rank calls it.
 
         Returns what the two functions returned, the model on this rank's device. Its initial values follow from the session's seed,
-        whatever the plan. `blocks`, `tensor` and `stages`: as in `Recipe`. May be called again, for another pair, unless the plan has a
-        pipeline. Raises `RecipeError`.
+        whatever the plan, or are `weights`. `blocks`, `tensor`, `stages` and `weights`: as in `Recipe`. May be called again, for another
+        pair, unless the plan has a pipeline. Raises `RecipeError`.
         """
         if self.pairs and self.mesh.axis("pipeline").size > 1:
             raise RecipeError(
@@ -266,6 +268,10 @@ class Session:
         model = built.module
         bitwise = self.plan.numerics == "bitwise"
         optimizers.check_gradients(model, optimizers.trainable(model), bitwise=bitwise)
+        given = Weights.of(weights)
+        start = None if given is None else Start.of(given, model, self.world)
+        if start is not None:
+            built.given = frozenset(start.theirs)
         if built.deferred is None and self.plan.split == 1:
             model.to(self.device)
         model.train()
@@ -273,6 +279,10 @@ class Session:
         begin = partial(seed_generators, device=self.device)
         laid = lay_out(built, self.mesh, self.plan, begin=begin, blocks=blocks, tensor=tensor, stages=stages)
         built.check_values(self.world)
+        if start is not None:
+            self.event("weights-loaded", **start.fill(model, self.world))
+            if self._traced is not None:
+                self._traced.loaded(model)
         build = partial(optimizers.built, build_optimizer, model, in_part=laid.pipeline is not None)
         made = build() if laid.pipeline is None else laid.pipeline.together(build)
         if bitwise and optimizers.unfuse(made):

@@ -65,7 +65,7 @@ def restore(reader: Reader, pairs: Sequence[Pair], others: Mapping[str, Stateful
     """
     values = reader.manifest.values
     _check_same_parts(values, pairs, others)
-    targets = {name: tensor for number, pair in enumerate(pairs) for name, tensor in _model(pair.model, number)}
+    targets = {f"{number}/model/{name}": tensor for number, pair in enumerate(pairs) for name, tensor in tensors_of(pair.model)}
     for number, pair in enumerate(pairs):
         for place, optimizer in enumerate(pair.optimizers):
             _make_room(optimizer, dict(_named(pair)), f"{number}/optimizer/{place}", reader.tensors)
@@ -82,7 +82,7 @@ def restore(reader: Reader, pairs: Sequence[Pair], others: Mapping[str, Stateful
 
 
 def _pair(pair: Pair, number: int, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    tensors.update(_model(pair.model, number))
+    tensors.update((f"{number}/model/{name}", tensor) for name, tensor in tensors_of(pair.model))
     optimizers: dict[str, Any] = {}
     for place, optimizer in enumerate(pair.optimizers):
         prefix = f"{number}/optimizer/{place}"
@@ -91,7 +91,8 @@ def _pair(pair: Pair, number: int, tensors: dict[str, Tensor]) -> dict[str, Any]
         groups = [{key: _number(value) for key, value in group.items() if key not in _OF_THE_PLAN} for group in optimizer.param_groups]
         said = {"class": type(optimizer).__qualname__, "groups": groups, "rest": rest}
         optimizers[str(place)] = encode(said, prefix, tensors)
-    return {"optimizers": optimizers, "training": encode(pair.state_dict(), f"{number}/training", tensors)}
+    training = encode(pair.state_dict(), f"{number}/training", tensors)
+    return {"optimizers": optimizers, "training": training, "tied": aliases(pair.model)}
 
 
 def _restore_pair(pair: Pair, saved: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -109,12 +110,24 @@ def _restore_pair(pair: Pair, saved: Mapping[str, Any], tensors: Mapping[str, Te
     pair.load_state_dict(decode(saved["training"], tensors.__getitem__))
 
 
-def _model(model: nn.Module, number: int) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, tied ones once, and the buffers that its state dict has, by name."""
+def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters and buffers that its state dict has, tied ones once, by their first names there."""
+    others = aliases(model)
+    return ((name, tensor.detach()) for name, tensor in _saved(model) if name not in others)
+
+
+def aliases(model: nn.Module) -> dict[str, str]:
+    """The other names of what its state dict has under several -> the first."""
+    firsts: dict[int, str] = {}
+    found = {name: firsts.setdefault(id(tensor), name) for name, tensor in _saved(model)}
+    return {name: first for name, first in found.items() if name != first}
+
+
+def _saved(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, then buffers, each under all of its names in the state dict."""
     saved = model.state_dict().keys()
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if name in saved:
-            yield f"{number}/model/{name}", tensor.detach()
+    for named in (model.named_parameters, model.named_buffers):
+        yield from ((name, tensor) for name, tensor in named(remove_duplicate=False) if name in saved)
 
 
 def _named(pair: Pair) -> Iterator[tuple[str, nn.Parameter]]:
@@ -184,7 +197,7 @@ def _check_same_parts(values: Mapping[str, Any], pairs: Sequence[Pair], others: 
     if missing or unexpected:
         raise CheckpointError(
             "the checkpoint's other state is not this run's: "
-            + _differences({"not in the checkpoint": missing, "in the checkpoint alone": unexpected})
+            + listed({"not in the checkpoint": missing, "in the checkpoint alone": unexpected})
             + "; hooks and session.include are to be as they were"
         )
 
@@ -201,7 +214,7 @@ def _check_tensors(targets: Mapping[str, Tensor], saved: Mapping[str, tuple[str,
         "others": [f"{_said(name, everyone[name])}, saved as {_said('', there[name])}" for name in other],
     }
     if any(found.values()):
-        raise CheckpointError(f"the checkpoint is of another model: {_differences(found)}")
+        raise CheckpointError(f"the checkpoint is of another model: {listed(found)}")
 
 
 def _said(name: str, kind: Sequence[Any]) -> str:
@@ -209,7 +222,8 @@ def _said(name: str, kind: Sequence[Any]) -> str:
     return f"{name.replace('/model/', ' ')} {dtype}{tuple(shape)}".removeprefix("0 ").strip()
 
 
-def _differences(found: Mapping[str, Sequence[str]]) -> str:
+def listed(found: Mapping[str, Sequence[str]]) -> str:
+    """Names, the first few of each kind, with the words before them."""
     parts = []
     for words, names in found.items():
         if names:

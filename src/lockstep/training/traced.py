@@ -23,7 +23,7 @@ from lockstep.training.pair import Pair
 from lockstep.training.step import Step
 from lockstep.watch.trace import Named, Tracer
 from lockstep.watch.tracing import Tracing
-from lockstep.watch.twin import Islands, change_batch, change_defaults, change_model
+from lockstep.watch.twin import Islands, change_batch, change_defaults, change_model, move_parameters
 
 
 class Traced:
@@ -60,6 +60,11 @@ class Traced:
             return model
 
         return build_twin
+
+    def loaded(self, model: nn.Module) -> None:
+        """The model of a twin has been given other values than `factory` changed."""
+        if self._tracing.noise is not None:
+            move_parameters(model, self._tracing.noise)
 
     def begin(self, pairs: Sequence[Pair], plan: Plan, microbatch: int | None, facts: Mapping[str, Any]) -> int | None:
         """Before the first step: write down the models as they are. Every rank calls it. Returns the microbatch to train with.

@@ -58,14 +58,19 @@ def add_noise(model: nn.Module, seed: int) -> None:
     The second in the forward and, for the gradient that comes back, in the backward: that is where a plan cuts a model, and where a
     product in a short type is rounded (parameters are in float32 then, and moving them is too quiet). No default generator is drawn from.
     """
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.is_floating_point():
-                up = _random(name, seed, parameter) > 0
-                parameter.copy_(_next(parameter, up))
+    move_parameters(model, seed)
     for name, module in model.named_modules():
         if any(True for _ in module.parameters(recurse=False)):
             module.register_forward_hook(_Noisy(name, seed))
+
+
+@torch.no_grad()
+def move_parameters(model: nn.Module, seed: int) -> None:
+    """Move every parameter by one unit in the last place, up or down."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point():
+            up = _random(name, seed, parameter) > 0
+            parameter.copy_(_next(parameter, up))
 
 
 class Islands(TorchDispatchMode):  # type: ignore[no-untyped-call]
