@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,16 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from training.kept import recipe
+from training.kept import recipe, run
 
 import lockstep as ls
+from lockstep.checkpoint import foreign
 from lockstep.comm.mesh import held
 from lockstep.errors import RecipeError
+from lockstep.parallel.build import Deferred
+from lockstep.training import starting
 from lockstep.training.starting import Start
-from lockstep.training.state import tensors_of
+from lockstep.training.state import aliases, tensors_of
 
 GIVEN = recipe()
 
@@ -43,7 +47,7 @@ def started(plan: str, run_dir: str, weights: Any, model: Any = GIVEN.model) -> 
     return found, event.details
 
 
-def read_bytes(plan: str, run_dir: str, weights: str) -> tuple[int, int]:
+def read_bytes(plan: str, run_dir: str, weights: Any) -> tuple[int, int]:
     """What a rank has read of the file, and what it holds of the model."""
     read = 0
 
@@ -54,7 +58,7 @@ def read_bytes(plan: str, run_dir: str, weights: str) -> tuple[int, int]:
         def read(self, name: str, box: Any) -> Tensor:
             nonlocal read
             part: Tensor = self.inner.read(name, box)
-            read += part.untyped_storage().nbytes()
+            read += part.nbytes
             return part
 
     original = Start.fill
@@ -67,8 +71,47 @@ def read_bytes(plan: str, run_dir: str, weights: str) -> tuple[int, int]:
         Start.fill = original  # type: ignore[method-assign]
 
 
+def computed(plan: str, run_dir: str, weights: Any) -> list[str]:
+    """The names of the parameters and buffers whose initial values a rank has computed."""
+    names = []
+    original = Deferred.materialise
+
+    def noting(self: Deferred, tensor: Tensor) -> Tensor:
+        names.append(self.names[id(tensor)])
+        return original(self, tensor)
+
+    Deferred.materialise = noting  # type: ignore[method-assign,assignment]
+    try:
+        started(plan, run_dir, weights)
+    finally:
+        Deferred.materialise = original  # type: ignore[method-assign]
+    return names
+
+
+def values(run_dir: str) -> dict[str, Tensor]:
+    """What the factory gives."""
+    with ls.Session(run_dir=run_dir) as session:
+        model, _ = session.prepare(GIVEN.model, GIVEN.optimizer)
+        return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def tied() -> list[str]:
+    """The two names of the model's tied parameter."""
+    ((other, first),) = aliases(theirs()).items()
+    return [first, other]
+
+
+def started_apart(plan: str, run_dir: str, folder: str, other: int) -> tuple[str, Any]:
+    """As `started`, rank 1 from another file under the same path."""
+    opened = foreign.open_tensors
+    file = other if os.environ["RANK"] == "1" else 0
+    starting.open_tensors = lambda _: opened(f"{folder}/{file}.safetensors")  # type: ignore[attr-defined]
+    try:
+        return started(plan, run_dir, ls.Weights("weights.safetensors", {"more": None}) if other == 2 and file else "weights.safetensors")
+    finally:
+        starting.open_tensors = opened  # type: ignore[attr-defined]
+
+
 def trained(run_dir: str, at: int | None, weights: Any) -> str:
     """A run from weights."""
-    from training.kept import run
-
     return str(run("replicate=1", run_dir, at, {"weights": weights}))

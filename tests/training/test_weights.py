@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,17 @@ from safetensors.torch import save_file
 from tiers import tiered
 from torch import nn
 from training.kept import PLANS
-from training.started import read_bytes, started, theirs, trained, write
+from training.started import computed, read_bytes, started, started_apart, theirs, tied, trained, values, write
 
 import lockstep as ls
 from lockstep.errors import RecipeError
 from lockstep.testing.pool import WorkerPool
 
 
-def files(folder: Path) -> dict[str, str]:
-    """The same weights in every kind of file."""
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same weights in files of every kind."""
+    folder = tmp_path_factory.mktemp("weights")
     state = theirs().state_dict()
     write(folder / "one.safetensors", state)
     names = sorted(state)
@@ -29,22 +32,9 @@ def files(folder: Path) -> dict[str, str]:
     for file, own in parts.items():
         write(folder / "several" / file, {name: state[name] for name in own})
     index = {"weight_map": {name: file for file, own in parts.items() for name in own}}
-    (folder / "several" / "model.safetensors.index.json").write_text(ls_json(index))
+    (folder / "several" / "model.safetensors.index.json").write_text(json.dumps(index))
     torch.save(state, folder / "tutorial.pt")
-    return {"one": "one.safetensors", "several": "several", "index": "several/model.safetensors.index.json", "tutorial": "tutorial.pt"}
-
-
-def ls_json(value: Any) -> str:
-    import json
-
-    return json.dumps(value)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("weights")
-    files(path)
-    return path
+    return folder
 
 
 @pytest.mark.parametrize("plan", tiered({**PLANS, "split=2": 1}, always=["shard=2,tensor=2"]))
@@ -55,3 +45,193 @@ def test_the_model_has_the_files_values_under_every_plan(pool: WorkerPool, tmp_p
         assert [fingerprint for fingerprint, _ in found] == [ls.fingerprint(theirs())] * processes, found
         assert found[0][1]["converted"] == {}
         assert found[0][1]["kept"] == []
+
+
+@pytest.mark.parametrize("plan", ["shard=3", "tensor=2", "pipeline=2"])
+def test_each_rank_reads_what_it_holds_and_no_more(pool: WorkerPool, tmp_path: Path, folder: Path, plan: str) -> None:
+    weights = ls.Weights(str(folder / "one.safetensors"), {tied()[1]: None})
+    for read, held in pool.run(PLANS[plan], read_bytes, plan, str(tmp_path / "run"), weights):
+        assert read == held
+        assert held < sum(tensor.nbytes for tensor in theirs().parameters())
+
+
+def test_initial_values_are_not_computed_where_they_would_be_replaced(pool: WorkerPool, tmp_path: Path, folder: Path) -> None:
+    assert pool.run(2, computed, "shard=2", str(tmp_path / "run"), str(folder / "one.safetensors")) == [[], []]
+    kept = ls.Weights(str(folder / "one.safetensors"), {"blocks.0.*": None}, missing="keep")
+    for names in pool.run(2, computed, "shard=2", str(tmp_path / "kept"), kept):
+        assert names
+        assert all(name.startswith("blocks.0.") for name in names)
+
+
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2", "pipeline=2"])
+def test_what_the_file_lacks_is_refused_or_keeps_the_factorys_values(pool: WorkerPool, tmp_path: Path, folder: Path, plan: str) -> None:
+    names = {"blocks.1.*": None}
+    path = str(folder / "one.safetensors")
+    for number, said in enumerate(pool.run(2, started, plan, str(tmp_path / "refused"), ls.Weights(path, names))):
+        assert said[0] == "refused", number
+        assert said[1].startswith(f"weights {path!r} are not this model's: not in the file: blocks.1."), said
+        assert "missing='keep' keeps the factory's values" in said[1]
+    found = pool.run(2, started, plan, str(tmp_path / "kept"), ls.Weights(path, names, missing="keep"))
+    (fresh,) = pool.run(1, values, str(tmp_path / "fresh"))
+    expected = {name: fresh[name] if name.startswith("blocks.1.") else tensor for name, tensor in theirs().state_dict().items()}
+    assert [fingerprint for fingerprint, _ in found] == [ls.fingerprint(expected)] * 2
+    assert all(name.startswith("blocks.1.") for name in found[0][1]["kept"])
+
+
+def test_a_tied_parameter_may_be_in_the_file_under_one_of_its_names_and_not_with_two_values(pool: WorkerPool, tmp_path: Path) -> None:
+    state = dict(theirs().state_dict())
+    first, second = tied()
+    for number, name in enumerate((first, second)):
+        write(tmp_path / "one.safetensors", {key: value for key, value in state.items() if key != name})
+        found = pool.run(2, started, "shard=2", str(tmp_path / str(number)), str(tmp_path / "one.safetensors"))
+        assert [fingerprint for fingerprint, _ in found] == [ls.fingerprint(theirs())] * 2
+    state[second] = state[second].clone()
+    state[second][-1, -1] += 1
+    write(tmp_path / "two.safetensors", state)
+    for kind, text in pool.run(2, started, "shard=2", str(tmp_path / "two"), str(tmp_path / "two.safetensors")):
+        assert kind == "refused"
+        assert f"have other values as {first!r} than as {second!r}" in text or f"have other values as {second!r} than as {first!r}" in text
+
+
+@pytest.mark.parametrize(
+    ("wrapped", "names"),
+    [
+        (
+            lambda state: {"model": state, "optimizer": {"state": {0: torch.ones(3)}}, "epoch": 3},
+            {"model.*": "*", "optimizer.*": None},
+        ),
+        (lambda state: {f"module.{name}": value for name, value in state.items()}, {"module.*": "*"}),
+    ],
+    ids=["a dict of several", "DDP's"],
+)
+def test_a_wrapper_is_named_and_not_guessed(pool: WorkerPool, tmp_path: Path, wrapped: Any, names: dict[str, str | None]) -> None:
+    path = str(tmp_path / "wrapped.pt")
+    torch.save(wrapped(theirs().state_dict()), path)
+    for kind, text in pool.run(2, started, "replicate=2", str(tmp_path / "refused"), path):
+        assert kind == "refused"
+        assert text.endswith(f"; the names would fit with ls.Weights(path, names={names})"), text
+    found = pool.run(2, started, "replicate=2", str(tmp_path / "loaded"), ls.Weights(path, names))
+    assert [fingerprint for fingerprint, _ in found] == [ls.fingerprint(theirs())] * 2
+
+
+def test_other_floating_point_types_are_converted_and_said(pool: WorkerPool, tmp_path: Path) -> None:
+    short = {name: value.to(torch.bfloat16) for name, value in theirs().state_dict().items()}
+    write(tmp_path / "short.safetensors", short)
+    ((found, said),) = pool.run(1, started, "replicate=1", str(tmp_path / "run"), str(tmp_path / "short.safetensors"))
+    assert found == ls.fingerprint({name: value.float() for name, value in short.items()})
+    assert said["converted"] == {"bfloat16 to float32": said["tensors"]}
+
+
+class Counted(nn.Module):
+    """With a buffer of whole numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 2)
+        self.register_buffer("seen", torch.zeros(2, dtype=torch.int64))
+
+
+def refused(folder: Path, weights: Any) -> str:
+    with ls.Session(run_dir=str(folder / "runs")) as session, pytest.raises(RecipeError) as raised:
+        session.prepare(Counted, lambda model: torch.optim.SGD(model.parameters(), lr=0.1), weights=weights)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("state", "given", "text"),
+    [
+        (
+            {"fc.weight": torch.ones(2, 4), "fc.bias": torch.ones(2), "seen": torch.ones(2)},
+            {},
+            "others: fc.weight float32(2, 3), in the file float32(2, 4), seen int64(2,), in the file float32(2,); map names with",
+        ),
+        (
+            {"weight": torch.ones(2, 3), "bias": torch.ones(2)},
+            {"missing": "keep"},
+            "in the file alone: bias, weight; the names would fit with ls.Weights(path, names={'*': 'fc.*'})",
+        ),
+        (
+            {"weight": torch.ones(2, 3), "bias": torch.ones(2)},
+            {},
+            "not this model's: not in the file: fc.bias, fc.weight, seen; in the file",
+        ),
+        ({"a": torch.ones(2), "b": torch.ones(2)}, {"names": {"a": "seen", "b": "seen"}}, "'a' and 'b' are both mapped to 'seen'"),
+        ({"a": torch.ones(2)}, {"names": {"c.*": "*"}}, "Weights.names has 'c.*', which matches no name in"),
+    ],
+)
+def test_what_does_not_fit_is_said(tmp_path: Path, state: Any, given: Any, text: str) -> None:
+    save_file(state, tmp_path / "w.safetensors")
+    assert text in refused(tmp_path, ls.Weights(str(tmp_path / "w.safetensors"), **given))
+
+
+class Evil:
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.path,)
+
+
+@pytest.mark.parametrize("state", [lambda evil: {"fc.weight": torch.ones(2, 3), "more": evil}, lambda evil: evil], ids=["beside", "alone"])
+def test_a_file_that_brings_code_along_executes_nothing(tmp_path: Path, state: Any) -> None:
+    torch.save(state(Evil(tmp_path / "executed")), tmp_path / "evil.pt")
+    with ls.Session(run_dir=str(tmp_path / "run")) as session, pytest.raises(RecipeError) as raised:
+        session.prepare(Counted, lambda model: torch.optim.SGD(model.parameters(), lr=0.1), weights=str(tmp_path / "evil.pt"))
+    assert "cannot be read without running code that the file names (posix.mkdir); weights are tensors and nothing else" in str(
+        raised.value
+    )
+    assert not (tmp_path / "executed").exists()
+
+
+def damaged(folder: Path, kind: str) -> str:
+    torch.save(Counted().state_dict(), folder / "old.pt", _use_new_zipfile_serialization=False)
+    save_file(Counted().state_dict(), folder / "short.safetensors")
+    (folder / "short.safetensors").write_bytes((folder / "short.safetensors").read_bytes()[:-4])
+    (folder / "text.pt").write_text("not a file of torch.save")
+    (folder / "text.txt").write_text("")
+    (folder / "empty").mkdir()
+    (folder / "index").mkdir()
+    (folder / "index" / "model.safetensors.index.json").write_text('{"weight_map": {"fc.weight": "missing.safetensors"}}')
+    (folder / "run" / "checkpoints").mkdir(parents=True)
+    return kind if "://" in kind else str(folder / kind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("missing.pt", "is not there; weights are a .safetensors file"),
+        ("old.pt", "is no file of torch.save, or in its format before torch 1.6, which can only be read whole; save it anew: torch.save("),
+        ("short.safetensors", "cannot be read as safetensors (Error while deserializing header: incomplete metadata"),
+        ("text.pt", "is no file of torch.save, or in its format before torch 1.6, which"),
+        ("text.txt", "is a file of another kind"),
+        ("empty", "is a folder with neither model.safetensors nor model.safetensors.index.json in it"),
+        ("index", "missing.safetensors' cannot be read as safetensors (No such file or directory"),
+        ("run", "is a checkpoint, or a run that has not ended"),
+        ("s3://bucket/w.safetensors", "is a URL; weights are read from a path"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_a_users_mistake(tmp_path: Path, kind: str, text: str) -> None:
+    assert text in refused(tmp_path, damaged(tmp_path, kind))
+
+
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
+def test_ranks_that_read_other_files_are_found_out(pool: WorkerPool, tmp_path: Path, plan: str) -> None:
+    state = {name: value.clone() for name, value in theirs().state_dict().items()}
+    write(tmp_path / "0.safetensors", state)
+    write(tmp_path / "2.safetensors", {**state, "more": torch.ones(1)})
+    state["blocks.0.projection.weight"][0, 0] += 1
+    write(tmp_path / "1.safetensors", state)
+    said = pool.run(2, started_apart, plan, str(tmp_path / "run"), str(tmp_path), 2)
+    if plan == "replicate=2":
+        said += pool.run(2, started_apart, plan, str(tmp_path / "again"), str(tmp_path), 1)
+    for kind, text in said:
+        assert kind == "refused"
+        assert "are other files on some processes than on others" in text or "in the file alone: more" in text
+
+
+def test_a_run_that_goes_on_takes_the_checkpoint(pool: WorkerPool, tmp_path: Path, folder: Path) -> None:
+    path = str(folder / "one.safetensors")
+    (whole,) = pool.run(1, trained, str(tmp_path / "whole"), None, path)
+    assert "preempted" in pool.run(1, trained, str(tmp_path / "run"), 3, path)[0]
+    assert pool.run(1, trained, str(tmp_path / "run"), None, path) == [whole]
+    assert whole != pool.run(1, trained, str(tmp_path / "other"), None, None)[0]

@@ -166,8 +166,8 @@ def _cannot_load(path: Path, error: Exception) -> RecipeError:
         )
     if "mmap can only be used" in str(error):
         return RecipeError(
-            f"weights {str(path)!r} is in the format of torch before 1.6, which can only be read whole; save it anew: "
-            "torch.save(torch.load(path, weights_only=True), path)"
+            f"weights {str(path)!r} is no file of torch.save, or in its format before torch 1.6, which can only be read whole; save it "
+            "anew: torch.save(torch.load(path, weights_only=True), path)"
         )
     return RecipeError(f"weights {str(path)!r} cannot be read as a file of torch.save ({_said(error)}); fetch it again")
 

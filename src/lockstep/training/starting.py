@@ -142,19 +142,16 @@ def matched(weights: Weights, theirs: Kinds, ours: Kinds, tied: Mapping[str, str
         if not any(_match(pattern, name) is not None for name in theirs):
             raise RecipeError(f"Weights.names has {pattern!r}, which matches no name in {weights.path!r}: {_some(theirs)}; change it")
     firsts = {target: tied.get(target, target) for target in found}
-    missing = sorted(ours.keys() - firsts.values()) if weights.missing == "refuse" else []
-    unexpected = [target for target, first in firsts.items() if first not in ours]
+    missing = sorted(ours.keys() - firsts.values())
+    unexpected = sorted(target for target, first in firsts.items() if first not in ours)
     others = [
         f"{target} {_said(ours[firsts[target]])}, in the file {_said(theirs[name])}"
         for target, name in found.items()
         if firsts[target] in ours and not _fits(theirs[name], ours[firsts[target]])
     ]
-    if missing or unexpected or others:
-        raise RecipeError(
-            f"weights {weights.path!r} are not this model's: "
-            + listed({"not in the file": missing, "in the file alone": unexpected, "others": others})
-            + f"; {_remedy(missing, unexpected)}"
-        )
+    differences = {"not in the file": [] if weights.missing == "keep" else missing, "in the file alone": unexpected, "others": others}
+    if any(differences.values()):
+        raise RecipeError(f"weights {weights.path!r} are not this model's: " + listed(differences) + f"; {_remedy(missing, unexpected)}")
     result: dict[str, list[str]] = {}
     for target, name in found.items():
         result.setdefault(firsts[target], []).append(name)
