@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from lockstep.checkpoint.pieces import Piece, torch_dtype
+from lockstep.checkpoint.pieces import Piece, item_bytes
 
 ALIGNMENT = 64
 DTYPES = {
@@ -25,7 +25,7 @@ class Image:
     """Where everything lies in one file."""
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
-        ordered = sorted(pieces, key=lambda piece: (piece.bytes % ALIGNMENT != 0, -torch_dtype(piece.dtype).itemsize, piece.key))
+        ordered = sorted(pieces, key=lambda piece: (piece.bytes % ALIGNMENT != 0, -item_bytes(piece.dtype), piece.key))
         entries: dict[str, object] = {}
         places: dict[Piece, int] = {}
         at = 0

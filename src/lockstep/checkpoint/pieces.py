@@ -1,20 +1,20 @@
 """What a rank holds of a state's tensors, which rank writes which part, and which saved part goes where: DCP's planning, on plain values.
 
 A state is a dict of tensors by name; a name may be on some ranks only, and a tensor may be distributed. A *piece* is a box of a tensor.
-Plans go between ranks as JSON: DCP's own way is to pickle them.
+Plans go between ranks as JSON: DCP's own way is to pickle them. Torch is imported by what needs it: what is saved is read without.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
     from torch.distributed.checkpoint.planner import WriteItem
 
@@ -36,7 +36,7 @@ class Piece:
 
     @property
     def bytes(self) -> int:
-        return math.prod(self.lengths) * torch_dtype(self.dtype).itemsize
+        return math.prod(self.lengths) * item_bytes(self.dtype)
 
     @property
     def key(self) -> str:
@@ -96,7 +96,15 @@ def copies(state: Mapping[str, Tensor], saved: Sequence[Piece]) -> Iterator[Copy
         yield Copy(piece, _box(item.storage_offsets, item.lengths), _box(item.dest_offsets, item.lengths))
 
 
+def item_bytes(dtype: str) -> int:
+    """Of one element."""
+    bits = re.search(r"\d+", dtype)
+    return int(bits[0]) // 8 if bits else 1
+
+
 def torch_dtype(name: str) -> torch.dtype:
+    import torch
+
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
@@ -110,12 +118,14 @@ def _piece(item: WriteItem) -> Piece:
 
 
 def _chunk(piece: Piece) -> ChunkStorageMetadata:
+    import torch
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     return ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.lengths))
 
 
 def _write_item(piece: Piece) -> WriteItem:
+    import torch
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -128,6 +138,7 @@ def _write_item(piece: Piece) -> WriteItem:
 
 
 def _metadata(saved: Sequence[Piece]) -> tuple[Metadata, dict[str, list[Piece]]]:
+    import torch
     from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 
     by_name: dict[str, list[Piece]] = {}

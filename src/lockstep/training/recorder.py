@@ -81,8 +81,10 @@ class Recorder:
                 "write their parts of its checkpoints there; give one on a file system that they share (--run-dir)"
             )
 
-    def start(self, *, plan: Plan, world: World, launcher: str, seed: int, recipe: Mapping[str, Any] | None) -> None:
-        """Write `run.json`: what runs, how and where."""
+    def start(
+        self, *, plan: Plan, world: World, launcher: str, seed: int, recipe: Mapping[str, Any] | None, checkpoints: str | None
+    ) -> None:
+        """Write `run.json`: what runs, how and where. `checkpoints`: the folder or URL that they go to, where it is another than usual."""
         environment = describe_environment(world.device)
         self.facts = {"recipe": recipe, "seed": seed, "plan": str(plan), "world_size": world.size, "versions": environment["versions"]}
         if self._directory is None:
@@ -95,6 +97,7 @@ class Recorder:
                 "plan": {"text": str(plan), **asdict(plan)},
                 "world_size": world.size,
                 "launcher": launcher,
+                "checkpoints": checkpoints if checkpoints is None or "://" in checkpoints else str(Path(checkpoints).absolute()),
                 "started": datetime.now().astimezone().isoformat(timespec="seconds"),
                 "environment": environment,
             },

@@ -171,7 +171,14 @@ class Session:
         return self
 
     def _start(self, environment: Environment, given: Plan, launched: Plan | None) -> None:
-        self.recorder.start(plan=self.plan, world=self.world, launcher=environment.launcher, seed=self.seed, recipe=self._recipe)
+        self.recorder.start(
+            plan=self.plan,
+            world=self.world,
+            launcher=environment.launcher,
+            seed=self.seed,
+            recipe=self._recipe,
+            checkpoints=self._saving.folder,
+        )
         self.event("run-started", plan=str(self.plan), world_size=self.world.size)
         if environment.restarted is not None:
             self.event("restarted", reason=environment.restarted, restarts=environment.restarts)

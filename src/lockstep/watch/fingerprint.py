@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import struct
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -13,6 +11,7 @@ from torch import Tensor, nn
 
 from lockstep.comm.mesh import whole
 from lockstep.errors import RecipeError
+from lockstep.watch.record import Record, digest
 
 _PIECE_BYTES = 64 << 20
 
@@ -42,8 +41,11 @@ def fingerprint(module_or_state_dict: nn.Module | Mapping[str, Any]) -> str:
     Raises `RecipeError` for a tensor that has no such bytes: on the meta device, sparse or quantized.
     """
     state = module_or_state_dict.state_dict() if isinstance(module_or_state_dict, nn.Module) else module_or_state_dict
-    digest = hashlib.sha256(usedforsecurity=False)
-    for encoded, name in sorted((name.encode(), name) for name in state):
+    return digest(_records(state))
+
+
+def _records(state: Mapping[str, Any]) -> Iterator[Record]:
+    for name in sorted(state, key=str.encode):
         value = state[name]
         if not isinstance(value, Tensor):
             continue
@@ -53,14 +55,9 @@ def fingerprint(module_or_state_dict: nn.Module | Mapping[str, Any]) -> str:
                 f"state dict entry {name!r} is a tensor of layout {tensor.layout}, type {tensor.dtype}, on device {tensor.device}; "
                 "a fingerprint is taken over dense bytes; materialise it, or make it dense"
             )
-        dtype = str(tensor.dtype).removeprefix("torch.").encode()
-        shape = tuple(tensor.shape)
-        digest.update(struct.pack("<Q", len(encoded)) + encoded)
-        digest.update(struct.pack("<Q", len(dtype)) + dtype)
-        digest.update(struct.pack(f"<{len(shape) + 2}Q", len(shape), *shape, tensor.numel() * tensor.element_size()))
-        for piece in _pieces(tensor.resolve_conj().resolve_neg()):
-            digest.update(_bytes(piece))
-    return digest.hexdigest()
+        size = tensor.numel() * tensor.element_size()
+        data = map(_bytes, _pieces(tensor.resolve_conj().resolve_neg()))
+        yield Record(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), size, data)
 
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:

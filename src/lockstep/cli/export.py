@@ -1,0 +1,127 @@
+"""`lockstep export`: the model in a checkpoint as a plain file of weights, for anyone's code."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import click
+
+from lockstep.checkpoint.image import Image
+from lockstep.checkpoint.manifest import Damaged, Unreachable, Unreadable
+from lockstep.checkpoint.pieces import Piece
+from lockstep.checkpoint.reading import check
+from lockstep.checkpoint.stored import Model, SavedModel, Stored
+from lockstep.cli.target import MODEL, Target, fingerprint, reachable
+from lockstep.errors import CheckpointError
+
+
+@click.command("export")
+@click.option("--pair", type=click.IntRange(min=0), metavar="N", help="Which model, where a session prepared several: 0 is the first.")
+@click.argument("source", metavar="CHECKPOINT|RUN_DIR|URL")
+@click.argument("out", metavar="OUT.safetensors")
+def command(pair: int | None, source: str, out: str) -> int:
+    """Write the model in a checkpoint as a plain state dict, in the safetensors format.
+
+    OUT has the model's own names, parameters and buffers, in the types that they were trained in; a tied parameter is there under each of
+    its names. Of a run directory it is the final model, or of a run that has not ended the newest checkpoint that is not damaged. Every
+    byte is checked first. No more than one tensor is in memory at a time. Nothing is overwritten.
+
+    \b
+    Examples:
+      lockstep export runs/a model.safetensors
+      lockstep export runs/a/checkpoints/step-00000500-1c9e02d4 model.safetensors
+      lockstep export --pair 1 runs/gan critic.safetensors
+
+    In Python: model.load_state_dict(safetensors.torch.load_file("model.safetensors")). There is no export to .pt: such a file is a pickle,
+    which runs code when it is read.
+    """
+    path = Path(out)
+    _check_out(path)
+    at = Target.find(source)
+    with reachable(source):
+        model, what = _final_model(at, pair) or _saved_model(at, pair)
+        tensors, size = _write(model, path)
+    print(f"{out}: {tensors} tensors, {size:,} bytes, of {what}")
+    return 0
+
+
+def _check_out(path: Path) -> None:
+    if path.suffix != ".safetensors":
+        raise CheckpointError(
+            f"OUT is {str(path)!r}; a model is exported as safetensors, which every program reads and none runs; name it "
+            f"{path.with_suffix('.safetensors').name}"
+        )
+    if path.exists():
+        raise CheckpointError(f"{path} is there already; nothing is overwritten; name another, or remove it")
+    if not path.absolute().parent.is_dir():
+        raise CheckpointError(f"{path}: its folder is not there; name a file in a folder that is")
+
+
+def _final_model(at: Target, pair: int | None) -> tuple[Model, str] | None:
+    """What a run ended with, where it wrote that. Raises `CheckpointError` where it is damaged."""
+    result = at.result()
+    if at.run is None or result is None or "fingerprint" not in result:
+        return None
+    _choose([0], pair)
+    path = at.run / MODEL
+    try:
+        model = SavedModel(path)
+        right = fingerprint(model) == result["fingerprint"]
+    except Damaged:
+        right = False
+    if not right:
+        raise CheckpointError(f"{path} is damaged: its fingerprint is not that of result.json; export a checkpoint of the run by name")
+    return model, f"step {result['steps']}, the end of the run"
+
+
+def _saved_model(at: Target, pair: int | None) -> tuple[Model, str]:
+    """The newest checkpoint that is whole, each that is not named."""
+    for name in reversed(at.names):
+        try:
+            stored = Stored(at.storage, name)
+            damage = check(at.storage, name)
+        except Damaged as error:
+            damage = [str(error)]
+        except (Unreadable, Unreachable) as error:
+            raise CheckpointError(f"checkpoint {name}: {error}") from error
+        if not damage:
+            return stored.model(_choose(stored.pairs, pair)), f"step {name.step}, checkpoint {name}"
+        print(f"warning: checkpoint {name} is damaged: {damage[0]}", file=sys.stderr)
+    raise CheckpointError(
+        f"{at.run or at.storage} has no checkpoint to export: {'all are damaged' if at.names else 'there is none'}; lockstep inspect shows "
+        "what is there"
+    )
+
+
+def _choose(pairs: list[int], pair: int | None) -> int:
+    if pair is None and len(pairs) == 1:
+        return pairs[0]
+    if pair not in pairs:
+        said = f"--pair {pair}" if pair is not None else "no --pair"
+        raise CheckpointError(f"{said}, and the models there are {', '.join(map(str, pairs))}; one is exported; give one of these numbers")
+    return pair
+
+
+def _write(model: Model, path: Path) -> tuple[int, int]:
+    """Write all of it, whole or not at all. Returns how many tensors, and how many bytes."""
+    pieces = [Piece(name, dtype, shape, (0,) * len(shape), shape) for name, (dtype, shape) in model.kinds.items()]
+    image = Image(pieces)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("xb") as file:
+            file.write(image.header)
+            for piece in sorted(pieces, key=image.span):
+                file.write(model.read(piece.name))
+            file.flush()
+            os.fsync(file.fileno())
+        _check_out(path)
+        partial.rename(path)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {path}: {error.strerror}; make room, or name another place") from error
+    except (Damaged, Unreachable) as error:
+        raise CheckpointError(f"the checkpoint has changed while it was read: {error}; export another") from error
+    finally:
+        partial.unlink(missing_ok=True)
+    return len(pieces), image.bytes

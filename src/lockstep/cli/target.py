@@ -1,0 +1,103 @@
+"""What a command is pointed at: a run directory, a folder of checkpoints, or one checkpoint, at a path or a URL."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.checkpoint.folder import Name, Storage
+from lockstep.checkpoint.store import folder_at
+from lockstep.checkpoint.stored import Model
+from lockstep.errors import CheckpointError
+from lockstep.watch.record import Record, digest
+
+RESULT = "result.json"
+MODEL = "model.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    storage: Storage
+    names: list[Name]
+    """Of its checkpoints, in order of their steps."""
+    run: Path | None
+    """The run directory, where it is one."""
+
+    @classmethod
+    def find(cls, text: str) -> Target:
+        """Raises `CheckpointError`, and `RunDirectoryError` for a URL without a driver."""
+        with reachable(text):
+            return _at_url(text) if "://" in text else _at_path(text)
+
+    def result(self) -> dict[str, Any] | None:
+        """What `result.json` says, where it is a run that has ended."""
+        return None if self.run is None or not (self.run / RESULT).is_file() else _read_json(self.run / RESULT)
+
+
+@contextmanager
+def reachable(what: str) -> Iterator[None]:
+    """Within it, what the system or a store says becomes a `CheckpointError`."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{what} cannot be read ({error.strerror or error}); see that it is there, and yours to read") from error
+
+
+def fingerprint(model: Model) -> str:
+    """As `ls.fingerprint` takes it. Raises `Damaged`, `Unreachable`."""
+
+    def records() -> Iterator[Record]:
+        for name in sorted(model.kinds, key=str.encode):
+            data = model.read(name)
+            yield Record(name, *model.kinds[name], len(data), [data])
+
+    return digest(records())
+
+
+def _at_url(url: str) -> Target:
+    parent, _, last = url.rstrip("/").rpartition("/")
+    if (name := Name.read(last)) is not None:
+        return _one(folder_at(parent), name, url)
+    storage = folder_at(url)
+    if not (names := storage.names()):
+        raise CheckpointError(
+            f"{url} holds no checkpoint; give the URL of one, or of the folder that they are in, as in Saving(folder=...)"
+        )
+    return Target(storage, names, None)
+
+
+def _at_path(text: str) -> Target:
+    path = Path(text).resolve()
+    if not path.exists():
+        raise CheckpointError(f"{text} is not there; give a run directory, or a checkpoint in its folder `checkpoints`")
+    if not path.is_dir():
+        raise CheckpointError(f"{text} is a file; a run and a checkpoint are folders; give the one that it is in")
+    if (name := Name.read(path.name)) is not None:
+        return _one(folder_at(path.parent), name, text)
+    if (path / "run.json").is_file():
+        storage = folder_at(_read_json(path / "run.json").get("checkpoints") or path / "checkpoints")
+        return Target(storage, storage.names(), path)
+    storage = folder_at(path)
+    if not (names := storage.names()):
+        raise CheckpointError(f"{text} is neither a run directory (it has no run.json) nor a checkpoint, nor does it hold any; give one")
+    return Target(storage, names, None)
+
+
+def _one(storage: Storage, name: Name, text: str) -> Target:
+    if name not in storage.names():
+        raise CheckpointError(f"{text} is no complete checkpoint; {storage} has {', '.join(map(str, storage.names())) or 'none'}")
+    return Target(storage, [name], None)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8", errors="surrogateescape"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is no JSON ({error}); a run wrote it otherwise; give one of its checkpoints by name") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} holds a {type(found).__name__}; a run writes an object there; give one of its checkpoints by name")
+    return found

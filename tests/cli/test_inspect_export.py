@@ -1,0 +1,226 @@
+"""`lockstep inspect` and `lockstep export`: what a run has saved, whether it is right, and the model in it for anyone's code."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cli.saved import ended, two
+from safetensors.torch import load_file
+from tiers import tiered
+from training.kept import PLANS, STEPS, run
+from training.started import started
+
+import lockstep as ls
+from lockstep.checkpoint.folder import MANIFEST
+from lockstep.checkpoint.manifest import _hash
+from lockstep.testing.pool import WorkerPool
+
+LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
+
+
+def lockstep(*arguments: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([LOCKSTEP, *map(str, arguments)], capture_output=True, text=True, check=False)
+
+
+def inspected(target: Any, status: int = 0) -> dict[str, Any]:
+    found = lockstep("inspect", "--json", target)
+    assert found.returncode == status, found.stderr
+    said: dict[str, Any] = json.loads(found.stdout)
+    return said
+
+
+@pytest.fixture(scope="module")
+def whole(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("whole") / "run"
+    pool.run(2, ended, "shard=2", str(path))
+    return path
+
+
+@pytest.fixture
+def copied(whole: Path, tmp_path: Path) -> Path:
+    """A run that one may damage: its one checkpoint is of its last step."""
+    shutil.copytree(whole, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def checkpoint_in(path: Path) -> Path:
+    (found,) = (path / "checkpoints").iterdir()
+    return found
+
+
+@pytest.mark.parametrize("plan", tiered(PLANS, always=["shard=2,tensor=2", "tensor=2,pipeline=2"]))
+def test_the_fingerprint_of_a_checkpoint_is_the_one_of_the_model_under_every_plan(pool: WorkerPool, tmp_path: Path, plan: str) -> None:
+    pool.run(PLANS[plan], ended, plan, str(tmp_path / "run"))
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    said = inspected(tmp_path / "run")
+    (found,) = said["checkpoints"]
+    assert found["fingerprints"] == {"0": result["fingerprint"]} == said["model"]["fingerprints"]
+    assert (found["step"], found["plan"], found["processes"], found["state"]) == (STEPS, result["plan"], PLANS[plan], "whole")
+    assert found["size_bytes"] == sum(file.stat().st_size for file in checkpoint_in(tmp_path / "run").iterdir())
+    exported = lockstep("export", checkpoint_in(tmp_path / "run"), tmp_path / "model.safetensors")
+    assert exported.returncode == 0, exported.stderr
+    assert ls.fingerprint(load_file(tmp_path / "model.safetensors")) == result["fingerprint"]
+
+
+def test_the_life_of_a_run_is_told(pool: WorkerPool, tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    pool.run(1, run, "replicate=1", str(path), 3, {})
+    pool.run(2, run, "replicate=2", str(path), None, {})
+    said = inspected(path)
+    told = [(row["event"], row["step"]) for row in said["events"]]
+    assert told == [("run-started", 0), ("preempted", 4), ("run-started", 0), ("resumed", 4), ("run-ended", STEPS)]
+    assert said["checkpoints"][0]["remembers"] == ["1-ExponentialMovingAverage", "run"]
+    text = lockstep("inspect", path).stdout
+    name = said["checkpoints"][0]["name"]
+    for line in (
+        f"{path}: every byte read",
+        f"step 4: resumed from {name}",
+        "step 0: started under replicate=2,numerics=fast on 2 processes",
+        "saved with the models: 1-ExponentialMovingAverage, run",
+    ):
+        assert f"{line}\n" in re.sub(" +\n", "\n", text)
+    assert said["checkpoints"][0]["fingerprints"]["0"][:12] in text
+
+
+def test_checkpoints_elsewhere_are_found_and_a_run_without_any_says_so(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.run(1, ended, "replicate=1", str(tmp_path / "run"), str(tmp_path / "elsewhere"))
+    assert len(inspected(tmp_path / "run")["checkpoints"]) == len(inspected(tmp_path / "elsewhere")["checkpoints"]) == 1
+    shutil.rmtree(tmp_path / "elsewhere")
+    (tmp_path / "run" / "result.json").unlink()
+    found = lockstep("inspect", tmp_path / "run")
+    assert (found.returncode, found.stdout.splitlines()[0]) == (0, f"{tmp_path / 'run'}: no checkpoint yet")
+
+
+def flip(path: Path, place: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 4
+    path.write_bytes(data)
+
+
+def newer(checkpoint: Path) -> None:
+    data = (checkpoint / MANIFEST).read_bytes()
+    start = data.index(b'"content":') + len(b'"content":')
+    content = data[start:-2]
+    (checkpoint / MANIFEST).write_bytes(b'{"format":99,"blake3":"%s","content":%s}\n' % (_hash(99, content).encode(), content))
+
+
+DAMAGES: dict[str, tuple[Any, str, str]] = {
+    "a bit": (lambda at: flip(next(at.glob("*.safetensors")), 2000), "damaged", "has other bytes than were written between 0 and"),
+    "a file": (lambda at: next(at.glob("*.safetensors")).unlink(), "damaged", "is missing"),
+    "manifest": (lambda at: flip(at / MANIFEST, 200), "damaged", "manifest"),
+    "newer": (newer, "unreadable", "has format 99, and this version of lockstep reads 1"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_named_and_the_status_is_1(copied: Path, tmp_path: Path, damage: str) -> None:
+    do, state, reason = DAMAGES[damage]
+    checkpoint = checkpoint_in(copied)
+    do(checkpoint)
+    (found,) = inspected(copied, 1)["checkpoints"]
+    assert found["state"] == state
+    assert found["fingerprints"] == {}
+    assert reason in found["reasons"][0]
+    text = lockstep("inspect", checkpoint)
+    assert text.returncode == 1
+    assert reason in text.stdout.replace("\n", " ")
+    exported = lockstep("export", checkpoint, tmp_path / "model.safetensors")
+    assert exported.returncode == 2
+    assert reason in exported.stderr
+    assert "Traceback" not in exported.stderr + text.stderr
+    assert not list(tmp_path.glob("*model*"))
+
+
+def test_the_newest_whole_checkpoint_of_a_run_that_has_not_ended_is_exported(pool: WorkerPool, tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    for at in (2, 4):
+        pool.run(1, run, "replicate=1", str(path), at, {})
+    older, newest = inspected(path)["checkpoints"]
+    assert (older["step"], newest["step"]) == (3, 5)
+    assert f"of step 5, checkpoint {newest['name']}" in lockstep("export", path, tmp_path / "newest.safetensors").stdout
+    flip(next((path / "checkpoints" / newest["name"]).glob("*.safetensors")), 2000)
+    found = lockstep("export", path, tmp_path / "older.safetensors")
+    assert f"of step 3, checkpoint {older['name']}" in found.stdout
+    assert found.stderr.startswith(f"warning: checkpoint {newest['name']} is damaged: ")
+    for name, said in (("newest", newest), ("older", older)):
+        assert ls.fingerprint(load_file(tmp_path / f"{name}.safetensors")) == said["fingerprints"]["0"]
+
+
+def test_the_final_model_of_a_run_is_exported_and_checked(copied: Path, tmp_path: Path) -> None:
+    shutil.rmtree(copied / "checkpoints")
+    assert "the end of the run" in lockstep("export", copied, tmp_path / "model.safetensors").stdout
+    result = json.loads((copied / "result.json").read_text())
+    assert ls.fingerprint(load_file(tmp_path / "model.safetensors")) == result["fingerprint"]
+    flip(copied / "model.safetensors", -1)
+    assert inspected(copied, 1)["model"]["state"] == "damaged"
+    found = lockstep("export", copied, tmp_path / "again.safetensors")
+    assert (found.returncode, found.stdout) == (2, "")
+    assert "is damaged: its fingerprint is not that of result.json" in found.stderr
+
+
+def test_each_of_several_models_has_its_fingerprint_and_is_exported_by_its_number(tmp_path: Path) -> None:
+    expected = two(str(tmp_path / "run"))
+    (found,) = inspected(tmp_path / "run")["checkpoints"]
+    assert list(found["fingerprints"].values()) == expected
+    assert found["remembers"] == ["notes"]
+    refused = lockstep("export", tmp_path / "run", tmp_path / "model.safetensors")
+    assert (
+        refused.stderr
+        == "lockstep: CheckpointError: no --pair, and the models there are 0, 1; one is exported; give one of these numbers\n"
+    )
+    assert lockstep("export", "--pair", 1, tmp_path / "run", tmp_path / "one.safetensors").returncode == 0
+    state = load_file(tmp_path / "one.safetensors")
+    assert ls.fingerprint(state) == expected[1]
+    assert state["short"].dtype == torch.bfloat16
+    assert torch.equal(state["one"], state["other"])
+    assert state["1.num_batches_tracked"] == 2
+
+
+def test_what_is_exported_is_what_a_run_may_start_from(copied: Path, tmp_path: Path) -> None:
+    lockstep("export", checkpoint_in(copied), tmp_path / "model.safetensors")
+    found, said = started("replicate=1", str(tmp_path / "again"), str(tmp_path / "model.safetensors"))
+    assert found == json.loads((copied / "result.json").read_text())["fingerprint"]
+    assert said["kept"] == []
+
+
+MISTAKES: list[tuple[list[str], str]] = [
+    (["inspect", "missing"], "missing is not there; give a run directory, or a checkpoint in its folder `checkpoints`"),
+    (["inspect", "file"], "file is a file; a run and a checkpoint are folders; give the one that it is in"),
+    (["inspect", "."], ". is neither a run directory (it has no run.json) nor a checkpoint, nor does it hold any; give one"),
+    (["inspect", "step-00000001-00000000"], "step-00000001-00000000 is not there; give a run directory"),
+    (["inspect", "nix://a/b"], "nix://a/b: no driver is known for nix://; give a path, or a URL like s3://bucket/run"),
+    (
+        ["export", "run", "model.pt"],
+        "OUT is 'model.pt'; a model is exported as safetensors, which every program reads and none runs; name it",
+    ),
+    (["export", "run", "there.safetensors"], "there.safetensors is there already; nothing is overwritten; name another, or remove it"),
+    (["export", "run", "no/model.safetensors"], "no/model.safetensors: its folder is not there; name a file in a folder that is"),
+    (["export", "run", "model.safetensors"], "run has no checkpoint to export: there is none; lockstep inspect shows what is there"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "text"), MISTAKES, ids=lambda value: " ".join(value) if isinstance(value, list) else "")
+def test_a_users_mistake_is_one_message_and_status_2(tmp_path: Path, arguments: list[str], text: str) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "there.safetensors").touch()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text("{}")
+    found = subprocess.run([LOCKSTEP, *arguments], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (found.returncode, found.stdout) == (2, "")
+    assert text in found.stderr
+    assert found.stderr.count("\n") == 1
+
+
+def test_neither_command_imports_torch(copied: Path, tmp_path: Path) -> None:
+    program = "import sys\nfrom lockstep.cli.main import main\ntry: main()\nfinally: print('torch' in sys.modules)"
+    for arguments in (["inspect", checkpoint_in(copied)], ["export", checkpoint_in(copied), tmp_path / "model.safetensors"]):
+        ended = subprocess.run([sys.executable, "-c", program, *map(str, arguments)], capture_output=True, text=True, check=False)
+        assert ended.stdout.splitlines()[-1] == "False", ended
