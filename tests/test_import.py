@@ -36,7 +36,7 @@ def test_a_pure_module_does_not_import_torch(name: str) -> None:
 
 
 def test_pure_names_of_the_public_face_do_not_import_torch() -> None:
-    code = "import lockstep as ls; ls.Recipe, ls.Plan, ls.Evaluation, ls.Loss, ls.Sum, ls.Mean, ls.Gathered, ls.warmup_cosine"
+    code = "import lockstep as ls; ls.Recipe, ls.Plan, ls.Evaluation, ls.Loss, ls.Sum, ls.Mean, ls.Gathered, ls.Weights, ls.warmup_cosine"
     assert "torch" not in modules_after(code)
 
 

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +28,10 @@ def evaluation(**changes: Any) -> ls.Evaluation:
     return ls.Evaluation(**{"data": [1], **changes})
 
 
+def weights(**changes: Any) -> ls.Weights:
+    return ls.Weights(**{"path": "w.safetensors", **changes})
+
+
 class Fetched:
     """All samples at once, and none alone."""
 
@@ -46,6 +51,13 @@ class Shapeless:
     ("make", "changes", "message"),
     [
         (recipe, {"global_batch": 0}, "Recipe.global_batch=0; it counts samples and must be a whole number of at least 1"),
+        (recipe, {"weights": 5}, "weights is 5 (a int); it is a path, ls.Weights(path, names=..., missing=...), or None"),
+        (weights, {"path": ""}, "Weights(''); it takes the path of a file, or of a folder of Hugging Face, as text"),
+        (weights, {"missing": "drop"}, "Weights(missing='drop'); it is 'refuse', or 'keep' for the values that the factory gives"),
+        (weights, {"names": ["a"]}, "Weights(names=['a']); it maps names in the file to names in the model: {'module.*': '*'}"),
+        (weights, {"names": {"a": 1}}, "Weights.names has 'a': 1; a name is text, and None leaves a tensor out"),
+        (weights, {"names": {"a.*": "b"}}, "Weights.names has 'a.*': 'b'; `*` is any text, the same on both sides; write it once on each"),
+        (weights, {"names": {"*.a.*": None}}, "Weights.names has '*.a.*': None; `*` is any text, the same on both sides"),
         (recipe, {"global_batch": -8}, "Recipe.global_batch=-8; it counts samples"),
         (recipe, {"global_batch": 8.0}, "Recipe.global_batch=8.0; it counts samples"),
         (recipe, {"global_batch": True}, "Recipe.global_batch=True; it counts samples"),
@@ -154,3 +166,12 @@ def test_a_recipe_describes_itself_in_json() -> None:
     assert described["evaluation"]["every"] == 3
     assert described["evaluation"]["data"] == "builtins.list[1]"
     assert list(described["evaluation"]["metrics"]) == ["accuracy", "auc"]
+
+
+def test_weights_are_described_alike_however_they_are_given() -> None:
+    said = {"path": "w.safetensors", "names": {"module.*": "*", "head.*": None}, "missing": "keep"}
+    assert recipe(weights=ls.Weights(**said)).describe()["weights"] == said
+    plain = {"path": "w.safetensors", "names": {}, "missing": "refuse"}
+    for given in ("w.safetensors", Path("w.safetensors"), ls.Weights("w.safetensors")):
+        assert recipe(weights=given).describe()["weights"] == plain
+    assert recipe().describe()["weights"] is None

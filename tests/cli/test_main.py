@@ -19,7 +19,18 @@ def lockstep(*arguments: str, folder: Path | None = None) -> subprocess.Complete
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["-h"], ["run", "--help"], ["--version"], ["run", "missing.py"], ["run", "-m", "missing"], ["verify", "--help"], []],
+    [
+        ["--help"],
+        ["-h"],
+        ["run", "--help"],
+        ["--version"],
+        ["run", "missing.py"],
+        ["run", "-m", "missing"],
+        ["verify", "--help"],
+        ["inspect", "missing"],
+        ["export", "--help"],
+        [],
+    ],
 )
 def test_torch_is_not_imported_before_workers_are_started(arguments: list[str]) -> None:
     program = "import sys\nfrom lockstep.cli.main import main\ntry: main()\nfinally: print('torch' in sys.modules)"
@@ -31,8 +42,10 @@ def test_help_names_the_commands_and_an_example() -> None:
     ended = lockstep("--help")
     assert ended.returncode == 0
     assert "  lockstep run --nproc 2 train.py\n" in ended.stdout
-    assert "  run     Run SCRIPT on several processes, of this machine or of several.\n" in ended.stdout
-    assert "  verify  Prove that plans train the model that one process does.\n" in ended.stdout
+    assert "  run      Run SCRIPT on several processes, of this machine or of several.
+" in ended.stdout
+    assert "  verify   Prove that plans train the model that one process does.
+" in ended.stdout
 
 
 def test_run_help_names_its_options_and_examples() -> None:

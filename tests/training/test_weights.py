@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import save_file
 from tiers import tiered
 from torch import nn
-from training.kept import PLANS
+from training.kept import MODELS, PLANS
 from training.started import computed, read_bytes, started, started_apart, theirs, tied, trained, values, write
+from training.subjects import sgd
 
 import lockstep as ls
 from lockstep.errors import RecipeError
@@ -133,7 +134,7 @@ class Counted(nn.Module):
 
 def refused(folder: Path, weights: Any) -> str:
     with ls.Session(run_dir=str(folder / "runs")) as session, pytest.raises(RecipeError) as raised:
-        session.prepare(Counted, lambda model: torch.optim.SGD(model.parameters(), lr=0.1), weights=weights)
+        session.prepare(Counted, sgd, weights=weights)
     return str(raised.value)
 
 
@@ -176,7 +177,7 @@ class Evil:
 def test_a_file_that_brings_code_along_executes_nothing(tmp_path: Path, state: Any) -> None:
     torch.save(state(Evil(tmp_path / "executed")), tmp_path / "evil.pt")
     with ls.Session(run_dir=str(tmp_path / "run")) as session, pytest.raises(RecipeError) as raised:
-        session.prepare(Counted, lambda model: torch.optim.SGD(model.parameters(), lr=0.1), weights=str(tmp_path / "evil.pt"))
+        session.prepare(Counted, sgd, weights=str(tmp_path / "evil.pt"))
     assert "cannot be read without running code that the file names (posix.mkdir); weights are tensors and nothing else" in str(
         raised.value
     )
@@ -235,3 +236,28 @@ def test_a_run_that_goes_on_takes_the_checkpoint(pool: WorkerPool, tmp_path: Pat
     assert "preempted" in pool.run(1, trained, str(tmp_path / "run"), 3, path)[0]
     assert pool.run(1, trained, str(tmp_path / "run"), None, path) == [whole]
     assert whole != pool.run(1, trained, str(tmp_path / "other"), None, None)[0]
+
+
+def test_a_folder_of_hugging_face_is_taken_as_it_is(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed (pip install -e .[dev])")
+    torch.manual_seed(7)
+    model: Any = MODELS["gpt2"]["model"]()
+    model.save_pretrained(tmp_path / "hub", max_shard_size="20KB")
+    assert len(list((tmp_path / "hub").glob("model-*.safetensors"))) > 1
+    with ls.Session(run_dir=str(tmp_path / "run")) as session:
+        made, _ = session.prepare(MODELS["gpt2"]["model"], sgd, weights=str(tmp_path / "hub"))
+        assert ls.fingerprint(made) == ls.fingerprint(model)
+
+
+def test_the_twin_of_a_run_that_starts_from_weights_is_one_of_these(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`lockstep verify` compares runs whose parameters differ by one unit in the last place."""
+    state = Counted().state_dict()
+    save_file(state, tmp_path / "w.safetensors")
+    (tmp_path / "trace").mkdir()
+    monkeypatch.setenv("LOCKSTEP_TRACE", str(tmp_path / "trace"))
+    monkeypatch.setenv("LOCKSTEP_TRACE_NOISE", "0")
+    with ls.Session(run_dir=str(tmp_path / "run")) as session:
+        model, _ = session.prepare(Counted, sgd, weights=tmp_path / "w.safetensors")
+    for parameter, given in ((model.fc.weight, state["fc.weight"]), (model.fc.bias, state["fc.bias"])):
+        up, down = (torch.nextafter(given, torch.full_like(given, way)) for way in (torch.inf, -torch.inf))
+        assert bool(((parameter == up) | (parameter == down)).all())

@@ -56,8 +56,8 @@ class Found:
 def command(as_json: bool, target: str) -> int:
     """Show the checkpoints of a run, and check every byte of them.
 
-    TARGET is a run directory, a checkpoint in it, or the URL of a folder of checkpoints. Says of each when and under which plan it was
-    saved, what is damaged and where, and the fingerprint of the model in it: that which result.json would have.
+    Of a run directory, of one checkpoint, or of the URL of a folder of them. Says of each when and under which plan it was saved, what is
+    damaged and where, and the fingerprint of the model in it: the one that result.json would have.
 
     \b
     Examples:
@@ -164,7 +164,7 @@ def _show(target: str, found: list[Found], life: list[dict[str, Any]]) -> None:
 
 def _row(found: Found) -> list[str]:
     saved = (found.saved or "").replace("T", " ")[:19]
-    plan = "" if found.plan is None else f"{found.plan} on {found.processes} processes"
+    plan = "" if found.plan is None else f"{found.plan.replace(',', ', ')} on {found.processes} processes"
     prints = "\n".join(digits[:_DIGITS] for digits in found.fingerprints.values())
     return [str(found.step), found.name, saved, _size(found.size_bytes), plan, found.state, prints]
 
