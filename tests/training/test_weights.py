@@ -238,8 +238,10 @@ def test_a_run_that_goes_on_takes_the_checkpoint(pool: WorkerPool, tmp_path: Pat
     assert whole != pool.run(1, trained, str(tmp_path / "other"), None, None)[0]
 
 
-def test_a_folder_of_hugging_face_is_taken_as_it_is(tmp_path: Path) -> None:
+@pytest.mark.timeout(300)  # on a busy machine, importing transformers alone takes half a minute
+def test_a_folder_of_hugging_face_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed (pip install -e .[dev])")
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # a thread that would stay
     torch.manual_seed(7)
     model: Any = MODELS["gpt2"]["model"]()
     model.save_pretrained(tmp_path / "hub", max_shard_size="20KB")
