@@ -112,8 +112,13 @@ def newer(checkpoint: Path) -> None:
     (checkpoint / MANIFEST).write_bytes(b'{"format":99,"blake3":"%s","content":%s}\n' % (_hash(99, content).encode(), content))
 
 
+def lengthen(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b" ")
+
+
 DAMAGES: dict[str, tuple[Any, str, str]] = {
     "a bit": (lambda at: flip(next(at.glob("*.safetensors")), 2000), "damaged", "has other bytes than were written between 0 and"),
+    "a byte more": (lambda at: lengthen(next(at.glob("*.safetensors"))), "damaged", "goes on behind its end"),
     "a file": (lambda at: next(at.glob("*.safetensors")).unlink(), "damaged", "is missing"),
     "manifest": (lambda at: flip(at / MANIFEST, 200), "damaged", "manifest"),
     "newer": (newer, "unreadable", "has format 99, and this version of lockstep reads 1"),
