@@ -164,7 +164,7 @@ def _show(target: str, found: list[Found], life: list[dict[str, Any]]) -> None:
 
 def _row(found: Found) -> list[str]:
     saved = (found.saved or "").replace("T", " ")[:19]
-    plan = "" if found.plan is None else f"{found.plan.replace(',', ', ')} on {found.processes} processes"
+    plan = "" if found.plan is None else f"{found.plan.replace(',', ', ')} on {_processes(found.processes)}"
     prints = "\n".join(digits[:_DIGITS] for digits in found.fingerprints.values())
     return [str(found.step), found.name, saved, _size(found.size_bytes), plan, found.state, prints]
 
@@ -172,7 +172,7 @@ def _row(found: Found) -> list[str]:
 def _told(row: dict[str, Any]) -> str:
     name = row["event"]
     more = {
-        "run-started": f" under {row.get('plan')} on {row.get('world_size')} processes",
+        "run-started": f" under {row.get('plan')} on {_processes(row.get('world_size'))}",
         "resumed": f" from {row.get('checkpoint')}",
         "weights-loaded": f": {row.get('path')}",
         "rescued": f" as {row.get('checkpoint')}",
@@ -183,6 +183,10 @@ def _told(row: dict[str, Any]) -> str:
         "run-failed": f": {row.get('error', '')}",
     }
     return f"step {row.get('step')}: {_TOLD[name]}{more.get(name, '')}"
+
+
+def _processes(count: int | None) -> str:
+    return f"{count} process{'' if count == 1 else 'es'}"
 
 
 def _size(size_bytes: int) -> str:
