@@ -19,8 +19,9 @@ from training.kept import PLANS, STEPS, run
 from training.started import started
 
 import lockstep as ls
-from lockstep.checkpoint.folder import MANIFEST
+from lockstep.checkpoint.folder import MANIFEST, Folder, Name
 from lockstep.checkpoint.manifest import _hash
+from lockstep.cli.inspect import looked_at
 from lockstep.testing.pool import WorkerPool
 
 LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
@@ -142,6 +143,12 @@ def test_damage_is_named_and_the_status_is_1(copied: Path, tmp_path: Path, damag
     assert reason in exported.stderr
     assert "Traceback" not in exported.stderr + text.stderr
     assert not list(tmp_path.glob("*model*"))
+
+
+def test_a_checkpoint_that_a_live_run_has_deleted_is_not_a_damaged_one(copied: Path) -> None:
+    storage = Folder(copied / "checkpoints")
+    (there,) = storage.names()
+    assert [found.name for found in looked_at(storage, [Name(1, "00000000"), there])] == [str(there)]
 
 
 def test_the_newest_whole_checkpoint_of_a_run_that_has_not_ended_is_exported(pool: WorkerPool, tmp_path: Path) -> None:

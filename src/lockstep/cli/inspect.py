@@ -68,7 +68,8 @@ def command(as_json: bool, target: str) -> int:
     Exit status: 0 where all is whole, 1 where something is damaged or cannot be read, 2 for a mistake (nothing there, no driver).
     """
     at = Target.find(target)
-    found = [_look_at(at.storage, name) for name in at.names]
+    with reachable(target):
+        found = looked_at(at.storage, at.names)
     model = _final_model(at)
     life = [] if at.run is None else list(_life(at.run / "events.jsonl"))
     if as_json:
@@ -77,6 +78,13 @@ def command(as_json: bool, target: str) -> int:
     else:
         _show(target, [*found, *([model] if model else [])], life)
     return 0 if all(each.state == "whole" for each in (*found, *([model] if model else []))) else 1
+
+
+def looked_at(storage: Storage, names: list[Name]) -> list[Found]:
+    """All of them, but for those that a live run has deleted meanwhile. Raises `OSError`."""
+    found = {name: _look_at(storage, name) for name in names}
+    there = storage.names() if any(each.state != "whole" for each in found.values()) else names
+    return [each for name, each in found.items() if name in there]
 
 
 def _look_at(storage: Storage, name: Name) -> Found:
