@@ -50,6 +50,7 @@ def test_the_run_directory_says_what_ran_and_what_came_of_it(pool: WorkerPool, t
     assert os.listdir(tmp_path) == ["0"]
     files = sorted(path.name for path in folder.iterdir())
     assert [name for name in files if not name.startswith("events.out.tfevents.")] == [
+        "checkpoints",
         "events.jsonl",
         "metrics.jsonl",
         "model.safetensors",
@@ -184,7 +185,7 @@ def test_a_run_puts_back_threads_and_generators_and_says_how_it_failed(pool: Wor
     text = everyone[0][2]
     assert everyone == [(True, True, text)] * 2
     left = sorted(path.name for path in (tmp_path / "failed").iterdir() if "tfevents" not in path.name)
-    assert left == ["events.jsonl", "metrics.jsonl", "run.json"]
+    assert left == ["checkpoints", "events.jsonl", "metrics.jsonl", "run.json"]
     last = json.loads((tmp_path / "failed" / "events.jsonl").read_text().splitlines()[-1])
     assert (last["event"], last["error"]) == ("run-failed", f"LossError: {text}")
 

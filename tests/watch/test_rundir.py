@@ -133,8 +133,9 @@ def test_a_directory_that_holds_a_run_is_refused_and_left_as_it_is(tmp_path: Pat
     (tmp_path / name).write_text("earlier")
     with pytest.raises(RunDirectoryError) as refused:
         RunDirectory.create(tmp_path)
+    ended = " that has ended" if name == "result.json" else ""
     assert str(refused.value) == (
-        f"run directory {tmp_path} already holds a run ({name}); nothing of an earlier run is overwritten; "
+        f"run directory {tmp_path} already holds a run{ended} ({name}); nothing of an earlier run is overwritten; "
         "choose another directory, or remove this one"
     )
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [(name, "earlier")]
