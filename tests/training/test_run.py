@@ -57,7 +57,7 @@ def test_the_run_directory_says_what_ran_and_what_came_of_it(pool: WorkerPool, t
         "result.json",
         "run.json",
     ]
-    assert len(files) == 6
+    assert len(files) == 7
 
     run = json.loads((folder / "run.json").read_text())
     assert list(run) == ["recipe", "seed", "plan", "world_size", "launcher", "started", "environment"]
