@@ -87,7 +87,7 @@ def restored(plan: str, run_dir: str) -> str:
     """The state's fingerprint, as a session takes it up."""
     given = recipe()
     with ls.Session(plan=plan, run_dir=run_dir, resume="must", recipe=given.describe()) as session:
-        session.saved_with_the_run |= {"run": Anything(), "1-ExponentialMovingAverage": Anything()}
+        session.course.others |= {"run": Anything(), "1-ExponentialMovingAverage": Anything()}
         session.prepare(given.model, given.optimizer, stages=given.stages, tensor=given.tensor)
         steps = session.steps(given.data, global_batch=28, microbatch=4, steps=STEPS, weight=given.weight)
         state = of_all(session)

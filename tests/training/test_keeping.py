@@ -55,7 +55,7 @@ def stopped(run_dir: Path, **changes: Any) -> None:
 
 def settled(run: Any) -> None:
     """Wait for the save under way."""
-    run.session._keeper.finish()
+    run.session.course.finish()
 
 
 def test_it_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
@@ -309,7 +309,7 @@ def test_a_disk_without_room_for_one_checkpoint_is_refused_before_the_first_step
 
 def test_by_the_clock(tmp_path: Path) -> None:
     def wind(run: Any) -> None:
-        run.session._keeper._since -= 600
+        run.session.course.keeper._since -= 600
 
     hooks = [At({2: wind, 4: settled, 5: wind})]
     ls.train(recipe(steps=8), run_dir=str(tmp_path / "run"), hooks=hooks, saving=ls.Saving(every="10m"))

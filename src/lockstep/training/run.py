@@ -162,11 +162,11 @@ def train(
         if recipe.evaluation is not None:
             evaluator = Evaluator.of(recipe, recipe.evaluation, session.mesh, session.plan, session.pairs[0])
             session.on_exit(evaluator.loader.close)
-        session.saved_with_the_run["run"] = run
+        session.course.others["run"] = run
         for place, hook in enumerate(hooks):
             session.on_event(partial(hook.on_event, run))
             if isinstance(hook, Stateful):
-                session.saved_with_the_run[f"{place}-{type(hook).__qualname__}"] = hook
+                session.course.others[f"{place}-{type(hook).__qualname__}"] = hook
         for hook in hooks:
             hook.on_start(run)
         _train(run, evaluator)

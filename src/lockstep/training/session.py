@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import random
-import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -14,16 +12,14 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lockstep import precision as precisions
 from lockstep.checkpoint.load import Reader
 from lockstep.checkpoint.store import folder_at
-from lockstep.comm.group import World, exact_sum, join
+from lockstep.comm.group import exact_sum, join
 from lockstep.comm.mesh import Mesh
-from lockstep.comm.segment import Unavailable
 from lockstep.data.generators import seed_generators
 from lockstep.data.loader import Loader, StreamLoader
 from lockstep.errors import CheckpointError, LossError, PlanError, RecipeError
@@ -32,7 +28,7 @@ from lockstep.keys import Stream, key
 from lockstep.launch.environment import Environment, check_run_dir
 from lockstep.launch.failure import account, out_of_memory
 from lockstep.launch.grace import ask_again, needing_time
-from lockstep.launch.termination import Preempted, Terminated, Termination
+from lockstep.launch.termination import Preempted, Termination
 from lockstep.parallel.layout import Built, check_devices, lay_out
 from lockstep.parallel.stages import check_microbatches
 from lockstep.parallel.sync_batchnorm import Exchange, adopt, split_microbatches, training_layers
@@ -42,12 +38,14 @@ from lockstep.recipe import Precision, Weights, check_batch, check_count, check_
 from lockstep.recipe import Stream as DataStream
 from lockstep.saving import OutOfMemory, Resume, Saving, check_out_of_memory, check_resume, interval
 from lockstep.training import optimizers
+from lockstep.training.course import Course
 from lockstep.training.keeping import Keeper
 from lockstep.training.ladder import changes, climb, more_to_change, next_plan, recall, said
 from lockstep.training.outcome import Flag, Outcome, no_weight
 from lockstep.training.pair import Pair
 from lockstep.training.recorder import Pace, Recorder
-from lockstep.training.source import Length, Microbatches, from_data, from_indices, from_stream, positions_in
+from lockstep.training.setting import remarks, resolved, set_up_computation
+from lockstep.training.source import Length, Microbatches, from_data, from_indices, from_stream
 from lockstep.training.starting import Start
 from lockstep.training.state import Stateful
 from lockstep.training.step import Step
@@ -108,22 +106,10 @@ class Session:
         self.stopping: str | None = None
         """Why no further step is taken, once `stop` has taken effect."""
         self._wants_to_stop: str | None = None
-        self._step: Step | None = None
         self._termination = Termination()
         self._told: list[Pair] = []
         self._exchange = Exchange()
         self._told_of_batchnorm = False
-        self.saved_with_the_run: dict[str, Stateful] = {}
-        """What else is saved, by name."""
-        self._keeper: Keeper | None = None
-        self._loops = 0
-        """Calls of `steps`."""
-        self._resumed: Reader | None = None
-        self._before = 0
-        """Steps done in earlier loops."""
-        self._first = 0
-        """The step of the loop that this process began with."""
-        self._has_own_state = False
         self._flag = Flag()
         self._unread: list[Outcome] = []
         self._stop_at: float | None = None
@@ -162,10 +148,10 @@ class Session:
             )
             stack.callback(self.recorder.close)
             stack.callback(self._close_pairs)
-            stack.callback(self._close_keeper)
+            self.course = Course(self.mesh, self.pairs, self.event)
             self._remembered = recall(self.world, self.recorder.path, goes_on=self.recorder.goes_on)
             self.plan = self._remembered.over(given, self.device.type)
-            _set_up_computation(self.plan, self.world, environment.threads, stack)
+            set_up_computation(self.plan, self.world, environment.threads, stack)
             self._start(environment, given, launched)
             self._stack = stack.pop_all()
         return self
@@ -183,25 +169,17 @@ class Session:
         if environment.restarted is not None:
             self.event("restarted", reason=environment.restarted, restarts=environment.restarts)
         for name, by_script, launched_as in (
-            ("plan", self._given_plan and _resolved(self._given_plan, self.world.size), launched and str(given)),
+            ("plan", self._given_plan and resolved(self._given_plan, self.world.size), launched and str(given)),
             ("run_dir", self._given_run_dir, environment.run_dir),
         ):
             if by_script and launched_as and by_script != launched_as:
                 self.event("launcher-overrides-script", what=name, script=by_script, launcher=launched_as)
         if self.plan != given:
             self._tell_of_plan(given)
-        memory = self.mesh.memory
-        if isinstance(memory, Unavailable) and self.mesh.torch_mesh is None and self.world.size > 1 and self.device.type == "cpu":
-            self.event("no-shared-memory", reason=memory.reason)
-        if (gpus := self.plan.data_parallel) > 1:
-            better = (
-                f"replicate={gpus}, one process a GPU, is faster: nothing copies the model in each step, and each has a Python of its own"
-            )
-            self.event("data-parallel", gpus=gpus, better=better)
-            self.recorder.message(f"warning: data_parallel={gpus}; {better}")
-        if warning := precisions.slow_on_this_cpu(self.precision, self.world.device):
-            self.event("slow-precision", reason=warning)
-            self.recorder.message(f"warning: {warning}")
+        for remark in remarks(self.plan, self.mesh, self.precision):
+            self.event(remark.event, **remark.details)
+            if remark.line is not None:
+                self.recorder.message(remark.line)
 
     def _tell_of_plan(self, given: Plan) -> None:
         """What is remembered from running out of memory changes the plan."""
@@ -221,11 +199,11 @@ class Session:
             found = self._climb(error)
             if self._launcher == "lockstep" and (why := more_to_change(self._remembered, self.recorder.path)):
                 ask_again(why)
-            kept = self._rescue(error)
+            kept = self.course.rescue(error)
             if found is not None:
                 error.add_note(said(self.plan, found, folder=self.recorder.path, step=self.steps_done if kept else None))
-        elif self._keeper is not None:
-            self._keeper.finish()
+        elif self.course.keeper is not None:
+            self.course.finish()
             self.recorder.end({"steps": self.steps_done, "plan": str(self.plan), "world_size": self.world_size})
         self._stack.close()
         if error is None:
@@ -369,18 +347,20 @@ class Session:
             pipeline.exchange = self._exchange if mesh.deal.slices else None
             rounds = [len(mesh.deal.rounds(length.most_microbatches, rank)) for rank in range(mesh.deal.ranks)]
             check_microbatches(min(rounds), pipeline.stages)
-        first = self._begin_loop()
+        first = self.course.begin_loop(self._keep)
+        return self._run(self._sources(data, length, collate, first), length, weight)
+
+    def _sources(self, data: Any, length: Length, collate: Callable[[list[Any]], Any] | None, first: int) -> Iterator[Microbatches]:
+        """The steps' microbatches, from step `first` on."""
         if data is None:
-            return self._run(from_indices(length, seed=self.seed, first=first), length, weight)
+            return from_indices(length, seed=self.seed, first=first)
         if isinstance(data, DataStream):
             streamed = StreamLoader(data, collate=collate, seed=self.seed, workers=self.plan.workers, device=self.device)
             self._stack.callback(streamed.close)
-            saved = self._resumed.manifest.values if self._resumed is not None and 0 < first < sys.maxsize else None
-            positions = {} if saved is None else positions_in(saved, data.shards)
-            return self._run(from_stream(streamed, length, seed=self.seed, first=first, positions=positions), length, weight)
+            return from_stream(streamed, length, seed=self.seed, first=first, positions=self.course.shards(data.shards))
         loader = Loader(data, collate=collate, seed=self.seed, workers=self.plan.workers, device=self.device)
         self._stack.callback(loader.close)
-        return self._run(from_data(loader, length, seed=self.seed, first=first), length, weight)
+        return from_data(loader, length, seed=self.seed, first=first)
 
     def include(self, name: str, state: Stateful) -> None:
         """Have something of the user's own saved with the run, and given its saved values where the run goes on. Before `steps`.
@@ -390,46 +370,34 @@ class Session:
         """
         if not isinstance(state, Stateful):
             raise CheckpointError(f"include({name!r}, a {type(state).__name__}); it has no state_dict and load_state_dict; give it both")
-        if name in self.saved_with_the_run:
+        if name in self.course.others:
             raise CheckpointError(f"include({name!r}) for a second time; each name is for one; choose another")
-        self.saved_with_the_run[name] = state
-        self._has_own_state = True
+        self.course.others[name] = state
+        self.course.is_whole_in_a_step = False
 
-    def _begin_loop(self) -> int:
-        """Take up what was saved, before the first loop of steps. Returns the first step of this one."""
-        self._loops += 1
-        self._before = self.steps_done
-        self._step, self._first = None, 0
-        if self._loops == 1 and self._traced is None:
-            self._resumed = self._keep()
-        saved = 0 if self._resumed is None else self._resumed.manifest.values["loop"]
-        if self._resumed is None or self._loops != saved:
-            return 0 if self._loops > saved else sys.maxsize
-        self._before = self._resumed.manifest.values["steps_before"]
-        self._first = self._resumed.manifest.step - self._before
-        return self._first
-
-    def _keep(self) -> Reader | None:
-        """Begin to keep checkpoints. Returns the one that this run goes on from."""
-        facts = {**self.recorder.facts, "recipe": self._recipe}
-        self._keeper = Keeper(
+    def _keep(self) -> tuple[Keeper | None, Reader | None]:
+        """Begin to keep checkpoints, and take up the newest one that is there. Returns what keeps them, and what this run goes on from."""
+        if self._traced is not None:
+            return None, None
+        keeper = Keeper(
             self.world,
             self.mesh,
             folder_at(self._saving.folder or self.recorder.path / "checkpoints"),
             self.recorder.attempt,
             self._saving,
             self.pairs,
-            self.saved_with_the_run,
-            facts,
+            self.course.others,
+            self.recorder.facts,
             metrics=lambda: self.evaluated,
             tell=self.event,
             warn=self.recorder.message,
         )
-        found = self._keeper.restore(self._resume, may_differ=self._may_differ)
+        self._stack.callback(keeper.close)
+        found = keeper.restore(self._resume, may_differ=self._may_differ)
         step = 0 if found is None else found.manifest.step
         self.recorder.go_on(step)
-        self._keeper.begin(step)
-        return found
+        keeper.begin(step)
+        return keeper, found
 
     def _run(self, sources: Iterator[Microbatches], length: Length, weight: Callable[[Any], Any] | None) -> Iterator[Step]:
         self.pace = Pace()
@@ -446,12 +414,10 @@ class Session:
                 source.keep()
             logs = (source.step + 1) % self.log_every == 0 or source.step + 1 == length.steps
             step = kind(source.step, source, self.pairs, self._exchange, logs=logs, asks=partial(self._asks, logs))
-            self._step, self.evaluated = step, {}
+            self.course.step, self.evaluated = step, {}
             yield step
             self._check_committed(step)
-            if self._keeper is not None:
-                self._keeper.values["shards"] = {str(shard): at for shard, at in (step.source.positions or {}).items()}
-            step.ended = True
+            self.course.end_step(step)
             self.pace.count(step.samples)
             self._unread += step.committed.values()
             if logs or self.stopping is not None:
@@ -471,11 +437,11 @@ class Session:
 
     def _asks(self, logs: bool) -> bool:
         """Whether this rank has something to tell the others after the step at hand."""
-        return (
-            (logs and self._wants_to_stop is not None)
-            or self._preemption() is not None
-            or (self._keeper is not None and self._keeper.time_is_up())
-        )
+        return (logs and self._wants_to_stop is not None) or self._preemption() is not None or self._is_to_save()
+
+    def _is_to_save(self) -> bool:
+        """Whether the clock says so."""
+        return self.course.keeper is not None and self.course.keeper.time_is_up()
 
     def _preemption(self) -> str | None:
         """Why this rank is to save and end, if it is."""
@@ -485,58 +451,35 @@ class Session:
 
     def _attend(self, step: Step, *, logs: bool) -> None:
         """After a step: do what any rank asks for, and save where it is time to. Every rank calls it. Raises `Preempted`."""
+        keeper, save = self.course.keeper, False
         asked = self._flag.raised(list(step.committed.values()), now=logs)
         if self.mesh.data.size < self.world.size:
             asked = self.world.any(asked)
-        save = False
         if asked:
-            due = self._keeper is not None and self._keeper.time_is_up()
-            everyone = self.world.gather_values([self._wants_to_stop, self._preemption(), due])
+            everyone = self.world.gather_values([self._wants_to_stop, self._preemption(), self._is_to_save()])
             if logs:
                 self.stopping = self.stopping or next((reason for reason, _, _ in everyone if reason is not None), None)
             save = any(due for _, _, due in everyone)
             preempted = next((reason for _, reason, _ in everyone if reason is not None), None)
             if preempted is not None:
                 self._read()
-                if self._keeper is not None:
+                if keeper is not None:
                     with needing_time():
-                        self._keeper.save_now(self.steps_done)
+                        keeper.save_now(self.steps_done)
                 raise Preempted(preempted)
-        if self._keeper is not None:
-            self._keeper.values.update(loop=self._loops, steps_before=self._before)
-            self._keeper.after(self.steps_done, asked=save)
+        if keeper is not None:
+            keeper.after(self.steps_done, asked=save)
 
     def _climb(self, error: BaseException) -> Plan | str | None:
         """Where memory ran out, remember the next plan. Returns it, or why there is none; None: it is another error."""
         if self._traced is not None or not isinstance(error, Exception) or not out_of_memory(error):
             return None
-        largest = self._largest if self._step is not None else None
+        largest = self._largest if self.course.step is not None else None
         found = next_plan(self.plan, self.device.type, self._out_of_memory, largest=largest, whole=self._whole)
         found = climb(self.plan, found, self._remembered, error, folder=self.recorder.path, step=self.steps_done, rank=self.rank)
         told: dict[str, Any] = {"why_not": found} if isinstance(found, str) else {"then": changes(self.plan, found)}
         self.event("out-of-memory", **told)
         return found
-
-    def _rescue(self, error: BaseException) -> bool:
-        """Where this rank's state is that of a whole step, save it, without the others' help. Returns whether it is saved."""
-        by_the_script = isinstance(error, SystemExit) and not isinstance(error, Terminated)
-        if self._keeper is None or self._step is None or by_the_script or self._has_own_state:
-            return False
-        if self._step.source.positions is not None and self.mesh.axis("replicate").size > 1:
-            return False  # another replica's shards stand where only it knows
-        if self._step.touched and not self._step.ended:
-            return False
-        try:
-            with needing_time():
-                name = self._keeper.rescue(self.steps_done)
-        except Exception as failure:
-            if not isinstance(failure, OSError) and not out_of_memory(failure):
-                raise
-            self.event("rescue-failed", reason=str(failure))
-            return False
-        if name is not None:
-            self.event("rescued", checkpoint=name)
-        return True
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context that forwards run in, for the session's precision. Backwards and commits stay outside."""
@@ -554,9 +497,7 @@ class Session:
     @property
     def steps_done(self) -> int:
         """Optimizer steps that all pairs have committed, in all loops, and before this process went on with the run."""
-        if self._step is None:
-            return self._before + self._first
-        return self._before + self._step.index + (len(self._step.committed) == len(self.pairs))
+        return self.course.steps_done
 
     def event(self, name: str, step: int | None = None, **details: Any) -> None:
         """Write down that something happened; rank 0's events are in events.jsonl. `step`: steps done then; None: those done by now."""
@@ -635,10 +576,6 @@ class Session:
             "are split over processes instead"
         )
 
-    def _close_keeper(self) -> None:
-        if self._keeper is not None:
-            self._keeper.close()
-
     def _close_pairs(self) -> None:
         for pair in self.pairs:
             pair.close()
@@ -652,30 +589,3 @@ def check_microbatch_is_fixed(plan: Plan, global_batch: int, microbatch: int | N
             "numerics=bitwise with microbatch=None; without a fixed microbatch each number of processes computes others; "
             f"give a microbatch, for example microbatch={max(1, global_batch // 8)}"
         )
-
-
-def _resolved(plan: Plan, world_size: int) -> str:
-    """In words; as it stands where it does not fit the processes."""
-    try:
-        return str(plan.resolve(world_size))
-    except PlanError:
-        return str(plan)
-
-
-def _set_up_computation(plan: Plan, world: World, threads: int, stack: ExitStack) -> None:
-    """Threads and determinism for the duration of the session; what was set before is put back."""
-    bitwise = plan.numerics == "bitwise"
-    stack.callback(torch.set_num_threads, torch.get_num_threads())
-    torch.set_num_threads(1 if bitwise and (world.device.type == "cpu" or plan.offload) else threads)
-    if bitwise and world.device.type == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
-        stack.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
-        torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.benchmark = False
-    if plan.compile:  # past its limits torch goes on with code that is not compiled: for other shapes on each rank
-        limits = {"recompile_limit": sys.maxsize, "accumulated_recompile_limit": sys.maxsize}
-        stack.enter_context(torch.compiler.config.patch(limits))  # type: ignore[attr-defined]  # torch adds it to its modules of settings
-    stack.callback(random.setstate, random.getstate())
-    stack.callback(np.random.set_state, np.random.get_state())
-    stack.callback(torch.default_generator.set_state, torch.default_generator.get_state())

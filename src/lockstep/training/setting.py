@@ -1,0 +1,68 @@
+"""What a session finds and sets for its duration: threads, determinism, and what is worth telling of its plan here."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from lockstep import precision as precisions
+from lockstep.comm.group import World
+from lockstep.comm.mesh import Mesh
+from lockstep.comm.segment import Unavailable
+from lockstep.errors import PlanError
+from lockstep.plan import Plan
+from lockstep.recipe import Precision
+
+
+class Remark(NamedTuple):
+    """An event, and a line for the person who watches, where it is worth one."""
+
+    event: str
+    details: dict[str, Any]
+    line: str | None = None
+
+
+def remarks(plan: Plan, mesh: Mesh, precision: Precision) -> Iterator[Remark]:
+    """What makes this run slower than it need be."""
+    world, memory = mesh.world, mesh.memory
+    if isinstance(memory, Unavailable) and mesh.torch_mesh is None and world.size > 1 and world.device.type == "cpu":
+        yield Remark("no-shared-memory", {"reason": memory.reason})
+    if (gpus := plan.data_parallel) > 1:
+        better = f"replicate={gpus}, one process a GPU, is faster: nothing copies the model in each step, and each has a Python of its own"
+        yield Remark("data-parallel", {"gpus": gpus, "better": better}, f"warning: data_parallel={gpus}; {better}")
+    if warning := precisions.slow_on_this_cpu(precision, world.device):
+        yield Remark("slow-precision", {"reason": warning}, f"warning: {warning}")
+
+
+def resolved(plan: Plan, world_size: int) -> str:
+    """In words; as it stands where it does not fit the processes."""
+    try:
+        return str(plan.resolve(world_size))
+    except PlanError:
+        return str(plan)
+
+
+def set_up_computation(plan: Plan, world: World, threads: int, stack: ExitStack) -> None:
+    """Threads and determinism for the duration of the session; what was set before is put back."""
+    bitwise = plan.numerics == "bitwise"
+    stack.callback(torch.set_num_threads, torch.get_num_threads())
+    torch.set_num_threads(1 if bitwise and (world.device.type == "cpu" or plan.offload) else threads)
+    if bitwise and world.device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
+        stack.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+    if plan.compile:  # past its limits torch goes on with code that is not compiled: for other shapes on each rank
+        limits = {"recompile_limit": sys.maxsize, "accumulated_recompile_limit": sys.maxsize}
+        stack.enter_context(torch.compiler.config.patch(limits))  # type: ignore[attr-defined]  # torch adds it to its modules of settings
+    stack.callback(random.setstate, random.getstate())
+    stack.callback(np.random.set_state, np.random.get_state())
+    stack.callback(torch.default_generator.set_state, torch.default_generator.get_state())
