@@ -1,0 +1,182 @@
+"""After a failure all workers start again, and nothing is left of those before."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.elastic.rendezvous import RendezvousInfo
+
+from lockstep.launch import local, workers
+from lockstep.launch.failure import Ending
+from lockstep.launch.rendezvous import LoopbackRendezvous
+
+Starter = Callable[..., Ending]
+FIRST = "os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'"
+
+
+def test_after_a_failure_all_start_again_and_are_told_why(run: Starter, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    ending = run(
+        f"""
+        import json
+        wanted = ("TORCHELASTIC_RESTART_COUNT", "LOCKSTEP_RESTARTED", "LOCKSTEP_RESUME", "MASTER_PORT")
+        with open(f"rank-{{rank}}", "a") as file:
+            print(json.dumps([os.environ.get(name) for name in wanted]), file=file)
+        if not {FIRST}: sys.exit(0)
+        if rank == 1:
+            while not os.path.exists("rank-0"): pass
+            raise ValueError("boom\\nand more")
+        signal.pause()
+        """,
+        max_restarts=2,
+        resume="never",
+    )
+    assert (ending.status, ending.finished, ending.report()) == (0, [0, 1], "")
+    assert capfd.readouterr().err == "lockstep: rank 1 failed (exit status 1): ValueError: boom; restart 1 of 2\n"
+    for rank in (0, 1):
+        first, second = [json.loads(line) for line in (tmp_path / f"rank-{rank}").read_text().splitlines()]
+        assert first[:3] == ["0", None, "never"]
+        assert second[:3] == ["1", "rank 1 failed (exit status 1): ValueError: boom", "auto"]
+        assert first[3] != second[3]
+
+
+def test_restarts_are_counted_in_all_and_the_last_failure_is_reported(
+    run: Starter, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ending = run(
+        """
+        open("starts", "a").write("x")
+        if int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < 2: os.kill(os.getpid(), signal.SIGKILL)
+        raise ValueError("the last")
+        """,
+        count=1,
+        max_restarts=2,
+    )
+    assert (tmp_path / "starts").read_text() == "xxx"
+    assert [line.rpartition("; ")[2] for line in capfd.readouterr().err.splitlines()] == ["restart 1 of 2", "restart 2 of 2"]
+    assert ending.status == 1
+    assert ending.report().endswith("ValueError: the last")
+
+
+def test_a_rank_that_lost_its_peer_is_not_the_reason(run: Starter, capfd: pytest.CaptureFixture[str]) -> None:
+    ending = run(
+        f"""
+        if not {FIRST}: sys.exit(0)
+        if rank == 0: raise ConnectionResetError("Connection reset by peer")
+        time.sleep(0.5)
+        raise ValueError("the cause")
+        """,
+        max_restarts=1,
+    )
+    assert ending.status == 0
+    assert capfd.readouterr().err == "lockstep: rank 1 failed (exit status 1): ValueError: the cause; restart 1 of 1\n"
+
+
+def test_when_workers_start_again_nothing_is_left_of_those_before(run: Starter, tmp_path: Path) -> None:
+    ending = run(
+        f"""
+        import subprocess
+        if {FIRST}:
+            sleeper = subprocess.Popen(["sleep", "1000"])
+            open(f"started-{{rank}}.part", "w").write(f"{{os.getpid()}} {{sleeper.pid}}")
+            os.rename(f"started-{{rank}}.part", f"started-{{rank}}")
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            while not (os.path.exists("started-0") and os.path.exists("started-1")): pass
+            if rank == 1: os.kill(os.getpid(), signal.SIGKILL)
+            while True: signal.pause()
+        def lives(number):
+            try: return open(f"/proc/{{number}}/stat").read().rpartition(")")[2].split()[0] != "Z"
+            except FileNotFoundError: return False
+        open(f"left-{{rank}}", "w").write(repr([p for f in ("started-0", "started-1") for p in open(f).read().split() if lives(p)]))
+        """,
+        max_restarts=1,
+    )
+    assert ending.status == 0
+    assert [(tmp_path / f"left-{rank}").read_text() for rank in (0, 1)] == ["[]", "[]"]
+
+
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [
+        ("from lockstep.errors import DataError; raise DataError('value; rule; remedy')", 2),
+        ("from lockstep.launch.termination import Preempted; raise Preempted('SIGTERM')", 75),
+        ("os.kill(os.getppid(), signal.SIGINT); signal.pause()", 130),
+    ],
+    ids=["a user's mistake", "saved and ended", "a signal to the launcher"],
+)
+def test_what_no_restart_mends_is_not_tried_again(
+    run: Starter, tmp_path: Path, end: str, status: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ending = run(f"open('starts', 'a').write('x')\n{end}", count=1, max_restarts=3)
+    assert (ending.status, (tmp_path / "starts").read_text(), capfd.readouterr().err) == (status, "x", "")
+
+
+def test_one_that_saves_when_another_fails_is_waited_for_before_all_start_again(run: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "STOP_SECONDS", 0.2)
+    ending = run(
+        f"""
+        from lockstep.launch.grace import needing_time
+        if not {FIRST}: sys.exit(0 if os.path.exists("saved") else 9)
+        if rank == 1:
+            while not os.path.exists("ready"): pass
+            os.kill(os.getpid(), signal.SIGKILL)
+        def save(*_):
+            with needing_time():
+                time.sleep(0.6)
+                open("saved", "w").close()
+            sys.exit(143)
+        signal.signal(signal.SIGTERM, save)
+        open("ready", "w").close()
+        while True: signal.pause()
+        """,
+        max_restarts=1,
+    )
+    assert ending.status == 0
+
+
+def test_workers_that_saved_because_another_machine_asked_start_again(run: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Regrouping(LoopbackRendezvous):
+        """This machine hears of the one that joins only some time after its workers have ended."""
+
+        starts = waiting = 0
+
+        def next_rendezvous(self) -> RendezvousInfo:
+            found = super().next_rendezvous()
+            self.starts += 1
+            if self.starts == 1:
+                found.store.set("lockstep/regroups", "")
+            return found
+
+        def num_nodes_waiting(self) -> int:
+            self.waiting += 1
+            return int(self.starts == 1 and self.waiting > 40)
+
+    monkeypatch.setattr(local, "LoopbackRendezvous", Regrouping)
+    ending = run(
+        """
+        from lockstep.launch.termination import Preempted
+        if not os.path.exists("saved"):
+            open("saved", "w").close()
+            raise Preempted("SIGTERM")
+        """,
+        count=1,
+    )
+    assert (ending.status, ending.finished) == (0, [0])
+
+
+@pytest.mark.parametrize(
+    ("everyone", "why"),
+    [
+        ([[0, 0, None], [0, 0, None]], None),
+        ([[1, 2, [1, "rank 0 lost a peer"]], [1, 2, [0, "rank 3 was killed"]]], "rank 3 was killed"),
+        ([[1, 2, [1, "rank 0 lost a peer"]], [1, 2, [1, "rank 3 lost a peer"]]], "rank 0 lost a peer"),
+        ([[1, 3, [1, "rank 0 lost a peer"]], [1, 3, [1, "rank 3 lost a peer"]]], "a machine was lost: 2 of 3 are left"),
+        ([[0, 1, [2, "another machine joined"]], [0, 0, None]], "another machine joined"),
+    ],
+    ids=["first start", "a cause elsewhere", "peers alone", "a machine lost", "a machine joined"],
+)
+def test_the_machines_agree_on_why_the_workers_start_again(everyone: list[Any], why: str | None) -> None:
+    assert local.why_again(everyone) == why
