@@ -10,6 +10,7 @@ What is done is written to DIR/done.jsonl, a line a run: the same command goes o
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import random
@@ -61,6 +62,7 @@ class Chaos:
         line = [sys.executable, "-m", "lockstep", "run", "--plan", f"{plan},numerics=bitwise", "--run-dir", str(self.run_dir)]
         line += ["--save-every", str(save_every), str(SCRIPT), str(self.folder / "seen")]
         environment = {**os.environ, "TMPDIR": str(self.folder / "tmp"), "OMP_NUM_THREADS": "1"}
+        environment["TORCHINDUCTOR_CACHE_DIR"] = str(self.folder / "cache")  # which torch keeps
         with (self.folder / "output.txt").open("ab") as output:
             return subprocess.Popen(line, env=environment, stdout=output, stderr=output, start_new_session=True)
 
@@ -113,9 +115,9 @@ class Chaos:
             time.sleep(0.1)
         self.wrong += [f"process left: {process}" for process in left]
         files = [path.name for path in self.run_dir.rglob("*")]
-        self.wrong += [
-            f"left in the run directory: {name}" for name in files if name.startswith(".") or name == "lock" or "partial" in name
-        ]
+        self.wrong += [f"left in the run directory: {name}" for name in files if name.startswith(".") or "partial" in name]
+        if (lock := self.run_dir / "lock").exists() and is_held(lock):  # a file alone, where the run was killed after its end
+            self.wrong.append("the lock is held")
         self.wrong += [f"temporary file left: {path.name}" for path in (self.folder / "tmp").iterdir()]
 
 
@@ -146,6 +148,15 @@ def wrongly_seen(folder: Path, resumed: list[int]) -> list[str]:
     if total != STEPS * 28 or set(seen.values()) - {epochs, epochs + 1} or sum(count == epochs + 1 for count in seen.values()) != rest:
         wrong.append(f"{total} samples were learned from, and {STEPS * 28} should be; by how often: {Counter(seen.values())}")
     return wrong
+
+
+def is_held(lock: Path) -> bool:
+    with lock.open() as opened:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def children(pid: int) -> list[psutil.Process]:

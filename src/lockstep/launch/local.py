@@ -12,7 +12,6 @@ import logging
 import os
 import signal
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,6 +29,7 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError, Rendezvo
 from lockstep.errors import LaunchError
 from lockstep.launch.environment import Launcher, threads_per_process
 from lockstep.launch.failure import Ending
+from lockstep.launch.folder import folder_of_a_launcher
 from lockstep.launch.machines import Machines
 from lockstep.launch.rendezvous import JOIN_SECONDS, SILENCE_SECONDS, LoopbackRendezvous, Meeting
 from lockstep.launch.workers import POLL_SECONDS, Start, Workers
@@ -64,7 +64,7 @@ def run_workers(
     is lost or joins; on each this is called with the same `command`. Raises `LaunchError` where they cannot meet.
     """
     variables = {name: value for name, value in given.items() if value is not None}
-    with tempfile.TemporaryDirectory(prefix="lockstep-") as folder, _quiet_torch():
+    with folder_of_a_launcher() as folder, _quiet_torch():
         rendezvous = LoopbackRendezvous() if machines is None else Meeting.at(machines)
         if isinstance(rendezvous, Meeting):
             _check_command(rendezvous, command)
@@ -83,7 +83,7 @@ def run_workers(
             chosen |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), rendezvous.interface)
         environment = {"LOCKSTEP_LAUNCHER": launcher} | {f"LOCKSTEP_{name.upper()}": value for name, value in variables.items()}
         environment |= {name: value for name, value in chosen.items() if name not in os.environ}
-        agent = Agent(spec, start, environment, Path(folder))
+        agent = Agent(spec, start, environment, folder)
         ending = None
         try:
             ending = agent.run_to_the_end(machines)
