@@ -19,7 +19,8 @@ from lockstep.recipe import Recipe
 from lockstep.saving import Resume, Saving
 from lockstep.training.evaluate import Evaluator
 from lockstep.training.hooks import Hook
-from lockstep.training.session import Session, check_microbatch_is_fixed
+from lockstep.training.session import Session
+from lockstep.training.setting import check_microbatch_is_fixed
 from lockstep.training.state import Stateful
 from lockstep.training.step import Step
 from lockstep.watch.fingerprint import fingerprint

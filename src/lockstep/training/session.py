@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lockstep import precision as precisions
 from lockstep.checkpoint.load import Reader
@@ -26,25 +26,25 @@ from lockstep.errors import CheckpointError, LossError, PlanError, RecipeError
 from lockstep.events import Event
 from lockstep.keys import Stream, key
 from lockstep.launch.environment import Environment, check_run_dir
-from lockstep.launch.failure import account, out_of_memory
-from lockstep.launch.grace import ask_again, needing_time
+from lockstep.launch.failure import account
+from lockstep.launch.grace import needing_time
 from lockstep.launch.termination import Preempted, Termination
 from lockstep.parallel.layout import Built, check_devices, lay_out
 from lockstep.parallel.stages import check_microbatches
-from lockstep.parallel.sync_batchnorm import Exchange, adopt, split_microbatches, training_layers
+from lockstep.parallel.sync_batchnorm import Exchange, adopt, split_microbatches
 from lockstep.parallel.updates import separate_meshes
 from lockstep.plan import Plan
 from lockstep.recipe import Precision, Weights, check_batch, check_count, check_data, check_length, check_precision, check_seed
 from lockstep.recipe import Stream as DataStream
-from lockstep.saving import OutOfMemory, Resume, Saving, check_out_of_memory, check_resume, interval
+from lockstep.saving import Resume, Saving, check_resume, interval
 from lockstep.training import optimizers
 from lockstep.training.course import Course
 from lockstep.training.keeping import Keeper
-from lockstep.training.ladder import changes, climb, more_to_change, next_plan, recall, said
+from lockstep.training.memory import Memory
 from lockstep.training.outcome import Flag, Outcome, no_weight
 from lockstep.training.pair import Pair
 from lockstep.training.recorder import Pace, Recorder
-from lockstep.training.setting import remarks, resolved, set_up_computation
+from lockstep.training.setting import Remark, batchnorm, check_microbatch_is_fixed, remarks, resolved, set_up_computation
 from lockstep.training.source import Length, Microbatches, from_data, from_indices, from_stream
 from lockstep.training.starting import Start
 from lockstep.training.state import Stateful
@@ -113,11 +113,6 @@ class Session:
         self._flag = Flag()
         self._unread: list[Outcome] = []
         self._stop_at: float | None = None
-        self._out_of_memory: OutOfMemory = "retry"
-        self._largest = 0
-        """Samples of the largest microbatch."""
-        self._whole: str | None = None
-        """Why no microbatch can be halved."""
 
     def __enter__(self) -> Session:
         environment = Environment.read(os.environ)
@@ -137,9 +132,6 @@ class Session:
                 self._resume = check_resume(environment.resume, "LOCKSTEP_RESUME")
             if environment.save_every is not None:
                 self._saving = replace(self._saving, every=interval(environment.save_every, "LOCKSTEP_SAVE_EVERY"))
-            if environment.out_of_memory is not None:
-                self._out_of_memory = check_out_of_memory(environment.out_of_memory, "LOCKSTEP_OUT_OF_MEMORY")
-            self._launcher = environment.launcher
             self._may_differ |= environment.may_differ
             self._stop_at = environment.stop_at
             stack.enter_context(self._termination)
@@ -149,8 +141,8 @@ class Session:
             stack.callback(self.recorder.close)
             stack.callback(self._close_pairs)
             self.course = Course(self.mesh, self.pairs, self.event)
-            self._remembered = recall(self.world, self.recorder.path, goes_on=self.recorder.goes_on)
-            self.plan = self._remembered.over(given, self.device.type)
+            self._memory = Memory.of(self.mesh, given, environment, self.recorder, self.event)
+            self.plan = self._memory.plan
             set_up_computation(self.plan, self.world, environment.threads, stack)
             self._start(environment, given, launched)
             self._stack = stack.pop_all()
@@ -174,21 +166,14 @@ class Session:
         ):
             if by_script and launched_as and by_script != launched_as:
                 self.event("launcher-overrides-script", what=name, script=by_script, launcher=launched_as)
-        if self.plan != given:
-            self._tell_of_plan(given)
+        self._memory.tell(given, self.recorder.message)
         for remark in remarks(self.plan, self.mesh, self.precision):
-            self.event(remark.event, **remark.details)
-            if remark.line is not None:
-                self.recorder.message(remark.line)
+            self._tell(remark)
 
-    def _tell_of_plan(self, given: Plan) -> None:
-        """What is remembered from running out of memory changes the plan."""
-        last, change = self._remembered.failures[-1], changes(given, self.plan)
-        reason = f"memory ran out in step {last['step']} on rank {last['rank']}: {last['error']}"
-        halved = "random streams belong to microbatches: with smaller ones dropout masks are others, and so is rounding"
-        note: dict[str, Any] = {"note": halved} if self.plan.halvings > given.halvings else {}
-        self.event("plan-changed", last["step"], reason=reason, change=change, given=str(given), plan=str(self.plan), **note)
-        self.recorder.message(f"goes on with {change}: {reason}")
+    def _tell(self, remark: Remark) -> None:
+        self.event(remark.event, **remark.details)
+        if remark.line is not None:
+            self.recorder.message(remark.line)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self._termination.hold()
@@ -196,12 +181,11 @@ class Session:
             self.event("preempted", reason=error.reason)
         elif error is not None:
             self.event("run-failed", **account(error))
-            found = self._climb(error)
-            if self._launcher == "lockstep" and (why := more_to_change(self._remembered, self.recorder.path)):
-                ask_again(why)
+            in_a_step = self.course.step is not None
+            found = self._memory.after(error, self.steps_done, in_a_step=in_a_step) if self._traced is None else None
             kept = self.course.rescue(error)
             if found is not None:
-                error.add_note(said(self.plan, found, folder=self.recorder.path, step=self.steps_done if kept else None))
+                error.add_note(self._memory.advice(found, step=self.steps_done if kept else None))
         elif self.course.keeper is not None:
             self.course.finish()
             self.recorder.end({"steps": self.steps_done, "plan": str(self.plan), "world_size": self.world_size})
@@ -340,9 +324,10 @@ class Session:
             mesh=mesh,
             halvings=self.plan.halvings,
         )
-        self._largest = length.largest
-        self._check_halvings(data)
-        self._tell_of_batchnorm(length)
+        self._memory.begin([pair.model for pair in self.pairs], data, largest=length.largest)
+        if not self._told_of_batchnorm and (remark := batchnorm([pair.model for pair in self.pairs], length)) is not None:
+            self._told_of_batchnorm = True
+            self._tell(remark)
         if (pipeline := self.pairs[0].pipeline) is not None:
             pipeline.exchange = self._exchange if mesh.deal.slices else None
             rounds = [len(mesh.deal.rounds(length.most_microbatches, rank)) for rank in range(mesh.deal.ranks)]
@@ -470,17 +455,6 @@ class Session:
         if keeper is not None:
             keeper.after(self.steps_done, asked=save)
 
-    def _climb(self, error: BaseException) -> Plan | str | None:
-        """Where memory ran out, remember the next plan. Returns it, or why there is none; None: it is another error."""
-        if self._traced is not None or not isinstance(error, Exception) or not out_of_memory(error):
-            return None
-        largest = self._largest if self.course.step is not None else None
-        found = next_plan(self.plan, self.device.type, self._out_of_memory, largest=largest, whole=self._whole)
-        found = climb(self.plan, found, self._remembered, error, folder=self.recorder.path, step=self.steps_done, rank=self.rank)
-        told: dict[str, Any] = {"why_not": found} if isinstance(found, str) else {"then": changes(self.plan, found)}
-        self.event("out-of-memory", **told)
-        return found
-
     def autocast(self) -> AbstractContextManager[Any]:
         """The context that forwards run in, for the session's precision. Backwards and commits stay outside."""
         return precisions.autocast(self.precision, self.device)
@@ -552,40 +526,7 @@ class Session:
                 "step.commit(optimizer) for each on every rank, in every step"
             )
 
-    def _check_halvings(self, data: Any) -> None:
-        mine = [name for name, _ in training_layers([pair.model for pair in self.pairs])]
-        layers = [name for theirs in self.mesh.axis("pipeline").gather_values(mine) for name in theirs]
-        if layers:
-            self._whole = f"BatchNorm ({layers[0]!r}) takes its statistics over what is computed at once, so that halves are another model"
-        elif isinstance(data, DataStream):
-            self._whole = "an ls.Stream reads each microbatch from a shard of its own, so that halves are other samples"
-        if self.plan.halvings and self._whole is not None:
-            raise RecipeError(f"halvings={self.plan.halvings}, and {self._whole}; leave halvings out, or give a smaller microbatch")
-
-    def _tell_of_batchnorm(self, length: Length) -> None:
-        """Once, where statistics over the whole global batch would be others."""
-        plain = [name for name, each in training_layers([pair.model for pair in self.pairs]) if not isinstance(each, nn.SyncBatchNorm)]
-        if self._told_of_batchnorm or not plain or length.most_microbatches == 1:
-            return
-        self._told_of_batchnorm = True
-        samples = max(stop - start for start, stop in length.cut(length.span(0)[1] - length.span(0)[0]))
-        self.event("batchnorm-per-microbatch", layers=plain, samples=samples)
-        self.recorder.message(
-            f"BatchNorm: {len(plain)} of the layers ({plain[0]!r}{', ...' if len(plain) > 1 else ''}) take their statistics over one "
-            f"microbatch at a time, {samples} samples, at any number of processes; docs/plans.md, SyncBatchNorm, says how microbatches "
-            "are split over processes instead"
-        )
-
     def _close_pairs(self) -> None:
         for pair in self.pairs:
             pair.close()
         self._exchange.world = None
-
-
-def check_microbatch_is_fixed(plan: Plan, global_batch: int, microbatch: int | None) -> None:
-    """Raises `RecipeError` where microbatches depend on the number of processes and the plan asks for bits that do not."""
-    if plan.numerics == "bitwise" and microbatch is None:
-        raise RecipeError(
-            "numerics=bitwise with microbatch=None; without a fixed microbatch each number of processes computes others; "
-            f"give a microbatch, for example microbatch={max(1, global_batch // 8)}"
-        )

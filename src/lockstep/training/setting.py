@@ -5,20 +5,23 @@ from __future__ import annotations
 import os
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 
 from lockstep import precision as precisions
 from lockstep.comm.group import World
 from lockstep.comm.mesh import Mesh
 from lockstep.comm.segment import Unavailable
-from lockstep.errors import PlanError
+from lockstep.errors import PlanError, RecipeError
+from lockstep.parallel.sync_batchnorm import training_layers
 from lockstep.plan import Plan
 from lockstep.recipe import Precision
+from lockstep.training.source import Length
 
 
 class Remark(NamedTuple):
@@ -39,6 +42,29 @@ def remarks(plan: Plan, mesh: Mesh, precision: Precision) -> Iterator[Remark]:
         yield Remark("data-parallel", {"gpus": gpus, "better": better}, f"warning: data_parallel={gpus}; {better}")
     if warning := precisions.slow_on_this_cpu(precision, world.device):
         yield Remark("slow-precision", {"reason": warning}, f"warning: {warning}")
+
+
+def batchnorm(models: Sequence[nn.Module], length: Length) -> Remark | None:
+    """Where statistics over the whole global batch would be others."""
+    plain = [name for name, each in training_layers(models) if not isinstance(each, nn.SyncBatchNorm)]
+    if not plain or length.most_microbatches == 1:
+        return None
+    samples = max(stop - start for start, stop in length.cut(length.span(0)[1] - length.span(0)[0]))
+    line = (
+        f"BatchNorm: {len(plain)} of the layers ({plain[0]!r}{', ...' if len(plain) > 1 else ''}) take their statistics over one "
+        f"microbatch at a time, {samples} samples, at any number of processes; docs/plans.md, SyncBatchNorm, says how microbatches "
+        "are split over processes instead"
+    )
+    return Remark("batchnorm-per-microbatch", {"layers": plain, "samples": samples}, line)
+
+
+def check_microbatch_is_fixed(plan: Plan, global_batch: int, microbatch: int | None) -> None:
+    """Raises `RecipeError` where microbatches depend on the number of processes and the plan asks for bits that do not."""
+    if plan.numerics == "bitwise" and microbatch is None:
+        raise RecipeError(
+            "numerics=bitwise with microbatch=None; without a fixed microbatch each number of processes computes others; "
+            f"give a microbatch, for example microbatch={max(1, global_batch // 8)}"
+        )
 
 
 def resolved(plan: Plan, world_size: int) -> str:
