@@ -55,7 +55,7 @@ class _Span:
         """The target's own memory, as bytes, where what is read can go straight there."""
         part = self._target[self._wanted[0].target]
         fits = len(self._wanted) == 1 and part.is_contiguous() and part.numel() == elements and part.dtype == self._dtype
-        if not fits or part.device.type != "cpu" or part.nbytes < SMALL_BYTES:
+        if not fits or part.is_conj() or part.is_neg() or part.device.type != "cpu" or part.nbytes < SMALL_BYTES:
             return None
         return part.view(-1).view(torch.uint8)
 

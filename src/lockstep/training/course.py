@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from lockstep.checkpoint.load import Reader
 from lockstep.comm.mesh import Mesh
 from lockstep.data.shards import Position
-from lockstep.launch.failure import out_of_memory
 from lockstep.launch.grace import needing_time
 from lockstep.launch.termination import Terminated
 from lockstep.training.keeping import Keeper
@@ -92,10 +91,8 @@ class Course:
         try:
             with needing_time():
                 name = self.keeper.rescue(self.steps_done)
-        except Exception as failure:
-            if not isinstance(failure, OSError) and not out_of_memory(failure):
-                raise
-            self.event("rescue-failed", reason=str(failure))
+        except Exception as failure:  # whatever it is, it must not hide the error that ended the run
+            self.event("rescue-failed", reason=f"{type(failure).__name__}: {failure}")
             return False
         if name is not None:
             self.event("rescued", checkpoint=name)
