@@ -141,3 +141,17 @@ def test_a_rank_reads_what_it_needs(pool: WorkerPool, tmp_path: Path) -> None:
     for rows, right in pool.run(2, halves, str(tmp_path)):
         assert right == [True, True]
         assert rows < 6 * BLOCK_BYTES, "of 8: its half, which begins and ends inside blocks"
+
+
+def test_a_conjugated_tensor_is_saved_and_loaded_as_its_values(tmp_path: Path) -> None:
+    world = join(rank=0, size=1, local_rank=0, local_size=1)
+    saved = torch.randn(10_000, dtype=torch.complex64).conj()
+    saver = Saver(world, tmp_path, ATTEMPT)
+    try:
+        saver.save(1, {"z": saved}, values={}, facts={})
+        assert saver.poll(30) == Ended(1, None)
+    finally:
+        saver.close()
+    target = torch.zeros(10_000, dtype=torch.complex64).conj()
+    Reader(Folder(tmp_path), Folder(tmp_path).names()[0]).fill({"z": target}, world)
+    assert torch.equal(target, saved)
