@@ -485,3 +485,8 @@ def test_a_loss_scale_that_was_halved_is_taken_up(tmp_path: Path) -> None:
     whole = ls.train(recipe(steps=6, loss=steep, precision="fp16"), run_dir=str(tmp_path / "whole"))
     result = ls.train(recipe(steps=6, loss=steep, precision="fp16"), run_dir=str(tmp_path / "run"))
     assert result.fingerprint == whole.fingerprint
+
+
+def test_a_field_that_no_recipe_has_cannot_differ(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"^may_differ='stepps'; it names fields of the recipe, which are blocks, clip_norm, "):
+        ls.train(recipe(), run_dir=str(tmp_path / "run"), may_differ=["stepps"])

@@ -148,6 +148,11 @@ class Keeper:
 
         Raises `CheckpointError` where it is of another run, or `resume` is "must" and there is none.
         """
+        fields = self.facts["recipe"] or {}
+        if unknown := sorted(name for name in may_differ if name.partition(".")[0] not in fields):
+            raise CheckpointError(
+                f"may_differ={unknown[0]!r}; it names fields of the recipe, which are {', '.join(sorted(fields)) or 'none here'}"
+            )
         names = [] if resume == "never" else [Name(*said) for said in self._on_rank_0(self._names, "read")]
         for name in reversed(names):
             try:
