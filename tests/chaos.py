@@ -29,6 +29,8 @@ from typing import Any
 
 import psutil
 
+from lockstep.errors import USER_ERROR_STATUS
+
 SCRIPT = Path(__file__).parent / "scripts" / "chaos.py"
 PLANS = {"replicate=2": 2, "replicate=3": 3, "replicate=4": 4, "shard=2": 2, "shard=3": 3, "shard=4": 4, "replicate=2,shard=2": 4}
 """And the processes that they need."""
@@ -111,7 +113,7 @@ class Chaos:
             self.wrong.append(f"fingerprint {result['fingerprint'][:16]}, and {right[:16]} undisturbed")
         self.wrong += wrongly_seen(self.folder / "seen", self.resumed)
         deadline = time.monotonic() + 10
-        while (left := running(str(self.run_dir))) and time.monotonic() < deadline:
+        while (left := running(self.folder)) and time.monotonic() < deadline:
             time.sleep(0.1)
         self.wrong += [f"process left: {process}" for process in left]
         files = [path.name for path in self.run_dir.rglob("*")]
@@ -186,9 +188,14 @@ def send(process: psutil.Process, number: signal.Signals) -> None:
         process.send_signal(number)
 
 
-def running(text: str) -> list[str]:
-    """Commands of processes that name `text`, this one's own left out."""
-    return [command(process) for process in psutil.process_iter() if process.pid != os.getpid() and text in command(process)]
+def running(folder: Path) -> list[str]:
+    """Commands of the processes that a start in this folder has begun, known by their variables."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get("TMPDIR") == str(folder / "tmp"):
+                found.append(f"{process.pid} {command(process)}")
+    return found
 
 
 def one(seed: int, right: str, folder: Path) -> Chaos:
@@ -211,8 +218,11 @@ def one(seed: int, right: str, folder: Path) -> Chaos:
             os.killpg(launcher.pid, signal.SIGKILL)
             chaos.wrong.append(f"the start under {chaos.plans[-1]} did not end within {END_SECONDS:.0f} s")
             break
-        wait_for_the_end_of(str(chaos.run_dir))
+        wait_for_the_end_of(folder)
         if (chaos.run_dir / "result.json").exists():
+            if status == -signal.SIGKILL:  # the launcher was killed after the end of the run: the next one removes what it left
+                again = chaos.start(chaos.plans[-1], 1000).wait(END_SECONDS)
+                chaos.wrong += [f"status {again} of a start after the end"] if again != USER_ERROR_STATUS else []
             chaos.check(right)
             break
         if len(chaos.plans) > 1:
@@ -223,10 +233,10 @@ def one(seed: int, right: str, folder: Path) -> Chaos:
     return chaos
 
 
-def wait_for_the_end_of(text: str) -> None:
+def wait_for_the_end_of(folder: Path) -> None:
     """Workers of a launcher that was killed die with it, a moment later."""
     deadline = time.monotonic() + 10
-    while running(text) and time.monotonic() < deadline:
+    while running(folder) and time.monotonic() < deadline:
         time.sleep(0.05)
 
 
