@@ -55,7 +55,7 @@ def stopped(run_dir: Path, **changes: Any) -> None:
 
 def settled(run: Any) -> None:
     """Wait for the save under way."""
-    run.session.course.finish()
+    run.session.course.keeper.finish()
 
 
 def test_it_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.blocks import Seal, cut, digest
+from lockstep.checkpoint.blocks import cut, seal
 from lockstep.checkpoint.folder import Name, Storage
 from lockstep.checkpoint.image import Image
 from lockstep.checkpoint.manifest import File, Manifest, Place, merged
@@ -65,8 +65,7 @@ def _write(folder: Storage, name: Name, file: str, tensors: Mapping[str, Tensor]
         content[start:stop] = part.reshape(-1).view(torch.uint8)
     data = content.numpy().data
     folder.write(name, file, cut(data))
-    seal = Seal(len(data), tuple(digest(block) for block in cut(data)))
-    mine = File(seal, tuple(Place(piece.say(), image.span(piece)[0]) for piece in pieces))
+    mine = File(seal(data), tuple(Place(piece.say(), image.span(piece)[0]) for piece in pieces))
     folder.write(name, note(file), [json.dumps([mine.say(), values]).encode()])
 
 

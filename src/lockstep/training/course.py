@@ -97,8 +97,3 @@ class Course:
         if name is not None:
             self.event("rescued", checkpoint=name)
         return True
-
-    def finish(self) -> None:
-        """Wait for a save under way. Every rank calls it."""
-        if self.keeper is not None:
-            self.keeper.finish()

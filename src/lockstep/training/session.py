@@ -187,7 +187,7 @@ class Session:
             if found is not None:
                 error.add_note(self._memory.advice(found, step=self.steps_done if kept else None))
         elif self.course.keeper is not None:
-            self.course.finish()
+            self.course.keeper.finish()
             self.recorder.end({"steps": self.steps_done, "plan": str(self.plan), "world_size": self.world_size})
         self._stack.close()
         if error is None:
