@@ -394,6 +394,8 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     load = os.getloadavg()[0]
     size = (options.layers, options.width)
+    if options.folder:
+        Path(options.folder).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
 
         def spawn(function: Callable[..., Any], *args: Any) -> Any:

@@ -66,8 +66,8 @@ class Saver:
     def _agree(self, state: Mapping[str, Tensor]) -> str:
         """Prepare. Returns what the next save is known by among the ranks: what an earlier one left must not be taken for it."""
         found = pieces_of(state)
-        said = self._world.gather_values([found != self._held, secrets.token_hex(4)])
-        if any(changed for changed, _ in said):
+        said = self._world.gather_rows(torch.tensor([[found != self._held, secrets.randbits(32)]]), [1] * self._world.size)
+        if said[:, 0].any():
             everyone = self._world.gather_values([piece.say() for piece in found.values()])
             mine = dealt([[Piece.read(said) for said in pieces] for pieces in everyone])[self._world.rank]
             self.close()
@@ -76,7 +76,7 @@ class Saver:
         assert self._memory is not None
         if self._writer is None or self._writer.has_ended:
             self._writer = _Writer(self._memory)
-        return str(said[0][1])
+        return f"{said[0, 1]:08x}"
 
     def save(
         self,
