@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from blake3 import blake3
@@ -28,13 +28,9 @@ class Seal:
         """The blocks that the bytes [start, stop) lie in."""
         return range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)) if start < stop else range(0)
 
-    def is_right(self, block: int, *parts: bytes | memoryview) -> bool:
-        """`parts`: the block's bytes, one behind another."""
-        start, stop = self.span(block)
-        return sum(map(len, parts)) == stop - start and digest(*parts) == self.blocks[block]
 
-
-def digest(*parts: bytes | memoryview) -> str:
+def digest(parts: Iterable[bytes | memoryview]) -> str:
+    """Of bytes that come in parts, one behind another."""
     hasher = blake3()
     for part in parts:
         hasher.update(part)
@@ -48,4 +44,4 @@ def cut(data: memoryview) -> Iterator[memoryview]:
 
 
 def seal(data: memoryview) -> Seal:
-    return Seal(len(data), tuple(digest(block) for block in cut(data)))
+    return Seal(len(data), tuple(digest([block]) for block in cut(data)))

@@ -11,13 +11,15 @@ import fcntl
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 MANIFEST = "manifest.json"
 PAGE_BYTES = 4096
+READ_BYTES = 1 << 20
+"""At most at once: a processor's own cache holds it until it is hashed."""
 _NAME = re.compile(r"step-(\d{8,})-([0-9a-f]{8})")
 
 
@@ -84,8 +86,9 @@ class Storage(Protocol):
     def read(self, name: Name, file: str, start: int = 0, stop: int | None = None) -> bytes:
         """The bytes [start, stop) of a file of a checkpoint; fewer where it is shorter."""
 
-    def read_into(self, name: Name, file: str, start: int, parts: Iterable[memoryview]) -> int:
-        """Read a file of a checkpoint, from `start` on, into memory, part behind part. Returns how many bytes there were."""
+    def read_into(self, name: Name, file: str, start: int, parts: Iterable[memoryview]) -> Iterator[memoryview]:
+        """Read a file of a checkpoint, from `start` on, into memory, part behind part. Gives what has been filled, as it comes; it ends
+        where the file does."""
 
     def delete(self, name: Name) -> None:
         """Take a checkpoint away, so that none is ever half there."""
@@ -166,20 +169,17 @@ class Folder:
             opened.seek(start)
             return opened.read(max(0, min(size, size if stop is None else stop) - start))
 
-    def read_into(self, name: Name, file: str, start: int, parts: Iterable[memoryview]) -> int:
+    def read_into(self, name: Name, file: str, start: int, parts: Iterable[memoryview]) -> Iterator[memoryview]:
         at = start
-        opened = os.open(self.path / str(name) / file, os.O_RDONLY)
-        try:
+        with open(self.path / str(name) / file, "rb", buffering=0) as opened:
             for part in parts:
                 rest = part
                 while rest:
-                    got = os.preadv(opened, [rest], at)
+                    got = os.preadv(opened.fileno(), [rest[:READ_BYTES]], at)
                     if not got:
-                        return at - start
+                        return
+                    yield rest[:got]
                     rest, at = rest[got:], at + got
-        finally:
-            os.close(opened)
-        return at - start
 
     def delete(self, name: Name) -> None:
         hidden = self.path / f".{name}.deleted"

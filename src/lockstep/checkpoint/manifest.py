@@ -99,4 +99,4 @@ def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _hash(known: Any, content: bytes) -> str:
     """Of any format's content."""
-    return digest(f"{known}:".encode() + content)
+    return digest([f"{known}:".encode(), content])

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-from lockstep.checkpoint.blocks import BLOCK_BYTES, Seal
+from lockstep.checkpoint.blocks import BLOCK_BYTES, Seal, digest
 from lockstep.checkpoint.folder import MANIFEST, Name, Storage
 from lockstep.checkpoint.manifest import Damaged, Manifest, Unreachable
 
@@ -25,11 +25,19 @@ def read_manifest(folder: Storage, name: Name) -> Manifest:
 def read_block(folder: Storage, name: Name, file: str, seal: Seal, block: int, parts: Sequence[memoryview]) -> None:
     """Read a block into memory, part behind part, as long as the block together, and check it. Raises `Damaged`, `Unreachable`."""
     start, stop = seal.span(block)
+    length = 0
+
+    def read() -> Iterator[memoryview]:
+        nonlocal length
+        for part in folder.read_into(name, file, start, parts):
+            length += len(part)
+            yield part
+
     with _in_words(file):
-        length = folder.read_into(name, file, start, parts)
+        found = digest(read())  # of what has just been read, while the processor has it at hand
     if length < stop - start:
         raise Damaged(_too_short(file, start + length, seal))
-    if not seal.is_right(block, *parts):
+    if found != seal.blocks[block]:
         raise Damaged(f"{file} has other bytes than were written between {start} and {stop}")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from pathlib import Path
@@ -128,7 +128,7 @@ class Store:
         found: bytes = self._ask(self._fs.cat_file, self._at(name, file), start=start or None, end=stop)
         return found
 
-    def read_into(self, name: Name, file: str, start: int, parts: Iterable[memoryview]) -> int:
+    def read_into(self, name: Name, file: str, start: int, parts: Iterable[memoryview]) -> Iterator[memoryview]:
         parts = list(parts)
         wanted = sum(map(len, parts))
         try:
@@ -138,13 +138,13 @@ class Store:
         except OSError:
             if self.size(name, file) > start:
                 raise
-            return 0  # stores refuse to read from behind the end
+            return  # stores refuse to read from behind the end
         at = 0
         for part in parts:
             got = data[at : at + len(part)]
             part[: len(got)] = got
+            yield part[: len(got)]
             at += len(got)
-        return at
 
     def delete(self, name: Name) -> None:
         self.drop(name, MANIFEST)

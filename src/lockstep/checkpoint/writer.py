@@ -36,7 +36,7 @@ def save(job: dict[str, Any], places: tuple[Place, ...], image: memoryview) -> N
     blocks: list[str] = []
 
     def hashed(block: memoryview) -> memoryview:
-        blocks.append(digest(block))
+        blocks.append(digest([block]))
         return block
 
     folder.write(name, job["file"], map(hashed, cut(image)))

@@ -56,7 +56,7 @@ class Start:
             return cls(weights, tensors, theirs, sorted(ours.keys() - theirs.keys()))
 
         made, failure = _tried(start)
-        seen = None if made is None else digest(json.dumps(sorted(made.tensors.kinds.items())).encode())
+        seen = None if made is None else digest([json.dumps(sorted(made.tensors.kinds.items())).encode()])
         everyone = world.gather_values([failure, seen])
         try:
             _raise_first(said for said, _ in everyone)
