@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -186,7 +187,7 @@ def test_a_checkpoint_of_a_newer_format_is_refused(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("lockstep.checkpoint.manifest.FORMAT", 2)
     (folder.path / str(folder.names()[-1]) / MANIFEST).write_bytes(manifest.encode())
     monkeypatch.undo()
-    with pytest.raises(CheckpointError, match=r"^the checkpoint has format 2, and this version of lockstep reads 1; load it with a newer"):
+    with pytest.raises(CheckpointError, match=r"step-00000003-\w+: the checkpoint has format 2, and this version of lockstep reads 1; load it with a newer"):
         ls.train(recipe(steps=6), run_dir=str(tmp_path / "run"))
 
 
@@ -490,3 +491,16 @@ def test_a_loss_scale_that_was_halved_is_taken_up(tmp_path: Path) -> None:
 def test_a_field_that_no_recipe_has_cannot_differ(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"^may_differ='stepps'; it names fields of the recipe, which are blocks, clip_norm, "):
         ls.train(recipe(), run_dir=str(tmp_path / "run"), may_differ=["stepps"])
+
+
+def test_files_that_may_not_be_read_end_the_run_with_the_reason_and_are_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped(tmp_path / "run")
+
+    def refused(*given: Any) -> Any:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Folder, "read_into", refused)
+    with pytest.raises(CheckpointError, match=r"checkpoints, step-00000003-\w+: rank-0.safetensors cannot be read: Permission denied"):
+        ls.train(recipe(steps=6), run_dir=str(tmp_path / "run"))

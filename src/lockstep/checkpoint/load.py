@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,12 +19,13 @@ from torch import Tensor
 from lockstep.checkpoint.blocks import BLOCK_BYTES, Seal
 from lockstep.checkpoint.folder import Name, Storage
 from lockstep.checkpoint.image import DTYPES
-from lockstep.checkpoint.manifest import Damaged, Unreachable
+from lockstep.checkpoint.manifest import Damaged, Unreachable, Unreadable
 from lockstep.checkpoint.pieces import Copy, Piece, copies, torch_dtype
 from lockstep.checkpoint.reading import read_block, read_manifest
 from lockstep.comm.group import World
 from lockstep.comm.mesh import held
 
+T = TypeVar("T")
 SMALL_BYTES = 64 << 10
 """Less is not read by itself."""
 
@@ -121,9 +123,9 @@ class Reader:
         done: dict[str, list[int]] = {file: [] for file in self.manifest.files}
         for block in blocks:
             done[block.file].append(block.number)
-        _together(lambda: self._read_all(blocks), world)
+        together(lambda: self._read_all(blocks), world)
         everyone = world.gather_values({file: _ranges(numbers) for file, numbers in done.items()})
-        _together(lambda: self._read_all(self._rest(everyone, world)), world)
+        together(lambda: self._read_all(self._rest(everyone, world)), world)
         self._spare.clear()
 
     def _blocks(self, state: Mapping[str, Tensor]) -> Iterator[_Block]:
@@ -195,17 +197,18 @@ class Reader:
         self._spare.append(spare)
 
 
-def _together(read: Callable[[], None], world: World) -> None:
-    """Raises on every rank what is raised on any."""
+def together(read: Callable[[], T], world: World) -> T:
+    """What `read` returns on this rank. Every rank calls it, and each raises the `Damaged`, `Unreadable` or `Unreachable` that any did."""
     failure: tuple[str, str] | None = None
     try:
-        read()
-    except (Damaged, Unreachable) as error:
+        found = read()
+    except (Damaged, Unreadable, Unreachable) as error:
         failure = type(error).__name__, str(error)
     failures = [each for each in world.gather_values(failure) if each is not None]
     if failures:
         kind, text = failures[0]
-        raise (Damaged if kind == Damaged.__name__ else Unreachable)(text)
+        raise {each.__name__: each for each in (Damaged, Unreadable, Unreachable)}[kind](text)
+    return found
 
 
 def _ranges(numbers: Sequence[int]) -> list[list[int]]:

@@ -66,6 +66,10 @@ class Course:
         self._first = self._resumed.manifest.step - self._before
         return self._first
 
+    def save_is_due(self) -> bool:
+        """By the clock."""
+        return self.keeper is not None and self.keeper.time_is_up()
+
     def shards(self, count: int) -> dict[int, Position]:
         """Where the `count` shards of a stream stand at the beginning of this loop. Raises `CheckpointError`."""
         if self._resumed is None or not self._first:

@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from typing import Any, Protocol
 
 from lockstep.checkpoint.folder import Name, Storage
-from lockstep.checkpoint.load import Reader
+from lockstep.checkpoint.load import Reader, together
 from lockstep.checkpoint.manifest import Damaged, Unreachable, Unreadable
 from lockstep.checkpoint.pieces import pieces_of
 from lockstep.checkpoint.rescue import rescue
@@ -156,7 +157,7 @@ class Keeper:
         names = [] if resume == "never" else [Name(*said) for said in self._on_rank_0(self._names, "read")]
         for name in reversed(names):
             try:
-                reader = self._reader(name)
+                reader = together(partial(Reader, self.folder, name), self.world)
                 if found := differences(reader.manifest.facts["recipe"] or {}, self.facts["recipe"] or {}, may_differ=may_differ):
                     raise CheckpointError(
                         f"the recipe is not that of checkpoint {name}: {'; '.join(found)}; go on with the one it was saved with, say which "
@@ -169,6 +170,8 @@ class Keeper:
                 self.tell("checkpoint-damaged", checkpoint=str(name), reason=str(error))
                 self.warn(f"warning: checkpoint {name} is damaged: {error}")
                 continue
+            except (Unreadable, Unreachable) as error:
+                raise CheckpointError(f"{self.folder}, {name}: {error}") from error
             self.tell("resumed", reader.manifest.step, checkpoint=str(name), saved_under=reader.manifest.facts["plan"])
             self.warn(f"goes on from step {name.step}")
             self._read_scores(names)
@@ -205,19 +208,6 @@ class Keeper:
         if failure is not None:
             raise CheckpointError(failure)
         return found
-
-    def _reader(self, name: Name) -> Reader:
-        failure, reader = None, None
-        try:
-            reader = Reader(self.folder, name)
-        except (Damaged, Unreadable, Unreachable) as error:
-            failure = [type(error).__name__, str(error)]
-        failures = [each for each in self.world.gather_values(failure) if each is not None]
-        if failures:
-            kind, text = failures[0]
-            raise (Damaged if kind == Damaged.__name__ else CheckpointError)(text)
-        assert reader is not None
-        return reader
 
     def _save(self, step: int) -> None:
         state = state_of(self.pairs, self.others)

@@ -144,21 +144,7 @@ def train(
                 f"pipeline={session.plan.pipeline} on a recipe in shorthand form (no inputs; the loss calls the model); it must call the "
                 "model's parts itself, on several ranks; give Recipe(inputs=lambda batch: ..., loss=lambda output, batch: ...)"
             )
-        model, made = session.prepare(
-            recipe.model,
-            recipe.optimizer,
-            schedule=recipe.schedule,
-            blocks=recipe.blocks,
-            tensor=recipe.tensor,
-            stages=recipe.stages,
-            weights=recipe.weights,
-        )
-        check = partial(check_tensors, model.state_dict())
-        if (pipeline := session.pairs[0].pipeline) is None:
-            check()
-        else:
-            pipeline.together(check)
-        run = Run(recipe, session, model, made if isinstance(made, list) else [made], hooks)
+        run = _prepare(recipe, session, hooks)
         evaluator = None
         if recipe.evaluation is not None:
             evaluator = Evaluator.of(recipe, recipe.evaluation, session.mesh, session.plan, session.pairs[0])
@@ -172,6 +158,24 @@ def train(
             hook.on_start(run)
         _train(run, evaluator)
         return _result(run)
+
+
+def _prepare(recipe: Recipe, session: Session, hooks: Sequence[Hook]) -> Run:
+    model, made = session.prepare(
+        recipe.model,
+        recipe.optimizer,
+        schedule=recipe.schedule,
+        blocks=recipe.blocks,
+        tensor=recipe.tensor,
+        stages=recipe.stages,
+        weights=recipe.weights,
+    )
+    check = partial(check_tensors, model.state_dict())
+    if (pipeline := session.pairs[0].pipeline) is None:
+        check()
+    else:
+        pipeline.together(check)
+    return Run(recipe, session, model, made if isinstance(made, list) else [made], hooks)
 
 
 def _train(run: Run, evaluator: Evaluator | None) -> None:

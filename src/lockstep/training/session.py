@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
@@ -41,7 +40,7 @@ from lockstep.training import optimizers
 from lockstep.training.course import Course
 from lockstep.training.keeping import Keeper
 from lockstep.training.memory import Memory
-from lockstep.training.outcome import Flag, Outcome, no_weight
+from lockstep.training.outcome import Outcome, no_weight
 from lockstep.training.pair import Pair
 from lockstep.training.recorder import Pace, Recorder
 from lockstep.training.setting import Remark, batchnorm, check_microbatch_is_fixed, remarks, resolved, set_up_computation
@@ -50,6 +49,7 @@ from lockstep.training.starting import Start
 from lockstep.training.state import Stateful
 from lockstep.training.step import Step
 from lockstep.training.traced import Traced, TracedPair, TracedStep
+from lockstep.training.wishes import Wishes
 
 _OVERFLOWS_TO_TELL = 8
 """In a row. Fewer are fp16's way to find its scale, and no more than events."""
@@ -105,14 +105,11 @@ class Session:
         """What was measured after the latest step; empty where nothing was."""
         self.stopping: str | None = None
         """Why no further step is taken, once `stop` has taken effect."""
-        self._wants_to_stop: str | None = None
         self._termination = Termination()
         self._told: list[Pair] = []
         self._exchange = Exchange()
         self._told_of_batchnorm = False
-        self._flag = Flag()
         self._unread: list[Outcome] = []
-        self._stop_at: float | None = None
 
     def __enter__(self) -> Session:
         environment = Environment.read(os.environ)
@@ -133,7 +130,6 @@ class Session:
             if environment.save_every is not None:
                 self._saving = replace(self._saving, every=interval(environment.save_every, "LOCKSTEP_SAVE_EVERY"))
             self._may_differ |= environment.may_differ
-            self._stop_at = environment.stop_at
             stack.enter_context(self._termination)
             self.recorder = Recorder(
                 environment.run_dir or self._given_run_dir, self.world, resume=self._resume, default=environment.default_run_dir
@@ -141,6 +137,7 @@ class Session:
             stack.callback(self.recorder.close)
             stack.callback(self._close_pairs)
             self.course = Course(self.mesh, self.pairs, self.event)
+            self._wishes = Wishes(self.mesh, self._termination, stop_at=environment.stop_at, save_is_due=self.course.save_is_due)
             self._memory = Memory.of(self.mesh, given, environment, self.recorder, self.event)
             self.plan = self._memory.plan
             set_up_computation(self.plan, self.world, environment.threads, stack)
@@ -398,7 +395,7 @@ class Session:
             if len(self.pairs) > 1:
                 source.keep()
             logs = (source.step + 1) % self.log_every == 0 or source.step + 1 == length.steps
-            step = kind(source.step, source, self.pairs, self._exchange, logs=logs, asks=partial(self._asks, logs))
+            step = kind(source.step, source, self.pairs, self._exchange, logs=logs, asks=partial(self._wishes.there_are, stops=logs))
             self.course.step, self.evaluated = step, {}
             yield step
             self._check_committed(step)
@@ -420,40 +417,18 @@ class Session:
                     f"{pair.overflowed_at:g}; each such step halves the scale; take more steps, or precision='bf16' or 'fp32'"
                 )
 
-    def _asks(self, logs: bool) -> bool:
-        """Whether this rank has something to tell the others after the step at hand."""
-        return (logs and self._wants_to_stop is not None) or self._preemption() is not None or self._is_to_save()
-
-    def _is_to_save(self) -> bool:
-        """Whether the clock says so."""
-        return self.course.keeper is not None and self.course.keeper.time_is_up()
-
-    def _preemption(self) -> str | None:
-        """Why this rank is to save and end, if it is."""
-        if self._stop_at is not None and time.time() >= self._stop_at:
-            return "the time that it was given is over"
-        return self._termination.asked
-
     def _attend(self, step: Step, *, logs: bool) -> None:
         """After a step: do what any rank asks for, and save where it is time to. Every rank calls it. Raises `Preempted`."""
-        keeper, save = self.course.keeper, False
-        asked = self._flag.raised(list(step.committed.values()), now=logs)
-        if self.mesh.data.size < self.world.size:
-            asked = self.world.any(asked)
-        if asked:
-            everyone = self.world.gather_values([self._wants_to_stop, self._preemption(), self._is_to_save()])
-            if logs:
-                self.stopping = self.stopping or next((reason for reason, _, _ in everyone if reason is not None), None)
-            save = any(due for _, _, due in everyone)
-            preempted = next((reason for _, reason, _ in everyone if reason is not None), None)
-            if preempted is not None:
-                self._read()
-                if keeper is not None:
-                    with needing_time():
-                        keeper.save_now(self.steps_done)
-                raise Preempted(preempted)
+        keeper, asked = self.course.keeper, self._wishes.exchanged(list(step.committed.values()), stops=logs)
+        self.stopping = self.stopping or asked.stop
+        if asked.end is not None:
+            self._read()
+            if keeper is not None:
+                with needing_time():
+                    keeper.save_now(self.steps_done)
+            raise Preempted(asked.end)
         if keeper is not None:
-            keeper.after(self.steps_done, asked=save)
+            keeper.after(self.steps_done, asked=asked.save)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context that forwards run in, for the session's precision. Backwards and commits stay outside."""
@@ -466,7 +441,7 @@ class Session:
 
     def stop(self, reason: str) -> None:
         """Ask for the end of training. Any rank may; it takes effect on all at the next logging step or evaluation."""
-        self._wants_to_stop = reason
+        self._wishes.stop = reason
 
     @property
     def steps_done(self) -> int:
@@ -516,8 +491,7 @@ class Session:
 
     def take_stop(self) -> None:
         """Learn why any rank wants to stop, if one does. Every rank calls it."""
-        reasons = self.world.gather_values(self._wants_to_stop)
-        self.stopping = next((reason for reason in reasons if reason is not None), None)
+        self.stopping = self._wishes.agree_to_stop()
 
     def _check_committed(self, step: Step) -> None:
         if len(step.committed) < len(self.pairs):
