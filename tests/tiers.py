@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,6 +15,13 @@ MOST = 3
 def tiered(plans: Mapping[str, int], *, always: Collection[str] = ()) -> list[Any]:
     """The plans, which need so many processes each, to parametrize with. `always`: those that are not slow whatever they need."""
     return [pytest.param(plan, marks=tier(processes) if plan not in always else ()) for plan, processes in plans.items()]
+
+
+def paired(plans: Mapping[str, int]) -> list[Any]:
+    """Each plan before each, to parametrize with. Not slow are those of a ring of small ones: each of them before the next."""
+    small = [plan for plan, processes in plans.items() if processes <= MOST]
+    ring = set(zip(small, [*small[1:], small[0]], strict=True))
+    return [pytest.param(*pair, marks=() if pair in ring else pytest.mark.slow) for pair in product(plans, plans)]
 
 
 def tier(processes: int) -> Any:

@@ -45,7 +45,9 @@ def events(run: Path, *names: str) -> list[dict[str, Any]]:
     return [event for event in map(json.loads, lines) if not names or event["event"] in names]
 
 
-@pytest.mark.parametrize(("nproc", "rank", "step"), [(2, 1, 13), (3, 0, 13), (2, 0, 2)], ids=["1 of 2", "0 of 3", "early"])
+@pytest.mark.parametrize(
+    ("nproc", "rank", "step"), [(2, 1, 13), pytest.param(3, 0, 13, marks=pytest.mark.slow), (2, 0, 2)], ids=["1 of 2", "0 of 3", "early"]
+)
 def test_a_run_that_loses_a_worker_goes_on_from_what_a_survivor_had(
     tmp_path: Path, nproc: int, rank: int, step: int, undisturbed: str
 ) -> None:

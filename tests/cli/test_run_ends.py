@@ -26,8 +26,8 @@ PEER = ("PeerDied: an exchange through shared memory failed on rank 0 of 2", "a 
     ("number", "target", "nproc", "plan", "status", "event", "why"),
     [
         (signal.SIGTERM, None, 2, "workers=1", 75, "preempted", "SIGTERM"),
-        (signal.SIGUSR1, None, 2, "shard=2", 75, "preempted", "SIGUSR1"),
-        (signal.SIGTERM, 0, 2, "replicate=2", 75, "preempted", "SIGTERM"),
+        pytest.param(signal.SIGUSR1, None, 2, "shard=2", 75, "preempted", "SIGUSR1", marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, 0, 2, "replicate=2", 75, "preempted", "SIGTERM", marks=pytest.mark.slow),
         (signal.SIGUSR1, 1, 2, "replicate=2", 75, "preempted", "SIGUSR1"),
         (signal.SIGHUP, None, 1, "replicate=1", 129, "run-failed", FROM_OUTSIDE.format("SIGHUP")),
         (signal.SIGKILL, 1, 2, "replicate=2", 137, "run-failed", PEER),

@@ -187,7 +187,9 @@ def test_a_checkpoint_of_a_newer_format_is_refused(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("lockstep.checkpoint.manifest.FORMAT", 2)
     (folder.path / str(folder.names()[-1]) / MANIFEST).write_bytes(manifest.encode())
     monkeypatch.undo()
-    with pytest.raises(CheckpointError, match=r"step-00000003-\w+: the checkpoint has format 2, and this version of lockstep reads 1; load it with a newer"):
+    with pytest.raises(
+        CheckpointError, match=r"step-00000003-\w+: the checkpoint has format 2, and this version of lockstep reads 1; load it with a newer"
+    ):
         ls.train(recipe(steps=6), run_dir=str(tmp_path / "run"))
 
 

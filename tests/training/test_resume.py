@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiers import tier, tiered
+from tiers import paired, tiered
 from training.kept import PLANS, STEPS, STOPPED_AT, restored, run
 
 from lockstep.testing.pool import WorkerPool
 
-BITWISE = [plan for plan in PLANS if "tensor" not in plan and "pipeline" not in plan]
+BITWISE = {plan: processes for plan, processes in PLANS.items() if "tensor" not in plan and "pipeline" not in plan}
 """Those that have bitwise numerics."""
 
 
@@ -63,10 +62,7 @@ def test_the_loss_scale_is_taken_up_too(pool: WorkerPool, tmp_path: Path, precis
     assert pool.run(2, run, "replicate=2", str(tmp_path / "run"), None, {"precision": precision}) == whole
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [pytest.param(one, other, marks=tier(max(PLANS[one], PLANS[other]))) for one, other in product(BITWISE, BITWISE)],
-)
+@pytest.mark.parametrize(("before", "after"), paired(BITWISE))
 def test_in_bitwise_numerics_a_run_goes_on_under_any_plan_with_the_same_end(
     pool: WorkerPool, tmp_path: Path, undisturbed: Path, stopped: Any, before: str, after: str
 ) -> None:
@@ -76,10 +72,7 @@ def test_in_bitwise_numerics_a_run_goes_on_under_any_plan_with_the_same_end(
     assert [row["step"] for row in rows(tmp_path / "run")] == [row["step"] for row in rows(undisturbed)]
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [pytest.param(one, other, marks=tier(max(PLANS[one], PLANS[other]))) for one, other in product(PLANS, PLANS)],
-)
+@pytest.mark.parametrize(("before", "after"), paired(PLANS))
 def test_parameters_and_optimizer_state_saved_under_any_plan_are_taken_up_under_any(
     pool: WorkerPool, tmp_path: Path, stopped: Any, before: str, after: str
 ) -> None:

@@ -239,7 +239,7 @@ def test_a_run_goes_on_in_the_midst_of_its_windows_under_another_plan(pool: Work
     assert set(pool.run(processes(after), run, f"{after},numerics=bitwise", str(tmp_path / "run"), None, STREAMED)) == set(whole)
 
 
-@pytest.mark.parametrize("plan", ["tensor=2", "pipeline=2", "shard=2,pipeline=2"])
+@pytest.mark.parametrize("plan", ["tensor=2", "pipeline=2", pytest.param("shard=2,pipeline=2", marks=pytest.mark.slow)])
 def test_a_run_goes_on_bit_for_bit_where_several_processes_read_a_shard(pool: WorkerPool, tmp_path: Path, plan: str) -> None:
     whole = pool.run(PLANS[plan], run, plan, str(tmp_path / "whole"), None, STREAMED)
     pool.run(PLANS[plan], run, plan, str(tmp_path / "run"), STOPPED_AT, STREAMED)
