@@ -21,7 +21,8 @@ def test_what_was_asked_for_stays_and_nothing_else(
     given: dict[Name, float | None], last: int, every: int | None, mode: Literal["min", "max"]
 ) -> None:
     known = {name: score for name, score in given.items() if score is not None}
-    gone = retired(given, last=last, every=every, scores=known, mode=mode)
+    newest = max(given, default=Name(0, "0000000a"))
+    gone = retired(given, newest=newest, last=last, every=every, scores=known, mode=mode)
     ordered = sorted(given)
     real = {name: score if mode == "min" else -score for name, score in known.items() if not math.isnan(score)}
     best = {name for name in real if real[name] == min(real.values()) and all(other >= name for other in real if real[other] == real[name])}
@@ -29,7 +30,7 @@ def test_what_was_asked_for_stays_and_nothing_else(
     for place, name in enumerate(ordered):
         stays = place >= len(ordered) - last or (every is not None and name.step % every == 0) or name in best
         assert (name in gone) == (not stays)
-    assert retired(set(given) - set(gone), last=last, every=every, scores=known, mode=mode) == []
+    assert retired(set(given) - set(gone), newest=newest, last=last, every=every, scores=known, mode=mode) == []
 
 
 @given(st.lists(st.none() | scores, max_size=30), st.integers(1, 4), st.none() | st.integers(1, 5), modes)
@@ -40,16 +41,25 @@ def test_one_by_one_is_as_all_at_once(found: list[float | None], last: int, ever
         there.append(Name(step, "0000000a"))
         if score is not None:
             known[there[-1]] = score
-        gone = retired(there, last=last, every=every, scores=known, mode=mode)
+        gone = retired(there, newest=there[-1], last=last, every=every, scores=known, mode=mode)
         there = [name for name in there if name not in gone]
     everyone = [Name(step, "0000000a") for step in range(len(found))]
-    gone = retired(everyone, last=last, every=every, scores=known, mode=mode)
+    newest = max(everyone, default=Name(0, "0000000a"))
+    gone = retired(everyone, newest=newest, last=last, every=every, scores=known, mode=mode)
     assert there == [name for name in everyone if name not in gone]
 
 
 def test_without_scores_the_last_ones_stay() -> None:
     there = [Name(step, "0000000a") for step in (10, 20, 30, 40)]
-    assert retired(there, last=2) == there[:2]
-    assert retired(there, last=1, every=20) == [there[0], there[2]]
-    assert retired(there, last=1, scores={there[1]: 0.5, there[2]: 0.7}) == [there[0], there[2]]
-    assert retired([], last=1) == []
+    assert retired(there, newest=there[-1], last=2) == there[:2]
+    assert retired(there, newest=there[-1], last=1, every=20) == [there[0], there[2]]
+    assert retired(there, newest=there[-1], last=1, scores={there[1]: 0.5, there[2]: 0.7}) == [there[0], there[2]]
+    assert retired([], newest=there[-1], last=1) == []
+
+
+def test_what_stands_behind_the_newest_pushes_nothing_out() -> None:
+    damaged = [Name(40, "0000000b"), Name(90, "0000000a")]
+    there = [Name(step, "0000000a") for step in (20, 30, 40)]
+    assert retired([*there, *damaged], newest=there[-1], last=1) == there[:2]
+    assert retired([*there, *damaged], newest=there[-1], last=2) == there[:1]
+    assert retired(damaged[1:], newest=there[-1], last=1) == []

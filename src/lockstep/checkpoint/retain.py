@@ -12,17 +12,19 @@ from lockstep.checkpoint.folder import Name
 def retired(
     names: Collection[Name],
     *,
+    newest: Name,
     last: int,
     every: int | None = None,
     scores: Mapping[Name, float] | None = None,
     mode: Literal["min", "max"] = "min",
 ) -> list[Name]:
-    """Of the complete checkpoints `names`, those to delete, in order. Called once another is complete, never before.
+    """Of the complete checkpoints `names`, those to delete, in order. Called once another, `newest`, is complete, never before.
 
+    What stands behind `newest` is not this run's past: it was damaged, or the run would have gone on from there. It neither counts nor goes.
     Kept are the `last` ones (at least 1), those at multiples of `every` steps, and the one with the best of `scores`, the least or (`mode`)
     the most: of equal ones the first; NaN is no score. A checkpoint needs no score.
     """
-    ordered = sorted(names)
+    ordered = sorted(name for name in names if name <= newest)
     kept = set(ordered[-last:])
     if every is not None:
         kept |= {name for name in ordered if name.step % every == 0}

@@ -90,7 +90,7 @@ class Saver:
         """Copy the state, and have it written behind what follows. Not while a save is under way.
 
         `state`: tensors by name, what this rank holds of them; a name may be on some ranks only. `values`: JSON, objects of all ranks are
-        merged. `facts`: JSON, rank 0's count. `keep`: `retain.retired`'s arguments, `scores` by the text of names; None: keep all.
+        merged. `facts`: JSON, rank 0's count. `keep`: `retain.retired`'s other arguments, `scores` by the text of names; None: keep all.
         """
         assert self._under_way is None, "one save at a time"
         known_by = self._agree(state)

@@ -74,7 +74,14 @@ def _retire(job: dict[str, Any]) -> str | None:
     names = {str(name): name for name in folder.names()}
     scores = {names[text]: score for text, score in keep["scores"].items() if text in names}
     try:
-        for name in retired(names.values(), last=keep["last"], every=keep["every"], scores=scores, mode=keep["mode"]):
+        for name in retired(
+            names.values(),
+            newest=Name(job["step"], job["attempt"]),
+            last=keep["last"],
+            every=keep["every"],
+            scores=scores,
+            mode=keep["mode"],
+        ):
             folder.delete(name)
     except OSError as error:
         return _words(error)
