@@ -46,9 +46,7 @@ class Saving:
                 raise CheckpointError(f"Saving({name}={value!r}); it is a whole number of at least {least}")
         if self.mode not in ("min", "max"):
             raise CheckpointError(f"Saving(mode={self.mode!r}); it is 'min' where less is better, or 'max'")
-        if isinstance(self.every, str):
-            seconds(self.every, "Saving(every)")
-        elif not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 1:
+        if not (_seconds(self.every) if isinstance(self.every, str) else type(self.every) is int and self.every >= 1):
             raise CheckpointError(f"Saving(every={self.every!r}); it is a number of steps, at least 1, or a time such as '10m'")
         if self.folder == "":
             raise CheckpointError("Saving(folder=''); it names a folder or a URL; leave it out for `checkpoints` in the run directory")
@@ -68,17 +66,22 @@ def interval(text: str, name: str) -> int | str:
     """`--save-every`: steps ("500") or a time ("10m"). Raises `CheckpointError`."""
     if text.isdecimal() and int(text) >= 1:
         return int(text)
-    seconds(text, name)
+    if not _seconds(text):
+        raise CheckpointError(f"{name}={text!r}; it is a number of steps, at least 1, or a time with its unit: 500, 90s, 10m, 1h30m")
     return text
 
 
 def seconds(text: str, name: str) -> float:
     """A time such as "90s", "55m" or "1h30m". `name`: what it was given as. Raises `CheckpointError`."""
-    found = _DURATION.fullmatch(text)
-    parts = [] if found is None else [float(part) * unit for part, unit in zip(found.groups(), _UNITS.values(), strict=True) if part]
-    if not parts or not sum(parts):
+    if not (found := _seconds(text)):
         raise CheckpointError(f"{name}={text!r}; it is a time with its unit, more than none: 90s, 55m, 1h30m")
-    return sum(parts)
+    return found
+
+
+def _seconds(text: str) -> float:
+    """0 where it is no time."""
+    found = _DURATION.fullmatch(text)
+    return sum(float(part) * unit for part, unit in zip(found.groups(), _UNITS.values(), strict=True) if part) if found else 0.0
 
 
 def check_resume(value: Any, name: str) -> Resume:

@@ -163,3 +163,18 @@ def test_a_conjugated_tensor_is_saved_and_loaded_as_its_values(tmp_path: Path) -
     target = torch.zeros(10_000, dtype=torch.complex64).conj()
     Reader(Folder(tmp_path), Folder(tmp_path).names()[0]).fill({"z": target}, world)
     assert torch.equal(target, saved)
+
+
+def test_an_expanded_tensor_is_saved_and_loaded(tmp_path: Path) -> None:
+    """Several of its elements are one place in memory: no copy_ writes to such a tensor."""
+    world = join(rank=0, size=1, local_rank=0, local_size=1)
+    saved = {"rows": torch.randn(1, 6).expand(4, 6), "columns": torch.randn(3, 1).expand(3, 5), "scalar": torch.randn(()).expand(30, 2)}
+    saver = Saver(world, tmp_path, ATTEMPT)
+    try:
+        saver.save(1, saved, values={}, facts={})
+        assert saver.poll(30) == Ended(1, None)
+    finally:
+        saver.close()
+    state = {"rows": torch.zeros(1, 6).expand(4, 6), "columns": torch.zeros(3, 1).expand(3, 5), "scalar": torch.zeros(()).expand(30, 2)}
+    Reader(Folder(tmp_path), Folder(tmp_path).names()[0]).fill(state, world)
+    assert all(torch.equal(state[name], saved[name]) for name in saved)

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from training.started import started
 
 import lockstep as ls
 from lockstep.checkpoint.folder import MANIFEST, Folder, Name
-from lockstep.checkpoint.manifest import _hash
+from lockstep.checkpoint.manifest import Manifest, _hash
 from lockstep.cli.inspect import looked_at
 from lockstep.testing.pool import WorkerPool
 
@@ -113,6 +114,10 @@ def newer(checkpoint: Path) -> None:
     (checkpoint / MANIFEST).write_bytes(b'{"format":99,"blake3":"%s","content":%s}\n' % (_hash(99, content).encode(), content))
 
 
+def step_two(path: Path) -> None:
+    path.write_bytes(replace(Manifest.decode(path.read_bytes()), step=2).encode())
+
+
 def lengthen(path: Path) -> None:
     path.write_bytes(path.read_bytes() + b" ")
 
@@ -122,6 +127,7 @@ DAMAGES: dict[str, tuple[Any, str, str]] = {
     "a byte more": (lambda at: lengthen(next(at.glob("*.safetensors"))), "damaged", "goes on behind its end"),
     "a file": (lambda at: next(at.glob("*.safetensors")).unlink(), "damaged", "is missing"),
     "manifest": (lambda at: flip(at / MANIFEST, 200), "damaged", "manifest"),
+    "another one's manifest": (lambda at: step_two(at / MANIFEST), "damaged", "the manifest is that of step 2"),
     "newer": (newer, "unreadable", "has format 99, and this version of lockstep reads 1"),
 }
 
@@ -213,6 +219,7 @@ MISTAKES: list[tuple[list[str], str]] = [
         ["export", "run", "model.pt"],
         "OUT is 'model.pt'; a model is exported as safetensors, which every program reads and none runs; name it",
     ),
+    (["export", "run", "."], "OUT is '.'; a model is exported as safetensors, which every program reads and none runs; name it model.safetensors"),
     (["export", "run", "there.safetensors"], "there.safetensors is there already; nothing is overwritten; name another, or remove it"),
     (["export", "run", "no/model.safetensors"], "no/model.safetensors: its folder is not there; name a file in a folder that is"),
     (["export", "run", "model.safetensors"], "run has no checkpoint to export: there is none; lockstep inspect shows what is there"),

@@ -85,6 +85,21 @@ def test_never_refuses_an_unfinished_run_and_must_one_without_a_checkpoint(tmp_p
         ls.train(recipe(steps=6), run_dir=str(tmp_path / "new"), resume="maybe")  # type: ignore[arg-type]
 
 
+def test_never_refuses_a_folder_with_another_runs_checkpoints(tmp_path: Path) -> None:
+    stopped(tmp_path / "run")
+    folder = ls.Saving(folder=str(tmp_path / "run" / "checkpoints"))
+    with pytest.raises(CheckpointError, match=r"^resume=never, and .*run/checkpoints holds checkpoints of an earlier run, the newest step-00000003-\w+; "):
+        ls.train(recipe(steps=6), run_dir=str(tmp_path / "new"), resume="never", saving=folder)
+    assert saved(tmp_path / "run") == [2, 3]
+
+
+def test_a_damaged_checkpoint_ahead_of_the_run_pushes_no_new_one_out(tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoints" / "step-00000005-00000000").mkdir(parents=True)
+    with pytest.raises(Preempted):
+        ls.train(recipe(steps=6), run_dir=str(tmp_path / "run"), hooks=[At({2: ask})], saving=ls.Saving(every=2, last=1))
+    assert saved(tmp_path / "run") == [3, 5]
+
+
 def test_another_recipe_is_refused_with_what_differs_unless_it_may(tmp_path: Path) -> None:
     stopped(tmp_path / "run", clip_norm=1.0)
     words = r"^the recipe is not that of checkpoint step-00000003-\w+: clip_norm: 1.0, now 2.0; steps: 6, now 8; go on with"
@@ -210,6 +225,7 @@ def test_what_a_hook_holds_is_saved_and_taken_up(tmp_path: Path) -> None:
     import numpy as np
 
     held = {3: (1.5, None), "a": [torch.arange(3), np.float32(0.1), float("inf")], "b": {"lockstep": True}}
+    held |= {"a/0": torch.zeros(2), "3": {"x": torch.ones(1), 1: torch.ones(2), "1": torch.ones(3)}}
     with pytest.raises(Preempted):
         ls.train(recipe(steps=6), run_dir=str(tmp_path / "run"), hooks=[Holds(held), At({2: ask})])
     hook = Holds({"a": [torch.zeros(3)]})

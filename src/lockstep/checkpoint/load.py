@@ -75,7 +75,11 @@ class _Span:
             for copy in self._wanted:
                 lengths = [side.stop - side.start for side in copy.source]
                 source = torch.as_strided(values, lengths, self._strides, self._ends(copy)[0] - self._first)
-                self._target[copy.target].copy_(source)
+                target = self._target[copy.target]
+                for dim, stride in enumerate(target.stride()):
+                    if stride == 0 and target.shape[dim] > 1:  # expanded: one place in memory, which is written to once
+                        target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
+                target.copy_(source)
         self._data = None
 
 

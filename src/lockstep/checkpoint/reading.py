@@ -19,7 +19,10 @@ def read_manifest(folder: Storage, name: Name) -> Manifest:
     """Raises `Damaged`, `Unreadable`, `Unreachable`."""
     with _in_words(MANIFEST):
         data = folder.read(name, MANIFEST)
-    return Manifest.decode(data)
+    found = Manifest.decode(data)
+    if found.step != name.step:
+        raise Damaged(f"the manifest is that of step {found.step}")
+    return found
 
 
 def read_block(folder: Storage, name: Name, file: str, seal: Seal, block: int, parts: Sequence[memoryview]) -> None:

@@ -18,7 +18,7 @@ _TAG = "lockstep"
 
 
 def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """`value` as JSON. Its tensors go to `tensors`, under `name` and their place in it: `average/fc.weight`.
+    """`value` as JSON. Its tensors go to `tensors`, under `name` and their place in it, `average/fc.weight`, each under a name of its own.
 
     Takes None, bool, int, float, str, list, tuple, dict, tensors, and numpy's numbers and arrays. Raises `CheckpointError`, with the place
     and the type, for anything else.
@@ -83,6 +83,8 @@ def _named(tensor: Tensor, name: str, tensors: dict[str, Tensor]) -> Any:
     dtype = str(tensor.dtype).removeprefix("torch.")
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized or dtype not in DTYPES:
         raise _cannot(name, f"a tensor of layout {tensor.layout}, type {tensor.dtype}, on device {tensor.device}")
+    while name in tensors:  # {"a": {"b": ...}, "a/b": ...}, or {1: ..., "1": ...}
+        name += "'"
     tensors[name] = tensor.detach()
     return {_TAG: "tensor", "value": name}
 

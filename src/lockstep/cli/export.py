@@ -51,7 +51,7 @@ def _check_out(path: Path) -> None:
     if path.suffix != ".safetensors":
         raise CheckpointError(
             f"OUT is {str(path)!r}; a model is exported as safetensors, which every program reads and none runs; name it "
-            f"{path.with_suffix('.safetensors').name}"
+            f"{path.stem or 'model'}.safetensors"
         )
     if path.exists():
         raise CheckpointError(f"{path} is there already; nothing is overwritten; name another, or remove it")

@@ -154,7 +154,12 @@ class Keeper:
             raise CheckpointError(
                 f"may_differ={unknown[0]!r}; it names fields of the recipe, which are {', '.join(sorted(fields)) or 'none here'}"
             )
-        names = [] if resume == "never" else [Name(*said) for said in self._on_rank_0(self._names, "read")]
+        names = [Name(*said) for said in self._on_rank_0(self._names, "read")]
+        if resume == "never" and names:
+            raise CheckpointError(
+                f"resume=never, and {self.folder} holds checkpoints of an earlier run, the newest {names[-1]}; one run saves to a folder; "
+                "give another folder, or remove those"
+            )
         for name in reversed(names):
             try:
                 reader = together(partial(Reader, self.folder, name), self.world)
