@@ -168,6 +168,15 @@ def test_a_recipe_describes_itself_in_json() -> None:
     assert list(described["evaluation"]["metrics"]) == ["accuracy", "auc"]
 
 
+def test_a_script_has_one_name_whatever_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a run that ls.spawn began could not go on under `lockstep run`."""
+    monkeypatch.setattr(nothing, "__module__", "__mp_main__")
+    spawned = recipe(model=nothing).describe()
+    monkeypatch.setattr(nothing, "__module__", "__main__")
+    assert spawned == recipe(model=nothing).describe()
+    assert spawned["model"] == "__main__.nothing"
+
+
 def test_weights_are_described_alike_however_they_are_given() -> None:
     said = {"path": "w.safetensors", "names": {"module.*": "*", "head.*": None}, "missing": "keep"}
     assert recipe(weights=ls.Weights(**said)).describe()["weights"] == said

@@ -245,6 +245,7 @@ def _describe(value: Any) -> Any:
         return {str(key): _describe(item) for key, item in value.items()}
     name = getattr(value, "__qualname__", type(value).__qualname__)
     module = getattr(value, "__module__", type(value).__module__)
+    module = "__main__" if module == "__mp_main__" else module  # what a script is called in processes that `ls.spawn` started
     return f"{module}.{name}" + (f"[{len(value)}]" if isinstance(value, Sized) and not isinstance(value, type) else "")
 
 

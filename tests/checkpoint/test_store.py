@@ -244,6 +244,12 @@ def test_where_checkpoints_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(RunDirectoryError, match=r"^memory://b is memory of one process, and another writes the checkpoints"):
         folder_at("memory://b")
 
+    for nowhere, what in (("s3://", "bucket"), ("gs:///run", "bucket"), ("://run", "store")):
+        with pytest.raises(RunDirectoryError, match=rf"^{nowhere} names no {what} \(is a variable unset\?\); give one like s3://bucket/run$"):
+            folder_at(nowhere)
+    with pytest.raises(RunDirectoryError, match=r"^github://b: github:// cannot hold checkpoints \(TypeError: .*; give a path, or a URL"):
+        folder_at("github://b")
+
     def missing(protocol: str) -> Any:
         raise ImportError("Install s3fs to access S3")
 

@@ -133,9 +133,18 @@ class Scalar(nn.Module):
         return self.linear(x) * self.scale
 
 
-def train_a_scalar(run_dir: str) -> str:
+class Turned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, 6).t())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+def refused(model: type[nn.Module], run_dir: str) -> str:
     try:
-        ls.train(recipe(model=Scalar, optimizer=sgd), plan="shard=2", run_dir=run_dir)
+        ls.train(recipe(model=model, optimizer=sgd), plan="shard=2", run_dir=run_dir)
     except RecipeError as error:
         return str(error)
     return "it trained"
@@ -143,6 +152,12 @@ def train_a_scalar(run_dir: str) -> str:
 
 def test_a_parameter_without_dims_cannot_be_cut(pool: WorkerPool, tmp_path: Path) -> None:
     assert (
-        pool.run(2, train_a_scalar, str(tmp_path / "run"))
+        pool.run(2, refused, Scalar, str(tmp_path / "run"))
         == ["the parameter 'scale' is a scalar, which the shard axis cannot cut; give it one dim, torch.zeros(1), or choose replicate"] * 2
     )
+
+
+def test_a_parameter_that_is_not_contiguous_cannot_be_cut(pool: WorkerPool, tmp_path: Path) -> None:
+    one, other = pool.run(2, refused, Turned, str(tmp_path / "run"))
+    assert one == other
+    assert one.startswith("the parameter 'weight' is not contiguous (strides (1, 6)), and the shard axis cuts rows that lie behind one another; ")

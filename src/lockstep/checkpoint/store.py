@@ -56,7 +56,9 @@ class Store:
         import fsspec  # type: ignore[import-untyped]  # here: it is memory that the process that writes to a path can do without
         from fsspec.registry import known_implementations  # type: ignore[import-untyped]
 
-        protocol = url.partition("://")[0]
+        protocol, _, path = url.partition("://")
+        if not protocol or (protocol in WITHOUT_FOLDERS and not path.partition("/")[0]):
+            raise RunDirectoryError(f"{url} names no {'bucket' if protocol else 'store'} (is a variable unset?); give one like s3://bucket/run")
         try:
             driver = fsspec.get_filesystem_class(protocol)
         except ValueError as error:
@@ -66,7 +68,11 @@ class Store:
             remedy = f"pip install {PACKAGES[protocol]}" if protocol in PACKAGES else said
             raise RunDirectoryError(f"{url}: the driver of {protocol}:// is not installed; {remedy}") from error
         self.url = url.rstrip("/")
-        self._fs = driver(use_listings_cache=False, **OPTIONS.get(protocol, {}))
+        try:
+            self._fs = driver(use_listings_cache=False, **OPTIONS.get(protocol, {}))
+        except Exception as error:  # drivers raise whatever their own libraries do
+            said = f"{type(error).__name__}: {error}"
+            raise RunDirectoryError(f"{url}: {protocol}:// cannot hold checkpoints ({said}); give a path, or a URL like s3://bucket/run") from error
         self._makes_folders = protocol not in WITHOUT_FOLDERS
 
     def __str__(self) -> str:

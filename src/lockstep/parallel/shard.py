@@ -52,6 +52,11 @@ def shard(
             raise RecipeError(
                 f"the parameter {name!r} is a scalar, which the shard axis cannot cut; give it one dim, torch.zeros(1), or choose replicate"
             )
+        if not parameter.is_contiguous():
+            raise RecipeError(
+                f"the parameter {name!r} is not contiguous (strides {parameter.stride()}), and the shard axis cuts rows that lie behind one "
+                "another; make it so in the model, nn.Parameter(value.contiguous()), or choose replicate"
+            )
     assert mesh.torch_mesh is not None
     axis = mesh.torch_mesh["shard"]
     modules = [model.get_submodule(name) for name in blocks]
