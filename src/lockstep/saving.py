@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
@@ -90,6 +90,13 @@ def check_resume(value: Any, name: str) -> Resume:
         raise CheckpointError(f"{name}={value!r}; it is one of {', '.join(get_args(Resume))}")
     found: Resume = value
     return found
+
+
+def check_may_differ(value: Collection[str]) -> frozenset[str]:
+    """Raises `CheckpointError` where it is one text, whose letters would be taken for fields."""
+    if isinstance(value, str):
+        raise CheckpointError(f"may_differ={value!r}; it is a list of fields of the recipe: may_differ={value.split(',')!r}")
+    return frozenset(value)
 
 
 def check_out_of_memory(value: str, name: str) -> OutOfMemory:

@@ -245,7 +245,9 @@ def test_where_checkpoints_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         folder_at("memory://b")
 
     for nowhere, what in (("s3://", "bucket"), ("gs:///run", "bucket"), ("://run", "store")):
-        with pytest.raises(RunDirectoryError, match=rf"^{nowhere} names no {what} \(is a variable unset\?\); give one like s3://bucket/run$"):
+        with pytest.raises(
+            RunDirectoryError, match=rf"^{nowhere} names no {what} \(is a variable unset\?\); give one like s3://bucket/run$"
+        ):
             folder_at(nowhere)
     with pytest.raises(RunDirectoryError, match=r"^github://b: github:// cannot hold checkpoints \(TypeError: .*; give a path, or a URL"):
         folder_at("github://b")

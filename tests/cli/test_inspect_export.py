@@ -219,7 +219,10 @@ MISTAKES: list[tuple[list[str], str]] = [
         ["export", "run", "model.pt"],
         "OUT is 'model.pt'; a model is exported as safetensors, which every program reads and none runs; name it",
     ),
-    (["export", "run", "."], "OUT is '.'; a model is exported as safetensors, which every program reads and none runs; name it model.safetensors"),
+    (
+        ["export", "run", "."],
+        "OUT is '.'; a model is exported as safetensors, which every program reads and none runs; name it model.safetensors",
+    ),
     (["export", "run", "there.safetensors"], "there.safetensors is there already; nothing is overwritten; name another, or remove it"),
     (["export", "run", "no/model.safetensors"], "no/model.safetensors: its folder is not there; name a file in a folder that is"),
     (["export", "run", "model.safetensors"], "run has no checkpoint to export: there is none; lockstep inspect shows what is there"),

@@ -110,7 +110,10 @@ def test_a_second_signal_does_not_wait_for_the_step(tmp_path: Path) -> None:
     ("option", "words"),
     [
         (["--stop-after", "55"], "--stop-after='55'; it is a time with its unit, more than none: 90s, 55m, 1h30m"),
-        (["--save-every", "often"], "--save-every='often'; it is a number of steps, at least 1, or a time with its unit: 500, 90s, 10m, 1h30m"),
+        (
+            ["--save-every", "often"],
+            "--save-every='often'; it is a number of steps, at least 1, or a time with its unit: 500, 90s, 10m, 1h30m",
+        ),
         (["--save-every", "0"], "--save-every='0'; it is a number of steps, at least 1, or a time with its unit"),
     ],
 )

@@ -88,7 +88,9 @@ def test_never_refuses_an_unfinished_run_and_must_one_without_a_checkpoint(tmp_p
 def test_never_refuses_a_folder_with_another_runs_checkpoints(tmp_path: Path) -> None:
     stopped(tmp_path / "run")
     folder = ls.Saving(folder=str(tmp_path / "run" / "checkpoints"))
-    with pytest.raises(CheckpointError, match=r"^resume=never, and .*run/checkpoints holds checkpoints of an earlier run, the newest step-00000003-\w+; "):
+    with pytest.raises(
+        CheckpointError, match=r"^resume=never, and .*run/checkpoints holds checkpoints of an earlier run, the newest step-00000003-\w+; "
+    ):
         ls.train(recipe(steps=6), run_dir=str(tmp_path / "new"), resume="never", saving=folder)
     assert saved(tmp_path / "run") == [2, 3]
 
@@ -193,6 +195,18 @@ def test_where_all_are_damaged_a_run_begins_anew_or_must_not(pool: WorkerPool, t
         ls.train(recipe(steps=6), run_dir=str(tmp_path / "run"), resume="must", plan="numerics=bitwise")
     whole = ls.train(recipe(steps=6), run_dir=str(tmp_path / "whole"), plan="numerics=bitwise")
     assert ls.train(recipe(steps=6), run_dir=str(tmp_path / "run"), plan="numerics=bitwise").fingerprint == whole.fingerprint
+
+
+def test_a_run_that_begins_anew_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its checkpoints are elsewhere than before, say."""
+    stopped(tmp_path / "run")
+    assert "begins anew" not in capsys.readouterr().err
+    elsewhere = str(tmp_path / "elsewhere")
+    ls.train(recipe(steps=6), run_dir=str(tmp_path / "run"), saving=ls.Saving(folder=elsewhere))
+    words = f"warning: {elsewhere} has no checkpoint to go on from; the run begins anew, from step 0\n"
+    assert words in capsys.readouterr().err
+    (anew,) = [event for event in events(tmp_path / "run") if event["event"] == "begun-anew"]
+    assert anew["checkpoints"] == elsewhere
 
 
 def test_a_checkpoint_of_a_newer_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -424,6 +438,13 @@ def test_what_is_included_has_a_state_and_a_name_of_its_own(tmp_path: Path) -> N
         session.include("x", Buffer())
         with pytest.raises(CheckpointError, match=r"^include\('x'\) for a second time"):
             session.include("x", Buffer())
+        session.prepare(network, adamw)
+        steps = session.steps(None, global_batch=4, microbatch=2, steps=1)
+        next(iter(steps))
+        with pytest.raises(
+            CheckpointError, match=r"^include\('late'\) after steps have begun; what was saved is taken up then; include it"
+        ):
+            session.include("late", Buffer())
 
 
 def test_what_a_crash_left_is_cleared_away(tmp_path: Path) -> None:
@@ -509,6 +530,10 @@ def test_a_loss_scale_that_was_halved_is_taken_up(tmp_path: Path) -> None:
 def test_a_field_that_no_recipe_has_cannot_differ(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"^may_differ='stepps'; it names fields of the recipe, which are blocks, clip_norm, "):
         ls.train(recipe(), run_dir=str(tmp_path / "run"), may_differ=["stepps"])
+    with pytest.raises(
+        CheckpointError, match=r"^may_differ='steps,seed'; it is a list of fields of the recipe: may_differ=\['steps', 'seed'\]"
+    ):
+        ls.train(recipe(), run_dir=str(tmp_path / "run"), may_differ="steps,seed")
 
 
 def test_files_that_may_not_be_read_end_the_run_with_the_reason_and_are_not_called_damaged(

@@ -160,4 +160,6 @@ def test_a_parameter_without_dims_cannot_be_cut(pool: WorkerPool, tmp_path: Path
 def test_a_parameter_that_is_not_contiguous_cannot_be_cut(pool: WorkerPool, tmp_path: Path) -> None:
     one, other = pool.run(2, refused, Turned, str(tmp_path / "run"))
     assert one == other
-    assert one.startswith("the parameter 'weight' is not contiguous (strides (1, 6)), and the shard axis cuts rows that lie behind one another; ")
+    assert one.startswith(
+        "the parameter 'weight' is not contiguous (strides (1, 6)), and the shard axis cuts rows that lie behind one another; "
+    )

@@ -20,7 +20,7 @@ def retired(
 ) -> list[Name]:
     """Of the complete checkpoints `names`, those to delete, in order. Called once another, `newest`, is complete, never before.
 
-    What stands behind `newest` is not this run's past: it was damaged, or the run would have gone on from there. It neither counts nor goes.
+    What stands behind `newest` was damaged, or the run would have gone on from there: it neither counts nor goes.
     Kept are the `last` ones (at least 1), those at multiples of `every` steps, and the one with the best of `scores`, the least or (`mode`)
     the most: of equal ones the first; NaN is no score. A checkpoint needs no score.
     """

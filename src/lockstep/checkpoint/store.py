@@ -58,7 +58,9 @@ class Store:
 
         protocol, _, path = url.partition("://")
         if not protocol or (protocol in WITHOUT_FOLDERS and not path.partition("/")[0]):
-            raise RunDirectoryError(f"{url} names no {'bucket' if protocol else 'store'} (is a variable unset?); give one like s3://bucket/run")
+            raise RunDirectoryError(
+                f"{url} names no {'bucket' if protocol else 'store'} (is a variable unset?); give one like s3://bucket/run"
+            )
         try:
             driver = fsspec.get_filesystem_class(protocol)
         except ValueError as error:
@@ -72,7 +74,9 @@ class Store:
             self._fs = driver(use_listings_cache=False, **OPTIONS.get(protocol, {}))
         except Exception as error:  # drivers raise whatever their own libraries do
             said = f"{type(error).__name__}: {error}"
-            raise RunDirectoryError(f"{url}: {protocol}:// cannot hold checkpoints ({said}); give a path, or a URL like s3://bucket/run") from error
+            raise RunDirectoryError(
+                f"{url}: {protocol}:// cannot hold checkpoints ({said}); give a path, or a URL like s3://bucket/run"
+            ) from error
         self._makes_folders = protocol not in WITHOUT_FOLDERS
 
     def __str__(self) -> str:

@@ -54,8 +54,8 @@ def shard(
             )
         if not parameter.is_contiguous():
             raise RecipeError(
-                f"the parameter {name!r} is not contiguous (strides {parameter.stride()}), and the shard axis cuts rows that lie behind one "
-                "another; make it so in the model, nn.Parameter(value.contiguous()), or choose replicate"
+                f"the parameter {name!r} is not contiguous (strides {parameter.stride()}), and the shard axis cuts rows that lie behind "
+                "one another; make it so in the model, nn.Parameter(value.contiguous()), or choose replicate"
             )
     assert mesh.torch_mesh is not None
     axis = mesh.torch_mesh["shard"]

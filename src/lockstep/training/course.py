@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from lockstep.checkpoint.load import Reader
 from lockstep.comm.mesh import Mesh
 from lockstep.data.shards import Position
+from lockstep.errors import CheckpointError
 from lockstep.launch.grace import needing_time
 from lockstep.launch.termination import Terminated
 from lockstep.training.keeping import Keeper
@@ -48,6 +49,17 @@ class Course:
         if self.step is None:
             return self._before + self._first
         return self._before + self.step.index + (len(self.step.committed) == len(self.pairs))
+
+    def include(self, name: str, state: Stateful) -> None:
+        """See `Session.include`."""
+        if not isinstance(state, Stateful):
+            raise CheckpointError(f"include({name!r}, a {type(state).__name__}); it has no state_dict and load_state_dict; give it both")
+        if name in self.others:
+            raise CheckpointError(f"include({name!r}) for a second time; each name is for one; choose another")
+        if self._loops:
+            raise CheckpointError(f"include({name!r}) after steps have begun; what was saved is taken up then; include it before")
+        self.others[name] = state
+        self.is_whole_in_a_step = False
 
     def begin_loop(self, keep: Callable[[], tuple[Keeper | None, Reader | None]]) -> int:
         """Another loop of steps. Returns its first step: a large one where all of it was done before. Every rank calls it.

@@ -103,8 +103,11 @@ class Recorder:
             },
         )
 
-    def go_on(self, step: int) -> None:
-        """The run begins, or goes on, with `step` steps done."""
+    def go_on(self, step: int, checkpoints: str) -> None:
+        """The run begins, or goes on, with `step` steps done. `checkpoints`: where they were looked for."""
+        if self.goes_on and not step:
+            self.event("begun-anew", 0, checkpoints=checkpoints)
+            self.message(f"warning: {checkpoints} has no checkpoint to go on from; the run begins anew, from step 0")
         if self._metrics is not None:
             self._metrics.go_on(step)
 

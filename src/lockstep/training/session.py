@@ -21,7 +21,7 @@ from lockstep.comm.group import exact_sum, join
 from lockstep.comm.mesh import Mesh
 from lockstep.data.generators import seed_generators
 from lockstep.data.loader import Loader, StreamLoader
-from lockstep.errors import CheckpointError, LossError, PlanError, RecipeError
+from lockstep.errors import LossError, PlanError, RecipeError
 from lockstep.events import Event
 from lockstep.keys import Stream, key
 from lockstep.launch.environment import Environment, check_run_dir
@@ -35,7 +35,7 @@ from lockstep.parallel.updates import separate_meshes
 from lockstep.plan import Plan
 from lockstep.recipe import Precision, Weights, check_batch, check_count, check_data, check_length, check_precision, check_seed
 from lockstep.recipe import Stream as DataStream
-from lockstep.saving import Resume, Saving, check_resume, interval
+from lockstep.saving import Resume, Saving, check_may_differ, check_resume, interval
 from lockstep.training import optimizers
 from lockstep.training.course import Course
 from lockstep.training.keeping import Keeper
@@ -96,7 +96,7 @@ class Session:
         self._recipe = recipe
         self._saving = Saving() if saving is None else saving
         self._resume = check_resume(resume, "resume")
-        self._may_differ = frozenset(may_differ)
+        self._may_differ = check_may_differ(may_differ)
         self.pairs: list[Pair] = []
         """What `prepare` has prepared."""
         self._listeners: list[Callable[[Event], object]] = []
@@ -350,12 +350,7 @@ class Session:
         `state`: has `state_dict` and `load_state_dict`; the same on every rank. Every rank calls it. Raises `CheckpointError` where it
         cannot be saved.
         """
-        if not isinstance(state, Stateful):
-            raise CheckpointError(f"include({name!r}, a {type(state).__name__}); it has no state_dict and load_state_dict; give it both")
-        if name in self.course.others:
-            raise CheckpointError(f"include({name!r}) for a second time; each name is for one; choose another")
-        self.course.others[name] = state
-        self.course.is_whole_in_a_step = False
+        self.course.include(name, state)
 
     def _keep(self) -> tuple[Keeper | None, Reader | None]:
         """Begin to keep checkpoints, and take up the newest one that is there. Returns what keeps them, and what this run goes on from."""
@@ -377,7 +372,7 @@ class Session:
         self._stack.callback(keeper.close)
         found = keeper.restore(self._resume, may_differ=self._may_differ)
         step = 0 if found is None else found.manifest.step
-        self.recorder.go_on(step)
+        self.recorder.go_on(step, str(keeper.folder))
         keeper.begin(step)
         return keeper, found
 
