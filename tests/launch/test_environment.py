@@ -37,6 +37,10 @@ def test_our_launchers_say_who_they_are_and_pass_the_plan_and_the_run_directory(
     assert (read.launcher, read.plan, read.run_dir) == (launcher, "replicate=4", "/runs/a")
 
 
+def test_fields_that_may_differ_are_a_list() -> None:
+    assert Environment.read({"LOCKSTEP_MAY_DIFFER": "steps, schedule,"}).may_differ == {"steps", "schedule"}
+
+
 def test_an_empty_plan_or_run_directory_is_none() -> None:
     read = Environment.read({"LOCKSTEP_PLAN": "", "LOCKSTEP_RUN_DIR": ""})
     assert (read.plan, read.run_dir) == (None, None)

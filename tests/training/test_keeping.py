@@ -424,9 +424,10 @@ def test_a_session_of_several_pairs_and_loops_goes_on(tmp_path: Path) -> None:
     assert same(others, models)
 
 
-def test_a_session_that_has_ended_is_not_gone_on_with(tmp_path: Path) -> None:
+def test_a_session_that_has_ended_has_saved_its_end_and_is_not_gone_on_with(tmp_path: Path) -> None:
     two_loops(tmp_path / "run", None)
     assert json.loads((tmp_path / "run" / "result.json").read_text())["steps"] == 6
+    assert saved(tmp_path / "run") == [6]
     with pytest.raises(ls.errors.RunDirectoryError, match="has ended"):
         two_loops(tmp_path / "run", None)
 
@@ -452,11 +453,12 @@ def test_what_a_crash_left_is_cleared_away(tmp_path: Path) -> None:
     hidden = tmp_path / "run" / "checkpoints" / ".step-00000004-00c0ffee"
     hidden.mkdir()
     (hidden / "rank-0.safetensors").touch()
+    (notes := hidden.with_name(".step-notes")).touch()
     shutil.copy(tmp_path / "run" / "metrics.jsonl", tmp_path / "metrics")
     with (tmp_path / "run" / "metrics.jsonl").open("a") as rows_:
         rows_.write('{"step": 5, "time": 0}\n{"step": 6, "ti')
     ls.train(recipe(steps=6), run_dir=str(tmp_path / "run"), log_every=1)
-    assert not hidden.exists()
+    assert (hidden.exists(), notes.exists()) == (False, True)
     found = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert found == [4, 5, 6]
 

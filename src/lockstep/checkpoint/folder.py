@@ -117,7 +117,8 @@ class Folder:
     def clear(self) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
         for entry in self.path.glob(".step-*"):
-            shutil.rmtree(entry)
+            if Name.read(entry.name.removeprefix(".").removesuffix(".deleted")) is not None:
+                shutil.rmtree(entry)
 
     def room_bytes(self) -> int | None:
         return shutil.disk_usage(self.path).free

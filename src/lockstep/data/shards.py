@@ -121,7 +121,7 @@ def samples(stream: Stream, shard: int, *, seed: int, epoch: int, position: int)
             first += len(window)
         if first < position:
             raise DataError(
-                f"shard {shard} of the stream has {first} samples in epoch {epoch}, and had {position} or more before; what a shard gives "
+                f"shard {shard} of the stream ends before sample {position} of epoch {epoch}, where it stood; what a shard gives "
                 "must follow from shard and epoch alone; give the shards that the run began with"
             )
         if first == 0:

@@ -90,7 +90,7 @@ class Environment:
             resume=environ.get("LOCKSTEP_RESUME") or None,
             save_every=environ.get("LOCKSTEP_SAVE_EVERY") or None,
             out_of_memory=environ.get("LOCKSTEP_OUT_OF_MEMORY") or None,
-            may_differ=frozenset(filter(None, environ.get("LOCKSTEP_MAY_DIFFER", "").split(","))),
+            may_differ=frozenset(filter(None, map(str.strip, environ.get("LOCKSTEP_MAY_DIFFER", "").split(",")))),
             stop_at=_time(environ, "LOCKSTEP_STOP_AT"),
             threads=_threads(environ, local_world_size),
         )

@@ -95,6 +95,12 @@ class Course:
             shards = {str(shard): at for shard, at in (step.source.positions or {}).items()}
             self.keeper.values.update(loop=self._loops, steps_before=self._before, shards=shards)
 
+    def save_end(self) -> None:
+        """Save the last step, where it is whole. Every rank calls it, after the loops."""
+        if self.keeper is not None and self.step is not None and len(self.step.committed) == len(self.pairs):
+            self.end_step(self.step)
+            self.keeper.save_now(self.steps_done)
+
     def rescue(self, error: BaseException) -> bool:
         """Where this rank's state is that of a whole step, save it, without the others' help. Returns whether it is saved."""
         by_the_script = isinstance(error, SystemExit) and not isinstance(error, Terminated)

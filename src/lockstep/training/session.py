@@ -184,6 +184,8 @@ class Session:
             if found is not None:
                 error.add_note(self._memory.advice(found, step=self.steps_done if kept else None))
         elif self.course.keeper is not None:
+            if self._recipe is None:  # `train` writes the model itself
+                self.course.save_end()
             self.course.keeper.finish()
             self.recorder.end({"steps": self.steps_done, "plan": str(self.plan), "world_size": self.world_size})
         self._stack.close()
