@@ -32,7 +32,6 @@ class Wishes:
         *,
         stop_at: float | None,
         save_is_due: Callable[[], bool],
-        clock: Callable[[], float] = time.time,
     ) -> None:
         """`stop_at`: when the run is to save and end, by the clock. `save_is_due`: whether it is time for a save."""
         self.stop: str | None = None
@@ -41,7 +40,6 @@ class Wishes:
         self._termination = termination
         self._stop_at = stop_at
         self._save_is_due = save_is_due
-        self._clock = clock
         self._flag = Flag()
 
     def there_are(self, *, stops: bool) -> bool:
@@ -64,7 +62,7 @@ class Wishes:
         return _first(self._mesh.world.gather_values(self.stop))
 
     def _end(self) -> str | None:
-        if self._stop_at is not None and self._clock() >= self._stop_at:
+        if self._stop_at is not None and time.time() >= self._stop_at:
             return "the time that it was given is over"
         return self._termination.asked
 
