@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
 from lockstep.errors import CheckpointError, PlanError
+from lockstep.units import duration
 
 Resume = Literal["auto", "never", "must"]
 """Where the run directory holds an unfinished run: `auto` goes on with it, `never` refuses; `must` refuses where there is none."""
@@ -15,9 +15,6 @@ Resume = Literal["auto", "never", "must"]
 OutOfMemory = Literal["retry", "halve", "same-bits", "stop"]
 """What changes in the plan when memory runs out. `retry`: the next of checkpointing, offload and halvings, but in bitwise numerics none
 that changes bits; `halve`: the next, whatever the numerics; `same-bits`: none that changes bits, whatever the numerics; `stop`: nothing."""
-
-_UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0}
-_DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +43,7 @@ class Saving:
                 raise CheckpointError(f"Saving({name}={value!r}); it is a whole number of at least {least}")
         if self.mode not in ("min", "max"):
             raise CheckpointError(f"Saving(mode={self.mode!r}); it is 'min' where less is better, or 'max'")
-        if not (_seconds(self.every) if isinstance(self.every, str) else type(self.every) is int and self.every >= 1):
+        if not (duration(self.every) if isinstance(self.every, str) else type(self.every) is int and self.every >= 1):
             raise CheckpointError(f"Saving(every={self.every!r}); it is a number of steps, at least 1, or a time such as '10m'")
         if self.folder == "":
             raise CheckpointError("Saving(folder=''); it names a folder or a URL; leave it out for `checkpoints` in the run directory")
@@ -59,29 +56,16 @@ class Saving:
     @property
     def seconds(self) -> float | None:
         """Between checkpoints; None where steps are counted."""
-        return seconds(self.every, "Saving(every)") if isinstance(self.every, str) else None
+        return duration(self.every) if isinstance(self.every, str) else None
 
 
 def interval(text: str, name: str) -> int | str:
     """`--save-every`: steps ("500") or a time ("10m"). Raises `CheckpointError`."""
     if text.isdecimal() and int(text) >= 1:
         return int(text)
-    if not _seconds(text):
+    if not duration(text):
         raise CheckpointError(f"{name}={text!r}; it is a number of steps, at least 1, or a time with its unit: 500, 90s, 10m, 1h30m")
     return text
-
-
-def seconds(text: str, name: str) -> float:
-    """A time such as "90s", "55m" or "1h30m". `name`: what it was given as. Raises `CheckpointError`."""
-    if not (found := _seconds(text)):
-        raise CheckpointError(f"{name}={text!r}; it is a time with its unit, more than none: 90s, 55m, 1h30m")
-    return found
-
-
-def _seconds(text: str) -> float:
-    """0 where it is no time."""
-    found = _DURATION.fullmatch(text)
-    return sum(float(part) * unit for part, unit in zip(found.groups(), _UNITS.values(), strict=True) if part) if found else 0.0
 
 
 def check_resume(value: Any, name: str) -> Resume:

@@ -14,12 +14,15 @@ from typing import get_args
 
 import click
 
+from lockstep.errors import LaunchError
 from lockstep.launch.count import count_processes
 from lockstep.launch.environment import check_run_dir
 from lockstep.launch.machines import Machines
 from lockstep.launch.script import check_module, check_script
+from lockstep.patience import OnHang, Patience
 from lockstep.plan import Plan
-from lockstep.saving import OutOfMemory, Resume, interval, seconds
+from lockstep.saving import OutOfMemory, Resume, interval
+from lockstep.units import seconds
 
 
 @click.command("run", context_settings={"allow_interspersed_args": False})
@@ -37,6 +40,12 @@ from lockstep.saving import OutOfMemory, Resume, interval, seconds
     envvar="LOCKSTEP_OUT_OF_MEMORY",
     help="What is changed in the plan then. retry, if nothing is said: in bitwise numerics nothing that changes bits.",
 )
+@click.option(
+    "--hang-after", metavar="TIME|auto|off", envvar="LOCKSTEP_HANG_AFTER", help="A process may stand still so long; auto: by its pace."
+)
+@click.option(
+    "--on-hang", type=click.Choice(get_args(OnHang)), envvar="LOCKSTEP_ON_HANG", help="Report it, and end (which it is) or wait on."
+)
 @click.option("--may-differ", metavar="FIELDS", help="Fields of the recipe that may be others than they were: steps,schedule.")
 @click.option("--max-restarts", type=click.IntRange(min=0), default=0, metavar="R", help="Start again after a failure, R times in all.")
 @click.option("--nnodes", default="1", metavar="N|A:B", help="Machines: N, or at least A and at most B. On each, the same command.")
@@ -52,6 +61,8 @@ def command(
     save_every: str | None,
     stop_after: str | None,
     out_of_memory: str | None,
+    hang_after: str | None,
+    on_hang: str | None,
     may_differ: str | None,
     max_restarts: int,
     nnodes: str,
@@ -92,7 +103,8 @@ def command(
     check_run_dir(run_dir, "--run-dir")
     if save_every is not None:
         interval(save_every, "--save-every")
-    stop_at = time.time() + seconds(stop_after, "--stop-after") if stop_after is not None else None
+    stop_at = time.time() + seconds(stop_after, "--stop-after", LaunchError) if stop_after is not None else None
+    Patience.parse(hang_after, on_hang)
     if is_module:
         check_module(script)
     else:
@@ -116,6 +128,8 @@ def command(
         "save_every": save_every,
         "stop_at": str(stop_at) if stop_at is not None else None,
         "out_of_memory": out_of_memory,
+        "hang_after": hang_after,
+        "on_hang": on_hang,
         "may_differ": may_differ,
         "default_run_dir": str(default_run_path(script, datetime.now()).absolute()),
     }

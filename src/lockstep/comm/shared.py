@@ -10,6 +10,7 @@ In the first round of a call each rank also writes down what it calls, and all c
 """
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -66,11 +67,15 @@ def _collective(method: Callable[Concatenate["SharedGroup", P], None]) -> Callab
     def wrapped(self: "SharedGroup", *args: P.args, **kwargs: P.kwargs) -> None:
         if self._failure is not None:
             raise self._failure()
+        self._made += 1
+        self._is_called = True
         try:
             method(self, *args, **kwargs)
         except BaseException as error:
             self._fail(error)
             raise
+        finally:
+            self._is_called = False
 
     return cast(Callable[Concatenate["SharedGroup", P], None], wrapped)
 
@@ -97,6 +102,16 @@ class SharedGroup:
         self._views: dict[torch.dtype, _Views] = {}
         self._round = 0
         self._failure: Callable[[], ExchangeError] | None = None
+        self._signature = 0
+        self._made = 0
+        self._is_called = False
+        _groups.add(self)
+
+    @classmethod
+    def under_way(cls) -> "list[tuple[str, int, str]]":
+        """Of each collective that this process is in: its name, the how-many-th of its group it is, and of what. Any thread may ask."""
+        calls = [(_called(group._signature), group._made) for group in list(_groups) if group._is_called]
+        return [(name, number, what) for (name, what), number in calls]
 
     @classmethod
     def create(
@@ -278,7 +293,7 @@ class SharedGroup:
                     raise self._difference(peer, words[calls[peer]])
 
     def _difference(self, peer: int, signature: int) -> CallsDiffer:
-        mine, theirs = _called(self._signature), _called(signature)
+        mine, theirs = " of ".join(_called(self._signature)), " of ".join(_called(signature))
         text = f"rank {self.rank} called {mine} and rank {peer} {theirs}; all ranks of a group call the same, in the same order"
         return CallsDiffer((peer,), text)
 
@@ -399,9 +414,14 @@ def _signature_of(operation: int, code: int, length: int, detail: int) -> int:
     return ((length << 16 | detail) << 4 | code) << 4 | operation
 
 
-def _called(signature: int) -> str:
+def _called(signature: int) -> tuple[str, str]:
+    """The collective's name, and of what it is."""
     operation, code, detail, length = signature & 15, signature >> 4 & 15, signature >> 8 & 65535, signature >> 24
-    text = f"{_NAMES[operation]} of {str(_DTYPES[code]).removeprefix('torch.')}"
+    text = str(_DTYPES[code]).removeprefix("torch.")
     if operation != _ALL_TO_ALL:
         text += f", {length} elements"
-    return text + (f", from rank {detail}" if operation == _BROADCAST else "")
+    return _NAMES[operation], text + (f", from rank {detail}" if operation == _BROADCAST else "")
+
+
+_groups: "weakref.WeakSet[SharedGroup]" = weakref.WeakSet()
+"""Those of this process."""

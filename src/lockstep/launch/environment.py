@@ -42,6 +42,10 @@ class Environment:
     """Fields of the recipe that may be others than those of the run that goes on, given at launch."""
     stop_at: float | None = None
     """When the run is to save and end, in seconds since 1970. None: at its end."""
+    hang_after: str | None = None
+    """How long a rank may stand still, given at launch, see `Patience.parse`. None: none was given."""
+    on_hang: str | None = None
+    """What happens then. None: nothing was said."""
     default_run_dir: str | None = None
     """The run directory where neither the launcher nor the script was given one. None: a new one."""
     restarted: str | None = None
@@ -52,8 +56,8 @@ class Environment:
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Environment:
         """Read RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE and our LOCKSTEP_LAUNCHER, LOCKSTEP_PLAN, LOCKSTEP_RUN_DIR,
-        LOCKSTEP_DEFAULT_RUN_DIR, LOCKSTEP_RESUME, LOCKSTEP_SAVE_EVERY, LOCKSTEP_OUT_OF_MEMORY, LOCKSTEP_MAY_DIFFER, LOCKSTEP_STOP_AT and
-        LOCKSTEP_RESTARTED.
+        LOCKSTEP_DEFAULT_RUN_DIR, LOCKSTEP_RESUME, LOCKSTEP_SAVE_EVERY, LOCKSTEP_OUT_OF_MEMORY, LOCKSTEP_MAY_DIFFER, LOCKSTEP_STOP_AT,
+        LOCKSTEP_HANG_AFTER, LOCKSTEP_ON_HANG and LOCKSTEP_RESTARTED.
 
         Without any of the first four it is rank 0 of 1. Where the two local ones are missing, all processes are taken to be on this
         machine. Raises `LaunchError` where the values contradict each other.
@@ -92,6 +96,8 @@ class Environment:
             out_of_memory=environ.get("LOCKSTEP_OUT_OF_MEMORY") or None,
             may_differ=frozenset(filter(None, map(str.strip, environ.get("LOCKSTEP_MAY_DIFFER", "").split(",")))),
             stop_at=_time(environ, "LOCKSTEP_STOP_AT"),
+            hang_after=environ.get("LOCKSTEP_HANG_AFTER") or None,
+            on_hang=environ.get("LOCKSTEP_ON_HANG") or None,
             threads=_threads(environ, local_world_size),
         )
 

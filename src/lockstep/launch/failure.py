@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from lockstep.errors import USER_ERROR_STATUS, LockstepError, UserError
-from lockstep.launch.termination import PREEMPTED_STATUS
+from lockstep.launch.termination import HUNG_STATUS, PREEMPTED_STATUS
 
 # Errors of a process that was healthy until another one went away, or said that it failed. They are never the cause where another rank
 # failed otherwise.
@@ -190,6 +190,8 @@ class Ending:
             return ""
         if first.record is not None and first.record.user_error:
             return f"{first.record.kind.rpartition(':')[2]}: {first.record.message}"
+        if first.status == HUNG_STATUS and first.record is not None:
+            return f"{first.record.message}; ended with status {HUNG_STATUS}"
         count = len(self.failures)
         head = f"rank {first.rank} {first.end}" + (f", first of {count}" if count > 1 else "")
         body = first.record.traceback if first.record is not None else first.crash

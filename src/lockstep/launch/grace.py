@@ -5,16 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lockstep.launch.failure import Record
 
 _needs_time: Path | None = None
 _is_over: Path | None = None
 _again: Path | None = None
+_record: Path | None = None
 
 
-def tell_by(needs_time: Path, is_over: Path, again: Path) -> None:
+def tell_by(needs_time: Path, is_over: Path, again: Path, record: Path) -> None:
     """Say where these files are: the launcher's `is_over`, and those that this worker makes. Called once, before the user's code runs."""
-    global _needs_time, _is_over, _again
-    _needs_time, _is_over, _again = needs_time, is_over, again
+    global _needs_time, _is_over, _again, _record
+    _needs_time, _is_over, _again, _record = needs_time, is_over, again, record
 
 
 @contextmanager
@@ -37,6 +42,12 @@ def ask_again(why: str) -> None:
         part = _again.with_suffix(".part")
         part.write_text(why, encoding="utf-8")
         part.replace(_again)
+
+
+def tell_failure(record: Record) -> None:
+    """Leave the record of a failure that ends this process from another thread than its main one."""
+    if _record is not None:
+        record.write(_record)
 
 
 def is_over() -> bool:

@@ -16,6 +16,8 @@ from lockstep.launch.grace import is_over
 
 PREEMPTED_STATUS = 75
 """Of a process that saved and ended because it was asked to: EX_TEMPFAIL, run it again."""
+HUNG_STATUS = 76
+"""Of a process that ended because the run stood still."""
 PREEMPTING = (signal.SIGTERM, signal.SIGUSR1)
 ENDING = (signal.SIGHUP,)
 

@@ -65,8 +65,8 @@ def begin() -> Path | None:
     """
     names = (RECORD, CRASH, AGENT, NEEDS_TIME, IS_OVER, AGAIN)
     record, crash, agent, needs_time, is_over, again = (os.environ.pop(name, None) for name in names)
-    if needs_time is not None and is_over is not None and again is not None:
-        grace.tell_by(Path(needs_time), Path(is_over), Path(again))
+    if needs_time is not None and is_over is not None and again is not None and record is not None:
+        grace.tell_by(Path(needs_time), Path(is_over), Path(again), Path(record))
     if agent is not None:
         _die_with(int(agent))
     if crash is not None and not faulthandler.is_enabled():

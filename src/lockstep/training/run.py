@@ -194,6 +194,7 @@ def _train(run: Run, evaluator: Evaluator | None) -> None:
         step.compute(recipe.inputs, recipe.loss)
         step.commit(clip_norm=recipe.clip_norm)
         run.step, run.last = step.index + 1, step
+        session.phases.enter("hooks")
         for hook in run.hooks:
             hook.on_step(run)
         if evaluator is not None and every is not None and run.step % every == 0:
@@ -207,14 +208,17 @@ def _train(run: Run, evaluator: Evaluator | None) -> None:
 
 
 def _evaluate(run: Run, evaluator: Evaluator) -> None:
+    before = run.session.phases.enter("evaluation")
     started = time.perf_counter()
     run.metrics = evaluator.measure(run.model, run.step)
     run.evaluated_at = run.step
     run.session.evaluated = run.metrics
     run.session.recorder.evaluation(run.step, run.metrics)
     run.session.pace.leave_out(time.perf_counter() - started)
+    run.session.phases.enter("hooks")
     for hook in run.hooks:
         hook.on_evaluation(run, run.metrics)
+    run.session.phases.enter(before)
 
 
 def _result(run: Run) -> Result:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
@@ -32,6 +33,7 @@ from lockstep.parallel.layout import Built, check_devices, lay_out
 from lockstep.parallel.stages import check_microbatches
 from lockstep.parallel.sync_batchnorm import Exchange, adopt, split_microbatches
 from lockstep.parallel.updates import separate_meshes
+from lockstep.patience import Patience
 from lockstep.plan import Plan
 from lockstep.recipe import Precision, Weights, check_batch, check_count, check_data, check_length, check_precision, check_seed
 from lockstep.recipe import Stream as DataStream
@@ -45,11 +47,14 @@ from lockstep.training.pair import Pair
 from lockstep.training.recorder import Pace, Recorder
 from lockstep.training.setting import Remark, batchnorm, check_microbatch_is_fixed, remarks, resolved, set_up_computation
 from lockstep.training.source import Length, Microbatches, from_data, from_indices, from_stream
+from lockstep.training.standstill import Standstill
 from lockstep.training.starting import Start
 from lockstep.training.state import Stateful
 from lockstep.training.step import Step
 from lockstep.training.traced import Traced, TracedPair, TracedStep
 from lockstep.training.wishes import Wishes
+from lockstep.watch.phases import Phases
+from lockstep.watch.watchdog import Watchdog
 
 _OVERFLOWS_TO_TELL = 8
 """In a row. Fewer are fp16's way to find its scale, and no more than events."""
@@ -105,6 +110,9 @@ class Session:
         """What was measured after the latest step; empty where nothing was."""
         self.stopping: str | None = None
         """Why no further step is taken, once `stop` has taken effect."""
+        self.phases = Phases()
+        """What this rank is at."""
+        self._watchdog: Watchdog | None = None
         self._termination = Termination()
         self._told: list[Pair] = []
         self._exchange = Exchange()
@@ -142,6 +150,7 @@ class Session:
             self.plan = self._memory.plan
             set_up_computation(self.plan, self.world, environment.threads, stack)
             self._start(environment, given, launched)
+            self._watch(environment, stack)
             self._stack = stack.pop_all()
         return self
 
@@ -167,13 +176,24 @@ class Session:
         for remark in remarks(self.plan, self.mesh, self.precision):
             self._tell(remark)
 
+    def _watch(self, environment: Environment, stack: ExitStack) -> None:
+        patience = Patience.parse(environment.hang_after, environment.on_hang)
+        if patience is None or self._traced is not None:
+            return
+        standstill = Standstill(patience, self.recorder.path, self.world, self.event, self.course.rescue)
+        self._watchdog = standstill.watch(self.phases, self.recorder.attempt)
+        stack.callback(self._watchdog.close)
+
     def _tell(self, remark: Remark) -> None:
         self.event(remark.event, **remark.details)
         if remark.line is not None:
             self.recorder.message(remark.line)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if self._watchdog is not None and self._watchdog.has_ended_the_run:
+            threading.Event().wait()
         self._termination.hold()
+        self.phases.enter("ending")
         if isinstance(error, Preempted):
             self.event("preempted", reason=error.reason)
         elif error is not None:
@@ -383,7 +403,8 @@ class Session:
         self.recorder.show(length.steps)
         terms: list[str] | None = None
         kind = Step if self._traced is None else TracedStep
-        for source in sources:
+        for source in self.phases.during("data", sources):
+            self.phases.step = source.step
             if weight is not None:
                 terms = source.weigh(weight, terms)
                 for name, total in (source.weights or {}).items():
@@ -392,9 +413,19 @@ class Session:
             if len(self.pairs) > 1:
                 source.keep()
             logs = (source.step + 1) % self.log_every == 0 or source.step + 1 == length.steps
-            step = kind(source.step, source, self.pairs, self._exchange, logs=logs, asks=partial(self._wishes.there_are, stops=logs))
+            step = kind(
+                source.step,
+                source,
+                self.pairs,
+                self._exchange,
+                logs=logs,
+                asks=partial(self._wishes.there_are, stops=logs),
+                phases=self.phases,
+            )
             self.course.step, self.evaluated = step, {}
+            self.phases.enter("compute")
             yield step
+            self.phases.enter("between steps")
             self._check_committed(step)
             self.course.end_step(step)
             self.pace.count(step.samples)
@@ -425,6 +456,7 @@ class Session:
                     keeper.save_now(self.steps_done)
             raise Preempted(asked.end)
         if keeper is not None:
+            self.phases.enter("saving")
             keeper.after(self.steps_done, asked=asked.save)
 
     def autocast(self) -> AbstractContextManager[Any]:

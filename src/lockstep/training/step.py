@@ -23,6 +23,7 @@ from lockstep.training.outcome import Outcome
 from lockstep.training.pair import Pair
 from lockstep.training.recorder import NAMES_OF_A_ROW
 from lockstep.watch.metrics import as_number
+from lockstep.watch.phases import Phases
 
 if TYPE_CHECKING:
     from lockstep.data.loader import Microbatch
@@ -41,6 +42,7 @@ class Step:
         *,
         logs: bool,
         asks: Callable[[], bool],
+        phases: Phases,
     ) -> None:
         self.index = index
         """0 for the first."""
@@ -61,6 +63,7 @@ class Step:
         self._logs = logs
         self._compares = logs or index == 0
         self._asks = asks
+        self._phases = phases
         self.touched = False
         """Whether a commit has begun to change the state."""
         self.ended = False
@@ -97,7 +100,7 @@ class Step:
         for statistics in self._statistics:
             statistics.begin(compare=self._compares)
         passes = len(self.committed)
-        for current, batch in self.source.batches(passes):
+        for current, batch in self._phases.during("data", self.source.batches(passes)):
             self._current = current
             self._exchange.counts = current.counts
             for statistics in self._statistics:
@@ -153,11 +156,13 @@ class Step:
                 "microbatch; for one that is to count for nothing, give a loss multiplied by 0"
             )
         self._check_kind(pair, phase)
+        self._phases.enter("exchange")
         _, values, weights, stops = phase.engine.finish(
             phase.values,
             [weight for weight in phase.weights if weight is not None] if pair.forward_knows else None,
             flag=self._asks(),
         )
+        self._phases.enter("update")
         for statistics in self._statistics:
             statistics.check(compare=self._compares)
         if self._poll and not all(map(math.isfinite, values if isinstance(values, list) else values.tolist())):
@@ -174,6 +179,7 @@ class Step:
         self._phase = self._current = self._exchange.counts = None
         if self._poll:
             outcome.check()
+        self._phases.enter("compute" if len(self.committed) < len(self._pairs) else "script")
 
     def _through_stages(self, pair: Pair, pipeline: Pipeline, inputs: Callable[[Any], Any] | None, loss: Callable[[Any, Any], Any]) -> None:
         """All microbatches' forwards and backwards, in the order of the pipeline's schedule."""
@@ -182,7 +188,7 @@ class Step:
         phase = self._begun(pair)
         for statistics in self._statistics:
             statistics.begin(compare=self._compares)
-        share = list(self.source.batches(passes=0))
+        share = list(self._phases.during("data", self.source.batches(passes=0)))
         parts: dict[int, Contribution] = {}
 
         def score(current: Microbatch, batch: Any, output: Any) -> Scored:
