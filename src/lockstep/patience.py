@@ -11,9 +11,14 @@ from lockstep.units import seconds
 OnHang = Literal["end", "report"]
 """`end`: report it, save what is whole, and end with a status of its own. `report`: report it, and go on waiting."""
 
-LEAST_SECONDS = 60.0
 TIMES = 20.0
-FIRST_SECONDS = 900.0
+LEAST_SECONDS = 60.0
+"""Of what a step itself is made of."""
+LEAST_SECONDS_OUTSIDE = 300.0
+"""Of what disks, networks and users' hooks do, whose time may be odd: data, saves, evaluations."""
+FIRST_SECONDS = 540.0
+"""Where nothing is known. Gloo and NCCL give up after 600."""
+STEADY = ("compute", "exchange", "update")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +39,10 @@ class Patience:
         fixed = None if after in (None, "auto") else seconds(str(after), "hang_after", LaunchError)
         return cls(fixed, cast(OnHang, on_hang or "end"))
 
-    def limit_seconds(self, usual_seconds: float | None) -> float:
+    def limit_seconds(self, phase: str, usual_seconds: float | None) -> float:
         """`usual_seconds`: what the phase took of late; None: it has never ended yet."""
         if self.fixed_seconds is not None:
             return self.fixed_seconds
         if usual_seconds is None:
             return FIRST_SECONDS
-        return max(LEAST_SECONDS, TIMES * usual_seconds)
+        return max(LEAST_SECONDS if phase in STEADY else LEAST_SECONDS_OUTSIDE, TIMES * usual_seconds)

@@ -60,7 +60,7 @@ class Standstill:
                 path.write_text(page(hang, places), encoding="utf-8")
             print(f"lockstep: {self._text(hang, mine.step)}\nall stacks: {path}", file=sys.stderr, flush=True)
         if self.world.rank == 0:
-            self.event("hang", kind=hang.kind, ranks=list(hang.ranks), summary=hang.summary)
+            self.event("hang", kind=hang.kind, ranks=list(hang.ranks), summary=hang.summary, seconds=round(mine.seconds, 1))
         if not ends:
             return
         error = HangError(hang.summary)

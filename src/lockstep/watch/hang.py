@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from lockstep.comm.calls import Call
-from lockstep.watch.place import Frame, Place
+from lockstep.watch.place import Frame, Place, line_of
 
 Kind = Literal["missing", "differ", "between"]
 """Ranks do not come to where the others wait; all wait, in different calls; all wait in the same call."""
@@ -56,7 +56,7 @@ def _missing(places: Mapping[int, Place], late: Sequence[Place], silent: Mapping
     ranks = tuple(sorted({place.rank for place in late} | silent.keys()))
     alone = len(places) + len(silent) == 1
     others = [place for place in places.values() if place.rank not in ranks]
-    what = {place.rank: f"it {_IN_WORDS[place.doing]} at {place.line}" for place in late} | dict(silent)
+    what = {place.rank: f"it {_standing(place)}" for place in late} | dict(silent)
     said = next(iter(what.values())) if len(what) == 1 else "; ".join(f"rank {rank}: {text}" for rank, text in sorted(what.items()))
     lines = [line for place in late for line in [*_where(place), *_stack(place)]]
     lines += [f"rank {rank}: {reason}" for rank, reason in silent.items()]
@@ -118,6 +118,14 @@ def _call(place: Place) -> str:
         return str(place.stack[-1]) if place.stack else "nothing known"
     number = f", call {place.call.sequence} of {place.call.group}" if place.call.sequence else ""
     return f"{place.call}{number}"
+
+
+def _standing(place: Place) -> str:
+    """What it does, and where."""
+    workers = {process: line for process, frames in place.children.items() if (line := line_of(frames)) is not None and line.is_the_users}
+    if place.phase == "data" and workers:
+        return "waits for loader workers: " + "; ".join(f"process {process} stands at {line}" for process, line in workers.items())
+    return f"{_IN_WORDS[place.doing]} at {place.line}"
 
 
 def _where(place: Place) -> Iterator[str]:

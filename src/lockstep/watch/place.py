@@ -10,7 +10,7 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
@@ -23,7 +23,9 @@ _JUMPS = ("JUMP", "POP_JUMP")
 """A loop without a body is at its jump whenever it is looked at; what calls native code is at no jump."""
 LOOKS = 5
 LOOK_SECONDS = 0.04
-_LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib"))
+_PYTHON = sysconfig.get_path("stdlib") + os.sep
+_PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
+_EXCHANGES = os.sep + os.path.join("torch", "distributed") + os.sep
 _HERE = str(Path(__file__).parent.parent) + os.sep
 
 
@@ -39,7 +41,7 @@ class Frame:
     @property
     def is_the_users(self) -> bool:
         """Neither of Python, nor of an installed package, nor of lockstep."""
-        return not self.file.startswith(("<", _HERE, *_LIBRARIES))
+        return not self.file.startswith(("<", _HERE, _PYTHON)) and not any(folder in self.file for folder in _PACKAGES)
 
     @property
     def is_of_torch(self) -> bool:
@@ -71,6 +73,8 @@ class Place:
     """Of the thread that trains, the outermost first."""
     threads: Mapping[str, tuple[Frame, ...]]
     """The others, by name."""
+    children: Mapping[int, tuple[Frame, ...]] = field(default_factory=dict)
+    """Of the processes that it forked, where they were asked: loader workers."""
 
     def say(self) -> dict[str, Any]:
         return asdict(self)
@@ -80,7 +84,8 @@ class Place:
         """From what `say` gave, through JSON."""
         threads = {name: _frames_of(frames) for name, frames in said["threads"].items()}
         calls = tuple(Call(**call) for call in said["calls"])
-        return cls(**{**said, "calls": calls, "stack": _frames_of(said["stack"]), "threads": threads})
+        children = {int(process): _frames_of(frames) for process, frames in said["children"].items()}
+        return cls(**{**said, "calls": calls, "stack": _frames_of(said["stack"]), "threads": threads, "children": children})
 
     @property
     def is_late(self) -> bool:
@@ -95,7 +100,12 @@ class Place:
     @property
     def line(self) -> Frame | None:
         """Of the user's code, the innermost that it stands in; where there is none, the innermost of all."""
-        return next((frame for frame in reversed(self.stack) if frame.is_the_users), self.stack[-1] if self.stack else None)
+        return line_of(self.stack)
+
+
+def line_of(stack: Sequence[Frame]) -> Frame | None:
+    """The innermost line of the user's own that a stack stands in; where there is none, the innermost of all."""
+    return next((frame for frame in reversed(stack) if frame.is_the_users), stack[-1] if stack else None)
 
 
 def _frames_of(said: Sequence[Mapping[str, Any]]) -> tuple[Frame, ...]:
@@ -153,9 +163,12 @@ def doing(stack: Sequence[Frame], *, calls: Sequence[Call], moves: bool, process
 
 def called_in(stack: Sequence[Frame]) -> Call | None:
     """The collective that a stack stands in, where torch has not noted it: what goes from one rank to another."""
-    inside = [frame for frame in stack if frame.file.endswith(os.path.join("torch", "distributed", "distributed_c10d.py"))]
-    names = [frame.function for frame in inside if not frame.function.startswith("_") and frame.function != "wrapper"]
-    return Call(names[0], "", 0, "") if names and stack[-1].is_of_torch else None
+    inside = [frame for frame in stack if _EXCHANGES in frame.file]
+    if not inside or inside[-1] is not stack[-1]:
+        return None
+    public = [frame.function for frame in inside if frame.file.endswith("distributed_c10d.py") and frame.function[0] != "_"]
+    names = [name for name in public if name != "wrapper"] or [stack[-1].function.strip("_")]
+    return Call(names[0], "", 0, "")
 
 
 def _instruction(ident: int) -> tuple[int, int, str]:

@@ -6,16 +6,13 @@ judges, and writes the verdict for all. A rank that was itself held up finds the
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import os
-import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,7 +22,8 @@ import torch.distributed as dist
 from lockstep.patience import Patience
 from lockstep.watch.hang import Hang, judged
 from lockstep.watch.phases import Phases
-from lockstep.watch.place import Place, look
+from lockstep.watch.place import Place, line_of, look
+from lockstep.watch.stacks import Stacks, read
 
 TICK_SECONDS = 0.2
 ANSWER_SECONDS = 1.2
@@ -34,8 +32,6 @@ SILENCE_SECONDS = 10.0
 """So long a rank of which nothing else is known may be silent: native code that holds Python's lock looks like that."""
 AGAIN_SECONDS = 2.0
 """From a verdict that nobody is late to the next question of this rank."""
-STACK_SIGNAL = signal.SIGURG
-"""Has a process write down its stacks, whatever holds Python's lock. Who does not handle it ignores it."""
 
 
 class Mailbox(Protocol):
@@ -102,14 +98,12 @@ class Watchdog:
         self._not_before = 0.0
         self._reported_since: float | None = None
         self._silent_since: dict[int, float] = {}
-        self._stacks = os.memfd_create("lockstep-stacks") if hasattr(os, "memfd_create") else None
+        self._stacks = Stacks()
         self._thread = threading.Thread(target=self._run, name="lockstep-watchdog", daemon=True)
 
     def start(self) -> None:
-        if self._stacks is not None:
-            faulthandler.register(STACK_SIGNAL, file=self._stacks, all_threads=True)
         if self._mailbox is not None:
-            who = {"host": socket.gethostname(), "process": os.getpid(), "stacks": self._stacks}
+            who = {"host": socket.gethostname(), "process": os.getpid(), "stacks": self._stacks.descriptor}
             self._mailbox.put(f"who/{self._rank}", json.dumps(who))
         self._thread.start()
 
@@ -117,10 +111,7 @@ class Watchdog:
         self._over.set()
         if threading.current_thread() is not self._thread:
             self._thread.join()
-        if self._stacks is not None:
-            faulthandler.unregister(STACK_SIGNAL)
-            os.close(self._stacks)
-            self._stacks = None
+        self._stacks.close()
 
     def _run(self) -> None:
         while not self._over.wait(TICK_SECONDS):
@@ -131,7 +122,7 @@ class Watchdog:
                 self._tell_alone()
 
     def _limit_seconds(self) -> float:
-        return self._patience.limit_seconds(self._phases.usual.get(self._phases.name))
+        return self._patience.limit_seconds(self._phases.name, self._phases.usual.get(self._phases.name))
 
     def _is_to_ask(self) -> bool:
         is_late = self._phases.seconds >= self._limit_seconds()
@@ -142,7 +133,7 @@ class Watchdog:
 
     def _place(self) -> Place:
         phases = self._phases
-        return look(
+        place = look(
             self._rank,
             self._trains,
             phase=phases.name,
@@ -151,6 +142,7 @@ class Watchdog:
             limit_seconds=self._limit_seconds(),
             is_first=self._patience.fixed_seconds is None and phases.name not in phases.usual,
         )
+        return replace(place, children=self._stacks.of_children()) if place.is_late and place.doing != "waits" else place
 
     def _take_part(self) -> None:
         """[Note: rounds]"""
@@ -237,16 +229,5 @@ def _reason(who: Mapping[str, Any] | None) -> tuple[str, bool]:
         return f"{name} is stopped (by SIGSTOP, or a debugger); kill -CONT {who['process']} lets it go on", True
     if state in "ZX":
         return f"{name} has ended", True
-    stack = _native_stack(who)
-    return f"{name} does not answer: native code holds Python's lock" + (f"\n{stack}" if stack else ""), False
-
-
-def _native_stack(who: Mapping[str, Any]) -> str:
-    """What faulthandler writes in a process of this machine."""
-    if who["stacks"] is None:
-        return ""
-    with suppress(OSError):
-        os.kill(who["process"], STACK_SIGNAL)
-        time.sleep(0.1)
-        return Path(f"/proc/{who['process']}/fd/{who['stacks']}").read_text(encoding="utf-8", errors="replace").strip()
-    return ""
+    line = line_of(read(who["process"], who["stacks"]))
+    return f"{name} does not answer: native code holds Python's lock" + (f", called at {line}" if line else ""), False

@@ -1,0 +1,36 @@
+"""How long a rank may stand still."""
+
+from __future__ import annotations
+
+import pytest
+
+from lockstep.errors import LaunchError
+from lockstep.patience import FIRST_SECONDS, LEAST_SECONDS, LEAST_SECONDS_OUTSIDE, TIMES, Patience
+
+
+def test_by_itself_it_is_many_times_what_the_phase_took_and_at_least_minutes() -> None:
+    patience = Patience.parse(None, None)
+    assert patience == Patience.parse("auto", "end") == Patience()
+    assert patience is not None
+    assert [patience.limit_seconds(phase, 0.01) for phase in ("compute", "evaluation")] == [LEAST_SECONDS, LEAST_SECONDS_OUTSIDE]
+    assert [patience.limit_seconds(phase, 20.0) for phase in ("compute", "evaluation")] == [TIMES * 20.0] * 2
+    assert [patience.limit_seconds(phase, None) for phase in ("compute", "evaluation")] == [FIRST_SECONDS] * 2
+
+
+def test_a_time_holds_for_every_phase() -> None:
+    patience = Patience.parse("1m30s", "report")
+    assert patience is not None
+    assert (patience.limit_seconds("data", None), patience.limit_seconds("compute", 100.0), patience.on_hang) == (90.0, 90.0, "report")
+
+
+def test_off_is_none() -> None:
+    assert Patience.parse("off", None) is None
+
+
+@pytest.mark.parametrize(
+    ("after", "on_hang", "text"),
+    [("90", None, "hang_after='90'; it is a time with its unit"), (None, "wait", "on_hang='wait'; it is one of end, report")],
+)
+def test_anything_else_is_refused(after: str | None, on_hang: str | None, text: str) -> None:
+    with pytest.raises(LaunchError, match=f"^{text}"):
+        Patience.parse(after, on_hang)

@@ -1,0 +1,185 @@
+"""Who holds a run up, from where its ranks stand."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.comm.calls import Call
+from lockstep.patience import Patience
+from lockstep.watch.hang import Hang, enclosing, judged
+from lockstep.watch.phases import FADES
+from lockstep.watch.place import Doing, Frame, Place, doing
+
+REDUCE = Call("all_reduce", "default_pg", 7, "float32 (4,)")
+USER, TORCH = Frame("/home/me/train.py", 12, "loss"), Frame("/site-packages/torch/distributed/distributed_c10d.py", 9, "all_reduce")
+
+
+def place(
+    rank: int, what: Doing, *calls: Call, seconds: float = 50.0, limit_seconds: float = 30.0, is_first: bool = False, **more: Any
+) -> Place:
+    stack = (USER, TORCH) if what == "waits" else (USER,)
+    facts = {"host": "node", "process": 100 + rank, "phase": "compute", "step": 3, "stack": stack, "threads": {}} | more
+    return Place(rank=rank, doing=what, calls=calls, seconds=seconds, limit_seconds=limit_seconds, is_first=is_first, **facts)
+
+
+def judge(*places: Place, silent: dict[int, str] | None = None) -> Hang | None:
+    return judged({each.rank: each for each in places}, silent or {})
+
+
+def found(*places: Place, silent: dict[int, str] | None = None) -> Hang:
+    hang = judge(*places, silent=silent)
+    assert hang is not None
+    return hang
+
+
+def test_who_is_late_and_does_not_wait_is_waited_for() -> None:
+    hang = found(place(0, "waits", REDUCE), place(1, "runs"), place(2, "waits", REDUCE))
+    assert (hang.kind, hang.ranks) == ("missing", (1,))
+    assert hang.summary == "rank 1 is waited for: it runs Python code at /home/me/train.py:12 in loss"
+    assert "ranks 0, 2 wait in all_reduce of float32 (4,), call 7 of default_pg since 50 s, step 3, compute" in hang.report
+
+
+def test_nobody_is_late_while_whoever_is_waited_for_may_take_longer() -> None:
+    assert judge(place(0, "waits", REDUCE), place(1, "computes", limit_seconds=900.0, phase="evaluation")) is None
+
+
+def test_a_first_time_may_take_long_where_nobody_waits() -> None:
+    assert judge(place(0, "runs", is_first=True), place(1, "computes", is_first=True)) is None
+    assert found(place(0, "runs", is_first=True), place(1, "waits", REDUCE)).ranks == (0,)
+    assert found(place(0, "runs")).summary == "it stands still: it runs Python code at /home/me/train.py:12 in loss"
+
+
+def test_who_does_not_answer_is_named_with_the_reason() -> None:
+    hang = found(place(0, "waits", REDUCE), silent={1: "process 101 on node has ended"})
+    assert (hang.ranks, hang.summary) == ((1,), "rank 1 is waited for: process 101 on node has ended")
+    several = found(place(0, "sleeps"), place(1, "waits", REDUCE), silent={2: "it is stopped"})
+    assert several.summary == (
+        "ranks 0, 2 are waited for: rank 0: it is in a call that does not return at /home/me/train.py:12 in loss; rank 2: it is stopped"
+    )
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Call("broadcast", "default_pg", 7, "float32 (4,)"),
+        Call("all_reduce", "default_pg", 7, "float32 (5,)"),
+        Call("all_reduce", "default_pg", 8, "float32 (4,)"),
+        Call("all_reduce", "mesh_shard", 7, "float32 (4,)"),
+    ],
+)
+def test_all_wait_in_different_calls(other: Call) -> None:
+    hang = found(place(0, "waits", REDUCE), place(1, "waits", other), place(2, "waits", REDUCE))
+    assert (hang.kind, hang.ranks) == ("differ", (1,))
+    assert f"ranks 0, 2 in {REDUCE}, call 7 of default_pg at /home/me/train.py:12 in loss; rank 1 in {other}" in hang.summary
+
+
+def test_a_gather_may_have_another_size_on_each_rank() -> None:
+    one, other = (Call("gather", "default_pg", 7, f"float32 ({size},)") for size in (4, 5))
+    assert found(place(0, "waits", one), place(1, "waits", other)).kind == "between"
+
+
+def test_all_wait_in_the_same_call() -> None:
+    hang = found(place(0, "waits", REDUCE), place(1, "waits", REDUCE))
+    assert (hang.kind, hang.ranks) == ("between", (0, 1))
+    assert "look at the network" in hang.summary
+
+
+def test_a_loader_worker_is_named() -> None:
+    child = {77: (Frame("/lib/python3.11/queue.py", 1, "get"), Frame("/home/me/data.py", 5, "__getitem__"))}
+    hang = found(place(0, "sleeps", phase="data", children=child), place(1, "waits", REDUCE))
+    assert "it waits for loader workers: process 77 stands at /home/me/data.py:5 in __getitem__" in hang.summary
+
+
+def test_what_a_line_stands_under(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SOURCE)
+    assert enclosing(Frame(str(script), 5, "f")) == ["'try:' (line 4)", "'if x:' (line 3)"]
+    assert enclosing(Frame(str(script), 8, "f")) == []
+    assert enclosing(Frame("<stdin>", 5, "f")) == []
+
+
+def test_what_a_thread_does_shows_in_its_moves_its_calls_and_its_processor() -> None:
+    assert doing((USER, TORCH), calls=[REDUCE], moves=False, processor=0.0) == "waits"
+    assert doing((USER,), calls=[REDUCE], moves=False, processor=0.0) == "sleeps"
+    assert doing((USER,), calls=[], moves=False, processor=1.0) == "computes"
+    assert doing((USER, TORCH), calls=[REDUCE], moves=True, processor=1.0) == "runs"
+
+
+def test_a_place_goes_through_json() -> None:
+    one = place(1, "waits", REDUCE, threads={"MainThread": (USER,)}, children={5: (TORCH,)})
+    assert Place.read(json.loads(json.dumps(one.say()))) == one
+
+
+SOURCE = """if True:
+    def f(x):
+        if x:
+            try:
+                call()
+            except ValueError:
+                pass
+        call()
+"""
+
+
+class Pace:
+    """A made-up run: ranks go through the same phases, each at its own odd pace, and wait for one another at the end of each."""
+
+    def __init__(self, seed: int, *, stops: bool) -> None:
+        self._random = random.Random(seed)
+        self._usual: list[dict[str, float]] = [{} for _ in range(self._random.choice((1, 2, 4)))]
+        self._patience = Patience()
+        self._base = {"data": 0.01, "compute": self._random.choice((0.01, 1.0, 10.0)), "evaluation": 30.0, "saving": 2.0, "hooks": 0.001}
+        self.stops_at = self._random.randrange(20, 60) if stops else None
+        self.stopped = self._random.randrange(len(self._usual))
+
+    def judgements(self) -> list[Hang | None]:
+        """What is said whenever a rank that is late asks, of 80 phases."""
+        said: list[Hang | None] = []
+        for number in range(80):
+            name = self._random.choice(list(self._base))
+            took = [self._base[name] * self._random.uniform(0.5, 5.0) for _ in self._usual]
+            slow = self._random.randrange(len(took))
+            if name not in self._usual[slow]:  # what is compiled, or downloaded
+                took[slow] += self._random.uniform(0.0, 350.0)
+            elif self._random.random() < 0.2:  # a slow disk, a long epoch's end
+                took[slow] += self._random.uniform(0.0, 40.0 if name == "compute" else 250.0)
+            if number == self.stops_at:
+                took[self.stopped] = 1e6
+            said += self._asked(name, took)
+            if number == self.stops_at:
+                break
+            for usual, seconds in zip(self._usual, took, strict=True):
+                usual[name] = max(seconds, FADES * usual.get(name, 0.0))
+        return said
+
+    def _asked(self, name: str, took: list[float]) -> list[Hang | None]:
+        limits = [self._patience.limit_seconds(name, usual.get(name)) for usual in self._usual]
+        moments = [limit + 0.1 for limit in limits if limit + 0.1 < max(took)] + [max(took) - 0.1]
+        return [self._at(moment, name, took, limits) for moment in moments if any(moment >= limit for limit in limits)]
+
+    def _at(self, moment: float, name: str, took: list[float], limits: list[float]) -> Hang | None:
+        return judge(
+            *(
+                place(rank, "waits", REDUCE, seconds=moment, limit_seconds=limit, phase=name)
+                if moment >= took[rank]
+                else place(rank, "computes", seconds=moment, limit_seconds=limit, phase=name, is_first=name not in self._usual[rank])
+                for rank, limit in enumerate(limits)
+            )
+        )
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_a_run_of_odd_pace_is_never_said_to_stand_still(seed: int) -> None:
+    assert not any(Pace(seed, stops=False).judgements())
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_a_rank_that_stops_is_named(seed: int) -> None:
+    pace = Pace(seed, stops=True)
+    hang = next(hang for hang in pace.judgements() if hang is not None)
+    assert hang.ranks == (pace.stopped,)
