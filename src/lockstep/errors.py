@@ -56,6 +56,10 @@ class LaunchError(UserError):
     """Processes that cannot be started or cannot meet: a missing script, an impossible count, a port in use."""
 
 
+class MismatchError(LockstepError):
+    """Ranks called different collectives, found by `--check`. The text has every rank's call and line."""
+
+
 class HangError(LockstepError):
     """The run stood still for longer than it may, see `--hang-after`. The text says who was waited for, and where that stood."""
 

@@ -46,6 +46,7 @@ from lockstep.units import seconds
 @click.option(
     "--on-hang", type=click.Choice(get_args(OnHang)), envvar="LOCKSTEP_ON_HANG", help="Report it, and end (which it is) or wait on."
 )
+@click.option("--check", is_flag=True, help="Compare every collective across ranks before it is made. Slow; for looking for a hang.")
 @click.option("--may-differ", metavar="FIELDS", help="Fields of the recipe that may be others than they were: steps,schedule.")
 @click.option("--max-restarts", type=click.IntRange(min=0), default=0, metavar="R", help="Start again after a failure, R times in all.")
 @click.option("--nnodes", default="1", metavar="N|A:B", help="Machines: N, or at least A and at most B. On each, the same command.")
@@ -63,6 +64,7 @@ def command(
     out_of_memory: str | None,
     hang_after: str | None,
     on_hang: str | None,
+    check: bool,
     may_differ: str | None,
     max_restarts: int,
     nnodes: str,
@@ -130,6 +132,7 @@ def command(
         "out_of_memory": out_of_memory,
         "hang_after": hang_after,
         "on_hang": on_hang,
+        "check": "1" if check else None,
         "may_differ": may_differ,
         "default_run_dir": str(default_run_path(script, datetime.now()).absolute()),
     }

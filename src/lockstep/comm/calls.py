@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,9 +40,20 @@ def keep_calls() -> None:
     os.environ.setdefault(_ENTRIES, _KEPT)
 
 
+@contextmanager
+def announced(call: Call) -> Iterator[None]:
+    """Within it, this process is about to make that call."""
+    _announced.append(call)
+    try:
+        yield
+    finally:
+        _announced.remove(call)
+
+
 def under_way() -> list[Call]:
     """What this process has called and is not done, the oldest first. Any thread may ask."""
-    shared = [Call(name, "shared memory", number, tensors) for name, number, tensors in SharedGroup.under_way()]
+    shared = list(_announced)
+    shared += [Call(name, "shared memory", number, tensors) for name, number, tensors in SharedGroup.under_way()]
     return shared + (_of_torch() if dist.is_available() and dist.is_initialized() else [])
 
 
@@ -58,6 +71,7 @@ def _call(entry: dict[str, Any]) -> Call:
     return Call(entry["profiling_name"].rpartition(":")[2], entry["process_group"][1], int(sequence), tensors)
 
 
+_announced: list[Call] = []
 _DTYPES = {
     "Float": "float32",
     "Double": "float64",

@@ -46,6 +46,8 @@ class Environment:
     """How long a rank may stand still, given at launch, see `Patience.parse`. None: none was given."""
     on_hang: str | None = None
     """What happens then. None: nothing was said."""
+    check: bool = False
+    """Whether collectives are to be compared across ranks before they are made."""
     default_run_dir: str | None = None
     """The run directory where neither the launcher nor the script was given one. None: a new one."""
     restarted: str | None = None
@@ -57,7 +59,7 @@ class Environment:
     def read(cls, environ: Mapping[str, str]) -> Environment:
         """Read RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE and our LOCKSTEP_LAUNCHER, LOCKSTEP_PLAN, LOCKSTEP_RUN_DIR,
         LOCKSTEP_DEFAULT_RUN_DIR, LOCKSTEP_RESUME, LOCKSTEP_SAVE_EVERY, LOCKSTEP_OUT_OF_MEMORY, LOCKSTEP_MAY_DIFFER, LOCKSTEP_STOP_AT,
-        LOCKSTEP_HANG_AFTER, LOCKSTEP_ON_HANG and LOCKSTEP_RESTARTED.
+        LOCKSTEP_HANG_AFTER, LOCKSTEP_ON_HANG, LOCKSTEP_CHECK and LOCKSTEP_RESTARTED.
 
         Without any of the first four it is rank 0 of 1. Where the two local ones are missing, all processes are taken to be on this
         machine. Raises `LaunchError` where the values contradict each other.
@@ -97,6 +99,7 @@ class Environment:
             may_differ=frozenset(filter(None, map(str.strip, environ.get("LOCKSTEP_MAY_DIFFER", "").split(",")))),
             stop_at=_time(environ, "LOCKSTEP_STOP_AT"),
             hang_after=environ.get("LOCKSTEP_HANG_AFTER") or None,
+            check=_yes(environ, "LOCKSTEP_CHECK"),
             on_hang=environ.get("LOCKSTEP_ON_HANG") or None,
             threads=_threads(environ, local_world_size),
         )
@@ -159,6 +162,13 @@ def _time(environ: Mapping[str, str], name: str) -> float | None:
         return float(text)
     except ValueError:
         raise LaunchError(f"{name}={text!r}; it is a time in seconds since 1970; correct what sets it, or unset it") from None
+
+
+def _yes(environ: Mapping[str, str], name: str) -> bool:
+    text = environ.get(name) or "0"
+    if text not in ("0", "1"):
+        raise LaunchError(f"{name}={text!r}; it is 1 for yes, or 0; correct what sets it, or unset it")
+    return text == "1"
 
 
 def _below(environ: Mapping[str, str], name: str, value: int, limit_name: str, limit: int) -> None:

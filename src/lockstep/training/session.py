@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lockstep import precision as precisions
@@ -53,6 +54,7 @@ from lockstep.training.state import Stateful
 from lockstep.training.step import Step
 from lockstep.training.traced import Traced, TracedPair, TracedStep
 from lockstep.training.wishes import Wishes
+from lockstep.watch.check import Checked
 from lockstep.watch.phases import Phases
 from lockstep.watch.watchdog import Watchdog
 
@@ -131,6 +133,9 @@ class Session:
             launched = Plan.parse(environment.plan) if environment.plan is not None else None
             given = (launched or self._given_plan or Plan()).resolve(self.world.size)
             check_devices(given, self.world.device)
+            if environment.check and self.world.size > 1:
+                given = replace(given, transport="torch")  # which is what can be compared
+                stack.enter_context(Checked(dist.distributed_c10d._get_default_store(), self.world.rank))
             self.mesh = Mesh.of(self.world, given)
             stack.callback(self.mesh.close)
             if environment.resume is not None:

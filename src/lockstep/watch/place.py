@@ -130,7 +130,7 @@ def look(
         seen.append(_instruction(thread.ident))
         sleep(LOOK_SECONDS)
     used = (_processor_seconds(thread) - before) / (LOOKS * LOOK_SECONDS)
-    stacks = {ident: _stack(frame) for ident, frame in sys._current_frames().items()}
+    stacks = {ident: stack_of(frame) for ident, frame in sys._current_frames().items()}
     stack = stacks.pop(thread.ident, ())
     calls = under_way()
     if not calls and stack and (call := called_in(stack)) is not None:
@@ -179,7 +179,8 @@ def _instruction(ident: int) -> tuple[int, int, str]:
     return id(frame), frame.f_lasti, dis.opname[frame.f_code.co_code[frame.f_lasti]]
 
 
-def _stack(frame: FrameType | None) -> tuple[Frame, ...]:
+def stack_of(frame: FrameType | None) -> tuple[Frame, ...]:
+    """The outermost first."""
     found = []
     while frame is not None:
         found.append(Frame(frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_qualname))
