@@ -60,6 +60,10 @@ class MismatchError(LockstepError):
     """Ranks called different collectives, found by `--check`. The text has every rank's call and line."""
 
 
+class DivergenceError(LockstepError):
+    """Ranks that hold the same parameters hold different ones. The text has the ranks, the steps and the first tensor."""
+
+
 class HangError(LockstepError):
     """The run stood still for longer than it may, see `--hang-after`. The text says who was waited for, and where that stood."""
 

@@ -46,6 +46,7 @@ from lockstep.units import seconds
 @click.option(
     "--on-hang", type=click.Choice(get_args(OnHang)), envvar="LOCKSTEP_ON_HANG", help="Report it, and end (which it is) or wait on."
 )
+@click.option("--compare-every", type=click.IntRange(min=0), metavar="STEPS", help="Compare replicas. 0: never. 100, if not said.")
 @click.option("--check", is_flag=True, help="Compare every collective across ranks before it is made. Slow; for looking for a hang.")
 @click.option("--may-differ", metavar="FIELDS", help="Fields of the recipe that may be others than they were: steps,schedule.")
 @click.option("--max-restarts", type=click.IntRange(min=0), default=0, metavar="R", help="Start again after a failure, R times in all.")
@@ -64,6 +65,7 @@ def command(
     out_of_memory: str | None,
     hang_after: str | None,
     on_hang: str | None,
+    compare_every: int | None,
     check: bool,
     may_differ: str | None,
     max_restarts: int,
@@ -132,6 +134,7 @@ def command(
         "out_of_memory": out_of_memory,
         "hang_after": hang_after,
         "on_hang": on_hang,
+        "compare_every": str(compare_every) if compare_every is not None else None,
         "check": "1" if check else None,
         "may_differ": may_differ,
         "default_run_dir": str(default_run_path(script, datetime.now()).absolute()),

@@ -9,6 +9,8 @@ from typing import Literal, cast, get_args
 
 from lockstep.errors import LaunchError, RunDirectoryError
 
+COMPARE_EVERY = 100
+"""Steps between two comparisons of replicas, unless the launcher was told otherwise."""
 Launcher = Literal["python", "torchrun", "lockstep", "spawn"]
 
 
@@ -46,6 +48,8 @@ class Environment:
     """How long a rank may stand still, given at launch, see `Patience.parse`. None: none was given."""
     on_hang: str | None = None
     """What happens then. None: nothing was said."""
+    compare_every: int = COMPARE_EVERY
+    """Steps between two comparisons of replicas; 0: never."""
     check: bool = False
     """Whether collectives are to be compared across ranks before they are made."""
     default_run_dir: str | None = None
@@ -59,7 +63,8 @@ class Environment:
     def read(cls, environ: Mapping[str, str]) -> Environment:
         """Read RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE and our LOCKSTEP_LAUNCHER, LOCKSTEP_PLAN, LOCKSTEP_RUN_DIR,
         LOCKSTEP_DEFAULT_RUN_DIR, LOCKSTEP_RESUME, LOCKSTEP_SAVE_EVERY, LOCKSTEP_OUT_OF_MEMORY, LOCKSTEP_MAY_DIFFER, LOCKSTEP_STOP_AT,
-        LOCKSTEP_HANG_AFTER, LOCKSTEP_ON_HANG, LOCKSTEP_CHECK and LOCKSTEP_RESTARTED.
+        LOCKSTEP_HANG_AFTER, LOCKSTEP_ON_HANG, LOCKSTEP_CHECK,
+        LOCKSTEP_COMPARE_EVERY and LOCKSTEP_RESTARTED.
 
         Without any of the first four it is rank 0 of 1. Where the two local ones are missing, all processes are taken to be on this
         machine. Raises `LaunchError` where the values contradict each other.
@@ -99,6 +104,7 @@ class Environment:
             may_differ=frozenset(filter(None, map(str.strip, environ.get("LOCKSTEP_MAY_DIFFER", "").split(",")))),
             stop_at=_time(environ, "LOCKSTEP_STOP_AT"),
             hang_after=environ.get("LOCKSTEP_HANG_AFTER") or None,
+            compare_every=_whole(environ, "LOCKSTEP_COMPARE_EVERY", COMPARE_EVERY),
             check=_yes(environ, "LOCKSTEP_CHECK"),
             on_hang=environ.get("LOCKSTEP_ON_HANG") or None,
             threads=_threads(environ, local_world_size),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from lockstep.checkpoint.load import Reader
 from lockstep.comm.mesh import Mesh
 from lockstep.data.shards import Position
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, DivergenceError
 from lockstep.launch.grace import needing_time
 from lockstep.launch.termination import Terminated
 from lockstep.training.keeping import Keeper
@@ -104,7 +104,7 @@ class Course:
     def rescue(self, error: BaseException) -> bool:
         """Where this rank's state is that of a whole step, save it, without the others' help. Returns whether it is saved."""
         by_the_script = isinstance(error, SystemExit) and not isinstance(error, Terminated)
-        if self.keeper is None or self.step is None or by_the_script or not self.is_whole_in_a_step:
+        if self.keeper is None or self.step is None or by_the_script or isinstance(error, DivergenceError) or not self.is_whole_in_a_step:
             return False
         if self.step.source.positions is not None and self.mesh.axis("replicate").size > 1:
             return False  # another replica's shards stand where only it knows

@@ -50,6 +50,8 @@ class Keeper:
     """What the run is: JSON, with its recipe."""
     metrics: Callable[[], Mapping[str, float]]
     """Of an evaluation after the latest step; empty where there was none."""
+    compare: Callable[[int], None]
+    """Raises where replicas differ after so many steps. Called before a save."""
     tell: Tell
     """Writes down an event."""
     warn: Callable[[str], None]
@@ -215,6 +217,7 @@ class Keeper:
         return found
 
     def _save(self, step: int) -> None:
+        self.compare(step)
         state = state_of(self.pairs, self.others)
         began = self.clock()
         measured, best, score = self.metrics(), self.saving.best, None

@@ -46,6 +46,7 @@ from lockstep.training.memory import Memory
 from lockstep.training.outcome import Outcome, no_weight
 from lockstep.training.pair import Pair
 from lockstep.training.recorder import Pace, Recorder
+from lockstep.training.replicas import Replicas
 from lockstep.training.setting import Remark, batchnorm, check_microbatch_is_fixed, remarks, resolved, set_up_computation
 from lockstep.training.source import Length, Microbatches, from_data, from_indices, from_stream
 from lockstep.training.standstill import Standstill
@@ -151,6 +152,8 @@ class Session:
             stack.callback(self._close_pairs)
             self.course = Course(self.mesh, self.pairs, self.event)
             self._wishes = Wishes(self.mesh, self._termination, stop_at=environment.stop_at, save_is_due=self.course.save_is_due)
+            self._compare_every = environment.compare_every if self._traced is None else 0
+            self._replicas = Replicas(self.mesh, self.pairs)
             self._memory = Memory.of(self.mesh, given, environment, self.recorder, self.event)
             self.plan = self._memory.plan
             set_up_computation(self.plan, self.world, environment.threads, stack)
@@ -393,6 +396,7 @@ class Session:
             self.course.others,
             self.recorder.facts,
             metrics=lambda: self.evaluated,
+            compare=self._compare,
             tell=self.event,
             warn=self.recorder.message,
         )
@@ -460,9 +464,16 @@ class Session:
                 with needing_time():
                     keeper.save_now(self.steps_done)
             raise Preempted(asked.end)
+        if self._compare_every and self.steps_done % self._compare_every == 0:
+            self._compare(self.steps_done)
         if keeper is not None:
             self.phases.enter("saving")
             keeper.after(self.steps_done, asked=asked.save)
+
+    def _compare(self, step: int) -> None:
+        """Every rank calls it. Raises `DivergenceError`."""
+        if self._compare_every and self._replicas.agreed != step:
+            self._replicas.compare(step)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context that forwards run in, for the session's precision. Backwards and commits stay outside."""
