@@ -236,8 +236,9 @@ def test_tensors_that_do_not_fit_are_refused_with_what_would(pool: WorkerPool) -
     source=st.integers(0, 2**16 - 1),
 )
 def test_what_is_called_can_be_read_back(length: int, operation: int, code: int, source: int) -> None:
-    text = shared._called(shared._signature_of(operation, code, length, source))
-    assert text.startswith(f"{shared._NAMES[operation]} of {str(shared._DTYPES[code]).removeprefix('torch.')}")
+    name, text = shared._called(shared._signature_of(operation, code, length, source))
+    assert name == shared._NAMES[operation]
+    assert text.startswith(str(shared._DTYPES[code]).removeprefix("torch."))
     assert (f", {length} elements" in text) == (shared._NAMES[operation] != "all_to_all")
     assert (f", from rank {source}" in text) == (shared._NAMES[operation] == "broadcast")
     assert shared._signature_of(operation, code, length, source) < 2**63

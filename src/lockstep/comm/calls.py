@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,10 +11,6 @@ from typing import Any
 import torch.distributed as dist
 
 from lockstep.comm.shared import SharedGroup
-
-_ENTRIES = "TORCH_FR_BUFFER_SIZE"
-_KEPT = "2000"
-"""Calls that torch remembers. It needs that many to know of those that are under way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +28,6 @@ class Call:
 
     def __str__(self) -> str:
         return f"{self.name} of {self.tensors}" if self.tensors else self.name
-
-
-def keep_calls() -> None:
-    """Have torch remember calls. Before the process group is made; what the user has set stays."""
-    os.environ.setdefault(_ENTRIES, _KEPT)
 
 
 @contextmanager

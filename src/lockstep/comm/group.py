@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.comm.calls import keep_calls
 from lockstep.errors import LaunchError
 
 BUCKET_NUMBERS = 2**22
@@ -116,7 +115,6 @@ def join(*, rank: int, size: int, local_rank: int, local_size: int, timeout: tim
     if dist.is_initialized():
         return World(dist.get_rank(), dist.get_world_size(), local_rank, local_size, device, owns_group=_is_ours())
     if size > 1:
-        keep_calls()
         try:
             dist.init_process_group("cpu:gloo,cuda:nccl" if use_gpu else "gloo", timeout=timeout, device_id=device if use_gpu else None)
         except dist.DistNetworkError as error:
