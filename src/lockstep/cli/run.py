@@ -23,6 +23,7 @@ from lockstep.patience import OnHang, Patience
 from lockstep.plan import Plan
 from lockstep.saving import OutOfMemory, Resume, interval
 from lockstep.units import seconds
+from lockstep.watch.timeline import steps_of
 
 
 @click.command("run", context_settings={"allow_interspersed_args": False})
@@ -47,6 +48,7 @@ from lockstep.units import seconds
     "--on-hang", type=click.Choice(get_args(OnHang)), envvar="LOCKSTEP_ON_HANG", help="Report it, and end (which it is) or wait on."
 )
 @click.option("--compare-every", type=click.IntRange(min=0), metavar="STEPS", help="Compare replicas. 0: never. 100, if not said.")
+@click.option("--profile", metavar="steps=A:B", help="Trace steps A to B - 1 of every rank, on one clock, and say what their time went to.")
 @click.option("--check", is_flag=True, help="Compare every collective across ranks before it is made. Slow; for looking for a hang.")
 @click.option("--may-differ", metavar="FIELDS", help="Fields of the recipe that may be others than they were: steps,schedule.")
 @click.option("--max-restarts", type=click.IntRange(min=0), default=0, metavar="R", help="Start again after a failure, R times in all.")
@@ -66,6 +68,7 @@ def command(
     hang_after: str | None,
     on_hang: str | None,
     compare_every: int | None,
+    profile: str | None,
     check: bool,
     may_differ: str | None,
     max_restarts: int,
@@ -109,6 +112,8 @@ def command(
         interval(save_every, "--save-every")
     stop_at = time.time() + seconds(stop_after, "--stop-after", LaunchError) if stop_after is not None else None
     Patience.parse(hang_after, on_hang)
+    if profile is not None:
+        steps_of(profile)
     if is_module:
         check_module(script)
     else:
@@ -135,6 +140,7 @@ def command(
         "hang_after": hang_after,
         "on_hang": on_hang,
         "compare_every": str(compare_every) if compare_every is not None else None,
+        "profile": profile,
         "check": "1" if check else None,
         "may_differ": may_differ,
         "default_run_dir": str(default_run_path(script, datetime.now()).absolute()),

@@ -70,7 +70,11 @@ def _collective(method: Callable[Concatenate["SharedGroup", P], None]) -> Callab
         self._made += 1
         self._is_called = True
         try:
-            method(self, *args, **kwargs)
+            if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+                with torch.profiler.record_function(f"shared:{method.__name__}"):
+                    method(self, *args, **kwargs)
+            else:
+                method(self, *args, **kwargs)
         except BaseException as error:
             self._fail(error)
             raise

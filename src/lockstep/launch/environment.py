@@ -50,6 +50,8 @@ class Environment:
     """What happens then. None: nothing was said."""
     compare_every: int = COMPARE_EVERY
     """Steps between two comparisons of replicas; 0: never."""
+    profile: str | None = None
+    """Which steps to profile. None: none."""
     check: bool = False
     """Whether collectives are to be compared across ranks before they are made."""
     default_run_dir: str | None = None
@@ -64,7 +66,7 @@ class Environment:
         """Read RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE and our LOCKSTEP_LAUNCHER, LOCKSTEP_PLAN, LOCKSTEP_RUN_DIR,
         LOCKSTEP_DEFAULT_RUN_DIR, LOCKSTEP_RESUME, LOCKSTEP_SAVE_EVERY, LOCKSTEP_OUT_OF_MEMORY, LOCKSTEP_MAY_DIFFER, LOCKSTEP_STOP_AT,
         LOCKSTEP_HANG_AFTER, LOCKSTEP_ON_HANG, LOCKSTEP_CHECK,
-        LOCKSTEP_COMPARE_EVERY and LOCKSTEP_RESTARTED.
+        LOCKSTEP_COMPARE_EVERY, LOCKSTEP_PROFILE and LOCKSTEP_RESTARTED.
 
         Without any of the first four it is rank 0 of 1. Where the two local ones are missing, all processes are taken to be on this
         machine. Raises `LaunchError` where the values contradict each other.
@@ -105,6 +107,7 @@ class Environment:
             stop_at=_time(environ, "LOCKSTEP_STOP_AT"),
             hang_after=environ.get("LOCKSTEP_HANG_AFTER") or None,
             compare_every=_whole(environ, "LOCKSTEP_COMPARE_EVERY", COMPARE_EVERY),
+            profile=environ.get("LOCKSTEP_PROFILE") or None,
             check=_yes(environ, "LOCKSTEP_CHECK"),
             on_hang=environ.get("LOCKSTEP_ON_HANG") or None,
             threads=_threads(environ, local_world_size),

@@ -45,6 +45,7 @@ from lockstep.training.keeping import Keeper
 from lockstep.training.memory import Memory
 from lockstep.training.outcome import Outcome, no_weight
 from lockstep.training.pair import Pair
+from lockstep.training.profiling import Profiling
 from lockstep.training.recorder import Pace, Recorder
 from lockstep.training.replicas import Replicas
 from lockstep.training.setting import Remark, batchnorm, check_microbatch_is_fixed, remarks, resolved, set_up_computation
@@ -57,6 +58,7 @@ from lockstep.training.traced import Traced, TracedPair, TracedStep
 from lockstep.training.wishes import Wishes
 from lockstep.watch.check import Checked
 from lockstep.watch.phases import Phases
+from lockstep.watch.timeline import steps_of
 from lockstep.watch.watchdog import Watchdog
 
 _OVERFLOWS_TO_TELL = 8
@@ -116,6 +118,7 @@ class Session:
         self.phases = Phases()
         """What this rank is at."""
         self._watchdog: Watchdog | None = None
+        self._profiling: Profiling | None = None
         self._termination = Termination()
         self._told: list[Pair] = []
         self._exchange = Exchange()
@@ -159,6 +162,7 @@ class Session:
             set_up_computation(self.plan, self.world, environment.threads, stack)
             self._start(environment, given, launched)
             self._watch(environment, stack)
+            self._profile(environment, stack)
             self._stack = stack.pop_all()
         return self
 
@@ -191,6 +195,12 @@ class Session:
         standstill = Standstill(patience, self.recorder.path, self.world, self.event, self.course.rescue)
         self._watchdog = standstill.watch(self.phases, self.recorder.attempt)
         stack.callback(self._watchdog.close)
+
+    def _profile(self, environment: Environment, stack: ExitStack) -> None:
+        if environment.profile is not None and self._traced is None:
+            steps = steps_of(environment.profile)
+            self._profiling = Profiling(steps, self.recorder.path, self.world, self.phases, self.event, self.recorder.message)
+            stack.callback(self._profiling.close)
 
     def _tell(self, remark: Remark) -> None:
         self.event(remark.event, **remark.details)
@@ -432,9 +442,13 @@ class Session:
                 phases=self.phases,
             )
             self.course.step, self.evaluated = step, {}
+            if self._profiling is not None:
+                self._profiling.before(step.index)
             self.phases.enter("compute")
             yield step
             self.phases.enter("between steps")
+            if self._profiling is not None:
+                self._profiling.after(step.index)
             self._check_committed(step)
             self.course.end_step(step)
             self.pace.count(step.samples)

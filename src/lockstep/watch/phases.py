@@ -22,6 +22,8 @@ class Phases:
         self.since = clock()
         self.usual: dict[str, float] = {}
         """Seconds, of each phase that has ended: the longest of late."""
+        self.log: list[tuple[str, float, float]] | None = None
+        """Where phases are written down as they end: name, from, until."""
         self.totals: defaultdict[str, float] = defaultdict(float)
         """Seconds that each has taken in all."""
 
@@ -30,6 +32,8 @@ class Phases:
         now, before = self._clock(), self.name
         took = now - self.since
         self.totals[before] += took
+        if self.log is not None:
+            self.log.append((before, self.since, now))
         faded = FADES * self.usual.get(before, 0.0)
         self.usual[before] = took if took > faded else faded
         self.name, self.since = name, now

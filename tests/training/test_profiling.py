@@ -1,0 +1,48 @@
+"""Some steps of a run under the profiler."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+from training.subjects import recipe
+
+import lockstep as ls
+from lockstep.testing.pool import WorkerPool
+
+
+def profiled(run_dir: str, steps: str, plan: str) -> list[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCKSTEP_PROFILE", steps)
+        return [event.name for event in ls.train(recipe(steps=6), run_dir=run_dir, plan=plan).events]
+
+
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
+def test_each_rank_is_traced_and_all_are_put_on_one_clock(pool: WorkerPool, tmp_path: Path, plan: str) -> None:
+    assert all(events.count("profiled") == 1 for events in pool.run(2, profiled, str(tmp_path / "run"), "steps=2:4", plan))
+    folder = tmp_path / "run" / "profile"
+    assert sorted(path.name for path in folder.iterdir()) == ["rank-0.json", "rank-1.json", "summary.json", "trace.json.gz"]
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["steps"] == [2, 4]
+    for rank in summary["ranks"]:
+        assert rank["exposed"] > 0
+        assert 0 < rank["compute"] + rank["exposed"] < rank["whole"]
+        assert rank["peak_bytes"] > 10**7
+    with gzip.open(folder / "trace.json.gz", "rt") as file:
+        events = json.load(file)["traceEvents"]
+    phases = {rank: [each for each in events if each.get("cat") == "phase" and each["pid"] == rank] for rank in (0, 1)}
+    for several in phases.values():
+        assert [each["name"] for each in several].count("exchange") == 2
+    # Both ranks leave an exchange when it is over: on one clock, at about one time.
+    ends = [next(each["ts"] + each["dur"] for each in several if each["name"] == "exchange") for several in phases.values()]
+    whole = max(rank["whole"] for rank in summary["ranks"])
+    assert abs(ends[0] - ends[1]) < whole * 1e6
+    names = {each["name"] for each in events}
+    assert ("shared:all_reduce" if plan == "replicate=2" else "gloo:all_gather") in names
+
+
+def test_a_run_that_ends_before_the_last_of_the_steps_has_no_trace(tmp_path: Path) -> None:
+    assert "profiled" not in profiled(str(tmp_path / "run"), "steps=4:9", "replicate=1")
+    assert not (tmp_path / "run" / "profile").exists()
