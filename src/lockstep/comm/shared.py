@@ -10,6 +10,7 @@ In the first round of a call each rank also writes down what it calls, and all c
 """
 
 import functools
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 
 from lockstep.comm.segment import LINE_BYTES, CallsDiffer, ExchangeError, PeerStopped, Segment, Unavailable, open_segment
+from lockstep.comm.waits import waits
 
 P = ParamSpec("P")
 
@@ -288,7 +290,9 @@ class SharedGroup:
         self._segment.announce(target)
         for place in self._other_counters:
             if words[place] < target:
+                began = time.perf_counter()
                 self._segment.wait(target)
+                waits.seconds += time.perf_counter() - began
                 break
         if first:
             calls = self._calls[(target - 1) & 1]

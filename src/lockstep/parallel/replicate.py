@@ -12,6 +12,7 @@ gradients' own. What is said is exact, but for the last digit where `sum_factor`
 (No `from __future__ import annotations` here: DDP looks at its hooks' annotations, and wants classes.)
 """
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.comm.mesh import Mesh
 from lockstep.comm.ordered import OrderedSum, Shares
 from lockstep.comm.shared import SharedGroup
+from lockstep.comm.waits import waits
 from lockstep.errors import RecipeError
 from lockstep.parallel.slots import Number, Slots, Told, forget_unused
 from lockstep.tree import Counter
@@ -105,6 +107,7 @@ class Replica:
             self._shares = Shares.of(count, self._world.size)
             self._sums: list[tuple[OrderedSum, Tensor, torch.futures.Future[Tensor]]] = []
         self._used[:] = [0.0] * len(self._used)
+        self._complete_at = time.perf_counter()
 
     def backward(self, total: Tensor, seed: Tensor, *, only_these: bool, counts: bool) -> None:
         """See `Engine.backward`. Where ranks exchange in the midst of a backward, gradients are not sent before the last one is done."""
@@ -146,6 +149,8 @@ class Replica:
         self._synchronised = True
         try:
             torch.autograd.backward(self._ddp(total), seed, inputs=inputs)
+            if self._memory is None:  # it waits in C++ then, for the reductions of what it has computed
+                waits.seconds += time.perf_counter() - self._complete_at
         except RuntimeError as error:
             if "mark a variable ready only once" not in str(error):
                 raise
@@ -160,6 +165,7 @@ class Replica:
 
     def _note_use(self, index: int) -> Callable[[Tensor], None]:
         def hook(parameter: Tensor) -> None:
+            self._complete_at = time.perf_counter()
             if parameter.grad is not None:
                 self._used[index] = 1.0
 

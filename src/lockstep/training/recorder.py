@@ -25,7 +25,7 @@ from lockstep.watch.metrics import RESERVED_NAMES, MetricsLog
 from lockstep.watch.progress import Progress
 from lockstep.watch.rundir import RunDirectory, default_run_path, describe_environment
 
-NAMES_OF_A_ROW = RESERVED_NAMES | {"loss", "lr", "gradient_norm", "samples_per_second"}
+NAMES_OF_A_ROW = RESERVED_NAMES | {"loss", "lr", "gradient_norm", "samples_per_second", "memory_bytes"}
 """What the run writes in each line of metrics.jsonl."""
 
 

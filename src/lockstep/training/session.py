@@ -21,6 +21,7 @@ from lockstep.checkpoint.load import Reader
 from lockstep.checkpoint.store import folder_at
 from lockstep.comm.group import exact_sum, join
 from lockstep.comm.mesh import Mesh
+from lockstep.comm.waits import counted
 from lockstep.data.generators import seed_generators
 from lockstep.data.loader import Loader, StreamLoader
 from lockstep.errors import LossError, PlanError, RecipeError
@@ -46,6 +47,7 @@ from lockstep.training.memory import Memory
 from lockstep.training.outcome import Outcome, no_weight
 from lockstep.training.pair import Pair
 from lockstep.training.profiling import Profiling
+from lockstep.training.ranks import Ranks
 from lockstep.training.recorder import Pace, Recorder
 from lockstep.training.replicas import Replicas
 from lockstep.training.setting import Remark, batchnorm, check_microbatch_is_fixed, remarks, resolved, set_up_computation
@@ -163,6 +165,9 @@ class Session:
             self._start(environment, given, launched)
             self._watch(environment, stack)
             self._profile(environment, stack)
+            stack.enter_context(counted())
+            self._ranks = Ranks(self.mesh, self.phases, self.recorder.path, self.event, self.recorder.message)
+            stack.callback(self._ranks.close)
             self._stack = stack.pop_all()
         return self
 
@@ -370,6 +375,7 @@ class Session:
             rounds = [len(mesh.deal.rounds(length.most_microbatches, rank)) for rank in range(mesh.deal.ranks)]
             check_microbatches(min(rounds), pipeline.stages)
         first = self.course.begin_loop(self._keep)
+        self._ranks.restart()
         return self._run(self._sources(data, length, collate, first), length, weight)
 
     def _sources(self, data: Any, length: Length, collate: Callable[[list[Any]], Any] | None, first: int) -> Iterator[Microbatches]:
@@ -452,6 +458,7 @@ class Session:
             self._check_committed(step)
             self.course.end_step(step)
             self.pace.count(step.samples)
+            self._ranks.count(step.source.mine)
             self._unread += step.committed.values()
             if logs or self.stopping is not None:
                 self._read()
@@ -544,6 +551,7 @@ class Session:
             "lr": outcome.pair.schedule.rate(),
             "gradient_norm": float(outcome.norm),
             "samples_per_second": self.pace.restart(),
+            "memory_bytes": self._ranks.log(step.index + 1),
         }
         terms = {f"loss/{name}": value for name, value in outcome.term_losses().items()}
         self.recorder.step(step.index + 1, values, {**terms, **step.logged})

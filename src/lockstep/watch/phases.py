@@ -7,6 +7,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
+from lockstep.comm.waits import waits
+
 T = TypeVar("T")
 FADES = 0.95
 """With each time that a phase ends, of what is remembered of the longest one."""
@@ -20,18 +22,24 @@ class Phases:
         self.name = "set-up"
         self.step = 0
         self.since = clock()
+        self._waited_before = waits.seconds
         self.usual: dict[str, float] = {}
         """Seconds, of each phase that has ended: the longest of late."""
         self.log: list[tuple[str, float, float]] | None = None
         """Where phases are written down as they end: name, from, until."""
         self.totals: defaultdict[str, float] = defaultdict(float)
         """Seconds that each has taken in all."""
+        self.waited: defaultdict[str, float] = defaultdict(float)
+        """Of those, the seconds of waits for others."""
 
     def enter(self, name: str) -> str:
         """Go on to another phase. Returns the one before it."""
         now, before = self._clock(), self.name
         took = now - self.since
         self.totals[before] += took
+        waited = waits.seconds
+        self.waited[before] += waited - self._waited_before
+        self._waited_before = waited
         if self.log is not None:
             self.log.append((before, self.since, now))
         faded = FADES * self.usual.get(before, 0.0)
