@@ -1,0 +1,85 @@
+"""`lockstep report`: a page of what runs did, in one file."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import click
+
+from lockstep.errors import LaunchError
+from lockstep.report.page import GENERATOR, page
+from lockstep.report.read import read_runs
+from lockstep.report.tables import as_json as told
+from lockstep.report.tables import lines
+
+
+@click.command("report")
+@click.option("-o", "--output", metavar="FILE", help="The page. Default: report.html in RUN_DIR, or here where there are several.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON for programs; a page is written only where -o says so.")
+@click.argument("run_dirs", metavar="RUN_DIR...", nargs=-1, required=True)
+def command(output: str | None, as_json: bool, run_dirs: tuple[str, ...]) -> int:
+    """Make a page of a run, or of several side by side.
+
+    One HTML file that needs no network and no other file: loss and metrics with their evaluations, learning rate, gradient norm,
+    throughput, memory, step time by rank, what happened when, recipe, plan, environment; of several runs also what differs. The runs may
+    have ended, failed, or be running.
+
+    \b
+    Examples:
+      lockstep report runs/a
+      lockstep report runs/a runs/b -o compared.html
+      lockstep report --json runs/a
+
+    Exit status: 0, or 2 for a mistake (no run directory, a file that cannot be written).
+    """
+    runs = read_runs(run_dirs)
+    if as_json:
+        print(json.dumps(told(runs), indent=2, allow_nan=False))
+    else:
+        print("\n".join(lines(runs)))
+    if output is not None or not as_json:
+        path = Path(output if output is not None else "report.html" if len(runs) > 1 else Path(run_dirs[0]) / "report.html")
+        _check(path)
+        text = page(runs, made=time.time()).encode()
+        _write(path, text)
+        print(f"{path} ({len(text) / 1000:,.0f} kB)", file=sys.stderr if as_json else sys.stdout)
+    return 0
+
+
+def _check(path: Path) -> None:
+    """Raises `LaunchError` where a page cannot go there, or something else would be lost."""
+    if path.is_dir():
+        raise LaunchError(f"-o {path} is a directory; a report is one file; name a file in it")
+    if not path.absolute().parent.is_dir():
+        raise LaunchError(f"-o {path}; its directory is not there; name a file in a directory that is")
+    try:
+        with path.open("rb") as file:
+            is_a_report = GENERATOR.encode() in file.read(300)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    if not is_a_report:
+        raise LaunchError(f"-o {path} is there already, and is no report; only a report is written over; name another file, or remove it")
+
+
+def _write(path: Path, text: bytes) -> None:
+    """Whole or not at all."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_bytes(text)
+        partial.replace(path)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    finally:
+        with suppress(OSError):
+            partial.unlink()
+
+
+def _unwritable(path: Path, error: OSError) -> LaunchError:
+    return LaunchError(f"-o {path} cannot be written ({error.strerror}); a report is a new file or an old report; name another place")

@@ -1,0 +1,199 @@
+"""The whole page: one file that asks for no other, and that a browser is told to ask for none. Pure, but for its own style and script."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Sequence
+from html import escape
+from importlib.resources import files
+from typing import Any
+
+from lockstep.report import heat, tables, told
+from lockstep.report.chart import Chart, Drawn, Line, draw
+from lockstep.report.history import PARTS, Run
+
+GENERATOR = '<meta name="generator" content="lockstep report">'
+"""In each page, near its beginning."""
+MOST_COLUMNS, LEAST_COLUMNS = 600, 60
+POINTS = 60_000
+"""On the page, about: where there are many curves, each has fewer."""
+
+_SPEED = {"samples_per_second": "samples/s", "tokens_per_second": "tokens/s", "mfu": "MFU", "memory_bytes": "memory, peak so far"}
+_TITLES = {"loss": "loss", "lr": "learning rate", "gradient_norm": "gradient norm", **_SPEED}
+_FIRST = ("loss", "lr", "gradient_norm")
+_EVALUATION = "evaluation/"
+
+
+def page(runs: Sequence[Run], *, made: float) -> str:
+    """The HTML document. `made`: when, in seconds since 1970."""
+    title = "lockstep report: " + ", ".join(run.name for run in runs)
+    last_step = max([1, *(run.curves.last_step for run in runs), *(step for run in runs for step in run.ranks.steps[-1:])])
+    learning, speed = charts(runs)
+    shown = [*learning, *speed]
+    lines = sum(len(each.lines) for each in shown)
+    columns = max(LEAST_COLUMNS, min(MOST_COLUMNS, POINTS // max(1, lines)))
+    drawn = [draw(each, place=place, last_step=last_step, columns=columns) for place, each in enumerate(shown)]
+    heats = [heat.draw(run.ranks, place=place, last_step=last_step, title=run.name) for place, run in enumerate(_timed(runs))]
+    body = [
+        _head(runs, made),
+        *_section("differences", "What differs", tables.differing(runs) if len(runs) > 1 else ""),
+        *_section("learning", "Learning", _grid(drawn[: len(learning)]) or '<p class="note">No logging step was reached.</p>'),
+        *_section("speed", "Speed", _grid(drawn[len(learning) :])),
+        *_section("ranks", "Ranks", _ranks(runs, heats)),
+        *_section("events", "Events", _events(runs)),
+        *_section(
+            "facts",
+            "Recipe, plan, environment",
+            "".join(tables.described(run, place, several=len(runs) > 1) for place, run in enumerate(runs)),
+        ),
+        *_section("numbers", "In numbers", tables.numbers(runs) if lines else ""),
+    ]
+    data = {
+        "last": last_step,
+        "charts": [each.data for each in drawn],
+        "heats": [each.data for each in heats],
+        "runs": [run.name for run in runs],
+    }
+    return _document(title, "".join(body), data)
+
+
+def charts(runs: Sequence[Run]) -> tuple[list[Chart], list[Chart]]:
+    """Of what is learned, and of how fast. One a metric; an evaluation of the same name goes with it."""
+    names = dict.fromkeys(name for run in runs for name in run.curves.series)
+    base = dict.fromkeys(name.removeprefix(_EVALUATION) for name in names)
+    same = _sole_term(runs, names)
+    learned = [name for name in sorted(base, key=_order) if name not in _SPEED and name != same]
+    learning = [_metric(name, runs, note=f"one term, {same.removeprefix('loss/')}" if same and name == "loss" else "") for name in learned]
+    return learning, [*(_metric(name, runs) for name in _SPEED if name in base), *_step_times(runs)]
+
+
+def _order(name: str) -> tuple[int, int]:
+    return (_FIRST.index(name), 0) if name in _FIRST else (0 if name.startswith("loss/") else len(_FIRST), 1)
+
+
+def _sole_term(runs: Sequence[Run], names: Sequence[str] | dict[str, None]) -> str | None:
+    """The name of the loss's one term, where it is the loss itself in every run."""
+    terms = [name for name in names if name.startswith("loss/")]
+    if len(terms) == 1 and all(run.curves.series.get(terms[0]) == run.curves.series.get("loss") for run in runs):
+        return terms[0]
+    return None
+
+
+def _metric(name: str, runs: Sequence[Run], note: str = "") -> Chart:
+    several = len(runs) > 1
+    lines = []
+    for place, run in enumerate(runs):
+        for full, kind, word in ((name, "line", "training"), (_EVALUATION + name, "dashed", "evaluation")):
+            if full in run.curves.series:
+                colour = place if several else int(kind == "dashed")
+                label = run.name if several and kind == "line" else f"{run.name}, {word}" if several else word
+                lines.append(Line(label, colour, run.curves.series[full], kind, place))  # type: ignore[arg-type]
+    title = _TITLES.get(name, name)
+    if name != "loss" and all(line.kind == "dashed" for line in lines):
+        title += ", evaluation"
+    return Chart(
+        title=title,
+        lines=lines,
+        unit=tables.UNITS.get(name, ""),
+        from_zero=name in _SPEED,
+        may_be_logarithmic=name != "lr" and name not in _SPEED,
+        note=note,
+        marks=told.marks(runs[0].events) if not several else (),
+    )
+
+
+def _step_times(runs: Sequence[Run]) -> list[Chart]:
+    """Of one run the step and its parts, of several their steps alone."""
+    timed = [(place, run) for place, run in enumerate(runs) if run.ranks.steps]
+    if not timed:
+        return []
+    if len(runs) == 1:
+        ranks = runs[0].ranks
+        found = [(part, heat.over_steps(ranks, part)) for part in PARTS]
+        lines = [Line(part, place, series) for place, (part, series) in enumerate(found) if series.values]
+        return [Chart(title="step time, mean of ranks", lines=lines, unit="seconds", from_zero=True, marks=told.marks(runs[0].events))]
+    lines = [Line(run.name, place, heat.over_steps(run.ranks, "step"), run=place) for place, run in timed]
+    return [Chart(title="step time, mean of ranks", lines=lines, unit="seconds", from_zero=True)]
+
+
+def _timed(runs: Sequence[Run]) -> list[Run]:
+    return [run for run in runs if run.ranks.steps]
+
+
+def _head(runs: Sequence[Run], made: float) -> str:
+    when = f"{told.clock(made)}"
+    if len(runs) == 1:
+        (run,) = runs
+        reason = tables.why(run)
+        said = f'<p class="why {run.state}">{escape(reason)}</p>' if reason else ""
+        name = f"<h1>{escape(run.name)} {tables.state(run)}</h1>"
+        top = f'{name}<p class="sub">{tables.subtitle(run)}</p>{said}{_unreadable(runs)}{tables.tiles(run)}'
+    else:
+        reasons = "".join(
+            f'<p class="why {run.state}"><strong>{escape(run.name)}</strong>: {escape(tables.why(run))}</p>'
+            for run in runs
+            if tables.why(run)
+        )
+        top = f"<h1>{len(runs)} runs</h1>{_unreadable(runs)}{tables.overview(runs)}{reasons}"
+    return f'<header><p class="brand">lockstep report<span>made {when}</span></p>{top}</header>'
+
+
+def _unreadable(runs: Sequence[Run]) -> str:
+    said = [
+        f"{run.name}: {lines:,} lines of {name} are not as a run writes them, and are left out"
+        for run in runs
+        for name, lines in run.unreadable.items()
+    ]
+    return "".join(f'<p class="why failed">{escape(text)}.</p>' for text in said)
+
+
+def _grid(drawn: Sequence[Drawn]) -> str:
+    return f'<div class="grid">{"".join(each.html for each in drawn)}</div>' if drawn else ""
+
+
+def _ranks(runs: Sequence[Run], heats: Sequence[Drawn]) -> str:
+    found = []
+    for run, drawn in zip(_timed(runs), heats, strict=True):
+        name = f"<h3>{tables.key(run, runs.index(run))}</h3>" if len(runs) > 1 else ""
+        found.append(f'{name}<div class="grid">{drawn.html}</div><div class="card">{heat.bars(run.ranks)}</div>')
+    note = (
+        '<p class="note">A cell is the mean of its steps; the scales differ. A rank that takes longer over its data or its computing makes '
+        "the others wait for it: they have more communication, and the step is as long for all.</p>"
+    )
+    return "".join([note, *found]) if found else ""
+
+
+def _events(runs: Sequence[Run]) -> str:
+    found = [told.lanes(runs)]
+    for place, run in enumerate(runs):
+        if run.events:
+            table = told.table(run)
+            found.append(
+                f"<details><summary>{tables.key(run, place)}</summary>{table}</details>"
+                if len(runs) > 1
+                else f'<div class="card">{table}</div>'
+            )
+    return "".join(found)
+
+
+def _section(name: str, title: str, inside: str) -> list[str]:
+    return [f'<section id="{name}"><h2>{title}</h2>{inside}</section>'] if inside else []
+
+
+def _document(title: str, body: str, data: dict[str, Any]) -> str:
+    style, script = (files("lockstep.report").joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    ramps = "".join(
+        f"--ramp-{name}:linear-gradient(90deg,{','.join(colours)});" for name, colours in (("light", heat.RAMP), ("dark", heat.RAMP[::-1]))
+    )
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    held = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8">{GENERATOR}'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">'
+        f"<title>{escape(title)}</title><style>:root{{{ramps}}}{style}</style></head><body><main>{body}</main>"
+        f'<script type="application/json" id="data">{held}</script><script>{script}</script></body></html>\n'
+    )
