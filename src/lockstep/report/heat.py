@@ -122,6 +122,10 @@ def limits(rows: Sequence[Sequence[float]]) -> tuple[float, float]:
     return max(0.0, low - room), max(high + room, low + 1e-9)
 
 
+def _beyond(rows: Sequence[Sequence[float]], *, below: float = -math.inf, above: float = math.inf) -> bool:
+    return any(value < below or value > above for row in rows for value in row)
+
+
 def shade(value: float, low: float, high: float) -> int:
     """Between 1 and `SHADES`; 0 where there is no value."""
     if not math.isfinite(value):
@@ -172,7 +176,9 @@ def _picture(part: str, cells: Grid, times: RankTimes, place: int, title: str) -
     light, dark = (base64.b64encode(png(shades, palette(dark=each))).decode() for each in (False, True))
     picture = f'<picture><source srcset="data:image/png;base64,{dark}" media="(prefers-color-scheme: dark)">'
     picture += f'<img src="data:image/png;base64,{light}" alt=""></picture>'
-    ramp = f'<span class="ramp"><span>{number(low, "seconds")}</span><b></b><span>{number(high, "seconds")}</span></span>'
+    least, most = ("≤ " if _beyond(rows, below=low) else ""), ("≥ " if _beyond(rows, above=high) else "")
+    ends = f"{least}{number(low, 'seconds')}</span><b></b><span>{most}{number(high, 'seconds')}"
+    ramp = f'<span class="ramp"><span>{ends}</span></span>'
     named = "time of a step, by rank" if part == "step" else f"of that: {part}"
     names = ""
     for row, name in _named(cells, times):

@@ -12,6 +12,8 @@ Unit = Literal["", "bytes", "share", "seconds"]
 _DURATIONS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 604800)
 _SKEWED = 20.0
 """Where the largest value is so many times the median, and all are more than 0, a linear axis would show one value and a floor."""
+_ROUNDS = 0.9995
+"""From here on, three digits of it are 1.00."""
 _BYTES = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
@@ -143,7 +145,7 @@ def _scientific(value: float, digits: int) -> str:
 
 
 def _bytes(value: float) -> str:
-    place = min(max(0, math.floor(math.log(abs(value), 1000) + 1e-9)) if value else 0, len(_BYTES) - 1)
+    place = min(max(0, math.floor(math.log(abs(value) / _ROUNDS, 1000))) if value else 0, len(_BYTES) - 1)
     return f"{value / 1000**place:.3g} {_BYTES[place]}".replace("-", "−")
 
 
@@ -151,6 +153,6 @@ def _seconds(value: float) -> str:
     if value == 0:
         return "0"
     for size, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
-        if abs(value) >= size:
+        if abs(value) >= _ROUNDS * size:
             return f"{value / size:.3g} {name}" if abs(value) < 600 else duration(value)
     return f"{value / 1e-9:.3g} ns"

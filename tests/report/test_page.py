@@ -1,0 +1,239 @@
+"""The page as text: what is on it, of which runs, and that it asks for nothing else."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from importlib.resources import files
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+from report.made import event, metrics, run_json, whole, write
+
+from lockstep.report.chart import COLOURS
+from lockstep.report.page import charts, page
+from lockstep.report.read import read_runs
+from lockstep.report.tables import as_json, differences
+from lockstep.report.told import ROWS, details, grouped
+
+
+def made(*folders: Path) -> str:
+    return page(read_runs([str(folder) for folder in folders]), made=0.0)
+
+
+def data_of(text: str) -> dict[str, Any]:
+    (found,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text, flags=re.DOTALL)
+    data: dict[str, Any] = json.loads(found)
+    return data
+
+
+class Balanced(HTMLParser):
+    """Fails where an element is not closed, or another is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.words = ""
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        if tag not in ("meta", "img", "source", "wbr"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: Any) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] not in ("style", "script"):
+            self.words += data
+
+
+def words(text: str) -> str:
+    parser = Balanced()
+    parser.feed(text)
+    assert parser.open == []
+    return parser.words
+
+
+def test_the_page_of_a_run_has_all_that_is_known_of_it(tmp_path: Path) -> None:
+    whole(tmp_path / "a", world=16)
+    text = made(tmp_path / "a")
+    said = words(text)
+    titles = re.findall(r'<span class="title">(.*?)</span>', text)
+    assert titles[:10] == [
+        *("loss", "loss/ce", "loss/balance", "learning rate", "gradient norm", "accuracy, evaluation"),
+        *("samples/s", "tokens/s", "MFU", "memory, peak so far"),
+    ]
+    assert titles[10:] == [
+        *("step time, mean of ranks", "time of a step, by rank", "of that: data", "of that: compute", "of that: communication"),
+        "time since the beginning",
+    ]
+    for told in ("in 2 starts", "something-new", "of a later version", "NVIDIA H100", "train.py --lr 3e-4", "rank 11 was killed", "3 not finite"):
+        assert told in said
+    assert "What differs" not in said
+    assert text.count('role="img" aria-label="') == 11 + 4 + 1
+    assert "loss over steps. training: 100 values, first " in text
+
+
+def test_it_asks_for_no_other_file_and_runs_only_its_own_script(tmp_path: Path) -> None:
+    name = "</script><script>alert(1)</script>"
+    run_json(tmp_path / "a", recipe={"model": name})
+    write(tmp_path / "a", "metrics.jsonl", [{"step": 1, "time": 0.0, name: 1.0, 'loss/"><i': 2.0}])
+    write(tmp_path / "a", "events.jsonl", [event(0, name, 1, reason=name)])
+    text = made(tmp_path / "a")
+    assert not re.findall(r'(?:src|href|srcset)="(?!data:)', text)
+    assert "http:" not in text and "https:" not in text
+    assert text.count("<script") == 2
+    assert "default-src 'none'" in text
+    words(text)
+    assert data_of(text)["charts"][0]["lines"][0]["steps"] == [1]
+
+
+def test_a_run_without_a_single_number_has_a_page(tmp_path: Path) -> None:
+    run_json(tmp_path / "a")
+    write(tmp_path / "a", "metrics.jsonl", [])
+    said = words(made(tmp_path / "a"))
+    assert "No logging step was reached." in said
+    assert "Nothing was written down." in said
+    assert "cut off" in said
+    write(tmp_path / "a", "events.jsonl", [event(0, "run-started", 0), event(0.5, "run-failed", 1, error="LossError: the loss is nan")])
+    said = words(made(tmp_path / "a"))
+    assert "LossError: the loss is nan" in said
+    assert "1 of 1,000" in said
+
+
+def test_values_that_are_all_nan_are_a_chart_that_says_so(tmp_path: Path) -> None:
+    run_json(tmp_path / "a")
+    rows = [{"step": step, "time": float(step), "loss": None, "not_finite": {"loss": "nan"}} for step in range(1, 2001)]
+    write(tmp_path / "a", "metrics.jsonl", rows)
+    text = made(tmp_path / "a")
+    assert "2,000 not finite" in words(text)
+    assert "training: 2000 values, none of them finite." in text
+    assert not re.search(r'd="[^"]*nan', text)
+    assert set(data_of(text)["charts"][0]["lines"][0]["mean"]) == {"nan"}
+
+
+def test_several_runs_share_axes_and_what_differs_is_told(tmp_path: Path) -> None:
+    whole(tmp_path / "a", steps=1000)
+    whole(tmp_path / "b", steps=2000, seed=1, global_batch=128)
+    runs = read_runs([str(tmp_path / "a"), str(tmp_path / "b")])
+    assert differences(runs) == [("Recipe", "global_batch", ["64", "128"]), ("Recipe", "steps", ["1000", "2000"])]
+    text = page(runs, made=0.0)
+    data = data_of(text)
+    assert data["last"] == 2000
+    assert [line["name"] for line in data["charts"][0]["lines"]] == ["a", "a, evaluation", "b", "b, evaluation"]
+    assert "The Plan is the same." not in text
+    assert "The plan is the same." in words(text)
+    assert "bit for bit" not in text
+    again = json.loads((tmp_path / "b" / "result.json").read_text()) | {"fingerprint": "0" * 64}
+    (tmp_path / "b" / "result.json").write_text(json.dumps(again))
+    assert "The same model, bit for bit: a, b." in words(made(tmp_path / "a", tmp_path / "b"))
+
+
+def test_one_term_that_is_the_loss_is_not_shown_twice(tmp_path: Path) -> None:
+    run_json(tmp_path / "a")
+    write(tmp_path / "a", "metrics.jsonl", [{"step": step, "time": 0.0, "loss": 1.0, "loss/ce": 1.0} for step in (1, 2)])
+    learning, _ = charts(read_runs([str(tmp_path / "a")]))
+    assert [(chart.title, chart.note) for chart in learning] == [("loss", "one term, ce")]
+    write(tmp_path / "a", "metrics.jsonl", [{"step": step, "time": 0.0, "loss": 1.0, "loss/ce": 2.0} for step in (1, 2)])
+    learning, _ = charts(read_runs([str(tmp_path / "a")]))
+    assert [chart.title for chart in learning] == ["loss", "loss/ce"]
+
+
+def test_a_long_run_is_a_page_of_bounded_size(tmp_path: Path) -> None:
+    sizes = []
+    for steps, more in ((300, 0), (20_000, 0), (20_000, 60)):
+        run_json(tmp_path / f"{steps}-{more}")
+        write(tmp_path / f"{steps}-{more}", "metrics.jsonl", metrics(range(1, steps + 1), more=more))
+        sizes.append(len(made(tmp_path / f"{steps}-{more}")))
+    assert sizes[1] < 5 * sizes[0]
+    assert sizes[2] < 4_500_000
+
+
+def test_a_table_of_many_events_leaves_out_the_middle_and_says_so(tmp_path: Path) -> None:
+    run_json(tmp_path / "a")
+    kinds = ("checkpoint-saved", "step-skipped")
+    write(tmp_path / "a", "events.jsonl", [event(step, kinds[step % 2], step) for step in range(1000)])
+    text = made(tmp_path / "a")
+    assert f"{1000 - ROWS:,} more, in events.jsonl" in words(text)
+    assert text.count('<td class="kind">') == ROWS
+    assert len(re.findall(r'data-tip="', text)) < 600
+
+
+def test_events_of_one_kind_are_told_together_unless_they_are_grave(tmp_path: Path) -> None:
+    run_json(tmp_path / "a")
+    kinds = ["checkpoint-saved", "checkpoint-saved", "hang", "hang", "checkpoint-saved"]
+    write(tmp_path / "a", "events.jsonl", [event(place, kind, place, reason="r", of=place) for place, kind in enumerate(kinds)])
+    (run,) = read_runs([str(tmp_path / "a")])
+    assert [len(group.events) for group in grouped(run.events)] == [2, 1, 1, 1]
+    assert details(run.events[1]) == "r, of 1"
+
+
+def test_json_says_the_same_for_programs(tmp_path: Path) -> None:
+    whole(tmp_path / "a", world=4)
+    (said,) = json.loads(json.dumps(as_json(read_runs([str(tmp_path / "a")])), allow_nan=False))["runs"]
+    assert (said["state"], said["steps"], said["starts"], said["world_size"]) == ("ended", 1000, 2, 4)
+    assert (said["series"]["gradient_norm"]["not_finite"], said["series"]["loss"]["last_step"]) == (3, 1000)
+    assert [each["host"] for each in said["ranks"]] == ["node0"] * 4
+    assert said["events"][0] == {"time": 1_790_000_000.0, "event": "run-started", "step": 0, "plan": "replicate=1,shard=4,numerics=fast", "world_size": 4}
+
+
+CVD = {
+    "protan": ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998)),
+    "deutan": ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.011820, 0.042940, 0.968881)),
+    "tritan": ((1.255528, -0.076749, -0.178779), (-0.078411, 0.930809, 0.147602), (0.004733, 0.691367, 0.303900)),
+    "none": ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0)),
+}
+"""How colours are seen, on linear red, green and blue (Machado, Oliveira and Fernandes, 2009)."""
+
+
+def themes() -> list[dict[str, str]]:
+    """The colours of page.css, light and dark."""
+    blocks = re.findall(r":root \{(.*?)\}", files("lockstep.report").joinpath("page.css").read_text(), flags=re.DOTALL)
+    return [dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", block)) for block in blocks]
+
+
+def linear(colour: str) -> list[float]:
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    return [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+
+
+def luminance(colour: str) -> float:
+    return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear(colour), strict=True))
+
+
+def contrast(one: str, other: str) -> float:
+    high, low = sorted((luminance(one), luminance(other)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+def seen(colour: str, matrix: tuple[tuple[float, ...], ...]) -> list[float]:
+    """Lightness and two opponents, as in CIELAB."""
+    red, green, blue = (min(1.0, max(0.0, sum(m * part for m, part in zip(row, linear(colour), strict=True)))) for row in matrix)
+    x, y, z = 0.4124 * red + 0.3576 * green + 0.1805 * blue, 0.2126 * red + 0.7152 * green + 0.0722 * blue, 0.0193 * red + 0.1192 * green + 0.9505 * blue
+    x, y, z = (part ** (1 / 3) if part > 0.008856 else 7.787 * part + 16 / 116 for part in (x / 0.9505, y, z / 1.089))
+    return [116 * y - 16, 500 * (x - y), 200 * (y - z)]
+
+
+@pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
+def test_words_and_lines_stand_out_from_their_ground(theme: int) -> None:
+    colours = themes()[0] | themes()[theme]
+    for name in ("text", "faint", "good", "bad", "warn", "live"):
+        assert contrast(colours[name], colours["card"]) >= 4.5, name
+        assert contrast(colours[name], colours["ground"]) >= 4.5, name
+    for number in range(COLOURS):
+        assert contrast(colours[f"line-{number}"], colours["card"]) >= 3, number
+
+
+@pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
+@pytest.mark.parametrize("kind", CVD)
+def test_colours_of_lines_are_told_apart_by_everybody(theme: int, kind: str) -> None:
+    colours = themes()[theme]
+    for one, other in combinations(range(COLOURS), 2):
+        apart = sum((a - b) ** 2 for a, b in zip(*(seen(colours[f"line-{each}"], CVD[kind]) for each in (one, other)), strict=True)) ** 0.5
+        assert apart >= (20 if max(one, other) < 4 else 12), (one, other, apart)
