@@ -89,7 +89,9 @@ def test_the_picture_is_a_png_of_the_shades() -> None:
 
 
 def test_bars_are_of_the_ranks_whose_own_work_takes_longest() -> None:
-    rows = [{"step": 1, "ranks": {"step": [1.0] * 20, "compute": [0.9 if rank >= 10 else 0.5 for rank in range(20)]}, "hosts": ["a", "b"] * 10}]
+    rows = [
+        {"step": 1, "ranks": {"step": [1.0] * 20, "compute": [0.9 if rank >= 10 else 0.5 for rank in range(20)]}, "hosts": ["a", "b"] * 10}
+    ]
     text = bars(rank_times(rows))
     assert "16 of 20" in text
     assert text.count("<tr>") == 17

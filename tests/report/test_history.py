@@ -48,7 +48,10 @@ def test_what_is_not_finite_is_what_the_row_says() -> None:
 
 
 def test_times_of_ranks_are_joined_where_their_number_changes() -> None:
-    rows = [{"step": step, "ranks": {"step": [0.1] * world, "data": [None] * world}, "hosts": ["a"] * world} for step, world in ((5, 2), (10, 2), (8, 1))]
+    rows = [
+        {"step": step, "ranks": {"step": [0.1] * world, "data": [None] * world}, "hosts": ["a"] * world}
+        for step, world in ((5, 2), (10, 2), (8, 1))
+    ]
     found = rank_times(rows)
     assert found.steps == [5, 8]
     assert [len(row) for row in found.parts["step"]] == [2, 1]
@@ -82,7 +85,8 @@ def test_attempts_last_from_start_to_the_last_that_was_heard() -> None:
     found = run(events=[Happened(float(at), kind, 0) for at, kind in kinds], curves=Curves(last_time=12.0, first_time=2.0))
     assert [(each.began, each.ended, each.end) for each in found.attempts] == [(1, 6, "failed"), (9, 12, None)]
     assert (found.began, found.heard) == (1, 12)
-    assert run().attempts == [] and run().began is None
+    assert run().attempts == []
+    assert run().began is None
 
 
 def test_events_are_in_order_of_their_times() -> None:
@@ -109,7 +113,10 @@ def test_fewer_points_hide_nothing_that_stood_out(pairs: dict[int, float], colum
 
 def test_few_points_stay_as_they_are() -> None:
     points = thinned(series({3: 1.5, 9: math.nan, 10: 2.0}), 10, 3)
-    assert [(point.first, point.last, point.mean, point.low, point.high) for point in points[::2]] == [(3, 3, *[1.5] * 3), (10, 10, *[2.0] * 3)]
+    assert [(point.first, point.last, point.mean, point.low, point.high) for point in points[::2]] == [
+        (3, 3, *[1.5] * 3),
+        (10, 10, *[2.0] * 3),
+    ]
     assert points[1].not_finite == 1
 
 

@@ -63,10 +63,10 @@ def test_the_axis_of_steps_has_whole_steps(last: int) -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "labels"),
-    [(0.2, ("0 s", "1 s")), (105, ("0 s", "15 s", "30 s", "45 s", "1:00", "1:15", "1:30", "1:45")), (86400, ("0 s", "6 h 00 m", "12 h 00 m", "18 h 00 m", "24 h 00 m"))],
+    [(0.2, "0 s, 1 s"), (105, "0 s, 15 s, 30 s, 45 s, 1:00, 1:15, 1:30, 1:45"), (86400, "0 s, 6 h 00 m, 12 h 00 m, 18 h 00 m, 24 h 00 m")],
 )
-def test_the_axis_of_time_has_whole_units(seconds: float, labels: tuple[str, ...]) -> None:
-    assert time_scale(seconds).labels == labels
+def test_the_axis_of_time_has_whole_units(seconds: float, labels: str) -> None:
+    assert ", ".join(time_scale(seconds).labels) == labels
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,8 @@ def test_the_axis_of_time_has_whole_units(seconds: float, labels: tuple[str, ...
     [
         (1.50771, "", "1.508"), (0, "", "0"), (12.0, "", "12"), (-0.25, "", "−0.2500"), (1294921.3, "", "1,294,921"), (3e-7, "", "3e−7"),
         (math.nan, "", "nan"), (math.inf, "bytes", "∞"), (-math.inf, "", "−∞"), (0.4112, "share", "41.1 %"), (5.4e10, "bytes", "54 GB"),
-        (999_990, "bytes", "1 MB"), (0, "bytes", "0 B"), (0.0521, "seconds", "52.1 ms"), (0.99996, "seconds", "1 s"), (9.9999e-4, "seconds", "1 ms"),
+        (999_990, "bytes", "1 MB"), (0, "bytes", "0 B"), (0.0521, "seconds", "52.1 ms"), (0.99996, "seconds", "1 s"),
+        (9.9999e-4, "seconds", "1 ms"),
         (4000.0, "seconds", "1 h 07 m"), (0, "seconds", "0"),
     ],
 )  # fmt: skip

@@ -53,11 +53,11 @@ def command(output: str | None, as_json: bool, run_dirs: tuple[str, ...]) -> int
 
 def _check(path: Path) -> None:
     """Raises `LaunchError` where a page cannot go there, or something else would be lost."""
-    if path.is_dir():
-        raise LaunchError(f"-o {path} is a directory; a report is one file; name a file in it")
-    if not path.absolute().parent.is_dir():
-        raise LaunchError(f"-o {path}; its directory is not there; name a file in a directory that is")
     try:
+        if path.is_dir():
+            raise LaunchError(f"-o {path} is a directory; a report is one file; name a file in it")
+        if not path.absolute().parent.is_dir():
+            raise LaunchError(f"-o {path}; its directory is not there; name a file in a directory that is")
         with path.open("rb") as file:
             is_a_report = GENERATOR.encode() in file.read(300)
     except FileNotFoundError:
