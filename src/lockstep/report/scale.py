@@ -47,7 +47,7 @@ def scale_of(values: Sequence[float], unit: Unit = "", *, from_zero: bool = Fals
     step = nice_step(high - low, most)
     low, high = math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
     ticks = tuple(low + step * number for number in range(round((high - low) / step) + 1))
-    return Scale(low, high, False, ticks, tuple(_tick(tick, step, unit) for tick in ticks))
+    return Scale(low, high, False, ticks, tuple(_tick(tick, step, unit, max(abs(low), abs(high))) for tick in ticks))
 
 
 def nice_step(span: float, most: int) -> float:
@@ -86,7 +86,7 @@ def number(value: float, unit: Unit = "") -> str:
     if value == 0 or 1e-3 <= abs(value) < 1e9:
         whole = value == round(value)
         text = f"{value:,.0f}" if whole or abs(value) >= 1e4 else f"{value:.{max(0, 3 - math.floor(math.log10(abs(value))))}f}"
-        return text.replace("-", "−")
+        return (text.rstrip("0").rstrip(".") if "." in text else text).replace("-", "−")
     return _scientific(value, 3)
 
 
@@ -113,11 +113,11 @@ def _logarithmic(low: float, high: float, unit: Unit, most: int) -> Scale:
     ticks = [factor * 10.0**power for power in range(first, last + 1, apart) for factor in factors]
     bottom, top = max(tick for tick in ticks if tick <= low), min((tick for tick in ticks if tick >= high), default=10.0**last)
     shown = tuple(tick for tick in ticks if bottom <= tick <= top)
-    return Scale(bottom, top, True, shown, tuple(_tick(tick, tick, unit) for tick in shown))
+    return Scale(bottom, top, True, shown, tuple(_tick(tick, tick, unit, tick) for tick in shown))
 
 
-def _tick(value: float, step: float, unit: Unit) -> str:
-    """A number on an axis, with the digits that tell it from its neighbours."""
+def _tick(value: float, step: float, unit: Unit, largest: float) -> str:
+    """A number on an axis, with the digits that tell it from its neighbours. `largest`: of those on the axis."""
     if abs(value) < step / 2:
         return "0"
     if unit == "bytes":
@@ -126,10 +126,11 @@ def _tick(value: float, step: float, unit: Unit) -> str:
         return f"{100 * value:.{_decimals(100 * step)}f} %"
     if unit == "seconds":
         return _seconds(value)
-    if abs(value) >= 1e4 or step < 1e-3:
+    if largest >= 1e4:
         for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
             if size <= abs(value) < 1e12:
                 return f"{value / size:.{_decimals(step / size)}f}{letter}".replace("-", "−")
+    if largest < 1e-3 or step < 1e-5 or largest >= 1e12:
         return _scientific(value, max(0, math.floor(math.log10(abs(value))) - math.floor(math.log10(step) + 1e-9)))
     return f"{value:.{_decimals(step)}f}".replace("-", "−")
 

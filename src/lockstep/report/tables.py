@@ -78,7 +78,9 @@ def facts(run: Run) -> list[tuple[str, str]]:
             found.append((f"{label}, median", number(median(values), UNITS.get(name, ""))))
     if "memory_bytes" in series and (values := series["memory_bytes"].finite()):
         found.append(("memory, peak", number(max(values), "bytes")))
-    found.append(("running", duration(seconds(run)) + (f"<small> in {len(run.attempts)} starts</small>" if len(run.attempts) > 1 else "")))
+    found.append(("running", duration(seconds(run))))
+    if len(run.attempts) > 1:
+        found.append(("starts", count(len(run.attempts))))
     found.append(("processes", count(int(run.facts.get("world_size", 0)))))
     return found
 
@@ -100,9 +102,9 @@ def overview(runs: Sequence[Run]) -> str:
         cells = "".join(f'<td class="number">{each.get(name, "–")}</td>' for name in columns)
         print_ = (run.result or {}).get("fingerprint")
         digits = f'<td><code title="{print_}">{escape(str(print_)[:_DIGITS])}</code></td>' if print_ else "<td>–</td>"
-        rows.append(
-            f'<tr data-run="{place}"><th scope="row">{key(run, place)}</th><td>{state(run)}</td>{cells}{_code(run.plan)}{digits}</tr>'
-        )
+        name = f'<th scope="row">{key(run, place)}</th><td>{state(run)}</td>'
+        plan = f'<td class="plan"><code>{_breakable(run.plan)}</code></td>'
+        rows.append(f'<tr data-run="{place}">{name}{cells}{plan}{digits}</tr>')
     head = f'<tr><th scope="col">run</th><th scope="col"></th>{heads}<th scope="col">plan</th><th scope="col">fingerprint</th></tr>'
     return _table(head, rows) + _alike(runs)
 
