@@ -166,6 +166,15 @@ def test_a_place_that_cannot_be_written_to_is_a_users_mistake(tmp_path: Path) ->
     assert os.listdir(tmp_path) == ["a"]
 
 
+def test_nothing_is_left_of_a_page_for_which_there_is_no_room(tmp_path: Path) -> None:
+    run_json(tmp_path / "a")
+    line = f"ulimit -f 4; {LOCKSTEP} report a"
+    found = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (found.returncode, found.stderr.count("\n")) == (2, 1)
+    assert "-o a/report.html cannot be written (File too large)" in found.stderr
+    assert os.listdir(tmp_path / "a") == ["run.json"]
+
+
 def test_a_report_is_made_without_torch(tmp_path: Path) -> None:
     whole(tmp_path / "a", steps=100)
     program = "import sys\nfrom lockstep.cli.main import main\ntry: main()\nfinally: print({'torch', 'numpy'} & set(sys.modules))"

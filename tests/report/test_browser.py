@@ -22,7 +22,7 @@ KINDS = ("one", "several", "empty", "long")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("pages")
     whole(folder / "a", world=16)
-    whole(folder / "b", world=4, seed=1, steps=1500, global_batch=128)
+    whole(folder / "b", world=64, seed=1, steps=1500, global_batch=128)
     run_json(folder / "empty")
     run_json(folder / "long")
     write(folder / "long", "metrics.jsonl", metrics(range(1, 20_001), more=30))

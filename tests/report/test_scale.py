@@ -86,4 +86,12 @@ def test_numbers_in_words(value: float, unit: str, text: str) -> None:
 
 
 def test_durations_in_words() -> None:
-    assert [duration(seconds) for seconds in (0.4, 59.6, 754, 11100, 190_000)] == ["0 s", "1:00", "12:34", "3 h 05 m", "2 d 4 h"]
+    assert [duration(seconds) for seconds in (0, 0.4, 9.96, 59.6, 754, 11100, 190_000)] == [
+        "0 s",
+        "0.4 s",
+        "10 s",
+        "1:00",
+        "12:34",
+        "3 h 05 m",
+        "2 d 4 h",
+    ]

@@ -96,7 +96,9 @@ def count(value: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """45 s, 12:30, 3 h 05 m, 2 d 4 h."""
+    """0.5 s, 45 s, 12:30, 3 h 05 m, 2 d 4 h."""
+    if seconds < 9.95:
+        return f"{seconds:.2g} s"
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

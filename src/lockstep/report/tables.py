@@ -81,7 +81,8 @@ def facts(run: Run) -> list[tuple[str, str]]:
     found.append(("running", duration(seconds(run))))
     if len(run.attempts) > 1:
         found.append(("starts", count(len(run.attempts))))
-    found.append(("processes", count(int(run.facts.get("world_size", 0)))))
+    if isinstance(world_size := run.facts.get("world_size"), int):
+        found.append(("processes", count(world_size)))
     return found
 
 
