@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 import struct
 import zlib
+from pathlib import Path
 from typing import Any
 
 import pytest
+from report.made import run_json, write
 
 from lockstep.report.heat import CELLS, MOST_ROWS, SHADES, bars, grid, limits, means, palette, png, shade
 from lockstep.report.history import RankTimes, rank_times
+from lockstep.report.page import page
+from lockstep.report.read import read_runs
 
 
 def times(steps: list[int], took: Any, world: int = 2, hosts: list[str] | None = None) -> RankTimes:
@@ -96,3 +100,12 @@ def test_bars_are_of_the_ranks_whose_own_work_takes_longest() -> None:
     assert "16 of 20" in text
     assert text.count("<tr>") == 17
     assert all(f">{rank} · {'ab'[rank % 2]}<" in text for rank in range(10, 20))
+
+
+@pytest.mark.parametrize("said", [{}, {"step": []}, {"step": [None, None]}, {"compute": [0.1]}, {"step": [0.0], "data": [0.0]}], ids=str)
+def test_a_page_can_be_made_of_whatever_was_measured(tmp_path: Path, said: dict[str, Any]) -> None:
+    run_json(tmp_path)
+    write(tmp_path, "ranks.jsonl", [{"step": 10, "ranks": said}])
+    text = page(read_runs([str(tmp_path)]), made=0.0)
+    assert text.count("data-heat=") == sum(map(bool, said.values()))
+    assert "nan" not in text.partition('<script type="application/json"')[0]

@@ -215,13 +215,15 @@ def bars(times: RankTimes) -> str:
     """Each rank's mean step, by part; where there are too many ranks, those whose own work (data and computing) takes longest."""
     everyone = [(rank, each) for rank, each in enumerate(means(times)) if "step" in each]
     shown = sorted(everyone, key=lambda pair: -(pair[1].get("data", 0.0) + pair[1].get("compute", 0.0)))[:BARS]
-    longest = max((each["step"] for _, each in everyone), default=1.0)
+    if not everyone:
+        return ""
+    longest = max(max(each["step"], sum(each.values()) - each["step"]) for _, each in everyone) or 1.0
     rows = "".join(_bar(_name(rank, times), each, longest) for rank, each in sorted(shown, key=lambda pair: pair[0]))
     parts = "".join(f'<th class="number" scope="col"><b class="swatch {part}"></b>{part}</th>' for part in (*PARTS[1:], "other"))
     head = f'<tr><th scope="col">rank</th><th></th><th class="number" scope="col">step</th>{parts}</tr>'
     more = f", {len(shown)} of {len(everyone)}: those whose data and compute take longest" if len(shown) < len(everyone) else ""
     caption = f"<caption>Mean time of a step, by rank{more}</caption>"
-    return f'<div class="wide"><table class="bars">{caption}<thead>{head}</thead><tbody>{rows}</tbody></table></div>'
+    return f'<div class="wide card"><table class="bars">{caption}<thead>{head}</thead><tbody>{rows}</tbody></table></div>'
 
 
 def _bar(name: str, each: dict[str, float], longest: float) -> str:

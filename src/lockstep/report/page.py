@@ -157,7 +157,7 @@ def _ranks(runs: Sequence[Run], heats: Sequence[Drawn]) -> str:
     found = []
     for run, drawn in zip(_timed(runs), heats, strict=True):
         name = f"<h3>{tables.key(run, runs.index(run))}</h3>" if len(runs) > 1 else ""
-        found.append(f'{name}<div class="grid">{drawn.html}</div><div class="card">{heat.bars(run.ranks)}</div>')
+        found.append(f'{name}<div class="grid">{drawn.html}</div>{heat.bars(run.ranks)}')
     note = (
         '<p class="note">A cell is the mean of its steps; the scales differ. A rank that takes longer over its data or its computing makes '
         "the others wait for it: they have more communication, and the step is as long for all.</p>"
