@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tempfile
 from html.parser import HTMLParser
 from importlib.resources import files
 from itertools import combinations
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from report.made import event, metrics, run_json, whole, write
 
 from lockstep.report.chart import COLOURS
@@ -125,6 +128,24 @@ def test_values_that_are_all_nan_are_a_chart_that_says_so(tmp_path: Path) -> Non
     assert "training: 2000 values, none of them finite." in text
     assert not re.search(r'd="[^"]*nan', text)
     assert set(data_of(text)["charts"][0]["lines"][0]["mean"]) == {"nan"}
+
+
+ANYTHING = st.lists(st.floats() | st.sampled_from([0.0, 1e-320, 1.7e308, -1.7e308, 3.4e38, 1e-45]), max_size=8)
+
+
+@given(ANYTHING, ANYTHING)
+def test_any_numbers_make_a_page(loss: list[float], memory: list[float]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run_json(Path(folder))
+        rows = [{"step": step, "time": 0.0, "loss": value} for step, value in enumerate(loss, 1)]
+        write(
+            Path(folder),
+            "metrics.jsonl",
+            [*rows, *({"step": 9 + step, "time": 1.0, "memory_bytes": each} for step, each in enumerate(memory))],
+        )
+        text = made(Path(folder))
+    words(text)
+    assert not re.search(r'd="[^"]*(nan|inf)', text)
 
 
 def test_several_runs_share_axes_and_what_differs_is_told(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ PARTS = ("step", "data", "compute", "communication")
 """Of the time of a rank's step: the whole, and what it is made of."""
 
 _NOT_METRICS = frozenset({"step", "time", "not_finite"})
+_LARGEST = 1e290
 _BEGINS = "run-started"
 _ENDS: dict[str, State] = {"run-ended": "ended", "run-failed": "failed", "preempted": "preempted"}
 
@@ -168,8 +169,15 @@ def curves(rows: Iterable[Mapping[str, Any]]) -> Curves:
         for name, value in row.items():
             if name not in _NOT_METRICS:
                 number = float(not_finite.get(name, "nan")) if value is None else float(value)
-                found.series.setdefault(name, Series()).add(step, number)
+                found.series.setdefault(name, Series()).add(step, _within(number))
     return found
+
+
+def _within(number: float) -> float:
+    """The number, where one can reckon with it: above `_LARGEST` it counts as infinite, below 1 / `_LARGEST` as 0."""
+    if abs(number) > _LARGEST:
+        return math.copysign(math.inf, number)
+    return 0.0 if abs(number) < 1 / _LARGEST else number
 
 
 def rank_times(rows: Iterable[Mapping[str, Any]]) -> RankTimes:
