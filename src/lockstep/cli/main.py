@@ -12,7 +12,7 @@ import click
 from lockstep import __version__
 from lockstep.errors import USER_ERROR_STATUS
 
-_COMMANDS = ("run", "verify", "report", "inspect", "export")
+_COMMANDS = ("run", "verify", "report", "doctor", "inspect", "export")
 
 
 class _Commands(click.Group):
@@ -46,6 +46,7 @@ def _commands() -> None:
       lockstep run --nproc 2 train.py
       lockstep verify train.py --plans "replicate=2"
       lockstep report runs/a
+      lockstep doctor --nproc 2
       lockstep inspect runs/a
       lockstep export runs/a model.safetensors
     """

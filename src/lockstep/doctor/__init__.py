@@ -1,0 +1,1 @@
+"""Is this machine, or are these machines, fit to train?"""
