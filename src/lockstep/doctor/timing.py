@@ -27,8 +27,8 @@ TRANSFER_SECONDS = 0.02
 """About so long a transfer takes by which a link's bandwidth is measured."""
 TRANSFERS = 3
 FIRST_BYTES = 2**16
-LARGEST_BYTES = {"cpu": 2**23, "cuda": 2**28}
-LOOKS = 3
+LARGEST_BYTES = {"cpu": 2**24, "cuda": 2**28}
+LOOKS = 5
 """A link that stands out is measured so often in all, and its best counts: a moment's noise is no slow link."""
 
 
@@ -129,12 +129,13 @@ def _both_ways(group: Group, pair: Pair, kind: str) -> list[Link]:
             _answer(group, peer)
             continue
         latency = _ping(group, peer) / 2
-        first = _transfer(group, peer, FIRST_BYTES, latency)
-        largest = LARGEST_BYTES[group.device.type]
-        count = int(min(largest, max(FIRST_BYTES, TRANSFER_SECONDS * first)))
-        rate = max(_transfer(group, peer, count, latency) for _ in range(TRANSFERS))
+        count, taken = FIRST_BYTES, _transfer(group, peer, FIRST_BYTES)
+        while taken < TRANSFER_SECONDS and count < LARGEST_BYTES[group.device.type]:
+            count *= 4
+            taken = _transfer(group, peer, count)
+        taken = min(taken, *(_transfer(group, peer, count) for _ in range(TRANSFERS - 1)))
         _announce(group, peer, 0)
-        found.append(Link(sender, receiver, latency, max(rate, first), kind))
+        found.append(Link(sender, receiver, latency, count / max(taken - 2 * latency, taken / 2), kind))
     return found
 
 
@@ -149,16 +150,15 @@ def _ping(group: Group, peer: int) -> float:
     return min(times)
 
 
-def _transfer(group: Group, peer: int, count: int, latency_seconds: float) -> float:
-    """Bytes a second of one message, whose arrival the peer answers."""
+def _transfer(group: Group, peer: int, count: int) -> float:
+    """Seconds from the start of one message to the answer that it has arrived."""
     content = torch.zeros(count, dtype=torch.uint8, device=group.device)
     _announce(group, peer, count)
     _received(group, peer, 1)
     began = time.perf_counter()
     dist.send(content, peer)
     _received(group, peer, 1)
-    taken = time.perf_counter() - began
-    return count / max(taken - 2 * latency_seconds, taken / 10)
+    return time.perf_counter() - began
 
 
 def _answer(group: Group, peer: int) -> None:
