@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +50,7 @@ def command(nproc: str, nnodes: str, rdzv: str | None, run_dir: str | None, as_j
 
     Exit status: 0 where all is well, 1 where something is wrong or slow, 2 for a mistake in what lockstep was given.
     """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what torch's sockets would say in 20 lines, a line of ours says
     check_run_dir(run_dir, "--run-dir")
     machines = Machines.parse(nnodes, rdzv)
     count = count_processes(nproc, None, _gpus_or_two, name="--nproc ")
@@ -119,14 +120,19 @@ def _checks(lines: Sequence[Line]) -> Any:
     return table
 
 
-def _shown(lines: Sequence[Line]) -> Iterator[Line]:
-    """All that is not ok; of what is ok on several machines, the first's."""
-    seen = set()
+def _shown(lines: Sequence[Line]) -> list[Line]:
+    """All that is not ok, with all machines of which it is said; of what is ok on several, the first's."""
+    shown: list[Line] = []
     for line in lines:
-        if line.verdict != "ok" or line.check not in seen:
-            yield line
+        same = next((number for number, each in enumerate(shown) if replace(each, machine="") == replace(line, machine="")), None)
         if line.verdict == "ok":
-            seen.add(line.check)
+            if not any((each.check, each.verdict) == (line.check, "ok") for each in shown):
+                shown.append(line)
+        elif same is None:
+            shown.append(line)
+        else:
+            shown[same] = replace(line, machine=f"{shown[same].machine}, {line.machine}")
+    return shown
 
 
 def _table() -> Any:
@@ -171,13 +177,17 @@ def _times(console: Console, results: Mapping[str, Any]) -> None:
 def _links(console: Console, results: Mapping[str, Any]) -> None:
     from rich.text import Text
 
+    from lockstep.doctor.line import names_of_machines
     from lockstep.doctor.links import rate
 
     ranks = range(results["world_size"])
+    about = results["machines"]
+    names = names_of_machines([(machine["facts"]["host"], machine["facts"]["address"]) for machine in about])
+    places = [f", {names[place]}" if len(names) > 1 else "" for place in results["ranks"]]
     table = _columns([f"to {rank}" for rank in ranks])
     known = {(link["sender"], link["receiver"]): rate(link["bytes_per_second"]) for link in results["links"]}
     for sender in ranks:
-        table.add_row(f"  from rank {sender}", *(known.get((sender, receiver), "") for receiver in ranks))
+        table.add_row(f"  from rank {sender}{places[sender]}", *(known.get((sender, receiver), "") for receiver in ranks))
     console.print(Text("\nlinks, by rank", style="bold"))
     console.print(table)
     console.print()
