@@ -1,15 +1,16 @@
 """How the ranks of an examination agree and tell of one another: over the store alone, never by what is being examined.
 
-[Note: the deadline] Before each probe a rank notes its name. A thread watches the time: where a probe does not end, or any rank says that
-it gave up, it notes where its own main thread stands, waits a moment for the others' notes, writes down what is known and ends the process.
-So a collective that hangs, or a rank that fails, does not hold the doctor up. A rank without a note does not answer: it is stopped, dead or
-out of reach.
+[Note: the deadline] Before each probe a rank notes its name. A thread watches the time: where a probe does not end, the launcher ends this
+rank, or any rank says that it gave up, it notes where its own main thread stands, waits a moment for the others' notes, writes down what
+is known and ends the process. So a collective that hangs, or a rank that fails, does not hold the doctor up. A rank without a note does
+not answer: it is stopped, dead or out of reach.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -26,8 +27,8 @@ from lockstep.doctor.late import Note
 _PREFIX = "lockstep-doctor"
 _ALARM = "alarm"
 _LOOK_SECONDS = 0.2
-_NOTES_SECONDS = 3.0
-"""How long the others' notes are waited for."""
+_NOTES_SECONDS = 2.0
+"""How long the others' notes are waited for: less than the launcher waits after SIGTERM."""
 _STORE_SECONDS = 3600
 """The store's own patience: longer than any deadline."""
 
@@ -48,6 +49,7 @@ class Board:
         self._until: float | None = None
         self._failed = threading.Event()
         self._main = threading.main_thread().ident
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # for all threads: the watching one takes it
         threading.Thread(target=self._watch, args=(_connect(),), name="lockstep-doctor-deadline", daemon=True).start()
 
     @contextmanager
@@ -91,10 +93,10 @@ class Board:
 
     def _watch(self, store: Any) -> None:
         while True:
-            time.sleep(_LOOK_SECONDS)
+            is_ended = signal.sigtimedwait({signal.SIGTERM}, _LOOK_SECONDS) is not None
             with self._lock:
                 is_late = self._until is not None and time.monotonic() > self._until
-            if is_late or self._failed.is_set() or _is_there(store, _ALARM):
+            if is_ended or is_late or self._failed.is_set() or _is_there(store, _ALARM):
                 break
         with self._lock:
             mine = self._note.at(_place(sys._current_frames().get(self._main or 0)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from lockstep.doctor import environment, late, links, machine
@@ -44,7 +45,10 @@ def _shared(results: Mapping[str, Any], names: Sequence[str]) -> Iterator[Line]:
 def _meeting(results: Mapping[str, Any], ending: Ending) -> list[Line]:
     """Whether the examination came to its end."""
     if results.get("notes"):
-        return [late.line_of([late.Note.from_json(each) for each in results["notes"]], results["world_size"])]
+        line = late.line_of([late.Note.from_json(each) for each in results["notes"]], results["world_size"])
+        if ending.first is not None and ending.first.returncode < 0:
+            return [replace(line, found=ending.first.line, remedy="dmesg tells whether memory ran out; what it printed stands above")]
+        return [line]
     if ending.signal is not None:
         return []
     if ending.first is not None or ending.elsewhere:
@@ -63,7 +67,7 @@ def _collectives(results: Mapping[str, Any]) -> list[Line]:
     for collective in COLLECTIVES:
         rows = [row for row in checked if row["collective"] == collective]
         if rows:
-            lines += _one(collective, rows)
+            lines += _one(collective, rows, results["world_size"])
     lines += _backend(checked, results.get("backend", ""))
     missing = [collective for collective in COLLECTIVES if not any(row["collective"] == collective for row in checked)]
     if checked and missing:
@@ -72,10 +76,13 @@ def _collectives(results: Mapping[str, Any]) -> list[Line]:
     return lines
 
 
-def _one(collective: str, rows: Sequence[Mapping[str, Any]]) -> list[Line]:
+def _one(collective: str, rows: Sequence[Mapping[str, Any]], size: int) -> list[Line]:
     """What is said of one collective, over all groups, types and operations."""
     wrong: list[tuple[Mapping[str, Any], str, str]] = [
-        (row, rank, outcome["wrong"]) for row in rows for rank, outcome in row["outcomes"].items() if "wrong" in outcome
+        (row, rank, outcome.get("wrong") or f"raised, and others did not: {outcome['absent']}")
+        for row in rows
+        for rank, outcome in row["outcomes"].items()
+        if "wrong" in outcome or len(row["outcomes"]) < size
     ]
     if wrong:
         row, rank, what = wrong[0]

@@ -8,6 +8,9 @@ from typing import Any
 
 from lockstep.doctor.line import Line
 
+MEETING_PROBES = 2
+"""The first ones: all at the store, and the process group."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Note:
@@ -58,7 +61,9 @@ def line_of(notes: Sequence[Note], world_size: int) -> Line:
     else:
         check, found = last.probe, "did not end in time: all ranks came, and wait"
         remedy = "the network drops what they send: firewalls between the machines, MTU, a link that is down"
-    return Line(section="collectives" if last.index > 1 else "meeting", check=check, verdict="wrong", found=found, remedy=remedy)
+    return Line(
+        section="collectives" if last.index > MEETING_PROBES else "meeting", check=check, verdict="wrong", found=found, remedy=remedy
+    )
 
 
 def ranks(numbers: Sequence[int]) -> str:

@@ -159,10 +159,11 @@ _KINDS = {"machines": "between machines", "local": "within a machine"}
 def _line(finding: Finding) -> Line:
     amount = (rate if finding.what == "bandwidth" else duration)(finding.value)
     usual = (rate if finding.what == "bandwidth" else duration)(finding.usual)
+    found = f"{finding.what} {amount}; the usual here is {usual}"
     is_rank = finding.nodes[0].startswith("rank ")
     if len(finding.nodes) == 1:
-        way = {"both": "from and to", "from": "from", "to": "to"}[finding.direction]
-        where = f"all links {way} {finding.nodes[0]}"
+        way = {"both": "all its links", "from": "all that it sends", "to": "all that it receives"}[finding.direction]
+        where, found = finding.nodes[0], f"{way}: {found}"
         remedy = (
             "its GPU's slot and links (nvidia-smi topo -m, nvidia-smi nvlink -s), or what else its processor does"
             if is_rank
@@ -175,7 +176,7 @@ def _line(finding: Finding) -> Line:
             if is_rank
             else "look at the way between the two: cable, switch port, negotiated speed (ethtool), route (tracepath), other traffic"
         )
-    return Line(section="links", check=where, verdict="slow", found=f"{finding.what} {amount}; the usual here is {usual}", remedy=remedy)
+    return Line(section="links", check=where, verdict="slow", found=found, remedy=remedy)
 
 
 def rate(bytes_per_second: float) -> str:

@@ -1,0 +1,103 @@
+"""The whole command, on this machine as it is and with defects planted in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.doctor.definitions import COLLECTIVES, DATA_TYPES
+
+LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
+ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+for left in ("LOCKSTEP_RUN_DIR", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+    ENVIRONMENT.pop(left, None)
+
+
+def doctor(*options: str, cwd: Path, before: tuple[str, ...] = (), **variables: str) -> subprocess.CompletedProcess[str]:
+    line = [*before, LOCKSTEP, "doctor", *options]
+    return subprocess.run(line, cwd=cwd, env={**ENVIRONMENT, **variables}, capture_output=True, text=True, check=False)
+
+
+def bad(ended: subprocess.CompletedProcess[str]) -> dict[str, dict[str, str]]:
+    """The lines of what is not well, by what was looked at."""
+    return {line["check"]: line for line in json.loads(ended.stdout)["lines"] if line["verdict"] in ("slow", "wrong")}
+
+
+def test_a_machine_that_is_well(tmp_path: Path) -> None:
+    ended = doctor("--nproc", "2", "--json", cwd=tmp_path)
+    found: dict[str, Any] = json.loads(ended.stdout)
+    wrong = {check: line for check, line in bad(ended).items() if line["section"] != "links"}  # how fast they are depends on what else runs
+    assert wrong == {}
+    assert ended.returncode == (1 if bad(ended) else 0)
+    collectives = {line["check"]: line["verdict"] for line in found["lines"] if line["section"] == "collectives"}
+    assert {name: collectives[name] for name in COLLECTIVES} == dict.fromkeys(COLLECTIVES, "ok")
+    checked = {(row["collective"], row["type"], row["group"]) for row in found["checked"] if row["type"] is not None}
+    assert len(checked) == (len(COLLECTIVES) - 1) * len(DATA_TYPES) * 2
+    assert {row["collective"] for row in found["timed"]} == set(COLLECTIVES)
+    all_reduce = [row for row in found["timed"] if row["collective"] == "all-reduce"]
+    assert all(row["bus_bandwidth"] == row["algorithm_bandwidth"] == row["size_bytes"] / row["seconds"] for row in all_reduce)
+    assert [(link["sender"], link["receiver"]) for link in found["links"]] == [(0, 1), (1, 0)]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_table_fits_and_says_what_to_do(tmp_path: Path, width: int) -> None:
+    ended = doctor("--nproc", "1", cwd=tmp_path, COLUMNS=str(width), NCCL_DEBUG="INFO")
+    assert ended.returncode == 1
+    assert all(len(line) <= width for line in ended.stdout.splitlines())
+    assert "  NCCL_DEBUG " in ended.stdout
+    assert "→ NCCL_DEBUG=WARN" in ended.stdout
+    assert "one process exchanges with nobody" in ended.stdout
+    assert ended.stdout.splitlines()[-1].startswith(("1 to mend: NCCL_DEBUG", "2 to mend: threads, NCCL_DEBUG"))
+    assert ended.stderr == ""
+
+
+def test_a_small_shared_memory_is_found(tmp_path: Path) -> None:
+    before = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=16m tmpfs /dev/shm && exec "$@"', "sh")
+    if subprocess.run([*before, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("mounting in a name space of its own needs root")
+    ended = doctor("--nproc", "1", "--json", cwd=tmp_path, before=before)
+    assert ended.returncode == 1
+    line = bad(ended)["/dev/shm"]
+    assert (line["verdict"], line["found"]) == ("wrong", "16 MiB free; 128 MiB is enough for 1 process in most cases")
+    assert "--shm-size" in line["remedy"]
+
+
+def test_threads_that_hinder_one_another_are_found(tmp_path: Path) -> None:
+    ended = doctor("--nproc", "1", "--json", cwd=tmp_path, OMP_NUM_THREADS="500")
+    assert ended.returncode == 1
+    line = bad(ended)["threads"]
+    assert line["verdict"] == "slow"
+    assert line["found"].startswith("1 process × 500 threads on ")
+    assert line["remedy"].startswith("OMP_NUM_THREADS=")
+
+
+def test_an_interface_that_does_not_exist_is_found_and_nothing_hangs(tmp_path: Path) -> None:
+    ended = doctor("--nproc", "2", "--json", cwd=tmp_path, GLOO_SOCKET_IFNAME="nowhere0")
+    assert ended.returncode == 1
+    found = bad(ended)
+    assert found["interface"]["found"].startswith("GLOO_SOCKET_IFNAME names 'nowhere0'; there are lo")
+    assert found["the process group"]["section"] == "meeting"
+    assert "nowhere0" in found["the process group"]["found"]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--nproc", "0"], "LaunchError: --nproc 0;"),
+        (["--nnodes", "2"], "LaunchError: --nnodes 2 without --rdzv"),
+        (["--run-dir", ""], "RunDirectoryError: --run-dir is empty"),
+        (["extra"], "UsageError"),
+    ],
+)
+def test_mistakes_are_told_before_anything_starts(tmp_path: Path, options: list[str], text: str) -> None:
+    ended = doctor(*options, cwd=tmp_path)
+    assert ended.returncode == 2
+    assert text in ended.stderr
+    assert ended.stdout == ""

@@ -1,0 +1,83 @@
+"""The file system of a run directory: real probes, and planted faults."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from lockstep.doctor.directory import existing, lines_of, probe, unusable
+
+
+def verdicts(path: Path) -> dict[str, str]:
+    return {line.check: line.verdict for line in lines_of(probe(path))}
+
+
+def copying(old: Path, new: Path) -> None:
+    """What stands for a rename where an object store is mounted as a file system."""
+    if old.is_dir():
+        shutil.copytree(old, new)
+        shutil.rmtree(old)
+    else:
+        shutil.copyfile(old, new)
+        old.unlink()
+
+
+def removing_first(old: Path, new: Path) -> None:
+    """A rename over a file, where none may be there."""
+    new.unlink(missing_ok=True)
+    time.sleep(0.001)
+    old.rename(new)
+
+
+def copying_folders(old: Path, new: Path) -> None:
+    (copying if old.is_dir() else os.rename)(old, new)
+
+
+def test_this_file_system_is_well_and_nothing_stays_in_it(tmp_path: Path) -> None:
+    assert set(verdicts(tmp_path).values()) == {"ok"}
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("rename", [copying, removing_first, copying_folders])
+def test_a_rename_that_is_not_atomic_is_seen(tmp_path: Path, rename: object) -> None:
+    (line,) = [line for line in lines_of(probe(tmp_path, rename=rename)) if line.check == "rename"]  # type: ignore[arg-type]
+    assert line.verdict == "wrong"
+    assert line.found.startswith("is not atomic: a f")
+    assert line.remedy
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_locks_that_do_not_exclude_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fcntl, "flock", lambda *_: None)
+    assert verdicts(tmp_path)["lock"] == "wrong"
+
+
+def test_syncs_that_fail_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fsync(_: int) -> None:
+        raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    assert verdicts(tmp_path)["sync"] == "wrong"
+
+
+def test_a_file_system_with_another_clock_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() - 60)
+    (line,) = [line for line in lines_of(probe(tmp_path)) if line.check == "clock"]
+    assert line.verdict == "wrong"
+    assert line.found == "the file system's is 60 s ahead of this machine's"
+
+
+def test_where_nothing_can_be_written_is_said(tmp_path: Path) -> None:
+    (line,) = unusable(tmp_path, OSError(30, "Read-only file system"))
+    assert (line.verdict, line.found) == ("wrong", f"{tmp_path}: Read-only file system")
+
+
+def test_a_run_directory_that_is_not_there_yet_is_tried_where_it_would_be_made(tmp_path: Path) -> None:
+    assert existing(tmp_path / "runs" / "a") == tmp_path
+    assert existing(tmp_path) == tmp_path
