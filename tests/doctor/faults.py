@@ -1,4 +1,7 @@
-"""A rank of an examination in which one thing is broken: python faults.py FOLDER DEADLINE_SECONDS, with FAULT=NAME in the environment."""
+"""A rank of an examination in which one thing is broken: python faults.py FOLDER DEADLINE_SECONDS, with FAULT=NAME in the environment.
+
+It is broken in rank 1; a barrier, which would hang where one rank leaves it out, in all.
+"""
 
 from __future__ import annotations
 
@@ -77,6 +80,6 @@ FAULTS: dict[str, Callable[[], None]] = {
 }
 
 if __name__ == "__main__":
-    if int(os.environ["RANK"]) == CULPRIT:
+    if int(os.environ["RANK"]) == CULPRIT or os.environ["FAULT"] == "barrier":
         FAULTS[os.environ["FAULT"]]()
     run(sys.argv[1:])

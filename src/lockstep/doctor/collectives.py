@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,22 +46,20 @@ class Group:
     device: torch.device
 
 
-def check(board: Board, group: Group) -> list[dict[str, Any]]:
+def check(board: Board, group: Group) -> Iterator[dict[str, Any]]:
     """Check every collective in every data type and operation. Every rank calls it, with its own group of one name.
 
-    Returns, of each case, `collective`, `operation`, `type`, `group` and `outcomes`: those of the ranks with something to say, by rank.
+    Yields, of each case, `collective`, `operation`, `type`, `group` and `outcomes`: those of the ranks with something to say, by rank.
     An outcome is `absent` with the backend's words, or `wrong` with what was held.
     """
-    found = []
     for collective in COLLECTIVES:
         if collective == "barrier":
-            found.append(_row(group, "barrier", None, None, _barrier(board, group)))
+            yield _row(group, "barrier", None, None, _barrier(board, group))
             continue
         for case in cases(collective):
             with board.probe(f"{case.name}, {group.name}"):
                 outcomes = board.everyone(_outcome(board, case, group))
-            found.append(_row(group, collective, case.operation, case.kind, outcomes))
-    return found
+            yield _row(group, collective, case.operation, case.kind, outcomes)
 
 
 def _row(group: Group, collective: Collective, operation: Operation | None, kind: DataType | None, outcomes: list[Any]) -> dict[str, Any]:

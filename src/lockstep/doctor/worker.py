@@ -83,7 +83,8 @@ def _examine(board: Board, me: Environment, results: Results, machine: dict[str,
         values["clocks"] = timing.clocks(board, groups[0], [places.index(place) for place in range(len(names))])
     values["checked"] = []
     for group in groups:
-        values["checked"] += collectives.check(board, group)
+        for row in collectives.check(board, group):
+            values["checked"].append(row)  # one by one: what is known is told, however it ends
     values["timed"] = timing.collectives(board, groups[0])
     topology = values["machines"][places[me.rank]]["facts"]["topology"]
     local = [places[:rank].count(places[rank]) for rank in range(me.world_size)]
