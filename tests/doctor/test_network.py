@@ -38,7 +38,7 @@ def test_a_link_of_less_than_a_tenth_of_the_bandwidth_is_named(tmp_path: Path) -
 @pytest.mark.timeout(150)
 def test_a_host_with_added_delay_is_named(tmp_path: Path) -> None:
     with network(3) as hosts:
-        hosts.delay(3, milliseconds=5)
+        hosts.delay(3, milliseconds=2)
         lines = examined(hosts, tmp_path)
     found = [line for line in lines if line["section"] == "links" and line["verdict"] == "slow"]
     assert {line["check"] for line in found} == {"host3"}
