@@ -40,7 +40,9 @@ def test_pure_names_of_the_public_face_do_not_import_torch() -> None:
     assert "torch" not in modules_after(code)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["doctor", "--help"], ["--version"], ["run", "no-such-script.py"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["run", "--help"], ["doctor", "--help"], ["--version"], ["run", "no-such-script.py"]], ids=" ".join
+)
 def test_what_the_command_answers_without_training_it_answers_without_torch(arguments: list[str]) -> None:
     code = f"""
 sys.argv = ["lockstep", *{arguments!r}]

@@ -46,6 +46,14 @@ def test_a_machine_that_is_well(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
+def test_sub_groups_of_four_ranks_exchange_at_the_same_time(tmp_path: Path) -> None:
+    ended = doctor("--nproc", "4", "--json", cwd=tmp_path)
+    found: dict[str, Any] = json.loads(ended.stdout)
+    assert {row["group"] for row in found["checked"]} == {"all ranks", "halves", "odd and even"}
+    assert [line for line in bad(ended).values() if line["section"] == "collectives"] == []
+
+
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_table_fits_and_says_what_to_do(tmp_path: Path, width: int) -> None:
     ended = doctor("--nproc", "1", cwd=tmp_path, COLUMNS=str(width), NCCL_DEBUG="INFO")

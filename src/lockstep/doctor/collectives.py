@@ -28,6 +28,8 @@ _OPERATIONS = {
 }
 _REFUSALS = (RuntimeError, ValueError, TypeError, NotImplementedError)
 """What backends raise for a type or an operation that they do not have."""
+_MOST_ROUNDINGS = 85
+"""Of a sum's parts: no more ranks count at one place, in the types that round coarsely (bfloat16)."""
 _BARRIERS = 3
 _STAGGER_SECONDS = 0.01
 
@@ -106,9 +108,12 @@ def exchange(collective: Collective, mine: Tensor, group: Group, *, operation: O
         case "send/recv":
             received = torch.empty_like(mine)
             ahead, behind = group.members[(group.me + 1) % size], group.members[group.me - 1]
-            calls = [dist.P2POp(dist.isend, mine, ahead, handle), dist.P2POp(dist.irecv, received, behind, handle)]
-            for work in dist.batch_isend_irecv(calls):
-                work.wait()
+            # Not batched: NCCL leaves a batch open in which it refuses a type. One that receives first breaks the ring.
+            if group.me % 2:
+                dist.recv(received, behind, group=handle)
+            dist.send(mine, ahead, group=handle)
+            if group.me % 2 == 0:
+                dist.recv(received, behind, group=handle)
             return received
         case "broadcast":
             dist.broadcast(mine, leader, group=handle)
@@ -166,7 +171,8 @@ def _difference(result: Tensor, expected: NDArray[Any], case: Case, size: int) -
         exact = np.ones(len(found), dtype=np.bool_)
     allowed = 0.0
     if case.operation == "avg":
-        allowed = 2 * torch.finfo(getattr(torch, case.kind.name)).eps * float(np.abs(expected).max()) * size.bit_length()
+        roundings = 2 + min(size, _MOST_ROUNDINGS) / 2
+        allowed = roundings * torch.finfo(getattr(torch, case.kind.name)).eps * float(np.abs(expected).max())
     wrong = np.flatnonzero(~((apart <= allowed) & exact))
     if not len(wrong):
         return ""

@@ -100,25 +100,22 @@ def root(members: Sequence[int]) -> int:
 
 def given(case: Case, members: Sequence[int], me: int) -> Numbers:
     """What the rank `me` of a group hands in. `members`: the group's ranks among all. BLOCK numbers, or BLOCK for each rank."""
-    places = np.arange(BLOCK if case.collective in _ROW else BLOCK * len(members))
-    return _row(case, members[me], places, len(members))
+    return _row(case, members, me, np.arange(BLOCK if case.collective in _ROW else BLOCK * len(members)))
 
 
 def held(case: Case, members: Sequence[int], me: int) -> NDArray[Any] | None:
     """What the rank `me` must hold afterwards. None: nothing is said of it. Averages are floats, all else whole numbers."""
-    everyone, size = np.array(members), len(members)
     row, mine = np.arange(BLOCK), np.arange(BLOCK * me, BLOCK * (me + 1))
     if case.collective in ("reduce", "gather") and me != root(members):
         return None
     if case.collective == "send/recv":
-        return _row(case, members[me - 1], row, size)
+        return _row(case, members, (me - 1) % len(members), row)
     if case.collective == "broadcast":
-        return _row(case, members[root(members)], row, size)
+        return _row(case, members, root(members), row)
     if case.collective == "scatter":
-        return _row(case, members[root(members)], mine, size)
-    if case.collective in REDUCING:
-        return _reduced(case.operation, _values(case, everyone, mine if case.collective == "reduce-scatter" else row, size))
-    return _values(case, everyone, mine if case.collective == "all-to-all" else row, size).reshape(-1)
+        return _row(case, members, root(members), mine)
+    values = _values(case, members, np.arange(len(members)), mine if case.collective in ("reduce-scatter", "all-to-all") else row)
+    return _reduced(case.operation, values) if case.collective in REDUCING else values.reshape(-1)
 
 
 def _reduced(operation: Operation | None, values: Numbers) -> NDArray[Any]:
@@ -130,28 +127,28 @@ def _reduced(operation: Operation | None, values: Numbers) -> NDArray[Any]:
     return summed
 
 
-def _row(case: Case, rank: int, places: Numbers, size: int) -> Numbers:
-    return _values(case, np.array([rank]), places, size).reshape(-1)
+def _row(case: Case, members: Sequence[int], who: int, places: Numbers) -> Numbers:
+    return _values(case, members, np.array([who]), places).reshape(-1)
 
 
-def _values(case: Case, ranks: Numbers, places: Numbers, size: int) -> Numbers:
-    """What ranks (of all) give at places: shape (ranks, places). See [Note: exact]."""
-    limit = case.kind.limit
+def _values(case: Case, members: Sequence[int], who: Numbers, places: Numbers) -> Numbers:
+    """What some ranks of the group give at places: shape (ranks, places). They depend on the rank among all. See [Note: exact]."""
+    limit, ranks = case.kind.limit, np.array(members)[who]
     if case.operation in ("sum", "avg"):
         most = min(limit, 3)
-        gives = _contributes(ranks, places, size, limit // most)
+        gives = _contributes(who, places, len(members), limit // most)
         return np.where(gives, _scattered(ranks, places, most) + 1, 0)
     if case.operation == "product":
-        doubles = _contributes(ranks, places, size, limit.bit_length() - 1)
+        doubles = _contributes(who, places, len(members), limit.bit_length() - 1)
         return np.where(places % 4 == 3, _scattered(ranks, places, 2), np.where(doubles, 2, 1))
     return _scattered(ranks, places, limit + 1) - (limit // 2 if case.kind.signed else 0)
 
 
-def _contributes(ranks: Numbers, places: Numbers, size: int, most: int) -> NDArray[np.bool_]:
-    """Which ranks count at which places: at most `most` of any `size` ranks in a row at each."""
+def _contributes(who: Numbers, places: Numbers, size: int, most: int) -> NDArray[np.bool_]:
+    """Which ranks of a group of `size` count at which places: at most `most` at each."""
     if most == 0:
-        return np.zeros((len(ranks), len(places)), dtype=np.bool_)
-    found: NDArray[np.bool_] = (ranks[:, None] + places) % -(-size // most) == 0
+        return np.zeros((len(who), len(places)), dtype=np.bool_)
+    found: NDArray[np.bool_] = (who[:, None] + places) % -(-size // most) == 0
     return found
 
 
