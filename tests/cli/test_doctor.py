@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from lockstep.doctor.definitions import COLLECTIVES, DATA_TYPES
@@ -109,3 +112,15 @@ def test_mistakes_are_told_before_anything_starts(tmp_path: Path, options: list[
     assert ended.returncode == 2
     assert text in ended.stderr
     assert ended.stdout == ""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_with_one_line(tmp_path: Path, number: signal.Signals) -> None:
+    line = [LOCKSTEP, "doctor", "--nproc", "2"]
+    with subprocess.Popen(line, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as started:
+        while not psutil.Process(started.pid).children():
+            time.sleep(0.05)
+        started.send_signal(number)
+        output, told = started.communicate()
+    assert started.returncode == 128 + number
+    assert (output, told) == ("", f"lockstep: stopped by {number.name}; no worker is left\n")

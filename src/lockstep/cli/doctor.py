@@ -58,6 +58,9 @@ def command(nproc: str, nnodes: str, rdzv: str | None, run_dir: str | None, as_j
     from lockstep.doctor.examine import examine  # imports torch: after all that can be checked without it
 
     found = examine(nproc=count, machines=machines, run_dir=Path(run_dir) if run_dir is not None else None)
+    if found.ending.signal is not None:
+        print(f"lockstep: {found.ending.report()}", file=sys.stderr)
+        return found.ending.status
     if as_json:
         print(json.dumps(_as_json(found), indent=2, allow_nan=False))
     elif found.is_first:

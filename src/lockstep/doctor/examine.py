@@ -21,7 +21,7 @@ from lockstep.launch.machines import Machines
 
 DEADLINE_SECONDS = 20.0
 """For each probe."""
-WORKER = ("-P", "-m", "lockstep.doctor.worker")
+WORKER = ("-P", "-m", "lockstep.doctor")
 """What Python is started with for each rank; a test may give a script that breaks something first."""
 
 
@@ -47,8 +47,6 @@ class Examination:
     @property
     def status(self) -> int:
         """Exit status."""
-        if self.ending.signal is not None:
-            return self.ending.status
         return 0 if self.verdict == "ok" else 1
 
 

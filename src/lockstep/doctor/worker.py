@@ -1,6 +1,6 @@
 """What each rank of an examination does: meet the others, check collectives, time them and the links. Started by `lockstep.doctor.examine`.
 
-`python -P -m lockstep.doctor.worker FOLDER DEADLINE_SECONDS`. FOLDER has `machine.json`, what the launcher found of its machine; here go
+`python -P -m lockstep.doctor FOLDER DEADLINE_SECONDS`. FOLDER has `machine.json`, what the launcher found of its machine; here go
 `results-RANK.json`: all ranks agree on the results, so any one of them will do.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -131,7 +130,3 @@ def run(arguments: Sequence[str]) -> None:
     record = worker.begin()
     folder, deadline_seconds = arguments
     worker.run(lambda: main(Path(folder), float(deadline_seconds)), record)
-
-
-if __name__ == "__main__":
-    run(sys.argv[1:])
