@@ -67,7 +67,7 @@ def command(nproc: str, nnodes: str, rdzv: str | None, run_dir: str | None, as_j
         _show(found)
     else:
         print(f"lockstep: {found.verdict}; the first machine shows the report", file=sys.stderr)
-    if found.ending.status and not found.results.get("notes"):
+    if found.ending.first is not None and not found.results.get("notes"):
         print(f"lockstep: {found.ending.report()}", file=sys.stderr)
     return found.status
 

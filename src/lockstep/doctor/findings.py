@@ -51,14 +51,19 @@ def _meeting(results: Mapping[str, Any], ending: Ending) -> list[Line]:
         return [line]
     if ending.signal is not None:
         return []
-    if ending.first is not None or ending.elsewhere:
-        found = ending.elsewhere or (ending.first.line if ending.first is not None else "")
-        return [Line(section="meeting", check="processes", verdict="wrong", found=found, remedy="what it printed stands above")]
+    if ending.first is not None:
+        return [_failed(ending.first.line, "what it printed stands above")]
+    if ending.elsewhere:
+        return [_failed(ending.elsewhere.partition(";")[0], "start the same command on all machines, and look at the way to that port")]
     size = results.get("world_size", 0)
     if size == 1:
         text = "one process exchanges with nobody"
         return [Line(section="collectives", check="all", verdict="absent", found=text, remedy="--nproc 2, to check them all the same")]
     return [Line(section="meeting", check="processes", verdict="ok", found=f"{size}, on {results['backend']}, all to the end")]
+
+
+def _failed(found: str, remedy: str) -> Line:
+    return Line(section="meeting", check="processes", verdict="wrong", found=found, remedy=remedy)
 
 
 def _collectives(results: Mapping[str, Any]) -> list[Line]:
@@ -100,7 +105,13 @@ def _one(collective: str, rows: Sequence[Mapping[str, Any]], size: int) -> list[
     absent = _absent(rows)
     types = list(dict.fromkeys(row["type"] for row in rows if (row["type"], row["operation"]) not in absent))
     operations = [each for each in OPERATIONS if any(row["operation"] == each for row in rows)]
-    return [_say(collective, "ok", f"right in {len(types)} types" + (f"; {' '.join(operations)}" if operations else ""))]
+    return [
+        _say(
+            collective,
+            "ok",
+            f"right in {len(types)} type{'' if len(types) == 1 else 's'}" + (f"; {' '.join(operations)}" if operations else ""),
+        )
+    ]
 
 
 def _absent(rows: Sequence[Mapping[str, Any]]) -> set[tuple[str, str | None]]:
