@@ -53,7 +53,7 @@ def command(nproc: str, nnodes: str, rdzv: str | None, run_dir: str | None, as_j
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what torch's sockets would say in 20 lines, a line of ours says
     check_run_dir(run_dir, "--run-dir")
     machines = Machines.parse(nnodes, rdzv)
-    count = count_processes(nproc, None, _gpus_or_two, name="--nproc ")
+    count = count_processes(nproc, None, _count_gpus, name="--nproc ") if nproc != "auto" else _count_gpus() or 2
 
     from lockstep.doctor.examine import examine  # imports torch: after all that can be checked without it
 
@@ -72,10 +72,10 @@ def command(nproc: str, nnodes: str, rdzv: str | None, run_dir: str | None, as_j
     return found.status
 
 
-def _gpus_or_two() -> int:
+def _count_gpus() -> int:
     import torch
 
-    return torch.cuda.device_count() or 2
+    return torch.cuda.device_count()
 
 
 def _as_json(found: Examination) -> dict[str, Any]:
@@ -104,6 +104,7 @@ def _show(found: Examination) -> None:
 
 
 def _checks(lines: Sequence[Line]) -> Any:
+    from rich.padding import Padding
     from rich.text import Text
 
     table = _table()
@@ -119,7 +120,7 @@ def _checks(lines: Sequence[Line]) -> Any:
                 text = Text.assemble((f"{line.machine}: ", "dim"), text)
             if line.verdict != "ok":
                 text.append(f"\n→ {line.remedy}", style="italic" if line.is_bad else "dim")
-            table.add_row(Text(f"  {line.check}"), Text(line.verdict, style=_STYLES[line.verdict]), text)
+            table.add_row(Padding(line.check, (0, 0, 0, 2)), Text(line.verdict, style=_STYLES[line.verdict]), text)
     return table
 
 

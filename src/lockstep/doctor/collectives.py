@@ -47,6 +47,11 @@ class Group:
     """Torch's. None: all ranks."""
     device: torch.device
 
+    @property
+    def where(self) -> str:
+        """What comes after the name of something that is done in it."""
+        return f" in {self.name}" if self.process_group is not None else ""
+
 
 def check(board: Board, group: Group) -> Iterator[dict[str, Any]]:
     """Check every collective in every data type and operation. Every rank calls it, with its own group of one name.
@@ -59,7 +64,7 @@ def check(board: Board, group: Group) -> Iterator[dict[str, Any]]:
             yield _row(group, "barrier", None, None, _barrier(board, group))
             continue
         for case in cases(collective):
-            with board.probe(f"{case.name}, {group.name}"):
+            with board.probe(f"{case.name}{group.where}"):
                 outcomes = board.everyone(_outcome(board, case, group))
             yield _row(group, collective, case.operation, case.kind, outcomes)
 
@@ -177,15 +182,16 @@ def _difference(result: Tensor, expected: NDArray[Any], case: Case, size: int) -
     if not len(wrong):
         return ""
     first = int(wrong[0])
+    must = bool(expected[first]) if case.kind.name == "bool" else f"{expected[first]:g}"
     more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-    return f"holds {result[first].item()} at place {first} of {len(expected)}, and must hold {expected[first]:g}{more}"
+    return f"holds {result[first].item()} at place {first} of {len(expected)}, and must hold {must}{more}"
 
 
 def _barrier(board: Board, group: Group) -> list[Any]:
     """Nobody may leave before the last has come: ranks come one after another, and count themselves in just before."""
     early = None
     for number in range(_BARRIERS):
-        with board.probe(f"barrier, {group.name}"):
+        with board.probe(f"barrier{group.where}"):
             time.sleep(_STAGGER_SECONDS * ((group.me + number) % min(4, len(group.members))))
             name = f"{group.name}/{group.members[0]}/{number}"
             board.count(name, 1)
