@@ -1,9 +1,11 @@
-"""A rank of an examination: what `lockstep.doctor.examine` starts. SIGINT ends it without a traceback, also while torch is imported."""
+"""A rank of an examination: what `lockstep.doctor.examine` starts, with SIGINT blocked. It ends the rank without a traceback, also while
+Python starts and torch is imported."""
 
 import signal
 import sys
 
 signal.signal(signal.SIGINT, signal.SIG_DFL)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 from lockstep.doctor.worker import run  # noqa: E402
 

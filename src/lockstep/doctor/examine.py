@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -78,7 +79,11 @@ def examine(
 
         def start(variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
             line = [sys.executable, *worker, name, str(deadline_seconds)]
-            return subprocess.Popen(line, env={**environ, **variables}, stdout=sys.stderr, start_new_session=True)
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
+                return subprocess.Popen(line, env={**environ, **variables}, stdout=sys.stderr, start_new_session=True)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
         ending = run_workers(start, count=nproc, launcher="lockstep", given={}, machines=machines, command="lockstep doctor")
         results = _results(folder)

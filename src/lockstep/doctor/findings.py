@@ -91,27 +91,22 @@ def _one(collective: str, rows: Sequence[Mapping[str, Any]], size: int) -> list[
     ]
     if wrong:
         row, rank, what = wrong[0]
-        of = " ".join(filter(None, (row["operation"], row["type"])))
-        where = "" if row["group"] == "all ranks" else f" in {row['group']}"
+        where = f"in {row['group']}" if row["group"] != "all ranks" else None
+        case = " ".join(filter(None, (row["operation"], row["type"], where)))
         cases = len({(each["operation"], each["type"], each["group"]) for each, _, _ in wrong})
         more = f"; wrong in {cases} of {len(rows)} cases" if cases > 1 else ""
         remedy = (
             "nothing trained here can be trusted: look for code that wraps torch.distributed; else another version of torch or NCCL, "
             "then the link and the memory (ECC) of that rank's device"
         )
-        return [_say(collective, "wrong", f"{of}{where}: rank {rank} {what}{more}".strip(), remedy)]
+        return [_say(collective, "wrong", f"{case}{': ' if case else ''}rank {rank} {what}{more}", remedy)]
     if collective == "barrier":
         return [_say(collective, "ok", "nobody left before all had come")]
     absent = _absent(rows)
     types = list(dict.fromkeys(row["type"] for row in rows if (row["type"], row["operation"]) not in absent))
     operations = [each for each in OPERATIONS if any(row["operation"] == each for row in rows)]
-    return [
-        _say(
-            collective,
-            "ok",
-            f"right in {len(types)} type{'' if len(types) == 1 else 's'}" + (f"; {' '.join(operations)}" if operations else ""),
-        )
-    ]
+    found = f"right in {len(types)} type{'' if len(types) == 1 else 's'}"
+    return [_say(collective, "ok", "; ".join(filter(None, (found, " ".join(operations)))))]
 
 
 def _absent(rows: Sequence[Mapping[str, Any]]) -> set[tuple[str, str | None]]:
