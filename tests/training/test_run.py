@@ -54,10 +54,11 @@ def test_the_run_directory_says_what_ran_and_what_came_of_it(pool: WorkerPool, t
         "events.jsonl",
         "metrics.jsonl",
         "model.safetensors",
+        "ranks.jsonl",
         "result.json",
         "run.json",
     ]
-    assert len(files) == 7
+    assert len(files) == 8
 
     run = json.loads((folder / "run.json").read_text())
     assert list(run) == ["recipe", "seed", "plan", "world_size", "launcher", "checkpoints", "started", "environment"]
@@ -71,7 +72,7 @@ def test_the_run_directory_says_what_ran_and_what_came_of_it(pool: WorkerPool, t
     logged, evaluated = ([line for line in lines if name in line] for name in ("loss", "evaluation/loss"))
     assert [line["step"] for line in logged] == [3, 6, 7]
     assert [line["step"] for line in evaluated] == [3, 6, 7]
-    assert all(line.keys() == {"step", "time", "loss", "lr", "gradient_norm", "samples_per_second"} for line in logged)
+    assert all(line.keys() == {"step", "time", "loss", "lr", "gradient_norm", "samples_per_second", "memory_bytes"} for line in logged)
     assert all(line["evaluation/mean"] == 2.0 for line in evaluated)
     assert logged[-1]["loss"] == result.loss
     assert evaluated[-1]["evaluation/loss"] == result.metrics["loss"]

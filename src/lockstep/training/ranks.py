@@ -8,10 +8,12 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TextIO
 
 import torch
 
 from lockstep.comm.mesh import Mesh
+from lockstep.watch.metrics import keep_up_to
 from lockstep.watch.phases import Phases
 from lockstep.watch.stragglers import Row, Stragglers
 
@@ -32,9 +34,16 @@ class Ranks:
         self.hosts = world.gather_values(socket.gethostname())
         self._stages = world.gather_values(mesh.axis("pipeline").rank)
         self._stragglers = Stragglers()
-        self._file = (run_dir / "ranks.jsonl").open("a", encoding="utf-8", buffering=1) if world.rank == 0 else None
+        self._path = run_dir / "ranks.jsonl"
+        self._file: TextIO | None = None
         self._share = 0
         self._steps = 0
+        self.restart()
+
+    def begin(self, step: int) -> None:
+        """The run begins, or goes on, with `step` steps done."""
+        if self._mesh.world.rank == 0 and self._file is None and self._path.exists():
+            keep_up_to(step, self._path)
         self.restart()
 
     def restart(self) -> None:
@@ -54,7 +63,8 @@ class Ranks:
         mine = [seconds, *self._parts(), float(self._share), float(self._memory_bytes())]
         everyone = self._mesh.world.gather_rows(torch.tensor([mine], dtype=torch.float64), [1] * self._mesh.world.size).tolist()
         columns = dict(zip(_COLUMNS, zip(*everyone, strict=True), strict=True))
-        if self._file is not None:
+        if self._mesh.world.rank == 0:
+            self._file = self._file or self._path.open("a", encoding="utf-8", buffering=1)
             ranks = {name: [round(value / steps, 6) for value in columns[name]] for name in _COLUMNS[:5]}
             self._file.write(json.dumps({"step": step, "time": time.time(), "ranks": ranks, "hosts": self.hosts}) + "\n")
         self._look(columns, steps, seconds)

@@ -202,7 +202,7 @@ def _train(run: Run, evaluator: Evaluator | None) -> None:
             session.take_stop()
     if evaluator is not None and run.evaluated_at != run.step:
         _evaluate(run, evaluator)
-    run.seconds = session.pace.seconds()
+    run.seconds = session.reports.pace.seconds()
     for hook in run.hooks:
         hook.on_end(run)
 
@@ -214,7 +214,7 @@ def _evaluate(run: Run, evaluator: Evaluator) -> None:
     run.evaluated_at = run.step
     run.session.evaluated = run.metrics
     run.session.recorder.evaluation(run.step, run.metrics)
-    run.session.pace.leave_out(time.perf_counter() - started)
+    run.session.reports.pace.leave_out(time.perf_counter() - started)
     run.session.phases.enter("hooks")
     for hook in run.hooks:
         hook.on_evaluation(run, run.metrics)
@@ -238,7 +238,7 @@ def _result(run: Run) -> Result:
         rank=session.rank,
         world_size=session.world_size,
         seconds=run.seconds,
-        samples_per_second=session.pace.total_samples / run.seconds,
+        samples_per_second=session.reports.pace.total_samples / run.seconds,
         events=list(session.recorder.events.events),
     )
     written = {name: value for name, value in asdict(result).items() if name not in ("rank", "events")}

@@ -21,7 +21,6 @@ from lockstep.checkpoint.load import Reader
 from lockstep.checkpoint.store import folder_at
 from lockstep.comm.group import exact_sum, join
 from lockstep.comm.mesh import Mesh
-from lockstep.comm.waits import counted
 from lockstep.data.generators import seed_generators
 from lockstep.data.loader import Loader, StreamLoader
 from lockstep.errors import LossError, PlanError, RecipeError
@@ -35,7 +34,6 @@ from lockstep.parallel.layout import Built, check_devices, lay_out
 from lockstep.parallel.stages import check_microbatches
 from lockstep.parallel.sync_batchnorm import Exchange, adopt, split_microbatches
 from lockstep.parallel.updates import separate_meshes
-from lockstep.patience import Patience
 from lockstep.plan import Plan
 from lockstep.recipe import Precision, Weights, check_batch, check_count, check_data, check_length, check_precision, check_seed
 from lockstep.recipe import Stream as DataStream
@@ -44,27 +42,20 @@ from lockstep.training import optimizers
 from lockstep.training.course import Course
 from lockstep.training.keeping import Keeper
 from lockstep.training.memory import Memory
-from lockstep.training.outcome import Outcome, no_weight
+from lockstep.training.outcome import no_weight
 from lockstep.training.pair import Pair
-from lockstep.training.profiling import Profiling
-from lockstep.training.ranks import Ranks
-from lockstep.training.recorder import Pace, Recorder
-from lockstep.training.replicas import Replicas
+from lockstep.training.recorder import Recorder
+from lockstep.training.reports import Reports
 from lockstep.training.setting import Remark, batchnorm, check_microbatch_is_fixed, remarks, resolved, set_up_computation
 from lockstep.training.source import Length, Microbatches, from_data, from_indices, from_stream
-from lockstep.training.standstill import Standstill
 from lockstep.training.starting import Start
 from lockstep.training.state import Stateful
 from lockstep.training.step import Step
 from lockstep.training.traced import Traced, TracedPair, TracedStep
+from lockstep.training.watching import Watching
 from lockstep.training.wishes import Wishes
 from lockstep.watch.check import Checked
 from lockstep.watch.phases import Phases
-from lockstep.watch.timeline import steps_of
-from lockstep.watch.watchdog import Watchdog
-
-_OVERFLOWS_TO_TELL = 8
-"""In a row. Fewer are fp16's way to find its scale, and no more than events."""
 
 
 class Session:
@@ -119,13 +110,10 @@ class Session:
         """Why no further step is taken, once `stop` has taken effect."""
         self.phases = Phases()
         """What this rank is at."""
-        self._watchdog: Watchdog | None = None
-        self._profiling: Profiling | None = None
+        self._watching: Watching | None = None
         self._termination = Termination()
-        self._told: list[Pair] = []
         self._exchange = Exchange()
         self._told_of_batchnorm = False
-        self._unread: list[Outcome] = []
 
     def __enter__(self) -> Session:
         environment = Environment.read(os.environ)
@@ -157,17 +145,14 @@ class Session:
             stack.callback(self._close_pairs)
             self.course = Course(self.mesh, self.pairs, self.event)
             self._wishes = Wishes(self.mesh, self._termination, stop_at=environment.stop_at, save_is_due=self.course.save_is_due)
-            self._compare_every = environment.compare_every if self._traced is None else 0
-            self._replicas = Replicas(self.mesh, self.pairs)
             self._memory = Memory.of(self.mesh, given, environment, self.recorder, self.event)
             self.plan = self._memory.plan
             set_up_computation(self.plan, self.world, environment.threads, stack)
             self._start(environment, given, launched)
-            self._watch(environment, stack)
-            self._profile(environment, stack)
-            stack.enter_context(counted())
-            self._ranks = Ranks(self.mesh, self.phases, self.recorder.path, self.event, self.recorder.message)
-            stack.callback(self._ranks.close)
+            if self._traced is None:
+                self._watching = Watching(
+                    self.mesh, self.pairs, self.phases, self.recorder, environment, event=self.event, rescue=self.course.rescue, stack=stack
+                )
             self._stack = stack.pop_all()
         return self
 
@@ -193,27 +178,13 @@ class Session:
         for remark in remarks(self.plan, self.mesh, self.precision):
             self._tell(remark)
 
-    def _watch(self, environment: Environment, stack: ExitStack) -> None:
-        patience = Patience.parse(environment.hang_after, environment.on_hang)
-        if patience is None or self._traced is not None:
-            return
-        standstill = Standstill(patience, self.recorder.path, self.world, self.event, self.course.rescue)
-        self._watchdog = standstill.watch(self.phases, self.recorder.attempt)
-        stack.callback(self._watchdog.close)
-
-    def _profile(self, environment: Environment, stack: ExitStack) -> None:
-        if environment.profile is not None and self._traced is None:
-            steps = steps_of(environment.profile)
-            self._profiling = Profiling(steps, self.recorder.path, self.world, self.phases, self.event, self.recorder.message)
-            stack.callback(self._profiling.close)
-
     def _tell(self, remark: Remark) -> None:
         self.event(remark.event, **remark.details)
         if remark.line is not None:
             self.recorder.message(remark.line)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        if self._watchdog is not None and self._watchdog.has_ended_the_run:
+        if self._watching is not None and self._watching.ends_the_run:
             threading.Event().wait()
         self._termination.hold()
         self.phases.enter("ending")
@@ -375,7 +346,8 @@ class Session:
             rounds = [len(mesh.deal.rounds(length.most_microbatches, rank)) for rank in range(mesh.deal.ranks)]
             check_microbatches(min(rounds), pipeline.stages)
         first = self.course.begin_loop(self._keep)
-        self._ranks.restart()
+        if self._watching is not None:
+            self._watching.begin_loop(self.steps_done)
         return self._run(self._sources(data, length, collate, first), length, weight)
 
     def _sources(self, data: Any, length: Length, collate: Callable[[list[Any]], Any] | None, first: int) -> Iterator[Microbatches]:
@@ -412,7 +384,7 @@ class Session:
             self.course.others,
             self.recorder.facts,
             metrics=lambda: self.evaluated,
-            compare=self._compare,
+            compare=partial(self._compare, now=True),
             tell=self.event,
             warn=self.recorder.message,
         )
@@ -424,7 +396,7 @@ class Session:
         return keeper, found
 
     def _run(self, sources: Iterator[Microbatches], length: Length, weight: Callable[[Any], Any] | None) -> Iterator[Step]:
-        self.pace = Pace()
+        self.reports = reports = Reports(self.pairs, self.recorder, self.event)
         self.recorder.show(length.steps)
         terms: list[str] | None = None
         kind = Step if self._traced is None else TracedStep
@@ -448,53 +420,44 @@ class Session:
                 phases=self.phases,
             )
             self.course.step, self.evaluated = step, {}
-            if self._profiling is not None:
-                self._profiling.before(step.index)
+            if self._watching is not None:
+                self._watching.before(step)
             self.phases.enter("compute")
             yield step
             self.phases.enter("between steps")
-            if self._profiling is not None:
-                self._profiling.after(step.index)
+            if self._watching is not None:
+                self._watching.after(step)
             self._check_committed(step)
             self.course.end_step(step)
-            self.pace.count(step.samples)
-            self._ranks.count(step.source.mine)
-            self._unread += step.committed.values()
+            reports.add(step)
             if logs or self.stopping is not None:
-                self._read()
+                reports.read()
             if logs:
-                self._log(step)
+                reports.log(step, {} if self._watching is None else {"memory_bytes": self._watching.log(step.index + 1)})
             self._attend(step, logs=logs)
             if self.stopping is not None:
                 self.event("stopped", reason=self.stopping)
                 break
-        for pair in self.pairs:
-            if pair.overflows and pair.overflows == self.steps_done:
-                raise LossError(
-                    f"none of the {self.steps_done} steps was applied: the fp16 gradient overflowed in each, at last at a loss scale of "
-                    f"{pair.overflowed_at:g}; each such step halves the scale; take more steps, or precision='bf16' or 'fp32'"
-                )
+        reports.check_any_applied(self.steps_done)
 
     def _attend(self, step: Step, *, logs: bool) -> None:
         """After a step: do what any rank asks for, and save where it is time to. Every rank calls it. Raises `Preempted`."""
         keeper, asked = self.course.keeper, self._wishes.exchanged(list(step.committed.values()), stops=logs)
         self.stopping = self.stopping or asked.stop
         if asked.end is not None:
-            self._read()
+            self.reports.read()
             if keeper is not None:
                 with needing_time():
                     keeper.save_now(self.steps_done)
             raise Preempted(asked.end)
-        if self._compare_every and self.steps_done % self._compare_every == 0:
-            self._compare(self.steps_done)
+        self._compare(self.steps_done, now=False)
         if keeper is not None:
             self.phases.enter("saving")
             keeper.after(self.steps_done, asked=asked.save)
 
-    def _compare(self, step: int) -> None:
-        """Every rank calls it. Raises `DivergenceError`."""
-        if self._compare_every and self._replicas.agreed != step:
-            self._replicas.compare(step)
+    def _compare(self, step: int, *, now: bool) -> None:
+        if self._watching is not None:
+            self._watching.compare(step, now=now)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context that forwards run in, for the session's precision. Backwards and commits stay outside."""
@@ -527,34 +490,6 @@ class Session:
     def on_exit(self, close: Callable[[], object]) -> None:
         """Call `close` when the session ends, however it ends."""
         self._stack.callback(close)
-
-    def _read(self) -> None:
-        """Find out what the steps since the last time came to. Raises `LossError`."""
-        outcomes, self._unread = self._unread, []
-        for outcome in outcomes:
-            outcome.check()
-            if outcome.applied is False:
-                reason = "the scaled gradient overflowed; the loss scale was halved"
-                self.event("step-skipped", outcome.layout.step, reason=reason)
-        for pair in self.pairs:
-            if pair.overflows >= _OVERFLOWS_TO_TELL and pair not in self._told:
-                self._told.append(pair)
-                self.recorder.message(
-                    f"warning: {pair.overflows} steps in a row were skipped, because the fp16 gradient overflowed even at a loss scale of "
-                    f"{pair.overflowed_at:g}; where that falls below 1, the run ends"
-                )
-
-    def _log(self, step: Step) -> None:
-        outcome = step.committed[0]
-        values = {
-            "loss": outcome.loss(),
-            "lr": outcome.pair.schedule.rate(),
-            "gradient_norm": float(outcome.norm),
-            "samples_per_second": self.pace.restart(),
-            "memory_bytes": self._ranks.log(step.index + 1),
-        }
-        terms = {f"loss/{name}": value for name, value in outcome.term_losses().items()}
-        self.recorder.step(step.index + 1, values, {**terms, **step.logged})
 
     def take_stop(self) -> None:
         """Learn why any rank wants to stop, if one does. Every rank calls it."""

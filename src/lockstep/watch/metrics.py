@@ -52,11 +52,8 @@ class MetricsLog:
     def go_on(self, step: int) -> None:
         """Take out what an earlier process wrote of steps after `step`, which will be done again. Before the first `write`."""
         name = Path(self._rows.name)
-        kept = [line for line in name.read_text(encoding="utf-8").splitlines() if _is_up_to(step, line)]
         self._rows.close()
-        partial = name.with_name(f".{name.name}.partial")
-        partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-        partial.replace(name)
+        keep_up_to(step, name)
         self._rows = name.open("a", encoding="utf-8")
         self._events.go_on(step, self._clock())
 
@@ -87,6 +84,14 @@ class MetricsLog:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
+
+
+def keep_up_to(step: int, path: Path) -> None:
+    """Take out of a file of JSON lines those of later steps, and what is half written."""
+    kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _is_up_to(step, line)]
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    partial.replace(path)
 
 
 def _is_up_to(step: int, line: str) -> bool:

@@ -26,7 +26,7 @@ from lockstep.errors import RecipeError, RunDirectoryError
 
 _OF_THE_RUN = "run.json"
 _RESULT = "result.json"
-_FILES_OF_A_RUN = (_OF_THE_RUN, "metrics.jsonl", "events.jsonl", _RESULT, "model.safetensors")
+_FILES_OF_A_RUN = (_OF_THE_RUN, "metrics.jsonl", "ranks.jsonl", "events.jsonl", _RESULT, "model.safetensors")
 _LOCK = "lock"
 _SAVED_DTYPES = frozenset(
     getattr(torch, name)

@@ -1,0 +1,89 @@
+"""What each rank's time goes to."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from training.subjects import recipe, rows, squared_error
+
+import lockstep as ls
+from lockstep.launch.termination import Preempted
+from lockstep.testing.pool import WorkerPool
+
+
+def busy(seconds: float) -> None:
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        pass
+
+
+class Samples(torch.utils.data.Dataset[Any]):
+    def __init__(self, seconds: float) -> None:
+        self.rows = rows(64)
+        self.seconds = seconds
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(self.seconds)
+        return self.rows[index]
+
+
+def slowly(run_dir: str, plan: str, part: str, slow_rank: int) -> None:
+    """40 steps of about 40 ms, half a step longer in one part on one rank."""
+    is_slow = int(os.environ.get("RANK", torch.distributed.get_rank())) == slow_rank
+
+    def loss(model: Any, batch: Any) -> Any:
+        busy(0.01 + 0.01 * (is_slow and part == "compute"))
+        return squared_error(model, batch)
+
+    data = Samples(0.0025 * (is_slow and part == "data"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lockstep.watch.stragglers.LONG_SECONDS", 0.5)
+        ls.train(recipe(data=data, loss=loss, steps=40, global_batch=16, microbatch=4), run_dir=run_dir, plan=plan, log_every=10)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("plan", ["replicate=2", "replicate=2,transport=torch", "shard=2"])
+@pytest.mark.parametrize("part", ["data", "compute"])
+def test_who_is_slow_is_named_with_the_part(pool: WorkerPool, tmp_path: Path, plan: str, part: str) -> None:
+    pool.run(2, slowly, str(tmp_path / "run"), plan, part, 1)
+    told = [event for event in lines(tmp_path / "run" / "events.jsonl") if event["event"] == "straggler"]
+    assert {(event["rank"], event["part"]) for event in told} == {(1, part)}
+    seen = lines(tmp_path / "run" / "ranks.jsonl")
+    assert [row["step"] for row in seen] == [10, 20, 30, 40]
+    for row in seen:
+        assert row["ranks"].keys() == {"step", "data", "compute", "hooks", "communication"}
+        assert row["ranks"][part][1] > row["ranks"][part][0]
+        assert row["ranks"]["communication"][0] > row["ranks"]["communication"][1]
+        assert len(row["hosts"]) == 2
+
+
+def stop(run: Any) -> None:
+    if run.step == 13:
+        os.kill(os.getpid(), 10)
+
+
+class Stops(ls.Hook):
+    def on_step(self, run: Any) -> None:
+        stop(run)
+
+
+def test_lines_of_steps_that_are_done_again_are_taken_out(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with pytest.raises(Preempted):
+        ls.train(recipe(steps=20), run_dir=str(run), hooks=[Stops()], log_every=1)
+    with (run / "ranks.jsonl").open("a") as file:
+        file.write('{"step": 15}\n{"ste')
+    ls.train(recipe(steps=20), run_dir=str(run), log_every=1)
+    assert [row["step"] for row in lines(run / "ranks.jsonl")] == list(range(1, 21))
