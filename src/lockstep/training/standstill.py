@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from lockstep.comm.group import World
 from lockstep.errors import HangError
 from lockstep.launch.failure import describe
-from lockstep.launch.grace import needing_time, tell_failure
+from lockstep.launch.grace import is_over, needing_time, tell_failure
 from lockstep.launch.termination import HUNG_STATUS
 from lockstep.patience import Patience
 from lockstep.watch.hang import Hang
@@ -47,7 +48,16 @@ class Standstill:
         mailbox = None
         if self.world.size > 1:
             mailbox = StoreMailbox(dist.distributed_c10d._get_default_store(), f"lockstep/watch/{attempt}")
-        watchdog = Watchdog(phases, self.patience, rank=self.world.rank, size=self.world.size, mailbox=mailbox, told=self.act)
+        watchdog = Watchdog(
+            phases,
+            self.patience,
+            rank=self.world.rank,
+            size=self.world.size,
+            mailbox=mailbox,
+            told=self.act,
+            is_over=is_over,
+            ended=self.end,
+        )
         watchdog.start()
         return watchdog
 
@@ -75,6 +85,12 @@ class Standstill:
             with suppress(Exception):
                 stream.flush()
         os._exit(HUNG_STATUS)
+
+    def end(self) -> None:
+        """In the watchdog's thread, where the launcher ends the run and this rank waits for one that is gone, and will not hear of it."""
+        self.event("run-failed", error="a peer was lost: another process of this run ended, or the connection to it broke")
+        self._save(HangError("the run was ended while this process waited for another"))
+        os._exit(128 + signal.SIGTERM)
 
     def _text(self, hang: Hang, step: int) -> str:
         return f"the run stands still in step {step}: {hang.summary}\n{hang.report}"

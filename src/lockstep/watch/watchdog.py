@@ -30,6 +30,8 @@ ANSWER_SECONDS = 1.2
 """From a question to the last answer that is waited for."""
 SILENCE_SECONDS = 10.0
 """So long a rank of which nothing else is known may be silent: native code that holds Python's lock looks like that."""
+STUCK_SECONDS = 1.0
+"""From the end of a run to that of a rank whose waits are not broken by it."""
 AGAIN_SECONDS = 2.0
 """From a verdict that nobody is late to the next question of this rank."""
 
@@ -81,8 +83,11 @@ class Watchdog:
         size: int,
         mailbox: Mailbox | None,
         told: Callable[[Hang, Mapping[int, Place], bool, Place], None],
+        is_over: Callable[[], bool],
+        ended: Callable[[], None],
     ) -> None:
-        """`mailbox`: None with one process. `told`: called in the watchdog's thread on every rank that found a hang out: the hang, all
+        """`mailbox`: None with one process. `is_over`: whether the launcher is ending the run. `ended`: called where it is, and this rank
+        waits for what will not come. `told`: called in the watchdog's thread on every rank that found a hang out: the hang, all
         places, whether this rank is the one that gathered them, and its own place."""
         self._phases = phases
         self._patience = patience
@@ -90,6 +95,9 @@ class Watchdog:
         self._size = size
         self._mailbox = mailbox
         self._told = told
+        self._is_over = is_over
+        self._ended = ended
+        self._over_since: float | None = None
         self._trains = threading.current_thread()
         self._over = threading.Event()
         self.has_ended_the_run = False
@@ -115,11 +123,19 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._over.wait(TICK_SECONDS):
+            if self._is_over() and self._is_stuck():
+                self.has_ended_the_run = True
+                self._ended()
             try:
                 if self._is_to_ask() or self._is_asked():
                     self._take_part()
             except (dist.DistError, RuntimeError):  # the store is gone, or cannot be reached
                 self._tell_alone()
+
+    def _is_stuck(self) -> bool:
+        """Whether, with the run over for some time, this rank still waits for another."""
+        self._over_since = self._over_since or time.monotonic()
+        return time.monotonic() - self._over_since >= STUCK_SECONDS and self._place().doing == "waits"
 
     def _limit_seconds(self) -> float:
         return self._patience.limit_seconds(self._phases.name, self._phases.usual.get(self._phases.name))
