@@ -1,0 +1,112 @@
+"""A run that stands still for longer than it may, and goes on; and collectives that are compared before they are made."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from training.subjects import recipe, squared_error
+
+import lockstep as ls
+from lockstep.errors import MismatchError
+from lockstep.testing.pool import WorkerPool
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def place_of(text: str) -> str:
+    """The first line of this file with the text."""
+    return f"{__file__}:{next(number for number, line in enumerate(Path(__file__).read_text().splitlines(), 1) if text in line)}"
+
+
+def slow_in_the_third_step(run_dir: str, rank: int) -> str:
+    done = [0]
+
+    def loss(model: Any, batch: Any) -> Any:
+        done[0] += 1
+        if dist.get_rank() == rank and done[0] == 5:
+            time.sleep(4)
+        return squared_error(model, batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCKSTEP_HANG_AFTER", "1s")
+        patch.setenv("LOCKSTEP_ON_HANG", "report")
+        return ls.train(recipe(loss=loss, steps=6), run_dir=run_dir, plan="numerics=bitwise").fingerprint
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_who_only_wants_a_report_has_one_and_the_run_goes_on(pool: WorkerPool, tmp_path: Path, rank: int) -> None:
+    found = pool.run(2, slow_in_the_third_step, str(tmp_path / "run"), rank)
+    assert len(set(found)) == 1
+    (hang,) = [event for event in lines(tmp_path / "run" / "events.jsonl") if event["event"] == "hang"]
+    assert (hang["kind"], hang["ranks"]) == ("missing", [rank])
+    assert f"it is in a call that does not return at {place_of('time.sleep(4)')}" in hang["summary"]
+    (page,) = (tmp_path / "run").glob("hang-*.txt")
+    text = page.read_text()
+    assert f"rank {1 - rank} waits in all_" in text
+    assert "the thread that trains, the innermost last:" in text
+    assert (tmp_path / "run" / "result.json").exists()
+
+
+class Between(ls.Hook):
+    """A collective of the script's own, after the second step, that the ranks do not agree on."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def on_step(self, run: Any) -> None:
+        if run.step != 2:
+            return
+        size = 3 + (self.kind == "size") * run.session.rank
+        if self.kind == "name" and run.session.rank == 1:
+            dist.broadcast(torch.ones(size), 0)
+        elif self.kind != "left out" or run.session.rank == 0:
+            dist.all_reduce(torch.ones(size))
+
+
+def checked(run_dir: str, plan: str, kind: str) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCKSTEP_CHECK", "1")
+        hooks = [] if kind == "none" else [Between(kind)]
+        try:
+            return ls.train(recipe(steps=4), run_dir=run_dir, plan=plan, hooks=hooks).fingerprint
+        except MismatchError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan", "said"),
+    [
+        (
+            "name",
+            "replicate=2",
+            "rank 0 allreduce of float32 (3,) at {here} in Between.on_step; rank 1 broadcast of float32 (3,), root_rank 0",
+        ),
+        (
+            "size",
+            "shard=2",
+            "rank 0 allreduce of float32 (3,) at {here} in Between.on_step; rank 1 allreduce of float32 (4,) at {here}",
+        ),
+        ("left out", "replicate=2", "rank 0 allreduce of float32 (3,) at {here} in Between.on_step; rank 1 all"),
+    ],
+)
+def test_a_call_that_differs_is_named_on_every_rank_with_all_lines(
+    pool: WorkerPool, tmp_path: Path, kind: str, plan: str, said: str
+) -> None:
+    found = set(pool.run(2, checked, str(tmp_path / "run"), plan, kind))
+    assert len(found) == 1
+    assert said.format(here=place_of("dist.all_reduce(torch")) in found.pop()
+
+
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
+def test_a_run_whose_ranks_agree_is_the_same_when_it_is_compared(pool: WorkerPool, tmp_path: Path, plan: str) -> None:
+    found = pool.run(2, checked, str(tmp_path / "checked"), f"{plan},numerics=bitwise", "none")
+    plain = ls.train(recipe(steps=4), run_dir=str(tmp_path / "plain"), plan="numerics=bitwise")
+    assert set(found) == {plain.fingerprint}
