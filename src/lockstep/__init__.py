@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from lockstep.training.run import train as train
     from lockstep.training.session import Session as Session
     from lockstep.watch.fingerprint import fingerprint as fingerprint
+    from lockstep.watch.loggers import MLflow as MLflow
+    from lockstep.watch.loggers import WandB as WandB
 
 __version__ = "0.1.0"
 
@@ -40,6 +42,7 @@ _HOME = {
     "Gathered": "lockstep.recipe",
     "Hook": "lockstep.training.hooks",
     "Loss": "lockstep.recipe",
+    "MLflow": "lockstep.watch.loggers",
     "Mean": "lockstep.recipe",
     "Plan": "lockstep.plan",
     "Recipe": "lockstep.recipe",
@@ -48,6 +51,7 @@ _HOME = {
     "Session": "lockstep.training.session",
     "Stream": "lockstep.recipe",
     "Sum": "lockstep.recipe",
+    "WandB": "lockstep.watch.loggers",
     "Weights": "lockstep.recipe",
     "fingerprint": "lockstep.watch.fingerprint",
     "spawn": "lockstep.launch.spawn",

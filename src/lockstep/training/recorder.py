@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import datetime
@@ -21,6 +21,7 @@ from lockstep.errors import RunDirectoryError, UserError, cannot_write
 from lockstep.events import Event, EventLog
 from lockstep.plan import Plan
 from lockstep.saving import Resume
+from lockstep.watch.loggers import Logger, Loggers
 from lockstep.watch.metrics import RESERVED_NAMES, MetricsLog
 from lockstep.watch.progress import Progress
 from lockstep.watch.rundir import RunDirectory, default_run_path, describe_environment
@@ -36,7 +37,7 @@ _default_is_taken = False
 class Recorder:
     """The run directory, its logs and the progress display. Every rank makes one, at the same moment."""
 
-    def __init__(self, run_dir: str | None, world: World, *, resume: Resume, default: str | None) -> None:
+    def __init__(self, run_dir: str | None, world: World, *, resume: Resume, default: str | None, loggers: Sequence[Logger] = ()) -> None:
         """Raises `RunDirectoryError` on every rank where rank 0 cannot use the directory, or another machine has none such.
 
         `run_dir=None`: `default` for the first run of this process without one, which may be started again; for others, and where that is
@@ -67,6 +68,10 @@ class Recorder:
         self._open.callback(self.events.close)
         self._metrics = self._open.enter_context(MetricsLog(self.path)) if self._directory else None
         self._progress: Progress | None = None
+        self._loggers: Loggers | None = None
+        if self._directory is not None and loggers:
+            self._loggers = Loggers(loggers, self.path, self._tell_of_logger)
+            self._open.callback(self._loggers.close)
         self.goes_on = self._directory is not None and self._directory.goes_on
         """On rank 0: whether a run goes on that was here before."""
         self.facts: dict[str, Any] = {}
@@ -89,19 +94,19 @@ class Recorder:
         self.facts = {"recipe": recipe, "seed": seed, "plan": str(plan), "world_size": world.size, "versions": environment["versions"]}
         if self._directory is None:
             return
-        self._directory.write_json(
-            "run.json",
-            {
-                "recipe": recipe,
-                "seed": seed,
-                "plan": {"text": str(plan), **asdict(plan)},
-                "world_size": world.size,
-                "launcher": launcher,
-                "checkpoints": checkpoints if checkpoints is None or "://" in checkpoints else str(Path(checkpoints).absolute()),
-                "started": datetime.now().astimezone().isoformat(timespec="seconds"),
-                "environment": environment,
-            },
-        )
+        facts = {
+            "recipe": recipe,
+            "seed": seed,
+            "plan": {"text": str(plan), **asdict(plan)},
+            "world_size": world.size,
+            "launcher": launcher,
+            "checkpoints": checkpoints if checkpoints is None or "://" in checkpoints else str(Path(checkpoints).absolute()),
+            "started": datetime.now().astimezone().isoformat(timespec="seconds"),
+            "environment": environment,
+        }
+        self._directory.write_json("run.json", facts)
+        if self._loggers is not None:
+            self._loggers.start(facts)
 
     def go_on(self, step: int, checkpoints: str) -> None:
         """The run begins, or goes on, with `step` steps done. `checkpoints`: where they were looked for."""
@@ -119,17 +124,26 @@ class Recorder:
 
     def step(self, step: int, values: Mapping[str, float], extra: Mapping[str, float]) -> None:
         """One logging step: `values` has loss, lr and samples_per_second."""
-        if self._metrics is not None:
-            self._metrics.write(step, {**values, **extra})
+        self._write(step, {**values, **extra})
         if self._progress is not None:
             self._progress.update(step, loss=values["loss"], lr=values["lr"], samples_per_second=values["samples_per_second"], extra=extra)
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        self._write(step, {f"evaluation/{name}": value for name, value in values.items()})
         if self._metrics is not None:
-            self._metrics.write(step, {f"evaluation/{name}": value for name, value in values.items()})
             self._metrics.flush()
         if self._progress is not None:
             self._progress.evaluation(step, values)
+
+    def _write(self, step: int, values: Mapping[str, float]) -> None:
+        if self._metrics is not None:
+            self._metrics.write(step, values)
+        if self._loggers is not None:
+            self._loggers.log(step, values)
+
+    def _tell_of_logger(self, text: str) -> None:
+        self.event("logger-failed", 0, reason=text)
+        self.message(f"warning: {text}")
 
     def event(self, name: str, step: int, **details: Any) -> Event:
         event = Event(name, step, details)
@@ -156,14 +170,12 @@ class Recorder:
         if self._directory is not None:
             self._directory.save_tensors(name, gathered)
 
-    def write_json(self, name: str, value: Mapping[str, Any]) -> None:
-        if self._directory is not None:
-            self._directory.write_json(name, value)
-
     def end(self, result: Mapping[str, Any]) -> None:
         """Write `result.json`, which says that the run has ended, unless somebody has."""
         if self._directory is not None and not (self.path / "result.json").exists():
             self._directory.write_json("result.json", result)
+            if self._loggers is not None:
+                self._loggers.end(result)
 
     def close(self) -> None:
         self._open.close()

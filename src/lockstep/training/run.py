@@ -24,6 +24,7 @@ from lockstep.training.setting import check_microbatch_is_fixed
 from lockstep.training.state import Stateful
 from lockstep.training.step import Step
 from lockstep.watch.fingerprint import fingerprint
+from lockstep.watch.loggers import Logger
 from lockstep.watch.rundir import check_tensors
 
 
@@ -109,6 +110,7 @@ def train(
     saving: Saving | None = None,
     resume: Resume = "auto",
     may_differ: Collection[str] = (),
+    loggers: Sequence[Logger] = (),
 ) -> Result:
     """Train, on as many processes as were started. Every rank calls it, with the same recipe.
 
@@ -116,6 +118,7 @@ def train(
     between the lines of `metrics.jsonl`. `saving`: when the run saves itself, and what it keeps; None: `Saving()`. `resume`: "auto" goes on
     with an unfinished run in `run_dir`, "never" refuses to, "must" refuses where there is none; the launcher's goes first. `may_differ`:
     fields of the recipe that may then be others than they were. A hook that has `state_dict` and `load_state_dict` is saved with the run.
+    `loggers`: where else the run's numbers go, such as `ls.WandB(project=...)`; see `watch.loggers.Logger`.
     Raises the children of `lockstep.errors.UserError`, and `Preempted`, which ends the process with status 75, where it was asked to save
     and end.
     """
@@ -131,6 +134,7 @@ def train(
         saving=saving,
         resume=resume,
         may_differ=may_differ,
+        loggers=loggers,
     )
     if saving is not None and saving.best is not None and (recipe.evaluation is None or recipe.evaluation.every is None):
         raise CheckpointError(
@@ -242,5 +246,5 @@ def _result(run: Run) -> Result:
         events=list(session.recorder.events.events),
     )
     written = {name: value for name, value in asdict(result).items() if name not in ("rank", "events")}
-    session.recorder.write_json("result.json", written)
+    session.recorder.end(written)
     return result

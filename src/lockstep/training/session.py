@@ -55,6 +55,7 @@ from lockstep.training.traced import Traced, TracedPair, TracedStep
 from lockstep.training.watching import Watching
 from lockstep.training.wishes import Wishes
 from lockstep.watch.check import Checked
+from lockstep.watch.loggers import Logger
 from lockstep.watch.phases import Phases
 
 
@@ -77,6 +78,7 @@ class Session:
         saving: Saving | None = None,
         resume: Resume = "auto",
         may_differ: Collection[str] = (),
+        loggers: Sequence[Logger] = (),
     ) -> None:
         """`log_every`: steps between lines of metrics.jsonl. `recipe`: what to say of it in run.json.
 
@@ -100,6 +102,7 @@ class Session:
         self._saving = Saving() if saving is None else saving
         self._resume = check_resume(resume, "resume")
         self._may_differ = check_may_differ(may_differ)
+        self._loggers = loggers
         self.pairs: list[Pair] = []
         """What `prepare` has prepared."""
         self._listeners: list[Callable[[Event], object]] = []
@@ -139,7 +142,11 @@ class Session:
             self._may_differ |= environment.may_differ
             stack.enter_context(self._termination)
             self.recorder = Recorder(
-                environment.run_dir or self._given_run_dir, self.world, resume=self._resume, default=environment.default_run_dir
+                environment.run_dir or self._given_run_dir,
+                self.world,
+                resume=self._resume,
+                default=environment.default_run_dir,
+                loggers=() if self._traced is not None else self._loggers,
             )
             stack.callback(self.recorder.close)
             stack.callback(self._close_pairs)
