@@ -7,7 +7,7 @@ import os
 import pytest
 
 from lockstep.errors import LaunchError
-from lockstep.launch.environment import Environment
+from lockstep.launch.environment import COMPARE_EVERY, Environment
 
 pytestmark = pytest.mark.usefixtures("eight_cores")
 
@@ -35,6 +35,17 @@ def test_what_torchrun_sets_is_read() -> None:
 def test_our_launchers_say_who_they_are_and_pass_the_plan_and_the_run_directory(launcher: str) -> None:
     read = Environment.read(TORCHRUN | {"LOCKSTEP_LAUNCHER": launcher, "LOCKSTEP_PLAN": "replicate=4", "LOCKSTEP_RUN_DIR": "/runs/a"})
     assert (read.launcher, read.plan, read.run_dir) == (launcher, "replicate=4", "/runs/a")
+
+
+def test_how_a_run_is_looked_after_is_read() -> None:
+    names = {"HANG_AFTER": "90s", "ON_HANG": "report", "CHECK": "1", "COMPARE_EVERY": "10", "PROFILE": "steps=2:4"}
+    read = Environment.read({f"LOCKSTEP_{name}": value for name, value in names.items()})
+    assert (read.hang_after, read.on_hang, read.check, read.compare_every, read.profile) == ("90s", "report", True, 10, "steps=2:4")
+    nothing = Environment.read({"LOCKSTEP_HANG_AFTER": "", "LOCKSTEP_CHECK": ""})
+    assert (nothing.hang_after, nothing.check, nothing.compare_every) == (None, False, COMPARE_EVERY)
+    for name, value in (("LOCKSTEP_CHECK", "yes"), ("LOCKSTEP_COMPARE_EVERY", "-1")):
+        with pytest.raises(LaunchError, match=name):
+            Environment.read({name: value})
 
 
 def test_fields_that_may_differ_are_a_list() -> None:
