@@ -33,10 +33,10 @@ class Patience:
     def parse(cls, after: str | None, on_hang: str | None) -> Patience | None:
         """`after`: "auto" (None is that), "off", or a time; None is returned where it is off. Raises `LaunchError`."""
         if on_hang is not None and on_hang not in get_args(OnHang):
-            raise LaunchError(f"on_hang={on_hang!r}; it is one of {', '.join(get_args(OnHang))}")
+            raise LaunchError(f"--on-hang={on_hang!r}; it is one of {', '.join(get_args(OnHang))}")
         if after == "off":
             return None
-        fixed = None if after in (None, "auto") else seconds(str(after), "hang_after", LaunchError)
+        fixed = None if after in (None, "auto") else seconds(str(after), "--hang-after", LaunchError)
         return cls(fixed, cast(OnHang, on_hang or "end"))
 
     def limit_seconds(self, phase: str, usual_seconds: float | None) -> float:
