@@ -103,8 +103,9 @@ def command(
       lockstep run --nnodes 2:4 --rdzv node1:29400 --max-restarts 10 --run-dir /shared/runs/a train.py
 
     Exit status: 0, or that of the process that failed first (2 for a mistake in what lockstep was given, 128 + the signal's number for a
-    death by signal). 76 where it stood still for longer than --hang-after allows. 75 where the run was asked to end (SIGTERM, SIGUSR1, --stop-after) and has saved: the same command goes on with it.
-    130 or 143 where lockstep itself got SIGINT or SIGTERM, and the script is none that saves.
+    death by signal). 75 where the run was asked to end (SIGTERM, SIGUSR1, --stop-after) and has saved: the same command goes on with it.
+    76 where it stood still for longer than --hang-after allows. 130 or 143 where lockstep itself got SIGINT or SIGTERM, and the script is
+    none that saves.
     """
     parsed = Plan.parse(plan) if plan is not None else None
     check_run_dir(run_dir, "--run-dir")
