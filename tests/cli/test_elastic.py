@@ -5,19 +5,19 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from doctor.network import Network, network
 
 LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 SCRIPT = str(Path(__file__).parent.parent / "scripts" / "elastic.py")
@@ -125,7 +125,7 @@ def agent(tmp_path: Path) -> Iterator[Agents]:
         port = free.getsockname()[1]
     started: list[subprocess.Popen[str]] = []
 
-    def agent(*arguments: str, nnodes: str = "1:2", host: str = "127.0.0.1", before: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    def agent(*arguments: str, nnodes: str = "1:2", host: str = "127.0.0.1", before: Sequence[str] = ()) -> subprocess.Popen[str]:
         options = ["--nproc", "1", "--nnodes", nnodes, "--rdzv", f"{host}:{port}", "--max-restarts", "3", "--run-dir", "run"]
         line = [*before, LOCKSTEP, "run", *options, *(arguments or (SCRIPT, "0.3"))]
         with (tmp_path / f"output-{len(started)}").open("w") as output:
@@ -252,42 +252,25 @@ def test_a_user_s_mistake_on_one_machine_ends_the_others_too(tmp_path: Path, age
 
 
 @pytest.fixture
-def hosts() -> Iterator[list[str]]:
-    """Three network namespaces on one bridge; the host of each has the address 10.229.7.1, .2, .3."""
-    name = f"lockstep-{os.getpid()}"
-    hosts = [f"{name}-{number}" for number in (1, 2, 3)]
-    if os.geteuid() != 0 or shutil.which("ip") is None or ip(f"netns add {name}", check=False):
-        pytest.skip("network namespaces need root, and the program ip")
-    try:
-        ip(f"-n {name} link add bridge type bridge forward_delay 0 stp_state 0")
-        ip(f"-n {name} link set bridge up")
-        for number, host in enumerate(hosts, 1):
-            ip(f"netns add {host}")
-            ip(f"-n {host} link set lo up")
-            ip(f"-n {name} link add port{number} type veth peer name eth0 netns {host}")
-            ip(f"-n {name} link set port{number} master bridge up")
-            ip(f"-n {host} addr add 10.229.7.{number}/24 dev eth0")
-            ip(f"-n {host} link set eth0 up")
-        yield hosts
-    finally:
-        for each in (*hosts, name):
-            ip(f"netns del {each}", check=False)
-
-
-def ip(line: str, *, check: bool = True) -> int:
-    return subprocess.run(["ip", *line.split()], check=check, capture_output=True).returncode
+def three_hosts() -> Iterator[Network]:
+    with network(3) as found:
+        yield found
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-def test_a_machine_whose_link_is_cut_is_lost_and_ends_by_itself(tmp_path: Path, hosts: list[str], agent: Agents, undisturbed: str) -> None:
+def test_a_machine_whose_link_is_cut_is_lost_and_ends_by_itself(
+    tmp_path: Path, three_hosts: Network, agent: Agents, undisturbed: str
+) -> None:
     run = tmp_path / "run"
-    keeper = "10.229.7.2"
-    agents = [agent(SCRIPT, "0.5", nnodes="1:3", host=keeper, before=("nsenter", f"--net=/run/netns/{host}")) for host in hosts]
+    keeper = three_hosts.address(2)
+    agents = [agent(SCRIPT, "0.5", nnodes="1:3", host=keeper, before=three_hosts.inside(host)) for host in three_hosts.hosts]
     wait_for(lambda: worlds(run) == [3] and steps(tmp_path) >= 7)
-    listening = subprocess.run(["ip", "netns", "exec", hosts[1], "ss", "-ltnH"], capture_output=True, text=True, check=True).stdout
+    listening = subprocess.run(
+        ["ip", "netns", "exec", three_hosts.hosts[2], "ss", "-ltnH"], capture_output=True, text=True, check=True
+    ).stdout
     assert {line.split()[3].rpartition(":")[0] for line in listening.splitlines()} == {keeper}
-    ip(f"-n {hosts[0].rpartition('-')[0]} link set port1 down")  # of rank 0
+    three_hosts.cut(1)  # of rank 0
     _, told = agents[0].communicate(timeout=60)
     assert agents[0].returncode == 1
     assert f"the rendezvous at {keeper}:" in told

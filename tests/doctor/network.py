@@ -50,6 +50,10 @@ class Network:
         run(f"ip -n {self.hosts[number]} addr add {self.address(number)}/24 dev eth0")
         run(f"ip -n {self.hosts[number]} link set eth0 up")
 
+    def cut(self, number: int) -> None:
+        """The host's link is down."""
+        run(f"ip -n {self.name} link set port{number} down")
+
     def limit(self, sender: int, receiver: int, megabits: int) -> None:
         """What one host sends to another has this rate; all else is as fast as it was."""
         on = f"ip netns exec {self.hosts[sender]} tc"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lockstep.errors import LaunchError
-from lockstep.launch.machines import Machines, address_towards, interface_of
+from lockstep.launch.machines import Machines, Place, address_on, address_towards, interface_of
 
 
 @pytest.mark.parametrize(
@@ -19,26 +19,26 @@ from lockstep.launch.machines import Machines, address_towards, interface_of
     ],
 )
 def test_what_is_given_is_read(nnodes: str, rdzv: str | None, found: Machines | None) -> None:
-    assert Machines.parse(nnodes, rdzv) == found
+    assert Machines.parse(nnodes, Place(rdzv)) == found
 
 
 @pytest.mark.parametrize("nnodes", ["0", "0:2", "3:2", "two", "", "1:2:3", "-1", "1:", ":2"])
 def test_numbers_of_machines_that_are_none_are_refused(nnodes: str) -> None:
     with pytest.raises(LaunchError, match=f"--nnodes {nnodes};.*A:B"):
-        Machines.parse(nnodes, "node1:29400")
+        Machines.parse(nnodes, Place("node1:29400"))
 
 
 @pytest.mark.parametrize("rdzv", ["node1", "node1:", ":29400", "node1:0", "node1:65536", "node1:http", ""])
 def test_places_that_are_none_are_refused(rdzv: str) -> None:
     with pytest.raises(LaunchError, match=f"--rdzv {rdzv};.*HOST:PORT"):
-        Machines.parse("2", rdzv)
+        Machines.parse("2", Place(rdzv))
 
 
 def test_several_machines_need_a_place_and_one_has_none() -> None:
     with pytest.raises(LaunchError, match="--nnodes 2 without --rdzv"):
-        Machines.parse("2", None)
+        Machines.parse("2", Place())
     with pytest.raises(LaunchError, match="--rdzv node1:29400 on one machine"):
-        Machines.parse("1", "node1:29400")
+        Machines.parse("1", Place("node1:29400"))
 
 
 def test_a_place_is_said_as_it_was_given() -> None:
@@ -56,3 +56,33 @@ def test_the_way_to_this_machine_is_loopback() -> None:
     assert address_towards("127.0.0.1", 29400) == "127.0.0.1"
     assert interface_of("127.0.0.1") == "lo"
     assert interface_of("192.0.2.1") is None
+    assert address_on("lo") == "127.0.0.1"
+
+
+def test_the_older_way_gives_each_machine_its_number() -> None:
+    found = Machines.parse("3", Place(None, 2, "node0", 29400), "eth1")
+    assert found == Machines(3, 3, "node0", 29400, 2, "eth1", "--master-addr")
+    assert found.said == "--master-addr node0:29400"
+
+
+@pytest.mark.parametrize(
+    ("nnodes", "place", "text"),
+    [
+        ("2", Place(None, 0, "node0"), "--node-rank 0, --master-addr node0 alone; .*give all three"),
+        ("2", Place(None, None, "node0", 1), "--master-addr node0, --master-port 1 alone; .*give all three"),
+        ("2", Place("node0:1", 0), "--rdzv node0:1 with --node-rank 0; these are two ways"),
+        ("2", Place(None, 2, "node0", 1), "--node-rank 2 with --nnodes 2; the places of N machines are 0 to N - 1"),
+        ("2:3", Place(None, 0, "node0", 1), "--node-rank 0 with --nnodes 2:3; .*fixed number"),
+        ("1", Place(None, 0, "node0", 1), "--node-rank 0 on one machine"),
+    ],
+)
+def test_what_is_half_given_or_contradicts_itself_is_refused(nnodes: str, place: Place, text: str) -> None:
+    with pytest.raises(LaunchError, match=text):
+        Machines.parse(nnodes, place)
+
+
+def test_an_interface_is_for_several_machines_and_is_there() -> None:
+    with pytest.raises(LaunchError, match="--interface lo on one machine"):
+        Machines.parse("1", Place(), "lo")
+    with pytest.raises(LaunchError, match=r"--interface nosuch0 is not there; .*those here are .*lo"):
+        address_on("nosuch0")

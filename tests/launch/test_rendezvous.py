@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 
 import psutil
@@ -10,7 +11,7 @@ import pytest
 from lockstep.errors import LaunchError
 from lockstep.launch.local import run_workers
 from lockstep.launch.machines import Machines
-from lockstep.launch.rendezvous import Meeting
+from lockstep.launch.rendezvous import Meeting, check_places
 
 
 @pytest.fixture
@@ -47,11 +48,31 @@ def test_a_port_that_may_not_be_used_is_named(machines: Machines, monkeypatch: p
         Meeting.at(machines)
 
 
-def test_where_nobody_keeps_it_the_wait_ends_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nobody_keeps_it_the_wait_ends_with_what_was_tried_and_the_remedy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def create_connection(*_: object, **__: object) -> socket.socket:
         raise ConnectionRefusedError(111, "Connection refused")
 
     monkeypatch.setattr(socket, "create_connection", create_connection)
-    monkeypatch.setattr("lockstep.launch.rendezvous.JOIN_SECONDS", 0)
-    with pytest.raises(LaunchError, match=r"nobody at --rdzv 192\.0\.2\.1:29400 for 0 s .*start it there"):
+    monkeypatch.setattr("lockstep.launch.rendezvous.address_towards", lambda *_: "127.0.0.1")
+    monkeypatch.setattr("lockstep.launch.rendezvous.SAY_SECONDS", 0)
+    monkeypatch.setattr("lockstep.launch.rendezvous.JOIN_SECONDS", 1)
+    tried = r"\(tried 192\.0\.2\.1 port 29400 from 127\.0\.0\.1 on lo: \[Errno 111\] Connection refused\)"
+    with pytest.raises(LaunchError, match=rf"nobody at --rdzv 192\.0\.2\.1:29400 for 1 s {tried}; .*start it there"):
         Meeting.at(Machines(2, 2, "192.0.2.1", 29400))
+    (said,) = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(rf"lockstep: no answer yet at --rdzv 192\.0\.2\.1:29400 {tried}; goes on trying for 1 s", said)
+
+
+def test_number_0_is_where_the_others_look_for_it() -> None:
+    with pytest.raises(
+        LaunchError, match=r"--master-addr 192\.0\.2\.1:29400: 192\.0\.2\.1 is no address of this machine, whose number is 0"
+    ):
+        Meeting.at(Machines(2, 2, "192.0.2.1", 29400, 0, "lo", "--master-addr"))
+
+
+def test_each_machine_has_a_number_of_its_own() -> None:
+    assert check_places([(2, "a"), (0, "b"), (1, "c")]) == [2, 0, 1]
+    with pytest.raises(LaunchError, match=r"--node-rank 1 at a and at c; .*0 to 2; correct one of them"):
+        check_places([(1, "a"), (0, "b"), (1, "c")])

@@ -17,7 +17,7 @@ import click
 from lockstep.errors import LaunchError
 from lockstep.launch.count import count_processes
 from lockstep.launch.environment import check_run_dir
-from lockstep.launch.machines import Machines
+from lockstep.launch.machines import Machines, Place
 from lockstep.launch.script import check_module, check_script
 from lockstep.patience import OnHang, Patience
 from lockstep.plan import Plan
@@ -52,8 +52,13 @@ from lockstep.watch.timeline import steps_of
 @click.option("--check", is_flag=True, help="Compare every collective across ranks before it is made. Slow; for looking for a hang.")
 @click.option("--may-differ", metavar="FIELDS", help="Fields of the recipe that may be others than they were: steps,schedule.")
 @click.option("--max-restarts", type=click.IntRange(min=0), default=0, metavar="R", help="Start again after a failure, R times in all.")
-@click.option("--nnodes", default="1", metavar="N|A:B", help="Machines: N, or at least A and at most B. On each, the same command.")
+@click.option("--nnodes", metavar="N|A:B", help="Machines: N, or at least A and at most B. On each, the same command. 1, or as Slurm says.")
 @click.option("--rdzv", metavar="HOST:PORT", help="Where they meet: one of them, and a free port there.")
+@click.option("--node-rank", type=click.IntRange(min=0), metavar="R", help="The older way: this machine's number, from 0,")
+@click.option("--master-addr", metavar="HOST", help="the address of number 0,")
+@click.option("--master-port", type=click.IntRange(1, 65535), metavar="PORT", help="and a free port there.")
+@click.option("--interface", metavar="NAME", help="The network interface to use. That of the way to the others, if none is given.")
+@click.option("--local-rank-argument", is_flag=True, help="Give SCRIPT --local_rank=N, as torch.distributed.launch does.")
 @click.option("-m", "is_module", is_flag=True, help="SCRIPT is the name of a module, as in python -m.")
 @click.argument("script")
 @click.argument("arguments", metavar="[ARGS]...", nargs=-1, type=click.UNPROCESSED)
@@ -72,8 +77,13 @@ def command(
     check: bool,
     may_differ: str | None,
     max_restarts: int,
-    nnodes: str,
+    nnodes: str | None,
     rdzv: str | None,
+    node_rank: int | None,
+    master_addr: str | None,
+    master_port: int | None,
+    interface: str | None,
+    local_rank_argument: bool,
     is_module: bool,
     script: str,
     arguments: tuple[str, ...],
@@ -91,7 +101,8 @@ def command(
     With --nnodes the run is on several machines, each given this command and the same files. It begins when A are there. One that comes
     later joins: all save, and start again with it. Where one is lost, that is a failure, after which the rest start again, if they are A.
     The machine HOST keeps the rendezvous: without it the others save and end. Let no one else reach that port: who can may run code as
-    you. --nproc is for each machine: auto is one a GPU, or 1.
+    you. --nproc is for each machine: auto is one a GPU, or 1; it may differ. With --node-rank, --master-addr and --master-port instead of
+    --rdzv, ranks are in the order of those numbers, and the number of machines is fixed.
 
     \b
     Examples:
@@ -101,6 +112,7 @@ def command(
       lockstep run --nproc 2 --run-dir runs/a --save-every 500 --stop-after 55m train.py
       lockstep run --nproc 8 --max-restarts 3 train.py
       lockstep run --nnodes 2:4 --rdzv node1:29400 --max-restarts 10 --run-dir /shared/runs/a train.py
+      lockstep run --nnodes 2 --node-rank 1 --master-addr node0 --master-port 29400 --run-dir /shared/runs/a train.py
 
     Exit status: 0, or that of the process that failed first (2 for a mistake in what lockstep was given, 128 + the signal's number for a
     death by signal). 75 where the run was asked to end (SIGTERM, SIGUSR1, --stop-after) and has saved: the same command goes on with it.
@@ -119,16 +131,19 @@ def command(
         check_module(script)
     else:
         check_script(script)
-    machines = Machines.parse(nnodes, rdzv)
+    machines = Machines.parse(nnodes or "1", Place(rdzv, node_rank, master_addr, master_port), interface)
     count = count_processes(nproc, parsed if machines is None else None, _count_gpus, name="--nproc ")
 
     with _without_warnings_of_stores() if machines is not None else nullcontext():
         from lockstep.launch.local import run_workers  # imports torch: after all that can be checked without it
         from lockstep.watch.rundir import default_run_path
 
-    line = [sys.executable, "-P", "-m", "lockstep.launch.worker", *(["-m"] if is_module else []), script, *arguments]
+    worker = [sys.executable, "-P", "-m", "lockstep.launch.worker"]
+    asked = [*(["-m"] if is_module else []), script]
 
     def start(environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        local_rank = [f"--local_rank={environment['LOCAL_RANK']}"] if local_rank_argument else []
+        line = [*worker, *asked, *local_rank, *arguments]
         return subprocess.Popen(line, env={**os.environ, **environment}, start_new_session=True)
 
     given: dict[str, str | None] = {
@@ -153,7 +168,7 @@ def command(
         given=given,
         max_restarts=max_restarts,
         machines=machines,
-        command=shlex.join([*(f"{name}={given[name]}" for name in ("plan", "run_dir") if given[name]), *line[4:]]),
+        command=shlex.join([*(f"{name}={given[name]}" for name in ("plan", "run_dir") if given[name]), *asked, *arguments]),
     )
     report = ending.report()
     if report:

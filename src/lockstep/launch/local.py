@@ -37,6 +37,7 @@ from lockstep.launch.workers import POLL_SECONDS, Start, Workers
 GRACE_SECONDS = {signal.SIGINT: 5.0, signal.SIGTERM: 30.0, signal.SIGUSR1: 30.0, signal.SIGHUP: 30.0, signal.SIGQUIT: 5.0}
 """From a signal that the launcher got and passed on to SIGKILL. A second signal ends the wait."""
 
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _AGREED_IN_ADVANCE = ("default_run_dir",)
 """What the first machine's word holds for, of what goes to the workers."""
 _REGROUPS = "lockstep/regroups"
@@ -80,9 +81,10 @@ def run_workers(
         )
         chosen = {"OMP_NUM_THREADS": str(threads_per_process(count))}
         if rendezvous.interface is not None:
-            chosen |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), rendezvous.interface)
+            chosen |= dict.fromkeys(_INTERFACES, rendezvous.interface)
+        asked = _INTERFACES if machines is not None and machines.interface is not None else ()
         environment = {"LOCKSTEP_LAUNCHER": launcher} | {f"LOCKSTEP_{name.upper()}": value for name, value in variables.items()}
-        environment |= {name: value for name, value in chosen.items() if name not in os.environ}
+        environment |= {name: value for name, value in chosen.items() if name not in os.environ or name in asked}
         agent = Agent(spec, start, environment, folder)
         ending = None
         try:

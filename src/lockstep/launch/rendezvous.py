@@ -9,12 +9,14 @@ there, so that whoever can connect to the store of several machines can run code
 from __future__ import annotations
 
 import errno
+import json
 import os
 import secrets
 import socket
 import stat
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 
@@ -24,12 +26,14 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
 from lockstep.errors import LaunchError
-from lockstep.launch.machines import Machines, address_towards, interface_of
+from lockstep.launch.machines import Machines, address_on, address_towards, interface_of
 
 LOOPBACK = "127.0.0.1"
 
 JOIN_SECONDS = 600
 """How long a machine waits for the others."""
+SAY_SECONDS = 5
+"""How long it waits for an answer before it says so."""
 LAST_CALL_SECONDS = 5
 """How long those that are enough wait for more, up to the most."""
 HEARTBEAT_SECONDS, HEARTBEATS = 2, 5
@@ -89,8 +93,9 @@ class Meeting(DynamicRendezvousHandler):
     def at(cls, machines: Machines) -> Meeting:
         """Join the store there, or keep it, where the address is this machine's. Raises `LaunchError`."""
         address = machines.resolve()
+        own = address_on(machines.interface) if machines.interface is not None else address_towards(address, machines.port)
         try:
-            store = _kept(machines, address) or _joined(machines, address)
+            store = _kept(machines, address) or _joined(machines, address, own)
             _give_up_in_time(address, machines.port)
             meeting: Meeting = cls.from_backend(
                 _RUN_ID,
@@ -98,17 +103,17 @@ class Meeting(DynamicRendezvousHandler):
                 C10dRendezvousBackend(store, _RUN_ID),
                 machines.least,
                 machines.most,
-                local_addr=address_towards(address, machines.port),
+                local_addr=own,
                 timeout=RendezvousTimeout(join=timedelta(seconds=JOIN_SECONDS), last_call=timedelta(seconds=LAST_CALL_SECONDS)),
                 keep_alive_interval=HEARTBEAT_SECONDS,
                 keep_alive_max_attempt=HEARTBEATS,
             )
         except (DistError, RendezvousError) as error:
             raise LaunchError(
-                f"--rdzv {machines.place} answers, and not as a rendezvous does ({error}); another program listens there; give another port"
+                f"{machines.said} answers, and not as a rendezvous does ({error}); another program listens there; give another port"
             ) from error
         meeting.machines = machines
-        meeting.interface = interface_of(meeting._this_node.addr)
+        meeting.interface = machines.interface or interface_of(own)
         return meeting
 
     def agree(self, name: str, value: str) -> str:
@@ -121,7 +126,17 @@ class Meeting(DynamicRendezvousHandler):
         self._bootstrap_store_info = self._shared_tcp_store_server = None
         found = super().next_rendezvous()
         self._met = found.world_size
+        if self.machines.node_rank is not None:
+            store, place = found.store, found.bootstrap_store_info
+            assert place is not None
+            return RendezvousInfo(store, self._own_place(found), found.world_size, place)
         return found
+
+    def _own_place(self, found: RendezvousInfo) -> int:
+        """The number that this machine was given. Raises `LaunchError`, on all machines, where two were given one."""
+        found.store.set(f"{_RUN_ID}.place-{found.rank}", json.dumps([self.machines.node_rank, self._this_node.addr]))
+        everyone = [json.loads(found.store.get(f"{_RUN_ID}.place-{each}")) for each in range(found.world_size)]
+        return check_places(everyone)[found.rank]
 
     def lost_machines(self) -> int:
         """How many of those that met last have left since, or sent no heartbeat for too long. Raises `RendezvousError`."""
@@ -131,6 +146,19 @@ class Meeting(DynamicRendezvousHandler):
 
     def _create_tcp_store_server(self, master_addr: str, master_port: int) -> TCPStore:
         return _store_on(socket.create_server((master_addr, master_port), family=_family(master_addr)))
+
+
+def check_places(everyone: Sequence[tuple[int, str]]) -> list[int]:
+    """The numbers that the machines were given, from these and their addresses. Raises `LaunchError` unless each has its own."""
+    by_number: dict[int, str] = {}
+    for number, address in everyone:
+        if number in by_number:
+            raise LaunchError(
+                f"--node-rank {number} at {by_number[number]} and at {address}; each machine has a number of its own, 0 to "
+                f"{len(everyone) - 1}; correct one of them"
+            )
+        by_number[number] = address
+    return [number for number, _ in everyone]
 
 
 def _store_on(listener: socket.socket) -> TCPStore:
@@ -145,26 +173,37 @@ def _kept(machines: Machines, address: str) -> TCPStore | None:
     try:
         return _store_on(socket.create_server((address, machines.port), family=_family(address)))
     except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL and machines.node_rank == 0:
+            raise LaunchError(
+                f"{machines.said}: {address} is no address of this machine, whose number is 0; the others look for number 0 there; correct "
+                "the address, or --node-rank"
+            ) from None
         if error.errno in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
             return None
         raise LaunchError(
-            f"--rdzv {machines.place}: cannot listen there ({error.strerror}); it is a free port of one of the machines; give another"
+            f"{machines.said}: cannot listen there ({error.strerror}); it is a free port of one of the machines; give another"
         ) from None
 
 
-def _joined(machines: Machines, address: str) -> TCPStore:
-    """The store that another machine keeps, or will."""
+def _joined(machines: Machines, address: str, own: str) -> TCPStore:
+    """The store that another machine keeps, or will. `own`: this machine's address."""
     began = time.monotonic()
+    is_said = False
     while True:
         try:
             socket.create_connection((address, machines.port), timeout=5).close()
             return TCPStore(address, machines.port, is_master=False, timeout=timedelta(seconds=STORE_SECONDS))
         except OSError as error:
-            if time.monotonic() - began > JOIN_SECONDS:
+            waited = time.monotonic() - began
+            tried = f"tried {address} port {machines.port} from {own} on {interface_of(own) or 'an interface without a name'}: {error}"
+            if waited > JOIN_SECONDS:
                 raise LaunchError(
-                    f"nobody at --rdzv {machines.place} for {JOIN_SECONDS} s ({error}); the same command runs on that machine too, and "
-                    "keeps the rendezvous; start it there, or correct the address"
+                    f"nobody at {machines.said} for {JOIN_SECONDS} s ({tried}); the same command runs on that machine too, and keeps the "
+                    "rendezvous; start it there, or correct the address, or let this machine reach that port"
                 ) from None
+            if waited > SAY_SECONDS and not is_said:
+                print(f"lockstep: no answer yet at {machines.said} ({tried}); goes on trying for {JOIN_SECONDS} s", file=sys.stderr)
+                is_said = True
         time.sleep(0.5)
 
 

@@ -1,0 +1,126 @@
+"""Runs on several machines: whole commands, on loopback and on hosts that are network namespaces."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doctor.network import Network, network
+
+LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
+SCRIPTS = Path(__file__).parent.parent / "scripts"
+RANKS, ELASTIC = str(SCRIPTS / "ranks.py"), str(SCRIPTS / "elastic.py")
+
+Machine = subprocess.Popen[str]
+
+
+@contextmanager
+def together(lines: Sequence[Sequence[str]], folder: Path) -> Iterator[list[Machine]]:
+    """These commands at once, each that of a machine. What is left of them at the end is ended."""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
+    started: list[Machine] = []
+    try:
+        for line in lines:
+            started.append(subprocess.Popen(line, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        yield started
+    finally:
+        for each in started:
+            if each.poll() is None:
+                each.send_signal(signal.SIGQUIT)  # which ends its workers too
+            each.communicate()
+
+
+def ended(lines: Sequence[Sequence[str]], folder: Path) -> list[tuple[int, str, str]]:
+    """The exit status, output and errors of each."""
+    with together(lines, folder) as started:
+        said = [each.communicate(timeout=120) for each in started]
+        return [(each.returncode, *text) for each, text in zip(started, said, strict=True)]
+
+
+def result(run: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run / "result.json").read_text())
+    return found
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        found: int = free.getsockname()[1]
+    return found
+
+
+@pytest.fixture
+def hosts() -> Iterator[Network]:
+    with network(3) as found:
+        yield found
+
+
+def numbered(number: int, port: int, nproc: int, *more: str, nnodes: int = 2, host: str = "127.0.0.1") -> list[str]:
+    """The command of the older way."""
+    place = ["--nnodes", str(nnodes), "--node-rank", str(number), "--master-addr", host, "--master-port", str(port)]
+    return [LOCKSTEP, "run", *place, "--nproc", str(nproc), *more]
+
+
+def test_numbered_machines_with_unequal_numbers_of_processes_and_a_script_that_wants_local_rank(tmp_path: Path, port: int) -> None:
+    lines = [numbered(number, port, nproc, "--local-rank-argument", RANKS, "--lr", "0.1") for number, nproc in ((1, 1), (0, 2))]
+    one, two = ended(lines, tmp_path)
+    assert (one[0], two[0]) == (0, 0), one[2] + two[2]
+    found = {each["RANK"]: each for each in map(json.loads, (two[1] + one[1]).splitlines())}
+    names = ("LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "LOCAL_WORLD_SIZE")
+    assert {rank: [each[name] for name in names] for rank, each in found.items()} == {0: [0, 0, 0, 2], 1: [1, 0, 1, 2], 2: [0, 1, 2, 1]}
+    assert {(each["WORLD_SIZE"], each["GROUP_WORLD_SIZE"], each["interface"]) for each in found.values()} == {(3, 2, "lo")}
+    assert [found[rank]["arguments"] for rank in range(3)] == [[f"--local_rank={local}", "--lr", "0.1"] for local in (0, 1, 0)]
+
+
+def test_two_machines_with_one_number_are_both_told(tmp_path: Path, port: int) -> None:
+    for status, _, told in ended([numbered(1, port, 1, RANKS)] * 2, tmp_path):
+        assert status == 2
+        assert re.search(
+            r"LaunchError: --node-rank 1 at 127\.0\.0\.1 and at 127\.0\.0\.1; each machine has a number of its own, 0 to 1", told
+        )
+
+
+@pytest.mark.timeout(200)
+def test_three_hosts_of_two_processes_train_to_the_bits_of_one_process(tmp_path: Path, hosts: Network) -> None:
+    (alone,) = ended([[LOCKSTEP, "run", "--run-dir", "alone", ELASTIC, "0"]], tmp_path)
+    assert alone[0] == 0, alone[2]
+    keeper = hosts.address(2)
+    lines = [
+        [
+            *hosts.inside(host),
+            *numbered((host + 1) % 3, 29400, 2, "--interface", "eth0", "--run-dir", "run", ELASTIC, "0", nnodes=3, host=keeper),
+        ]
+        for host in hosts.hosts
+    ]
+    for host, (status, output, told) in zip(hosts.hosts, ended(lines, tmp_path), strict=True):
+        assert status == 0, told
+        number = (host + 1) % 3
+        assert set(re.findall(r"rank \d+ of \d+", output)) == {f"rank {2 * number} of 6", f"rank {2 * number + 1} of 6"}
+    assert result(tmp_path / "run")["fingerprint"] == result(tmp_path / "alone")["fingerprint"]
+
+
+@pytest.mark.timeout(100)
+def test_a_host_that_cannot_reach_the_rendezvous_says_what_it_tried(tmp_path: Path, hosts: Network) -> None:
+    hosts.cut(1)
+    line = [LOCKSTEP, "run", "--nnodes", "2", "--rdzv", f"{hosts.address(2)}:29400", "--nproc", "1", RANKS]
+    with together([[*hosts.inside(1), *line]], tmp_path) as (machine,):
+        assert machine.stderr is not None
+        said = machine.stderr.readline()
+    tried = rf"tried {re.escape(hosts.address(2))} port 29400 from {re.escape(hosts.address(1))} on eth0: "
+    assert re.match(rf"lockstep: no answer yet at --rdzv {re.escape(hosts.address(2))}:29400 \({tried}", said)
+
+
+def test_an_interface_that_is_not_there_is_told(tmp_path: Path, port: int) -> None:
+    ((status, _, told),) = ended([numbered(0, port, 1, "--interface", "nosuch0", RANKS)], tmp_path)
+    assert status == 2
+    assert re.search(r"LaunchError: --interface nosuch0 is not there; .*those here are .*\blo\b", told)
