@@ -108,7 +108,7 @@ def test_without_local_ranks_all_processes_are_on_this_machine() -> None:
         ),
         (
             {"LOCKSTEP_LAUNCHER": "mpirun"},
-            "LOCKSTEP_LAUNCHER=mpirun; lockstep's launchers set it to one of python, torchrun, lockstep, spawn; unset it",
+            "LOCKSTEP_LAUNCHER=mpirun; lockstep's launchers set it to one of python, torchrun, lockstep, spawn, srun; unset it",
         ),
     ],
 )

@@ -12,7 +12,7 @@ import click
 from lockstep import __version__
 from lockstep.errors import USER_ERROR_STATUS
 
-_COMMANDS = ("run", "verify", "report", "doctor", "inspect", "export")
+_COMMANDS = ("run", "verify", "report", "doctor", "inspect", "export", "slurm")
 
 
 class _Commands(click.Group):
@@ -49,6 +49,7 @@ def _commands() -> None:
       lockstep doctor --nproc 2
       lockstep inspect runs/a
       lockstep export runs/a model.safetensors
+      lockstep slurm train.py --nodes 4 --gpus-per-node 8 --time 2:00:00
     """
 
 

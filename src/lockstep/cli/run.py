@@ -18,7 +18,9 @@ from lockstep.errors import LaunchError
 from lockstep.launch.count import count_processes
 from lockstep.launch.environment import check_run_dir
 from lockstep.launch.machines import Machines, Place
+from lockstep.launch.sbatch import machines_of
 from lockstep.launch.script import check_module, check_script
+from lockstep.launch.slurm import Step
 from lockstep.patience import OnHang, Patience
 from lockstep.plan import Plan
 from lockstep.saving import OutOfMemory, Resume, interval
@@ -102,7 +104,8 @@ def command(
     later joins: all save, and start again with it. Where one is lost, that is a failure, after which the rest start again, if they are A.
     The machine HOST keeps the rendezvous: without it the others save and end. Let no one else reach that port: who can may run code as
     you. --nproc is for each machine: auto is one a GPU, or 1; it may differ. With --node-rank, --master-addr and --master-port instead of
-    --rdzv, ranks are in the order of those numbers, and the number of machines is fixed.
+    --rdzv, ranks are in the order of those numbers, and the number of machines is fixed. srun lockstep run, with one task a node, needs
+    none of these: the machines are the nodes of the job, and auto is one process for each GPU that the job has on its node, or 1.
 
     \b
     Examples:
@@ -131,8 +134,12 @@ def command(
         check_module(script)
     else:
         check_script(script)
-    machines = Machines.parse(nnodes or "1", Place(rdzv, node_rank, master_addr, master_port), interface)
-    count = count_processes(nproc, parsed if machines is None else None, _count_gpus, name="--nproc ")
+    place = Place(rdzv, node_rank, master_addr, master_port)
+    step = Step.read(os.environ) if nnodes is None and not place.given else None
+    machines = machines_of(step, interface) if step is not None else Machines.parse(nnodes or "1", place, interface)
+    gpus = step.gpus if step is not None else None
+    count_gpus = _count_gpus if gpus is None else lambda: gpus
+    count = count_processes(nproc, parsed if machines is None else None, count_gpus, name="--nproc ")
 
     with _without_warnings_of_stores() if machines is not None else nullcontext():
         from lockstep.launch.local import run_workers  # imports torch: after all that can be checked without it

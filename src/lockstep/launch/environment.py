@@ -11,7 +11,7 @@ from lockstep.errors import LaunchError, RunDirectoryError
 
 COMPARE_EVERY = 100
 """Steps between two comparisons of replicas, unless the launcher was told otherwise."""
-Launcher = Literal["python", "torchrun", "lockstep", "spawn"]
+Launcher = Literal["python", "torchrun", "lockstep", "spawn", "srun"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +27,7 @@ class Environment:
     local_world_size: int
     """Processes on this machine."""
     launcher: Launcher
-    """`python`: no launcher. `torchrun`: anything else that sets RANK and WORLD_SIZE."""
+    """`python`: no launcher. `torchrun`: anything else that sets RANK and WORLD_SIZE. `srun`: each task of a Slurm step is a process."""
     plan: str | None
     """The plan given at launch, in the mini-language of `Plan.parse`. None: none was given."""
     run_dir: str | None

@@ -29,6 +29,7 @@ from lockstep.keys import Stream, key
 from lockstep.launch.environment import Environment, check_run_dir
 from lockstep.launch.failure import account
 from lockstep.launch.grace import needing_time
+from lockstep.launch.sbatch import set_task_variables
 from lockstep.launch.termination import Preempted, Termination
 from lockstep.parallel.layout import Built, check_devices, lay_out
 from lockstep.parallel.stages import check_microbatches
@@ -119,6 +120,7 @@ class Session:
         self._told_of_batchnorm = False
 
     def __enter__(self) -> Session:
+        set_task_variables(os.environ)
         environment = Environment.read(os.environ)
         with ExitStack() as stack:
             self.world = join(

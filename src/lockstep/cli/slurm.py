@@ -1,0 +1,98 @@
+"""`lockstep slurm`: the batch script of a run, and its way to Slurm."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import click
+
+from lockstep.cli import run as run_command
+from lockstep.errors import LaunchError
+from lockstep.launch.sbatch import follow, submit
+from lockstep.launch.slurm import Batch
+from lockstep.saving import seconds
+
+
+@click.command("slurm")
+@click.option("--nodes", type=click.IntRange(min=1), default=1, show_default=True, metavar="N", help="Nodes of the job.")
+@click.option("--gpus-per-node", type=click.IntRange(min=1), metavar="N", help="GPUs on each, one for each process.")
+@click.option("--cpus-per-task", type=click.IntRange(min=1), metavar="N", help="CPUs on each, for all its processes. All, if not given.")
+@click.option("--time", required=True, metavar="LIMIT", help="The job's limit, as Slurm writes times: 2:00:00.")
+@click.option("--signal-before", default="2m", show_default=True, metavar="TIME", help="The run is to save and end so long before it.")
+@click.option("--name", metavar="NAME", help="The job's. That of SCRIPT, if none is given.")
+@click.option("--run", "run_options", default="", metavar="OPTIONS", help='Options of lockstep run: "--plan shard=8 --max-restarts 3".')
+@click.option("--setup", multiple=True, metavar="LINE", help='A line of shell before the run: "module load cuda". Any number of times.')
+@click.option("--sbatch", multiple=True, metavar="OPTION", help='One more of sbatch: "--partition=gpu". Any number of times.')
+@click.option("-o", "--output", type=click.Path(dir_okay=False), metavar="FILE", help="Write it there, not to the terminal.")
+@click.option("--submit", "is_sent", is_flag=True, help="Send it, and follow the job to its end.")
+@click.argument("script")
+@click.argument("arguments", metavar="[-- ARGS...]", nargs=-1, type=click.UNPROCESSED)
+def command(
+    nodes: int,
+    gpus_per_node: int | None,
+    cpus_per_task: int | None,
+    time: str,
+    signal_before: str,
+    name: str | None,
+    run_options: str,
+    setup: tuple[str, ...],
+    sbatch: tuple[str, ...],
+    output: str | None,
+    is_sent: bool,
+    script: str,
+    arguments: tuple[str, ...],
+) -> int:
+    """Write a batch script that runs SCRIPT on the nodes of a Slurm job.
+
+    Before the job's time limit, and where it has to make room for another, the run saves and ends, and the job is requeued: it goes on
+    from there. What nodes print is in files NAME-JOB-NODE.txt; the run directory is runs/NAME-JOB, unless --run says another.
+
+    With --submit the script is sent to Slurm, and the job followed to its end: its states, and what it prints. Ctrl-C ends the following,
+    not the job.
+
+    \b
+    Examples:
+      lockstep slurm train.py --nodes 4 --gpus-per-node 8 --time 2:00:00 -o train.sh
+      lockstep slurm train.py --nodes 2 --gpus-per-node 8 --time 30 --run "--plan shard=16" --submit -- --lr 0.1
+      lockstep slurm train.py --time 1-0 --sbatch "--partition=long" --setup "module load cuda"
+
+    Exit status: 0; 2 for a mistake; with --submit that of the job: 0 where it completed, else that of its batch script, or 1.
+    """
+    given = shlex.split(run_options)
+    run_command.command.make_context("lockstep run", [*given, script, *arguments], resilient_parsing=False)
+    name = name if name is not None else Path(script).stem
+    if not re.fullmatch(r"[\w.-]+", name):
+        raise LaunchError(f"--name {name}; files are called by it; give one of letters, digits, dots, - and _")
+    batch = Batch(
+        script=script,
+        arguments=arguments,
+        run=given,
+        name=name,
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
+        cpus_per_task=cpus_per_task,
+        time=time,
+        signal_seconds=int(seconds(signal_before, "--signal-before")),
+        path=os.path.dirname(sys.executable),
+        setup=setup,
+        sbatch=sbatch,
+    )
+    text = batch.text()
+    if output is not None:
+        Path(output).write_text(text, encoding="utf-8")
+    elif not is_sent:
+        click.echo(text, nl=False)
+    return _send(text, name) if is_sent else 0
+
+
+def _send(text: str, name: str) -> int:
+    job = submit(text)
+    try:
+        return follow(job, name, lambda said: click.echo(f"lockstep: {said}", err=True), click.echo)
+    except KeyboardInterrupt:
+        click.echo(f"lockstep: job {job} is no longer followed, and goes on; scancel {job} ends it", err=True)
+        return 130
