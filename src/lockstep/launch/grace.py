@@ -13,13 +13,15 @@ if TYPE_CHECKING:
 _needs_time: Path | None = None
 _is_over: Path | None = None
 _again: Path | None = None
+_passed_on: Path | None = None
 _record: Path | None = None
 
 
-def tell_by(needs_time: Path, is_over: Path, again: Path, record: Path) -> None:
-    """Say where these files are: the launcher's `is_over`, and those that this worker makes. Called once, before the user's code runs."""
-    global _needs_time, _is_over, _again, _record
-    _needs_time, _is_over, _again, _record = needs_time, is_over, again, record
+def tell_by(needs_time: Path, is_over: Path, again: Path, passed_on: Path, record: Path) -> None:
+    """Say where these files are: the launcher's `is_over` and `passed_on`, and those that this worker makes. Called once, before the
+    user's code runs."""
+    global _needs_time, _is_over, _again, _passed_on, _record
+    _needs_time, _is_over, _again, _passed_on, _record = needs_time, is_over, again, passed_on, record
 
 
 @contextmanager
@@ -53,3 +55,8 @@ def tell_failure(record: Record) -> None:
 def is_over() -> bool:
     """Whether the launcher ends the run because a worker failed: then it is no time for another step."""
     return _is_over is not None and _is_over.exists()
+
+
+def is_passed_on() -> bool:
+    """Whether the launcher has passed a signal on, which this process may have got itself too: Slurm signals all processes of a job."""
+    return _passed_on is not None and _passed_on.exists()

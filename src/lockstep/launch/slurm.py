@@ -81,7 +81,7 @@ class Batch:
 
     def _step(self) -> list[str]:
         cpus = [f"--cpus-per-task={self.cpus_per_task}"] if self.cpus_per_task is not None else []
-        srun = ["srun", *cpus, "--kill-on-bad-exit=0", "--open-mode=append", f"--output={self.name}-%j-%N.txt"]
+        srun = ["srun", *cpus, "--kill-on-bad-exit=0", "--open-mode=append", f"--output={self.name}-%j-%n-%N.txt"]
         has_run_dir = any(option == "--run-dir" or option.startswith("--run-dir=") for option in self.run)
         run_dir = [] if has_run_dir else [f'--run-dir "runs/{self.name}-$SLURM_JOB_ID"']
         run = ["lockstep run", *run_dir, shlex.join([*self.run, self.script, *self.arguments])]

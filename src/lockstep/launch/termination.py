@@ -1,8 +1,8 @@
 """Signals to a process that trains: to save and end, or to end at once, with what is open closed and written down.
 
-SIGTERM and SIGUSR1 ask for the first, under every launcher: the step at hand is finished. A second signal asks for the other, and so do,
-in a process that lockstep started, SIGHUP, and SIGTERM where another worker has failed. A signal that the user's code handles, or ignores,
-stays the user's.
+SIGTERM and SIGUSR1 ask for the first, under every launcher: the step at hand is finished. A second signal asks for the other (a third, where
+the launcher has passed one on: that and the first may be one wish), and so do, in a process that lockstep started, SIGHUP, and SIGTERM
+where another worker has failed. A signal that the user's code handles, or ignores, stays the user's.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import signal
 import threading
 from types import FrameType, TracebackType
 
-from lockstep.launch.grace import is_over
+from lockstep.launch.grace import is_over, is_passed_on
 
 PREEMPTED_STATUS = 75
 """Of a process that saved and ended because it was asked to: EX_TEMPFAIL, run it again."""
@@ -61,6 +61,7 @@ class Termination:
         self._held = False
         self._got: int | None = None
         self._raised = False
+        self._repeated = False
         self.asked: str | None = None
         """The signal that asked this process to save and end, by name."""
 
@@ -87,6 +88,9 @@ class Termination:
         is_first = self.asked is None and self._got is None and os.getpid() == self._process
         if number in PREEMPTING and is_first and not is_over():
             self.asked = signal.Signals(number).name
+            return
+        if number in PREEMPTING and self._got is None and not self._repeated and is_passed_on() and not is_over():
+            self._repeated = True  # the same wish, once from whoever signals every process of a job, and once by the launcher
             return
         if self._got is not None or os.getpid() != self._process:
             signal.signal(number, signal.SIG_DFL)

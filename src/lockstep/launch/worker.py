@@ -41,6 +41,7 @@ AGENT = "LOCKSTEP_WORKER_AGENT"
 NEEDS_TIME = "LOCKSTEP_WORKER_NEEDS_TIME"
 IS_OVER = "LOCKSTEP_WORKER_IS_OVER"
 AGAIN = "LOCKSTEP_WORKER_AGAIN"
+PASSED_ON = "LOCKSTEP_WORKER_PASSED_ON"
 
 _PR_SET_PDEATHSIG = 1
 _INTERRUPTED_STATUS = 128 + signal.SIGINT
@@ -63,10 +64,10 @@ def begin() -> Path | None:
 
     Takes the launcher's own variables out of the environment, so that what the user's code starts does not write in our place.
     """
-    names = (RECORD, CRASH, AGENT, NEEDS_TIME, IS_OVER, AGAIN)
-    record, crash, agent, needs_time, is_over, again = (os.environ.pop(name, None) for name in names)
-    if needs_time is not None and is_over is not None and again is not None and record is not None:
-        grace.tell_by(Path(needs_time), Path(is_over), Path(again), Path(record))
+    record, crash, agent = (os.environ.pop(name, None) for name in (RECORD, CRASH, AGENT))
+    files = [Path(os.environ.pop(name)) for name in (NEEDS_TIME, IS_OVER, AGAIN, PASSED_ON) if name in os.environ]
+    if len(files) == 4 and record is not None:
+        grace.tell_by(*files, Path(record))
     if agent is not None:
         _die_with(int(agent))
     if crash is not None and not faulthandler.is_enabled():

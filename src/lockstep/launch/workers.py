@@ -73,6 +73,7 @@ class Workers:
             worker.NEEDS_TIME: str(self._file(rank, "needs-time")),
             worker.AGAIN: str(self._file(rank, "again")),
             worker.IS_OVER: str(self._records / "is-over"),
+            worker.PASSED_ON: str(self._records / "passed-on"),
         }
 
     @property
@@ -112,6 +113,7 @@ class Workers:
 
     def ask(self, number: signal.Signals, grace_seconds: float) -> None:
         """Have them save and end by themselves, all together; end those that do not in time."""
+        (self._records / "passed-on").touch()
         for rank in self.running:
             self._asked.add(rank)
             _signal_group(self._processes[rank].pid, number)
@@ -124,6 +126,7 @@ class Workers:
     def stop(self, number: signal.Signals, grace_seconds: float) -> None:
         """End every worker: `number` to those that run, have not failed and were not asked, SIGKILL to the groups of all that are left."""
         self._look()
+        (self._records / "passed-on").touch()
         for rank in self.running:
             if rank not in self._failures:
                 self._stopped.add(rank)
