@@ -1,8 +1,8 @@
 """Signals to a process that trains: to save and end, or to end at once, with what is open closed and written down.
 
-SIGTERM and SIGUSR1 ask for the first, under every launcher: the step at hand is finished. A second signal asks for the other (a third, where
-the launcher has passed one on: that and the first may be one wish), and so do, in a process that lockstep started, SIGHUP, and SIGTERM
-where another worker has failed. A signal that the user's code handles, or ignores, stays the user's.
+SIGTERM and SIGUSR1 ask for the first, under every launcher: the step at hand is finished. A second signal asks for the other (a third,
+where the launcher has passed one on: that and the first may be one wish), and so do, in a process that lockstep started, SIGHUP, and
+SIGTERM where another worker has failed. A signal that the user's code handles, or ignores, stays the user's.
 """
 
 from __future__ import annotations

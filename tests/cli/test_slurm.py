@@ -1,0 +1,177 @@
+"""`lockstep slurm`, `srun lockstep run` and `srun python`, on a real Slurm of three nodes that these tests start: whole commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster import asked, cluster
+
+pytestmark = pytest.mark.timeout(150)
+
+LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
+SCRIPTS = Path(__file__).parent.parent / "scripts"
+ELASTIC, RANKS = str(SCRIPTS / "elastic.py"), str(SCRIPTS / "ranks.py")
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with cluster(tmp_path_factory.mktemp("slurm"), 3):
+        yield
+
+
+@pytest.fixture(scope="module")
+def undisturbed(slurm: None, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The fingerprint of the run on one process."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    subprocess.run(
+        [LOCKSTEP, "run", "--run-dir", "run", ELASTIC, "0"], cwd=folder, env=environment(folder), check=True, capture_output=True
+    )
+    return fingerprint(folder / "run")
+
+
+def environment(folder: Path) -> dict[str, str]:
+    return {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
+
+
+def fingerprint(run: Path) -> str:
+    found: str = json.loads((run / "result.json").read_text())["fingerprint"]
+    return found
+
+
+def events(run: Path, *names: str) -> list[dict[str, Any]]:
+    return [event for event in map(json.loads, (run / "events.jsonl").read_text().splitlines()) if event["event"] in names]
+
+
+def srun(folder: Path, *line: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["timeout", "100", "srun", *line], cwd=folder, env=environment(folder), capture_output=True, text=True, check=False
+    )
+
+
+@contextmanager
+def submitted(folder: Path, *line: str) -> Iterator[subprocess.Popen[str]]:
+    """`lockstep slurm --submit`, of a job of two nodes. The job ends with it."""
+    command = [LOCKSTEP, "slurm", "--nodes", "2", "--cpus-per-task", "2", "--time", "5", "--name", "job", "--submit", *line]
+    with (folder / "output").open("w") as output:
+        process = subprocess.Popen(command, cwd=folder, env=environment(folder), stdout=output, stderr=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        subprocess.run(["scancel", "--full", "--name=job"], check=True)
+        process.kill()
+        process.communicate()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def steps(folder: Path) -> int:
+    return max((int(found) for found in re.findall(r"did (\d+)", (folder / "output").read_text())), default=0)
+
+
+def job_id() -> str:
+    return asked("squeue", "-h", "--name=job", "-o", "%i").strip()
+
+
+def test_srun_lockstep_run_needs_no_flags(slurm: None, tmp_path: Path) -> None:
+    ended = srun(tmp_path, "-N2", "--ntasks-per-node=1", "--gpus-per-node=2", LOCKSTEP, "run", RANKS)
+    assert ended.returncode == 0, ended.stderr
+    found = sorted((each["RANK"], each["GROUP_RANK"], each["LOCAL_RANK"]) for each in map(json.loads, ended.stdout.splitlines()))
+    assert found == [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)]
+
+
+def test_several_launchers_on_a_node_are_refused(slurm: None, tmp_path: Path) -> None:
+    ended = srun(tmp_path, "-N1", "--ntasks-per-node=2", LOCKSTEP, "run", RANKS)
+    assert ended.returncode == 2
+    assert "LaunchError: srun started 2 times lockstep run on 1 nodes; " in ended.stderr
+
+
+def test_srun_python_starts_the_processes_of_a_run(tmp_path: Path, undisturbed: str) -> None:
+    ended = srun(
+        tmp_path, "-N2", "--ntasks-per-node=2", "--overcommit", "env", f"LOCKSTEP_RUN_DIR={tmp_path / 'run'}", sys.executable, ELASTIC, "0"
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert set(re.findall(r"rank \d of \d", ended.stdout)) == {f"rank {rank} of 4" for rank in range(4)}
+    assert fingerprint(tmp_path / "run") == undisturbed
+
+
+def test_a_job_that_makes_room_for_another_is_requeued_and_goes_on_to_the_same_model(tmp_path: Path, undisturbed: str) -> None:
+    with submitted(tmp_path, ELASTIC, "--", "0.3") as job:
+        wait_for(lambda: steps(tmp_path) >= 5)
+        number = job_id()
+        subprocess.run(["sbatch", "-p", "urgent", "-N3", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 2"], cwd=tmp_path, check=True)
+        _, told = job.communicate(timeout=100)
+        assert job.returncode == 0, told
+    states = [line for line in told.splitlines() if "pending (None)" not in line]
+    assert states[:1] == [f"lockstep: job {number} runs on n[1-2]"]
+    assert any(re.search(r" is pending \(.*\) \(restart 1\)$", state) for state in states)
+    assert states[-2:] == [
+        f"lockstep: job {number} runs on n[1-2] (restart 1)",
+        f"lockstep: job {number} has ended: COMPLETED, exit status 0",
+    ]
+    run = tmp_path / "runs" / f"job-{number}"
+    assert fingerprint(run) == undisturbed
+    preempted, resumed = events(run, "preempted", "resumed")
+    assert preempted["reason"] == "SIGTERM"
+    assert preempted["step"] == resumed["step"] < 30
+    assert {path.name for path in tmp_path.glob("job-*")} == {f"job-{number}{end}.txt" for end in ("", *nodes_of(tmp_path))}
+    assert "0-" in (tmp_path / "output").read_text()
+
+
+def nodes_of(folder: Path) -> list[str]:
+    host = asked("hostname", "-s").strip()
+    return [f"-{number}-{host}" for number in (0, 1)]
+
+
+@pytest.mark.slow
+def test_a_job_on_a_node_that_is_drained_goes_on_on_another(tmp_path: Path, undisturbed: str) -> None:
+    with submitted(tmp_path, ELASTIC, "--", "0.3") as job:
+        wait_for(lambda: steps(tmp_path) >= 5)
+        number = job_id()
+        subprocess.run(["scontrol", "update", "nodename=n1", "state=drain", "reason=test"], check=True)
+        try:
+            drained_at = steps(tmp_path)
+            wait_for(lambda: steps(tmp_path) >= drained_at + 2)  # it does not mind
+            subprocess.run(["scancel", "--signal=USR1", number], check=True)
+            _, told = job.communicate(timeout=100)
+        finally:
+            subprocess.run(["scontrol", "update", "nodename=n1", "state=resume"], check=True)
+        assert job.returncode == 0, told
+    assert f"lockstep: job {number} runs on n[2-3] (restart 1)" in told
+    assert fingerprint(tmp_path / "runs" / f"job-{number}") == undisturbed
+
+
+def test_a_job_that_fails_ends_with_its_status_and_is_not_requeued(slurm: None, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import os, sys\nsys.exit(3 if os.environ['RANK'] == '1' else 0)\n")
+    with submitted(tmp_path, str(script)) as job:
+        _, told = job.communicate(timeout=60)
+    assert job.returncode == 3
+    assert re.search(r"has ended: FAILED, exit status 3$", told)
+    assert "restart" not in told
+    assert "rank 1 failed (exit status 3)" in (tmp_path / "output").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_job_saves_before_its_time_limit_and_goes_on_after_it(tmp_path: Path, undisturbed: str) -> None:
+    with submitted(tmp_path, "--time", "2", "--signal-before", "30s", ELASTIC, "--", "4") as job:
+        _, told = job.communicate(timeout=350)
+        assert job.returncode == 0, told
+    (run,) = (tmp_path / "runs").iterdir()
+    assert fingerprint(run) == undisturbed
+    assert {event["reason"] for event in events(run, "preempted")} == {"SIGUSR1"}
