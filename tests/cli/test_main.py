@@ -29,6 +29,7 @@ def lockstep(*arguments: str, folder: Path | None = None) -> subprocess.Complete
         ["verify", "--help"],
         ["inspect", "missing"],
         ["export", "--help"],
+        ["slurm", "train.py", "--time", "1:00:00"],
         [],
     ],
 )
@@ -105,6 +106,18 @@ def test_the_version_of_lockstep_torch_and_python_is_printed() -> None:
             "or leave --run-dir out",
         ),
         (
+            ["slurm", "--time", "10", "--run", "--nix", "train.py"],
+            "UsageError: No such option '--nix'; see lockstep run --help",
+        ),
+        (
+            ["slurm", "--time", "10", "--submit", "trian.py"],
+            "LaunchError: 'trian.py' is not there; SCRIPT is the path of a Python file; correct it, or give -m before a module's name",
+        ),
+        (
+            ["slurm", "--time", "10", "--name", "a b", "train.py"],
+            "LaunchError: --name a b; files are called by it; give one of letters, digits, dots, - and _",
+        ),
+        (
             ["run", "--plan", "replicate", "train.py"],
             "PlanError: 'replicate' in plan 'replicate'; a plan is made of name=value pairs, such as replicate=2,numerics=bitwise",
         ),
@@ -123,3 +136,12 @@ def test_a_script_runs_where_streams_are_closed(tmp_path: Path, closed: str) -> 
     assert ended.returncode == 0
     assert (tmp_path / "done").exists()
     assert (ended.stdout, ended.stderr) == ("" if closed[0] == ">" else "out\n", "" if "2>" in closed else "err\n")
+
+
+def test_a_batch_script_goes_to_the_terminal_or_to_a_file(tmp_path: Path) -> None:
+    line = ["slurm", "train.py", "--nodes", "2", "--time", "1:00:00", "--run", "--plan shard=2", "-o", "train.sh", "--", "--lr", "0.1"]
+    assert lockstep(*line, folder=tmp_path).stdout == ""
+    written = (tmp_path / "train.sh").read_text()
+    assert lockstep(*[word for word in line if word not in ("-o", "train.sh")], folder=tmp_path).stdout == written
+    assert '    lockstep run --run-dir "runs/train-$SLURM_JOB_ID" --plan shard=2 train.py --lr 0.1\n' in written
+    assert f"export PATH={Path(sys.executable).parent}:$PATH\n" in written

@@ -13,6 +13,7 @@ import click
 from lockstep.cli import run as run_command
 from lockstep.errors import LaunchError
 from lockstep.launch.sbatch import follow, submit
+from lockstep.launch.script import check_script
 from lockstep.launch.slurm import Batch
 from lockstep.saving import seconds
 
@@ -63,7 +64,9 @@ def command(
     Exit status: 0; 2 for a mistake; with --submit that of the job: 0 where it completed, else that of its batch script, or 1.
     """
     given = shlex.split(run_options)
-    run_command.command.make_context("lockstep run", [*given, script, *arguments], resilient_parsing=False)
+    asked = run_command.command.make_context("lockstep run", [*given, script, *arguments])
+    if is_sent and not asked.params["is_module"]:
+        check_script(script)
     name = name if name is not None else Path(script).stem
     if not re.fullmatch(r"[\w.-]+", name):
         raise LaunchError(f"--name {name}; files are called by it; give one of letters, digits, dots, - and _")
