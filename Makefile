@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed-for
 CODE := src tests examples benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train test slow verify check bench clean
+.PHONY: help venv train test slow slurm verify check bench clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,6 +42,10 @@ test: venv ## the tests, in a few minutes
 
 slow: venv ## the slow tier: more than 3 processes, all launchers, all loader workers, the compiler
 	$(BIN)/python -m pytest -q -m slow -o timeout=900 -o faulthandler_timeout=960
+
+slurm: venv ## the tests on a real Slurm, which they start; says what is missing for it
+	@for program in sbatch munged; do command -v $$program >/dev/null || { echo "no $$program here: the tests need Debian's packages slurm-wlm and munge (apt-get install slurm-wlm munge), and root" >&2; exit 2; }; done
+	$(BIN)/python -m pytest -q -m '' -o timeout=400 tests/cli/test_slurm.py
 
 verify: venv ## every plan verified on every model of tests/scripts/models.py, in fp32 and bf16: a table
 	$(BIN)/python tests/matrix.py

@@ -120,6 +120,16 @@ def test_a_host_that_cannot_reach_the_rendezvous_says_what_it_tried(tmp_path: Pa
     assert re.match(rf"lockstep: no answer yet at --rdzv {re.escape(hosts.address(2))}:29400 \({tried}", said)
 
 
+@pytest.mark.timeout(100)
+def test_a_host_that_reaches_the_rendezvous_and_not_the_others_is_named_on_all(tmp_path: Path, hosts: Network) -> None:
+    hosts.part(3, 1)
+    line = [LOCKSTEP, "run", "--nnodes", "3", "--rdzv", f"{hosts.address(2)}:29400", "--nproc", "1", RANKS]
+    tried = rf"tried from {hosts.address(3)} on eth0 to {hosts.address(1)} port \d+: \[Errno 113\] No route to host"
+    for status, _, told in ended([[*hosts.inside(host), *line] for host in hosts.hosts], tmp_path):
+        assert status == 2
+        assert re.search(rf"LaunchError: a machine of the run reaches the rendezvous, and not the machine of rank 0 \({tried}\)", told)
+
+
 def test_an_interface_that_is_not_there_is_told(tmp_path: Path, port: int) -> None:
     ((status, _, told),) = ended([numbered(0, port, 1, "--interface", "nosuch0", RANKS)], tmp_path)
     assert status == 2

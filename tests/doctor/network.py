@@ -54,6 +54,11 @@ class Network:
         """The host's link is down."""
         run(f"ip -n {self.name} link set port{number} down")
 
+    def part(self, number: int, other: int) -> None:
+        """Of these two, none reaches the other."""
+        for one, two in ((number, other), (other, number)):
+            run(f"ip -n {self.hosts[one]} route add unreachable {self.address(two)}/32")
+
     def limit(self, sender: int, receiver: int, megabits: int) -> None:
         """What one host sends to another has this rate; all else is as fast as it was."""
         on = f"ip netns exec {self.hosts[sender]} tc"

@@ -11,7 +11,7 @@ import pytest
 from lockstep.errors import LaunchError
 from lockstep.launch.local import run_workers
 from lockstep.launch.machines import Machines
-from lockstep.launch.rendezvous import Meeting, check_places
+from lockstep.launch.rendezvous import Meeting, check_machines
 
 
 @pytest.fixture
@@ -73,6 +73,6 @@ def test_number_0_is_where_the_others_look_for_it() -> None:
 
 
 def test_each_machine_has_a_number_of_its_own() -> None:
-    assert check_places([(2, "a"), (0, "b"), (1, "c")]) == [2, 0, 1]
+    check_machines([(2, "a", None), (0, "b", None), (1, "c", None)])
     with pytest.raises(LaunchError, match=r"--node-rank 1 at a and at c; .*0 to 2; correct one of them"):
-        check_places([(1, "a"), (0, "b"), (1, "c")])
+        check_machines([(1, "a", None), (0, "b", None), (1, "c", None)])

@@ -126,17 +126,31 @@ class Meeting(DynamicRendezvousHandler):
         self._bootstrap_store_info = self._shared_tcp_store_server = None
         found = super().next_rendezvous()
         self._met = found.world_size
-        if self.machines.node_rank is not None:
-            store, place = found.store, found.bootstrap_store_info
-            assert place is not None
-            return RendezvousInfo(store, self._own_place(found), found.world_size, place)
-        return found
+        place = found.bootstrap_store_info
+        assert place is not None
+        trouble = self._no_way(place.master_addr, place.master_port)
+        number = found.rank if self.machines.node_rank is None else self.machines.node_rank
+        found.store.set(f"{_RUN_ID}.machine-{found.rank}", json.dumps([number, self._this_node.addr, trouble]))
+        everyone = [json.loads(found.store.get(f"{_RUN_ID}.machine-{each}")) for each in range(found.world_size)]
+        check_machines(everyone)
+        return RendezvousInfo(found.store, number, found.world_size, place)
 
-    def _own_place(self, found: RendezvousInfo) -> int:
-        """The number that this machine was given. Raises `LaunchError`, on all machines, where two were given one."""
-        found.store.set(f"{_RUN_ID}.place-{found.rank}", json.dumps([self.machines.node_rank, self._this_node.addr]))
-        everyone = [json.loads(found.store.get(f"{_RUN_ID}.place-{each}")) for each in range(found.world_size)]
-        return check_places(everyone)[found.rank]
+    def _no_way(self, address: str, port: int) -> str | None:
+        """What keeps this machine from the store of the workers; None where it reaches it.
+
+        Meanwhile the others wait for it at the store by which they send heartbeats, so that it may take no longer than those.
+        """
+        began = time.monotonic()
+        while True:
+            try:
+                socket.create_connection((address, port), timeout=HEARTBEAT_SECONDS).close()
+                return None
+            except ConnectionRefusedError:
+                return None  # there is a way, and the machine is about to be lost
+            except OSError as error:
+                if time.monotonic() - began > SILENCE_SECONDS / 2:
+                    return f"from {self._this_node.addr} on {self.interface} to {address} port {port}: {error}"
+            time.sleep(0.5)
 
     def lost_machines(self) -> int:
         """How many of those that met last have left since, or sent no heartbeat for too long. Raises `RendezvousError`."""
@@ -148,17 +162,24 @@ class Meeting(DynamicRendezvousHandler):
         return _store_on(socket.create_server((master_addr, master_port), family=_family(master_addr)))
 
 
-def check_places(everyone: Sequence[tuple[int, str]]) -> list[int]:
-    """The numbers that the machines were given, from these and their addresses. Raises `LaunchError` unless each has its own."""
+def check_machines(everyone: Sequence[tuple[int, str, str | None]]) -> None:
+    """From what each machine says: its number, its address and what keeps it from the others. All call it with the same.
+
+    Raises `LaunchError` unless each has a number of its own, and reaches the others.
+    """
     by_number: dict[int, str] = {}
-    for number, address in everyone:
+    for number, address, trouble in everyone:
+        if trouble is not None:
+            raise LaunchError(
+                f"a machine of the run reaches the rendezvous, and not the machine of rank 0 (tried {trouble}); the machines of a run "
+                "reach each other on all ports; open the way, or give --interface where there is another network"
+            )
         if number in by_number:
             raise LaunchError(
                 f"--node-rank {number} at {by_number[number]} and at {address}; each machine has a number of its own, 0 to "
                 f"{len(everyone) - 1}; correct one of them"
             )
         by_number[number] = address
-    return [number for number, _ in everyone]
 
 
 def _store_on(listener: socket.socket) -> TCPStore:
