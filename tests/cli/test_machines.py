@@ -25,9 +25,9 @@ Machine = subprocess.Popen[str]
 
 
 @contextmanager
-def together(lines: Sequence[Sequence[str]], folder: Path) -> Iterator[list[Machine]]:
+def together(lines: Sequence[Sequence[str]], folder: Path, **variables: str) -> Iterator[list[Machine]]:
     """These commands at once, each that of a machine. What is left of them at the end is ended."""
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(folder), "OMP_NUM_THREADS": "1", **variables}
     started: list[Machine] = []
     try:
         for line in lines:
@@ -40,9 +40,9 @@ def together(lines: Sequence[Sequence[str]], folder: Path) -> Iterator[list[Mach
             each.communicate()
 
 
-def ended(lines: Sequence[Sequence[str]], folder: Path) -> list[tuple[int, str, str]]:
+def ended(lines: Sequence[Sequence[str]], folder: Path, **variables: str) -> list[tuple[int, str, str]]:
     """The exit status, output and errors of each."""
-    with together(lines, folder) as started:
+    with together(lines, folder, **variables) as started:
         said = [each.communicate(timeout=120) for each in started]
         return [(each.returncode, *text) for each, text in zip(started, said, strict=True)]
 
@@ -72,8 +72,8 @@ def numbered(number: int, port: int, nproc: int, *more: str, nnodes: int = 2, ho
 
 
 def test_numbered_machines_with_unequal_numbers_of_processes_and_a_script_that_wants_local_rank(tmp_path: Path, port: int) -> None:
-    lines = [numbered(number, port, nproc, "--local-rank-argument", RANKS, "--lr", "0.1") for number, nproc in ((1, 1), (0, 2))]
-    one, two = ended(lines, tmp_path)
+    more = ["--interface", "lo", "--local-rank-argument", RANKS, "--lr", "0.1"]
+    one, two = ended([numbered(number, port, nproc, *more) for number, nproc in ((1, 1), (0, 2))], tmp_path, GLOO_SOCKET_IFNAME="other")
     assert (one[0], two[0]) == (0, 0), one[2] + two[2]
     found = {each["RANK"]: each for each in map(json.loads, (two[1] + one[1]).splitlines())}
     names = ("LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "LOCAL_WORLD_SIZE")

@@ -93,6 +93,17 @@ def test_a_deadline_asks_too(tmp_path: Path) -> None:
     assert (last["event"], last["reason"]) == ("preempted", "the time that it was given is over")
 
 
+def test_a_signal_that_comes_to_workers_and_launcher_is_one_wish(tmp_path: Path) -> None:
+    with started(tmp_path, "--nproc", "2", str(ENDLESS), str(tmp_path / "run")) as ended:
+        wait_for_steps(tmp_path / "run", ended)
+        for number in [worker(ended.pid, 0), worker(ended.pid, 1), ended.pid]:
+            os.kill(number, signal.SIGTERM)
+        words = ended.communicate()[1]
+    assert ended.returncode == 75, words
+    *_, last = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert last["event"] == "preempted"
+
+
 def test_a_second_signal_does_not_wait_for_the_step(tmp_path: Path) -> None:
     with started(tmp_path, "--nproc", "1", str(ENDLESS), str(tmp_path / "run"), "60") as ended:
         while not (tmp_path / "computes").exists():
