@@ -169,7 +169,7 @@ def test_a_machine_joins_and_is_lost_and_the_bits_stay(tmp_path: Path, agent: Ag
     assert fingerprint(run) == undisturbed
     joined, lost = events(run, "restarted")
     assert (joined["reason"], joined["restarts"]) == ("another machine joined", 0)
-    assert (lost["reason"], lost["restarts"]) == ("a machine was lost: 1 of 2 are left", 1)
+    assert (lost["reason"], lost["restarts"]) == ("a machine was lost: 127.0.0.1; 1 of 2 are left", 1)
     (preempted,) = events(run, "preempted")
     (rescued,) = events(run, "rescued")
     after_joining, after_losing = events(run, "resumed")
@@ -278,5 +278,5 @@ def test_a_machine_whose_link_is_cut_is_lost_and_ends_by_itself(
         _, told = each.communicate(timeout=90)
         assert each.returncode == 0, told
     assert worlds(run) == [3, 2]
-    assert events(run, "restarted")[0]["reason"] == "a machine was lost: 2 of 3 are left"
+    assert events(run, "restarted")[0]["reason"] == f"a machine was lost: {three_hosts.address(1)}; 2 of 3 are left"
     assert fingerprint(run) == undisturbed

@@ -167,16 +167,19 @@ def test_workers_that_saved_because_another_machine_asked_start_again(run: Start
     assert (ending.status, ending.finished) == (0, [0])
 
 
+TWO, THREE = ["a", "b"], ["a", "a", "b"]
+
+
 @pytest.mark.parametrize(
-    ("everyone", "why"),
+    ("everyone", "now", "why"),
     [
-        ([[0, 0, None], [0, 0, None]], None),
-        ([[1, 2, [1, "rank 0 lost a peer"]], [1, 2, [0, "rank 3 was killed"]]], "rank 3 was killed"),
-        ([[1, 2, [1, "rank 0 lost a peer"]], [1, 2, [1, "rank 3 lost a peer"]]], "rank 0 lost a peer"),
-        ([[1, 3, [1, "rank 0 lost a peer"]], [1, 3, [1, "rank 3 lost a peer"]]], "a machine was lost: 2 of 3 are left"),
-        ([[0, 1, [2, "another machine joined"]], [0, 0, None]], "another machine joined"),
+        ([[0, [], None], [0, [], None]], TWO, None),
+        ([[1, TWO, [1, "rank 0 lost a peer"]], [1, TWO, [0, "rank 3 was killed"]]], TWO, "rank 3 was killed"),
+        ([[1, TWO, [1, "rank 0 lost a peer"]], [1, TWO, [1, "rank 3 lost a peer"]]], TWO, "rank 0 lost a peer"),
+        ([[1, THREE, [1, "rank 0 lost a peer"]], [1, THREE, [1, "rank 3 lost a peer"]]], TWO, "a machine was lost: a; 2 of 3 are left"),
+        ([[0, ["a"], [2, "another machine joined"]], [0, [], None]], TWO, "another machine joined"),
     ],
     ids=["first start", "a cause elsewhere", "peers alone", "a machine lost", "a machine joined"],
 )
-def test_the_machines_agree_on_why_the_workers_start_again(everyone: list[Any], why: str | None) -> None:
-    assert local.why_again(everyone) == why
+def test_the_machines_agree_on_why_the_workers_start_again(everyone: list[Any], now: list[str], why: str | None) -> None:
+    assert local.why_again(everyone, now) == why

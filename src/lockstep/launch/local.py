@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -42,7 +43,6 @@ _AGREED_IN_ADVANCE = ("default_run_dir",)
 """What the first machine's word holds for, of what goes to the workers."""
 _REGROUPS = "lockstep/regroups"
 """In the store of a start: workers that save and end do so for another start."""
-_LOST_MACHINE = f"another machine's workers failed, or it has been silent for {SILENCE_SECONDS} s"
 _FAILED, _LOST_A_PEER, _JOINED = range(3)
 """Why a machine's workers start again; where machines differ, the first of these is the cause."""
 
@@ -115,7 +115,8 @@ class Agent(SimpleElasticAgent):
         self._folder = folder
         self._starts = 0
         self._why: tuple[int, str] | None = None
-        self._machines = 0
+        self._machines: Sequence[str] = ()
+        self._lost: Sequence[str] = ()
         self._elsewhere = ""
         self._signal: signal.Signals | None = None
         self._hurried = False
@@ -166,12 +167,12 @@ class Agent(SimpleElasticAgent):
         """Meet the other machines, and agree with them on how often, and why, the workers were started again."""
         super()._rendezvous(worker_group)
         group: Any = worker_group  # torch says of its fields that they are None
-        store, machines = group.store, group.group_world_size
+        store, machines = group.store, group.spec.rdzv_handler.addresses
         mine = [worker_group.spec.max_restarts - self._remaining_restarts, self._machines, self._why]
         store.set(f"lockstep/agent-{group.group_rank}", json.dumps(mine))
-        everyone = [json.loads(store.get(f"lockstep/agent-{each}")) for each in range(machines)]
+        everyone = [json.loads(store.get(f"lockstep/agent-{each}")) for each in range(len(machines))]
         self._remaining_restarts = max(0, worker_group.spec.max_restarts - max(restarts for restarts, _, _ in everyone))
-        if why := why_again(everyone):
+        if why := why_again(everyone, machines):
             # Whatever was said of an unfinished run, by now there may be one.
             self._given |= {"LOCKSTEP_RESTARTED": why, "LOCKSTEP_RESUME": "auto"}
         self._machines, self._why = machines, None
@@ -241,7 +242,8 @@ class Agent(SimpleElasticAgent):
             self._ending = False
             _say(f"{again}; starts again")
             return
-        line = _LOST_MACHINE if first is None else first.line
+        silent = f"lost the machine {', '.join(self._lost)}: its workers failed, or it has been silent for {SILENCE_SECONDS} s"
+        line = silent if first is None else first.line
         self._why = (_LOST_A_PEER if first is None or first.lost_a_peer else _FAILED, line)
         if self._remaining_restarts:
             self._ending = False
@@ -254,8 +256,8 @@ class Agent(SimpleElasticAgent):
         """Whether another machine's workers ended, while these run and were not asked to save. They may wait for those for minutes."""
         group = self._worker_group
         rendezvous = group.spec.rdzv_handler
-        is_lost = bool(self._workers.running) and isinstance(rendezvous, Meeting) and rendezvous.lost_machines() > 0
-        return is_lost and not self._regroups(group.store)
+        self._lost = rendezvous.lost_machines() if self._workers.running and isinstance(rendezvous, Meeting) else ()
+        return bool(self._lost) and not self._regroups(group.store)
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         if self._workers.running:
@@ -300,18 +302,19 @@ class Agent(SimpleElasticAgent):
         return Event(f"torchelastic.worker.status.{state}", source)
 
 
-def why_again(everyone: Sequence[Any]) -> str | None:
-    """Why the workers start again, from what each machine says: restarts, machines before, and the kind of its reason and its words.
+def why_again(everyone: Sequence[Any], machines: Sequence[str]) -> str | None:
+    """Why the workers start again, from what each machine says: restarts, the machines before, and the kind of its reason and its words.
 
-    None: it is the first start.
+    `machines` are the addresses of those that are here now. None: it is the first start.
     """
     reasons = [why for _, _, why in everyone if why is not None]
     if not reasons:
         return None
     kind, words = min(reasons)
-    before = max(machines for _, machines, _ in everyone)
-    if kind == _LOST_A_PEER and len(everyone) < before:
-        return f"a machine was lost: {len(everyone)} of {before} are left"
+    before = max((addresses for _, addresses, _ in everyone), key=len)
+    if kind == _LOST_A_PEER and len(machines) < len(before):
+        lost = (Counter(before) - Counter(machines)).elements()
+        return f"a machine was lost: {', '.join(lost)}; {len(machines)} of {len(before)} are left"
     return str(words)
 
 

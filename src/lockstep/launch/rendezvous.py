@@ -16,6 +16,7 @@ import socket
 import stat
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -52,6 +53,7 @@ class LoopbackRendezvous(RendezvousHandler):
         self._run_id = f"lockstep-{secrets.token_hex(8)}"
         self._store: TCPStore | None = None
         self.interface: str | None = _loopback_interface()
+        self.addresses = [LOOPBACK]
 
     def get_backend(self) -> str:
         return "lockstep-loopback"
@@ -87,7 +89,8 @@ class Meeting(DynamicRendezvousHandler):
 
     machines: Machines
     interface: str | None
-    _met: int
+    addresses: list[str]
+    """Of the machines that met last."""
 
     @classmethod
     def at(cls, machines: Machines) -> Meeting:
@@ -125,7 +128,6 @@ class Meeting(DynamicRendezvousHandler):
         print(f"lockstep: waits at {self.machines.place} for the machines of the run ({self.machines.number})", file=sys.stderr)
         self._bootstrap_store_info = self._shared_tcp_store_server = None
         found = super().next_rendezvous()
-        self._met = found.world_size
         place = found.bootstrap_store_info
         assert place is not None
         trouble = self._no_way(place.master_addr, place.master_port)
@@ -133,6 +135,7 @@ class Meeting(DynamicRendezvousHandler):
         found.store.set(f"{_RUN_ID}.machine-{found.rank}", json.dumps([number, self._this_node.addr, trouble]))
         everyone = [json.loads(found.store.get(f"{_RUN_ID}.machine-{each}")) for each in range(found.world_size)]
         check_machines(everyone)
+        self.addresses = [address for _, address, _ in everyone]
         return RendezvousInfo(found.store, number, found.world_size, place)
 
     def _no_way(self, address: str, port: int) -> str | None:
@@ -152,11 +155,12 @@ class Meeting(DynamicRendezvousHandler):
                     return f"from {self._this_node.addr} on {self.interface} to {address} port {port}: {error}"
             time.sleep(0.5)
 
-    def lost_machines(self) -> int:
-        """How many of those that met last have left since, or sent no heartbeat for too long. Raises `RendezvousError`."""
+    def lost_machines(self) -> list[str]:
+        """Those that met last and have left since, or sent no heartbeat for too long. Raises `RendezvousError`."""
         with self._heartbeat_lock:
             self._state_holder.sync()
-            return self._met - len(self._state_holder.state.participants)
+            here = Counter(node.addr for node in self._state_holder.state.participants)
+        return list((Counter(self.addresses) - here).elements())
 
     def _create_tcp_store_server(self, master_addr: str, master_port: int) -> TCPStore:
         return _store_on(socket.create_server((master_addr, master_port), family=_family(master_addr)))
