@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from lockstep.errors import LaunchError
@@ -163,6 +165,11 @@ def test_the_launchers_of_a_step_meet_at_its_first_node(monkeypatch: pytest.Monk
     step = Step.read(LAUNCHERS)
     assert step is not None
     assert sbatch.machines_of(step, "eth1") == Machines(2, 2, "n1", 11009, 1, "eth1", "the first node of the Slurm job,")
+    alone = Step.read({**LAUNCHERS, "SLURM_STEP_NODELIST": "n1", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_NODEID": "0"})
+    assert alone is not None
+    assert sbatch.machines_of(alone, None) is None
+    with pytest.raises(LaunchError, match="--interface eth1 on one machine"):
+        sbatch.machines_of(alone, "eth1")
     several = Step.read(STEP)
     assert several is not None
     with pytest.raises(LaunchError, match="srun started 4 times lockstep run on 2 nodes"):
@@ -208,6 +215,28 @@ def test_what_slurm_says_of_a_job(fields: str, words: str, status: int | None) -
     assert state.has_ended is (status is not None)
     if status is not None:
         assert state.status == status
+
+
+def test_a_job_is_followed_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sbatch, "POLL_SECONDS", 0)
+    Path("a-5.txt").write_text("srun: hello\n")
+    Path("a-50.txt").write_text("another job\n")
+    Path("a-5-0-n1.txt").write_text("one\ntw")
+    states = iter(["RUNNING", "RUNNING", "FAILED"])
+
+    def ask(line: list[str]) -> str:
+        state = next(states)
+        if state == "FAILED":
+            Path("a-5-0-n1.txt").write_text("one\ntwo\nthree")
+        return f"JobId=5 JobState={state} Reason=None Restarts=0 ExitCode={3 if state == 'FAILED' else 0}:0 NodeList=n1"
+
+    monkeypatch.setattr(sbatch, "_ask", ask)
+    said: list[str] = []
+    shown: list[str] = []
+    assert sbatch.follow(5, "a", said.append, shown.append) == 3
+    assert said == ["job 5 runs on n1", "job 5 has ended: FAILED, exit status 3"]
+    assert shown == ["srun: hello", "0-n1: one", "0-n1: two", "0-n1: three"]
 
 
 def test_without_slurm_its_programs_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, MutableMapping
 from contextlib import suppress
 
 from lockstep.errors import LaunchError
-from lockstep.launch.machines import Machines
+from lockstep.launch.machines import Machines, Place
 from lockstep.launch.slurm import JobState, Step
 
 POLL_SECONDS = 2.0
@@ -25,16 +25,18 @@ def submit(script: str) -> int:
 
 
 def follow(job: int, name: str, say: Callable[[str], None], show: Callable[[str], None]) -> int:
-    """Until the job has ended: `say` each change of its state, `show` what its files `NAME-JOB*.txt` get. Returns `JobState.status`.
+    """Until the job has ended: `say` each change of its state, `show` what its files here get. Returns `JobState.status`.
 
     Lines of a node's own file have its name before them. Raises `LaunchError` where Slurm knows the job no more.
     """
     read: dict[str, int] = {}
     before = None
+    files = f"{name}-{job}"
     while True:
         state = JobState.read(_ask(["scontrol", "show", "job", "--oneliner", str(job)]))
-        for path in sorted(glob.glob(f"{glob.escape(f'{name}-{job}')}*.txt")):
-            read[path] = _show_new(path, read.get(path, 0), path[len(f"{name}-{job}-") : -len(".txt")], show, to_the_end=state.has_ended)
+        for path in [*glob.glob(f"{glob.escape(files)}.txt"), *sorted(glob.glob(f"{glob.escape(files)}-*.txt"))]:
+            node = path.removeprefix(files).removeprefix("-").removesuffix(".txt")
+            read[path] = _show_new(path, read.get(path, 0), node, show, to_the_end=state.has_ended)
         if state != before:
             say(f"job {job} {state}")
         if state.has_ended:
@@ -59,7 +61,7 @@ def machines_of(step: Step, interface: str | None) -> Machines | None:
     step.check_launchers()
     number = len(step.nodes)
     if number == 1:
-        return None
+        return Machines.parse("1", Place(), interface)
     return Machines(number, number, address_of(step.nodes[0]), step.port, step.node, interface, "the first node of the Slurm job,")
 
 
