@@ -264,8 +264,10 @@ def test_a_machine_whose_link_is_cut_is_lost_and_ends_by_itself(
 ) -> None:
     run = tmp_path / "run"
     keeper = three_hosts.address(2)
-    agents = [agent(SCRIPT, "0.5", nnodes="1:3", host=keeper, before=three_hosts.inside(host)) for host in three_hosts.hosts]
-    wait_for(lambda: worlds(run) == [3] and steps(tmp_path) >= 7)
+    agents = [
+        agent("--nproc", "2", SCRIPT, "0.5", nnodes="1:3", host=keeper, before=three_hosts.inside(host)) for host in three_hosts.hosts
+    ]
+    wait_for(lambda: worlds(run) == [6] and steps(tmp_path) >= 7)
     listening = subprocess.run(
         ["ip", "netns", "exec", three_hosts.hosts[2], "ss", "-ltnH"], capture_output=True, text=True, check=True
     ).stdout
@@ -277,6 +279,6 @@ def test_a_machine_whose_link_is_cut_is_lost_and_ends_by_itself(
     for each in agents[1:]:
         _, told = each.communicate(timeout=90)
         assert each.returncode == 0, told
-    assert worlds(run) == [3, 2]
+    assert worlds(run) == [6, 4]
     assert events(run, "restarted")[0]["reason"] == f"a machine was lost: {three_hosts.address(1)}; 2 of 3 are left"
     assert fingerprint(run) == undisturbed
