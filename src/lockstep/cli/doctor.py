@@ -14,7 +14,7 @@ import click
 
 from lockstep.launch.count import count_processes
 from lockstep.launch.environment import check_run_dir
-from lockstep.launch.machines import Machines
+from lockstep.launch.machines import Machines, Place
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -52,7 +52,7 @@ def command(nproc: str, nnodes: str, rdzv: str | None, run_dir: str | None, as_j
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what torch's sockets would say in 20 lines, a line of ours says
     check_run_dir(run_dir, "--run-dir")
-    machines = Machines.parse(nnodes, rdzv)
+    machines = Machines.parse(nnodes, Place(rdzv))
     count = count_processes(nproc, None, _count_gpus, name="--nproc ") if nproc != "auto" else _count_gpus() or 2
 
     from lockstep.doctor.examine import examine  # imports torch: after all that can be checked without it

@@ -15,7 +15,7 @@ from lockstep.errors import LaunchError
 from lockstep.launch.sbatch import follow, submit
 from lockstep.launch.script import check_script
 from lockstep.launch.slurm import Batch
-from lockstep.saving import seconds
+from lockstep.units import seconds
 
 
 @click.command("slurm")
@@ -79,7 +79,7 @@ def command(
         gpus_per_node=gpus_per_node,
         cpus_per_task=cpus_per_task,
         time=time,
-        signal_seconds=int(seconds(signal_before, "--signal-before")),
+        signal_seconds=int(seconds(signal_before, "--signal-before", LaunchError)),
         path=os.path.dirname(sys.executable),
         setup=setup,
         sbatch=sbatch,

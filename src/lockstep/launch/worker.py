@@ -64,10 +64,10 @@ def begin() -> Path | None:
 
     Takes the launcher's own variables out of the environment, so that what the user's code starts does not write in our place.
     """
-    record, crash, agent = (os.environ.pop(name, None) for name in (RECORD, CRASH, AGENT))
-    files = [Path(os.environ.pop(name)) for name in (NEEDS_TIME, IS_OVER, AGAIN, PASSED_ON) if name in os.environ]
-    if len(files) == 4 and record is not None:
-        grace.tell_by(*files, Path(record))
+    names = (RECORD, CRASH, AGENT, NEEDS_TIME, IS_OVER, AGAIN, PASSED_ON)
+    record, crash, agent, needs_time, is_over, again, passed_on = (os.environ.pop(name, None) for name in names)
+    if needs_time and is_over and again and passed_on and record:
+        grace.tell_by(Path(needs_time), Path(is_over), Path(again), Path(passed_on), Path(record))
     if agent is not None:
         _die_with(int(agent))
     if crash is not None and not faulthandler.is_enabled():
