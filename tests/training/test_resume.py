@@ -19,7 +19,7 @@ BITWISE = {plan: processes for plan, processes in PLANS.items() if "tensor" not 
 
 def rows(run_dir: Path) -> list[dict[str, Any]]:
     found = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in row.items() if name not in ("time", "samples_per_second")} for row in found]
+    return [{name: value for name, value in row.items() if name not in ("time", "samples_per_second", "memory_bytes")} for row in found]
 
 
 @pytest.fixture(scope="module")

@@ -182,6 +182,6 @@ def _line(finding: Finding) -> Line:
 def rate(bytes_per_second: float) -> str:
     """1.31 GB/s."""
     for factor, unit in ((1e9, "GB/s"), (1e6, "MB/s")):
-        if bytes_per_second >= factor:
+        if bytes_per_second >= 0.9995 * factor:  # which three digits make a whole one
             return f"{bytes_per_second / factor:.3g} {unit}"
     return f"{bytes_per_second / 1e3:.3g} kB/s"
