@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from importlib import import_module
@@ -59,6 +60,9 @@ def main() -> None:
     A `UserError` goes through: `lockstep.errors.install_excepthook` has seen to it.
     """
     _open_closed_streams()
+    if isinstance(getattr(sys.stdout, "buffer", None), io.RawIOBase):
+        # Under PYTHONUNBUFFERED, of a write that a signal interrupts the rest would be lost.
+        sys.stdout = open(1, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors, buffering=1, closefd=False)  # noqa: SIM115
     try:
         status = _commands.main(prog_name="lockstep", standalone_mode=False)
     except click.UsageError as error:
