@@ -64,7 +64,7 @@ def metrics(
             "step": step, "time": BEGAN + seconds * step, "loss": loss,
             "lr": rate * min(1, 20 * share) * (0.5 + 0.5 * math.cos(math.pi * share)),
             "gradient_norm": math.exp(noise.gauss(-0.5, 0.4)) * (30 if noise.random() < 2 / len(steps) else 1),
-            "samples_per_second": 640 * (1 + noise.gauss(0, 0.03)), "tokens_per_second": 1.3e6 * (1 + noise.gauss(0, 0.03)),
+            "samples_per_second": 640 * (1 + noise.gauss(0, 0.03)), "weight_per_second": 1.3e6 * (1 + noise.gauss(0, 0.03)),
             "mfu": 0.41 * (1 + noise.gauss(0, 0.03)), "memory_bytes": 5.2e10 + 2e9 * min(1, 30 * share),
             "loss/ce": loss - 0.05, "loss/balance": 0.05 + noise.gauss(0, 0.005),
             **{f"metric_{number}": noise.gauss(number, 1) for number in range(more)},

@@ -70,7 +70,7 @@ def test_the_page_of_a_run_has_all_that_is_known_of_it(tmp_path: Path) -> None:
     titles = re.findall(r'<span class="title">(.*?)</span>', text)
     assert titles[:10] == [
         *("loss", "loss/ce", "loss/balance", "learning rate", "gradient norm", "accuracy, evaluation"),
-        *("samples/s", "tokens/s", "MFU", "memory, peak so far"),
+        *("samples/s", "weight/s", "MFU", "memory, peak so far"),
     ]
     assert titles[10:] == [
         *("step time, mean of ranks", "time of a step, by rank", "of that: data", "of that: compute", "of that: communication"),

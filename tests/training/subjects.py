@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -71,6 +73,13 @@ def recipe(**changes: Any) -> ls.Recipe:
 def samples_at(start: int, stop: int, *, of: int, seed: int = 0) -> list[int]:
     """The samples at positions [start, stop) of the order of `of` samples."""
     return [int(sample) for sample in Order(of, seed).samples(np.arange(start, stop))[1]]
+
+
+def learned(run_dir: Path | str) -> list[dict[str, float]]:
+    """The rows of metrics.jsonl without what was measured of time and memory, which differs from run to run."""
+    measured = {"time", "samples_per_second", "weight_per_second", "memory_bytes", "mfu"}
+    rows = [json.loads(line) for line in Path(run_dir, "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in row.items() if name not in measured} for row in rows]
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:

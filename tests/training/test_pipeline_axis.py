@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from safetensors.torch import load_file
 from tiers import tiered
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
-from training.subjects import rows
+from training.subjects import learned, rows
 
 import lockstep as ls
 from lockstep.errors import UserError
@@ -149,11 +148,6 @@ def train_in_float64(plan: str, run_dir: str) -> tuple[float, dict[str, float]]:
     return result.loss, result.metrics
 
 
-def lines(run_dir: Path) -> list[dict[str, float]]:
-    rows = [json.loads(line) for line in Path(run_dir, "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in row.items() if name not in ("time", "samples_per_second", "memory_bytes")} for row in rows]
-
-
 @pytest.mark.parametrize("plan", tiered(PLANS, always=["replicate=2,pipeline=2", "shard=2,pipeline=2"]))
 def test_training_gives_the_model_of_one_process(pool: WorkerPool, tmp_path: Path, plan: str) -> None:
     (alone,) = pool.run(1, train, "replicate=1", str(tmp_path / "alone"))
@@ -161,7 +155,7 @@ def test_training_gives_the_model_of_one_process(pool: WorkerPool, tmp_path: Pat
     assert len({(result.fingerprint, result.loss) for result in results}) == 1
     assert results[0].loss == pytest.approx(alone.loss, rel=1e-4)
     assert results[0].metrics == pytest.approx(alone.metrics, rel=1e-4)
-    for found, expected in zip(lines(tmp_path / "run"), lines(tmp_path / "alone"), strict=True):
+    for found, expected in zip(learned(tmp_path / "run"), learned(tmp_path / "alone"), strict=True):
         assert found == pytest.approx(expected, rel=1e-4)
     state, truth = (load_file(tmp_path / name / "model.safetensors") for name in ("run", "alone"))
     assert state.keys() == truth.keys()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,16 +9,12 @@ from typing import Any
 import pytest
 from tiers import paired, tiered
 from training.kept import PLANS, STEPS, STOPPED_AT, restored, run
+from training.subjects import learned
 
 from lockstep.testing.pool import WorkerPool
 
 BITWISE = {plan: processes for plan, processes in PLANS.items() if "tensor" not in plan and "pipeline" not in plan}
 """Those that have bitwise numerics."""
-
-
-def rows(run_dir: Path) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in row.items() if name not in ("time", "samples_per_second", "memory_bytes")} for row in found]
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +47,7 @@ def test_in_fast_numerics_a_run_goes_on_bit_for_bit_under_its_own_plan(pool: Wor
     whole = pool.run(PLANS[plan], run, plan, str(tmp_path / "whole"), None, {})
     shutil.copytree(stopped(plan)[0], tmp_path / "run")
     assert pool.run(PLANS[plan], run, plan, str(tmp_path / "run"), None, {}) == whole
-    assert rows(tmp_path / "run") == rows(tmp_path / "whole")
+    assert learned(tmp_path / "run") == learned(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
@@ -69,7 +64,7 @@ def test_in_bitwise_numerics_a_run_goes_on_under_any_plan_with_the_same_end(
     shutil.copytree(stopped(f"{before},numerics=bitwise")[0], tmp_path / "run")
     ended = pool.run(PLANS[after], run, f"{after},numerics=bitwise", str(tmp_path / "run"), None, {})
     assert ended == [("ended", (undisturbed / "fingerprint").read_text())] * len(ended)
-    assert [row["step"] for row in rows(tmp_path / "run")] == [row["step"] for row in rows(undisturbed)]
+    assert [row["step"] for row in learned(tmp_path / "run")] == [row["step"] for row in learned(undisturbed)]
 
 
 @pytest.mark.parametrize(("before", "after"), paired(PLANS))

@@ -73,7 +73,7 @@ def facts(run: Run) -> list[tuple[str, str]]:
     for name in series:
         if name.startswith("evaluation/"):
             found.append((name.replace("/", " "), number(series[name].values[-1])))
-    for name, label in (("samples_per_second", "samples/s"), ("tokens_per_second", "tokens/s"), ("mfu", "MFU")):
+    for name, label in (("samples_per_second", "samples/s"), ("weight_per_second", "weight/s"), ("mfu", "MFU")):
         if name in series and (values := series[name].finite()):
             found.append((f"{label}, median", number(median(values), UNITS.get(name, ""))))
     if "memory_bytes" in series and (values := series["memory_bytes"].finite()):

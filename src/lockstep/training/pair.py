@@ -21,6 +21,7 @@ from lockstep.recipe import Precision
 from lockstep.training import optimizers as applying
 from lockstep.training.loss import Contribution
 from lockstep.training.optimizers import Schedule
+from lockstep.watch.flops import Flops, peak_of
 
 
 class Pair:
@@ -51,6 +52,7 @@ class Pair:
         """Steps in a row, up to the latest one, in which the scaled gradient overflowed."""
         self.overflowed_at = math.inf
         """The loss scale in the latest of them."""
+        self.flops = Flops(model, peak_of(self.device, precision))
         self.norm = precisions.Norm(mesh, bitwise=bitwise)
         self.schedule = Schedule(schedule, optimizers)
         self.streams = laid.streams

@@ -26,8 +26,8 @@ from lockstep.watch.metrics import RESERVED_NAMES, MetricsLog
 from lockstep.watch.progress import Progress
 from lockstep.watch.rundir import RunDirectory, default_run_path, describe_environment
 
-NAMES_OF_A_ROW = RESERVED_NAMES | {"loss", "lr", "gradient_norm", "samples_per_second", "memory_bytes"}
-"""What the run writes in each line of metrics.jsonl."""
+NAMES_OF_A_ROW = RESERVED_NAMES | {"loss", "lr", "gradient_norm", "samples_per_second", "weight_per_second", "memory_bytes", "mfu"}
+"""What the run itself writes in a line of metrics.jsonl."""
 
 
 _default_is_taken = False
@@ -182,23 +182,30 @@ class Recorder:
 
 
 class Pace:
-    """Samples a second between logging steps, evaluations left out."""
+    """What is learned from in a second, between logging steps, evaluations left out."""
 
     def __init__(self) -> None:
         self.started = self._since = time.perf_counter()
         self._samples = 0
+        self._weight = 0.0
         self.total_samples = 0
 
-    def count(self, samples: int) -> None:
+    def count(self, samples: int, weights: Mapping[str, float] | None) -> None:
+        """A step of so many samples. `weights`: as `Recipe.weight` counts them, by term of the loss."""
         self._samples += samples
         self.total_samples += samples
+        if weights is not None and len(weights) == 1:
+            self._weight += sum(weights.values())
 
-    def restart(self) -> float:
-        """Samples a second since the last call."""
+    def restart(self) -> dict[str, float]:
+        """Since the last call: samples a second, and weight (tokens, say) where the loss has one term and `Recipe.weight` counts it."""
         now = time.perf_counter()
-        rate = self._samples / max(now - self._since, 1e-9)
-        self._since, self._samples = now, 0
-        return rate
+        seconds = max(now - self._since, 1e-9)
+        rates = {"samples_per_second": self._samples / seconds}
+        if self._weight:
+            rates["weight_per_second"] = self._weight / seconds
+        self._since, self._samples, self._weight = now, 0, 0.0
+        return rates
 
     def seconds(self) -> float:
         """Since the start, everything included."""

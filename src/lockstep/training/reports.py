@@ -20,6 +20,7 @@ class Reports:
     def __init__(self, pairs: Sequence[Pair], recorder: Recorder, event: Callable[..., None]) -> None:
         self.pace = Pace()
         self._pairs = pairs
+        self._processes = pairs[0].mesh.world.size
         self._recorder = recorder
         self._event = event
         self._unread: list[Outcome] = []
@@ -27,7 +28,7 @@ class Reports:
 
     def add(self, step: Step) -> None:
         """A step is committed."""
-        self.pace.count(step.samples)
+        self.pace.count(step.samples, step.source.weights)
         self._unread += step.committed.values()
 
     def read(self) -> None:
@@ -49,13 +50,10 @@ class Reports:
     def log(self, step: Step, extra: Mapping[str, float]) -> None:
         """Write a line for a step. `extra`: what else is in it."""
         outcome = step.committed[0]
-        values = {
-            "loss": outcome.loss(),
-            "lr": outcome.pair.schedule.rate(),
-            "gradient_norm": float(outcome.norm),
-            "samples_per_second": self.pace.restart(),
-            **extra,
-        }
+        speed = self.pace.restart()
+        values = {"loss": outcome.loss(), "lr": outcome.pair.schedule.rate(), "gradient_norm": float(outcome.norm), **speed, **extra}
+        if (mfu := outcome.pair.flops.utilisation(speed["samples_per_second"], self._processes)) is not None:
+            values["mfu"] = mfu
         terms = {f"loss/{name}": value for name, value in outcome.term_losses().items()}
         self._recorder.step(step.index + 1, values, {**terms, **step.logged})
 

@@ -81,7 +81,8 @@ class Step:
             self._through_stages(pair, pair.pipeline, inputs, loss)
             return
         for batch in self.microbatches():
-            with pair.autocast:
+            assert self._current is not None
+            with pair.autocast, pair.flops.counting(self._current.size):
                 value = loss(output_of(inputs, pair.model, batch), batch)
             self.backward(value)
 
