@@ -12,9 +12,9 @@ MOST = 3
 """Processes of a case that runs with every change."""
 
 
-def tiered(plans: Mapping[str, int], *, always: Collection[str] = ()) -> list[Any]:
+def tiered(plans: Mapping[str, int], *, always: Collection[str] = (), most: int = MOST) -> list[Any]:
     """The plans, which need so many processes each, to parametrize with. `always`: those that are not slow whatever they need."""
-    return [pytest.param(plan, marks=tier(processes) if plan not in always else ()) for plan, processes in plans.items()]
+    return [pytest.param(plan, marks=tier(processes, most) if plan not in always else ()) for plan, processes in plans.items()]
 
 
 def paired(plans: Mapping[str, int]) -> list[Any]:
@@ -24,6 +24,6 @@ def paired(plans: Mapping[str, int]) -> list[Any]:
     return [pytest.param(*pair, marks=() if pair in ring else pytest.mark.slow) for pair in product(plans, plans)]
 
 
-def tier(processes: int) -> Any:
+def tier(processes: int, most: int = MOST) -> Any:
     """The marks of a case."""
-    return pytest.mark.slow if processes > MOST else ()
+    return pytest.mark.slow if processes > most else ()

@@ -24,6 +24,7 @@ def examined(hosts: Network, folder: Path) -> list[dict[str, Any]]:
     return lines
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_a_link_of_less_than_a_tenth_of_the_bandwidth_is_named(tmp_path: Path) -> None:
     with network(3) as hosts:
@@ -35,6 +36,7 @@ def test_a_link_of_less_than_a_tenth_of_the_bandwidth_is_named(tmp_path: Path) -
     assert "ethtool" in line["remedy"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_a_host_with_added_delay_is_named(tmp_path: Path) -> None:
     with network(3) as hosts:
