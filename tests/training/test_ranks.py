@@ -15,6 +15,7 @@ from training.subjects import recipe, rows, squared_error
 import lockstep as ls
 from lockstep.launch.termination import Preempted
 from lockstep.testing.pool import WorkerPool
+from lockstep.watch.stream_times import StreamTimes
 
 
 def busy(seconds: float) -> None:
@@ -48,6 +49,24 @@ def slowly(run_dir: str, plan: str, part: str, slow_rank: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lockstep.watch.stragglers.LONG_SECONDS", 0.5)
         ls.train(recipe(data=data, loss=loss, steps=40, global_batch=16, microbatch=4), run_dir=run_dir, plan=plan, log_every=10)
+
+
+class TwiceAsLong:
+    """A GPU's event, of a GPU that takes twice the time of the host."""
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: TwiceAsLong) -> float:
+        return 2e3 * (end.at - self.at)
+
+
+class OnAStream(ls.Hook):
+    def on_start(self, run: ls.Run) -> None:
+        run.session.phases.stream = StreamTimes(TwiceAsLong)  # type: ignore[arg-type]
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -87,3 +106,14 @@ def test_lines_of_steps_that_are_done_again_are_taken_out(tmp_path: Path) -> Non
         file.write('{"step": 15}\n{"ste')
     ls.train(recipe(steps=20), run_dir=str(run), log_every=1)
     assert [row["step"] for row in lines(run / "ranks.jsonl")] == list(range(1, 21))
+
+
+def test_on_a_gpu_what_counts_is_the_time_of_its_stream(tmp_path: Path) -> None:
+    def loss(model: Any, batch: Any) -> Any:
+        busy(0.01)
+        return squared_error(model, batch)
+
+    ls.train(recipe(loss=loss, steps=6), run_dir=str(tmp_path / "run"), log_every=2, hooks=[OnAStream()])
+    for line in lines(tmp_path / "run" / "ranks.jsonl")[1:]:
+        assert line["ranks"]["compute"][0] >= 2 * 4 * 0.01
+        assert line["ranks"]["compute"][0] > line["ranks"]["step"][0]

@@ -6,6 +6,7 @@ import json
 import resource
 import socket
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
@@ -49,7 +50,8 @@ class Ranks:
     def restart(self) -> None:
         """Begin to count anew."""
         self._since = time.perf_counter()
-        self._spent, self._waited = dict(self._phases.totals), dict(self._phases.waited)
+        totals, waited = self._times()
+        self._spent, self._waited = dict(totals), dict(waited)
         self._share = self._steps = 0
 
     def count(self, share: int) -> None:
@@ -77,15 +79,21 @@ class Ranks:
 
     def _parts(self) -> list[float]:
         """Seconds since the last time, without waits: data, compute, hooks; and communication."""
+        totals, waits = self._times()
 
         def spent(*names: str) -> float:
-            return sum(self._phases.totals[name] - self._spent.get(name, 0.0) for name in names)
+            return sum(totals[name] - self._spent.get(name, 0.0) for name in names)
 
         def waited(*names: str) -> float:
-            return sum(self._phases.waited[name] - self._waited.get(name, 0.0) for name in names)
+            return sum(waits[name] - self._waited.get(name, 0.0) for name in names)
 
         own = [spent(*names) - waited(*names) for names in (("data",), _OF_COMPUTE, _OF_HOOKS)]
         return [*own, spent("exchange") + waited("data", *_OF_COMPUTE, *_OF_HOOKS)]
+
+    def _times(self) -> tuple[defaultdict[str, float], defaultdict[str, float]]:
+        """Seconds of each phase in all, and those of them that were waits for others. On a GPU such waits are phases of their own."""
+        stream = self._phases.stream
+        return (self._phases.totals, self._phases.waited) if stream is None else (stream.totals(), defaultdict(float))
 
     def _look(self, columns: dict[str, tuple[float, ...]], steps: int, seconds: float) -> None:
         """Tell who has become slow. What counts is the time a microbatch: ranks may compute different numbers of them."""

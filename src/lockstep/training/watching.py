@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
+
+import torch
 
 from lockstep.comm.mesh import Mesh
 from lockstep.comm.waits import counted
@@ -17,6 +20,7 @@ from lockstep.training.replicas import Replicas
 from lockstep.training.standstill import Standstill
 from lockstep.training.step import Step
 from lockstep.watch.phases import Phases
+from lockstep.watch.stream_times import StreamTimes
 from lockstep.watch.timeline import steps_of
 from lockstep.watch.watchdog import Watchdog
 
@@ -50,6 +54,8 @@ class Watching:
             self._profiling = Profiling(steps, recorder.path, mesh.world, phases, event, recorder.message)
             stack.callback(self._profiling.close)
         stack.enter_context(counted())
+        if mesh.world.device.type == "cuda":
+            phases.stream = StreamTimes(partial(torch.cuda.Event, enable_timing=True))
         self._ranks = Ranks(mesh, phases, recorder.path, event, recorder.message)
         stack.callback(self._ranks.close)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from lockstep.comm.waits import waits
+from lockstep.watch.stream_times import StreamTimes
 
 T = TypeVar("T")
 FADES = 0.95
@@ -27,8 +28,10 @@ class Phases:
         """Seconds, of each phase that has ended: the longest of late."""
         self.log: list[tuple[str, float, float]] | None = None
         """Where phases are written down as they end: name, from, until."""
+        self.stream: StreamTimes | None = None
+        """Where a GPU computes."""
         self.totals: defaultdict[str, float] = defaultdict(float)
-        """Seconds that each has taken in all."""
+        """Seconds that each has taken this thread in all."""
         self.waited: defaultdict[str, float] = defaultdict(float)
         """Of those, the seconds of waits for others."""
 
@@ -45,6 +48,8 @@ class Phases:
         faded = FADES * self.usual.get(before, 0.0)
         self.usual[before] = took if took > faded else faded
         self.name, self.since = name, now
+        if self.stream is not None:
+            self.stream.enter(name)
         return before
 
     def during(self, name: str, items: Iterable[T]) -> Iterator[T]:

@@ -1,0 +1,53 @@
+"""What a GPU's time goes to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lockstep.watch.phases import Phases
+from lockstep.watch.stream_times import StreamTimes
+
+
+class Gpu:
+    """Reaches each mark when the work before it is done."""
+
+    def __init__(self) -> None:
+        self.done_at = 0.0
+        self.reached: list[Mark] = []
+
+    def mark(self) -> Any:
+        return Mark(self)
+
+
+class Mark:
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+        self._at: float | None = None
+
+    def record(self) -> None:
+        self._at = self._gpu.done_at
+
+    def synchronize(self) -> None:
+        self._gpu.reached.append(self)
+
+    def elapsed_time(self, end: Mark, /) -> float:
+        assert self._at is not None
+        assert end._at is not None
+        return (end._at - self._at) * 1e3
+
+
+def test_a_phase_takes_what_its_work_takes_on_the_gpu() -> None:
+    gpu = Gpu()
+    phases = Phases(clock=lambda: 0.0)
+    phases.stream = times = StreamTimes(gpu.mark)
+    for name, seconds in (("compute", 2.0), ("exchange", 0.5), ("compute", 1.0), ("update", 0.25)):
+        phases.enter(name)
+        gpu.done_at += seconds
+    assert dict(times.totals()) == {"compute": 3.0, "exchange": 0.5}
+    assert len(gpu.reached) == 1
+    phases.enter("data")
+    assert dict(times.totals()) == {"compute": 3.0, "exchange": 0.5, "update": 0.25}
+
+
+def test_nothing_was_entered() -> None:
+    assert dict(StreamTimes(Gpu().mark).totals()) == {}
