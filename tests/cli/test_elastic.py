@@ -251,6 +251,23 @@ def test_a_user_s_mistake_on_one_machine_ends_the_others_too(tmp_path: Path, age
     assert sum("was ended by another machine" in each or "is gone" in each for each in said) == 1
 
 
+@pytest.mark.parametrize(("restarts", "statuses"), [(0, [1, 3]), pytest.param(1, [0, 0], marks=pytest.mark.slow)])
+def test_a_machine_that_is_done_hears_of_one_that_fails_later(tmp_path: Path, agent: Agents, restarts: int, statuses: list[int]) -> None:
+    """Torch's would wait for it for five minutes, deaf to signals, and keep it from starting again."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    time.sleep(1)\n"
+        "    sys.exit(3 * (os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'))\n"
+    )
+    both = [agent("--max-restarts", str(restarts), str(script), nnodes="2") for _ in range(2)]
+    said = [each.communicate(timeout=45)[1] for each in both]
+    assert sorted(each.returncode for each in both) == statuses, said
+    if restarts == 0:
+        assert sum("was ended by another machine" in each or "is gone" in each for each in said) == 1
+
+
 @pytest.fixture
 def three_hosts() -> Iterator[Network]:
     with network(3) as found:

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -43,6 +44,8 @@ _AGREED_IN_ADVANCE = ("default_run_dir",)
 """What the first machine's word holds for, of what goes to the workers."""
 _REGROUPS = "lockstep/regroups"
 """In the store of a start: workers that save and end do so for another start."""
+_DONE, _KNOWN = "lockstep/done", "lockstep/known"
+"""There too: how many machines' workers are done, and how many machines know that all are."""
 _FAILED, _LOST_A_PEER, _JOINED = range(3)
 """Why a machine's workers start again; where machines differ, the first of these is the cause."""
 
@@ -114,6 +117,7 @@ class Agent(SimpleElasticAgent):
         self._given = dict(given)
         self._folder = folder
         self._starts = 0
+        self._counted = frozenset[str]()
         self._why: tuple[int, str] | None = None
         self._machines: Sequence[str] = ()
         self._lost: Sequence[str] = ()
@@ -179,6 +183,7 @@ class Agent(SimpleElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._starts += 1
+        self._counted = frozenset[str]()
         records = self._folder / f"start-{self._starts}"
         records.mkdir()
         self._workers = Workers(records, self._is_hurried)
@@ -220,14 +225,38 @@ class Agent(SimpleElasticAgent):
         return {name: str(value) for name, value in values.items()}
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        if self._workers.have_failed() or self._lost_a_machine():
-            self._ending = True
-            self._workers.end_after_loss()
-            self._count_failure()
-            return RunResult(state=WorkerState.FAILED)
-        if self._workers.running or (self._workers.ending().was_preempted and self._regroups(worker_group.store)):
+        if self._workers.have_failed() or (self._workers.running and self._lost_a_machine()):
+            return self._failed()
+        if self._workers.running:
+            goes_on = True
+        elif self._workers.ending().was_preempted:
+            goes_on = self._regroups(worker_group.store)
+        elif goes_on := self._count(_DONE) < self._group_size:
+            if self._lost_a_machine():
+                return self._failed()
+            if worker_group.spec.rdzv_handler.is_closed():
+                raise RendezvousClosedError
+        if goes_on:
             return RunResult(state=WorkerState.HEALTHY)
         return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(self._workers.ranks))
+
+    def _failed(self) -> RunResult:
+        self._ending = True
+        self._workers.end_after_loss()
+        self._count_failure()
+        return RunResult(state=WorkerState.FAILED)
+
+    @property
+    def _group_size(self) -> int:
+        """Machines."""
+        group: Any = self._worker_group
+        return int(group.group_world_size)
+
+    def _count(self, what: str) -> int:
+        """Of how many machines this is true, in this start: from the first call on, of this one."""
+        store: Any = self._worker_group.store
+        first, self._counted = what not in self._counted, self._counted | {what}
+        return int(store.add(what, int(first)))
 
     def _count_failure(self) -> None:
         """Say that the workers start again, or see to it that they do not."""
@@ -253,17 +282,18 @@ class Agent(SimpleElasticAgent):
             self._elsewhere = line
 
     def _lost_a_machine(self) -> bool:
-        """Whether another machine's workers ended, while these run and were not asked to save. They may wait for those for minutes."""
+        """Whether another machine has left, and these workers were not asked to save. They may wait for its workers for minutes."""
         group = self._worker_group
         rendezvous = group.spec.rdzv_handler
-        self._lost = rendezvous.lost_machines() if self._workers.running and isinstance(rendezvous, Meeting) else ()
+        self._lost = rendezvous.lost_machines() if isinstance(rendezvous, Meeting) else ()
         return bool(self._lost) and not self._regroups(group.store)
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         if self._workers.running:
             self._regroup(worker_group)
-            if not self._workers.ending().preempted and len(self._workers.ending().finished) == len(self._workers.ranks):
-                return  # they were done
+        ending = self._workers.ending()
+        if not self._lost and not ending.preempted and len(ending.finished) == len(self._workers.ranks):
+            return  # they are done
         super()._restart_workers(worker_group)
 
     def _regroup(self, worker_group: WorkerGroup) -> None:
@@ -293,9 +323,16 @@ class Agent(SimpleElasticAgent):
             self._workers.end_after_loss()
 
     def _exit_barrier(self) -> None:
-        # A machine that was asked to save and end does not come to it.
-        if not self._workers.ending().was_preempted:
-            super()._exit_barrier()  # type: ignore[no-untyped-call]
+        """All machines are done, as far as `_monitor_workers` says. Who keeps the store waits a moment until they know it too.
+
+        Torch's own barrier waits five minutes for a machine whose workers have failed, deaf to signals.
+        """
+        rendezvous = self._worker_group.spec.rdzv_handler
+        if self._workers.ending().was_preempted or not isinstance(rendezvous, Meeting):
+            return
+        until = time.monotonic() + SILENCE_SECONDS
+        while self._count(_KNOWN) < self._group_size and rendezvous.keeps_the_store and time.monotonic() < until:
+            time.sleep(POLL_SECONDS)
 
     def _construct_event(self, state: str, source: EventSource, *_: Any, **__: Any) -> Event:
         # torch's own asks the name service for this host's name, each time, and nobody reads the event.

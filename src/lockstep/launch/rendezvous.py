@@ -91,6 +91,8 @@ class Meeting(DynamicRendezvousHandler):
     interface: str | None
     addresses: list[str]
     """Of the machines that met last."""
+    keeps_the_store: bool
+    """Whether this process does."""
 
     @classmethod
     def at(cls, machines: Machines) -> Meeting:
@@ -98,7 +100,8 @@ class Meeting(DynamicRendezvousHandler):
         address = machines.resolve()
         own = address_on(machines.interface) if machines.interface is not None else address_towards(address, machines.port)
         try:
-            store = _kept(machines, address) or _joined(machines, address, own)
+            kept = _kept(machines, address)
+            store = kept or _joined(machines, address, own)
             _give_up_in_time(address, machines.port)
             meeting: Meeting = cls.from_backend(
                 _RUN_ID,
@@ -116,6 +119,7 @@ class Meeting(DynamicRendezvousHandler):
                 f"{machines.said} answers, and not as a rendezvous does ({error}); another program listens there; give another port"
             ) from error
         meeting.machines = machines
+        meeting.keeps_the_store = kept is not None
         meeting.interface = machines.interface or interface_of(own)
         return meeting
 
