@@ -3,6 +3,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from itertools import islice
 
 import psutil
@@ -57,13 +58,24 @@ def test_closing_in_the_middle_of_a_fetch_ends_the_workers(loader):
     assert children() == before
 
 
+def test_workers_that_are_killed_leave_no_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = children()
+    killed = Loader(DATA, seed=0, workers=2, device=torch.device("cpu"))
+    next(killed.fetch(spans()))
+    assert len(list(tmp_path.glob("*/listener-*"))) >= 1
+    for pid in children() - before:
+        os.kill(pid, signal.SIGKILL)
+    with suppress(RuntimeError):  # torch's, of workers that were killed
+        killed.close()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_temporary_folder_with_a_long_name_is_refused_before_workers_are_started(monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", "/" + "a" * 75)
     message = r"\(TMPDIR\), whose name has 76 bytes; .* leaves 75 bytes; set TMPDIR to a shorter path"
     with pytest.raises(LaunchError, match=message):
         Loader(DATA, seed=0, workers=1, device=torch.device("cpu"))
-    monkeypatch.setattr(tempfile, "tempdir", "/" + "a" * 74)
-    Loader(DATA, seed=0, workers=1, device=torch.device("cpu")).close()
 
 
 def test_the_longest_folder_that_is_not_refused_works(tmp_path, monkeypatch):

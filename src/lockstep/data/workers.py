@@ -5,12 +5,14 @@ from __future__ import annotations
 import multiprocessing.queues
 import os
 import pickle
+import shutil
 import signal
 import sys
 import tempfile
 import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +26,8 @@ from lockstep.errors import LaunchError, WorkerError
 _MOST_SOCKET_BYTES = 107 if sys.platform == "linux" else 103
 """Of a socket's path, as the system's `sockaddr_un` has room for."""
 
+_FOLDER = "pymp-"
+"""What the name of a folder for sockets begins with; multiprocessing's own have the same."""
 LATER_SECONDS = 30
 """From SIGTERM to a worker to its end."""
 
@@ -34,6 +38,7 @@ class Workers:
     def __init__(self, fetcher: Fetcher | StreamFetcher, count: int, *, pinned: bool) -> None:
         """`pinned`: the batches come in pinned memory. Raises `LaunchError` where the temporary folder's name is too long for sockets."""
         _check_temporary_folder()
+        self._folder = tempfile.mkdtemp(prefix=_FOLDER)
         self._current = _Current()
         self._loader = DataLoader(
             _Task(fetcher),
@@ -42,7 +47,7 @@ class Workers:
             num_workers=count,
             collate_fn=_as_it_is,
             pin_memory=pinned,
-            worker_init_fn=_set_up,
+            worker_init_fn=partial(_set_up, self._folder),
             persistent_workers=True,
             generator=torch.Generator(),
             # A dataset or a collate may be a lambda or live in a notebook: only a fork takes it along.
@@ -64,9 +69,12 @@ class Workers:
 
     def close(self) -> None:
         """End the processes. One that is busy may finish its microbatch; after 5 seconds it is terminated."""
-        if self._batches is not None:
-            self._batches._shutdown_workers()
-            self._batches = self._loader._iterator = None
+        batches, self._batches, self._loader._iterator = self._batches, None, None
+        try:
+            if batches is not None:
+                batches._shutdown_workers()
+        finally:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +135,9 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _check_temporary_folder() -> None:
-    """Tensors come from a worker over a socket in a folder that multiprocessing makes in the temporary one."""
+    """Tensors come from a worker over a socket in a folder within the temporary one."""
     folder = tempfile.gettempdir()
-    limit = _MOST_SOCKET_BYTES - len("/pymp-12345678/listener-12345678")
+    limit = _MOST_SOCKET_BYTES - len(f"/{_FOLDER}12345678/listener-12345678")
     length = len(os.fsencode(folder))
     if get_sharing_strategy() == "file_descriptor" and length > limit:  # type: ignore[no-untyped-call]
         raise LaunchError(
@@ -138,12 +146,15 @@ def _check_temporary_folder() -> None:
         )
 
 
-def _set_up(worker: int) -> None:
-    """Have the system end this process when the training process is killed: it holds copies of the sockets that peers wait on.
+def _set_up(folder: str, worker: int) -> None:
+    """Have the sockets in a folder that the training process removes: a worker that ends while it sends leaves its own behind.
+
+    Have the system end this process when the training process is killed: it holds copies of the sockets that peers wait on.
 
     Have it stay for the step at hand where it is asked to end together with the training process. And have it end where a batch cannot be
     sent (the queue's own thread finds that out, and would leave the batch out: a wait for ever).
     """
+    multiprocessing.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
     _prctl_pr_set_pdeathsig(signal.SIGKILL)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(LATER_SECONDS))
