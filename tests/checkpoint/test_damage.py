@@ -278,3 +278,22 @@ def hashed(content: object) -> bytes:
 
     text = json.dumps(content, separators=(",", ":"))
     return f'{{"format":{FORMAT},"blake3":"{_hash(FORMAT, text.encode())}","content":{text}}}\n'.encode()
+
+
+def test_a_writer_that_ended_between_two_saves_is_replaced_and_let_go(tmp_path: Path) -> None:
+    saver = Saver(alone(), tmp_path, ATTEMPT)
+    for step in (1, 2):
+        saver.save(step, state_of(4, step), values={}, facts={})
+        assert (ended := saver.poll(30)) is not None
+        assert ended.error is None
+        writer = saver._writer
+        assert writer is not None
+        if step == 1:
+            first = writer._process
+            first.kill()
+            first.wait()
+    assert writer._process is not first
+    assert first.stdin is not None
+    assert first.stdin.closed
+    saver.close()
+    assert [name.step for name in Folder(tmp_path).names()] == [1, 2]

@@ -74,7 +74,10 @@ class Saver:
             self._memory = _Memory(Image(mine), mine)
             self._held = found
         assert self._memory is not None
-        if self._writer is None or self._writer.has_ended:
+        if self._writer is not None and self._writer.has_ended:
+            self._writer.close()
+            self._writer = None
+        if self._writer is None:
             self._writer = _Writer(self._memory)
         return f"{said[0, 1]:08x}"
 
