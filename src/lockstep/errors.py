@@ -73,8 +73,13 @@ class WorkerError(LockstepError):
 
 
 def install_excepthook() -> None:
-    """Print an uncaught `UserError` as one message and exit with status 2; leave every other exception to the hook that was there."""
+    """Print an uncaught `UserError` as one message and exit with status 2; leave every other exception to the hook that was there.
+
+    Called again where torch has put in its own since: that one calls those before it with a stderr that it prints only if they return.
+    """
     previous = sys.excepthook
+    if getattr(previous, "is_lockstep", False):
+        return
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         if not isinstance(error, UserError):
@@ -84,4 +89,5 @@ def install_excepthook() -> None:
         # The interpreter honours a SystemExit from the hook; without it an uncaught exception ends with status 1.
         raise SystemExit(USER_ERROR_STATUS)
 
+    hook.is_lockstep = True  # type: ignore[attr-defined]
     sys.excepthook = hook

@@ -41,3 +41,19 @@ def test_a_world_of_one_has_no_process_group() -> None:
     world = join(rank=0, size=1, local_rank=0, local_size=1)
     assert (world.rank, world.size, world.owns_group) == (0, 1, False)
     assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize("error", ["DataError", "ValueError"])
+def test_an_error_after_it_is_told_whoever_made_the_process_group(error: str) -> None:
+    """Torch's own hook, put in with the group, prints what the hooks before it say only where they return."""
+    script = (
+        "import torch.distributed as dist, lockstep.errors\n"
+        "from lockstep.comm.group import join\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "for _ in range(2): join(rank=0, size=1, local_rank=0, local_size=1)\n"
+        f"raise getattr(lockstep.errors, '{error}', ValueError)('what was given')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=50, check=False)
+    told, status = ("lockstep: DataError: what was given", 2) if error == "DataError" else ("[rank0]: ValueError: what was given", 1)
+    assert done.returncode == status
+    assert [line for line in done.stderr.splitlines() if "what was given" in line and "raise" not in line] == [told]

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.errors import LaunchError
+from lockstep.errors import LaunchError, install_excepthook
 
 BUCKET_NUMBERS = 2**22
 """Tensors are summed in pieces of about so many numbers."""
@@ -101,6 +101,12 @@ def join(*, rank: int, size: int, local_rank: int, local_size: int, timeout: tim
     The device is this rank's GPU where there are GPUs (NCCL, with Gloo for CPU tensors), else the CPU (Gloo). Raises `LaunchError` where
     there are fewer GPUs than processes, or the address of the rendezvous cannot be used.
     """
+    world = _joined(rank, size, local_rank, local_size, timeout)
+    install_excepthook()
+    return world
+
+
+def _joined(rank: int, size: int, local_rank: int, local_size: int, timeout: timedelta) -> World:
     global _made
     gpus = torch.cuda.device_count()
     use_gpu = gpus > 0

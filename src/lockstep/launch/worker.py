@@ -104,7 +104,7 @@ def run(body: Callable[[], object], record: Path | None) -> NoReturn:
 
 def _call_hook(error: BaseException, frames: TracebackType | None) -> None:
     """Call the hook that the user's code has put in, as Python would; what it prints, the launcher's report says already."""
-    with suppress(Exception), redirect_stderr(io.StringIO()):
+    with suppress(Exception, SystemExit), redirect_stderr(io.StringIO()):
         sys.excepthook(type(error), error, frames)
 
 
