@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from torch import Tensor
 
 from lockstep.errors import LaunchError, install_excepthook
 
+# Its name from torch 2.13 on; the old one warns there.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 BUCKET_NUMBERS = 2**22
 """Tensors are summed in pieces of about so many numbers."""
 
@@ -48,9 +50,11 @@ class World:
             return rows
         padded = rows.new_zeros((max(counts), *rows.shape[1:]))
         padded[: len(rows)] = rows
-        everyone = [torch.empty_like(padded) for _ in counts]
-        dist.all_gather(everyone, padded, group=self.group)
-        return torch.cat([part[:count] for part, count in zip(everyone, counts, strict=True)])
+        everyone = padded.new_empty((self.size * len(padded), *padded.shape[1:]))
+        all_gather_single(everyone, padded, group=self.group)
+        if min(counts) == len(padded):
+            return everyone
+        return torch.cat([part[:count] for part, count in zip(everyone.view(self.size, *padded.shape), counts, strict=True)])
 
     def sum_each(self, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor by its sum over ranks, which have them in one order. Every rank calls it.
@@ -72,14 +76,18 @@ class World:
         return bool(found.item())
 
     def gather_values(self, value: Any) -> list[Any]:
-        """Each rank's JSON value, in rank order. Every rank calls it. For set-up and rare events: it exchanges twice."""
+        """Each rank's JSON value, in rank order. Every rank calls it. For set-up and rare events: it exchanges twice.
+
+        Equal values may be one object.
+        """
         if self.size == 1:
             return [value]
         encoded = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         counts = self.gather_rows(torch.tensor([len(encoded)]), [1] * self.size).tolist()
-        text = bytes(self.gather_rows(encoded, counts).numpy()).decode()
-        ends = [sum(counts[: rank + 1]) for rank in range(self.size)]
-        return [json.loads(text[end - count : end]) for count, end in zip(counts, ends, strict=True)]
+        text = bytes(self.gather_rows(encoded, counts).numpy())
+        said = [text[end - count : end] for count, end in zip(counts, accumulate(counts), strict=True)]
+        values = {each: json.loads(each) for each in set(said)}
+        return [values[each] for each in said]
 
     def gather_ragged(self, rows: Tensor | None) -> Tensor:
         """All ranks' rows on the CPU, in rank order, whatever their number; None from a rank that has no row and knows no shape."""

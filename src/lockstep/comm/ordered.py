@@ -16,10 +16,8 @@ from torch import Tensor
 
 from lockstep import tree
 from lockstep.assignment import share
+from lockstep.comm.group import all_gather_single
 from lockstep.comm.shared import SharedGroup
-
-# Its name from torch 2.13 on; the old one warns there.
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
+from lockstep.comm.group import all_gather_single
 from lockstep.comm.mesh import Mesh, held
-from lockstep.comm.ordered import add, all_gather_single
+from lockstep.comm.ordered import add
 from lockstep.tree import Counter
 
 # Its name from torch 2.13 on; the old one warns there.

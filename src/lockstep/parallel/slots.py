@@ -8,9 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+_MOST_IN_A_LIST = 256
+"""Values on the host: fewer are sooner looked at in a list, more in a tensor."""
 Number = Tensor | float
 """A scalar tensor, or a number that the host knows already."""
 
@@ -40,14 +43,16 @@ class Slots:
 
     def say(self, used: Sequence[float], share: range, values: Sequence[Number], weights: Sequence[Number] | None, flag: bool) -> Tensor:
         """This rank's numbers in their places, zeros in the others'. `values` and `weights`: one for each microbatch of `share`."""
-        row = [*used, *[0.0] * (2 * self._most), float(flag)]
+        row = np.zeros(self.length, dtype=np.float64 if self._dtype is torch.float64 else np.float32)
+        row[: self._parameters] = used
+        row[-1] = flag
         columns = [(self._parameters, values), (self._parameters + self._most, weights or [])]
         if self._device.type == "cpu":
             for start, numbers in columns:
                 if numbers:
-                    row[_slice(start, share)] = map(float, numbers)
-            return torch.tensor(row, dtype=self._dtype)
-        said = torch.tensor(row, dtype=self._dtype, pin_memory=True).to(self._device, non_blocking=True)
+                    row[_slice(start, share)] = [float(number) for number in numbers]
+            return torch.from_numpy(row)
+        said = torch.from_numpy(row).pin_memory().to(self._device, non_blocking=True)
         for start, numbers in columns:
             if numbers:
                 said[_slice(start, share)] = self.column(numbers)
@@ -60,6 +65,8 @@ class Slots:
         if received.is_cuda:
             received = received.clone()
             return Told(received[:first], received[first : first + count], weights, received[-1])
+        if count > _MOST_IN_A_LIST:
+            return Told(received[:first].tolist(), received[first : first + count].clone(), weights, bool(received[-1]))
         numbers = received.tolist()
         return Told(numbers[:first], numbers[first : first + count], weights, bool(numbers[-1]))
 

@@ -7,20 +7,24 @@ import resource
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TextIO
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from lockstep.comm.mesh import Mesh
 from lockstep.watch.metrics import keep_up_to
 from lockstep.watch.phases import Phases
-from lockstep.watch.stragglers import Row, Stragglers
+from lockstep.watch.stragglers import PARTS, Stragglers
 
 _OF_HOOKS = ("hooks", "script")
 _OF_COMPUTE = ("compute", "update")
-_COLUMNS = ("step", "data", "compute", "hooks", "communication", "share", "memory")
+_COLUMNS = ("step", *PARTS, "communication", "share", "memory")
+_RANKS_AT_ONCE = 256
+"""Of more ranks only every so-many-th logging step is looked at: what that costs a step does not grow with them."""
 
 
 class Ranks:
@@ -33,8 +37,10 @@ class Ranks:
         self._warn = warn
         world = mesh.world
         self.hosts = world.gather_values(socket.gethostname())
-        self._stages = world.gather_values(mesh.axis("pipeline").rank)
-        self._stragglers = Stragglers()
+        self._stragglers = Stragglers(world.gather_values(mesh.axis("pipeline").rank))
+        self._every = -(-world.size // _RANKS_AT_ONCE)
+        self._logs = 0
+        self._memory = 0.0
         self._path = run_dir / "ranks.jsonl"
         self._file: TextIO | None = None
         self._share = 0
@@ -60,18 +66,24 @@ class Ranks:
         self._steps += 1
 
     def log(self, step: int) -> float:
-        """After a logging step; `step`: those done. Every rank calls it. Returns the most memory that any rank has had, in bytes."""
+        """After a logging step; `step`: those done. Every rank calls it. Returns the most memory that any rank has had, in bytes, as far as
+        it is known: where there are very many ranks, as of some logging steps ago.
+        """
+        self._logs += 1
+        if (self._logs - 1) % self._every:
+            return self._memory
         seconds, steps = time.perf_counter() - self._since, max(self._steps, 1)
         mine = [seconds, *self._parts(), float(self._share), float(self._memory_bytes())]
-        everyone = self._mesh.world.gather_rows(torch.tensor([mine], dtype=torch.float64), [1] * self._mesh.world.size).tolist()
-        columns = dict(zip(_COLUMNS, zip(*everyone, strict=True), strict=True))
+        everyone = self._mesh.world.gather_rows(torch.tensor([mine], dtype=torch.float64), [1] * self._mesh.world.size)
+        columns = dict(zip(_COLUMNS, everyone.numpy().T, strict=True))
         if self._mesh.world.rank == 0:
             self._file = self._file or self._path.open("a", encoding="utf-8", buffering=1)
-            ranks = {name: [round(value / steps, 6) for value in columns[name]] for name in _COLUMNS[:5]}
+            ranks = {name: (columns[name] / steps).round(6).tolist() for name in _COLUMNS[:5]}
             self._file.write(json.dumps({"step": step, "time": time.time(), "ranks": ranks, "hosts": self.hosts}) + "\n")
         self._look(columns, steps, seconds)
         self.restart()
-        return float(max(columns["memory"]))
+        self._memory = float(columns["memory"].max())
+        return self._memory
 
     def close(self) -> None:
         if self._file is not None:
@@ -95,16 +107,12 @@ class Ranks:
         stream = self._phases.stream
         return (self._phases.totals, self._phases.waited) if stream is None else (stream.totals(), defaultdict(float))
 
-    def _look(self, columns: dict[str, tuple[float, ...]], steps: int, seconds: float) -> None:
+    def _look(self, columns: Mapping[str, NDArray[np.float64]], steps: int, seconds: float) -> None:
         """Tell who has become slow. What counts is the time a microbatch: ranks may compute different numbers of them."""
-        mean = sum(columns["share"]) / len(columns["share"]) or 1.0
-        rows = []
-        for rank, stage in enumerate(self._stages):
-            scale = mean / (columns["share"][rank] or mean)
-            seconds_of = {name: columns[name][rank] / steps for name in _COLUMNS[:5]}
-            seconds_of |= {name: seconds_of[name] * scale for name in ("data", "compute")}
-            rows.append(Row(**seconds_of, peer=stage))
-        for each in self._stragglers.look(rows, seconds):
+        share = columns["share"]
+        scale = np.where(share > 0, share.mean() / np.maximum(share, 1.0), 1.0)
+        times = np.stack([columns[part] * (1.0 if part == "hooks" else scale) / steps for part in PARTS])
+        for each in self._stragglers.look(times, seconds):
             host = self.hosts[each.rank]
             details = {"rank": each.rank, "host": host, "part": each.part, "seconds": each.seconds, "usual_seconds": each.usual_seconds}
             self._event("straggler", **details, times=round(each.times, 2))

@@ -166,7 +166,7 @@ class Step:
         self._phases.enter("update")
         for statistics in self._statistics:
             statistics.check(compare=self._compares)
-        if self._poll and not all(map(math.isfinite, values if isinstance(values, list) else values.tolist())):
+        if self._poll and not (all(map(math.isfinite, values)) if isinstance(values, list) else bool(values.isfinite().all())):
             # It need not show in the gradient: torch.where lets none through to what it leaves out.
             Outcome(self.source.layout, pair, values, weights, math.nan, False, stops, []).check()
         self.touched = True

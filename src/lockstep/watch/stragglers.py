@@ -1,11 +1,13 @@
-"""Who is slower than the others, and in what: from how long each rank was at each part of its steps. Pure."""
+"""Who is slower than the others, and in what: from how long each rank was at each part of its steps. Pure, and n log n in the ranks."""
 
 from __future__ import annotations
 
-import statistics
 from collections import deque
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 PARTS = ("data", "compute", "hooks")
 """What a rank does by itself. Exchanges are as long as the slowest makes them."""
@@ -15,22 +17,8 @@ LONG_SECONDS = 10.0
 WINDOWS = 3
 """At least so long, and so many windows, are looked at together."""
 
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """Of one rank, between two logging steps: seconds a step."""
-
-    step: float
-    data: float
-    compute: float
-    hooks: float
-    communication: float
-    peer: Hashable = None
-    """Ranks of one mark do the same work."""
-
-    @property
-    def own(self) -> float:
-        return self.data + self.compute + self.hooks
+Times = NDArray[np.float64]
+"""(parts, ranks): seconds a step, between two logging steps, in the order of `PARTS`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,20 +34,22 @@ class Straggler:
     """How much longer its own work takes than the others'."""
 
 
-@dataclass(slots=True)
 class Stragglers:
     """Of a run. Told of each window, it says who has become one."""
 
-    _windows: deque[tuple[float, Sequence[Row]]] = field(default_factory=deque)
-    """The latest, that are long together."""
-    _told: set[tuple[int, str]] = field(default_factory=set)
+    def __init__(self, peers: Sequence[int]) -> None:
+        """`peers`: of each rank; those of one number do the same work."""
+        self._peers = peers
+        self._windows: deque[tuple[float, Times]] = deque()
+        self._told: set[tuple[int, str]] = set()
 
-    def look(self, rows: Sequence[Row], seconds: float) -> list[Straggler]:
-        """`rows`: of each rank. `seconds`: that the window lasted. Each is named once for each part, until it is slow no more."""
-        self._windows.append((seconds, rows))
+    def look(self, times: Times, seconds: float) -> list[Straggler]:
+        """`seconds`: that the window lasted. Each straggler is named once for each part, until it is slow no more."""
+        self._windows.append((seconds, times))
         if len(self._windows) < WINDOWS or sum(seconds for seconds, _ in self._windows) < LONG_SECONDS:
             return []
-        found = slow([_mean([(seconds, rows[rank]) for seconds, rows in self._windows]) for rank in range(len(rows))])
+        lengths = [seconds for seconds, _ in self._windows]
+        found = slow(np.average([times for _, times in self._windows], axis=0, weights=lengths), self._peers)
         while len(self._windows) > WINDOWS and sum(seconds for seconds, _ in self._windows) - self._windows[0][0] >= LONG_SECONDS:
             self._windows.popleft()
         now = {(each.rank, each.part) for each in found}
@@ -68,24 +58,31 @@ class Stragglers:
         return new
 
 
-def _mean(windows: Sequence[tuple[float, Row]]) -> Row:
-    """Of one rank's rows, each as long as its window was."""
-    whole = sum(seconds for seconds, _ in windows)
-    means = {name: sum(seconds * getattr(row, name) for seconds, row in windows) / whole for name in (*PARTS, "step", "communication")}
-    return Row(**means, peer=windows[-1][1].peer)
-
-
-def slow(rows: Sequence[Row]) -> list[Straggler]:
+def slow(times: Times, peers: Sequence[int]) -> list[Straggler]:
     """Those whose own work takes longer than that of the others who do the same."""
     found = []
-    for rank, row in enumerate(rows):
-        others = [other for place, other in enumerate(rows) if place != rank and other.peer == row.peer]
-        if not others:
+    for peer in sorted(set(peers)):
+        ranks = np.flatnonzero(np.asarray(peers) == peer)
+        if len(ranks) < 2:
             continue
-        usual = statistics.median(other.own for other in others)
-        if row.own <= TIMES * usual:
-            continue
-        excess = {part: getattr(row, part) - statistics.median(getattr(other, part) for other in others) for part in PARTS}
-        part = max(excess, key=lambda name: excess[name])
-        found.append(Straggler(rank, part, getattr(row, part), getattr(row, part) - excess[part], row.own / max(usual, 1e-9)))
-    return found
+        parts = times[:, ranks]
+        own = parts.sum(axis=0)
+        usual = _median_of_the_others(own)
+        usual_parts = np.stack([_median_of_the_others(part) for part in parts])
+        for place in np.flatnonzero(own > TIMES * usual):
+            most = int(np.argmax(parts[:, place] - usual_parts[:, place]))
+            factor = own[place] / max(usual[place], 1e-9)
+            seconds, usually = float(parts[most, place]), float(usual_parts[most, place])
+            found.append(Straggler(int(ranks[place]), PARTS[most], seconds, usually, float(factor)))
+    return sorted(found, key=lambda each: each.rank)
+
+
+def _median_of_the_others(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """For each of two or more values, the median of all but it."""
+    order = np.argsort(values)
+    place = np.empty_like(order)
+    place[order] = np.arange(len(values))
+    middle = [(len(values) - 2) // 2, (len(values) - 1) // 2]
+    ordered = values[order]
+    medians: NDArray[np.float64] = sum(ordered[each + (each >= place)] for each in middle) / 2
+    return medians
