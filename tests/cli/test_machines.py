@@ -90,6 +90,22 @@ def test_two_machines_with_one_number_are_both_told(tmp_path: Path, port: int) -
         )
 
 
+@pytest.mark.parametrize(
+    "more",
+    [["--check"], ["--compare-every", "10"], ["--profile", "steps=1:2"], ["--stop-after", "1h"], ["--nnodes", "3"]],
+    ids=lambda more: more[0],
+)
+def test_a_machine_that_is_given_other_options_is_told_at_once(tmp_path: Path, port: int, more: list[str]) -> None:
+    line = [LOCKSTEP, "run", "--nnodes", "2", "--rdzv", f"127.0.0.1:{port}", "--nproc", "1"]
+    with together([[*line, RANKS]], tmp_path) as (first,):
+        assert first.stderr is not None
+        assert "waits at" in first.stderr.readline()
+        ((status, _, told),) = ended([[*line, *more, RANKS]], tmp_path)
+    assert status == 2
+    said = "=".join((more[0].removeprefix("--").replace("-", "_"), *(more[1:] or ["1"])))
+    assert re.match(rf"lockstep: LaunchError: this machine was to run '.*{re.escape(said)} .*', and the first that came to ", told)
+
+
 @pytest.mark.timeout(200)
 def test_three_hosts_of_two_processes_train_to_the_bits_of_one_process(tmp_path: Path, hosts: Network) -> None:
     (alone,) = ended([[LOCKSTEP, "run", "--run-dir", "alone", ELASTIC, "0"]], tmp_path)

@@ -168,6 +168,8 @@ def command(
         "may_differ": may_differ,
         "default_run_dir": str(default_run_path(script, datetime.now()).absolute()),
     }
+    number = machines.number if machines is not None else None
+    alike = {"nnodes": number, **given, "stop_at": None, "stop_after": stop_after, "default_run_dir": None}
     ending = run_workers(
         start,
         count=count,
@@ -175,7 +177,7 @@ def command(
         given=given,
         max_restarts=max_restarts,
         machines=machines,
-        command=shlex.join([*(f"{name}={given[name]}" for name in ("plan", "run_dir") if given[name]), *asked, *arguments]),
+        command=shlex.join([*(f"{name}={value}" for name, value in alike.items() if value), *asked, *arguments]),
     )
     report = ending.report()
     if report:
