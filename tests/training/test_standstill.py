@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -64,11 +66,14 @@ class Between(ls.Hook):
     def on_step(self, run: Any) -> None:
         if run.step != 2:
             return
+        if self.kind == "late" and run.session.rank == 1:
+            time.sleep(2.5)
         size = 3 + (self.kind == "size") * run.session.rank
         if self.kind == "name" and run.session.rank == 1:
             dist.broadcast(torch.ones(size), 0)
         elif self.kind != "left out" or run.session.rank == 0:
-            dist.all_reduce(torch.ones(size))
+            op = dist.ReduceOp.MAX if self.kind == "operation" and run.session.rank == 1 else dist.ReduceOp.SUM
+            dist.all_reduce(torch.ones(size), op)
 
 
 def checked(run_dir: str, plan: str, kind: str) -> str:
@@ -87,14 +92,21 @@ def checked(run_dir: str, plan: str, kind: str) -> str:
         (
             "name",
             "replicate=2",
-            "rank 0 allreduce of float32 (3,) at {here} in Between.on_step; rank 1 broadcast of float32 (3,), root_rank 0",
+            "rank 0 allreduce of float32 (3,), reduce_op sum at {here} in Between.on_step; rank 1 broadcast of float32 (3,), root_rank 0",
         ),
         (
             "size",
             "shard=2",
-            "rank 0 allreduce of float32 (3,) at {here} in Between.on_step; rank 1 allreduce of float32 (4,) at {here}",
+            "rank 0 allreduce of float32 (3,), reduce_op sum at {here} in Between.on_step; "
+            "rank 1 allreduce of float32 (4,), reduce_op sum at {here}",
         ),
-        ("left out", "replicate=2", "rank 0 allreduce of float32 (3,) at {here} in Between.on_step; rank 1 all"),
+        (
+            "operation",
+            "replicate=2",
+            "rank 0 allreduce of float32 (3,), reduce_op sum at {here} in Between.on_step; "
+            "rank 1 allreduce of float32 (3,), reduce_op max at {here}",
+        ),
+        ("left out", "replicate=2", "rank 0 allreduce of float32 (3,), reduce_op sum at {here} in Between.on_step; rank 1 all"),
     ],
 )
 def test_a_call_that_differs_is_named_on_every_rank_with_all_lines(
@@ -110,3 +122,23 @@ def test_a_run_whose_ranks_agree_is_the_same_when_it_is_compared(pool: WorkerPoo
     found = pool.run(2, checked, str(tmp_path / "checked"), f"{plan},numerics=bitwise", "none")
     plain = ls.train(recipe(steps=4), run_dir=str(tmp_path / "plain"), plan="numerics=bitwise")
     assert set(found) == {plain.fingerprint}
+
+
+def waits_quietly(folder: str) -> tuple[str, str]:
+    """What comes of a run in which one rank comes 2.5 s late to a call, and what is written to stderr of it, below Python."""
+    kept = os.dup(2)
+    written = Path(folder, f"stderr-{os.getpid()}")
+    with written.open("wb") as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            found = checked(str(Path(folder, "run")), "replicate=2", "late")
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+    return found, written.read_text()
+
+
+def test_a_rank_that_comes_late_is_waited_for_without_a_word(pool: WorkerPool, tmp_path: Path) -> None:
+    for found, said in pool.run(2, waits_quietly, str(tmp_path)):
+        assert re.fullmatch("[0-9a-f]{64}", found)
+        assert "waitForInput" not in said

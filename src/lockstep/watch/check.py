@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import timedelta
 from itertools import count
 from typing import Any
 
@@ -79,11 +79,10 @@ class Checked(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._store.delete_key(f"{key}/{name}")
             self._store.delete_key(f"{before}/verdict")  # which all have read
             self._store.set(f"{key}/verdict", json.dumps(text))
-        while not self._store.check([f"{key}/verdict"]):
-            try:
-                self._store.wait([f"{key}/verdict"], timedelta(seconds=1))
-            except dist.DistStoreError:  # the watchdog looks after ranks that do not come
-                continue
+        pause_seconds = 1e-4
+        while not self._store.check([f"{key}/verdict"]):  # the watchdog looks after ranks that do not come
+            time.sleep(pause_seconds)  # torch's own wait is deaf to signals, and says so on stderr each time that it ends for want of time
+            pause_seconds = min(2 * pause_seconds, 0.05)
         found: str = json.loads(self._store.get(f"{key}/verdict"))
         return found
 
@@ -112,8 +111,11 @@ def _group_of(given: Mapping[str, Any]) -> dist.ProcessGroup:
 
 
 def _said(call: Call, given: Mapping[str, Any]) -> str:
-    more = "".join(f", {name} {given[name]}" for name in ("root_rank", "src", "reduce_op") if isinstance(given.get(name), int | str))
-    return f"{call}{more}"
+    said: dict[str, int | str] = {name: given[name] for name in ("root_rank", "src") if name in given}
+    if "reduce_op" in given:
+        op = given["reduce_op"]  # the name in torch's functional collectives; else torch's own object
+        said["reduce_op"] = op if isinstance(op, str) else dist.ReduceOp.RedOpType(op.op()).name.lower()
+    return f"{call}{''.join(f', {name} {value}' for name, value in said.items())}"
 
 
 def _tensors(given: Mapping[str, Any]) -> str:
