@@ -43,6 +43,11 @@ def test_each_rank_is_traced_and_all_are_put_on_one_clock(pool: WorkerPool, tmp_
     assert ("shared:all_reduce" if plan == "replicate=2" else "gloo:all_gather") in names
 
 
-def test_a_run_that_ends_before_the_last_of_the_steps_has_no_trace(tmp_path: Path) -> None:
-    assert "profiled" not in profiled(str(tmp_path / "run"), "steps=4:9", "replicate=1")
+@pytest.mark.parametrize("steps", ["steps=4:9", "steps=20:22"])
+def test_a_run_that_ends_before_the_last_of_the_steps_has_no_trace_and_says_so(
+    tmp_path: Path, steps: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert "profiled" not in profiled(str(tmp_path / "run"), steps, "replicate=1")
     assert not (tmp_path / "run" / "profile").exists()
+    said = "no profile: the run did not go through all of steps {} to {}; ".format(*(("4", "8") if steps == "steps=4:9" else ("20", "21")))
+    assert capfd.readouterr().err.count(said) == 1

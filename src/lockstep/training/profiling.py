@@ -44,6 +44,7 @@ class Profiling:
         self._show = show
         self._profiler: profile | None = None
         self._began = 0.0
+        self._is_written = False
 
     def before(self, step: int) -> None:
         """Before a step: begin, where it is the first."""
@@ -64,10 +65,13 @@ class Profiling:
             self._finish(self._profiler, time.time())
 
     def close(self) -> None:
-        """End without a trace, where the run ends before the last of the steps."""
+        """End without a trace, and say so, where the run did not go through all of the steps."""
         if self._profiler is not None:
             self._profiler.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._profiler = self._phases.log = None
+        if not self._is_written:
+            first, last = self._steps.start, self._steps.stop - 1
+            self._show(f"no profile: the run did not go through all of steps {first} to {last}; give --profile others, or train longer")
 
     def _finish(self, profiler: profile, ended: float) -> None:
         profiler.__exit__(None, None, None)  # type: ignore[no-untyped-call]
@@ -87,6 +91,7 @@ class Profiling:
         everyone = self._world.gather_values([found, peak, socket.gethostname()])
         if self._world.rank == 0:
             self._write(everyone, ahead, heaviest(trace, thread, OPERATORS))
+        self._is_written = True
         self._event("profiled", steps=[self._steps.start, self._steps.stop], folder=str(self._folder))
 
     def _clocks(self) -> list[float]:
