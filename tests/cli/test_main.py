@@ -118,6 +118,28 @@ def test_the_version_of_lockstep_torch_and_python_is_printed() -> None:
             "LaunchError: --name a b; files are called by it; give one of letters, digits, dots, - and _",
         ),
         (
+            ["slurm", "--time", "10", "--run", "--plan 'shard=2", "train.py"],
+            'LaunchError: --run "--plan \'shard=2": No closing quotation; it is read as a shell reads it; close each quotation mark',
+        ),
+        (
+            ["slurm", "--time", "10", "--run", "other.py --lr 1", "train.py"],
+            "LaunchError: --run 'other.py --lr 1' has 'other.py', which is no option; it is options of lockstep run; give the script and "
+            "its arguments after those of lockstep slurm",
+        ),
+        (
+            ["slurm", "--time", "10", "--sbatch", "partition=gpu", "train.py"],
+            "LaunchError: --sbatch 'partition=gpu'; it is one option of sbatch; give one as in --sbatch "
+            '"--partition=gpu", each by itself',
+        ),
+        (
+            ["slurm", "--time", "10", "-o", "train.py", "train.py"],
+            "LaunchError: -o train.py is there already, and is no batch script; only one is written over; name another file, or remove it",
+        ),
+        (
+            ["slurm", "--time", "10", "-o", "missing/train.sh", "train.py"],
+            "LaunchError: -o missing/train.sh cannot be written (No such file or directory); a batch script is a file; name another place",
+        ),
+        (
             ["run", "--plan", "replicate", "train.py"],
             "PlanError: 'replicate' in plan 'replicate'; a plan is made of name=value pairs, such as replicate=2,numerics=bitwise",
         ),
@@ -127,6 +149,7 @@ def test_a_mistake_is_one_message_and_status_2(tmp_path: Path, arguments: list[s
     (tmp_path / "train.py").write_text("print('started')")
     ended = lockstep(*arguments, folder=tmp_path)
     assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", f"lockstep: {text}\n")
+    assert (tmp_path / "train.py").read_text() == "print('started')"
 
 
 @pytest.mark.parametrize("closed", ["2>&-", ">&-", ">&- 2>&- <&-"])
@@ -140,7 +163,8 @@ def test_a_script_runs_where_streams_are_closed(tmp_path: Path, closed: str) -> 
 
 def test_a_batch_script_goes_to_the_terminal_or_to_a_file(tmp_path: Path) -> None:
     line = ["slurm", "train.py", "--nodes", "2", "--time", "1:00:00", "--run", "--plan shard=2", "-o", "train.sh", "--", "--lr", "0.1"]
-    assert lockstep(*line, folder=tmp_path).stdout == ""
+    for _ in range(2):  # it is written over
+        assert lockstep(*line, folder=tmp_path).stdout == ""
     written = (tmp_path / "train.sh").read_text()
     assert lockstep(*[word for word in line if word not in ("-o", "train.sh")], folder=tmp_path).stdout == written
     assert '    lockstep run --run-dir "runs/train-$SLURM_JOB_ID" --plan shard=2 train.py --lr 0.1\n' in written

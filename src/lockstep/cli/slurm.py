@@ -17,6 +17,9 @@ from lockstep.launch.script import check_script
 from lockstep.launch.slurm import Batch
 from lockstep.units import seconds
 
+_BEGINS = "#!/bin/bash\n#SBATCH "
+"""Batch scripts."""
+
 
 @click.command("slurm")
 @click.option("--nodes", type=click.IntRange(min=1), default=1, show_default=True, metavar="N", help="Nodes of the job.")
@@ -63,8 +66,16 @@ def command(
 
     Exit status: 0; 2 for a mistake; with --submit that of the job: 0 where it completed, else that of its batch script, or 1.
     """
-    given = shlex.split(run_options)
+    given = _words(run_options)
     asked = run_command.command.make_context("lockstep run", [*given, script, *arguments])
+    if asked.params["script"] != script:
+        raise LaunchError(
+            f"--run {run_options!r} has {asked.params['script']!r}, which is no option; it is options of lockstep run; give the script and "
+            "its arguments after those of lockstep slurm"
+        )
+    for option in sbatch:
+        if not option.startswith("-") or "\n" in option:
+            raise LaunchError(f'--sbatch {option!r}; it is one option of sbatch; give one as in --sbatch "--partition=gpu", each by itself')
     if is_sent and not asked.params["is_module"]:
         check_script(script)
     name = name if name is not None else Path(script).stem
@@ -86,10 +97,29 @@ def command(
     )
     text = batch.text()
     if output is not None:
-        Path(output).write_text(text, encoding="utf-8")
+        _write(Path(output), text)
     elif not is_sent:
         click.echo(text, nl=False)
     return _send(text, name) if is_sent else 0
+
+
+def _words(run_options: str) -> list[str]:
+    try:
+        return shlex.split(run_options)
+    except ValueError as error:
+        raise LaunchError(f"--run {run_options!r}: {error}; it is read as a shell reads it; close each quotation mark") from None
+
+
+def _write(path: Path, text: str) -> None:
+    """Raises `LaunchError` where it cannot go there, or something else would be lost."""
+    try:
+        if path.exists() and not path.read_bytes().startswith(_BEGINS.encode()):
+            raise LaunchError(
+                f"-o {path} is there already, and is no batch script; only one is written over; name another file, or remove it"
+            )
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise LaunchError(f"-o {path} cannot be written ({error.strerror}); a batch script is a file; name another place") from error
 
 
 def _send(text: str, name: str) -> int:
