@@ -99,16 +99,25 @@ def test_a_last_line_that_is_being_written_is_left_out_and_others_that_cannot_be
         "[]",
         '{"step": 2, "time": 0, "loss": "x"}',
         '{"step": 3}',
+        "[" * 100_000,
         '{"step": 4, "time": 1, "loss": 1}',
     ]
     (path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 5, "ti')
     (path / "events.jsonl").write_text('{"time": 0, "event": "run-st')
     (path / "ranks.jsonl").write_text('{"step": 1, "ranks": {"step": 3}}\n')
     (said,) = told(path)["runs"]
-    assert said["unreadable_lines"] == {"metrics.jsonl": 3, "ranks.jsonl": 1}
+    assert said["unreadable_lines"] == {"metrics.jsonl": 4, "ranks.jsonl": 1}
     assert (said["series"]["loss"]["values"], said["series"]["loss"]["last_step"]) == (2, 4)
     lockstep(path)
-    assert "3 lines of metrics.jsonl are not as a run writes them" in (path / "report.html").read_text()
+    assert "4 lines of metrics.jsonl are not as a run writes them" in (path / "report.html").read_text()
+
+
+def test_a_folder_whose_name_is_no_text_has_a_page(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"run-\xff")
+    run_json(folder)
+    found = subprocess.run([LOCKSTEP, "report", folder], capture_output=True, check=False)
+    assert (found.returncode, found.stderr) == (0, b"")
+    assert "run-\\udcff" in (folder / "report.html").read_text()
 
 
 def test_only_a_report_is_written_over(tmp_path: Path) -> None:
@@ -136,6 +145,8 @@ MISTAKES: list[tuple[list[str], str]] = [
         "RunDirectoryError: runs/../runs/a and runs/a are one run directory; a run is compared with others; give each once",
     ),
     (["torn"], "torn/run.json is no JSON (Expecting value: line 1 column 1 (char 0)); a run writes it whole; give another run directory"),
+    (["deep"], "deep/run.json is no JSON (maximum recursion depth exceeded"),
+    (["kinds"], "kinds/result.json has str as 'steps', where a run writes int; give another run directory"),
     (["runs/a", "-o", "no/page.html"], "LaunchError: -o no/page.html; its directory is not there; name a file in a directory that is"),
     (["runs/a", "-o", "empty"], "LaunchError: -o empty is a directory; a report is one file; name a file in it"),
 ]
@@ -149,6 +160,10 @@ def test_a_users_mistake_is_one_message_and_status_2(tmp_path: Path, arguments: 
     (tmp_path / "empty").mkdir()
     (tmp_path / "torn").mkdir()
     (tmp_path / "torn" / "run.json").touch()
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "run.json").write_text("[" * 100_000)
+    run_json(tmp_path / "kinds")
+    (tmp_path / "kinds" / "result.json").write_text('{"steps": "all"}')
     found = lockstep(*arguments, folder=tmp_path)
     assert found.returncode == 2
     assert text in found.stderr

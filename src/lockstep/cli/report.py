@@ -45,7 +45,7 @@ def command(output: str | None, as_json: bool, run_dirs: tuple[str, ...]) -> int
     if output is not None or not as_json:
         path = Path(output if output is not None else "report.html" if len(runs) > 1 else Path(run_dirs[0]) / "report.html")
         _check(path)
-        text = page(runs, made=time.time()).encode()
+        text = page(runs, made=time.time()).encode(errors="backslashreplace")  # names of folders may be any bytes
         _write(path, text)
         print(f"{path} ({len(text) / 1000:,.0f} kB)", file=sys.stderr if as_json else sys.stdout)
     return 0

@@ -32,8 +32,8 @@ def read_run(folder: Path, name: str) -> Run:
     """`name`: what it is called on the page. A file that is not there is an empty one."""
     with _readable(folder):
         unreadable: dict[str, int] = {}
-        facts = _json(folder / _OF_THE_RUN)
-        result = _json(folder / "result.json") if (folder / "result.json").is_file() else None
+        facts = _json(folder / _OF_THE_RUN, recipe=dict, plan=dict, environment=dict)
+        result = _json(folder / "result.json", steps=int, fingerprint=str) if (folder / "result.json").is_file() else None
 
         def rows(file: str, fits: Callable[[Mapping[str, Any]], bool]) -> Iterator[dict[str, Any]]:
             return _rows(folder / file, fits, unreadable)
@@ -80,7 +80,7 @@ def _rows(path: Path, fits: Callable[[Mapping[str, Any]], bool], unreadable: dic
             try:
                 row = json.loads(line)
                 is_one = isinstance(row, dict) and type(row["step"]) is int and fits(row)
-            except (ValueError, KeyError, AttributeError, TypeError):
+            except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
                 is_one = False
             if is_one:
                 yield row
@@ -105,13 +105,19 @@ def _check(path: str) -> None:
             raise RunDirectoryError(f"{path} is no run directory: it has no {_OF_THE_RUN}, which a run writes when it starts; {remedy}")
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _json(path: Path, **kinds: type) -> dict[str, Any]:
+    """`kinds`: of values in it, where they are there."""
     try:
         found = json.loads(path.read_text(encoding="utf-8", errors="replace"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RunDirectoryError(f"{path} is no JSON ({error}); a run writes it whole; give another run directory") from None
     if not isinstance(found, dict):
         raise RunDirectoryError(f"{path} holds a {type(found).__name__}; a run writes an object there; give another run directory")
+    for name, kind in kinds.items():
+        if not isinstance(found.get(name), kind | None):
+            raise RunDirectoryError(
+                f"{path} has {type(found[name]).__name__} as {name!r}, where a run writes {kind.__name__}; give another run directory"
+            )
     return found
 
 
