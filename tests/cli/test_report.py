@@ -100,16 +100,20 @@ def test_a_last_line_that_is_being_written_is_left_out_and_others_that_cannot_be
         '{"step": 2, "time": 0, "loss": "x"}',
         '{"step": 3}',
         "[" * 100_000,
+        '{"step": 4, "time": NaN, "loss": 1}',
+        '{"step": 4, "time": 1e300, "loss": 1}',
+        f'{{"step": {10**30}, "time": 1, "loss": 1}}',
+        f'{{"step": 4, "time": 1, "loss": {10**400}}}',
         '{"step": 4, "time": 1, "loss": 1}',
     ]
     (path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 5, "ti')
     (path / "events.jsonl").write_text('{"time": 0, "event": "run-st')
     (path / "ranks.jsonl").write_text('{"step": 1, "ranks": {"step": 3}}\n')
     (said,) = told(path)["runs"]
-    assert said["unreadable_lines"] == {"metrics.jsonl": 4, "ranks.jsonl": 1}
+    assert said["unreadable_lines"] == {"metrics.jsonl": 8, "ranks.jsonl": 1}
     assert (said["series"]["loss"]["values"], said["series"]["loss"]["last_step"]) == (2, 4)
     lockstep(path)
-    assert "4 lines of metrics.jsonl are not as a run writes them" in (path / "report.html").read_text()
+    assert "8 lines of metrics.jsonl are not as a run writes them" in (path / "report.html").read_text()
 
 
 def test_a_folder_whose_name_is_no_text_has_a_page(tmp_path: Path) -> None:

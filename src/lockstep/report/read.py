@@ -14,6 +14,10 @@ from lockstep.errors import RunDirectoryError
 from lockstep.report.history import Curves, Holder, RankTimes, Run, curves, happened, rank_times
 
 _OF_THE_RUN = "run.json"
+_END_OF_TIME_SECONDS = 2.5e11
+"""Since 1970: the year 9892."""
+_MOST_BITS = 62
+"""Of a whole number: what a run counts is less."""
 
 
 def read_runs(paths: Sequence[str]) -> list[Run]:
@@ -45,7 +49,7 @@ def read_run(folder: Path, name: str) -> Run:
             result=result,
             curves=_curves(rows),
             ranks=_rank_times(rows),
-            events=happened(rows("events.jsonl", lambda row: isinstance(row["event"], str) and _is_number(row["time"]))),
+            events=happened(rows("events.jsonl", lambda row: isinstance(row["event"], str) and _is_time(row["time"]))),
             holder=_holder(folder / "lock"),
             unreadable=unreadable,
         )
@@ -57,7 +61,7 @@ _Rows = Callable[[str, Callable[[Mapping[str, Any]], bool]], Iterator[dict[str, 
 def _curves(rows: _Rows) -> Curves:
     def fits(row: Mapping[str, Any]) -> bool:
         values = (value for name, value in row.items() if name != "not_finite")
-        return _is_number(row["time"]) and isinstance(row.get("not_finite", {}), dict) and all(v is None or _is_number(v) for v in values)
+        return _is_time(row["time"]) and isinstance(row.get("not_finite", {}), dict) and all(v is None or _is_number(v) for v in values)
 
     return curves(rows("metrics.jsonl", fits))
 
@@ -79,7 +83,7 @@ def _rows(path: Path, fits: Callable[[Mapping[str, Any]], bool], unreadable: dic
         for line in lines:
             try:
                 row = json.loads(line)
-                is_one = isinstance(row, dict) and type(row["step"]) is int and fits(row)
+                is_one = isinstance(row, dict) and type(row["step"]) is int and _is_number(row["step"]) and fits(row)
             except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
                 is_one = False
             if is_one:
@@ -89,7 +93,11 @@ def _rows(path: Path, fits: Callable[[Mapping[str, Any]], bool], unreadable: dic
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, float) or (type(value) is int and value.bit_length() <= _MOST_BITS)
+
+
+def _is_time(value: Any) -> bool:
+    return _is_number(value) and 0 <= value < _END_OF_TIME_SECONDS
 
 
 def _check(path: str) -> None:
