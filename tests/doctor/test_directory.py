@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.doctor.directory import existing, lines_of, probe, unusable
+from lockstep.errors import RunDirectoryError
 
 
 def verdicts(path: Path) -> dict[str, str]:
@@ -81,3 +82,10 @@ def test_where_nothing_can_be_written_is_said(tmp_path: Path) -> None:
 def test_a_run_directory_that_is_not_there_yet_is_tried_where_it_would_be_made(tmp_path: Path) -> None:
     assert existing(tmp_path / "runs" / "a") == tmp_path
     assert existing(tmp_path) == tmp_path
+
+
+@pytest.mark.parametrize("below", [".", "runs/a"])
+def test_a_run_directory_that_is_a_file_or_lies_below_one_is_refused(tmp_path: Path, below: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RunDirectoryError, match=f"{tmp_path}/file is not a folder; a run directory is a folder; choose another path"):
+        existing(tmp_path / "file" / below)

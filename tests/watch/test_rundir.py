@@ -166,6 +166,15 @@ def test_a_place_that_cannot_be_written_to_is_refused() -> None:
     )
 
 
+def test_a_disk_without_room_is_said_with_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(RunDirectoryError, match=re.escape(f"{tmp_path} cannot be written to (No space left on device: {tmp_path});")):
+        RunDirectory.create(tmp_path)
+
+
 def test_a_name_that_the_system_cannot_write_is_refused(tmp_path: Path) -> None:
     for name in ("d\udfff", "a\0b"):
         with pytest.raises(RunDirectoryError, match=r"has a name that this system cannot write \(.*use plain letters"):

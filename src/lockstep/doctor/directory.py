@@ -19,6 +19,7 @@ from pathlib import Path
 
 from lockstep.doctor.line import Line, Verdict, duration, size
 from lockstep.doctor.machine import CLOCK_SECONDS
+from lockstep.errors import RunDirectoryError
 
 Rename = Callable[[Path, Path], object]
 
@@ -53,9 +54,12 @@ class Directory:
 
 
 def existing(path: Path) -> Path:
-    """The folder itself, or the nearest above it that is there: where a run would make it."""
+    """The folder itself, or the nearest above it that is there: where a run would make it. Raises `RunDirectoryError` for a file."""
     path = path.absolute()
-    return next(folder for folder in (path, *path.parents) if folder.is_dir())
+    found = next(each for each in (path, *path.parents) if each.exists())
+    if not found.is_dir():
+        raise RunDirectoryError(f"--run-dir {path}: {found} is not a folder; a run directory is a folder; choose another path")
+    return found
 
 
 def probe(path: Path, *, rename: Rename = os.rename) -> Directory:

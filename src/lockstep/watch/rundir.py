@@ -67,7 +67,7 @@ class RunDirectory:
             ) from None
         except OSError as error:
             raise RunDirectoryError(
-                f"run directory {path} cannot be written to ({error.strerror}: {error.filename}); a run directory is a folder in "
+                f"run directory {path} cannot be written to ({error.strerror}: {error.filename or path}); a run directory is a folder in "
                 "which files can be made and locked; choose another, or change its permissions"
             ) from error
         except ValueError as error:
