@@ -7,6 +7,7 @@ on every rank alike, and a script that they end exits with status 2 and no trace
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from types import TracebackType
 
 USER_ERROR_STATUS = 2
@@ -72,6 +73,13 @@ class WorkerError(LockstepError):
     """A worker process failed. The text is the first failing rank's traceback, or the signal that killed it."""
 
 
+def say(text: str) -> None:
+    """Print it on stderr. That nobody reads there any more (a pipe into `head`, a terminal that is gone) ends no run."""
+    if sys.stderr is not None:
+        with suppress(OSError):
+            print(text, file=sys.stderr, flush=True)
+
+
 def install_excepthook() -> None:
     """Print an uncaught `UserError` as one message and exit with status 2; leave every other exception to the hook that was there.
 
@@ -85,7 +93,7 @@ def install_excepthook() -> None:
         if not isinstance(error, UserError):
             previous(kind, error, traceback)
             return
-        print(f"lockstep: {kind.__name__}: {error}", file=sys.stderr)
+        say(f"lockstep: {kind.__name__}: {error}")
         # The interpreter honours a SystemExit from the hook; without it an uncaught exception ends with status 1.
         raise SystemExit(USER_ERROR_STATUS)
 

@@ -140,3 +140,16 @@ def test_one_process_a_gpu_is_refused_without_a_gpu(tmp_path: Path) -> None:
         ended.stderr
         == "lockstep: LaunchError: --nproc gpu; it starts one process a GPU, and torch sees no GPU here; give a number, or auto\n"
     )
+
+
+@pytest.mark.parametrize(("restarts", "status"), [("0", 3), ("1", 0)])
+def test_where_nobody_reads_its_words_a_run_is_started_again_and_has_its_own_status(tmp_path: Path, restarts: str, status: int) -> None:
+    (tmp_path / "train.py").write_text("import os\nif not os.path.exists('again'):\n    open('again', 'w').close()\n    os._exit(3)\n")
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        line = [LOCKSTEP, "run", "--max-restarts", restarts, "train.py"]
+        ended = subprocess.run(line, cwd=tmp_path, stderr=writer, timeout=60, check=False)
+    finally:
+        os.close(writer)
+    assert ended.returncode == status

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
@@ -74,8 +75,9 @@ def main() -> None:
         sys.exit(130)
     if "torch" in sys.modules:
         # All that was started has been ended: without this, taking torch's modules down takes half a second more.
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+        sys.stdout.flush()
+        with suppress(OSError):  # what was said there has no reader
+            sys.stderr.flush()
         os._exit(status or 0)
     sys.exit(status or 0)
 

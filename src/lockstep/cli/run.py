@@ -14,7 +14,7 @@ from typing import get_args
 
 import click
 
-from lockstep.errors import LaunchError
+from lockstep.errors import LaunchError, say
 from lockstep.launch.count import count_processes
 from lockstep.launch.environment import check_run_dir
 from lockstep.launch.machines import Machines, Place
@@ -181,7 +181,7 @@ def command(
     )
     report = ending.report()
     if report:
-        print(f"lockstep: {report}", file=sys.stderr)
+        say(f"lockstep: {report}")
     return ending.status
 
 

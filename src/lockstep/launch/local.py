@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import signal
-import sys
 import threading
 import time
 from collections import Counter
@@ -28,7 +27,7 @@ from torch.distributed.elastic.events.api import Event, EventSource
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
 
-from lockstep.errors import LaunchError
+from lockstep.errors import LaunchError, say
 from lockstep.launch.environment import Launcher, threads_per_process
 from lockstep.launch.failure import Ending
 from lockstep.launch.folder import folder_of_a_launcher
@@ -269,7 +268,7 @@ class Agent(SimpleElasticAgent):
             self._remaining_restarts += 1  # which torch's loop takes off: this start is none of those that are counted
             self._why = (_FAILED, again)
             self._ending = False
-            _say(f"{again}; starts again")
+            say(f"lockstep: {again}; starts again")
             return
         silent = f"lost the machine {', '.join(self._lost)}: its workers failed, or it has been silent for {SILENCE_SECONDS} s"
         line = silent if first is None else first.line
@@ -277,7 +276,7 @@ class Agent(SimpleElasticAgent):
         if self._remaining_restarts:
             self._ending = False
             limit = self._worker_group.spec.max_restarts
-            _say(f"{line}; restart {limit - self._remaining_restarts + 1} of {limit}")
+            say(f"lockstep: {line}; restart {limit - self._remaining_restarts + 1} of {limit}")
         elif first is None:
             self._elsewhere = line
 
@@ -298,7 +297,7 @@ class Agent(SimpleElasticAgent):
 
     def _regroup(self, worker_group: WorkerGroup) -> None:
         """Have the workers of all machines save and end, for a start with one that waits."""
-        _say("another machine waits to join: the workers save, and start again with it")
+        say("lockstep: another machine waits to join: the workers save, and start again with it")
         self._why = (_JOINED, "another machine joined")
         store: Any = worker_group.store
         store.set(_REGROUPS, "")
@@ -364,10 +363,6 @@ def _said(error: Exception, machines: Machines) -> str:
         f"the rendezvous at {machines.place} is gone: the machine that keeps it has ended, or cannot be reached; what was saved is in the "
         "run directory; the same command, started again on every machine, goes on from there"
     )
-
-
-def _say(text: str) -> None:
-    print(f"lockstep: {text}", file=sys.stderr)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHand
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
-from lockstep.errors import LaunchError
+from lockstep.errors import LaunchError, say
 from lockstep.launch.machines import Machines, address_on, address_towards, interface_of
 
 LOOPBACK = "127.0.0.1"
@@ -129,7 +129,7 @@ class Meeting(DynamicRendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """As torch's. Each time the workers get a new store: torch would keep the first, and its address where that machine is gone."""
-        print(f"lockstep: waits at {self.machines.place} for the machines of the run ({self.machines.number})", file=sys.stderr)
+        say(f"lockstep: waits at {self.machines.place} for the machines of the run ({self.machines.number})")
         self._bootstrap_store_info = self._shared_tcp_store_server = None
         found = super().next_rendezvous()
         place = found.bootstrap_store_info
@@ -231,7 +231,7 @@ def _joined(machines: Machines, address: str, own: str) -> TCPStore:
                     "rendezvous; start it there, or correct the address, or let this machine reach that port"
                 ) from None
             if waited > SAY_SECONDS and not is_said:
-                print(f"lockstep: no answer yet at {machines.said} ({tried}); goes on trying for {JOIN_SECONDS} s", file=sys.stderr)
+                say(f"lockstep: no answer yet at {machines.said} ({tried}); goes on trying for {JOIN_SECONDS} s")
                 is_said = True
         time.sleep(0.5)
 

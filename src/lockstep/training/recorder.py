@@ -17,7 +17,7 @@ from torch import Tensor
 import lockstep.errors
 from lockstep.comm.group import World
 from lockstep.comm.mesh import whole
-from lockstep.errors import RunDirectoryError, UserError, cannot_write
+from lockstep.errors import RunDirectoryError, UserError, cannot_write, say
 from lockstep.events import Event, EventLog
 from lockstep.plan import Plan
 from lockstep.saving import Resume
@@ -157,8 +157,8 @@ class Recorder:
         """A line for the person who watches."""
         if self._progress is not None:
             self._progress.message(text)
-        elif self._directory is not None and sys.stderr is not None:
-            print(text, file=sys.stderr)
+        elif self._directory is not None:
+            say(text)
 
     def save_tensors(self, name: str, state_dict: Mapping[str, Any]) -> None:
         """Every rank calls it: what is distributed is gathered, one tensor after another."""

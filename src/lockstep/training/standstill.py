@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm.group import World
-from lockstep.errors import HangError
+from lockstep.errors import HangError, say
 from lockstep.launch.failure import describe
 from lockstep.launch.grace import is_over, needing_time, tell_failure
 from lockstep.launch.termination import HUNG_STATUS
@@ -68,7 +68,7 @@ class Standstill:
             path = self.run_dir / f"hang-{mine.step:08d}.txt"
             with suppress(OSError):
                 path.write_text(page(hang, places), encoding="utf-8")
-            print(f"lockstep: {self._text(hang, mine.step)}\nall stacks: {path}", file=sys.stderr, flush=True)
+            say(f"lockstep: {self._text(hang, mine.step)}\nall stacks: {path}")
         if self.world.rank == 0:
             self.event("hang", kind=hang.kind, ranks=list(hang.ranks), summary=hang.summary, seconds=round(mine.seconds, 1))
         if not ends:
