@@ -191,6 +191,20 @@ def test_hooks_refuse_what_makes_no_sense_when_they_are_made(make: Any, message:
     assert str(caught.value).startswith(message)
 
 
+@pytest.mark.parametrize(
+    ("hooks", "message"),
+    [
+        ([ls.Hook], "hooks has <class 'lockstep.training.hooks.Hook'>; a hook is an object of a subclass of ls.Hook; make it one"),
+        (3, "hooks has 3; a hook is an object"),
+        (ls.EarlyStopping(), "hooks=<lockstep.training.hooks.EarlyStopping object at "),
+    ],
+)
+def test_what_is_no_hook_is_refused(tmp_path: Path, hooks: Any, message: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        ls.train(recipe(steps=2), run_dir=str(tmp_path / "run"), hooks=hooks)
+    assert str(caught.value).startswith(message)
+
+
 class StopsOnOneRank(ls.Hook):
     def __init__(self, step: int) -> None:
         self.step = step

@@ -67,11 +67,12 @@ def test_a_run_that_fails_has_no_result(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fails_at", ["start", "log", "end"])
-def test_a_logger_that_fails_is_told_once_and_training_goes_on(tmp_path: Path, fails_at: str) -> None:
+def test_a_logger_that_fails_is_told_once_and_training_goes_on(tmp_path: Path, fails_at: str, capfd: pytest.CaptureFixture[str]) -> None:
     bad, good = Notes(fails_at=fails_at), Notes()
     result = ls.train(recipe(steps=4), run_dir=str(tmp_path / "run"), loggers=[bad, good], log_every=1)
     assert result.steps == 4
     assert [what for what, *_ in good.said] == ["start", *["log"] * 4, "end"]
+    assert capfd.readouterr().err.count("warning: Notes takes no more of this run: ConnectionError: gone away\n") == 1
     if fails_at != "end":  # which comes after the log of events is closed
         events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
         (failed,) = [event for event in events if event["event"] == "logger-failed"]
@@ -89,6 +90,16 @@ def test_training_does_not_wait_for_a_logger(tmp_path: Path) -> None:
 
     ls.train(recipe(steps=4), run_dir=str(tmp_path / "run"), loggers=[notes], hooks=[Release()], log_every=1)
     assert len(notes.said) == 6
+
+
+def test_a_logger_that_does_not_come_to_an_end_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("lockstep.watch.loggers.END_SECONDS", 0.2)
+    never = threading.Event()
+    ls.train(recipe(steps=2), run_dir=str(tmp_path / "run"), loggers=[Notes(waits_for=never)])
+    assert "Notes had not taken all of this run 0 s after its end; the rest is lost there" in capfd.readouterr().err
+    never.set()
 
 
 def told(run_dir: str) -> int:

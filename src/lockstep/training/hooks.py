@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -38,6 +38,16 @@ class Hook:
 
     def on_end(self, run: Run) -> None:
         """After the last step and evaluation, before the run's result is written."""
+
+
+def check_hooks(hooks: Any) -> None:
+    """Raises `RecipeError` unless `train` can call them."""
+    several = hooks if isinstance(hooks, Sequence) else [hooks]
+    for hook in several:
+        if not isinstance(hook, Hook):
+            raise RecipeError(f"hooks has {hook!r}; a hook is an object of a subclass of ls.Hook; make it one")
+    if several is not hooks:
+        raise RecipeError(f"hooks={hooks!r}; it is a list of hooks; give hooks=[...]")
 
 
 class EarlyStopping(Hook):

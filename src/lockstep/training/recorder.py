@@ -143,7 +143,7 @@ class Recorder:
 
     def _tell_of_logger(self, text: str) -> None:
         self.event("logger-failed", 0, reason=text)
-        self.message(f"warning: {text}")
+        say(f"warning: {text}")  # the display may be closed by now
 
     def event(self, name: str, step: int, **details: Any) -> Event:
         event = Event(name, step, details)

@@ -18,7 +18,7 @@ from lockstep.plan import Plan
 from lockstep.recipe import Recipe
 from lockstep.saving import Resume, Saving
 from lockstep.training.evaluate import Evaluator
-from lockstep.training.hooks import Hook
+from lockstep.training.hooks import Hook, check_hooks
 from lockstep.training.session import Session
 from lockstep.training.setting import check_microbatch_is_fixed
 from lockstep.training.state import Stateful
@@ -124,6 +124,7 @@ def train(
     """
     if not isinstance(recipe, Recipe):
         raise RecipeError(f"train({recipe!r}); it takes an ls.Recipe: build one with ls.Recipe(model=..., data=..., loss=..., ...)")
+    check_hooks(hooks)
     session = Session(
         run_dir=run_dir,
         seed=recipe.seed,

@@ -130,6 +130,9 @@ class Loggers:
         self._calls.put(lambda logger: logger.end(result))
         self._calls.put(None)
         self._thread.join(END_SECONDS)
+        if self._thread.is_alive():
+            names = ", ".join(type(logger).__name__ for logger in self._live)
+            self._tell(f"{names} had not taken all of this run {END_SECONDS:.0f} s after its end; the rest is lost there")
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
