@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from training.subjects import FEATURES, OUTPUTS, recipe
 
 from lockstep import train
-from lockstep.errors import RecipeError
+from lockstep.errors import LaunchError, RecipeError
 from lockstep.testing.pool import WorkerPool
 
 PLANS = {"shard=2": 2, "tensor=2": 2, "pipeline=2": 2, "replicate=2,pipeline=2": 4}
@@ -213,3 +213,22 @@ def test_one_model_on_all_ranks_is_trained_also_where_one_rank_alone_cannot_defe
     everyone = pool.run(PLANS[plan], attempt, plan, [right, right_but_whole], str(tmp_path))
     assert len({fingerprint for said in everyone for fingerprint in said}) == 1
     assert len(everyone[0][0]) == 64
+
+
+def train_told(told: dict[str, str], run_dir: str) -> str:
+    """Rank 1 is told so, as torchrun's user may do by mistake."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in told.items() if rank() == 1 else ():
+            patch.setenv(name, value)
+        with pytest.raises(LaunchError) as caught:
+            train(recipe(), run_dir=run_dir)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("told", [{"LOCKSTEP_CHECK": "1"}, {"LOCKSTEP_PLAN": "shard=2"}, {"LOCKSTEP_COMPARE_EVERY": "1"}], ids="".join)
+def test_processes_that_were_told_otherwise_are_refused_alike(pool: WorkerPool, tmp_path: Path, told: dict[str, str]) -> None:
+    (name,) = told
+    first, second = pool.run(2, train_told, told, str(tmp_path / "run"))
+    assert first == second
+    assert re.match(rf"{name} is \w+ for rank 0 and \S+ for rank 1; .*; set it for all of them", first)
+    assert not (tmp_path / "run").exists()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, cast, get_args
 
 from lockstep.errors import LaunchError, RunDirectoryError
 
+ALIKE = ("plan", "resume", "save_every", "out_of_memory", "may_differ", "hang_after", "on_hang", "compare_every", "profile", "check")
+"""What is the same for all processes of a run: by it they know which exchanges come."""
 COMPARE_EVERY = 100
 """Steps between two comparisons of replicas, unless the launcher was told otherwise."""
 Launcher = Literal["python", "torchrun", "lockstep", "spawn", "srun"]
@@ -112,6 +114,21 @@ class Environment:
             on_hang=environ.get("LOCKSTEP_ON_HANG") or None,
             threads=_threads(environ, local_world_size),
         )
+
+    def alike(self) -> list[str]:
+        """Of each of `ALIKE`, what was said, as text."""
+        return [str(sorted(value) if isinstance(value := getattr(self, name), frozenset) else value) for name in ALIKE]
+
+
+def check_alike(everyone: Sequence[Sequence[str]]) -> None:
+    """`everyone`: what `Environment.alike` gave on each rank. Raises `LaunchError` on all alike where one was told otherwise."""
+    for rank, said in enumerate(everyone):
+        for name, first, other in zip(ALIKE, everyone[0], said, strict=True):
+            if first != other:
+                raise LaunchError(
+                    f"LOCKSTEP_{name.upper()} is {first} for rank 0 and {other} for rank {rank}; all processes of a run are told the same; "
+                    "set it for all of them, or for none"
+                )
 
 
 def check_run_dir(run_dir: str | None, name: str) -> None:

@@ -26,7 +26,7 @@ from lockstep.data.loader import Loader, StreamLoader
 from lockstep.errors import LossError, PlanError, RecipeError
 from lockstep.events import Event
 from lockstep.keys import Stream, key
-from lockstep.launch.environment import Environment, check_run_dir
+from lockstep.launch.environment import Environment, check_alike, check_run_dir
 from lockstep.launch.failure import account
 from lockstep.launch.grace import needing_time
 from lockstep.launch.sbatch import set_task_variables
@@ -129,6 +129,7 @@ class Session:
                 local_rank=environment.local_rank,
                 local_size=environment.local_world_size,
             )
+            check_alike(self.world.gather_values(environment.alike()))
             launched = Plan.parse(environment.plan) if environment.plan is not None else None
             given = (launched or self._given_plan or Plan()).resolve(self.world.size)
             check_devices(given, self.world.device)
