@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from training.subjects import recipe
@@ -51,3 +52,22 @@ def test_a_run_that_ends_before_the_last_of_the_steps_has_no_trace_and_says_so(
     assert not (tmp_path / "run" / "profile").exists()
     said = "no profile: the run did not go through all of steps {} to {}; ".format(*(("4", "8") if steps == "steps=4:9" else ("20", "21")))
     assert capfd.readouterr().err.count(said) == 1
+
+
+class InTheWay(ls.Hook):
+    def on_start(self, run: ls.Run) -> None:
+        if run.session.rank == 0:
+            (Path(run.session.recorder.path) / "profile").touch()
+
+
+def profiled_in_vain(run_dir: str) -> tuple[int, list[tuple[str, Any]]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCKSTEP_PROFILE", "steps=2:4")
+        result = ls.train(recipe(steps=6), run_dir=run_dir, hooks=[InTheWay()])
+    return result.steps, [(event.name, event.details.get("reason")) for event in result.events if "profile" in event.name]
+
+
+def test_a_trace_that_cannot_be_written_is_told_and_training_goes_on(pool: WorkerPool, tmp_path: Path) -> None:
+    for steps, ((event, reason),) in pool.run(2, profiled_in_vain, str(tmp_path / "run")):
+        assert (steps, event) == (6, "profile-failed")
+        assert reason.startswith("rank 0: [Errno 20] Not a directory: ")

@@ -10,6 +10,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ OPERATORS = 10
 """In the table."""
 MEETINGS = 9
 """By which the ranks' clocks are compared: a median, so one that is late does not count."""
+_FAILURES = (OSError, ValueError, RuntimeError)
+"""Where a trace cannot be written, or only half; torch's export does not always say so."""
 PHASES_THREAD = 0
 """The number of the row of phases in a trace."""
 
@@ -44,7 +47,7 @@ class Profiling:
         self._show = show
         self._profiler: profile | None = None
         self._began = 0.0
-        self._is_written = False
+        self._is_told = False
 
     def before(self, step: int) -> None:
         """Before a step: begin, where it is the first."""
@@ -69,7 +72,7 @@ class Profiling:
         if self._profiler is not None:
             self._profiler.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._profiler = self._phases.log = None
-        if not self._is_written:
+        if not self._is_told:
             first, last = self._steps.start, self._steps.stop - 1
             self._show(f"no profile: the run did not go through all of steps {first} to {last}; give --profile others, or train longer")
 
@@ -77,22 +80,42 @@ class Profiling:
         profiler.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         seen, self._profiler, self._phases.log = self._phases.log or [], None, None
         if self._world.rank == 0:
-            self._folder.mkdir(exist_ok=True)
+            with suppress(OSError):  # it shows where the first trace is written
+                self._folder.mkdir(exist_ok=True)
         ahead = self._clocks()
+        thread = threading.get_native_id()
+        trace: dict[str, Any] = {}
+        found: dict[str, float] | None = None
+        failure = None
+        try:
+            trace, base = self._export(profiler, seen)
+            found = asdict(parts(trace, (self._began - base, ended - base), thread))
+        except _FAILURES as error:
+            failure = str(error)
+        peak = torch.cuda.max_memory_allocated() if self._world.device.type == "cuda" else resident_bytes()
+        everyone = self._world.gather_values([found, peak, socket.gethostname(), failure])
+        failures = [f"rank {rank}: {failure}" for rank, (*_, failure) in enumerate(everyone) if failure is not None]
+        if self._world.rank == 0 and not failures:
+            try:
+                self._write([each[:3] for each in everyone], ahead, heaviest(trace, thread, OPERATORS))
+            except _FAILURES as error:
+                failures = [f"rank 0: {error}"]
+        if failures:
+            self._event("profile-failed", reason=failures[0])
+            self._show(f"no profile: it cannot be written ({failures[0]}); training goes on")
+        else:
+            self._event("profiled", steps=[self._steps.start, self._steps.stop], folder=str(self._folder))
+        self._is_told = True
+
+    def _export(self, profiler: profile, seen: Sequence[tuple[str, float, float]]) -> tuple[dict[str, Any], float]:
+        """Write this rank's trace. Returns it, and when its clock was 0, in seconds since 1970."""
         mine = self._folder / f"rank-{self._world.rank}.json"
         profiler.export_chrome_trace(str(mine))
-        trace = json.loads(mine.read_text(encoding="utf-8"))
+        trace: dict[str, Any] = json.loads(mine.read_text(encoding="utf-8"))
         base = int(trace.get("baseTimeNanoseconds", 0)) / 1e9
         trace["traceEvents"] += _rows_of(seen, time.time() - time.perf_counter() - base)
         mine.write_text(json.dumps(trace), encoding="utf-8")
-        thread = threading.get_native_id()
-        found = asdict(parts(trace, (self._began - base, ended - base), thread))
-        peak = torch.cuda.max_memory_allocated() if self._world.device.type == "cuda" else resident_bytes()
-        everyone = self._world.gather_values([found, peak, socket.gethostname()])
-        if self._world.rank == 0:
-            self._write(everyone, ahead, heaviest(trace, thread, OPERATORS))
-        self._is_written = True
-        self._event("profiled", steps=[self._steps.start, self._steps.stop], folder=str(self._folder))
+        return trace, base
 
     def _clocks(self) -> list[float]:
         """By how many seconds each rank's clock is ahead of rank 0's. Every rank calls it."""

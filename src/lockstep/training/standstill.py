@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm.group import World
-from lockstep.errors import HangError, say
+from lockstep.errors import HangError, cannot_write, say
 from lockstep.launch.failure import describe
 from lockstep.launch.grace import is_over, needing_time, tell_failure
 from lockstep.launch.termination import HUNG_STATUS
@@ -66,9 +66,12 @@ class Standstill:
         ends = self.patience.on_hang == "end"
         if gathered:
             path = self.run_dir / f"hang-{mine.step:08d}.txt"
-            with suppress(OSError):
+            where = f"all stacks: {path}"
+            try:
                 path.write_text(page(hang, places), encoding="utf-8")
-            say(f"lockstep: {self._text(hang, mine.step)}\nall stacks: {path}")
+            except OSError as failure:
+                where = f"{cannot_write(path, failure)}; all stacks:\n\n{page(hang, places)}"
+            say(f"lockstep: {self._text(hang, mine.step)}\n{where}")
         if self.world.rank == 0:
             self.event("hang", kind=hang.kind, ranks=list(hang.ranks), summary=hang.summary, seconds=round(mine.seconds, 1))
         if not ends:
