@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
+from lockstep.comm import waits
 from lockstep.comm.calls import Call, under_way
 
 Doing = Literal["waits", "runs", "computes", "sleeps"]
@@ -26,6 +27,8 @@ LOOK_SECONDS = 0.04
 _PYTHON = sysconfig.get_path("stdlib") + os.sep
 _PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 _EXCHANGES = os.sep + os.path.join("torch", "distributed") + os.sep
+_WAITS = waits.__file__
+"""Stands between torch's waits and their callers."""
 _HERE = str(Path(__file__).parent.parent) + os.sep
 
 
@@ -163,11 +166,12 @@ def doing(stack: Sequence[Frame], *, calls: Sequence[Call], moves: bool, process
 
 def called_in(stack: Sequence[Frame]) -> Call | None:
     """The collective that a stack stands in, where torch has not noted it: what goes from one rank to another."""
-    inside = [frame for frame in stack if _EXCHANGES in frame.file]
-    if not inside or inside[-1] is not stack[-1]:
+    frames = [frame for frame in stack if frame.file != _WAITS]
+    inside = [frame for frame in frames if _EXCHANGES in frame.file]
+    if not inside or inside[-1] is not frames[-1]:
         return None
     public = [frame.function for frame in inside if frame.file.endswith("distributed_c10d.py") and frame.function[0] != "_"]
-    names = [name for name in public if name != "wrapper"] or [stack[-1].function.strip("_")]
+    names = [name for name in public if name != "wrapper"] or [frames[-1].function.strip("_")]
     return Call(names[0], "", 0, "")
 
 
