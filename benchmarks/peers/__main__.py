@@ -1,0 +1,205 @@
+"""One workload, trained by each of the ways there are: by hand, as tutorials do, by other frameworks, by lockstep.
+
+    make peers                       # in a virtual environment of its own: everything, about an hour on 2 cores
+    python benchmarks/peers [--only mlp wide gpt accumulate images start import] [--processes 1 2 4] [--launch equal own]
+                            [--contenders with_fabric ...] [--rounds 15] [--steps N] [--json FILE]
+
+All contenders of a row are alive at once, each in processes of its own, and take turns in an order that is shuffled every round; who has not
+the turn is stopped (see conductor.py). A ratio is the median over rounds of a contender's steps/s over those of the careful hand-written loop
+in the same round, and beside it is the middle half of these ratios; `cpu` is the same by processor time of the training processes, which
+counts no waiting. A turn ends when the last process has made the last step. First comes one step, then a turn that does not count.
+
+All train the same model from the same values on the same samples in each step, with AdamW and clipping. What each is given is what its own
+documentation has for speed, as the first line of its file in contenders/ says; lockstep is `ls.train` as it comes. The mean loss of every step
+over all processes must be the hand-written loop's, to within a relative 1e-3; a contender whose losses are not has no ratio, and the benchmark
+ends with status 1. Accelerate and the Trainer of Hugging Face deal out the batches of one order themselves, and Ignite its samples; so a process
+may have other samples of a step than by hand, and the step the same.
+
+launch=equal: all by `torchrun` (python at 1 process) with cores ÷ processes threads, and an error where a contender computes with others.
+launch=own: each by its own launcher, with as many threads as that gives it. `start`: seconds from the launcher's start until every process has
+made a step of `mlp`, in new processes each round. `import`: seconds of a new interpreter that only imports. Their ratios are of seconds.
+
+Quote numbers only of a machine that did nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from conductor import Contender, ContenderError, Turn, started
+from figures import Ratio, strays
+from launchers import BASELINE, CONTENDERS, equal_threads
+from rich.console import Console
+from rich.table import Table
+from workloads import SEED, SIZES, Task, prepare
+
+from lockstep.order import Order
+
+TOLERANCE = 1e-3
+LAUNCHES = ("equal", "own")
+NEEDED = ("accelerate", "lightning", "transformers", "ignite", "lockstep", "PIL")
+
+
+def speeds(workload: str, processes: int, launch: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A row for each contender: steps/s."""
+    turn = options.steps or SIZES[workload].turn
+    with tempfile.TemporaryDirectory(prefix="peers-") as folder:
+        task = prepared(workload, processes, launch, folder, steps=1 + (1 + options.rounds) * turn)
+        with started(options.contenders, task) as found:
+            contenders = {name: contender for name, (contender, _) in found.items()}
+            check_threads(contenders, task)
+            turns = take_turns(contenders, options.rounds, turn)
+            curves = {name: contender.finish() for name, contender in contenders.items()}
+            threads = {name: contender.threads[0] for name, contender in contenders.items()}
+    strayed = strays(curves, BASELINE, TOLERANCE)
+    for name, own in turns.items():
+        by_wall, by_processor = (
+            Ratio.of([1 / getattr(each, by) for each in own], [1 / getattr(each, by) for each in turns[BASELINE]]) for by in Turn._fields
+        )
+        yield {
+            "case": workload,
+            "processes": processes,
+            "launch": launch,
+            "contender": name,
+            "threads": threads[name],
+            "steps_per_second": turn / statistics.median(each.wall for each in own),
+            "ratio": None if name in strayed else by_wall._asdict(),
+            "processor_ratio": None if name in strayed else by_processor._asdict(),
+            "loss_distance": strayed.get(name, strays(curves, BASELINE, -1)[name]),
+            "turns": own,
+        }
+
+
+def prepared(workload: str, processes: int, launch: str, folder: str, *, steps: int) -> Task:
+    length = prepare(workload, Path(folder))
+    _, order = Order(length, SEED).samples(np.arange(steps * SIZES[workload].batch))
+    np.save(Path(folder) / "order.npy", order)
+    return Task(workload, processes, steps, folder, scratch="", own_launcher=launch == "own")
+
+
+def check_threads(contenders: dict[str, Contender], task: Task) -> None:
+    """Raises `ContenderError` unless all compute with the threads that they are to have."""
+    meant = equal_threads(task.processes)
+    for name, contender in contenders.items():
+        if not task.own_launcher and set(contender.threads) != {meant}:
+            raise ContenderError(f"{name}: its processes compute with {contender.threads} threads, not with {meant}; nothing to compare")
+
+
+def take_turns(contenders: dict[str, Contender], rounds: int, steps: int) -> dict[str, list[Turn]]:
+    """Round 0 does not count."""
+    names, chance = list(contenders), random.Random(SEED)
+    turns: dict[str, list[Turn]] = {name: [] for name in names}
+    for number in range(1 + rounds):
+        for name in chance.sample(names, len(names)):
+            turn = contenders[name].turn(steps)
+            if number:
+                turns[name].append(turn)
+    return turns
+
+
+def starts(processes: int, launch: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A row for each contender: seconds to the first step."""
+    names, chance = options.contenders, random.Random(SEED)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    with tempfile.TemporaryDirectory(prefix="peers-") as folder:
+        task = prepared("mlp", processes, launch, folder, steps=1)
+        for _ in range(options.rounds):
+            for name in chance.sample(names, len(names)):
+                with started([name], task) as found:
+                    contender, took = found[name]
+                    contender.finish()
+                seconds[name].append(took)
+    yield from timed_rows("start", processes, launch, seconds)
+
+
+def imports(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A row for each contender: seconds of an interpreter that imports what it needs."""
+    names, chance = options.contenders, random.Random(SEED)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(options.rounds):
+        for name in chance.sample(names, len(names)):
+            began = time.perf_counter()
+            subprocess.run([sys.executable, "-c", CONTENDERS[name].imports], check=True, stderr=subprocess.DEVNULL)
+            seconds[name].append(time.perf_counter() - began)
+    yield from timed_rows("import", 1, "equal", seconds)
+
+
+def timed_rows(case: str, processes: int, launch: str, seconds: dict[str, list[float]]) -> Iterator[dict[str, Any]]:
+    for name, own in seconds.items():
+        ratio = Ratio.of(own, seconds[BASELINE])._asdict()
+        row = {"case": case, "processes": processes, "launch": launch, "contender": name}
+        yield {**row, "seconds": statistics.median(own), "ratio": ratio, "times": own}
+
+
+def show(rows: list[dict[str, Any]], rounds: int) -> None:
+    first = rows[0]
+    of = f"{first['case']}, {first['processes']} process(es), launch={first['launch']}"
+    table = Table(title=f"{of}; {os.cpu_count()} cores, median of {rounds} rounds")
+    timed = "seconds" in first
+    for column in ("contender", "seconds", "ratio", "middle half") if timed else SPEED_COLUMNS:
+        table.add_column(column, justify="left" if column == "contender" else "right", no_wrap=True)
+    for row in rows:
+        ratio, cells = row["ratio"], [CONTENDERS[row["contender"]].label]
+        cells += [f"{row['seconds']:.3f}"] if timed else [str(row["threads"]), f"{row['steps_per_second']:.2f}"]
+        cells += [f"{ratio['median']:.3f}", f"{ratio['low']:.3f}-{ratio['high']:.3f}"] if ratio else ["-", "other losses"]
+        if not timed:
+            cells += [f"{row['processor_ratio']['median']:.3f}" if ratio else "-", f"{row['loss_distance']:.1e}"]
+        table.add_row(*cells)
+    Console(width=None if sys.stdout.isatty() else 110).print(table)
+
+
+SPEED_COLUMNS = ("contender", "threads", "steps/s", "ratio", "middle half", "cpu", "loss off by")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python benchmarks/peers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cases = (*SIZES, "start", "import")
+    parser.add_argument("--only", nargs="+", choices=cases, default=cases)
+    parser.add_argument("--processes", nargs="+", type=int, choices=(1, 2, 4), default=(1, 2, 4))
+    parser.add_argument("--launch", nargs="+", choices=LAUNCHES, default=LAUNCHES)
+    parser.add_argument("--contenders", nargs="+", choices=tuple(CONTENDERS), default=tuple(CONTENDERS), help="beside the hand-written loop")
+    parser.add_argument("--rounds", type=int, default=15, help="default: %(default)s")
+    parser.add_argument("--steps", type=int, help="of a turn (default: each workload's own)")
+    parser.add_argument("--json", metavar="FILE", help="also write the rows, with every turn, to this file")
+    options = parser.parse_args()
+    options.contenders = list(dict.fromkeys((BASELINE, *options.contenders)))
+    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+        parser.error(f"not installed here: {', '.join(missing)}; `make peers` makes an environment with all of them, and starts this in it")
+    return options
+
+
+def main() -> None:
+    options = parse()
+    rows: list[dict[str, Any]] = []
+    for case in options.only:
+        for processes in options.processes if case != "import" else options.processes[:1]:
+            for launch in options.launch if case != "import" else options.launch[:1]:
+                if case == "import":
+                    found = list(imports(options))
+                elif case == "start":
+                    found = list(starts(processes, launch, options))
+                else:
+                    found = list(speeds(case, processes, launch, options))
+                show(found, options.rounds)
+                rows += found
+                if options.json:
+                    Path(options.json).write_text(json.dumps({"rounds": options.rounds, "cores": os.cpu_count(), "rows": rows}, indent=2))
+    if strayed := [f"{row['contender']} on {row['case']}" for row in rows if row["ratio"] is None]:
+        raise SystemExit(f"other losses than the hand-written loop's: {', '.join(strayed)}: nothing to compare")
+
+
+if __name__ == "__main__":
+    main()

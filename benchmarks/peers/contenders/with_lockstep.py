@@ -1,0 +1,34 @@
+"""`ls.train` as it comes: run directory, metrics, saving, a check of every gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from baton import Baton
+from workloads import CLIP_NORM, SEED, Workload
+
+import lockstep as ls
+
+
+class AfterStep(ls.Hook):
+    def __init__(self, baton: Baton) -> None:
+        self.baton = baton
+
+    def on_step(self, run: Any) -> None:
+        self.baton.step()
+
+
+def train(work: Workload, baton: Baton) -> None:
+    recipe = ls.Recipe(
+        model=work.model,
+        data=work.data,
+        inputs=work.inputs,
+        loss=lambda output, batch: baton.saw(work.loss(output, batch)),
+        optimizer=work.optimizer,
+        global_batch=work.size.batch,
+        microbatch=work.microbatch if work.size.microbatches > 1 else None,
+        steps=work.task.steps,
+        clip_norm=CLIP_NORM,
+        seed=SEED,
+    )
+    ls.train(recipe, plan=f"workers={work.workers}", run_dir=f"{work.task.scratch}/run", hooks=[AfterStep(baton)])

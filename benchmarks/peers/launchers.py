@@ -1,0 +1,61 @@
+"""How each contender's processes are started, in both modes."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from workloads import Task
+
+SCRIPT = str(Path(__file__).resolve().parent / "contend.py")
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+BASELINE = "by_hand"
+
+
+@dataclass(frozen=True)
+class Contender:
+    label: str
+    imports: str
+    """What a script of its users begins with."""
+    launcher: str = "torchrun"
+    """What its documentation starts several processes on CPUs with."""
+
+
+CONTENDERS = {
+    "by_hand": Contender("by hand, careful", "import torch, torch.distributed"),
+    "tutorial": Contender("tutorials' loop", "import torch, torch.distributed"),
+    # `accelerate launch` starts several processes on GPUs, or on CPUs by MPI; elsewhere Accelerate's documentation has torchrun.
+    "with_accelerate": Contender("Accelerate", "from accelerate import Accelerator"),
+    "with_fabric": Contender("Fabric", "from lightning.fabric import Fabric", "itself"),
+    "with_lightning": Contender("Lightning Trainer", "import lightning", "itself"),
+    "with_hugging_face": Contender("HF Trainer", "from transformers import Trainer, TrainingArguments"),
+    "with_ignite": Contender("Ignite", "import ignite.distributed, ignite.engine", "itself"),
+    # `train` is named because names are imported when first used.
+    "with_lockstep": Contender("lockstep", "import lockstep; lockstep.train", "lockstep"),
+}
+
+
+def equal_threads(processes: int) -> int:
+    return max(1, (os.cpu_count() or 1) // processes)
+
+
+def command(name: str, address: str, task: Task) -> tuple[list[str], dict[str, str]]:
+    """The command that starts a contender, and its environment.
+
+    Equal: one process by python, several by torchrun, with cores ÷ processes threads each. Own: its own launcher, no threads set here.
+    """
+    size = task.processes
+    environment = {key: value for key, value in os.environ.items() if key not in THREADS}
+    launcher = CONTENDERS[name].launcher if task.own_launcher else "torchrun"
+    if not task.own_launcher:
+        environment["OMP_NUM_THREADS"] = str(equal_threads(size))
+    if launcher == "lockstep":
+        start = ["-m", "lockstep", "run", "--nproc", str(size), "--run-dir", f"{task.scratch}/run"]
+    elif launcher == "torchrun" and size > 1:
+        start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+    else:
+        start = []
+    return [sys.executable, *start, SCRIPT, name, address, json.dumps(asdict(task))], environment

@@ -1,0 +1,233 @@
+"""What is trained: one definition of each workload, which every contender gets as it is.
+
+The order of samples is lockstep's, worked out beforehand and given to all others as a list, over the whole run: there is one epoch. Images
+are augmented by their number alone. Models start from the same values.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Sampler, TensorDataset
+
+SEED = 0
+CLIP_NORM = 1.0
+CONTEXT = 128
+"""Bytes that the GPT sees."""
+PICTURES = 2000
+PICTURE = 256
+"""Pixels of a side of what is decoded."""
+CROP = 64
+"""Pixels of a side of what the model sees."""
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+@dataclass(frozen=True)
+class Size:
+    batch: int
+    """Samples in a step, over all processes."""
+    turn: int
+    """Steps that a contender makes before it is the next one's turn."""
+    microbatches: int = 1
+    """Of a step, over all processes; of 1, each process has one."""
+    workers: bool = False
+    """Data are read in loader processes: cores ÷ processes for each, at least 1."""
+
+
+SIZES = {
+    "mlp": Size(batch=64, turn=400),
+    "wide": Size(batch=32, turn=8),
+    "gpt": Size(batch=16, turn=4),
+    "accumulate": Size(batch=32, turn=2, microbatches=8),
+    "images": Size(batch=32, turn=12, workers=True),
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a contender's processes are started with, as JSON on their command line."""
+
+    workload: str
+    processes: int
+    steps: int
+    folder: str
+    """Where the data are, and the order."""
+    scratch: str
+    """A folder of this contender's own, empty."""
+    own_launcher: bool
+    """It was started as its own documentation would have it, not by torchrun with equal threads."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    task: Task
+    build: Callable[[], nn.Module]
+    data: Any
+    """A map-style dataset."""
+    collate: Callable[[Any], Any] | None
+    """For the DataLoader; None: its own."""
+    inputs: Callable[[Any], Tensor]
+    loss: Callable[[Tensor, Any], Tensor]
+    """(output, batch) -> the mean over a microbatch."""
+
+    def __reduce__(self) -> Any:
+        return load, (self.task,)
+
+    @property
+    def size(self) -> Size:
+        return SIZES[self.task.workload]
+
+    @property
+    def accumulated(self) -> int:
+        """Microbatches of a step that each process computes."""
+        return max(1, self.size.microbatches // self.task.processes)
+
+    @property
+    def microbatch(self) -> int:
+        """Samples in one forward and backward."""
+        return self.size.batch // max(self.size.microbatches, self.task.processes)
+
+    @property
+    def workers(self) -> int:
+        """Loader processes of each process."""
+        return max(1, (os.cpu_count() or 1) // self.task.processes) if self.size.workers else 0
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(SEED)
+        return self.build()
+
+    def optimizer(self, model: nn.Module, *, fused: bool = True) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=fused)
+
+    def order(self) -> np.ndarray:
+        """The samples of the whole run."""
+        return np.load(Path(self.task.folder) / "order.npy")
+
+    def loader(self, rank: int | None = None) -> DataLoader[Any]:
+        """Microbatches of process `rank`: a contiguous share of each step's samples, as lockstep deals them. None: of all processes, one
+        behind another, for frameworks that share out a loader's batches themselves."""
+        order = self.order()
+        if rank is not None:
+            order = order.reshape(self.task.steps, self.task.processes, -1)[:, rank].reshape(-1)
+        return DataLoader(self.data, sampler=Given(order), batch_size=self.microbatch, num_workers=self.workers, collate_fn=self.collate)
+
+
+class Given(Sampler[int]):
+    """An order that was decided elsewhere."""
+
+    def __init__(self, order: np.ndarray) -> None:
+        self.order = order.tolist()
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.order)
+
+
+class Pictures:
+    """Encoded images: decoded, cropped and mirrored when asked for, as their number has it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.encoded, self.ends, self.labels = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("encoded", "ends", "labels"))
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        from PIL import Image, ImageOps
+
+        begin = self.ends[index - 1] if index else 0
+        picture = Image.open(io.BytesIO(self.encoded[begin : self.ends[index]].tobytes()))
+        chance = random.Random(int(index))
+        left, top, side = chance.randrange(PICTURE // 2), chance.randrange(PICTURE // 2), chance.randint(PICTURE // 4, PICTURE // 2)
+        picture = picture.resize((CROP, CROP), Image.Resampling.BILINEAR, box=(left, top, left + side, top + side))
+        if chance.random() < 0.5:
+            picture = ImageOps.mirror(picture)
+        pixels = torch.from_numpy(np.array(picture)).permute(2, 0, 1).float().div_(255).sub_(0.5)
+        return pixels, int(self.labels[index])
+
+
+def prepare(workload: str, folder: Path) -> int:
+    """Write a workload's data into `folder`. How many samples they are."""
+    chance = np.random.default_rng(SEED)
+    if workload in ("gpt", "accumulate"):
+        text = _gpt().read_text()[0]
+        (folder / "text").write_bytes(text)
+        return len(_gpt().Windows(text, CONTEXT))
+    if workload == "images":
+        _draw(folder, chance)
+        return PICTURES
+    rows, width, classes = {"mlp": (60_000, 784, 10), "wide": (8192, 1024, 1024)}[workload]
+    np.save(folder / "features.npy", chance.standard_normal((rows, width), dtype=np.float32))
+    np.save(folder / "labels.npy", chance.integers(classes, size=rows))
+    return rows
+
+
+def _draw(folder: Path, chance: np.random.Generator) -> None:
+    from PIL import Image
+
+    encoded, ends, labels = bytearray(), [], chance.integers(10, size=PICTURES)
+    for _ in range(PICTURES):
+        coarse = Image.fromarray(chance.integers(256, size=(32, 32, 3), dtype=np.uint8))
+        file = io.BytesIO()
+        coarse.resize((PICTURE, PICTURE), Image.Resampling.BICUBIC).save(file, "jpeg", quality=90)
+        encoded += file.getvalue()
+        ends.append(len(encoded))
+    for name, array in (("encoded", np.frombuffer(encoded, np.uint8)), ("ends", np.array(ends)), ("labels", labels)):
+        np.save(folder / f"{name}.npy", array)
+
+
+def load(task: Task) -> Workload:
+    """The workload, in a contender's process."""
+    folder = Path(task.folder)
+    if task.workload in ("gpt", "accumulate"):
+        gpt = _gpt()
+        data = gpt.Windows((folder / "text").read_bytes(), CONTEXT)
+        build = functools.partial(gpt.GPT, layers=4, width=128, heads=4, context=CONTEXT, dropout=0.0)
+        return Workload(task, build, data, _as_it_is, lambda batch: batch[:, :-1], gpt.cross_entropy)
+    data = Pictures(folder) if task.workload == "images" else _rows(folder)
+    build = {"mlp": functools.partial(_perceptron, 784, 256, 10), "wide": functools.partial(_perceptron, 1024, 4096, 1024)}.get(
+        task.workload, _convolutions
+    )
+    return Workload(task, build, data, None, lambda batch: batch[0], lambda logits, batch: F.cross_entropy(logits, batch[1]))
+
+
+def _rows(folder: Path) -> TensorDataset:
+    # Mapped, so that the processes of all contenders share one copy; "c": torch wants arrays that can be written to.
+    return TensorDataset(*(torch.from_numpy(np.load(folder / f"{name}.npy", mmap_mode="c")) for name in ("features", "labels")))
+
+
+def _perceptron(features: int, width: int, classes: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(features, width), nn.ReLU(), nn.Linear(width, classes))
+
+
+def _convolutions() -> nn.Module:
+    layers: list[nn.Module] = []
+    for before, after in ((3, 16), (16, 32), (32, 64)):
+        layers += [nn.Conv2d(before, after, 3, stride=2, padding=1), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _gpt() -> Any:
+    if str(EXAMPLES) not in sys.path:
+        sys.path.insert(0, str(EXAMPLES))
+    import gpt
+
+    return gpt
