@@ -38,15 +38,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from conductor import Contender, ContenderError, Turn, started
 from figures import Ratio, strays
 from launchers import BASELINE, CONTENDERS, equal_threads
 from rich.console import Console
 from rich.table import Table
 from workloads import SEED, SIZES, Task, prepare
-
-from lockstep.order import Order
 
 TOLERANCE = 1e-3
 LAUNCHES = ("equal", "own")
@@ -84,10 +81,9 @@ def speeds(workload: str, processes: int, launch: str, options: argparse.Namespa
 
 
 def prepared(workload: str, processes: int, launch: str, folder: str, *, steps: int) -> Task:
-    length = prepare(workload, Path(folder))
-    _, order = Order(length, SEED).samples(np.arange(steps * SIZES[workload].batch))
-    np.save(Path(folder) / "order.npy", order)
-    return Task(workload, processes, steps, folder, scratch="", own_launcher=launch == "own")
+    task = Task(workload, processes, steps, folder, scratch="", own_launcher=launch == "own")
+    prepare(task)
+    return task
 
 
 def check_threads(contenders: dict[str, Contender], task: Task) -> None:

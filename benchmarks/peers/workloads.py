@@ -1,7 +1,7 @@
 """What is trained: one definition of each workload, which every contender gets as it is.
 
 The order of samples is lockstep's, worked out beforehand and given to all others as a list, over the whole run: there is one epoch. Images
-are augmented by their number alone. Models start from the same values.
+are augmented by their number alone. Models start from the values in one file.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Task:
     processes: int
     steps: int
     folder: str
-    """Where the data are, and the order."""
+    """Where the data, their order and the model's first values are."""
     scratch: str
     """A folder of this contender's own, empty."""
     own_launcher: bool
@@ -104,9 +104,15 @@ class Workload:
         """Loader processes of each process."""
         return max(1, (os.cpu_count() or 1) // self.task.processes) if self.size.workers else 0
 
+    @property
+    def values(self) -> Path:
+        """What the model starts from: a state dict."""
+        return Path(self.task.folder) / "values.pt"
+
     def model(self) -> nn.Module:
-        torch.manual_seed(SEED)
-        return self.build()
+        model = self.build()
+        model.load_state_dict(torch.load(self.values))
+        return model
 
     def optimizer(self, model: nn.Module, *, fused: bool = True) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=fused)
@@ -160,8 +166,21 @@ class Pictures:
         return pixels, int(self.labels[index])
 
 
-def prepare(workload: str, folder: Path) -> int:
-    """Write a workload's data into `folder`. How many samples they are."""
+def prepare(task: Task) -> None:
+    """Write what a task's folder is to hold."""
+    from lockstep.order import Order  # not imported where contenders compute
+
+    folder = Path(task.folder)
+    length = _write_data(task.workload, folder)
+    _, order = Order(length, SEED).samples(np.arange(task.steps * SIZES[task.workload].batch))
+    np.save(folder / "order.npy", order)
+    work = load(task)
+    torch.manual_seed(SEED)
+    torch.save(work.build().state_dict(), work.values)
+
+
+def _write_data(workload: str, folder: Path) -> int:
+    """How many samples they are."""
     chance = np.random.default_rng(SEED)
     if workload in ("gpt", "accumulate"):
         text = _gpt().read_text()[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from baton import Baton
@@ -18,6 +19,16 @@ class AfterStep(TrainerCallback):
         self.baton.step()
 
 
+class Named:
+    """Its batches are dicts."""
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, samples: Any) -> dict[str, Any]:
+        return {"batch": self.collate(samples)}
+
+
 class OurTrainer(Trainer):
     """Of a model, a loss and batches that are not of transformers' kind."""
 
@@ -27,10 +38,13 @@ class OurTrainer(Trainer):
         self.baton = baton
 
     def get_train_dataloader(self) -> Any:
-        return self.accelerator.prepare(self.work.loader())
+        loader = self.work.loader()
+        loader.collate_fn = Named(loader.collate_fn)
+        return self.accelerator.prepare(loader)
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Tensor:
-        return self.baton.saw(self.work.loss(model(self.work.inputs(inputs)), inputs))
+        batch = inputs["batch"]
+        return self.baton.saw(self.work.loss(model(self.work.inputs(batch)), batch))
 
 
 def train(work: Workload, baton: Baton) -> None:

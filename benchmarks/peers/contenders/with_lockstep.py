@@ -20,7 +20,8 @@ class AfterStep(ls.Hook):
 
 def train(work: Workload, baton: Baton) -> None:
     recipe = ls.Recipe(
-        model=work.model,
+        model=work.build,
+        weights=work.values,
         data=work.data,
         inputs=work.inputs,
         loss=lambda output, batch: baton.saw(work.loss(output, batch)),
