@@ -8,10 +8,11 @@ endif
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-for
+PEERS := build/peers
 CODE := src tests examples benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train test slow slurm verify check bench clean
+.PHONY: help venv train test slow slurm verify check bench peers clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -62,6 +63,17 @@ bench: venv ## every benchmark: a table each, and JSON in build/benchmarks
 		name=$$(basename $$script .py); echo "== $$name"; \
 		$(BIN)/python $$script --json build/benchmarks/$$name.json || exit 1; \
 	done
+
+peers: $(PEERS)/.made ## lockstep beside loops by hand and other frameworks, in an environment of their own: tables, JSON and a picture
+	@mkdir -p build/benchmarks
+	$(PEERS)/bin/python benchmarks/peers --json build/benchmarks/peers.json
+	$(PEERS)/bin/python benchmarks/peers/plot.py build/benchmarks/peers.json build/benchmarks/peers.svg
+
+$(PEERS)/.made: benchmarks/peers/requirements.txt pyproject.toml
+	@echo "installing what lockstep is compared with into $(PEERS) (some minutes)"
+	@$(PYTHON) -m venv --clear $(PEERS)
+	@$(PEERS)/bin/python -m pip install --quiet --requirement benchmarks/peers/requirements.txt --editable .
+	@touch $@
 
 clean: ## remove the virtual environment, caches and built files (not runs/)
 	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache src/*.egg-info

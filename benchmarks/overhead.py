@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from peers.figures import Ratio
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -293,8 +294,9 @@ def rows_of(case: str, size: int, threads: int, speeds: dict[str, list[Speed]]) 
     baseline = next(iter(speeds.values()))
     rows = []
     for name, own in speeds.items():
-        ratios = [speed.wall / other.wall for speed, other in zip(own, baseline, strict=True)]
-        low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+        by_wall, by_processor = (
+            Ratio.of([getattr(each, by) for each in own], [getattr(each, by) for each in baseline]) for by in Speed._fields
+        )
         rows.append(
             {
                 "case": case,
@@ -302,10 +304,10 @@ def rows_of(case: str, size: int, threads: int, speeds: dict[str, list[Speed]]) 
                 "threads": threads,
                 "side": name,
                 "steps_per_second": statistics.median(speed.wall for speed in own),
-                "ratio": statistics.median(ratios),
-                "ratio_low": low,
-                "ratio_high": high,
-                "processor_ratio": statistics.median(speed.processor / other.processor for speed, other in zip(own, baseline, strict=True)),
+                "ratio": by_wall.median,
+                "ratio_low": by_wall.low,
+                "ratio_high": by_wall.high,
+                "processor_ratio": by_processor.median,
                 "speeds": own,
             }
         )

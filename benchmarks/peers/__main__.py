@@ -1,23 +1,25 @@
 """One workload, trained by each of the ways there are: by hand, as tutorials do, by other frameworks, by lockstep.
 
-    make peers                       # in a virtual environment of its own: everything, about an hour on 2 cores
+    make peers                       # in a virtual environment of its own: everything, some hours on 2 cores
     python benchmarks/peers [--only mlp wide gpt accumulate images start import] [--processes 1 2 4] [--launch equal own]
                             [--contenders with_fabric ...] [--rounds 15] [--steps N] [--json FILE]
 
-All contenders of a row are alive at once, each in processes of its own, and take turns in an order that is shuffled every round; who has not
-the turn is stopped (see conductor.py). A ratio is the median over rounds of a contender's steps/s over those of the careful hand-written loop
-in the same round, and beside it is the middle half of these ratios; `cpu` is the same by processor time of the training processes, which
-counts no waiting. A turn ends when the last process has made the last step. First comes one step, then a turn that does not count.
+All contenders of a row are alive at once, each in processes of its own, and take turns in an order that is shuffled every round; who
+has not the turn is stopped (see conductor.py). A ratio is the median over rounds of a contender's steps/s over those of the careful
+hand-written loop in the same round, and beside it is the middle half of these ratios; `cpu` is the same by processor time of the training
+processes, which counts no waiting. A turn ends when the last process has made the last step. First comes one step, then a turn that does
+not count.
 
-All train the same model from the same values on the same samples in each step, with AdamW and clipping. What each is given is what its own
-documentation has for speed, as the first line of its file in contenders/ says; lockstep is `ls.train` as it comes. The mean loss of every step
-over all processes must be the hand-written loop's, to within a relative 1e-3; a contender whose losses are not has no ratio, and the benchmark
-ends with status 1. Accelerate and the Trainer of Hugging Face deal out the batches of one order themselves, and Ignite its samples; so a process
-may have other samples of a step than by hand, and the step the same.
+All train the same model from the same values on the same samples in each step, with AdamW and clipping. What each is given is what its
+own documentation has for speed, as the first line of its file in contenders/ says; lockstep is `ls.train` as it comes. The mean loss of
+every step over all processes must be the hand-written loop's, to within a relative 1e-3; a contender whose losses are not has no ratio,
+and the benchmark ends with status 1. Accelerate and the Trainer of Hugging Face deal out the batches of one order themselves, and Ignite
+its samples; so a process may have other samples of a step than by hand, and the step the same.
 
 launch=equal: all by `torchrun` (python at 1 process) with cores ÷ processes threads, and an error where a contender computes with others.
-launch=own: each by its own launcher, with as many threads as that gives it. `start`: seconds from the launcher's start until every process has
-made a step of `mlp`, in new processes each round. `import`: seconds of a new interpreter that only imports. Their ratios are of seconds.
+launch=own: each by its own launcher, with as many threads as that gives it. `start`: seconds from the launcher's start until every
+process has made a step of `mlp`, in new processes each round. `import`: seconds of a new interpreter that only imports. Their ratios are
+of seconds.
 
 Quote numbers only of a machine that did nothing else.
 """
@@ -161,12 +163,16 @@ SPEED_COLUMNS = ("contender", "threads", "steps/s", "ratio", "middle half", "cpu
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python benchmarks/peers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python benchmarks/peers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     cases = (*SIZES, "start", "import")
     parser.add_argument("--only", nargs="+", choices=cases, default=cases)
     parser.add_argument("--processes", nargs="+", type=int, choices=(1, 2, 4), default=(1, 2, 4))
     parser.add_argument("--launch", nargs="+", choices=LAUNCHES, default=LAUNCHES)
-    parser.add_argument("--contenders", nargs="+", choices=tuple(CONTENDERS), default=tuple(CONTENDERS), help="beside the hand-written loop")
+    parser.add_argument(
+        "--contenders", nargs="+", choices=tuple(CONTENDERS), default=tuple(CONTENDERS), help="beside the hand-written loop"
+    )
     parser.add_argument("--rounds", type=int, default=15, help="default: %(default)s")
     parser.add_argument("--steps", type=int, help="of a turn (default: each workload's own)")
     parser.add_argument("--json", metavar="FILE", help="also write the rows, with every turn, to this file")
