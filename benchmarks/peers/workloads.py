@@ -51,7 +51,7 @@ SIZES = {
     "wide": Size(batch=32, turn=8),
     "gpt": Size(batch=16, turn=4),
     "accumulate": Size(batch=32, turn=2, microbatches=8),
-    "images": Size(batch=32, turn=12, workers=True),
+    "images": Size(batch=32, turn=24, workers=True),
 }
 
 
