@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -26,9 +26,3 @@ def furthest(losses: Sequence[float], baseline: Sequence[float]) -> float:
     """The largest relative distance of two loss curves. A loss that is no number is infinitely far."""
     distances = [abs(mine - other) / abs(other) for mine, other in zip(losses, baseline, strict=True)]
     return max(distance if distance == distance else float("inf") for distance in distances)
-
-
-def strays(curves: Mapping[str, Sequence[float]], baseline: str, tolerance: float) -> dict[str, float]:
-    """Which contenders' loss curves are further from the baseline's than the tolerance, and how far."""
-    distances = {name: furthest(losses, curves[baseline]) for name, losses in curves.items()}
-    return {name: distance for name, distance in distances.items() if not distance <= tolerance}
