@@ -14,11 +14,14 @@ def main() -> None:
     sys.path.insert(0, str(Path(__file__).resolve().parent / "contenders"))
     module = importlib.import_module(contender)
 
+    import torch.distributed as dist
     from baton import Baton
     from workloads import Task, load
 
     work = load(Task(**json.loads(task)))
     module.train(work, Baton(address, work.accumulated))
+    if dist.is_initialized():  # some leave it behind, and a process that ends with it may abort
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -29,5 +29,3 @@ def train(work: Workload, baton: Baton) -> None:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             baton.step()
-    if dist.is_initialized():
-        dist.destroy_process_group()

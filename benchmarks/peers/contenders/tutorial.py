@@ -27,5 +27,3 @@ def train(work: Workload, baton: Baton) -> None:
             optimizer.step()
             optimizer.zero_grad()
             baton.step()
-    if dist.is_initialized():
-        dist.destroy_process_group()

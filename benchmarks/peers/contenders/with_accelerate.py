@@ -25,4 +25,3 @@ def train(work: Workload, baton: Baton) -> None:
             optimizer.zero_grad()
         if accelerator.sync_gradients:
             baton.step()
-    accelerator.end_training()
