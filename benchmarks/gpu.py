@@ -1,0 +1,222 @@
+"""Tokens/s, MFU and memory of language models on one GPU: `ls.train` beside a plain loop as nanoGPT's.
+
+    python benchmarks/gpu.py [--models gpt2-124m gpt2-350m llama-1b] [--rounds 2] [--json FILE] [--write docs/performance.md]
+
+Both train in bf16 autocast with fused AdamW, clipping, flash attention and the same batches, four microbatches a step. The plain loop
+compiles the whole model and computes all logits at once. `ls.train` runs with `compile=yes`, which compiles each block, and its model's
+loss is `linear_cross_entropy`, which never has the logits of all tokens in memory. Each turn is a process of its own; sides take turns;
+medians over rounds. MFU = tokens/s x (6 N + 12 L H Q T) / what the GPU's data sheet says of dense bf16 (`language_models.flops_a_token`,
+`lockstep.watch.flops`).
+
+Without a GPU it says so, and ends with status 0. `--device cpu --models tiny` tries the script out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from language_models import SIZES, LanguageModel, Size, flops_a_token
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+import lockstep as ls
+from lockstep.watch.flops import peak
+
+SIDES = ("plain", "ls.train")
+MICROBATCHES = 4
+WARMUP, STEPS = 10, 30
+BEGIN, END = "<!-- benchmarks/gpu.py begins -->", "<!-- benchmarks/gpu.py ends -->"
+
+
+class Text:
+    """Random tokens: what they say costs nothing."""
+
+    def __init__(self, size: Size) -> None:
+        self.context = size.context
+        self.tokens = torch.randint(0, size.vocabulary, (4_000_000,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+
+    def __len__(self) -> int:
+        return len(self.tokens) // self.context - 1
+
+    def __getitems__(self, indices: list[int]) -> Tensor:
+        return torch.stack([self.tokens[index * self.context :][: self.context + 1] for index in indices]).long()
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+
+
+def synchronise(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def batches(size: Size, device: torch.device) -> Iterator[Tensor]:
+    """One ahead of the GPU, through pinned memory."""
+    text, rng = Text(size), torch.Generator().manual_seed(1)
+    while True:
+        batch = text.__getitems__(torch.randint(len(text), (size.batch,), generator=rng).tolist())
+        yield batch.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else batch
+
+
+def plain(size: Size, device: torch.device) -> tuple[float, LanguageModel]:
+    """Seconds a step."""
+    torch.manual_seed(0)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    model = LanguageModel(size, chunked=False).to(device)
+    run = torch.compile(model) if device.type == "cuda" else model
+    optimizer = adamw(model)
+    autocast: AbstractContextManager[Any] = torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
+    following = batches(size, device)
+    batch = next(following)
+    began = 0.0
+    for step in range(WARMUP + STEPS):
+        if step == WARMUP:
+            began = synchronise(device)
+        for _ in range(MICROBATCHES):
+            with autocast:
+                loss = run(batch[:, :-1], batch[:, 1:]) / MICROBATCHES
+            batch = next(following)
+            loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if step % 10 == 9:
+            loss.item()
+    return (synchronise(device) - began) / STEPS, model
+
+
+class Clock(ls.Hook):
+    def on_start(self, run: ls.Run) -> None:
+        self.device = run.session.device
+        self.model = run.model
+
+    def on_step(self, run: ls.Run) -> None:
+        if run.step == WARMUP:
+            self.began = synchronise(self.device)
+        if run.step == WARMUP + STEPS:
+            self.ended = synchronise(self.device)
+
+
+def lockstep(size: Size, device: torch.device) -> tuple[float, LanguageModel]:
+    """Seconds a step."""
+    clock = Clock()
+    recipe = ls.Recipe(
+        model=lambda: LanguageModel(size, chunked=True),
+        data=Text(size),
+        loss=lambda model, batch: model(batch[:, :-1], batch[:, 1:]),
+        optimizer=adamw,
+        global_batch=MICROBATCHES * size.batch,
+        microbatch=size.batch,
+        steps=WARMUP + STEPS,
+        clip_norm=1.0,
+        precision="bf16" if device.type == "cuda" else "fp32",
+        blocks=["blocks.*"],
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        ls.train(recipe, plan="compile=yes" if device.type == "cuda" else "", run_dir=f"{folder}/run", hooks=[clock])
+    return (clock.ended - clock.began) / STEPS, clock.model
+
+
+def measure(name: str, side: str, device: torch.device) -> dict[str, float]:
+    """Runs in a process of its own."""
+    size = SIZES[name]
+    seconds, model = (plain if side == "plain" else lockstep)(size, device)
+    tokens = MICROBATCHES * size.batch * size.context / seconds
+    found = {"tokens_per_second": tokens, "step_seconds": seconds}
+    if device.type == "cuda":
+        found["memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        if (most := peak(torch.cuda.get_device_name(), "bf16")) is not None:
+            found["mfu"] = tokens * flops_a_token(model, size) / most
+    return found
+
+
+def measured(name: str, side: str, device: str) -> dict[str, float]:
+    command = [sys.executable, str(Path(__file__).resolve()), "--device", device, "--one", name, side]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def rows_of(models: list[str], rounds: int, device: str) -> list[dict[str, Any]]:
+    rows = []
+    for name in models:
+        found: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
+        for turn in range(rounds):
+            for side in SIDES if turn % 2 == 0 else reversed(SIDES):
+                found[side].append(measured(name, side, device))
+        for side in SIDES:
+            pairs = zip(found[side], found["plain"], strict=True)
+            row = {figure: statistics.median(each[figure] for each in found[side]) for figure in found[side][0]}
+            ratio = statistics.median(own["tokens_per_second"] / other["tokens_per_second"] for own, other in pairs)
+            rows.append({"model": name, "side": side, **row, "ratio": ratio, "turns": found[side]})
+    return rows
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    share, memory = row.get("mfu"), row.get("memory_gib")
+    return [
+        row["model"],
+        row["side"],
+        f"{row['tokens_per_second']:,.0f}",
+        f"{row['ratio']:.3f}",
+        "-" if share is None else f"{share:.1%}",
+        "-" if memory is None else f"{memory:.1f}",
+    ]
+
+
+HEADS = ("model", "side", "tokens/s", "to plain", "MFU", "memory, GiB")
+
+
+def markdown(rows: list[dict[str, Any]], rounds: int) -> str:
+    hardware = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {date.today()}, medians of {rounds} rounds"
+    lines = [f"`python benchmarks/gpu.py --rounds {rounds}` on one {hardware}:", "", f"| {' | '.join(HEADS)} |", "|---" * len(HEADS) + "|"]
+    return "\n".join([BEGIN, *lines, *(f"| {' | '.join(cells(row))} |" for row in rows), END])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=tuple(SIZES), default=["gpt2-124m", "gpt2-350m", "llama-1b"])
+    parser.add_argument("--rounds", type=int, default=2, help="default: %(default)s")
+    parser.add_argument("--device", default="cuda", help="default: %(default)s")
+    parser.add_argument("--json", metavar="FILE", help="also write the figures to this file")
+    parser.add_argument("--write", metavar="PAGE", help="put the table into this page, between its marks")
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("no GPU here: nothing was measured")
+        return
+    if options.one:
+        print(json.dumps(measure(*options.one, torch.device(options.device))))
+        return
+    rows = rows_of(options.models, options.rounds, options.device)
+    table = Table(title=f"one device ({options.device}), median of {options.rounds} rounds")
+    for place, column in enumerate(HEADS):
+        table.add_column(column, justify="left" if place < 2 else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*cells(row))
+    Console(width=None if sys.stdout.isatty() else 100).print(table)
+    if options.json:
+        Path(options.json).write_text(json.dumps({"rounds": options.rounds, "rows": rows}, indent=2))
+    if options.write:
+        page = Path(options.write)
+        before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+        page.write_text(before + markdown(rows, options.rounds) + rest.partition(END)[2], encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
