@@ -133,6 +133,17 @@ def test_the_report_has_the_first_failure_on_top_and_one_line_about_the_others()
     assert ending.status == 1
 
 
+def test_who_left_in_the_midst_of_the_run_without_an_error_is_named_first() -> None:
+    left = Ending(failures=[failure(0, 1.0, PeerDied((1,), "rank 1 has ended")), failure(2, 1.1, RuntimeError(GLOO))], finished=[1])
+    assert left.report().splitlines()[0] == (
+        "rank 1 ended with status 0 while others waited; did the script leave its loop, or exit, there alone? "
+        "rank 0 failed (exit status 1), first of 2:"
+    )
+    assert left.status == 1
+    other = Ending(failures=[failure(0, 1.0, ValueError("x"))], finished=[1])
+    assert other.report().startswith("rank 0 failed (exit status 1):")
+
+
 def test_the_report_of_a_user_error_is_its_message_alone() -> None:
     ending = Ending(failures=[failure(rank, float(rank), DataError("value; rule; remedy")) for rank in (1, 0)])
     assert (ending.report(), ending.status) == ("DataError: value; rule; remedy", 2)

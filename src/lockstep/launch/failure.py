@@ -194,6 +194,9 @@ class Ending:
             return f"{first.record.message}; ended with status {HUNG_STATUS}"
         count = len(self.failures)
         head = f"rank {first.rank} {first.end}" + (f", first of {count}" if count > 1 else "")
+        if first.lost_a_peer and self.finished:
+            gone = f"{_ranks(self.finished)} ended with status 0 while others waited"
+            head = f"{gone}; did the script leave its loop, or exit, there alone? {head}"
         body = first.record.traceback if first.record is not None else first.crash
         after = "; ".join(self._others(first))
         return "\n".join(filter(None, (head + (":" if body else ""), body.rstrip(), f"The others: {after}." if after else "")))
