@@ -137,6 +137,18 @@ def test_one_that_saves_when_another_fails_is_waited_for_before_all_start_again(
     assert ending.status == 0
 
 
+def test_one_that_ends_itself_because_the_run_is_over_has_not_failed(run: Starter) -> None:
+    ending = run(
+        """
+        from lockstep.launch.grace import is_over
+        if rank == 1: sys.exit(5)
+        while not is_over(): time.sleep(0.01)
+        os._exit(143)
+        """
+    )
+    assert ([failure.rank for failure in ending.failures], ending.stopped, ending.status) == ([1], [0], 5)
+
+
 def test_workers_that_saved_because_another_machine_asked_start_again(run: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
     class Regrouping(LoopbackRendezvous):
         """This machine hears of the one that joins only some time after its workers have ended."""

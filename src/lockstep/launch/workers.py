@@ -58,6 +58,7 @@ class Workers:
         self._asked: set[int] = set()
         self._stopped: set[int] = set()
         self._preempted: set[int] = set()
+        self._is_over = False
 
     def add(self, rank: int, start: Start, environment: Mapping[str, str]) -> int:
         """Start the worker of this global rank. Returns its process's number."""
@@ -107,6 +108,7 @@ class Workers:
 
     def end_after_loss(self) -> None:
         """End those that are left once one has failed, or another machine is lost. They may save what they have."""
+        self._is_over = True
         (self._records / "is-over").touch()
         self._wait_for_later_failures()
         self.stop(signal.SIGTERM, STOP_SECONDS)
@@ -149,6 +151,8 @@ class Workers:
                     if returncode == PREEMPTED_STATUS and not self._file(rank, "record").exists():
                         self._preempted.add(rank)
                     if returncode == -signal.SIGTERM and rank in self._asked:
+                        self._stopped.add(rank)
+                    if returncode == 128 + signal.SIGTERM and self._is_over:  # it waited for one that is gone, and ended itself
                         self._stopped.add(rank)
             if rank not in self._failures and rank not in self._stopped | self._preempted:
                 self._judge(rank)
