@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import resource
 import socket
 import statistics
 import threading
@@ -19,6 +18,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from lockstep.comm.group import World
+from lockstep.training.ranks import peak_bytes
 from lockstep.watch.phases import Phases
 from lockstep.watch.timeline import Parts, heaviest, merged, parts
 
@@ -92,7 +92,7 @@ class Profiling:
             found = asdict(parts(trace, (self._began - base, ended - base), thread))
         except _FAILURES as error:
             failure = str(error)
-        peak = torch.cuda.max_memory_allocated() if self._world.device.type == "cuda" else resident_bytes()
+        peak = peak_bytes(self._world.device)
         everyone = self._world.gather_values([found, peak, socket.gethostname(), failure])
         failures = [f"rank {rank}: {failure}" for rank, (*_, failure) in enumerate(everyone) if failure is not None]
         if self._world.rank == 0 and not failures:
@@ -149,11 +149,6 @@ def _rows_of(seen: Sequence[tuple[str, float, float]], offset_seconds: float) ->
         times = {"ts": (start + offset_seconds) * 1e6, "dur": (stop - start) * 1e6}
         events.append({"ph": "X", "cat": "phase", "name": name, "tid": PHASES_THREAD, **times})
     return events
-
-
-def resident_bytes() -> int:
-    """The most memory that this process has had."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def table(said: Mapping[str, Any], folder: Path) -> str:

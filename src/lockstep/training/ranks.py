@@ -73,7 +73,7 @@ class Ranks:
         if (self._logs - 1) % self._every:
             return self._memory
         seconds, steps = time.perf_counter() - self._since, max(self._steps, 1)
-        mine = [seconds, *self._parts(), float(self._share), float(self._memory_bytes())]
+        mine = [seconds, *self._parts(), float(self._share), float(peak_bytes(self._mesh.world.device))]
         everyone = self._mesh.world.gather_rows(torch.tensor([mine], dtype=torch.float64), [1] * self._mesh.world.size)
         columns = dict(zip(_COLUMNS, everyone.numpy().T, strict=True))
         if self._mesh.world.rank == 0:
@@ -121,8 +121,9 @@ class Ranks:
                 f"({each.seconds * 1e3:.1f} ms a step, and {each.usual_seconds * 1e3:.1f} elsewhere)"
             )
 
-    def _memory_bytes(self) -> int:
-        """The most that this process has had: on its GPU, where it has one."""
-        if self._mesh.world.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._mesh.world.device)
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+def peak_bytes(device: torch.device) -> int:
+    """The most memory that this process has had: on its GPU, where it has one."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
