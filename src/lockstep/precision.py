@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.comm.mesh import Mesh, held
@@ -87,8 +86,7 @@ class Norm:
         if mine:
             squares += torch.linalg.vector_norm(torch.stack(torch._foreach_norm(mine)).double()).square().to(squares.device)
         for axis in (*self._cutting.values(), self._pipeline):
-            if axis.size > 1:
-                dist.all_reduce(squares, group=axis.group)
+            axis.all_reduce(squares)
         return self._number(squares.sqrt())
 
     def check(self, gradients: Sequence[Tensor]) -> Tensor | float:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import os
 import random
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, distributed
 
 from lockstep.comm.group import World, exact_sum, join
+from lockstep.comm.shared import SharedGroup
 from lockstep.errors import LaunchError
 from lockstep.testing.pool import WorkerPool
 
@@ -30,12 +33,24 @@ def rows_of(rank: int, count: int) -> Tensor:
     return torch.arange(count * 2, dtype=torch.float64).reshape(count, 2) + 100 * rank
 
 
-def exchange() -> dict[str, Any]:
-    here = world()
+def exchange(*, shares: bool) -> dict[str, Any]:
+    if not shares:
+        return exchanged(world())
+    memory = SharedGroup.create()
+    assert isinstance(memory, SharedGroup)
+    with memory:
+        return exchanged(replace(world(), memory=memory))
+
+
+def exchanged(here: World) -> dict[str, Any]:
     counts = COUNTS[here.size]
     rows = rows_of(here.rank, counts[here.rank])
     text = {"rank": here.rank, "text": "ü" * here.rank, "none": None, "list": [1.5, math.inf] * here.rank}
+    total = rows.sum(dim=0)
+    here.all_reduce(total)
     return {
+        "sum": total,
+        "any": (here.any(here.rank == here.size - 1), here.any(False)),
         "world": (here.rank, here.size, str(here.device), here.owns_group),
         "rows": here.gather_rows(rows, counts),
         "no rows": here.gather_rows(rows[:0], [0] * here.size),
@@ -48,11 +63,13 @@ def exchange() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("world_size", COUNTS)
-def test_every_rank_gets_the_rows_and_values_of_all_in_rank_order(pool: WorkerPool, world_size: int) -> None:
+@pytest.mark.parametrize(("world_size", "shares"), [*[(size, False) for size in COUNTS], (3, True)])
+def test_every_rank_gets_the_rows_and_values_of_all_in_rank_order(pool: WorkerPool, world_size: int, shares: bool) -> None:
     counts = COUNTS[world_size]
     everything = torch.cat([rows_of(rank, count) for rank, count in enumerate(counts)])
-    for rank, found in enumerate(pool.run(world_size, exchange)):
+    for rank, found in enumerate(pool.run(world_size, partial(exchange, shares=shares))):
+        assert torch.equal(found["sum"], everything.sum(dim=0))
+        assert found["any"] == (True, False)
         assert found["world"] == (rank, world_size, "cpu", False)
         for name in ("rows", "ragged", "ragged, known shapes"):
             assert torch.equal(found[name], everything), name

@@ -89,14 +89,14 @@ def caught(group: SharedGroup, call: Callable[[], object]) -> Caught:
 
 def at_round(group: SharedGroup, number: int, action: Callable[[], object]) -> None:
     """Call `action` when this rank comes to that round, and has written its part but not announced it."""
-    meet = group._meet
+    announce = group._announce
 
-    def scripted(*, first: bool = False) -> None:
+    def scripted() -> None:
         if group._round == number:
             action()
-        meet(first=first)
+        announce()
 
-    group._meet = scripted  # type: ignore[method-assign]
+    group._announce = scripted  # type: ignore[method-assign]
 
 
 def collective(group: SharedGroup, operation: str) -> Callable[[], None]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.comm import shared
+from lockstep.comm.calls import Call, under_way
 from lockstep.comm.shared import SharedGroup
 from lockstep.testing.pool import WorkerPool
 
@@ -82,6 +85,21 @@ def check_all_gather(group: SharedGroup, draw: random.Random, dtype: torch.dtype
     return same(output, torch.stack(everyone))
 
 
+def check_start_all_gather(group: SharedGroup, draw: random.Random, dtype: torch.dtype, case: int) -> bool:
+    """Two that are begun, of which the second completes the first, and another call between."""
+    length = lengths(draw)
+    everyone = [values(length, dtype, (case, rank)) for rank in range(group.size)]
+    outputs = [torch.empty(group.size, length, dtype=dtype) for _ in range(2)]
+    begun = [group.start_all_gather(output, everyone[group.rank]) for output in outputs]
+    right = same(outputs[0], torch.stack(everyone))
+    if draw.random() < 0.5:
+        right &= check_all_reduce(group, draw, dtype, case)
+    begun[0].wait()
+    right &= group.pending is not begun[0]
+    begun[1].wait()
+    return right and same(outputs[1], torch.stack(everyone))
+
+
 def check_broadcast(group: SharedGroup, draw: random.Random, dtype: torch.dtype, case: int) -> bool:
     length, source = lengths(draw), draw.randrange(group.size)
     mine = values(length, dtype, (case, group.rank))
@@ -98,7 +116,7 @@ def check_all_to_all(group: SharedGroup, draw: random.Random, dtype: torch.dtype
     return same(output, torch.cat([each.split(row)[group.rank] for each, row in zip(everyone, sizes, strict=True)]))
 
 
-CHECKS = (check_all_reduce, check_reduce_scatter, check_all_gather, check_broadcast, check_all_to_all)
+CHECKS = (check_all_reduce, check_reduce_scatter, check_all_gather, check_start_all_gather, check_broadcast, check_all_to_all)
 
 
 def run_cases(group: SharedGroup, seed: int, count: int) -> list[str]:
@@ -156,6 +174,33 @@ def test_thousands_of_calls_one_after_the_other(pool: WorkerPool) -> None:
     for right, vector in pool.run(3, many_small_ones):
         assert right
         assert vector.tolist() == [6000.0] * 5
+
+
+def look_at_a_wait() -> tuple[list[Call], list[Call], list[Call]]:
+    """What is under way on rank 0: before, while and after it waits for rank 1 to begin a gathering too."""
+    with shared_group(distributed.new_group([0, 1], group_desc="a pair")) as group:
+        output, seen = torch.empty(2, 3), []
+        if group.rank == 0:
+            group.all_reduce(torch.ones(2))
+            begun = group.start_all_gather(output, torch.ones(3))
+            seen.append(under_way())
+            looking = threading.Thread(target=lambda: (time.sleep(0.3), seen.append(under_way()), distributed.send(torch.ones(1), 1)))
+            looking.start()
+            begun.wait()
+            looking.join()
+        else:
+            group.all_reduce(torch.ones(2))
+            distributed.recv(torch.empty(1), 0)
+            group.all_gather(output, torch.ones(3))
+            seen += [[], []]
+        seen.append(under_way())
+        return seen[0], seen[1], seen[2]
+
+
+def test_a_rank_that_waits_tells_in_which_call_of_which_group(pool: WorkerPool) -> None:
+    before, amid, after = pool.run(2, look_at_a_wait)[0]
+    assert [before, after] == [[], []]
+    assert amid == [Call("all_gather", "shared memory of a pair", 2, "float32, 3 elements")]
 
 
 # DDP

@@ -20,8 +20,11 @@ def profiled(run_dir: str, steps: str, plan: str) -> list[str]:
         return [event.name for event in ls.train(recipe(steps=6), run_dir=run_dir, plan=plan).events]
 
 
-@pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
-def test_each_rank_is_traced_and_all_are_put_on_one_clock(pool: WorkerPool, tmp_path: Path, plan: str) -> None:
+@pytest.mark.parametrize(
+    ("plan", "exchange"),
+    [("replicate=2", "shared:all_reduce"), ("shard=2", "shared:reduce_scatter"), ("shard=2,transport=torch", "gloo:all_gather")],
+)
+def test_each_rank_is_traced_and_all_are_put_on_one_clock(pool: WorkerPool, tmp_path: Path, plan: str, exchange: str) -> None:
     assert all(events.count("profiled") == 1 for events in pool.run(2, profiled, str(tmp_path / "run"), "steps=2:4", plan))
     folder = tmp_path / "run" / "profile"
     assert sorted(path.name for path in folder.iterdir()) == ["rank-0.json", "rank-1.json", "summary.json", "trace.json.gz"]
@@ -40,8 +43,7 @@ def test_each_rank_is_traced_and_all_are_put_on_one_clock(pool: WorkerPool, tmp_
     ends = [next(each["ts"] + each["dur"] for each in several if each["name"] == "exchange") for several in phases.values()]
     whole = max(rank["whole"] for rank in summary["ranks"])
     assert abs(ends[0] - ends[1]) < whole * 1e6
-    names = {each["name"] for each in events}
-    assert ("shared:all_reduce" if plan == "replicate=2" else "gloo:all_gather") in names
+    assert exchange in {each["name"] for each in events}
 
 
 @pytest.mark.parametrize("steps", ["steps=4:9", "steps=20:22"])

@@ -26,6 +26,7 @@ BOTH = "replicate=2,shard=2"
 PLANS = {
     **DATA_PLANS,
     "replicate=2,transport=torch": 2,
+    "shard=2,transport=torch": 2,
     "replicate=2,checkpointing=full": 2,
     "shard=2,sharding=gradients,checkpointing=selective": 2,
 }

@@ -43,7 +43,7 @@ def announced(call: Call) -> Iterator[None]:
 def under_way() -> list[Call]:
     """What this process has called and is not done, the oldest first. Any thread may ask."""
     shared = list(_announced)
-    shared += [Call(name, "shared memory", number, tensors) for name, number, tensors in SharedGroup.under_way()]
+    shared += [Call(*call) for call in SharedGroup.under_way()]
     return shared + (_of_torch() if dist.is_available() and dist.is_initialized() else [])
 
 

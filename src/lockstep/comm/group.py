@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.comm.shared import SharedGroup
 from lockstep.errors import LaunchError, install_excepthook
 
 # Its name from torch 2.13 on; the old one warns there.
@@ -38,6 +39,8 @@ class World:
     """Whether the process group was made here, not by the caller. It is taken down when the process ends: a later run uses it too."""
     group: Any = None
     """Torch's process group, for some of the processes; `rank` and `size` are in it. None: all of them."""
+    memory: SharedGroup | None = None
+    """What exchanges CPU tensors between them faster than the group, where they share memory."""
 
     def leave(self) -> None:
         """Wait for the others, where the processes may end after this. Every rank calls it, at the end of a run that went well."""
@@ -51,10 +54,22 @@ class World:
         padded = rows.new_zeros((max(counts), *rows.shape[1:]))
         padded[: len(rows)] = rows
         everyone = padded.new_empty((self.size * len(padded), *padded.shape[1:]))
-        all_gather_single(everyone, padded, group=self.group)
+        if self.memory is not None and padded.is_cpu:
+            self.memory.all_gather(_bytes(everyone), _bytes(padded))
+        else:
+            all_gather_single(everyone, padded, group=self.group)
         if min(counts) == len(padded):
             return everyone
         return torch.cat([part[:count] for part, count in zip(everyone.view(self.size, *padded.shape), counts, strict=True)])
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Replace `tensor`, contiguous and of one size on all ranks, by its sum over them. Every rank calls it."""
+        if self.size == 1:
+            return
+        if self.memory is not None and tensor.is_cpu:
+            self.memory.all_reduce(tensor)
+        else:
+            dist.all_reduce(tensor, group=self.group)
 
     def sum_each(self, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor by its sum over ranks, which have them in one order. Every rank calls it.
@@ -63,7 +78,7 @@ class World:
         """
         for bucket in _buckets(tensors):
             flat = torch.cat([tensor.reshape(-1) for tensor in bucket]).to(self.device)
-            dist.all_reduce(flat, group=self.group)
+            self.all_reduce(flat)
             summed = torch.split(flat.to(bucket[0].device), [tensor.numel() for tensor in bucket])
             torch._foreach_copy_(bucket, [part.view(tensor.shape) for part, tensor in zip(summed, bucket, strict=True)])
 
@@ -72,7 +87,7 @@ class World:
         if self.size == 1:
             return flag
         found = torch.tensor([float(flag)])
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.group)
+        self.all_reduce(found)
         return bool(found.item())
 
     def gather_values(self, value: Any) -> list[Any]:
@@ -158,6 +173,11 @@ def _network_error(error: Exception) -> str:
         f"cannot meet the other processes at {address} (MASTER_ADDR:MASTER_PORT): {error}; every process must be able to reach rank 0 "
         "there: check that it runs, and the address"
     )
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The same memory, whatever the type of the numbers."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -37,30 +37,36 @@ class Mesh:
     """Who of `data` takes which microbatches."""
     torch_mesh: DeviceMesh | None
     """Torch's, of the axes that are larger than 1, by name. None where that is only `replicate`, or none."""
-    memory: SharedGroup | Unavailable
-    """What exchanges CPU tensors between the ranks of `data` faster than Gloo, or why nothing does."""
+    axes: Mapping[str, World]
+    """Those that are larger than 1, by name."""
+    apart: Mapping[str, str]
+    """Why ranks of these data axes, all of them or some, do not share memory."""
 
     @classmethod
     def of(cls, world: World, plan: Plan) -> Mesh:
         """Lay out the processes. `plan` is resolved. Every rank calls it: it makes process groups."""
         sizes = {axis: int(getattr(plan, axis)) for axis in ("pipeline", "replicate", "shard", "tensor")}
-        if sizes["replicate"] == world.size:
-            return cls(world, world, Deal(world.size), None, _shared_memory(world, plan))
         sizes = {axis: size for axis, size in sizes.items() if size > 1}
-        torch_mesh, shared = _made(world, tuple(sizes.items()))
-        data = _alone(world) if shared is None else _part(world, shared)
-        return cls(world, data, Deal(data.size, in_turn="shard" in sizes), torch_mesh, Unavailable("only the replicate axis uses it"))
+        if sizes.get("replicate", 1) == world.size:
+            torch_mesh, axes = None, {"replicate": world} if sizes else {}
+        else:
+            torch_mesh, shared = _made(world, tuple(sizes.items()))
+            axes = {axis: _part(world, torch_mesh[axis]) for axis in sizes}
+            if shared is not None:
+                axes["data"] = _part(world, shared)
+        axes, apart = _with_memory(world, plan, axes)
+        data = axes.pop("data", None) or next((axes[axis] for axis in DATA_AXES if axis in axes), _alone(world))
+        return cls(world, data, Deal(data.size, in_turn="shard" in sizes), torch_mesh, axes, apart)
 
     def close(self) -> None:
         """Give up the shared memory."""
-        if isinstance(self.memory, SharedGroup):
-            self.memory.close()
+        for each in (self.data, *self.axes.values()):
+            if each.memory is not None:
+                each.memory.close()
 
     def axis(self, name: str) -> World:
         """The processes along one axis, of which this one is one."""
-        if self.torch_mesh is None:
-            return self.world if name == "replicate" else _alone(self.world)
-        return _part(self.world, self.torch_mesh[name]) if name in (self.torch_mesh.mesh_dim_names or ()) else _alone(self.world)
+        return self.axes.get(name) or _alone(self.world)
 
     def split(self, slices: int) -> Mesh:
         """The same processes, each microbatch split into `slices` among the ranks of `data`."""
@@ -125,7 +131,7 @@ _meshes: dict[Any, tuple[DeviceMesh, DeviceMesh | None]] = {}
 
 
 def _made(world: World, sizes: tuple[tuple[str, int], ...]) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """Torch's mesh of these axes, and the part of it that shares out the microbatches."""
+    """Torch's mesh of these axes; and where two of them together share out the microbatches, those as one."""
     from torch.distributed.device_mesh import init_device_mesh
 
     key = (dist.group.WORLD, sizes)
@@ -135,14 +141,22 @@ def _made(world: World, sizes: tuple[tuple[str, int], ...]) -> tuple[DeviceMesh,
         axes = [axis for axis, _ in sizes]
         mesh = init_device_mesh(world.device.type, tuple(size for _, size in sizes), mesh_dim_names=tuple(axes))
         shared = tuple(axis for axis in DATA_AXES if axis in axes)
-        _meshes[key] = mesh, mesh[shared]._flatten("data") if len(shared) > 1 else mesh[shared[0]] if shared else None
+        _meshes[key] = mesh, mesh[shared]._flatten("data") if len(shared) > 1 else None
     return _meshes[key]
 
 
-def _shared_memory(world: World, plan: Plan) -> SharedGroup | Unavailable:
-    if world.size == 1 or world.device.type != "cpu":
-        return Unavailable("it exchanges CPU tensors between processes")
-    return Unavailable("the plan says transport=torch") if plan.transport == "torch" else SharedGroup.create(world.group)
+def _with_memory(world: World, plan: Plan, axes: Mapping[str, World]) -> tuple[dict[str, World], dict[str, str]]:
+    """The axes that exchange microbatches' gradients with their own shared memory; and why, for those of which some ranks have none."""
+    with_memory, mine = dict(axes), {}
+    for name in ("data", *DATA_AXES):
+        if name not in axes or world.device.type != "cpu":
+            continue
+        made = Unavailable("the plan says transport=torch") if plan.transport == "torch" else SharedGroup.create(axes[name].group)
+        if isinstance(made, Unavailable):
+            mine[name] = made.reason
+        else:
+            with_memory[name] = replace(axes[name], memory=made)
+    return with_memory, {name: reason for theirs in world.gather_values(mine) for name, reason in theirs.items()}
 
 
 def forget_meshes() -> None:

@@ -12,7 +12,7 @@ In the first round of a call each rank also writes down what it calls, and all c
 import functools
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
@@ -67,38 +67,45 @@ def _collective(method: Callable[Concatenate["SharedGroup", P], None]) -> Callab
 
     @functools.wraps(method)
     def wrapped(self: "SharedGroup", *args: P.args, **kwargs: P.kwargs) -> None:
-        if self._failure is not None:
-            raise self._failure()
-        self._made += 1
-        self._is_called = True
-        try:
-            if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
-                with torch.profiler.record_function(f"shared:{method.__name__}"):
-                    method(self, *args, **kwargs)
-            else:
-                method(self, *args, **kwargs)
-        except BaseException as error:
-            self._fail(error)
-            raise
-        finally:
-            self._is_called = False
+        self._call(method.__name__, method, self, *args, **kwargs)
 
     return cast(Callable[Concatenate["SharedGroup", P], None], wrapped)
+
+
+class Gathering(dist.Work):
+    """An all-gather that has begun: this rank's part is shown to the others."""
+
+    def __init__(self, group: "SharedGroup", rest: Iterator[None]) -> None:
+        super().__init__()
+        self.rest = rest
+        self._group = group
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return once the output is complete. Raises an `ExchangeError`; the group's own timeout counts."""
+        del timeout
+        if self._group.pending is self:
+            self._group.finish()
+        return True
 
 
 class SharedGroup:
     """The ranks of a process group that are on one host, and their collectives. Made by `create`; used by one thread at a time.
 
     Every rank calls the same collectives in the same order. Tensors are on the CPU and contiguous; a call returns when this rank's part is
-    complete. Sums are added in the order of the ranks: the same bits on every rank and in every run.
+    complete. Sums are added in the order of the ranks: the same bits on every rank and in every run. An all-gather may also be begun, and
+    completed later.
 
     Raises an `ExchangeError` (`PeerDied`, `PeersLate`, `PeerStopped`, `CallsDiffer`) on every rank where a rank fails; after that, and
     after any other exception in a collective, the group is of no more use.
     """
 
-    def __init__(self, segment: Segment, buffer_bytes: int) -> None:
+    def __init__(self, segment: Segment, buffer_bytes: int, name: str) -> None:
         self.rank = segment.rank
         self.size = segment.size
+        self.name = name
+        """What it is called where calls are told of."""
+        self.pending: Gathering | None = None
+        """The all-gather that has begun. The next call, whatever it is, completes it first."""
         self._segment = segment
         self._buffer_bytes = buffer_bytes
         self._words = segment.words
@@ -114,10 +121,10 @@ class SharedGroup:
         _groups.add(self)
 
     @classmethod
-    def under_way(cls) -> "list[tuple[str, int, str]]":
-        """Of each collective that this process is in: its name, the how-many-th of its group it is, and of what. Any thread may ask."""
-        calls = [(_called(group._signature), group._made) for group in list(_groups) if group._is_called]
-        return [(name, number, what) for (name, what), number in calls]
+    def under_way(cls) -> "list[tuple[str, str, int, str]]":
+        """Of each collective that this process is in: its name, its group's, the how-many-th of it, and of what. Any thread may ask."""
+        calls = [(group.name, _called(group._signature), group._made) for group in list(_groups) if group._is_called]
+        return [(name, group, number, what) for group, (name, what), number in calls]
 
     @classmethod
     def create(
@@ -138,7 +145,8 @@ class SharedGroup:
         size = dist.get_world_size(group)
         buffer_bytes = _up(max(buffer_bytes, 2 * size * _LEAST_CELL_BYTES), LINE_BYTES)
         segment = open_segment(group, 2 * size * buffer_bytes, timeout)
-        return segment if isinstance(segment, Unavailable) else cls(segment, buffer_bytes)
+        name = "shared memory" if group is dist.group.WORLD else f"shared memory of {group.group_desc}"
+        return segment if isinstance(segment, Unavailable) else cls(segment, buffer_bytes, name)
 
     @_collective
     def all_reduce(self, tensor: Tensor) -> None:
@@ -174,6 +182,49 @@ class SharedGroup:
     @_collective
     def all_gather(self, output: Tensor, tensor: Tensor) -> None:
         """`output` becomes the tensors of all ranks, of one size, in rank order. `tensor` may be this rank's part of `output`."""
+        for _ in self._gathering(output, tensor):
+            pass
+
+    def start_all_gather(self, output: Tensor, tensor: Tensor) -> Gathering:
+        """As `all_gather`, but `output` is complete, and `tensor` free, once the returned `wait` or the group's next call has come back.
+
+        So this rank computes meanwhile, and waits for no rank that comes to it in that time. What is larger than a buffer is exchanged in
+        the `wait`, but for its first piece.
+        """
+        rest = self._gathering(output, tensor)
+        self._call("all_gather", next, rest)
+        self.pending = Gathering(self, rest)
+        return self.pending
+
+    def finish(self) -> None:
+        """Complete the all-gather that has begun, if one has. Raises where the group is of no more use."""
+        if self._failure is not None:
+            raise self._failure()
+        if self.pending is not None:
+            rest, self.pending = self.pending.rest, None
+            self._do("all_gather", next, rest, None)
+
+    def _call(self, name: str, call: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
+        self.finish()
+        self._made += 1
+        self._do(name, call, *args, **kwargs)
+
+    def _do(self, name: str, call: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
+        self._is_called = True
+        try:
+            if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+                with torch.profiler.record_function(f"shared:{name}"):
+                    call(*args, **kwargs)
+            else:
+                call(*args, **kwargs)
+        except BaseException as error:
+            self._fail(error)
+            raise
+        finally:
+            self._is_called = False
+
+    def _gathering(self, output: Tensor, tensor: Tensor) -> Iterator[None]:
+        """An all-gather; it stops once, before the first wait."""
         into, mine = _flat(output), _flat(tensor)
         if len(into) != len(mine) * self.size or tensor.dtype is not output.dtype:
             raise ValueError(f"all_gather of {_said(tensor)} into {_said(output)}; the output is {self.size} times the input")
@@ -187,7 +238,10 @@ class SharedGroup:
             buffer = self._round & 1
             length = piece.numel()
             _head(views.whole[buffer][self.rank], length).copy_(piece)
-            self._meet(first=place == 0)
+            self._announce()
+            if place == 0:
+                yield
+            self._await(first=place == 0)
             for peer in self._others:
                 gathered[peer][place].copy_(_head(views.whole[buffer][peer], length))
 
@@ -254,6 +308,7 @@ class SharedGroup:
         """Give the memory back. Each rank calls it after its last collective, without waiting for the others. May be called again."""
         self._segment.close()
         self._views.clear()
+        self.pending = None
         self._failure = functools.partial(PeerStopped, (self.rank,), f"rank {self.rank} has closed this group; make another")
 
     def __enter__(self) -> "SharedGroup":
@@ -285,9 +340,15 @@ class SharedGroup:
 
     def _meet(self, *, first: bool = False) -> None:
         """[Note: Rounds] Announce what this rank has written, and wait until all have written theirs."""
-        self._round = target = self._round + 1
-        words = self._words
-        self._segment.announce(target)
+        self._announce()
+        self._await(first=first)
+
+    def _announce(self) -> None:
+        self._round += 1
+        self._segment.announce(self._round)
+
+    def _await(self, *, first: bool) -> None:
+        target, words = self._round, self._words
         for place in self._other_counters:
             if words[place] < target:
                 began = time.perf_counter()

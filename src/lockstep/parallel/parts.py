@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.comm.mesh import Mesh, held
@@ -53,8 +52,7 @@ class Parts:
         data = self._mesh.data
         share = self._mesh.deal.share(self._count, data.rank)
         said = self._slots.say(used, share, values, weights, flag)
-        if data.size > 1:
-            dist.all_reduce(said, group=data.group)
+        data.all_reduce(said)
         told = self._slots.read(said, self._count, weighted=weights is not None)
         if data.size > 1:
             self._sum()

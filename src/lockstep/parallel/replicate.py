@@ -24,7 +24,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.comm.mesh import Mesh
 from lockstep.comm.ordered import OrderedSum, Shares
-from lockstep.comm.shared import SharedGroup
 from lockstep.comm.waits import waits
 from lockstep.errors import RecipeError
 from lockstep.parallel.slots import Number, Slots, Told, forget_unused
@@ -60,7 +59,7 @@ class _Touched(nn.Module):
 
 def sum_factor(mesh: Mesh, *, bitwise: bool) -> int:
     """What is sent is multiplied by it: DDP's own all-reduce, which no Python slows down, gives the mean over ranks instead of the sum."""
-    return 1 if bitwise or isinstance(mesh.memory, SharedGroup) else mesh.data.size
+    return 1 if bitwise or mesh.data.memory is not None else mesh.data.size
 
 
 class Replica:
@@ -68,7 +67,7 @@ class Replica:
 
     def __init__(self, parameters: Sequence[nn.Parameter], mesh: Mesh, *, bitwise: bool, max_microbatches: int) -> None:
         world = mesh.data
-        self._memory = mesh.memory if isinstance(mesh.memory, SharedGroup) else None
+        self._memory = world.memory
         self._parameters = list(parameters)
         self._places = {id(parameter): place for place, parameter in enumerate(parameters)}
         self._world = world

@@ -1,4 +1,4 @@
-"""FSDP2's reduce-scatter, replaced: a plain sum, or the canonical tree's."""
+"""FSDP2's exchanges, replaced: the reduce-scatter by a plain sum, or the canonical tree's; the all-gather by one through shared memory."""
 
 from __future__ import annotations
 
@@ -8,15 +8,31 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from lockstep.comm.group import all_gather_single
 from lockstep.comm.mesh import Mesh, held
 from lockstep.comm.ordered import add
+from lockstep.comm.shared import SharedGroup
 from lockstep.tree import Counter
 
 # Its name from torch 2.13 on; the old one warns there.
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Gather(AllGather):
+    """The all-gather of a block's parameters through the memory that the ranks of `shard` share."""
+
+    def __init__(self, memory: SharedGroup) -> None:
+        self._memory = memory
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False) -> dist.Work | None:
+        if async_op:
+            return self._memory.start_all_gather(output_tensor, input_tensor)
+        self._memory.all_gather(output_tensor, input_tensor)
+        return None
 
 
 class Scatter(ReduceScatter):
@@ -26,7 +42,9 @@ class Scatter(ReduceScatter):
     whose loss reaches this one, nothing is exchanged.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, memory: SharedGroup | None) -> None:
+        """`memory`: what the ranks of `shard` share, if they do."""
+        self._memory = memory
         self._in_step = False
 
     def begin(self, count: int) -> None:
@@ -58,6 +76,9 @@ class Scatter(ReduceScatter):
         return self._sum(output_tensor, input_tensor, group, async_op)
 
     def _sum(self, output: Tensor, sent: Tensor, group: dist.ProcessGroup, async_op: bool) -> dist.Work | None:
+        if self._memory is not None:
+            self._memory.reduce_scatter(output, sent)
+            return None
         work: dist.Work | None = reduce_scatter_single(output, sent, group=group, op=dist.ReduceOp.SUM, async_op=async_op)
         return work
 
@@ -73,7 +94,7 @@ class OrderedScatter(Scatter):
 
     def __init__(self, mesh: Mesh, parameters: Any) -> None:
         """`parameters`: FSDP2's group of them, in whose order and padding the gradients are sent; None for a group without."""
-        super().__init__()
+        super().__init__(mesh.data.memory)
         self._parameters = parameters
         self._data = mesh.data
         self._replicas = mesh.axis("replicate")
@@ -97,7 +118,11 @@ class OrderedScatter(Scatter):
             part = shards[:, replica * each : (replica + 1) * each]
             outgoing[replica, :, : part.shape[1]] = part
         leaves = torch.empty_like(outgoing).view(self._data.size, each)
-        dist.all_to_all_single(leaves.view(-1), outgoing.view(-1), group=self._data.group)
+        if self._memory is not None:
+            sizes = [each] * self._data.size
+            self._memory.all_to_all(leaves.view(-1), outgoing.view(-1), sizes, sizes)
+        else:
+            dist.all_to_all_single(leaves.view(-1), outgoing.view(-1), group=self._data.group)
         output.zero_()
         if self._leaves is None:
             self._leaves, self._width = leaves, width
@@ -114,9 +139,7 @@ class OrderedScatter(Scatter):
         if last:
             (root,) = self._counter.values
             if self._replicas.size > 1:
-                gathered = root.new_empty(self._replicas.size * root.numel())
-                all_gather_single(gathered, root.contiguous(), group=self._replicas.group)
-                root = gathered[: self._width]
+                root = self._replicas.gather_rows(root, [root.numel()] * self._replicas.size)[: self._width]
             self._hand_over(root)
 
     def _hand_over(self, flat: Tensor) -> None:

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
 from lockstep.comm.mesh import Mesh, held
 from lockstep.errors import RecipeError
-from lockstep.parallel.scatter import OrderedScatter, Scatter
+from lockstep.parallel.scatter import Gather, OrderedScatter, Scatter
 from lockstep.parallel.slots import Number, Slots, Told, forget_unused
 from lockstep.parallel.ties import tie, ties
 from lockstep.parallel.visits import Visits
@@ -106,16 +106,23 @@ class Shards:
         dtype = torch.float64 if any(p.dtype is torch.float64 for p in parameters) else torch.float32
         self._slots = Slots(len(parameters), max_microbatches, dtype=dtype, device=device)
         self._scatters: list[Scatter] = []
-        for group in _groups(model):
-            scatter = OrderedScatter(mesh, group._get_fsdp_state()._fsdp_param_group) if bitwise else Scatter()
+        self._groups = _groups(model)
+        memory = mesh.axis("shard").memory
+        for group in self._groups:
+            scatter = OrderedScatter(mesh, group._get_fsdp_state()._fsdp_param_group) if bitwise else Scatter(memory)
             group.set_custom_reduce_scatter(scatter)
+            if memory is not None:
+                group.set_custom_all_gather(Gather(memory))
             group.set_gradient_divide_factor(1.0)
             group.set_reduce_scatter_unused_params(True)
             self._scatters.append(scatter)
         self._used = _Used(model, self._parameters)
 
     def close(self) -> None:
+        """See `Engine.close`. The model can still be called, as long as torch's process group is there."""
         self._used.close()
+        for group in self._groups:
+            group.set_custom_all_gather(DefaultAllGather())
 
     def begin(self, count: int) -> None:
         self._count = count
@@ -150,7 +157,7 @@ class Shards:
         """See `Inner.sum_up`."""
         share = self._mesh.deal.share(self._count, self._mesh.data.rank)
         said = self._slots.say(used, share, values, weights, flag)
-        dist.all_reduce(said, group=self._mesh.data.group)
+        self._mesh.data.all_reduce(said)
         told = self._slots.read(said, self._count, weighted=weights is not None)
         for scatter in self._scatters:
             scatter.end()

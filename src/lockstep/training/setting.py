@@ -16,7 +16,6 @@ from torch import nn
 from lockstep import precision as precisions
 from lockstep.comm.group import World
 from lockstep.comm.mesh import Mesh
-from lockstep.comm.segment import Unavailable
 from lockstep.errors import PlanError, RecipeError
 from lockstep.parallel.sync_batchnorm import training_layers
 from lockstep.plan import Plan
@@ -34,13 +33,12 @@ class Remark(NamedTuple):
 
 def remarks(plan: Plan, mesh: Mesh, precision: Precision) -> Iterator[Remark]:
     """What makes this run slower than it need be."""
-    world, memory = mesh.world, mesh.memory
-    if isinstance(memory, Unavailable) and mesh.torch_mesh is None and world.size > 1 and world.device.type == "cpu":
-        yield Remark("no-shared-memory", {"reason": memory.reason})
+    for axis, reason in mesh.apart.items():
+        yield Remark("no-shared-memory", {"axis": axis, "reason": reason})
     if (gpus := plan.data_parallel) > 1:
         better = f"replicate={gpus}, one process a GPU, is faster: nothing copies the model in each step, and each has a Python of its own"
         yield Remark("data-parallel", {"gpus": gpus, "better": better}, f"warning: data_parallel={gpus}; {better}")
-    if warning := precisions.slow_on_this_cpu(precision, world.device):
+    if warning := precisions.slow_on_this_cpu(precision, mesh.world.device):
         yield Remark("slow-precision", {"reason": warning}, f"warning: {warning}")
 
 
