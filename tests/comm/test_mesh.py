@@ -18,10 +18,14 @@ from lockstep.plan import Plan
 from lockstep.testing.pool import WorkerPool
 
 ELSEWHERE = "runs on another host than rank 0, or in another container"
+INSIDE = "those of one host share it, and their first ones sum what remains"
 
 
 def laid_out(plan: str, ranks_a_host: int) -> tuple[dict[str, float], Mapping[str, str]]:
-    """Which axes have memory, with a sum over each; and why others have none. Hosts are in name only: all of these ranks could share."""
+    """Which axes have memory, if only inside of hosts, with a sum over each; and why others have none.
+
+    Hosts are in name only: all of these ranks could share.
+    """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     segment._host = lambda: [f"host {rank // ranks_a_host}", 1]  # type: ignore[assignment]
     world = join(rank=rank, size=size, local_rank=rank, local_size=size, timeout=timedelta(minutes=1))
@@ -29,7 +33,7 @@ def laid_out(plan: str, ranks_a_host: int) -> tuple[dict[str, float], Mapping[st
     sums = {}
     groups: dict[str, Any] = {"data": mesh.data, **mesh.axes}
     for name, each in groups.items():
-        if each.memory is not None:
+        if each.memory is not None or each.hosts is not None:
             tensor = torch.tensor([float(rank)])
             each.all_reduce(tensor)
             sums[name] = tensor.item()
@@ -44,9 +48,12 @@ CASES: list[tuple[str, int, list[dict[str, float]], Mapping[str, str]]] = [
     ("tensor=2", 2, [{}] * 2, {}),
     ("replicate=2,tensor=2", 4, [{"data": 2, "replicate": 2}, {"data": 4, "replicate": 4}] * 2, {}),
     (
-        *("replicate=2,shard=2", 2, [{"shard": 1}] * 2 + [{"shard": 5}] * 2),
-        {"data": f"rank 2 {ELSEWHERE}", "replicate": f"rank 1 {ELSEWHERE}"},
+        *("replicate=2,shard=2", 2, [{"data": 6, "shard": 1}] * 2 + [{"data": 6, "shard": 5}] * 2),
+        {"data": f"rank 2 {ELSEWHERE}; {INSIDE}", "replicate": f"rank 1 {ELSEWHERE}"},
     ),
+    ("replicate=3", 2, [{"data": 3, "replicate": 3}] * 3, {"replicate": f"rank 2 {ELSEWHERE}; {INSIDE}"}),
+    ("replicate=3,numerics=bitwise", 2, [{}] * 3, {"replicate": f"rank 2 {ELSEWHERE}"}),
+    ("replicate=2", 1, [{}] * 2, {"replicate": f"rank 1 {ELSEWHERE}"}),
     ("shard=2,tensor=2", 3, [{"data": 2, "shard": 2}, {}] * 2, {"shard": f"rank 1 {ELSEWHERE}"}),
     (
         *("replicate=2,shard=2", 4),
@@ -54,7 +61,7 @@ CASES: list[tuple[str, int, list[dict[str, float]], Mapping[str, str]]] = [
         {},
     ),
 ]
-"""Plan, ranks a host, the sums of the ranks' numbers over the axes that have memory, on each rank, and why others have none."""
+"""Plan, ranks a host, the sums of the ranks' numbers over the axes that have any memory, on each rank, and why others have none."""
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from lockstep.comm import segment
 from lockstep.comm.segment import ExchangeError, PeerStopped, Unavailable
 from lockstep.comm.shared import SharedGroup
 from lockstep.testing.pool import WorkerPool
+from lockstep.testing.worker import loopback_store
 
 # Small, so that a collective takes many rounds.
 BUFFER_BYTES = 16 << 10
@@ -48,12 +49,13 @@ def shared_group(group: distributed.ProcessGroup | None = None, **options: Any) 
 def forked(path: str, world_size: int, function: Callable[[int], Any]) -> list[Any]:
     """What `function(rank)` returned in `world_size` processes with a Gloo group of their own; the signal of one that was killed."""
     distributed.destroy_process_group()
+    server = loopback_store()
     children = []
     for rank in range(world_size):
         child = os.fork()
         if child == 0:
             try:
-                store = distributed.FileStore(f"{path}/store", world_size)
+                store = distributed.TCPStore("127.0.0.1", server.port, is_master=False)  # type: ignore[attr-defined]
                 distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
                 distributed.barrier()
                 Path(f"{path}/{rank}").write_bytes(pickle.dumps(function(rank)))

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.comm.hosts import Hosts
 from lockstep.comm.shared import SharedGroup
 from lockstep.errors import LaunchError, install_excepthook
 
@@ -41,6 +42,8 @@ class World:
     """Torch's process group, for some of the processes; `rank` and `size` are in it. None: all of them."""
     memory: SharedGroup | None = None
     """What exchanges CPU tensors between them faster than the group, where they share memory."""
+    hosts: Hosts | None = None
+    """What sums CPU tensors over them, where they are on several hosts of which some have several of them. Not under bitwise numerics."""
 
     def leave(self) -> None:
         """Wait for the others, where the processes may end after this. Every rank calls it, at the end of a run that went well."""
@@ -66,8 +69,9 @@ class World:
         """Replace `tensor`, contiguous and of one size on all ranks, by its sum over them. Every rank calls it."""
         if self.size == 1:
             return
-        if self.memory is not None and tensor.is_cpu:
-            self.memory.all_reduce(tensor)
+        faster = self.memory or self.hosts
+        if faster is not None and tensor.is_cpu:
+            faster.all_reduce(tensor)
         else:
             dist.all_reduce(tensor, group=self.group)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lockstep.assignment import Deal
 from lockstep.comm.group import World
+from lockstep.comm.hosts import Hosts, forget_hosts
 from lockstep.comm.segment import Unavailable
 from lockstep.comm.shared import SharedGroup
 from lockstep.plan import Plan
@@ -47,6 +48,8 @@ class Mesh:
         """Lay out the processes. `plan` is resolved. Every rank calls it: it makes process groups."""
         sizes = {axis: int(getattr(plan, axis)) for axis in ("pipeline", "replicate", "shard", "tensor")}
         sizes = {axis: size for axis, size in sizes.items() if size > 1}
+        atexit.unregister(_at_exit)  # or there would be one for each mesh
+        atexit.register(_at_exit)
         if sizes.get("replicate", 1) == world.size:
             torch_mesh, axes = None, {"replicate": world} if sizes else {}
         else:
@@ -61,8 +64,9 @@ class Mesh:
     def close(self) -> None:
         """Give up the shared memory."""
         for each in (self.data, *self.axes.values()):
-            if each.memory is not None:
-                each.memory.close()
+            for made in (each.memory, each.hosts):
+                if made is not None:
+                    made.close()
 
     def axis(self, name: str) -> World:
         """The processes along one axis, of which this one is one."""
@@ -136,8 +140,6 @@ def _made(world: World, sizes: tuple[tuple[str, int], ...]) -> tuple[DeviceMesh,
 
     key = (dist.group.WORLD, sizes)
     if key not in _meshes:
-        if not _meshes:
-            atexit.register(_at_exit)
         axes = [axis for axis, _ in sizes]
         mesh = init_device_mesh(world.device.type, tuple(size for _, size in sizes), mesh_dim_names=tuple(axes))
         shared = tuple(axis for axis in DATA_AXES if axis in axes)
@@ -147,20 +149,28 @@ def _made(world: World, sizes: tuple[tuple[str, int], ...]) -> tuple[DeviceMesh,
 
 def _with_memory(world: World, plan: Plan, axes: Mapping[str, World]) -> tuple[dict[str, World], dict[str, str]]:
     """The axes that exchange microbatches' gradients with their own shared memory; and why, for those of which some ranks have none."""
-    with_memory, mine = dict(axes), {}
+    with_memory, mine, made_hosts = dict(axes), {}, {}
     for name in ("data", *DATA_AXES):
         if name not in axes or world.device.type != "cpu":
             continue
-        made = Unavailable("the plan says transport=torch") if plan.transport == "torch" else SharedGroup.create(axes[name].group)
-        if isinstance(made, Unavailable):
-            mine[name] = made.reason
-        else:
+        group = axes[name].group or dist.group.WORLD
+        made = Unavailable("the plan says transport=torch") if plan.transport == "torch" else SharedGroup.create(group)
+        if isinstance(made, SharedGroup):
             with_memory[name] = replace(axes[name], memory=made)
-    return with_memory, {name: reason for theirs in world.gather_values(mine) for name, reason in theirs.items()}
+            continue
+        mine[name] = made.reason
+        if made.hosts and plan.numerics == "fast" and isinstance(hosts := Hosts.create(group, made.hosts), Hosts):
+            mine[name] += "; those of one host share it, and their first ones sum what remains"
+            made_hosts[name] = hosts
+            with_memory[name] = replace(axes[name], hosts=hosts)
+    everyone = world.gather_values([mine, [hosts.firsts for hosts in made_hosts.values()]])
+    Hosts.connect(sorted({tuple(firsts) for _, several in everyone for firsts in several}), made_hosts.values())
+    return with_memory, {name: reason for reasons, _ in everyone for name, reason in reasons.items()}
 
 
 def forget_meshes() -> None:
     """Let go of all meshes and their process groups, whose sockets close then. For the end of a process group."""
+    forget_hosts()
     for mesh, _ in _meshes.values():
         mesh._get_root_mesh()._pg_registry.clear()
     _meshes.clear()

@@ -53,7 +53,7 @@ class ExchangeError(LockstepError):
     def __init__(self, ranks: Sequence[int], text: str) -> None:
         super().__init__(text)
         self.ranks = tuple(ranks)
-        """The ranks at fault, as their group numbers them."""
+        """The ranks at fault, as their group numbers them. The text has their numbers among all processes."""
 
 
 class PeerDied(ExchangeError):
@@ -93,14 +93,18 @@ class Unavailable:
     """Why these processes cannot share memory. The same on every rank."""
 
     reason: str
+    hosts: tuple[int, ...] = ()
+    """Where that is that they are on several hosts: of each rank, the number of its own."""
 
 
 class Segment:
     """One rank's view of the shared memory. Made by `open_segment`; used by one thread at a time, except for `stop`."""
 
-    def __init__(self, memory: mmap.mmap, rank: int, ends: Sequence[int], timeout: timedelta) -> None:
-        """`ends`: for each rank a descriptor that can be read once its process has ended (-1 for this one)."""
+    def __init__(self, memory: mmap.mmap, rank: int, ends: Sequence[int], timeout: timedelta, *, names: Sequence[int]) -> None:
+        """`ends`: for each rank a descriptor that can be read once its process has ended (-1 for this one). `names`: ranks of the world."""
         self.rank = rank
+        self.names = names
+        """Of each rank, its number among all processes: what errors say."""
         self.size = len(ends)
         self.memory = memory
         self.words = memoryview(memory)[: _words_bytes(self.size)].cast("q")
@@ -168,12 +172,13 @@ class Segment:
             raise self._error(_LATE, missing)
 
     def _error(self, kind: int, ranks: Sequence[int], seen_by: int | None = None) -> ExchangeError:
-        named = ", ".join(map(str, ranks))
-        text = f"an exchange through shared memory failed on rank {self.rank} of {self.size}, for rank {named}: {_SAID[kind]}"
+        named = ", ".join(str(self.names[rank]) for rank in ranks)
+        mine, size = self.names[self.rank], dist.get_world_size()
+        text = f"an exchange through shared memory failed on rank {mine} of {size}, for rank {named}: {_SAID[kind]}"
         if kind == _LATE:
             text += f" for {self._timeout.total_seconds():g} s; see what it does, or give a longer timeout"
         if seen_by is not None and seen_by not in ranks:
-            text += f" (rank {seen_by} saw it first)"
+            text += f" (rank {self.names[seen_by]} saw it first)"
         return _ERRORS[kind](ranks, text)
 
     def stop(self, cause: BaseException | None = None) -> None:
@@ -210,28 +215,38 @@ def _words_bytes(size: int) -> int:
     return -(-8 * words // _PAGE_BYTES) * _PAGE_BYTES
 
 
-def open_segment(group: dist.ProcessGroup, data_bytes: int, timeout: timedelta) -> Segment | Unavailable:
-    """Memory for `data_bytes` shared by the ranks of `group`, zero at first. Every rank calls it, and all get a segment or the same reason.
+def open_segment(
+    group: dist.ProcessGroup, data_bytes: int, timeout: timedelta, among: Sequence[int] | None = None
+) -> Segment | Unavailable:
+    """Memory for `data_bytes`, zero at first, for the ranks of `group`. Every rank calls it, and all get a segment or the same reason.
 
-    The group exchanges CPU tensors. Whether the ranks are on one host is asked of the kernel, not of the launcher: all have the same boot
-    and process numbers, and each finds rank 0's random mark in what it opened.
+    The group exchanges CPU tensors. `among`: of the ranks of `group`, by their numbers in it, those with which this one shares: it has a
+    segment with each of them, and others with others. Whether they are on one host is asked of the kernel, not of the launcher: all have
+    the same boot and process numbers, and each finds the first one's random mark in what it opened.
     """
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    if size == 1:
+    here, whole = dist.get_rank(group), dist.get_world_size(group)
+    if whole == 1:
         return Unavailable("there is one process, which has nobody to share memory with")
+    among = range(whole) if among is None else among
+    rank, size = among.index(here), len(among)
     with contextlib.ExitStack() as opened:
         facts, reason = _attempt(lambda: _facts(rank, _words_bytes(size) + data_bytes, opened))
         everyone = _exchange(group, {"facts": facts, "reason": reason})
-        if reason := _verdict(everyone):
-            return Unavailable(reason)
-        found, reason = _attempt(lambda: _open([each["facts"] for each in everyone], rank))
+        if (verdict := _verdict(everyone)) is not None:
+            return verdict
+        hosts = [each["facts"]["host"] for each in everyone]
+        if size == whole and (other := next((peer for peer, host in enumerate(hosts) if host != hosts[0]), 0)):
+            reason = f"rank {other} runs on another host than rank 0, or in another container"
+            return Unavailable(reason, tuple(hosts.index(host) for host in hosts))
+        found, reason = _attempt(lambda: _open([everyone[each]["facts"] for each in among], rank))
         everyone = _exchange(group, {"reason": reason})
-    if reason := _verdict(everyone):
+    if (verdict := _verdict(everyone)) is not None:
         if found is not None:
             _close(found[1])
-        return Unavailable(reason)
+        return verdict
     assert found is not None
-    return Segment(found[0], rank, found[1], timeout)
+    names = dist.get_process_group_ranks(group)
+    return Segment(found[0], rank, found[1], timeout, names=[names[each] for each in among])
 
 
 def _attempt(call: Callable[[], Any]) -> tuple[Any, str]:
@@ -242,13 +257,8 @@ def _attempt(call: Callable[[], Any]) -> tuple[Any, str]:
         return None, f"{type(error).__name__}: {error}"
 
 
-def _verdict(everyone: Sequence[dict[str, Any]]) -> str:
-    for rank, each in enumerate(everyone):
-        if each["reason"]:
-            return f"rank {rank}: {each['reason']}"
-        if "facts" in each and each["facts"]["host"] != everyone[0]["facts"]["host"]:
-            return f"rank {rank} runs on another host than rank 0, or in another container"
-    return ""
+def _verdict(everyone: Sequence[dict[str, Any]]) -> Unavailable | None:
+    return next((Unavailable(f"rank {rank}: {each['reason']}") for rank, each in enumerate(everyone) if each["reason"]), None)
 
 
 def _facts(rank: int, size_bytes: int, opened: contextlib.ExitStack) -> dict[str, Any]:

@@ -92,8 +92,7 @@ class SharedGroup:
     """The ranks of a process group that are on one host, and their collectives. Made by `create`; used by one thread at a time.
 
     Every rank calls the same collectives in the same order. Tensors are on the CPU and contiguous; a call returns when this rank's part is
-    complete. Sums are added in the order of the ranks: the same bits on every rank and in every run. An all-gather may also be begun, and
-    completed later.
+    complete, or once it is waited for. Sums are added in the order of the ranks: the same bits on every rank and in every run.
 
     Raises an `ExchangeError` (`PeerDied`, `PeersLate`, `PeerStopped`, `CallsDiffer`) on every rank where a rank fails; after that, and
     after any other exception in a collective, the group is of no more use.
@@ -133,18 +132,20 @@ class SharedGroup:
         *,
         timeout: timedelta = timedelta(minutes=10),
         buffer_bytes: int = BUFFER_BYTES,
+        among: Sequence[int] | None = None,
     ) -> "SharedGroup | Unavailable":
         """Share memory between the ranks of `group` (by default all). Every rank calls it; all get a group, or the same `Unavailable`.
 
         `timeout`: how long a collective waits for another rank. `buffer_bytes`: each rank has two buffers of that size (more, where there
-        are very many ranks); larger tensors go through in pieces.
+        are very many ranks); larger tensors go through in pieces. `among`: of the ranks of `group`, by their numbers in it, those that
+        share with this one; each rank gives its own.
         """
         group = dist.group.WORLD if group is None else group
         if group is None:
             return Unavailable("there is no process group")
-        size = dist.get_world_size(group)
+        size = dist.get_world_size(group) if among is None else len(among)
         buffer_bytes = _up(max(buffer_bytes, 2 * size * _LEAST_CELL_BYTES), LINE_BYTES)
-        segment = open_segment(group, 2 * size * buffer_bytes, timeout)
+        segment = open_segment(group, 2 * size * buffer_bytes, timeout, among)
         name = "shared memory" if group is dist.group.WORLD else f"shared memory of {group.group_desc}"
         return segment if isinstance(segment, Unavailable) else cls(segment, buffer_bytes, name)
 
@@ -362,9 +363,9 @@ class SharedGroup:
                     raise self._difference(peer, words[calls[peer]])
 
     def _difference(self, peer: int, signature: int) -> CallsDiffer:
-        mine, theirs = " of ".join(_called(self._signature)), " of ".join(_called(signature))
-        text = f"rank {self.rank} called {mine} and rank {peer} {theirs}; all ranks of a group call the same, in the same order"
-        return CallsDiffer((peer,), text)
+        called = [(self._segment.names[rank], *_called(each)) for rank, each in ((self.rank, self._signature), (peer, signature))]
+        mine, theirs = (f"rank {rank} called {name} of {what}" for rank, name, what in called)
+        return CallsDiffer((peer,), f"{mine} and {theirs}; all ranks of a group call the same, in the same order")
 
     def _most_sent(self, buffer: int, output_sizes: Sequence[int]) -> int:
         """The longest chunk that any rank sends to another in this call. Raises where a rank sends other than it is expected to."""
@@ -372,7 +373,8 @@ class SharedGroup:
         for rank, place in enumerate(self._calls[buffer]):
             sizes = self._words[place + 1 : place + 1 + self.size].tolist()
             if sizes[self.rank] != output_sizes[rank]:
-                text = f"all_to_all: rank {rank} sends {sizes[self.rank]} elements to rank {self.rank}, which expects {output_sizes[rank]}"
+                source, target = self._segment.names[rank], self._segment.names[self.rank]
+                text = f"all_to_all: rank {source} sends {sizes[self.rank]} elements to rank {target}, which expects {output_sizes[rank]}"
                 raise CallsDiffer((rank,), text)
             sizes[rank] = 0
             most = max(most, *sizes)

@@ -59,7 +59,7 @@ class _Touched(nn.Module):
 
 def sum_factor(mesh: Mesh, *, bitwise: bool) -> int:
     """What is sent is multiplied by it: DDP's own all-reduce, which no Python slows down, gives the mean over ranks instead of the sum."""
-    return 1 if bitwise or mesh.data.memory is not None else mesh.data.size
+    return 1 if bitwise or mesh.data.memory is not None or mesh.data.hosts is not None else mesh.data.size
 
 
 class Replica:
@@ -68,6 +68,8 @@ class Replica:
     def __init__(self, parameters: Sequence[nn.Parameter], mesh: Mesh, *, bitwise: bool, max_microbatches: int) -> None:
         world = mesh.data
         self._memory = world.memory
+        faster = world.memory or world.hosts
+        self._waits_in_torch = faster is None
         self._parameters = list(parameters)
         self._places = {id(parameter): place for place, parameter in enumerate(parameters)}
         self._world = world
@@ -84,8 +86,8 @@ class Replica:
             self._ddp = DistributedDataParallel(self._touched, gradient_as_bucket_view=True, init_sync=False)
             if bitwise:
                 self._ddp.register_comm_hook(None, self._ordered_bucket)
-            elif self._memory is not None:
-                self._ddp.register_comm_hook(None, self._memory.sum_bucket)
+            elif faster is not None:
+                self._ddp.register_comm_hook(None, faster.sum_bucket)
             self._hooks = [p.register_post_accumulate_grad_hook(self._note_use(i)) for i, p in enumerate(self._parameters)]  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
@@ -148,7 +150,7 @@ class Replica:
         self._synchronised = True
         try:
             torch.autograd.backward(self._ddp(total), seed, inputs=inputs)
-            if self._memory is None:  # it waits in C++ then, for the reductions of what it has computed
+            if self._waits_in_torch:  # it does so in C++, for the reductions of what it has computed
                 waits.seconds += time.perf_counter() - self._complete_at
         except RuntimeError as error:
             if "mark a variable ready only once" not in str(error):

@@ -1,0 +1,47 @@
+"""What carries the exchanges of a run, and that the run is the same whatever does. The hosts are in name only."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiers import tiered
+from torch import distributed
+from training.subjects import recipe
+
+import lockstep as ls
+from lockstep.comm import segment
+from lockstep.testing.pool import WorkerPool
+
+INSIDE = "those of one host share it, and their first ones sum what remains"
+
+
+def trained(run_dir: str, plan: str, hosts: str) -> tuple[float, str]:
+    """Each rank is on the host that its letter names."""
+    segment._host = lambda: [hosts[distributed.get_rank()], 1]  # type: ignore[assignment]
+    result = ls.train(recipe(steps=5), run_dir=run_dir, plan=plan)
+    return result.loss, result.fingerprint
+
+
+def reasons(run_dir: Path) -> dict[str, str]:
+    events: list[dict[str, Any]] = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    return {event["axis"]: event["reason"] for event in events if event["event"] == "no-shared-memory"}
+
+
+@pytest.mark.parametrize("plan", tiered({"replicate=3": 3, "replicate=2,shard=2": 4}))
+def test_a_run_is_the_same_on_one_host_on_two_and_through_gloo(pool: WorkerPool, tmp_path: Path, plan: str) -> None:
+    size = 3 if plan == "replicate=3" else 4
+    ways = {"one host": (plan, "aaaa"), "two hosts": (plan, "aabb"), "gloo": (f"{plan},transport=torch", "aaaa")}
+    found = {name: pool.run(size, trained, str(tmp_path / name), *way) for name, way in ways.items()}
+    losses = torch.tensor([loss for everyone in found.values() for loss, _ in everyone], dtype=torch.float64)
+    torch.testing.assert_close(losses, losses[:1].expand(len(losses)), rtol=1e-5, atol=0)
+    assert [len({fingerprint for _, fingerprint in everyone}) for everyone in found.values()] == [1, 1, 1]
+    assert reasons(tmp_path / "one host") == {}
+    assert set(reasons(tmp_path / "gloo").values()) == {"the plan says transport=torch"}
+    on_two = reasons(tmp_path / "two hosts")
+    assert on_two.keys() == ({"replicate"} if size == 3 else {"data", "replicate"})
+    assert "runs on another host" in on_two["replicate"]
+    assert INSIDE in on_two["replicate" if size == 3 else "data"]
