@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -45,3 +49,44 @@ def test_a_run_is_the_same_on_one_host_on_two_and_through_gloo(pool: WorkerPool,
     assert on_two.keys() == ({"replicate"} if size == 3 else {"data", "replicate"})
     assert "runs on another host" in on_two["replicate"]
     assert INSIDE in on_two["replicate" if size == 3 else "data"]
+
+
+def without_memory(run_dir: str, plan: str) -> int:
+    """On rank 0 the kernel has no memory left for the others."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if distributed.get_rank() == 0:
+        os.posix_fallocate = full
+    return ls.train(recipe(steps=3), run_dir=run_dir, plan=plan).steps
+
+
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
+def test_where_no_memory_is_left_a_run_goes_through_gloo_and_says_so(pool: WorkerPool, tmp_path: Path, plan: str) -> None:
+    assert pool.run(2, without_memory, str(tmp_path / "run"), plan) == [3, 3]
+    [(axis, reason)] = reasons(tmp_path / "run").items()
+    assert axis == plan.partition("=")[0]
+    assert reason.startswith("rank 0: ValueError")
+    assert "No space left on device" in reason
+
+
+SCRIPT = """
+import torch, lockstep as ls
+from torch import nn
+x = torch.randn(64, 2000)
+ls.train(ls.Recipe(model=lambda: nn.Linear(2000, 2000), data=torch.utils.data.TensorDataset(x), inputs=lambda b: b[0],
+    loss=lambda output, b: output.square().mean(), optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
+    global_batch=16, microbatch=8, steps=4))
+"""
+
+
+def test_a_small_shared_memory_folder_is_enough(tmp_path: Path) -> None:
+    before = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=4k tmpfs /dev/shm && exec "$@"', "sh"]
+    if subprocess.run([*before, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("mounting in a name space of its own needs root")
+    (tmp_path / "train.py").write_text(SCRIPT)
+    line = [*before, sys.executable, "-m", "lockstep", "run", "--nproc", "2", "--run-dir", "run", "--save-every", "100", "train.py"]
+    ended = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=100)
+    assert ended.returncode == 0, ended.stderr
+    assert reasons(tmp_path / "run") == {}
