@@ -21,7 +21,7 @@ from comm.test_shared import shared_group
 from torch import Tensor, distributed
 
 from lockstep.comm import shared
-from lockstep.comm.ordered import all_gather_single
+from lockstep.comm.group import all_gather_single
 from lockstep.comm.shared import SharedGroup
 from lockstep.parallel.scatter import reduce_scatter_single
 from lockstep.testing.pool import WorkerPool
