@@ -7,7 +7,6 @@ from torch.utils.data import Dataset
 from lockstep.assignment import Deal
 from lockstep.comm.group import World
 from lockstep.comm.mesh import Mesh
-from lockstep.comm.segment import Unavailable
 from lockstep.data.loader import Loader
 from lockstep.training.source import Length, from_data, from_indices
 
@@ -31,7 +30,7 @@ class Noted(Dataset):
 def a_mesh(rank=0, size=1, deal=None):
     """The mesh of one of `size` ranks on the replicate axis, which exchanges nothing."""
     world = World(rank=rank, size=size, local_rank=rank, local_size=size, device=CPU, owns_group=False)
-    return Mesh(world, world, deal or Deal(size), None, Unavailable("a test"))
+    return Mesh(world, world, deal or Deal(size), None, {}, {})
 
 
 def plain(source):
