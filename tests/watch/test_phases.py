@@ -32,10 +32,11 @@ def test_the_longest_of_late_is_remembered_and_fades() -> None:
     for took in (10.0, 1.0, 1.0):
         clock.now += took
         phases.enter("set-up")
-    assert phases.usual == {"set-up": 10.0 * FADES**2}
+    assert phases.usual("set-up") == 10.0 * FADES**2
     clock.now += 20.0
     phases.enter("set-up")
-    assert phases.usual == {"set-up": 20.0}
+    assert phases.usual("set-up") == 20.0
+    assert phases.usual("compute") is None
 
 
 def test_waiting_for_items_is_a_phase_and_what_is_done_with_them_is_not() -> None:

@@ -59,6 +59,8 @@ class Keeper:
     values: dict[str, Any] = field(default_factory=dict)
     """JSON of this rank that goes with the next save: where the data stand."""
     _saver: Saver = field(init=False)
+    _every: float | None = field(init=False)
+    """Seconds from save to save; None where steps are counted."""
     _since: float = field(init=False)
     _scores: dict[str, float] = field(default_factory=dict)
     """By the text of checkpoints' names: the metric by which the best one is kept."""
@@ -77,6 +79,7 @@ class Keeper:
 
     def __post_init__(self) -> None:
         self._saver = Saver(self.world, str(self.folder), self.attempt)
+        self._every = self.saving.seconds
         self._since = self.clock()
 
     def begin(self, step: int) -> None:
@@ -97,8 +100,7 @@ class Keeper:
 
     def time_is_up(self) -> bool:
         """Whether a save is due by the clock, of which rank 0's counts."""
-        every = self.saving.seconds
-        return every is not None and self.world.rank == 0 and self.clock() - self._since >= every
+        return self._every is not None and self.world.rank == 0 and self.clock() - self._since >= self._every
 
     def after(self, step: int, *, asked: bool) -> None:
         """After a step; `step`: those done. `asked`: whether a save is due by the clock. Every rank calls it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import resource
 import socket
 import time
@@ -25,6 +26,8 @@ _OF_COMPUTE = ("compute", "update")
 _COLUMNS = ("step", *PARTS, "communication", "share", "memory")
 _RANKS_AT_ONCE = 256
 """Of more ranks only every so-many-th logging step is looked at: what that costs a step does not grow with them."""
+LOOK_SECONDS = 0.2
+"""Where logging steps follow each other more quickly, only some of them are looked at too."""
 
 
 class Ranks:
@@ -38,8 +41,8 @@ class Ranks:
         world = mesh.world
         self.hosts = world.gather_values(socket.gethostname())
         self._stragglers = Stragglers(world.gather_values(mesh.axis("pipeline").rank))
-        self._every = -(-world.size // _RANKS_AT_ONCE)
-        self._logs = 0
+        self._every = self._left = 1
+        """Logging steps from one look to the next, and those that are left."""
         self._memory = 0.0
         self._path = run_dir / "ranks.jsonl"
         self._file: TextIO | None = None
@@ -66,11 +69,11 @@ class Ranks:
         self._steps += 1
 
     def log(self, step: int) -> float:
-        """After a logging step; `step`: those done. Every rank calls it. Returns the most memory that any rank has had, in bytes, as far as
-        it is known: where there are very many ranks, as of some logging steps ago.
+        """After a logging step; `step`: those done. Every rank calls it. Returns the most memory that any rank has had, in bytes, as of the
+        last time that ranks were looked at.
         """
-        self._logs += 1
-        if (self._logs - 1) % self._every:
+        self._left -= 1
+        if self._left:
             return self._memory
         seconds, steps = time.perf_counter() - self._since, max(self._steps, 1)
         mine = [seconds, *self._parts(), float(self._share), float(peak_bytes(self._mesh.world.device))]
@@ -81,6 +84,7 @@ class Ranks:
             ranks = {name: (columns[name] / steps).round(6).tolist() for name in _COLUMNS[:5]}
             self._file.write(json.dumps({"step": step, "time": time.time(), "ranks": ranks, "hosts": self.hosts}) + "\n")
         self._look(columns, steps, seconds)
+        self._every = self._left = next_look(float(columns["step"].max()) / self._every, before=self._every, ranks=len(self.hosts))
         self.restart()
         self._memory = float(columns["memory"].max())
         return self._memory
@@ -120,6 +124,12 @@ class Ranks:
                 f"rank {each.rank} on {host} is slow: its own work takes {each.times:.2f} times the others', most of it in {each.part} "
                 f"({each.seconds * 1e3:.1f} ms a step, and {each.usual_seconds * 1e3:.1f} elsewhere)"
             )
+
+
+def next_look(seconds: float, *, before: int, ranks: int) -> int:
+    """Logging steps until the next look: the same on every rank. `seconds`: from one to the next. `before`: as it was: a first step, or one
+    that saves, says little of those that follow."""
+    return max(-(-ranks // _RANKS_AT_ONCE), min(math.ceil(LOOK_SECONDS / max(seconds, 1e-9)), 2 * before))
 
 
 def peak_bytes(device: torch.device) -> int:

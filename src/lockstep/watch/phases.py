@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import TypeVar
 
 from lockstep.comm.waits import waits
@@ -13,6 +14,15 @@ from lockstep.watch.stream_times import StreamTimes
 T = TypeVar("T")
 FADES = 0.95
 """With each time that a phase ends, of what is remembered of the longest one."""
+
+
+@dataclass(slots=True)
+class _Taken:
+    """What one phase has taken."""
+
+    total: float = 0.0
+    waited: float = 0.0
+    usual: float = -1.0
 
 
 class Phases:
@@ -24,29 +34,27 @@ class Phases:
         self.step = 0
         self.since = clock()
         self._waited_before = waits.seconds
-        self.usual: dict[str, float] = {}
-        """Seconds, of each phase that has ended: the longest of late."""
         self.log: list[tuple[str, float, float]] | None = None
         """Where phases are written down as they end: name, from, until."""
         self.stream: StreamTimes | None = None
         """Where a GPU computes."""
-        self.totals: defaultdict[str, float] = defaultdict(float)
-        """Seconds that each has taken this thread in all."""
-        self.waited: defaultdict[str, float] = defaultdict(float)
-        """Of those, the seconds of waits for others."""
+        self._taken = _Taken()
+        self._takers = {self.name: self._taken}
 
     def enter(self, name: str) -> str:
         """Go on to another phase. Returns the one before it."""
-        now, before = self._clock(), self.name
+        now, before, taken, waited = self._clock(), self.name, self._taken, waits.seconds
         took = now - self.since
-        self.totals[before] += took
-        waited = waits.seconds
-        self.waited[before] += waited - self._waited_before
+        taken.total += took
+        taken.waited += waited - self._waited_before
         self._waited_before = waited
         if self.log is not None:
             self.log.append((before, self.since, now))
-        faded = FADES * self.usual.get(before, 0.0)
-        self.usual[before] = took if took > faded else faded
+        faded = FADES * taken.usual
+        taken.usual = took if took > faded else faded
+        if name not in self._takers:
+            self._takers[name] = _Taken()
+        self._taken = self._takers[name]
         self.name, self.since = name, now
         if self.stream is not None:
             self.stream.enter(name)
@@ -64,6 +72,21 @@ class Phases:
             finally:
                 self.enter(before)
             yield item
+
+    @property
+    def totals(self) -> defaultdict[str, float]:
+        """Seconds that each phase has taken this thread in all."""
+        return defaultdict(float, {name: taken.total for name, taken in list(self._takers.items())})
+
+    @property
+    def waited(self) -> defaultdict[str, float]:
+        """Of those, the seconds of waits for others."""
+        return defaultdict(float, {name: taken.waited for name, taken in list(self._takers.items())})
+
+    def usual(self, name: str) -> float | None:
+        """Seconds: the longest of late. None where that phase has not ended yet."""
+        taken = self._takers.get(name)
+        return None if taken is None or taken.usual < 0 else taken.usual
 
     @property
     def seconds(self) -> float:

@@ -138,7 +138,7 @@ class Watchdog:
         return time.monotonic() - self._over_since >= STUCK_SECONDS and self._place().doing == "waits"
 
     def _limit_seconds(self) -> float:
-        return self._patience.limit_seconds(self._phases.name, self._phases.usual.get(self._phases.name))
+        return self._patience.limit_seconds(self._phases.name, self._phases.usual(self._phases.name))
 
     def _is_to_ask(self) -> bool:
         is_late = self._phases.seconds >= self._limit_seconds()
@@ -156,7 +156,7 @@ class Watchdog:
             step=phases.step,
             seconds=phases.seconds,
             limit_seconds=self._limit_seconds(),
-            is_first=self._patience.fixed_seconds is None and phases.name not in phases.usual,
+            is_first=self._patience.fixed_seconds is None and phases.usual(phases.name) is None,
         )
         return replace(place, children=self._stacks.of_children()) if place.is_late and place.doing != "waits" else place
 
