@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from training.subjects import recipe, rows, squared_error
 
 import lockstep as ls
 from lockstep.launch.termination import Preempted
 from lockstep.testing.pool import WorkerPool
+from lockstep.training.ranks import LOOK_SECONDS, next_look
 from lockstep.watch.stream_times import StreamTimes
 
 
@@ -98,14 +101,28 @@ class Stops(ls.Hook):
         stop(run)
 
 
-def test_lines_of_steps_that_are_done_again_are_taken_out(tmp_path: Path) -> None:
+def test_lines_of_steps_that_are_done_again_are_taken_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "run"
+    monkeypatch.setattr("lockstep.training.ranks.LOOK_SECONDS", 0.0)
     with pytest.raises(Preempted):
         ls.train(recipe(steps=20), run_dir=str(run), hooks=[Stops()], log_every=1)
     with (run / "ranks.jsonl").open("a") as file:
         file.write('{"step": 15}\n{"ste')
     ls.train(recipe(steps=20), run_dir=str(run), log_every=1)
     assert [row["step"] for row in lines(run / "ranks.jsonl")] == list(range(1, 21))
+
+
+@given(seconds=st.floats(0, 10), before=st.integers(1, 10**6), ranks=st.integers(1, 16384))
+def test_quick_steps_are_looked_at_a_few_times_a_second_and_slow_ones_each_time(seconds: float, before: int, ranks: int) -> None:
+    found = next_look(seconds, before=before, ranks=ranks)
+    assert found >= ranks / 256
+    assert found <= max(2 * before, 64)
+    if seconds >= LOOK_SECONDS and ranks <= 256:
+        assert found == 1
+    if ranks > 256:
+        assert found > 1
+    if found < 2 * before:
+        assert found * seconds >= LOOK_SECONDS
 
 
 def test_on_a_gpu_what_counts_is_the_time_of_its_stream(tmp_path: Path) -> None:
