@@ -13,7 +13,7 @@ import lockstep
 from lockstep.errors import USER_ERROR_STATUS
 
 ROOT = Path(__file__).parent.parent
-HEAVY = ("torch", "numpy", "rich", "safetensors", "tensorboardX", "psutil")
+HEAVY = ("torch", "numpy", "rich", "safetensors", "psutil")
 PURE = ("errors", "events", "keys", "recipe", "plan", "schedule", "assignment", "tree", "order")
 
 

@@ -28,6 +28,7 @@ Quote numbers only of a machine that did nothing else.
 from __future__ import annotations
 
 import argparse
+import compileall
 import importlib.util
 import json
 import os
@@ -123,6 +124,7 @@ def starts(processes: int, launch: str, options: argparse.Namespace) -> Iterator
     """A row for each contender: seconds to the first step."""
     names, chance = options.contenders, random.Random(SEED)
     seconds: dict[str, list[float]] = {name: [] for name in names}
+    compile_lockstep()
     with tempfile.TemporaryDirectory(prefix="peers-") as folder:
         task = prepared("mlp", processes, launch, folder, steps=1)
         for _ in range(options.rounds):
@@ -138,12 +140,19 @@ def imports(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A row for each contender: seconds of an interpreter that imports what it needs."""
     names, chance = options.contenders, random.Random(SEED)
     seconds: dict[str, list[float]] = {name: [] for name in names}
+    compile_lockstep()
     for _ in range(options.rounds):
         for name in chance.sample(names, len(names)):
             began = time.perf_counter()
             subprocess.run([sys.executable, "-c", CONTENDERS[name].imports], check=True, stderr=subprocess.DEVNULL)
             seconds[name].append(time.perf_counter() - began)
     yield from timed_rows("import", 1, "equal", seconds)
+
+
+def compile_lockstep() -> None:
+    """To bytecode, as pip does with what it installs, but for an editable installation: that is compiled when it is first imported."""
+    (folder,) = importlib.util.find_spec("lockstep").submodule_search_locations
+    compileall.compile_dir(folder, quiet=1)
 
 
 def timed_rows(case: str, processes: int, launch: str, seconds: dict[str, list[float]]) -> Iterator[dict[str, Any]]:

@@ -13,17 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import (
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-)
 from torch.utils._pytree import tree_leaves
 
 from lockstep import errors
@@ -35,11 +29,11 @@ from lockstep.parallel.slots import Number
 from lockstep.parallel.stages import Stages, calls
 from lockstep.parallel.streams import Streams
 from lockstep.parallel.sync_batchnorm import Exchange
-from lockstep.parallel.torch_stage import Stage
 from lockstep.plan import Schedule
 
-ONE_STAGE_A_RANK: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-SEVERAL: dict[str, Any] = {"interleaved": ScheduleInterleaved1F1B, "zero-bubble": ScheduleInterleavedZeroBubble}
+if TYPE_CHECKING:
+    from lockstep.parallel.torch_stage import Stage
+
 PER_RANK: dict[str, int] = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 1}
 """Stages that a schedule puts on each rank."""
 FAILED = -1
@@ -207,6 +201,8 @@ class Pipeline:
             stage.release()
 
     def _build(self, count: int, schedule: str, route: list[Boundary], backward: bool) -> tuple[Any, list[Stage]]:
+        from lockstep.parallel.torch_stage import ONE_STAGE_A_RANK, SEVERAL, Stage
+
         loss = (lambda output, _: output) if backward else None
         last = len(self.stages.cuts) - 1
         made = []

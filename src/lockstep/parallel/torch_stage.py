@@ -1,4 +1,7 @@
-"""Torch's pipeline stage, for microbatches of different shapes, that tells where gradients end and lets go of what it no longer needs."""
+"""Torch's pipeline stage, for microbatches of different shapes, that tells where gradients end and lets go of what it no longer needs.
+
+With torch's schedules, which take long to import: who has a pipeline imports this.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
 
 from lockstep.parallel.boundary import Boundary
+
+ONE_STAGE_A_RANK: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+SEVERAL: dict[str, Any] = {"interleaved": ScheduleInterleaved1F1B, "zero-bubble": ScheduleInterleavedZeroBubble}
 
 
 class Stage(PipelineStage):

@@ -14,11 +14,10 @@ from typing import Any, Protocol
 from lockstep.checkpoint.folder import Name, Storage
 from lockstep.checkpoint.load import Reader, together
 from lockstep.checkpoint.manifest import Damaged, Unreachable, Unreadable
-from lockstep.checkpoint.pieces import pieces_of
 from lockstep.checkpoint.rescue import rescue
 from lockstep.checkpoint.saver import Saver
 from lockstep.comm.group import World
-from lockstep.comm.mesh import Mesh
+from lockstep.comm.mesh import Mesh, held
 from lockstep.errors import CheckpointError
 from lockstep.saving import Resume, Saving, differences
 from lockstep.training.pair import Pair
@@ -88,7 +87,7 @@ class Keeper:
         self._saved = step
         self._on_rank_0(self.folder.clear, "written to")
         room = self._on_rank_0(self.folder.room_bytes, "written to")
-        least = max(self.world.gather_values(sum(piece.bytes for piece in pieces_of(state.tensors).values())))
+        least = max(self.world.gather_values(sum(held(tensor).nbytes for tensor in state.tensors.values())))
         if room is not None and room < least:
             raise CheckpointError(
                 f"a checkpoint has {_bytes(least)} at least, and {self.folder} has room for {_bytes(room)}; make more, "

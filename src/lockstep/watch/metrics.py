@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import socket
-import struct
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from lockstep.errors import DataError, cannot_write
+from lockstep.watch.event_file import EventFile
 
 RESERVED_NAMES = frozenset({"step", "time", "not_finite"})
 """What every line of `metrics.jsonl` says besides the metrics, so that no metric may be called so."""
@@ -33,7 +30,7 @@ class MetricsLog:
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self._rows = (path / "metrics.jsonl").open("a", encoding="utf-8")
-        self._events = _EventFile(path, clock())
+        self._events = EventFile(path, clock())
         self._waiting: list[tuple[int, float, dict[str, float]]] = []
         self._flushed = -math.inf
 
@@ -125,54 +122,3 @@ def as_number(name: str, value: Any) -> float:
         raise DataError(
             f"metric {name!r} is {value!r} (a {type(value).__name__}); a metric is one number; reduce it to one, say by mean()"
         ) from None
-
-
-class _EventFile:
-    """A TensorBoard event file. One record holds all values of a step; tensorboardX's own writers take a record and a queue for each."""
-
-    def __init__(self, folder: Path, now: float) -> None:
-        event_class, masked_crc32c = _tensorboard_format()
-        self._event_class = event_class
-        self._checksum = masked_crc32c
-        self._file = (folder / f"events.out.tfevents.{int(now):010d}.{socket.gethostname()}").open("ab")
-        self._record(event_class(wall_time=now, file_version="brain.Event:2"))
-
-    def write(self, step: int, now: float, numbers: Mapping[str, float]) -> None:
-        event = self._event_class(wall_time=now, step=step)
-        add = event.summary.value.add
-        for name, number in numbers.items():
-            add(tag=name, simple_value=number)
-        self._record(event)
-
-    def go_on(self, step: int, now: float) -> None:
-        """Tell readers to leave out what was said before of steps after `step`."""
-        event = self._event_class(wall_time=now, step=step + 1)
-        event.session_log.status = 1  # SessionLog.START
-        self._record(event)
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
-
-    def _record(self, event: Any) -> None:
-        data = event.SerializeToString()
-        length = struct.pack("<Q", len(data))
-        self._file.write(length + self._masked(length) + data + self._masked(data))
-
-    def _masked(self, data: bytes) -> bytes:
-        return struct.pack("<I", self._checksum(data))
-
-
-@cache
-def _tensorboard_format() -> tuple[Any, Callable[[bytes], int]]:
-    """The Event message and the checksum of a record. Imported when first used, and without the variable that the import sets."""
-    variable = "CRC32C_SW_MODE"
-    before = os.environ.get(variable)
-    from tensorboardX.proto.event_pb2 import Event  # type: ignore[import-untyped]
-    from tensorboardX.record_writer import masked_crc32c  # type: ignore[import-untyped]
-
-    if before is None:
-        os.environ.pop(variable, None)
-    return Event, masked_crc32c
