@@ -34,7 +34,7 @@ def here() -> World:
 
 def laid_out(state: dict[str, Tensor], world: World, *, turned: bool) -> dict[str, Tensor]:
     """`turned`: what is cut by rows is cut by columns, and the other way."""
-    mesh = Mesh.of(world, Plan.parse(f"shard={world.size}").resolve(world.size)).torch_mesh
+    mesh = Mesh.of(world, Plan.parse(f"shard={world.size},transport=torch").resolve(world.size)).torch_mesh
     if mesh is None:
         return state
     cuts = {name: Shard(1 - cut.dim) if turned else cut for name, cut in CUTS.items()}

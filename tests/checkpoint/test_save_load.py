@@ -124,7 +124,7 @@ def halves(folder: str) -> tuple[int, list[bool]]:
     saver.poll(30)
     saver.close()
     world.gather_values(None)
-    mesh = Mesh.of(world, Plan.parse("shard=2").resolve(2)).torch_mesh
+    mesh = Mesh.of(world, Plan.parse("shard=2,transport=torch").resolve(2)).torch_mesh
     assert mesh is not None
     storage, read = Folder(Path(folder)), list[int]()
     read_into = storage.read_into

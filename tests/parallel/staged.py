@@ -227,7 +227,7 @@ def staged(name: str, schedule: Schedule, dtype: torch.dtype, axis: World | None
 
 def in_two_pipelines(name: str, schedule: Schedule, steps: list[list[int]]) -> list[Any]:
     """Of each step, the gradients here, and what was said of all microbatches: values, weights, whether a flag was raised."""
-    mesh = Mesh.of(world(), Plan(replicate=2, pipeline=2))
+    mesh = Mesh.of(world(), Plan(replicate=2, pipeline=2, transport="torch"))
     model, pipeline, tied = staged(name, schedule, torch.float32, mesh.axis("pipeline"))
     engine = Piped(Parts(list(model.parameters()), mesh, max_microbatches=8), tied)
     found = []
