@@ -142,6 +142,11 @@ def global_norm(gradients: Sequence[Tensor]) -> Tensor | float:
     return total
 
 
+def excess(norm: Tensor | float, limit: float) -> Tensor | float:
+    """What to divide a gradient by so that its global norm, `norm` now, is at most `limit`: 1 or more, unless the norm is no number."""
+    return torch.clamp(norm / limit, min=1.0) if isinstance(norm, Tensor) else max(norm / limit, 1.0)
+
+
 def clip(gradients: Sequence[Tensor], norm: Tensor | float, limit: float) -> None:
     """Scale the gradients so that their global norm, `norm` now, is at most `limit`. A norm that is not finite is left alone."""
     if isinstance(norm, Tensor):

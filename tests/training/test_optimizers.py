@@ -253,6 +253,42 @@ def test_two_optimizers_a_schedule_and_clipping_do_what_they_do_in_plain_torch(p
         assert [line["gradient_norm"] for line in lines] == pytest.approx(norms, rel=1e-4)
 
 
+def clipped(
+    kind: Callable[..., torch.optim.Optimizer], fused: bool, precision: Any, run_dir: Path
+) -> tuple[dict[str, Tensor], list[float]]:
+    made: list[torch.optim.Optimizer] = []
+
+    def build(model: nn.Module) -> torch.optim.Optimizer:
+        made.append(kind(model.parameters(), lr=0.01, weight_decay=0.1, **({"fused": True} if fused else {"foreach": True})))
+        return made[0]
+
+    rates = Rates()
+    given = recipe(optimizer=build, precision=precision, clip_norm=CLIP_NORM, steps=STEPS)
+    ls.train(given, run_dir=str(run_dir), hooks=[rates], log_every=1)
+    assert not hasattr(made[0], "grad_scale")
+    norms = [json.loads(line)["gradient_norm"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert min(norms) > CLIP_NORM
+    return rates.states[-1], norms
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad])
+def test_a_fused_optimizer_scales_and_clips_as_it_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Callable[..., torch.optim.Optimizer], precision: str
+) -> None:
+    state, norms = clipped(kind, False, precision, tmp_path / "foreach")
+
+    def pass_over(*_: Any) -> None:
+        raise AssertionError("a pass over the gradient")
+
+    monkeypatch.setattr("lockstep.precision.clip", pass_over)
+    monkeypatch.setattr("lockstep.precision.LossScale.unscale", pass_over)
+    fused, fused_norms = clipped(kind, True, precision, tmp_path / "fused")
+    assert fused_norms == pytest.approx(norms, rel=1e-4)
+    for name, value in state.items():
+        torch.testing.assert_close(fused[name], value, rtol=1e-4, atol=1e-5)
+
+
 def an_optimizer() -> torch.optim.Optimizer:
     return torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
 

@@ -78,6 +78,12 @@ class Pair:
         self._room = 0
         fused = all(group.get("fused") for optimizer in optimizers for group in optimizer.param_groups)
         self._gates_on_device = fused and all(held(parameter).is_cuda for parameter in self.parameters)
+        self._divides = (
+            fused
+            and all(getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in optimizers)
+            and all(held(parameter) is parameter and parameter.dtype is torch.float32 for parameter in self.parameters)
+        )
+        """Whether the optimizers divide the gradient by a number while they read it, as for torch's GradScaler: a pass over it less."""
 
     def engine(self, microbatches: int) -> Engine:
         """The gradients' keeper, made anew where a step has more microbatches than any before. Every rank calls it alike."""
@@ -183,19 +189,37 @@ class Pair:
         whether the step was applied: None where a GPU decides and nobody has asked it yet.
         """
         gradients = self.gradients()
+        divisor: Tensor | float = 1.0
         if self.loss_scale is not None:
-            self.loss_scale.unscale(gradients)
+            if self._divides:
+                divisor = self.loss_scale.value
+            else:
+                self.loss_scale.unscale(gradients)
         counted = gradients if self._tied is None else self._counted(self._tied)
-        norm = self.norm.of(counted) if measure or clip_norm is not None else self.norm.check(counted)
+        norm = (self.norm.of(counted) if measure or clip_norm is not None else self.norm.check(counted)) / divisor
         if clip_norm is not None:
-            precisions.clip(gradients, norm, clip_norm)
+            if self._divides:
+                divisor = divisor * precisions.excess(norm, clip_norm)
+            else:
+                precisions.clip(gradients, norm, clip_norm)
         self.schedule.before_step(step)
-        applied = self._step(norm)
+        applied = self._step(norm, divisor)
         if applied is not False:
             self.schedule.after_step()
         return norm, applied
 
-    def _step(self, norm: Tensor | float) -> bool | None:
+    def _step(self, norm: Tensor | float, divisor: Tensor | float) -> bool | None:
+        if isinstance(divisor, Tensor) or divisor != 1.0:
+            divided_by = torch.as_tensor(divisor, dtype=torch.float32, device=self.device)
+            for optimizer in self.optimizers:
+                optimizer.grad_scale = divided_by  # type: ignore[attr-defined]  # read by torch's fused optimizers
+        try:
+            return self._step_where_finite(norm)
+        finally:
+            for optimizer in self.optimizers:
+                vars(optimizer).pop("grad_scale", None)
+
+    def _step_where_finite(self, norm: Tensor | float) -> bool | None:
         if self._gates_on_device and self.loss_scale is None:
             stop = (~torch.isfinite(torch.as_tensor(norm, device=self.device))).float()
             for optimizer in self.optimizers:
