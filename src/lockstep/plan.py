@@ -24,9 +24,14 @@ WORDS: dict[str, tuple[str, ...]] = {
     "transport": get_args(Transport),
 }
 """The settings whose value is a word."""
-SETTINGS = ("sharding", "offload", "checkpointing", "halvings", "schedule", "compile", "split", "data_parallel", "transport", "workers")
+SETTINGS = (
+    *("sharding", "offload", "checkpointing", "halvings", "schedule", "compile", "split", "data_parallel", "transport"),
+    *("threads", "workers", "prefetch"),
+)
 """Those that a plan's text has only where they are not the default."""
 AXES = ("replicate", "shard", "tensor", "pipeline")
+MEASURED = ("threads", "workers", "prefetch")
+"""The settings whose `auto` is chosen by measurement at the start of a run, see `lockstep.training.choosing`."""
 NOT_BUILT_YET = ("context",)
 
 
@@ -73,8 +78,12 @@ class Plan:
     transport: Transport = "auto"
     """What carries gradients between processes on CPUs. `auto`: shared memory where all are on one host, else torch's own (Gloo); `torch`:
     always torch's own."""
-    workers: int = 0
-    """Loader processes a rank. 0: the data are fetched in the training process."""
+    threads: Size | None = None
+    """Intra-op threads a process. None: what OMP_NUM_THREADS says, else cores ÷ processes; 1 in `bitwise` on a CPU. `auto`: measured."""
+    workers: Size = 0
+    """Loader processes a rank. 0: the data are fetched in the training process. `auto`: measured."""
+    prefetch: Size = 2
+    """Microbatches that each loader process makes ahead of time. `auto`: by how much measured times of fetching differ."""
 
     def __post_init__(self) -> None:
         given = {axis: getattr(self, axis) for axis in AXES if getattr(self, axis) is not None}
@@ -96,8 +105,12 @@ class Plan:
             )
         if not _counts(self.halvings, 0):
             raise PlanError(f"halvings={self.halvings}; it counts how often each microbatch is halved and is 0 or more")
-        if not _counts(self.workers, 0):
-            raise PlanError(f"workers={self.workers}; it counts loader processes a rank and is 0 or more")
+        if self.workers != "auto" and not _counts(self.workers, 0):
+            raise PlanError(f"workers={self.workers}; it counts loader processes a rank and is 0 or more, or auto")
+        if self.threads not in ("auto", None) and not _counts(self.threads, 1):
+            raise PlanError(f"threads={self.threads}; it counts intra-op threads a process and is at least 1, or auto")
+        if self.prefetch != "auto" and not _counts(self.prefetch, 1):
+            raise PlanError(f"prefetch={self.prefetch}; it counts microbatches that a loader process makes ahead, at least 1, or auto")
         if given.get("tensor", 1) != 1:
             self._check_tensor()
         if given.get("pipeline", 1) != 1:
@@ -204,7 +217,7 @@ def _read(name: str, value: str, text: str) -> Any:
         return tuple(_whole(name, part, text) for part in value.split("+"))
     if name in ("compile", "offload"):
         return {"yes": True, "no": False}.get(value, value)
-    return value if name in WORDS or (value == "auto" and name in AXES) else _whole(name, value, text)
+    return value if name in WORDS or (value == "auto" and name in (*AXES, *MEASURED)) else _whole(name, value, text)
 
 
 def _counts(value: Any, least: int) -> bool:
@@ -223,4 +236,6 @@ def _whole(name: str, value: str, text: str) -> int:
     try:
         return int(value)
     except ValueError:
-        raise PlanError(f"{name}={value!r} in plan {text!r}; the value is a whole number{' or auto' if name in AXES else ''}") from None
+        raise PlanError(
+            f"{name}={value!r} in plan {text!r}; the value is a whole number{' or auto' if name in (*AXES, *MEASURED) else ''}"
+        ) from None

@@ -52,6 +52,18 @@ class LossScale:
             self.in_a_row = 0
 
 
+def choices(device: torch.device) -> list[Precision]:
+    """What `auto` chooses from on such a device: fp32, and on a GPU what multiplies matrices there, bf16, or on older ones fp16.
+
+    On a CPU fp32 alone, though some have instructions for bf16: a run keeps its precision, and without those it is many times slower.
+    """
+    if device.type != "cuda":
+        return ["fp32"]
+    if torch.cuda.is_bf16_supported(including_emulation=False):
+        return ["fp32", "bf16"]
+    return ["fp32", "fp16"] if torch.cuda.get_device_capability(device) >= (7, 0) else ["fp32"]
+
+
 def slow_on_this_cpu(precision: Precision, device: torch.device) -> str | None:
     """Why this precision is a bad choice here, or None."""
     if precision == "fp32" or device.type != "cpu":

@@ -175,8 +175,9 @@ class Recipe:
     """(model) -> a torch optimizer, or a list of them that share out the trainable parameters."""
     global_batch: int
     """Samples in one optimizer step, over all ranks."""
-    microbatch: int | None = None
-    """Samples in one forward and backward. None: one microbatch a rank, so that dropout depends on the plan."""
+    microbatch: int | Literal["auto"] | None = None
+    """Samples in one forward and backward. None: one microbatch a rank, so that dropout depends on the plan. `auto`: the size with which a
+    step takes the least time, measured at the start of a run; one that goes on keeps it."""
     steps: int | None = None
     """Optimizer steps; batches straddle epochs. Give this or `epochs`."""
     epochs: int | None = None
@@ -191,8 +192,9 @@ class Recipe:
     """(step) -> multiplier of every learning rate, pure; or (optimizer) -> a torch LRScheduler, stepped once a step. None: constant."""
     clip_norm: float | None = None
     """Largest global norm of the gradient; above it the gradient is scaled down. None: no clipping."""
-    precision: Precision = "fp32"
-    """What the forward computes in: `fp32`, or autocast to `bf16` or `fp16` (with loss scaling). Parameters stay as the model made them."""
+    precision: Precision | Literal["auto"] = "fp32"
+    """What the forward computes in: `fp32`, or autocast to `bf16` or `fp16` (with loss scaling). Parameters stay as the model made them.
+    `auto`: `fp32`, or what this device computes in hardware where that is measured to be faster; a run that goes on keeps it."""
     seed: int = 0
     """0 to 2**63 - 1. Keys everything random: initial weights, order, augmentation, dropout."""
     blocks: Sequence[str] | None = None
@@ -215,11 +217,13 @@ class Recipe:
             _check_callable(f"Recipe.{name}", getattr(self, name), optional=False)
         for name in ("inputs", "weight", "collate", "schedule"):
             _check_callable(f"Recipe.{name}", getattr(self, name), optional=True)
-        check_batch(self.global_batch, self.microbatch, of="Recipe.")
+        microbatch = None if self.microbatch == "auto" else self.microbatch
+        check_batch(self.global_batch, microbatch, of="Recipe.")
         check_length(self.steps, self.epochs, of="Recipe.")
         check_data("Recipe.data", self.data, global_batch=self.global_batch, microbatch=self.microbatch, epochs=self.epochs)
         check_clip_norm(self.clip_norm)
-        check_precision(self.precision)
+        if self.precision != "auto":
+            check_precision(self.precision)
         check_seed(self.seed)
         for kind, names in (("blocks", self.blocks), ("stages", self.stages)):
             if names is not None and (isinstance(names, str) or not all(isinstance(name, str) for name in names)):
@@ -298,6 +302,8 @@ def check_clip_norm(value: Any) -> None:
 
 def check_precision(value: Any) -> None:
     """Raises `RecipeError` unless `value` is one of `Precision`."""
+    if value == "auto":
+        raise RecipeError("precision='auto' in a loop of your own; only ls.train has a loss to measure with; give a precision: 'fp32'")
     if value not in get_args(Precision):
         raise RecipeError(f"precision={value!r}; known are {', '.join(get_args(Precision))}")
 
@@ -313,17 +319,17 @@ def _check_callable(name: str, value: Any, *, optional: bool) -> None:
         raise RecipeError(f"{name} is {_kind(value)}; it must be a function{' or None' if optional else ''}")
 
 
-def check_data(name: str, value: Any, *, global_batch: int, microbatch: int | None, epochs: int | None) -> None:
+def check_data(name: str, value: Any, *, global_batch: int, microbatch: int | Literal["auto"] | None, epochs: int | None) -> None:
     """Raises `DataError` and `RecipeError` unless `value` can be trained on: a map-style dataset, or a stream that fits the batches."""
     if not isinstance(value, Stream):
         check_dataset(name, value)
         return
     if epochs is not None:
         raise RecipeError(f"epochs={epochs} with an ls.Stream; a stream has no length to count epochs of; give steps=")
-    if microbatch is None:
+    if microbatch is None or microbatch == "auto":
         raise RecipeError(
-            "microbatch=None with an ls.Stream; each microbatch reads from shards of its own, so their number must not depend on the "
-            f"number of processes; give a microbatch, for example microbatch={max(1, global_batch // 8)}"
+            f"microbatch={microbatch} with an ls.Stream; each microbatch reads from shards of its own, so their number must not depend "
+            f"on the number of processes or on measurement; give a microbatch, for example microbatch={max(1, global_batch // 8)}"
         )
     count = -(-global_batch // microbatch)
     if value.shards % count:

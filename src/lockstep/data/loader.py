@@ -58,7 +58,7 @@ class Loader:
     """Fetches microbatches of a map-style dataset. Each rank makes its own, and asks it for its own spans.
 
     `collate`: (samples) -> batch; None: torch's default collate. `shuffle=False`: the sample at a position is the position itself.
-    `workers`: processes that fetch ahead; 0: this process fetches when asked. The batches are the same, and
+    `workers`: processes that fetch ahead, `prefetch` microbatches each; 0: this process fetches when asked. The batches are the same, and
     this process's default generators are left as they are. `device`: batches are for it, and in pinned memory where it is CUDA.
     """
 
@@ -70,11 +70,12 @@ class Loader:
         seed: int,
         shuffle: bool = True,
         workers: int = 0,
+        prefetch: int = 2,
         device: torch.device,
     ) -> None:
         self._order = Order(len(data), seed) if shuffle else None
         self._fetcher = Fetcher(data, collate, seed)
-        self._delivery = Delivery(self._fetcher, workers, device)
+        self._delivery = Delivery(self._fetcher, workers, device, prefetch=prefetch)
         self._alike = Alike()
 
     def fetch(self, spans: Iterable[Span]) -> Iterator[Microbatch]:
@@ -120,12 +121,19 @@ class StreamLoader:
     """
 
     def __init__(
-        self, stream: Stream, *, collate: Callable[[list[Any]], Any] | None = None, seed: int, workers: int = 0, device: torch.device
+        self,
+        stream: Stream,
+        *,
+        collate: Callable[[list[Any]], Any] | None = None,
+        seed: int,
+        workers: int = 0,
+        prefetch: int = 2,
+        device: torch.device,
     ) -> None:
         self.shards = stream.shards
         self._fetcher = shards.StreamFetcher(stream, collate, seed)
         self._count = max(workers, 1)
-        self._delivery = Delivery(self._fetcher, workers, device)
+        self._delivery = Delivery(self._fetcher, workers, device, prefetch=prefetch)
         self._alike = Alike()
 
     def fetch(self, spans: Iterable[Span], *, microbatches: int, positions: Mapping[int, shards.Position]) -> Iterator[Microbatch]:
@@ -174,11 +182,11 @@ class StreamLoader:
 class Delivery:
     """What a fetcher makes of requests, in their order: in this process when asked, or in `workers` processes ahead of time."""
 
-    def __init__(self, fetcher: Fetcher | shards.StreamFetcher, workers: int, device: torch.device) -> None:
+    def __init__(self, fetcher: Fetcher | shards.StreamFetcher, workers: int, device: torch.device, *, prefetch: int) -> None:
         self.ahead = workers > 0
         self._fetcher = fetcher
         self._pinned = device.type == "cuda"
-        self._workers = Workers(fetcher, workers, pinned=self._pinned) if workers else None
+        self._workers = Workers(fetcher, workers, pinned=self._pinned, prefetch=prefetch) if workers else None
         self._isolation = Isolation()
 
     def __call__(self, requests: Iterator[Any]) -> Iterator[tuple[Any, Any]]:

@@ -35,8 +35,10 @@ LATER_SECONDS = 30
 class Workers:
     """`count` processes that make microbatches, started by the first `fetch` and kept until `close`."""
 
-    def __init__(self, fetcher: Fetcher | StreamFetcher, count: int, *, pinned: bool) -> None:
-        """`pinned`: the batches come in pinned memory. Raises `LaunchError` where the temporary folder's name is too long for sockets."""
+    def __init__(self, fetcher: Fetcher | StreamFetcher, count: int, *, pinned: bool, prefetch: int = 2) -> None:
+        """`prefetch`: microbatches that each makes ahead. `pinned`: the batches come in pinned memory.
+
+        Raises `LaunchError` where the temporary folder's name is too long for sockets."""
         _check_temporary_folder()
         self._folder = tempfile.mkdtemp(prefix=_FOLDER)
         self._current = _Current()
@@ -47,6 +49,7 @@ class Workers:
             num_workers=count,
             collate_fn=_as_it_is,
             pin_memory=pinned,
+            prefetch_factor=prefetch,
             worker_init_fn=partial(_set_up, self._folder),
             persistent_workers=True,
             generator=torch.Generator(),
@@ -56,7 +59,7 @@ class Workers:
         self._batches: Any = None
 
     def fetch(self, requests: Iterable[Any]) -> Iterator[Any]:
-        """Batches in the order of `requests`, of which two a worker are taken ahead. One call at a time: another ends it.
+        """Batches in the order of `requests`, of which `prefetch` a worker are taken ahead. One call at a time: another ends it.
 
         Raises what a worker raised, with its traceback as the cause.
         """

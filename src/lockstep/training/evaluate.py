@@ -54,7 +54,15 @@ class Evaluator:
     @classmethod
     def of(cls, recipe: Recipe, evaluation: Evaluation, mesh: Mesh, plan: Plan, pair: Pair) -> Evaluator:
         device = mesh.world.device
-        loader = Loader(evaluation.data, collate=recipe.collate, seed=recipe.seed, shuffle=False, workers=plan.workers, device=device)
+        loader = Loader(
+            evaluation.data,
+            collate=recipe.collate,
+            seed=recipe.seed,
+            shuffle=False,
+            workers=int(plan.workers),
+            prefetch=int(plan.prefetch),
+            device=device,
+        )
         return cls(recipe, evaluation, mesh, loader, pair, plan.halvings)
 
     def measure(self, model: nn.Module, step: int) -> dict[str, float]:
@@ -138,6 +146,7 @@ class Evaluator:
         return sums, {name: _checked(name, metric.collect(output, batch), item.size) for name, metric in self._metrics(Gathered).items()}
 
     def _microbatch(self) -> int | None:
+        assert self.recipe.microbatch != "auto", "settled has chosen one"
         return self.evaluation.microbatch or self.recipe.microbatch or self.recipe.global_batch
 
     def _metrics(self, kind: type[Any]) -> dict[str, Any]:

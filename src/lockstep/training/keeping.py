@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from lockstep.checkpoint.folder import Name, Storage
 from lockstep.checkpoint.load import Reader, together
 from lockstep.checkpoint.manifest import Damaged, Unreachable, Unreadable
+from lockstep.checkpoint.reading import read_manifest
 from lockstep.checkpoint.rescue import rescue
 from lockstep.checkpoint.saver import Saver
 from lockstep.comm.group import World
@@ -283,3 +284,16 @@ class Keeper:
 def _bytes(count: int) -> str:
     power = min(int(math.log(max(count, 1), 1000)), 4)
     return f"{count / 1000**power:.2f} {('bytes', 'kB', 'MB', 'GB', 'TB')[power]}"
+
+
+def saved_recipe(folder: Storage, world: World) -> dict[str, Any]:
+    """The recipe of the newest checkpoint there that can be read, as JSON; empty where there is none. Every rank calls it."""
+    found: dict[str, Any] = {}
+    if world.rank == 0:
+        with suppress(OSError):  # which `restore` reports
+            for name in reversed(folder.names()):
+                with suppress(Damaged, Unreadable, Unreachable):
+                    found = read_manifest(folder, name).facts["recipe"] or {}
+                    break
+    recipe: dict[str, Any] = world.gather_values(found)[0]
+    return recipe

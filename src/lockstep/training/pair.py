@@ -46,19 +46,17 @@ class Pair:
         self.mesh = mesh
         self.device = mesh.world.device
         factor = sum_factor(mesh, bitwise=bitwise)
-        self.loss_scale = precisions.LossScale(factor=factor) if precision == "fp16" else None
+        self._sum_factor = factor
         self._factor = 2.0 ** (factor - 1).bit_length()
         self.overflows = 0
         """Steps in a row, up to the latest one, in which the scaled gradient overflowed."""
         self.overflowed_at = math.inf
         """The loss scale in the latest of them."""
-        self.flops = Flops(model, peak_of(self.device, precision))
         self.norm = precisions.Norm(mesh, bitwise=bitwise)
         self.schedule = Schedule(schedule, optimizers)
         self.streams = laid.streams
         self.pipeline = laid.pipeline
-        self.autocast = precisions.autocast(precision, self.device)
-        """The context that forwards run in."""
+        self.compute_in(precision)
         self._tied: TiedGradients | None = None
         if self.pipeline is None:
             self.statistics = [RunningStatistics(model, mesh)]
@@ -84,6 +82,13 @@ class Pair:
             and all(held(parameter) is parameter and parameter.dtype is torch.float32 for parameter in self.parameters)
         )
         """Whether the optimizers divide the gradient by a number while they read it, as for torch's GradScaler: a pass over it less."""
+
+    def compute_in(self, precision: Precision) -> None:
+        """From the first step on."""
+        self.autocast = precisions.autocast(precision, self.device)
+        """The context that forwards run in."""
+        self.loss_scale = precisions.LossScale(factor=self._sum_factor) if precision == "fp16" else None
+        self.flops = Flops(self.model, peak_of(self.device, precision))
 
     def engine(self, microbatches: int) -> Engine:
         """The gradients' keeper, made anew where a step has more microbatches than any before. Every rank calls it alike."""

@@ -12,6 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
+import torch
 from torch import Tensor
 
 import lockstep.errors
@@ -76,6 +77,8 @@ class Recorder:
         """On rank 0: whether a run goes on that was here before."""
         self.facts: dict[str, Any] = {}
         """JSON of what runs, and how, once it has started."""
+        self._written: dict[str, Any] = {}
+        """Of it, what run.json says."""
 
     def _check_shared(self, world: World) -> None:
         missing = [rank for rank, is_there in enumerate(world.gather_values(self.path.is_dir())) if not is_there]
@@ -94,7 +97,7 @@ class Recorder:
         self.facts = {"recipe": recipe, "seed": seed, "plan": str(plan), "world_size": world.size, "versions": environment["versions"]}
         if self._directory is None:
             return
-        facts = {
+        self._written = facts = {
             "recipe": recipe,
             "seed": seed,
             "plan": {"text": str(plan), **asdict(plan)},
@@ -107,6 +110,14 @@ class Recorder:
         self._directory.write_json("run.json", facts)
         if self._loggers is not None:
             self._loggers.start(facts)
+
+    def settle(self, recipe: Mapping[str, Any], plan: Plan, device: torch.device, auto: Mapping[str, Any]) -> None:
+        """Write `run.json` again, with what was chosen where the recipe or the plan said `auto`, and `auto`: what it was chosen by."""
+        self.facts |= {"recipe": recipe, "plan": str(plan)}
+        if self._directory is not None:
+            changed = {"recipe": recipe, "plan": {"text": str(plan), **asdict(plan)}, "environment": describe_environment(device)}
+            self._written |= {**changed, "auto": auto}
+            self._directory.write_json("run.json", self._written)
 
     def go_on(self, step: int, checkpoints: str) -> None:
         """The run begins, or goes on, with `step` steps done. `checkpoints`: where they were looked for."""

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lockstep.errors import CheckpointError, RecipeError
 from lockstep.events import Event
-from lockstep.plan import Plan
+from lockstep.plan import MEASURED, Plan
 from lockstep.recipe import Recipe
 from lockstep.saving import Resume, Saving
 from lockstep.training.evaluate import Evaluator
@@ -129,7 +129,7 @@ def train(
         run_dir=run_dir,
         seed=recipe.seed,
         plan=plan,
-        precision=recipe.precision,
+        precision="fp32" if recipe.precision == "auto" else recipe.precision,
         log_every=log_every,
         recipe=recipe.describe(),
         saving=saving,
@@ -143,14 +143,15 @@ def train(
             "ls.Evaluation(every=...), at steps at which the run saves"
         )
     with session:
-        check_microbatch_is_fixed(session.plan, recipe.global_batch, recipe.microbatch)
+        if recipe.microbatch != "auto":
+            check_microbatch_is_fixed(session.plan, recipe.global_batch, recipe.microbatch)
         if session.plan.pipeline != 1 and recipe.inputs is None:
             raise RecipeError(
                 f"pipeline={session.plan.pipeline} on a recipe in shorthand form (no inputs; the loss calls the model); it must call the "
                 "model's parts itself, on several ranks; give Recipe(inputs=lambda batch: ..., loss=lambda output, batch: ...)"
             )
         run = _prepare(recipe, session, hooks)
-        evaluator = None
+        recipe, evaluator = run.recipe, None
         if recipe.evaluation is not None:
             evaluator = Evaluator.of(recipe, recipe.evaluation, session.mesh, session.plan, session.pairs[0])
             session.on_exit(evaluator.loader.close)
@@ -180,11 +181,16 @@ def _prepare(recipe: Recipe, session: Session, hooks: Sequence[Hook]) -> Run:
         check()
     else:
         pipeline.together(check)
+    if "auto" in (recipe.precision, recipe.microbatch, *(getattr(session.plan, name) for name in MEASURED)):
+        from lockstep.training.choosing import settled  # 5 ms to import
+
+        recipe = settled(recipe, session)
     return Run(recipe, session, model, made if isinstance(made, list) else [made], hooks)
 
 
 def _train(run: Run, evaluator: Evaluator | None) -> None:
     recipe, session = run.recipe, run.session
+    assert recipe.microbatch != "auto", "settled has chosen one"
     steps = session.steps(
         recipe.data,
         global_batch=recipe.global_batch,

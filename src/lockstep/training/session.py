@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep import precision as precisions
+from lockstep.checkpoint.folder import Storage
 from lockstep.checkpoint.load import Reader
 from lockstep.checkpoint.store import folder_at
 from lockstep.comm.group import exact_sum, join
@@ -41,13 +42,13 @@ from lockstep.recipe import Stream as DataStream
 from lockstep.saving import Resume, Saving, check_may_differ, check_resume, interval
 from lockstep.training import optimizers
 from lockstep.training.course import Course
-from lockstep.training.keeping import Keeper
+from lockstep.training.keeping import Keeper, saved_recipe
 from lockstep.training.memory import Memory
 from lockstep.training.outcome import no_weight
 from lockstep.training.pair import Pair
 from lockstep.training.recorder import Recorder
 from lockstep.training.reports import Reports
-from lockstep.training.setting import Remark, batchnorm, check_microbatch_is_fixed, remarks, resolved, set_up_computation
+from lockstep.training.setting import Remark, batchnorm, check_microbatch_is_fixed, check_settled, remarks, resolved, set_up_computation
 from lockstep.training.source import Length, Microbatches, from_data, from_indices, from_stream
 from lockstep.training.starting import Start
 from lockstep.training.state import Stateful
@@ -313,6 +314,7 @@ class Session:
         `data=None`: there is no dataset; a microbatch is a `range` of indices in the global batch, the same in every step (the environments
         of reinforcement learning). After each step the pairs must be committed. Raises `DataError`, `RecipeError`, `LossError`.
         """
+        check_settled(self.plan, microbatch)
         check_batch(global_batch, microbatch)
         check_length(steps, epochs)
         if data is not None:
@@ -364,13 +366,29 @@ class Session:
         """The steps' microbatches, from step `first` on."""
         if data is None:
             return from_indices(length, seed=self.seed, first=first)
+        workers, prefetch = int(self.plan.workers), int(self.plan.prefetch)
         if isinstance(data, DataStream):
-            streamed = StreamLoader(data, collate=collate, seed=self.seed, workers=self.plan.workers, device=self.device)
+            streamed = StreamLoader(data, collate=collate, seed=self.seed, workers=workers, prefetch=prefetch, device=self.device)
             self._stack.callback(streamed.close)
             return from_stream(streamed, length, seed=self.seed, first=first, positions=self.course.shards(data.shards))
-        loader = Loader(data, collate=collate, seed=self.seed, workers=self.plan.workers, device=self.device)
+        loader = Loader(data, collate=collate, seed=self.seed, workers=workers, prefetch=prefetch, device=self.device)
         self._stack.callback(loader.close)
         return from_data(loader, length, seed=self.seed, first=first)
+
+    @property
+    def measures(self) -> bool:
+        """Whether what is left to measurement is measured: not where runs are compared, which compute alike."""
+        return self._traced is None
+
+    def saved_recipe(self) -> dict[str, Any]:
+        """What the recipe was in the checkpoint that the run may go on from, but for what may differ. Every rank calls it."""
+        if self._traced is not None:
+            return {}
+        found = saved_recipe(self._checkpoints(), self.world)
+        return {name: value for name, value in found.items() if name not in self._may_differ}
+
+    def _checkpoints(self) -> Storage:
+        return folder_at(self._saving.folder or self.recorder.path / "checkpoints")
 
     def include(self, name: str, state: Stateful) -> None:
         """Have something of the user's own saved with the run, and given its saved values where the run goes on. Before `steps`.
@@ -387,7 +405,7 @@ class Session:
         keeper = Keeper(
             self.world,
             self.mesh,
-            folder_at(self._saving.folder or self.recorder.path / "checkpoints"),
+            self._checkpoints(),
             self.recorder.attempt,
             self._saving,
             self.pairs,

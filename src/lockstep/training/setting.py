@@ -18,7 +18,7 @@ from lockstep.comm.group import World
 from lockstep.comm.mesh import Mesh
 from lockstep.errors import PlanError, RecipeError
 from lockstep.parallel.sync_batchnorm import training_layers
-from lockstep.plan import Plan
+from lockstep.plan import MEASURED, Plan
 from lockstep.recipe import Precision
 from lockstep.training.source import Length
 
@@ -65,6 +65,16 @@ def check_microbatch_is_fixed(plan: Plan, global_batch: int, microbatch: int | N
         )
 
 
+def check_settled(plan: Plan, microbatch: object) -> None:
+    """Raises `PlanError` and `RecipeError` where a setting is left to measurement and nothing has measured it."""
+    why = "in a loop of your own; only ls.train has a loss to measure with; give a number"
+    for name in MEASURED:
+        if getattr(plan, name) == "auto":
+            raise PlanError(f"{name}=auto {why}: {name}=2")
+    if microbatch == "auto":
+        raise RecipeError(f"microbatch='auto' {why} of samples: microbatch=8")
+
+
 def resolved(plan: Plan, world_size: int) -> str:
     """In words; as it stands where it does not fit the processes."""
     try:
@@ -74,10 +84,19 @@ def resolved(plan: Plan, world_size: int) -> str:
 
 
 def set_up_computation(plan: Plan, world: World, threads: int, stack: ExitStack) -> None:
-    """Threads and determinism for the duration of the session; what was set before is put back."""
+    """Threads and determinism for the duration of the session; what was set before is put back. Raises `PlanError`.
+
+    `threads`: where the plan has no number of them.
+    """
     bitwise = plan.numerics == "bitwise"
     stack.callback(torch.set_num_threads, torch.get_num_threads())
-    torch.set_num_threads(1 if bitwise and (world.device.type == "cpu" or plan.offload) else threads)
+    pinned = bitwise and (world.device.type == "cpu" or plan.offload)
+    if pinned and plan.threads not in (None, "auto", 1):
+        raise PlanError(
+            f"threads={plan.threads} with numerics=bitwise; on a CPU the number of threads changes bits, so it is 1; leave threads out"
+        )
+    given = threads if plan.threads in (None, "auto") else plan.threads
+    torch.set_num_threads(1 if pinned else int(given))
     if bitwise and world.device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())

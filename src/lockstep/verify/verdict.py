@@ -193,7 +193,7 @@ class Verification:
         if facts["microbatch"] is None:
             self._microbatch = twins.common_microbatch(facts["global_batch"], self._wanted.plans)
             self._report.remarks.append(
-                f"microbatch=None leaves the size to the plan, and then dropout and BatchNorm depend on it; verified with "
+                f"the recipe fixes no microbatch, so that dropout and BatchNorm depend on the plan, or on what is measured; verified with "
                 f"microbatch={self._microbatch} under every plan"
             )
             ended = self._run_references()

@@ -265,13 +265,14 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "cpus_usable": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": {"intra_op": torch.get_num_threads(), "inter_op": torch.get_num_interop_threads()},
-        "device": {"type": str(device), "name": _device_name(device)},
+        "device": {"type": str(device), "name": device_name(device)},
         "command_line": sys.orig_argv,
         "working_directory": os.getcwd(),
     }
 
 
-def _device_name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
+    """As its maker calls it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
