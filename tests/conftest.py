@@ -29,6 +29,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # Importing torch._dynamo, which the first optimizer does, makes this folder.
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(config.stash[FOLDER], "torchinductor")
     os.mkdir(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    os.environ["XDG_CACHE_HOME"] = os.path.join(config.stash[FOLDER], "cache")
     hypothesis.settings.register_profile("lockstep", deadline=None)  # how long an example takes says how busy the machine is
     hypothesis.settings.load_profile("lockstep")
 

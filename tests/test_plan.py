@@ -26,6 +26,7 @@ from lockstep.plan import Plan
         ("data_parallel=2", Plan(replicate=1, data_parallel=2)),
         ("shard=2,offload=yes", Plan(shard=2, offload=True)),
         ("halvings=2", Plan(halvings=2)),
+        ("workers=auto,threads=auto,prefetch=3", Plan(workers="auto", threads="auto", prefetch=3)),
         ("workers=2,shard=1,tensor=1,pipeline=1", Plan(replicate=1, workers=2)),
     ],
 )
@@ -36,7 +37,9 @@ def test_the_mini_language_says_what_the_keywords_say(text: str, plan: Plan) -> 
 @given(
     replicate=st.integers(1, 64) | st.just("auto"),
     numerics=st.sampled_from(["fast", "bitwise"]),
-    workers=st.integers(0, 9),
+    workers=st.integers(0, 9) | st.just("auto"),
+    threads=st.integers(1, 9) | st.sampled_from(["auto", None]),
+    prefetch=st.integers(1, 9) | st.just("auto"),
     shard=st.integers(1, 8),
     sharding=st.sampled_from(["full", "gradients"]),
     offload=st.booleans(),
@@ -102,7 +105,7 @@ def test_axes_that_do_not_multiply_to_the_world_size_are_refused(world_size: int
         (
             "replica=2",
             "'replica' in plan 'replica=2' is unknown; known are replicate, shard, tensor, pipeline, numerics, sharding, offload, "
-            "checkpointing, halvings, schedule, compile, split, data_parallel, transport, workers",
+            "checkpointing, halvings, schedule, compile, split, data_parallel, transport, threads, workers, prefetch",
         ),
         ("replicate=2,replicate=2", "'replicate' stands twice in plan 'replicate=2,replicate=2'; give it once"),
         ("replicate=0", "replicate=0; the size of a mesh axis is a whole number of at least 1, or auto"),
@@ -141,7 +144,10 @@ def test_axes_that_do_not_multiply_to_the_world_size_are_refused(world_size: int
         ("data_parallel=2,checkpointing=full", "data_parallel=2 with checkpointing=full; it computes each microbatch in parts"),
         ("halvings=-1", "halvings=-1; it counts how often each microbatch is halved and is 0 or more"),
         ("workers=-1", "workers=-1; it counts loader processes a rank and is 0 or more"),
-        ("workers=auto", "workers='auto' in plan 'workers=auto'; the value is a whole number"),
+        ("workers=some", "workers='some' in plan 'workers=some'; the value is a whole number or auto"),
+        ("halvings=auto", "halvings='auto' in plan 'halvings=auto'; the value is a whole number"),
+        ("threads=0", "threads=0; it counts intra-op threads a process and is at least 1, or auto"),
+        ("prefetch=0", "prefetch=0; it counts microbatches that a loader process makes ahead, at least 1, or auto"),
     ],
 )
 def test_what_makes_no_plan_is_refused_when_it_is_read(text: str, message: str) -> None:

@@ -45,6 +45,19 @@ def test_workers_start_with_the_first_fetch_serve_all_and_end_on_closing(loader)
     loader.close()
 
 
+@pytest.mark.parametrize(("workers", "prefetch"), [(1, 1), (2, 2), (2, 5)])
+def test_each_worker_makes_so_many_microbatches_ahead(monkeypatch, workers, prefetch):
+    asked = []
+    all_requests = Loader._requests
+    monkeypatch.setattr(Loader, "_requests", lambda self, spans: (asked.append(each) or each for each in all_requests(self, spans)))
+    loader = Loader(DATA, seed=0, workers=workers, prefetch=prefetch, device=torch.device("cpu"))
+    fetched = loader.fetch(spans(30))
+    for taken in range(1, 4):
+        next(fetched)
+        assert len(asked) == taken + workers * prefetch
+    loader.close()
+
+
 def test_a_fetch_that_is_left_off_does_not_disturb_the_next(loader):
     whole = repr(list(loader.fetch(spans())))
     assert len(list(islice(loader.fetch(spans()), 2))) == 2

@@ -1,0 +1,50 @@
+"""The file in which a host keeps what was measured: found again, whole, or said to be damaged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.training import cached
+from lockstep.training.cached import Measured
+
+MEASURED = Measured({"precision": "fp32", "workers": 2}, {"fetch": {"mean": 0.25}}, 1.5)
+
+
+def test_what_is_written_is_read_and_what_is_not_there_is_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "folder" / "name.json"
+    assert cached.read(path, lambda chosen: True) is None
+    cached.write(path, MEASURED)
+    assert cached.read(path, lambda chosen: chosen == MEASURED.chosen) == MEASURED
+    assert [each.name for each in path.parent.iterdir()] == ["name.json"]
+
+
+@pytest.mark.parametrize(
+    "damage", [b"", b"{", b"[]", b"null", b'{"chosen": {}}x', b'{"other": 1}', b"\xff\xfe", b'{"chosen": 3, "figures": [], "seconds": 1.0}']
+)
+def test_what_is_damaged_is_said_to_be_so(tmp_path: Path, damage: bytes) -> None:
+    path = tmp_path / "name.json"
+    path.write_bytes(damage)
+    with pytest.raises(ValueError, match="not as a run writes it"):
+        cached.read(path, lambda chosen: chosen.keys() == {"precision"})
+
+
+def test_values_that_may_not_be_chosen_are_damage(tmp_path: Path) -> None:
+    cached.write(tmp_path / "name.json", MEASURED)
+    with pytest.raises(ValueError, match="not as a run writes it"):
+        cached.read(tmp_path / "name.json", lambda chosen: chosen["precision"] == "bf16")
+
+
+@given(st.dictionaries(st.text(), st.integers()), st.dictionaries(st.text(), st.integers()))
+def test_other_facts_have_another_file(one: dict[str, int], other: dict[str, int]) -> None:
+    assert (cached.name_of(one) == cached.name_of(other)) == (one == other)
+
+
+def test_the_folder_is_the_users_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert cached.folder({"XDG_CACHE_HOME": "/caches"}) == Path("/caches/lockstep/measured")
+    for environ in ({}, {"XDG_CACHE_HOME": ""}, {"XDG_CACHE_HOME": "relative"}):
+        assert cached.folder(environ) == Path("/home/somebody/.cache/lockstep/measured")

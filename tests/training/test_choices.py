@@ -1,0 +1,74 @@
+"""Which setting is chosen by which figures: pure, in random cases."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.training.choices import (
+    CHEAP,
+    MOST_PREFETCH,
+    PREFETCH,
+    doubling,
+    loader_workers,
+    preferred,
+    prefetch_depth,
+    step_seconds,
+)
+
+TIMES = st.floats(1e-6, 1e3)
+
+
+@given(st.integers(1, 10_000))
+def test_sizes_double_up_to_the_largest(most: int) -> None:
+    sizes = doubling(most)
+    assert sizes[0] == 1
+    assert sizes[-1] == most
+    assert all(small < large <= 2 * small for small, large in pairwise(sizes))
+    assert all(size.bit_count() == 1 for size in sizes[:-1])
+
+
+@given(st.dictionaries(st.integers(1, 64), TIMES | st.none(), min_size=1), st.floats(1.0, 2.0))
+def test_the_first_is_preferred_that_none_is_much_faster_than(timed: dict[int, float | None], worth: float) -> None:
+    candidates = list(timed)
+    seconds = {each: value for each, value in timed.items() if value is not None}
+    chosen = preferred(candidates, seconds, worth)
+    if not seconds:
+        assert chosen == candidates[0]
+        return
+    assert seconds[chosen] <= worth * min(seconds.values())
+    for earlier in candidates[: candidates.index(chosen)]:
+        assert earlier not in seconds or seconds[earlier] > worth * min(seconds.values())
+
+
+@given(st.integers(1, 1000), st.integers(1, 64))
+def test_a_step_takes_as_long_as_the_rank_with_the_most_microbatches(microbatches: int, ranks: int) -> None:
+    assert step_seconds(1.0, microbatches=microbatches, ranks=ranks) == max(len(range(rank, microbatches, ranks)) for rank in range(ranks))
+
+
+@given(TIMES, TIMES, st.integers(1, 64))
+def test_loader_workers_keep_up_with_computing_or_are_as_many_as_may_be(fetch: float, compute: float, most: int) -> None:
+    workers = loader_workers(fetch, compute, most)
+    assert 0 <= workers <= most
+    assert (workers == 0) == (fetch <= CHEAP * compute)
+    if 0 < workers < most:
+        assert fetch / workers < compute
+        assert workers == 1 or fetch * 1.25 / (workers - 1) > compute
+
+
+def test_where_computing_takes_no_time_there_are_as_many_as_may_be() -> None:
+    assert loader_workers(1.0, 0.0, 7) == 7
+    assert loader_workers(0.0, 0.0, 7) == 0
+
+
+@given(TIMES, TIMES, st.integers(0, 64))
+def test_what_is_made_ahead_lasts_for_the_slowest_fetch(slowest: float, compute: float, workers: int) -> None:
+    depth = prefetch_depth(slowest, compute, workers)
+    assert PREFETCH <= depth <= MOST_PREFETCH
+    if workers and depth < MOST_PREFETCH:
+        assert depth * workers * compute >= slowest or math.isclose(depth * workers * compute, slowest)
+    if depth > PREFETCH:
+        assert (depth - 1) * workers * compute < slowest
