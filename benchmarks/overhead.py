@@ -1,6 +1,6 @@
 """What `ls.train` costs beside a careful hand-written loop, and what bitwise numerics cost beside fast.
 
-    python benchmarks/overhead.py [--rounds 9] [--only mlp gpt shard bitwise] [--json FILE]
+    python benchmarks/overhead.py [--rounds 9] [--only mlp gpt shard bitwise] [--processes 1 2 4 8] [--width 256] [--json FILE]
 
 The hand-written loop has DistributedSampler, DataLoader, DDP with gradients as bucket views (bare at one process), fused AdamW,
 `zero_grad(set_to_none=True)` and, for the GPT, clipping; it never reads a loss. In the row `shard` it has FSDP2's `fully_shard` on each
@@ -116,10 +116,10 @@ def mlp() -> Workload:
     )
 
 
-def small_gpt(global_batch: int = 16) -> Workload:
+def small_gpt(width: int, global_batch: int) -> Workload:
     windows = gpt.Windows(gpt.read_text()[0], 128)
     return Workload(
-        build=lambda: gpt.GPT(layers=4, width=128, heads=4, context=128, dropout=0.0),
+        build=lambda: gpt.GPT(layers=4, width=width, heads=4, context=128, dropout=0.0),
         data=windows,
         one_by_one=SingleWindows(windows),
         at_once=windows,
@@ -260,13 +260,13 @@ def loops_of(case: str, work: Workload) -> dict[str, Iterator[None]]:
     }
 
 
-def measure(case: str, rounds: int, steps: int | None, threads: int) -> dict[str, list[Speed]]:
+def measure(case: str, rounds: int, steps: int | None, threads: int, width: int) -> dict[str, list[Speed]]:
     """Runs in each process. Each side's speed in each round, as this rank saw it."""
     size = int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(threads)
     if size > 1:
         dist.init_process_group("gloo")
-    work = mlp() if case == "mlp" else small_gpt(32 if case == "bitwise" else 16)
+    work = mlp() if case == "mlp" else small_gpt(width, 32 if case == "bitwise" else 16)
     if steps is not None:
         work = replace(work, steps=steps, turn=min(work.turn, steps))
     if case == "bitwise":
@@ -329,16 +329,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9, help="default: %(default)s")
     parser.add_argument("--only", nargs="+", choices=tuple(SIZES), default=tuple(SIZES))
+    parser.add_argument("--processes", type=int, nargs="+", help="default: what the case is for")
+    parser.add_argument("--width", type=int, default=128, help="of the GPT, whose weights are 48 times its square (default: %(default)s)")
     parser.add_argument("--steps", type=int, help="of each side in each round (default: 1000 for the MLP, 30 for the GPT)")
     parser.add_argument("--threads", type=int, help="of each process, on all sides (default: cores ÷ processes, as ls.train sets them)")
     parser.add_argument("--json", metavar="FILE", help="also write the rows, with every rate, to this file")
     options = parser.parse_args()
     rows = []
     for case in options.only:
-        for size in SIZES[case]:
+        for size in options.processes or SIZES[case]:
             threads = options.threads or max(1, (os.cpu_count() or 1) // size)
             os.environ["OMP_NUM_THREADS"] = str(threads)
-            speeds = ls.spawn(measure, nproc=size, args=(case, options.rounds, options.steps, threads))
+            speeds = ls.spawn(measure, nproc=size, args=(case, options.rounds, options.steps, threads, options.width))
             found = rows_of(case, size, threads, speeds)
             show(found, options.rounds)
             rows += found
