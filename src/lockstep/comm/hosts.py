@@ -29,8 +29,10 @@ class Hosts:
 
     def __init__(self, memory: SharedGroup | None, firsts: Sequence[int]) -> None:
         """`memory`: that of this host's ranks, None for one alone. `firsts`: the first rank of each host, as the world numbers them."""
-        self._memory = memory
-        self._between: Any = None
+        self.memory = memory
+        """That of this host's ranks; None for one alone."""
+        self.between: Any = None
+        """Torch's group of the first ranks of the hosts; None on the others."""
         self._sums: list[tuple[Tensor, dist.Work | None, torch.futures.Future[Tensor]]] = []
         self.firsts = tuple(firsts)
 
@@ -59,7 +61,7 @@ class Hosts:
             group = _group_of(firsts)
             for hosts in mine:
                 if hosts.firsts == firsts and dist.get_rank() in firsts:
-                    hosts._between = group
+                    hosts.between = group
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Replace `tensor`, of one size on all ranks, by the sum over ranks."""
@@ -79,35 +81,35 @@ class Hosts:
         return future
 
     def _start(self, tensor: Tensor) -> dist.Work | None:
-        if self._memory is not None:
-            self._memory.all_reduce(tensor)
-        if self._between is None:
+        if self.memory is not None:
+            self.memory.all_reduce(tensor)
+        if self.between is None:
             return None
-        with self._telling():
-            work: dist.Work = dist.all_reduce(tensor, group=self._between, async_op=True)
+        with self.telling():
+            work: dist.Work = dist.all_reduce(tensor, group=self.between, async_op=True)
         return work
 
     def _finish(self, tensor: Tensor, work: dist.Work | None) -> None:
         if work is not None:
-            with self._telling():
+            with self.telling():
                 work.wait()
-        if self._memory is not None:
-            self._memory.broadcast(tensor, 0)
+        if self.memory is not None:
+            self.memory.broadcast(tensor, 0)
 
     @contextmanager
-    def _telling(self) -> Iterator[None]:
-        """Where the exchange with other hosts fails, the other ranks of this host do not wait for what this one cannot give."""
+    def telling(self) -> Iterator[None]:
+        """Around an exchange with other hosts: where it fails, the other ranks of this host do not wait for what this one cannot give."""
         try:
             yield
         except BaseException:
-            if self._memory is not None:
-                self._memory.abort()
+            if self.memory is not None:
+                self.memory.abort()
             raise
 
     def close(self) -> None:
         """Give the memory back. May be called again."""
-        if self._memory is not None:
-            self._memory.close()
+        if self.memory is not None:
+            self.memory.close()
 
 
 @functools.cache

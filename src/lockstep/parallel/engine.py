@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lockstep.comm.mesh import Mesh
 from lockstep.parallel import replicate
+from lockstep.parallel.compressed import Compression
 from lockstep.parallel.parts import Parts
 from lockstep.parallel.piped import Piped
 from lockstep.parallel.replicate import Replica
@@ -42,9 +43,9 @@ class Engine(Protocol):
         """Take its hooks off the model."""
 
 
-def sum_factor(mesh: Mesh, *, bitwise: bool) -> int:
+def sum_factor(mesh: Mesh, *, bitwise: bool, compression: Compression | None) -> int:
     """What a loss is multiplied by on its way through the engine, which a loss scale must leave room for."""
-    return 1 if mesh.torch_mesh is not None else replicate.sum_factor(mesh, bitwise=bitwise)
+    return 1 if mesh.torch_mesh is not None else replicate.sum_factor(mesh, bitwise=bitwise, compression=compression)
 
 
 def engine_for(
@@ -55,10 +56,14 @@ def engine_for(
     tied: TiedGradients | None,
     bitwise: bool,
     max_microbatches: int,
+    compression: Compression | None,
 ) -> Engine:
-    """The gradients' keeper of a model that is laid out on `mesh`. Every rank makes it alike. `tied`: where there is a pipeline."""
+    """The gradients' keeper of a model that is laid out on `mesh`. Every rank makes it alike. `tied`: where there is a pipeline.
+
+    `compression`: only where there is no other axis than `replicate`.
+    """
     if mesh.axis("shard").size == mesh.axis("tensor").size == mesh.axis("pipeline").size == 1:
-        return Replica(parameters, mesh, bitwise=bitwise, max_microbatches=max_microbatches)
+        return Replica(parameters, mesh, bitwise=bitwise, max_microbatches=max_microbatches, compression=compression)
     inner: Shards | Parts
     if mesh.axis("shard").size > 1:
         inner = Shards(model, parameters, mesh, bitwise=bitwise, max_microbatches=max_microbatches)

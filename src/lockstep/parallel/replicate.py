@@ -26,6 +26,7 @@ from lockstep.comm.mesh import Mesh
 from lockstep.comm.ordered import OrderedSum, Shares
 from lockstep.comm.waits import waits
 from lockstep.errors import RecipeError
+from lockstep.parallel.compressed import Compression, gradients_of
 from lockstep.parallel.slots import Number, Slots, Told, forget_unused
 from lockstep.tree import Counter
 
@@ -57,19 +58,28 @@ class _Touched(nn.Module):
         return touched
 
 
-def sum_factor(mesh: Mesh, *, bitwise: bool) -> int:
+def sum_factor(mesh: Mesh, *, bitwise: bool, compression: Compression | None) -> int:
     """What is sent is multiplied by it: DDP's own all-reduce, which no Python slows down, gives the mean over ranks instead of the sum."""
-    return 1 if bitwise or mesh.data.memory is not None or mesh.data.hosts is not None else mesh.data.size
+    return 1 if bitwise or compression is not None or mesh.data.memory is not None or mesh.data.hosts is not None else mesh.data.size
 
 
 class Replica:
     """An `Engine` for a model that is whole on every rank, or as whole as other axes leave it."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], mesh: Mesh, *, bitwise: bool, max_microbatches: int) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        mesh: Mesh,
+        *,
+        bitwise: bool,
+        max_microbatches: int,
+        compression: Compression | None = None,
+    ) -> None:
+        """`compression`: what sends the gradients; None: as they are. Not with `bitwise`."""
         world = mesh.data
         self._memory = world.memory
         faster = world.memory or world.hosts
-        self._waits_in_torch = faster is None
+        self._waits_in_torch = faster is None and compression is None
         self._parameters = list(parameters)
         self._places = {id(parameter): place for place, parameter in enumerate(parameters)}
         self._world = world
@@ -80,12 +90,14 @@ class Replica:
         self._slots = Slots(len(parameters), max_microbatches, dtype=self._dtype, device=parameters[0].device)
         self._ddp: DistributedDataParallel | None = None
         self._hooks: list[Any] = []
-        self._factor = sum_factor(mesh, bitwise=bitwise)
+        self._factor = sum_factor(mesh, bitwise=bitwise, compression=compression)
         if world.size > 1:
             self._touched = _Touched(self._parameters, self._slots.length, self._dtype)
             self._ddp = DistributedDataParallel(self._touched, gradient_as_bucket_view=True, init_sync=False)
             if bitwise:
                 self._ddp.register_comm_hook(None, self._ordered_bucket)
+            elif compression is not None:
+                self._ddp.register_comm_hook(self._touched.slots, compression.sum_bucket)
             elif faster is not None:
                 self._ddp.register_comm_hook(None, faster.sum_bucket)
             self._hooks = [p.register_post_accumulate_grad_hook(self._note_use(i)) for i, p in enumerate(self._parameters)]  # type: ignore[no-untyped-call]
@@ -191,7 +203,7 @@ class Replica:
     def _ordered_bucket(self, _: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Start this bucket's ordered sum; once the last bucket is here, end all of them in their order, which is the same on all ranks."""
         members = [self._places.get(id(parameter)) for parameter in bucket.parameters()]
-        buffer, last_leaf = bucket.buffer(), _gradients(bucket)
+        buffer, last_leaf = bucket.buffer(), gradients_of(bucket)
         counter: Counter[list[Tensor]] = Counter(_add_into_right, start=self._share.start, count=self._count)
         for node, value in zip(self._counter.nodes, self._counter.values, strict=True):
             counter.push_node(node, [torch.zeros_like(g) if m is None else value[m] for m, g in zip(members, last_leaf, strict=True)])
@@ -210,22 +222,12 @@ class Replica:
         return future
 
 
-def _gradients(bucket: GradBucket) -> list[Tensor]:
-    """Views of the bucket, each laid out as its parameter is: `bucket.gradients()` takes all of them for contiguous."""
-    return [
-        gradient.as_strided(parameter.shape, parameter.stride())
-        if not parameter.is_contiguous() and torch.ops.aten.is_non_overlapping_and_dense(parameter)
-        else gradient
-        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True)
-    ]
-
-
 def _flatten(value: Sequence[Tensor], like: GradBucket) -> Tensor:
     """The tensors laid out as the bucket lays out its gradients, strides and all."""
     buffer = like.buffer()
     flat = torch.zeros_like(buffer)
     start = buffer.storage_offset()
-    views = [flat.as_strided(g.shape, g.stride(), g.storage_offset() - start) for g in _gradients(like)]
+    views = [flat.as_strided(g.shape, g.stride(), g.storage_offset() - start) for g in gradients_of(like)]
     torch._foreach_copy_(views, list(value))
     return flat
 

@@ -13,11 +13,12 @@ from torch.optim import Optimizer
 
 from lockstep import precision as precisions
 from lockstep.comm.mesh import Mesh, held
+from lockstep.parallel.compressed import compression_for
 from lockstep.parallel.engine import Engine, engine_for, sum_factor
 from lockstep.parallel.layout import LaidOut
 from lockstep.parallel.statistics import RunningStatistics
 from lockstep.parallel.tied import TiedGradients
-from lockstep.recipe import Precision
+from lockstep.recipe import Precision, keeps_rest
 from lockstep.training import optimizers as applying
 from lockstep.training.loss import Contribution
 from lockstep.training.optimizers import Schedule
@@ -36,6 +37,7 @@ class Pair:
         laid: LaidOut,
         mesh: Mesh,
         precision: Precision,
+        comm: str,
         schedule: Callable[[Any], Any] | None,
         bitwise: bool,
     ) -> None:
@@ -45,7 +47,9 @@ class Pair:
         self.optimizers = optimizers
         self.mesh = mesh
         self.device = mesh.world.device
-        factor = sum_factor(mesh, bitwise=bitwise)
+        self._compression = compression_for(comm, mesh.data, self.parameters, self.names)
+        self._keeps_rest = keeps_rest(comm)
+        factor = sum_factor(mesh, bitwise=bitwise, compression=self._compression)
         self._sum_factor = factor
         self._factor = 2.0 ** (factor - 1).bit_length()
         self.overflows = 0
@@ -96,9 +100,22 @@ class Pair:
             self._close_engine()
             self._room = microbatches
             self._engine = engine_for(
-                self.model, self.parameters, self.mesh, tied=self._tied, bitwise=self._bitwise, max_microbatches=microbatches
+                self.model,
+                self.parameters,
+                self.mesh,
+                tied=self._tied,
+                bitwise=self._bitwise,
+                max_microbatches=microbatches,
+                compression=self._compression,
             )
         return self._engine
+
+    def begin_step(self, engine: Engine, count: int) -> None:
+        """Start a step of `count` microbatches in all."""
+        if self._compression is not None and self._keeps_rest:
+            scale = 1.0 if self.loss_scale is None else self.loss_scale.value
+            self._compression.begin(scale if self.prescale is None else scale / self.prescale.item())
+        engine.begin(count)
 
     def deal(self, mesh: Mesh) -> None:
         """Another `mesh` of the same processes: who computes which microbatches from now on."""
@@ -233,6 +250,8 @@ class Pair:
             return None
         applied = math.isfinite(float(norm))
         self.overflows = 0 if applied else self.overflows + 1
+        if self._compression is not None and not applied:
+            self._compression.forget()
         if self.loss_scale is not None:
             if not applied:
                 self.overflowed_at = self._factor * self.loss_scale.value

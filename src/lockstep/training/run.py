@@ -130,6 +130,7 @@ def train(
         seed=recipe.seed,
         plan=plan,
         precision="fp32" if recipe.precision == "auto" else recipe.precision,
+        comm=recipe.comm,
         log_every=log_every,
         recipe=recipe.describe(),
         saving=saving,

@@ -37,7 +37,18 @@ from lockstep.parallel.stages import check_microbatches
 from lockstep.parallel.sync_batchnorm import Exchange, adopt, split_microbatches
 from lockstep.parallel.updates import separate_meshes
 from lockstep.plan import Plan
-from lockstep.recipe import Precision, Weights, check_batch, check_count, check_data, check_length, check_precision, check_seed
+from lockstep.recipe import (
+    Precision,
+    Weights,
+    check_batch,
+    check_comm,
+    check_count,
+    check_data,
+    check_length,
+    check_precision,
+    check_seed,
+    keeps_rest,
+)
 from lockstep.recipe import Stream as DataStream
 from lockstep.saving import Resume, Saving, check_may_differ, check_resume, interval
 from lockstep.training import optimizers
@@ -48,7 +59,16 @@ from lockstep.training.outcome import no_weight
 from lockstep.training.pair import Pair
 from lockstep.training.recorder import Recorder
 from lockstep.training.reports import Reports
-from lockstep.training.setting import Remark, batchnorm, check_microbatch_is_fixed, check_settled, remarks, resolved, set_up_computation
+from lockstep.training.setting import (
+    Remark,
+    batchnorm,
+    check_comm_fits,
+    check_microbatch_is_fixed,
+    check_settled,
+    remarks,
+    resolved,
+    set_up_computation,
+)
 from lockstep.training.source import Length, Microbatches, from_data, from_indices, from_stream
 from lockstep.training.starting import Start
 from lockstep.training.state import Stateful
@@ -75,6 +95,7 @@ class Session:
         seed: int = 0,
         plan: str | Plan | None = None,
         precision: Precision = "fp32",
+        comm: str = "exact",
         log_every: int = 10,
         recipe: dict[str, Any] | None = None,
         saving: Saving | None = None,
@@ -82,7 +103,7 @@ class Session:
         may_differ: Collection[str] = (),
         loggers: Sequence[Logger] = (),
     ) -> None:
-        """`log_every`: steps between lines of metrics.jsonl. `recipe`: what to say of it in run.json.
+        """`precision`, `comm`: as in `Recipe`. `log_every`: steps between lines of metrics.jsonl. `recipe`: what to say of it in run.json.
 
         `saving`: when to save, and what to keep; None: `Saving()`. `resume`: what to do where `run_dir` holds an unfinished run.
         `may_differ`: fields of the recipe that may be others than when that was saved. The launcher's go before `saving.every` and
@@ -90,6 +111,7 @@ class Session:
         """
         check_count("log_every", log_every, "steps")
         check_precision(precision)
+        check_comm(comm)
         check_seed(seed)
         check_run_dir(run_dir, "run_dir")
         if not isinstance(plan, Plan | str | None):
@@ -98,6 +120,8 @@ class Session:
         self.log_every = log_every
         self._traced = Traced.read(os.environ)
         self.precision = precision if self._traced is None else self._traced.precision(precision)
+        self._asked_comm = comm
+        self.comm = comm if self._traced is None else self._traced.comm(comm)
         self._given_plan = Plan.parse(plan) if isinstance(plan, str) else plan
         self._given_run_dir = run_dir
         self._recipe = recipe
@@ -134,6 +158,7 @@ class Session:
             launched = Plan.parse(environment.plan) if environment.plan is not None else None
             given = (launched or self._given_plan or Plan()).resolve(self.world.size)
             check_devices(given, self.world.device)
+            check_comm_fits(given, self.comm)
             if environment.check and self.world.size > 1:
                 given = replace(given, transport="torch")  # which is what can be compared
                 stack.enter_context(Checked(dist.distributed_c10d._get_default_store(), self.world.rank))
@@ -292,6 +317,7 @@ class Session:
                 laid=laid,
                 mesh=self.mesh,
                 precision=self.precision,
+                comm=self.comm,
                 schedule=schedule,
                 bitwise=bitwise,
             )
@@ -323,7 +349,7 @@ class Session:
             raise RecipeError("session.steps before session.prepare; a step needs a model and an optimizer; prepare them first")
         if self._traced is not None:
             self._stack.callback(self._traced.close)
-            facts = {"global_batch": global_batch, "precision": self.precision}
+            facts = {"global_batch": global_batch, "precision": self.precision, "comm": self._asked_comm}
             asked, microbatch = microbatch, self._traced.begin(self.pairs, self.plan, microbatch, facts)
             if isinstance(data, DataStream) and microbatch != asked:
                 raise RecipeError(
@@ -421,6 +447,8 @@ class Session:
         step = 0 if found is None else found.manifest.step
         self.recorder.go_on(step, str(keeper.folder))
         keeper.begin(step)
+        if found is not None and keeps_rest(self.comm) and Plan.parse(found.manifest.facts["plan"]).replicate != 1:
+            self.event("unsent-rest-dropped", comm=self.comm, reason="what was not sent of the gradients before the save is not in it")
         return keeper, found
 
     def _run(self, sources: Iterator[Microbatches], length: Length, weight: Callable[[Any], Any] | None) -> Iterator[Step]:

@@ -75,6 +75,23 @@ def check_settled(plan: Plan, microbatch: object) -> None:
         raise RecipeError(f"microbatch='auto' {why} of samples: microbatch=8")
 
 
+def check_comm_fits(plan: Plan, comm: str) -> None:
+    """Raises `RecipeError` where gradients cannot be sent in fewer bytes under this plan."""
+    if comm == "exact":
+        return
+    if plan.numerics == "bitwise":
+        raise RecipeError(
+            f"comm={comm!r} with numerics=bitwise; each process rounds what it sends, so that their number shows in the bits; take "
+            "comm='exact', or numerics=fast"
+        )
+    for axis in ("shard", "tensor", "pipeline", "split"):
+        if getattr(plan, axis) != 1:
+            raise RecipeError(
+                f"comm={comm!r} with {axis}={getattr(plan, axis)}; only whole replicas send their gradients in fewer bytes; take a plan of "
+                "replicate alone, or comm='exact'"
+            )
+
+
 def resolved(plan: Plan, world_size: int) -> str:
     """In words; as it stands where it does not fit the processes."""
     try:

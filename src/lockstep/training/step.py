@@ -235,7 +235,8 @@ class Step:
     def _begun(self, pair: Pair) -> _Phase:
         if self._phase is None:
             engine = pair.engine(self.source.most)
-            engine.begin(self.count)
+            self._prescale(pair)
+            pair.begin_step(engine, self.count)
             self._phase = _Phase(pair, engine)
         if self._phase.pair is not pair:
             raise LossError(

@@ -50,6 +50,10 @@ class Traced:
         """In float64 nothing is cast to a shorter type."""
         return "fp32" if self._tracing.float64 else asked
 
+    def comm(self, asked: str) -> str:
+        """Where no more than rounding is to be seen, nothing is compressed."""
+        return "exact" if self._tracing.exact or self._tracing.float64 else asked
+
     def factory(self, build_model: Callable[[], Any]) -> Callable[[], Any]:
         """What builds the twin of the model that `build_model` builds."""
 

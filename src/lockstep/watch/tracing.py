@@ -14,6 +14,7 @@ NOISE = "LOCKSTEP_TRACE_NOISE"
 FLOAT64 = "LOCKSTEP_TRACE_FLOAT64"
 MICROBATCH = "LOCKSTEP_TRACE_MICROBATCH"
 EVAL_MODE = "LOCKSTEP_TRACE_EVAL_MODE"
+EXACT = "LOCKSTEP_TRACE_EXACT"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,12 +33,14 @@ class Tracing:
     """Samples in a microbatch, instead of the recipe's. None: the recipe's."""
     eval_mode: bool = False
     """Whether the model trains in eval mode: no dropout, and BatchNorm by its running statistics."""
+    exact: bool = False
+    """Whether gradients are sent as they are, whatever the recipe's `comm`."""
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Tracing | None:
         """None where LOCKSTEP_TRACE is not set. Raises `LaunchError` for a value that is none, and for the others without it."""
         if FOLDER not in environ:
-            stray = [name for name in (STEPS, NOISE, FLOAT64, MICROBATCH, EVAL_MODE) if name in environ]
+            stray = [name for name in (STEPS, NOISE, FLOAT64, MICROBATCH, EVAL_MODE, EXACT) if name in environ]
             if stray:
                 raise LaunchError(f"{stray[0]}={environ[stray[0]]} without {FOLDER}; lockstep verify sets both; unset {stray[0]}")
             return None
@@ -48,6 +51,7 @@ class Tracing:
             float64=_switch(environ, FLOAT64),
             microbatch=_whole(environ, MICROBATCH, least=1),
             eval_mode=_switch(environ, EVAL_MODE),
+            exact=_switch(environ, EXACT),
         )
 
     def variables(self) -> dict[str, str]:
@@ -59,6 +63,7 @@ class Tracing:
             FLOAT64: 1 if self.float64 else None,
             MICROBATCH: self.microbatch,
             EVAL_MODE: 1 if self.eval_mode else None,
+            EXACT: 1 if self.exact else None,
         }
         return {name: str(value) for name, value in given.items() if value is not None}
 
