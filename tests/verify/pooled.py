@@ -17,10 +17,9 @@ from unittest.mock import patch
 from lockstep.errors import USER_ERROR_STATUS, UserError, WorkerError
 from lockstep.testing.pool import WorkerPool
 from lockstep.verify.records import read
-from lockstep.verify.run import Ended, Runner
+from lockstep.verify.run import Ended, Runner, asked
 from lockstep.verify.twins import Job, parse_plans
 from lockstep.verify.verdict import Report, Verification, Wanted
-from lockstep.watch.tracing import Tracing
 
 MOST_PROCESSES = 8
 PRELOADED = ("torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed.tensor.parallel", "lockstep.training.traced")
@@ -36,10 +35,8 @@ class Pooled(Runner):
     def _ended(self, job: Job) -> Ended:
         trace = self._folder / job.name / "trace"
         trace.mkdir(parents=True)
-        asked = Tracing(
-            folder=trace, steps=job.steps, noise=job.noise, float64=job.float64, microbatch=job.microbatch, eval_mode=job.eval_mode
-        )
-        given = {"LOCKSTEP_PLAN": str(job.plan), "LOCKSTEP_RUN_DIR": str(self._folder / job.name / "run"), **asked.variables()}
+        tracing = asked(job, trace).variables()
+        given = {"LOCKSTEP_PLAN": str(job.plan), "LOCKSTEP_RUN_DIR": str(self._folder / job.name / "run"), **tracing}
         began, status, said = time.monotonic(), 0, ""
         pool = self._pools.get()
         try:

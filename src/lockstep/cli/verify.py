@@ -176,6 +176,8 @@ def _lines(verdict: Verdict) -> Iterator[str]:
     if verdict.failure is not None:
         yield f"{verdict.plan}: {verdict.failure.text()}"
         yield f"  {verdict.failure.why()}"
+    for each in verdict.compressed:
+        yield f"  {verdict.plan}: {each.text()}"
     for remark in verdict.remarks:
         yield f"  note, {verdict.plan}: {remark}"
 

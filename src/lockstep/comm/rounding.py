@@ -23,8 +23,9 @@ class Rounding:
 
     `bf16` rounds each number: off by at most 2**-8 of it; what is within that of float32's largest becomes infinite. The others have a
     scale for each block of `BLOCK` numbers, so that nothing is too large for them: `fp16` (a power of two) is off by at most 2**-11 of the
-    number, or 2**-38 of the block's largest, whichever is more; `int8` by 1/254 of the block's largest. Below 2**-126 numbers may be
-    off by as much as they are. Of a block with a number that is not finite none comes out finite (in `bf16`, that number alone).
+    number, or 2**-38 of the block's largest, whichever is more; `int8` by 1/254 of the block's largest, or by 2**-127.
+
+    Of a block with a number that is not finite none comes out finite; in `bf16`, that number alone.
     """
 
     def __init__(self, name: str) -> None:

@@ -70,6 +70,11 @@ class Bucket(NamedTuple):
         done: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
         return cls(buffer, gradients_of(bucket), bucket.parameters(), done)
 
+    def of_slots(self, slots: Tensor) -> Tensor:
+        """The part of the buffer that is theirs; empty where they are in another bucket."""
+        parts = zip(self.gradients, self.parameters, strict=True)
+        return next((gradient for gradient, parameter in parts if parameter is slots), self.buffer[:0])
+
     def views(self, flat: Tensor) -> list[Tensor]:
         """Parts of `flat`, as long as the buffer, as the gradients are parts of that."""
         start = self.buffer.storage_offset() - flat.storage_offset()
@@ -109,11 +114,13 @@ class Rounded(Compression):
             self._senders.inside.all_reduce(bucket.buffer)
         summed = RoundedSum(self._rounding, self._senders, keeps=self._keeps)
         if self._senders.is_one:
-            numbers, exact = _parted(bucket, slots)
+            exact = bucket.of_slots(slots)
+            said = exact.clone()
+            exact.zero_()
             if self._keeps:
                 torch._foreach_add_(*self._with_memory(bucket, bucket.buffer))
             with nullcontext() if self._senders.hosts is None else self._senders.hosts.telling():
-                summed.start(numbers, exact)
+                summed.start(bucket.buffer, said)
         self._sums.append((bucket, summed))
 
     def _end(self, slots: Tensor) -> None:
@@ -122,13 +129,14 @@ class Rounded(Compression):
             for _, summed in sums:
                 summed.fold()
             for bucket, summed in sums:
-                numbers, exact = _parted(bucket, slots)
                 if self._keeps:
-                    left = torch.zeros_like(bucket.buffer)
-                    left[: numbers.numel()] = summed.left.view(-1)[: numbers.numel()]
-                    parts, memories = self._with_memory(bucket, left.nan_to_num_(0.0, 0.0, 0.0))
+                    left = summed.left.view(-1)[: bucket.buffer.numel()].nan_to_num_(0.0, 0.0, 0.0)
+                    parts, memories = self._with_memory(bucket, left)
                     torch._foreach_copy_(memories, parts)
-                summed.finish(numbers, exact)
+                exact = bucket.of_slots(slots)
+                said = torch.empty_like(exact)
+                summed.finish(bucket.buffer, said)
+                exact.copy_(said)
         for bucket, _ in sums:
             if self._senders.inside is not None:
                 self._senders.inside.broadcast(bucket.buffer, 0)
@@ -277,11 +285,3 @@ def gradients_of(bucket: GradBucket) -> list[Tensor]:
         else gradient
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True)
     ]
-
-
-def _parted(bucket: Bucket, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """The buffer's gradients, and the slots: the last of them, where they are in it."""
-    if bucket.parameters[-1] is not slots:
-        return bucket.buffer, bucket.buffer[:0]
-    assert not any(parameter is slots for parameter in bucket.parameters[:-1])
-    return torch.split(bucket.buffer, [bucket.buffer.numel() - slots.numel(), slots.numel()])  # type: ignore[return-value]

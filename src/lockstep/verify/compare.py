@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -107,10 +107,19 @@ def compare(reference: Trace, plan: Trace, yardstick: Yardstick, *, bitwise: boo
     """`bitwise`: every bit must be the reference's. `limit`: how many units it may be away where it need not be."""
     steps = min(reference.steps, plan.steps)
     comparison = Comparison(plan=plan.plan, steps=steps, bitwise=bitwise)
-    _compare(_Side(reference, plan, yardstick, bitwise, limit, comparison), steps)
+    _compare(_Side(reference, plan, yardstick, bitwise, limit, comparison), steps, _CHECKS)
     if plan.steps != reference.steps and comparison.passed:
         comparison.findings = [Finding(step=steps, check="samples")]
     comparison.curves = curves(reference, plan, steps)
+    return comparison
+
+
+def compare_compressed(exact: Trace, compressed: Trace) -> Comparison:
+    """The same run with gradients sent in fewer bytes: what that may not change is compared, how far the rest is away is in `curves`."""
+    steps = min(exact.steps, compressed.steps)
+    comparison = Comparison(plan=compressed.plan, steps=steps, bitwise=False)
+    _compare(_Side(exact, compressed, Yardstick(exact, []), False, LIMIT, comparison), steps, checks=(_samples, _missing, _ranks))
+    comparison.curves = curves(exact, compressed, steps)
     return comparison
 
 
@@ -150,12 +159,12 @@ class _Side:
             yield finding
 
 
-def _compare(side: _Side, steps: int) -> None:
+def _compare(side: _Side, steps: int, checks: Sequence[Callable[[_Side, int], Iterator[Finding]]]) -> None:
     findings = list(_initial(side))
     for step in range(steps):
         if findings:
             break
-        for check in (_samples, _microbatches, _missing, _sums, _tensors, _scalars, _ranks):
+        for check in checks:
             findings += check(side, step)
     places = {name: place for place, name in enumerate(side.reference.backward_order)}
     side.comparison.findings = sorted(
@@ -303,3 +312,6 @@ def _ranks(side: _Side, step: int) -> Iterator[Finding]:
                 if rank and away:
                     norm = mark.norm if mark is not None else 0.0
                     yield Finding(step=step, check="ranks", name=name, rank=rank, relative=away / norm if norm else math.inf)
+
+
+_CHECKS = (_samples, _microbatches, _missing, _sums, _tensors, _scalars, _ranks)

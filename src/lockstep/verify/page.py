@@ -78,6 +78,7 @@ def _plan(report: Report, verdict: Verdict) -> str:
     if verdict.failure is not None:
         parts.append(f'<p class="bad">{escape(verdict.failure.text())}</p>')
         parts.append(f"<p>{escape(verdict.failure.why())}</p>")
+    parts += [f"<p>{escape(each.text())}</p>" for each in verdict.compressed]
     parts += [f'<p class="faint">{escape(remark)}</p>' for remark in verdict.remarks]
     if verdict.comparisons:
         curves = verdict.comparisons[0].curves

@@ -135,12 +135,22 @@ class Runner:
         return [*start, *self._script]
 
 
+def asked(job: Job, trace: Path) -> Tracing:
+    """What a run is told to trace. `trace`: its folder."""
+    return Tracing(
+        folder=trace,
+        steps=job.steps,
+        noise=job.noise,
+        float64=job.float64,
+        microbatch=job.microbatch,
+        eval_mode=job.eval_mode,
+        exact=job.exact,
+    )
+
+
 def _environment(job: Job, trace: Path) -> dict[str, str]:
     """One thread a process: on CPUs their number changes bits."""
-    tracing = Tracing(
-        folder=trace, steps=job.steps, noise=job.noise, float64=job.float64, microbatch=job.microbatch, eval_mode=job.eval_mode
-    )
-    return {**os.environ, **tracing.variables(), "OMP_NUM_THREADS": "1"}
+    return {**os.environ, **asked(job, trace).variables(), "OMP_NUM_THREADS": "1"}
 
 
 def _stop(process: subprocess.Popen[bytes]) -> int:

@@ -28,6 +28,8 @@ class Job:
     float64: bool = False
     microbatch: int | None = None
     eval_mode: bool = False
+    exact: bool = False
+    """Whether gradients are sent as they are, whatever the recipe's `comm`."""
 
 
 def parse_plans(texts: Sequence[str], *, bitwise: bool) -> list[tuple[Plan, int]]:
@@ -94,7 +96,13 @@ def noise_jobs(steps: int, microbatch: int | None, count: int = TWINS) -> list[J
 
 
 def plan_job(plan: Plan, processes: int, steps: int, microbatch: int | None) -> Job:
-    return Job(name=f"plan-{_file_name(plan)}", plan=plan, processes=processes, steps=steps, microbatch=microbatch)
+    """The run that is held to the reference. Compression is left out: by how much it differs says `compressed`."""
+    return Job(name=f"plan-{_file_name(plan)}", plan=plan, processes=processes, steps=steps, microbatch=microbatch, exact=True)
+
+
+def compressed(job: Job) -> Job:
+    """The same, with gradients sent as the recipe says."""
+    return replace(job, name=f"{job.name}-compressed", exact=False)
 
 
 def in_float64(job: Job) -> Job:

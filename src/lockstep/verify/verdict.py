@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from lockstep.errors import LaunchError
 from lockstep.plan import Plan
 from lockstep.verify import twins
 from lockstep.verify.cause import Evidence, likely_cause
-from lockstep.verify.compare import LIMIT, SAID, Comparison, Finding, compare
+from lockstep.verify.compare import LIMIT, SAID, Comparison, Finding, compare, compare_compressed
 from lockstep.verify.records import EPS, Trace
 from lockstep.verify.run import Ended, Runner
 from lockstep.verify.twins import FAST
@@ -64,6 +64,25 @@ class Failure:
         return f"likely cause: {self.cause or 'no known pattern; compare the gradients of the first step (--keep DIR)'}"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compressed:
+    """By how much a run differs from itself with gradients sent as they are: each relative, tensors pooled."""
+
+    comm: str
+    steps: int
+    gradient: float
+    """In the first step."""
+    parameters: float
+    """After the last, as the loss."""
+    loss: float
+
+    def text(self) -> str:
+        return (
+            f"comm={self.comm}: after {self.steps} steps the loss differs by {self.loss:.2g} of its size from comm=exact, the "
+            f"parameters by {self.parameters:.2g}; the first gradient by {self.gradient:.2g}"
+        )
+
+
 @dataclass(kw_only=True, slots=True)
 class Verdict:
     """What is said of one plan."""
@@ -82,6 +101,8 @@ class Verdict:
     """In the run's own type, one for each pair."""
     float64: list[Comparison] = field(default_factory=list)
     """The first step in float64, one for each pair. Empty: not done."""
+    compressed: list[Compressed] = field(default_factory=list)
+    """What the recipe's `comm` changes, one for each pair. Empty where that is "exact"."""
     remarks: list[str] = field(default_factory=list)
 
     @property
@@ -178,11 +199,14 @@ class Verification:
             yardsticks[FAST] = [Yardstick(trace, [twin[pair] for twin in noisy]) for pair, trace in enumerate(references[FAST])]
             self._bands(yardsticks[FAST][0])
         in_float64 = self._float64_yardsticks(started, yardsticks.get(FAST, []))
-        for (plan, processes), run, run64 in zip(self._wanted.plans, started.plans, started.plans64, strict=True):
+        runs = zip(self._wanted.plans, started.plans, started.plans64, started.compressed, strict=True)
+        for (plan, processes), run, run64, with_comm in runs:
             verdict = Verdict(plan=str(plan), processes=processes, bitwise=plan.numerics == "bitwise")
             self._judge(verdict, run.result(), yardsticks[twins.alone(plan)])
             if verdict.ran and run64 is not None and in_float64:
                 self._judge_float64(verdict, run64.result(), in_float64)
+            if verdict.ran and with_comm is not None:
+                self._judge_compressed(verdict, run.result().traces, with_comm.result())
             self._report.verdicts.append(verdict)
         self._check_recipe(started)
         return self._report
@@ -210,6 +234,7 @@ class Verification:
         wanted, start = self._wanted, self._runner.start
         jobs = [twins.plan_job(plan, processes, wanted.steps, self._microbatch) for plan, processes in wanted.plans]
         started = _Started(plans=[start(job) for job in jobs])
+        started.compressed = [None if facts["comm"] == "exact" else start(twins.compressed(job)) for job in jobs]
         if self._fast:
             started.twins = [start(job) for job in twins.noise_jobs(wanted.steps, self._microbatch)]
         exact = wanted.float64 and self._fast
@@ -246,9 +271,7 @@ class Verification:
 
     def _judge(self, verdict: Verdict, ended: Ended, yardsticks: Sequence[Yardstick]) -> None:
         verdict.seconds = ended.seconds
-        if not ended.traces:
-            verdict.ran, verdict.status = False, ended.status or 1
-            verdict.error = ("the run did not end in time; " if ended.timed_out else "") + (ended.error or "it ended without a step")
+        if not _ran(verdict, ended):
             return
         for yardstick, trace in zip(yardsticks, ended.traces, strict=True):
             comparison = compare(yardstick.reference, trace, yardstick, bitwise=verdict.bitwise)
@@ -264,6 +287,24 @@ class Verification:
             comparison = compare(yardstick.reference, trace, yardstick, bitwise=False)
             verdict.float64.append(comparison)
             _first_failure(verdict, comparison, yardstick.reference, trace, float64=True)
+
+    def _judge_compressed(self, verdict: Verdict, exact: Sequence[Trace], ended: Ended) -> None:
+        """How far compression leads away is said, and fails nothing; ranks that differ do."""
+        if not _ran(verdict, ended):
+            return
+        for without, trace in zip(exact, ended.traces, strict=True):
+            comparison = compare_compressed(without, trace)
+            away = comparison.curves
+            verdict.compressed.append(
+                Compressed(
+                    comm=trace.facts["comm"],
+                    steps=comparison.steps,
+                    gradient=away["gradients"][0],
+                    parameters=away["parameters"][-1],
+                    loss=away["loss"][-1],
+                )
+            )
+            _first_failure(verdict, comparison, without, trace, float64=False)
 
     def _bands(self, yardstick: Yardstick) -> None:
         steps = self._report.steps
@@ -292,6 +333,7 @@ class Verification:
 @dataclass(kw_only=True, slots=True)
 class _Started:
     plans: list[Future[Ended]]
+    compressed: list[Future[Ended] | None] = field(default_factory=list)
     plans64: list[Future[Ended] | None] = field(default_factory=list)
     twins: list[Future[Ended]] = field(default_factory=list)
     reference64: Future[Ended] | None = None
@@ -315,6 +357,14 @@ def other_cut(ours: Trace, theirs: Trace, size: int) -> Failure | None:
             "a microbatch as a whole (contrastive losses), say so: --whole-microbatch-loss"
         ),
     )
+
+
+def _ran(verdict: Verdict, ended: Ended) -> bool:
+    """Whether the run left traces; if not, the verdict says why."""
+    if not ended.traces:
+        verdict.ran, verdict.status = False, ended.status or 1
+        verdict.error = ("the run did not end in time; " if ended.timed_out else "") + (ended.error or "it ended without a step")
+    return verdict.ran
 
 
 def _first_failure(verdict: Verdict, comparison: Comparison, reference: Trace, trace: Trace, *, float64: bool) -> None:
@@ -363,6 +413,7 @@ def _verdict(verdict: Verdict) -> dict[str, Any]:
         "worst": None if worst is None else _finding(worst),
         "float64_worst": max((c.worst.ratio for c in verdict.float64 if c.worst is not None), default=None),
         "float64": bool(verdict.float64),
+        "compressed": [asdict(each) for each in verdict.compressed],
         "remarks": verdict.remarks,
         "curves": verdict.comparisons[0].curves if verdict.comparisons else {},
     }
