@@ -57,7 +57,7 @@ class InProcess:
         self.folder = folder
         self.jobs: list[Job] = []
         self.failing: dict[str, tuple[int, str]] = {}
-        self.facts: dict[str, Any] = {"microbatch": 4, "global_batch": 24, "precision": "fp32"}
+        self.facts: dict[str, Any] = {"microbatch": 4, "global_batch": 24, "precision": "fp32", "comm": "exact"}
         self.kinds = kinds
 
     def start(self, job: Job) -> Future[Ended]:
@@ -105,6 +105,57 @@ def test_right_plans_pass_in_the_runs_type_and_in_float64(tmp_path: Path) -> Non
         *("plan-replicate2-numericsfast-float64", "plan-replicate3-numericsfast-float64"),
     }
     assert all(job.steps == (1 if job.float64 else 3) for job in runner.jobs)
+
+
+class Nudged(Engine):
+    """The sum is off by a thousandth of itself, on all ranks alike."""
+
+    def reduce(self, step: int, locals_: list[Any]) -> list[Any]:
+        return [{name: gradient * 1.001 for name, gradient in each.items()} for each in super().reduce(step, locals_)]
+
+
+def test_what_compression_changes_is_said_and_fails_no_plan(tmp_path: Path) -> None:
+    runner = InProcess(tmp_path, lambda job: Engine if job.exact or job.processes == 1 else Nudged)
+    runner.facts["comm"] = "int8"
+    report = verify(runner, wanted("replicate=2", "replicate=1"))
+    assert report.passed
+    assert [job.name for job in runner.jobs if job.name.endswith("-compressed")] == [
+        "plan-replicate2-numericsfast-compressed",
+        "plan-replicate1-numericsfast-compressed",
+    ]
+    (two,), (one,) = (verdict.compressed for verdict in report.verdicts)
+    assert two.gradient == pytest.approx(1e-3, rel=1e-2)
+    assert 0 < two.loss < 1
+    assert 0 < two.parameters < 1
+    assert two.text().startswith(
+        f"comm=int8: after 3 steps the loss differs by {two.loss:.2g} of its size from comm=exact, the parameters by "
+    )
+    assert (one.gradient, one.parameters, one.loss) == (0.0, 0.0, 0.0)
+    assert json.loads(json.dumps(report.as_json()))["plans"][0]["compressed"] == [
+        {"comm": "int8", "steps": 3, "gradient": two.gradient, "parameters": two.parameters, "loss": two.loss}
+    ]
+    assert two.text() in page(report)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [(faults.NothingReduced, "value on another rank"), (faults.SampleSeenTwice, "other samples")],
+)
+def test_ranks_that_differ_under_compression_fail(tmp_path: Path, kind: type[Engine], text: str) -> None:
+    runner = InProcess(tmp_path, of_plan(kind, "plan-replicate2-numericsfast-compressed"))
+    runner.facts["comm"] = "int8"
+    (verdict,) = verify(runner, wanted("replicate=2")).verdicts
+    assert not verdict.passed
+    assert verdict.failure is not None
+    assert text in verdict.failure.text()
+
+
+def test_a_plan_that_cannot_compress_did_not_run(tmp_path: Path) -> None:
+    runner = InProcess(tmp_path)
+    runner.facts["comm"] = "int8"
+    runner.failing["plan-replicate2-numericsbitwise-compressed"] = (2, "lockstep: RecipeError: comm='int8' with numerics=bitwise")
+    (verdict,) = verify(runner, wanted("replicate=2", bitwise=True, float64=False)).verdicts
+    assert (verdict.ran, verdict.status, verdict.passed) == (False, 2, False)
 
 
 def test_a_wrong_plan_fails_and_the_right_one_beside_it_does_not(tmp_path: Path) -> None:

@@ -64,6 +64,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--mistake", default="")
     parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--comm", default="exact")
     options = parser.parse_args()
     mistake = options.mistake
     if mistake == "fails":
@@ -85,6 +86,7 @@ def main() -> None:
         microbatch=4,
         steps=options.steps,
         clip_norm=1.0,
+        comm=options.comm,
     )
     ls.train(recipe)
     print("trained to the end")
