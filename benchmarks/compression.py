@@ -116,9 +116,10 @@ def over_wire(modes: list[str], megabits: int, milliseconds: float, steps: int) 
 
 
 def environment(rank: int, address: str) -> dict[str, str]:
-    """As torchrun gives it to one process a host."""
+    """As `lockstep run` gives it to one process a host; torchrun's one thread would count as not asked for."""
     place = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": address, "MASTER_PORT": PORT}
-    settings = {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "COMPRESSION_HOST": "1"}
+    settings = {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    settings |= {"LOCKSTEP_LAUNCHER": "lockstep", "COMPRESSION_HOST": "1"}
     return {**{name: str(value) for name, value in place.items()}, **settings}
 
 
