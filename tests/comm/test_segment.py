@@ -1,6 +1,7 @@
-"""Shared memory where it cannot be had; and where a rank dies, hangs, raises or calls something else."""
+"""Shared memory where it cannot be had; and where a rank dies, hangs, raises or calls something else.
 
-from __future__ import annotations
+(No `from __future__ import annotations` here: DDP looks at its hooks' annotations, and wants classes.)
+"""
 
 import errno
 import os
@@ -23,6 +24,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import distributed, nn
+from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.comm import segment
@@ -140,10 +142,17 @@ def test_a_killed_rank_is_named_on_all_others_within_a_second(pool: WorkerPool, 
     assert set(os.listdir("/dev/shm")) <= set(before)
 
 
+def sum_bucket(group: SharedGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    group.all_reduce(bucket.buffer())
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
 def lose_a_rank_in_a_backward(rank: int) -> tuple[str, tuple[int, ...]]:
     group = shared_group()
     parallel = DistributedDataParallel(nn.Linear(30, 40), bucket_cap_mb=0.001)
-    parallel.register_comm_hook(None, group.sum_bucket)
+    parallel.register_comm_hook(group, sum_bucket)
     if rank == 1:
         at_round(group, 3, lambda: os.kill(os.getpid(), signal.SIGKILL))
 

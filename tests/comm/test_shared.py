@@ -11,8 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, distributed, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor, distributed
 
 from lockstep.comm import shared
 from lockstep.comm.calls import Call, under_way
@@ -201,33 +200,6 @@ def test_a_rank_that_waits_tells_in_which_call_of_which_group(pool: WorkerPool) 
     before, amid, after = pool.run(2, look_at_a_wait)[0]
     assert [before, after] == [[], []]
     assert amid == [Call("all_gather", "shared memory of a pair", 2, "float32, 3 elements")]
-
-
-# DDP
-
-
-def two_models() -> tuple[list[Tensor], list[Tensor]]:
-    """The gradients with the hook, and those of all ranks' data on one process."""
-    with shared_group() as group:
-        models = [nn.Sequential(nn.Linear(30, 40), nn.ReLU(), nn.Linear(40, 5)).double() for _ in range(2)]
-        models[1].load_state_dict(models[0].state_dict())
-        parallel = DistributedDataParallel(models[0], gradient_as_bucket_view=True, bucket_cap_mb=0.002)
-        parallel.register_comm_hook(None, group.sum_bucket)
-        rows = values(8 * group.size, torch.float64, (0,)).view(group.size, 8)
-        for _ in range(3):
-            models[0].zero_grad()
-            parallel(rows[group.rank].repeat(4)[:30]).square().sum().backward()
-        models[1](torch.stack([row.repeat(4)[:30] for row in rows])).square().sum().backward()
-        return tuple([p.grad.clone() for p in model.parameters() if p.grad is not None] for model in models)  # type: ignore[return-value]
-
-
-def test_the_hook_gives_ddp_the_sum_over_ranks(pool: WorkerPool) -> None:
-    everyone = pool.run(3, two_models)
-    for found, expected in everyone:
-        assert len(found) == len(expected) == 4
-        for one, other, first in zip(found, expected, everyone[0][0], strict=True):
-            torch.testing.assert_close(one, other)
-            assert torch.equal(one, first)
 
 
 # What is refused

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import accumulate, groupby
+from itertools import accumulate, compress, groupby
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ from lockstep.errors import LaunchError, install_excepthook
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 BUCKET_NUMBERS = 2**22
 """Tensors are summed in pieces of about so many numbers."""
+IN_PLACE_BYTES = 2**17
+"""A tensor of so many is summed where it is, where memory is shared: to copy it into a piece takes longer than an exchange of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,10 @@ class World:
 
         Those of one type go together, in buckets; tensors that are elsewhere than the ranks exchange are moved there and back.
         """
-        for bucket in _buckets(tensors):
+        alone = [self.memory is not None and t.is_cpu and t.is_contiguous() and t.nbytes >= IN_PLACE_BYTES for t in tensors]
+        for tensor in compress(tensors, alone):
+            self.all_reduce(tensor)
+        for bucket in _buckets([tensor for tensor, summed in zip(tensors, alone, strict=True) if not summed]):
             flat = torch.cat([tensor.reshape(-1) for tensor in bucket]).to(self.device)
             self.all_reduce(flat)
             summed = torch.split(flat.to(bucket[0].device), [tensor.numel() for tensor in bucket])

@@ -5,8 +5,6 @@ counter to n, waits until all counters have reached n, and reads from the others
 reading in round n - 1; so once all have, the buffers of n - 1 are free for n + 1. There is nothing to reset, and one wait a round.
 
 In the first round of a call each rank also writes down what it calls, and all compare: a mismatch is an error, not a wrong sum.
-
-(No `from __future__ import annotations` here: DDP looks at its hooks' annotations, and wants classes.)
 """
 
 import functools
@@ -21,7 +19,6 @@ from typing import Concatenate, ParamSpec, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket
 
 from lockstep.comm.segment import LINE_BYTES, CallsDiffer, ExchangeError, PeerStopped, Segment, Unavailable, open_segment
 from lockstep.comm.waits import waits
@@ -291,14 +288,6 @@ class SharedGroup:
                 part = incoming[peer][place:stop]
                 part.copy_(_head(views.received[buffer][peer], part.numel()))
             place = stop
-
-    def sum_bucket(self, _: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """A communication hook for DDP: the bucket's sum over ranks, not its mean. `ddp.register_comm_hook(None, group.sum_bucket)`."""
-        buffer = bucket.buffer()
-        self.all_reduce(buffer)
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
-        future.set_result(buffer)
-        return future
 
     def abort(self) -> None:
         """Have every rank's collectives, this one's too, raise `PeerStopped` soon. For a rank that cannot go on; any thread may call it."""

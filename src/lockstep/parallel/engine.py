@@ -62,7 +62,8 @@ def engine_for(
 
     `compression`: only where there is no other axis than `replicate`.
     """
-    if mesh.axis("shard").size == mesh.axis("tensor").size == mesh.axis("pipeline").size == 1:
+    whole = mesh.axis("shard").size == mesh.axis("tensor").size == mesh.axis("pipeline").size == 1
+    if whole and (mesh.data.memory is None or bitwise or compression is not None):
         return Replica(parameters, mesh, bitwise=bitwise, max_microbatches=max_microbatches, compression=compression)
     inner: Shards | Parts
     if mesh.axis("shard").size > 1:

@@ -78,8 +78,7 @@ class Replica:
         """`compression`: what sends the gradients; None: as they are. Not with `bitwise`."""
         world = mesh.data
         self._memory = world.memory
-        faster = world.memory or world.hosts
-        self._waits_in_torch = faster is None and compression is None
+        self._waits_in_torch = world.hosts is None and compression is None
         self._parameters = list(parameters)
         self._places = {id(parameter): place for place, parameter in enumerate(parameters)}
         self._world = world
@@ -98,8 +97,8 @@ class Replica:
                 self._ddp.register_comm_hook(None, self._ordered_bucket)
             elif compression is not None:
                 self._ddp.register_comm_hook(self._touched.slots, compression.sum_bucket)
-            elif faster is not None:
-                self._ddp.register_comm_hook(None, faster.sum_bucket)
+            elif world.hosts is not None:
+                self._ddp.register_comm_hook(None, world.hosts.sum_bucket)
             self._hooks = [p.register_post_accumulate_grad_hook(self._note_use(i)) for i, p in enumerate(self._parameters)]  # type: ignore[no-untyped-call]
 
     def close(self) -> None:

@@ -1,0 +1,40 @@
+"""The allocator: what one step frees, the next one takes again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from lockstep.training.allocator import OWN_SETTINGS, keep_freed_memory
+
+CODE = """
+import ctypes, resource, sys, torch
+from lockstep.training.allocator import keep_freed_memory
+ctypes.CDLL(None).mallopt(-3, 1 << 16)  # as glibc is set up, it depends on where things lie: on luck
+if sys.argv[1] == "kept":
+    assert keep_freed_memory({})
+def step():
+    tensors = [torch.ones(4 << 20) for _ in range(3)]
+for _ in range(10):
+    step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(10):
+    step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def faults(how: str) -> int:
+    return int(subprocess.run([sys.executable, "-c", CODE, how], check=True, capture_output=True, text=True).stdout)
+
+
+def test_steps_fault_no_memory_in_again() -> None:
+    assert faults("given back") > 10_000
+    assert faults("kept") < 100
+
+
+@pytest.mark.parametrize("name", OWN_SETTINGS)
+def test_settings_of_the_users_own_are_left_alone(name: str) -> None:
+    assert not keep_freed_memory({name: "1"})
