@@ -125,8 +125,8 @@ def flops_of(made: Work) -> float:
     return float(counter.get_total_flops())
 
 
-def measure(case: str, steps: int) -> dict[str, float]:
-    """Runs in each process."""
+def measured(case: str, steps: int, plan: str = "") -> dict[str, float]:
+    """Seconds of a step: the least, by what they are for, and as it is. Runs in each process."""
     made = work(case)
     seen = Measured(flops_of(made))
     recipe = ls.Recipe(
@@ -140,7 +140,7 @@ def measure(case: str, steps: int) -> dict[str, float]:
         clip_norm=1.0,
     )
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):
-        ls.train(recipe, run_dir=f"{folder}/run", hooks=[seen])
+        ls.train(recipe, plan=plan, run_dir=f"{folder}/run", hooks=[seen])
     return {**seen.bounds, "step": seen.step_seconds()}
 
 
@@ -165,7 +165,7 @@ def main() -> None:
     for case in options.only:
         for size in options.processes:
             os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // size))
-            found = ls.spawn(measure, nproc=size, args=(case, options.steps))
+            found = ls.spawn(measured, nproc=size, args=(case, options.steps))
             bound = found["compute"] + found["memory"] + found["exchange"]
             rows.append({"case": case, "processes": size, **found, "bound": bound})
     show(rows)
