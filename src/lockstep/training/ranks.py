@@ -41,7 +41,7 @@ class Ranks:
         world = mesh.world
         self.hosts = world.gather_values(socket.gethostname())
         self._stragglers = Stragglers(world.gather_values(mesh.axis("pipeline").rank))
-        self._every = self._left = 1
+        self._every = self._left = -(-world.size // _RANKS_AT_ONCE)
         """Logging steps from one look to the next, and those that are left."""
         self._memory = 0.0
         self._path = run_dir / "ranks.jsonl"
