@@ -146,3 +146,4 @@ def test_an_exact_sum_is_correctly_rounded_and_shows_what_is_not_finite() -> Non
     assert exact_sum([1.0, math.inf]) == math.inf
     assert math.isnan(exact_sum([math.nan, 1.0]))
     assert math.isnan(exact_sum([math.inf, -math.inf]))
+    assert exact_sum([1e308, 1e308]) == math.inf

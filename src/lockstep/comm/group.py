@@ -204,4 +204,7 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 def exact_sum(values: Sequence[float]) -> float:
     """The correctly rounded sum, whatever the order: the same on any number of processes. NaN and infinity pass through."""
-    return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
+    try:
+        return math.fsum(values)
+    except (ValueError, OverflowError):  # infinities of both signs, or a sum beyond what a float holds
+        return sum(values)
