@@ -399,3 +399,11 @@ def on_a_full_disk(run_dir: str) -> None:
         session.recorder.events.close()
         session.recorder.events = EventLog(Path("/dev/full"))
         session.event("something")
+
+
+def test_torch_is_not_told_the_number_of_threads_that_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(number: int) -> None:
+        raise AssertionError(f"set_num_threads({number})")
+
+    monkeypatch.setattr(torch, "set_num_threads", told)
+    ls.train(recipe(steps=1), run_dir=str(tmp_path / "run"), plan=f"threads={torch.get_num_threads()}")

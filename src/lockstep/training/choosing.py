@@ -36,6 +36,7 @@ from lockstep.training.choices import (
     step_seconds,
 )
 from lockstep.training.session import Session
+from lockstep.training.setting import use_threads
 from lockstep.training.trial import Trial
 from lockstep.watch.rundir import device_name
 
@@ -63,7 +64,7 @@ def settled(recipe: Recipe, session: Session) -> Recipe:
     plan = replace(session.plan, **{name: value for name, value in chosen.items() if name in MEASURED})
     session.plan = plan
     if isinstance(plan.threads, int):
-        torch.set_num_threads(plan.threads)
+        use_threads(plan.threads)
     if "precision" in chosen:
         session.precision = chosen["precision"]
         session.pairs[0].compute_in(session.precision)
