@@ -45,7 +45,13 @@ class Engine(Protocol):
 
 def sum_factor(mesh: Mesh, *, bitwise: bool, compression: Compression | None) -> int:
     """What a loss is multiplied by on its way through the engine, which a loss scale must leave room for."""
-    return 1 if mesh.torch_mesh is not None else replicate.sum_factor(mesh, bitwise=bitwise, compression=compression)
+    ddp = _uses_ddp(mesh, bitwise=bitwise, compression=compression)
+    return replicate.sum_factor(mesh, bitwise=bitwise, compression=compression) if ddp else 1
+
+
+def _uses_ddp(mesh: Mesh, *, bitwise: bool, compression: Compression | None) -> bool:
+    """Every rank holds the whole model, and memory is not what gradients are simply added in."""
+    return mesh.torch_mesh is None and (mesh.data.memory is None or bitwise or compression is not None)
 
 
 def engine_for(
@@ -62,8 +68,7 @@ def engine_for(
 
     `compression`: only where there is no other axis than `replicate`.
     """
-    whole = mesh.axis("shard").size == mesh.axis("tensor").size == mesh.axis("pipeline").size == 1
-    if whole and (mesh.data.memory is None or bitwise or compression is not None):
+    if _uses_ddp(mesh, bitwise=bitwise, compression=compression):
         return Replica(parameters, mesh, bitwise=bitwise, max_microbatches=max_microbatches, compression=compression)
     inner: Shards | Parts
     if mesh.axis("shard").size > 1:

@@ -60,7 +60,7 @@ class _Touched(nn.Module):
 
 def sum_factor(mesh: Mesh, *, bitwise: bool, compression: Compression | None) -> int:
     """What is sent is multiplied by it: DDP's own all-reduce, which no Python slows down, gives the mean over ranks instead of the sum."""
-    return 1 if bitwise or compression is not None or mesh.data.memory is not None or mesh.data.hosts is not None else mesh.data.size
+    return 1 if bitwise or compression is not None or mesh.data.hosts is not None else mesh.data.size
 
 
 class Replica:
