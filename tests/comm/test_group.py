@@ -56,6 +56,12 @@ def exchanged(here: World) -> dict[str, Any]:
         "no rows": here.gather_rows(rows[:0], [0] * here.size),
         "whole numbers": here.gather_rows(torch.tensor([here.rank]), [1] * here.size),
         "values": here.gather_values(text),
+        "of one length": [
+            here.gather_values(value) for value in (here.rank, None, "ü" * 100, f"{here.rank:100}", f"{here.rank:54}", f"{here.rank:55}")
+        ],
+        "of one rank": [
+            here.value_of(source, value) for source in range(here.size) for value in (text, here.rank, f"{here.rank:100}", None)
+        ],
         "ragged": here.gather_ragged(rows if counts[here.rank] else None),
         "ragged, known shapes": here.gather_ragged(rows),
         "ragged flags": here.gather_ragged(torch.ones(counts[here.rank], dtype=torch.bool)),
@@ -80,6 +86,10 @@ def test_every_rank_gets_the_rows_and_values_of_all_in_rank_order(pool: WorkerPo
         assert [value["rank"] for value in found["values"]] == list(range(world_size))
         assert found["values"][-1]["text"] == "ü" * (world_size - 1)
         assert found["values"][-1]["list"] == [1.5, math.inf] * (world_size - 1)
+        ranks = range(world_size)
+        spaced = [[f"{each:{width}}" for each in ranks] for width in (100, 54, 55)]
+        assert found["of one length"] == [[*ranks], [None] * world_size, ["ü" * 100] * world_size, *spaced]
+        assert found["of one rank"] == [value for source in ranks for value in (found["values"][source], source, f"{source:100}", None)]
         assert found["still there"]
 
 
@@ -110,6 +120,7 @@ def test_one_process_needs_no_group() -> None:
     here = join(rank=0, size=1, local_rank=0, local_size=1)
     assert not here.owns_group
     assert here.gather_values({"a": 1}) == [{"a": 1}]
+    assert here.value_of(0, {"a": 1}) == {"a": 1}
     assert here.gather_rows(torch.ones(2), [2]).tolist() == [1.0, 1.0]
     assert here.gather_ragged(torch.ones(2)).tolist() == [1.0, 1.0]
     here.leave()

@@ -21,6 +21,12 @@ class Apart(World):
     def gather_values(self, value: Any) -> list[Any]:
         return [value, False if value is True else value]
 
+    def any(self, flag: bool) -> bool:
+        return True
+
+    def value_of(self, rank: int, value: Any) -> Any:
+        return value
+
 
 def test_a_run_directory_that_another_machine_does_not_see_is_refused_and_given_up(tmp_path: Path) -> None:
     world = Apart(0, 2, 0, 1, torch.device("cpu"), owns_group=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import hashlib
 import json
 import math
 import os
@@ -25,6 +26,9 @@ from lockstep.errors import LaunchError, install_excepthook
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 BUCKET_NUMBERS = 2**22
 """Tensors are summed in pieces of about so many numbers."""
+_HEAD_BYTES = 64
+"""What is said first of a JSON text: its length, and all of it or its digest."""
+_IN_HEAD_BYTES = _HEAD_BYTES - 8
 IN_PLACE_BYTES = 2**17
 """A tensor of so many is summed where it is, where memory is shared: to copy it into a piece takes longer than an exchange of its own."""
 
@@ -100,18 +104,47 @@ class World:
         return bool(found.item())
 
     def gather_values(self, value: Any) -> list[Any]:
-        """Each rank's JSON value, in rank order. Every rank calls it. For set-up and rare events: it exchanges twice.
+        """Each rank's JSON value, in rank order. Every rank calls it. For set-up and rare events.
 
-        Equal values may be one object.
+        Equal values may be one object. What is short, or the same on all ranks, takes one exchange, other values two.
         """
         if self.size == 1:
             return [value]
-        encoded = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        counts = self.gather_rows(torch.tensor([len(encoded)]), [1] * self.size).tolist()
-        text = bytes(self.gather_rows(encoded, counts).numpy())
-        said = [text[end - count : end] for count, end in zip(counts, accumulate(counts), strict=True)]
-        values = {each: json.loads(each) for each in set(said)}
+        text = json.dumps(value).encode()
+        heads = bytes(self.gather_rows(_tensor(_head(text)), [_HEAD_BYTES] * self.size).numpy())
+        said = [heads[start : start + _HEAD_BYTES] for start in range(0, len(heads), _HEAD_BYTES)]
+        kinds = set(said)
+        if len(kinds) == 1:
+            return [json.loads(text)] * self.size
+        lengths = {head: _length(head) for head in kinds}
+        if max(lengths.values()) > _IN_HEAD_BYTES:
+            counts = [lengths[head] for head in said]
+            everything = bytes(self.gather_rows(_tensor(text), counts).numpy())
+            said = [everything[end - count : end] for count, end in zip(counts, accumulate(counts), strict=True)]
+            values = {each: json.loads(each) for each in set(said)}
+        else:
+            values = {head: json.loads(_text_in(head)) for head in kinds}
         return [values[each] for each in said]
+
+    def value_of(self, rank: int, value: Any) -> Any:
+        """The JSON value of rank `rank`, whatever the others give. Every rank calls it. For set-up and rare events."""
+        if self.size == 1:
+            return value
+        text = json.dumps(value).encode() if rank == self.rank else b""
+        head = _tensor(_head(text))
+        self._broadcast(head, rank)
+        told = bytes(head.numpy())
+        if _length(told) <= _IN_HEAD_BYTES:
+            return json.loads(_text_in(told))
+        whole = _tensor(text.ljust(_length(told)))
+        self._broadcast(whole, rank)
+        return json.loads(bytes(whole.numpy()))
+
+    def _broadcast(self, tensor: Tensor, source: int) -> None:
+        if self.memory is not None:
+            self.memory.broadcast(tensor, source)
+        else:
+            dist.broadcast(tensor, group=self.group, group_src=source)
 
     def gather_ragged(self, rows: Tensor | None) -> Tensor:
         """All ranks' rows on the CPU, in rank order, whatever their number; None from a rank that has no row and knows no shape."""
@@ -182,6 +215,23 @@ def _network_error(error: Exception) -> str:
         f"cannot meet the other processes at {address} (MASTER_ADDR:MASTER_PORT): {error}; every process must be able to reach rank 0 "
         "there: check that it runs, and the address"
     )
+
+
+def _head(text: bytes) -> bytes:
+    shown = text if len(text) <= _IN_HEAD_BYTES else hashlib.sha256(text).digest()
+    return len(text).to_bytes(8, "little") + shown.ljust(_IN_HEAD_BYTES, b"\0")
+
+
+def _length(head: bytes) -> int:
+    return int.from_bytes(head[:8], "little")
+
+
+def _text_in(head: bytes) -> bytes:
+    return head[8 : 8 + _length(head)]
+
+
+def _tensor(text: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -15,7 +15,6 @@ from torch import Tensor
 from lockstep.assignment import Deal
 from lockstep.comm.group import World
 from lockstep.comm.hosts import Hosts, forget_hosts
-from lockstep.comm.segment import Unavailable
 from lockstep.comm.shared import SharedGroup
 from lockstep.plan import Plan
 
@@ -149,12 +148,13 @@ def _made(world: World, sizes: tuple[tuple[str, int], ...]) -> tuple[DeviceMesh,
 
 def _with_memory(world: World, plan: Plan, axes: Mapping[str, World]) -> tuple[dict[str, World], dict[str, str]]:
     """The axes that exchange microbatches' gradients with their own shared memory; and why, for those of which some ranks have none."""
-    with_memory, mine, made_hosts = dict(axes), {}, {}
-    for name in ("data", *DATA_AXES):
-        if name not in axes or world.device.type != "cpu":
-            continue
+    with_memory, mine, made_hosts = dict(axes), dict[str, str](), dict[str, Hosts]()
+    names = [name for name in ("data", *DATA_AXES) if name in axes and world.device.type == "cpu"]
+    if plan.transport == "torch" or not names:
+        return with_memory, dict.fromkeys(names, "the plan says transport=torch")
+    for name in names:
         group = axes[name].group or dist.group.WORLD
-        made = Unavailable("the plan says transport=torch") if plan.transport == "torch" else SharedGroup.create(group)
+        made = SharedGroup.create(group)
         if isinstance(made, SharedGroup):
             with_memory[name] = replace(axes[name], memory=made)
             continue

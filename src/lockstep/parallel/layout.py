@@ -63,10 +63,11 @@ class Built:
             deferred = Deferred.build(factory, key)
         except CannotDefer as error:
             reason = str(error)
+        refused = mesh.world.any(deferred is None)
+        if deferred is not None and not refused:
+            return cls(deferred.module, deferred, None)
         reasons = [reason for reason in mesh.world.gather_values(reason) if reason is not None]
-        if deferred is None or reasons:
-            return cls(build(factory, key), None, reasons[0])
-        return cls(deferred.module, deferred, None)
+        return cls(build(factory, key), None, reasons[0])
 
     def fill(self, part: nn.Module, device: torch.device) -> None:
         """Give the parameters and buffers of a part of the model that are still empty their values, wherever in the model they stand."""

@@ -339,7 +339,7 @@ class Pipeline:
                     value = tuple(tensor.detach() for tensor in leave(output))
                 except Exception as error:
                     self._failure = error
-            said = self.world.gather_values(said)[stage % self.stages.ranks]
+            said = self.world.value_of(stage % self.stages.ranks, said)
             if said is None:
                 self._raise()
             route.append(Boundary.read(said))

@@ -101,7 +101,7 @@ class RunningStatistics:
         self._names = [*(f"buffer {name!r}" for name in self._others), *(f"parameter {name!r}" for name in named)]
         self._model = model
         self._world = mesh.world
-        self._compares = bool(self._world.gather_rows(torch.tensor([bool(self._others)]), [1] * self._world.size).any())
+        self._compares = self._world.any(bool(self._others))
         """Whether any rank has a buffer to compare."""
         self.begin(compare=False)
 

@@ -180,7 +180,7 @@ class _Choosing:
                 found = None if measured is None else [measured.chosen, measured.figures, measured.seconds]
             except (OSError, ValueError, RuntimeError) as error:
                 problem = str(error)
-        found, problem = self.session.world.gather_values([found, problem])[0]
+        found, problem = self.session.world.value_of(0, [found, problem])
         if problem is not None:
             self.session.event("cache-ignored", path=str(path), reason=problem)
         return None if found is None else Measured(*found), path

@@ -88,8 +88,9 @@ class Keeper:
         self._saved = step
         self._on_rank_0(self.folder.clear, "written to")
         room = self._on_rank_0(self.folder.room_bytes, "written to")
-        least = max(self.world.gather_values(sum(held(tensor).nbytes for tensor in state.tensors.values())))
-        if room is not None and room < least:
+        mine = sum(held(tensor).nbytes for tensor in state.tensors.values())
+        if room is not None and self.world.any(room < mine):
+            least = max(self.world.gather_values(mine))
             raise CheckpointError(
                 f"a checkpoint has {_bytes(least)} at least, and {self.folder} has room for {_bytes(room)}; make more, "
                 "or give another folder"
@@ -213,7 +214,7 @@ class Keeper:
                 found = call()
             except OSError as error:
                 failure = f"the checkpoints in {self.folder} cannot be {what} ({error.strerror or error}); give another folder"
-        found, failure = self.world.gather_values([found, failure])[0]
+        found, failure = self.world.value_of(0, [found, failure])
         if failure is not None:
             raise CheckpointError(failure)
         return found
@@ -295,5 +296,5 @@ def saved_recipe(folder: Storage, world: World) -> dict[str, Any]:
                 with suppress(Damaged, Unreadable, Unreachable):
                     found = read_manifest(folder, name).facts["recipe"] or {}
                     break
-    recipe: dict[str, Any] = world.gather_values(found)[0]
+    recipe: dict[str, Any] = world.value_of(0, found)
     return recipe

@@ -152,7 +152,7 @@ def recall(world: World, folder: Path, *, goes_on: bool) -> Remembered:
             pass
         except (OSError, UnicodeDecodeError):
             text = ""  # which no rank can parse
-    text = world.gather_values(text)[0]
+    text = world.value_of(0, text)
     return Remembered() if text is None else Remembered.parse(text, folder / FILE)
 
 

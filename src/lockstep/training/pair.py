@@ -173,7 +173,7 @@ class Pair:
             return compute()
         world, last = self.pipeline.world, self.pipeline.last_rank
         value = self.pipeline.together(compute if world.rank == last else lambda: None)
-        return world.gather_values(value)[last]
+        return world.value_of(last, value)
 
     def rescale(self, weights: Tensor, prescale: Tensor) -> None:
         """Divide the summed gradient by the sum of weights, and choose the next step's power of two.

@@ -39,8 +39,8 @@ class Ranks:
         self._event = event
         self._warn = warn
         world = mesh.world
-        self.hosts = world.gather_values(socket.gethostname())
-        self._stragglers = Stragglers(world.gather_values(mesh.axis("pipeline").rank))
+        self.hosts, parts = zip(*world.gather_values([socket.gethostname(), mesh.axis("pipeline").rank]), strict=True)
+        self._stragglers = Stragglers(parts)
         self._every = self._left = -(-world.size // _RANKS_AT_ONCE)
         """Logging steps from one look to the next, and those that are left."""
         self._memory = 0.0

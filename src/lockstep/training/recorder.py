@@ -58,7 +58,7 @@ class Recorder:
                 path = str(self._directory.path)
             except UserError as error:
                 failure = [type(error).__name__, str(error)]
-        path, failure, self.attempt = world.gather_values([path, failure, secrets.token_hex(4)])[0]
+        path, failure, self.attempt = world.value_of(0, [path, failure, secrets.token_hex(4)])
         if failure is not None:
             raise getattr(lockstep.errors, failure[0])(failure[1])
         self.path = Path(path)
@@ -81,11 +81,12 @@ class Recorder:
         """Of it, what run.json says."""
 
     def _check_shared(self, world: World) -> None:
-        missing = [rank for rank, is_there in enumerate(world.gather_values(self.path.is_dir())) if not is_there]
-        if missing:
+        is_there = self.path.is_dir()
+        if world.any(not is_there):
+            missing = world.gather_values(is_there).index(False)
             self.close()
             raise RunDirectoryError(
-                f"run directory {self.path}, made by rank 0, is not there for rank {missing[0]}, on another machine; all machines of a run "
+                f"run directory {self.path}, made by rank 0, is not there for rank {missing}, on another machine; all machines of a run "
                 "write their parts of its checkpoints there; give one on a file system that they share (--run-dir)"
             )
 

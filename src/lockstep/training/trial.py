@@ -99,7 +99,7 @@ class Trial:
 
     def is_over(self) -> bool:
         """Whether the time for all timings has passed, on rank 0."""
-        return bool(self.mesh.world.gather_values(time.perf_counter() - self._began > SECONDS)[0])
+        return bool(self.mesh.world.value_of(0, time.perf_counter() - self._began > SECONDS))
 
     def compute_seconds(self, *, microbatch: int | None, precision: Precision, threads: int) -> float | None:
         """A microbatch's forward and backward, on the slowest rank. None: there was no room on a rank."""
