@@ -81,7 +81,7 @@ class Outcome:
             )
 
     def _values(self) -> list[float]:
-        return self.values if isinstance(self.values, list) else self.values.tolist()
+        return self.values if isinstance(self.values, list) else self.values.cpu().numpy().tolist()
 
     def _check_weights(self, weights: list[float]) -> None:
         for place, weight in enumerate(weights):

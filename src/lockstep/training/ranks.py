@@ -24,10 +24,10 @@ from lockstep.watch.stragglers import PARTS, Stragglers
 _OF_HOOKS = ("hooks", "script")
 _OF_COMPUTE = ("compute", "update")
 _COLUMNS = ("step", *PARTS, "communication", "share", "memory")
-_RANKS_AT_ONCE = 256
-"""Of more ranks only every so-many-th logging step is looked at: what that costs a step does not grow with them."""
 LOOK_SECONDS = 0.2
-"""Where logging steps follow each other more quickly, only some of them are looked at too."""
+"""Where logging steps follow each other more quickly, only some of them are looked at."""
+_RANKS_AT_ONCE = 256
+"""Of more ranks, as many times more seldom: what that costs a step does not grow with them."""
 
 
 class Ranks:
@@ -129,7 +129,8 @@ class Ranks:
 def next_look(seconds: float, *, before: int, ranks: int) -> int:
     """Logging steps until the next look: the same on every rank. `seconds`: from one to the next. `before`: as it was: a first step, or one
     that saves, says little of those that follow."""
-    return max(-(-ranks // _RANKS_AT_ONCE), min(math.ceil(LOOK_SECONDS / max(seconds, 1e-9)), 2 * before))
+    wanted = LOOK_SECONDS * max(1.0, ranks / _RANKS_AT_ONCE)
+    return max(1, min(math.ceil(wanted / max(seconds, 1e-9)), 2 * before))
 
 
 def peak_bytes(device: torch.device) -> int:

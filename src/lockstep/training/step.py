@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -166,7 +167,7 @@ class Step:
         self._phases.enter("update")
         for statistics in self._statistics:
             statistics.check(compare=self._compares)
-        if self._poll and not (all(map(math.isfinite, values)) if isinstance(values, list) else bool(values.isfinite().all())):
+        if self._poll and not (all(map(math.isfinite, values)) if isinstance(values, list) else np.isfinite(values.numpy()).all()):
             # It need not show in the gradient: torch.where lets none through to what it leaves out.
             Outcome(self.source.layout, pair, values, weights, math.nan, False, stops, []).check()
         self.touched = True
