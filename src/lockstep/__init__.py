@@ -8,6 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lockstep.collector import collector_paused
 from lockstep.errors import install_excepthook
 
 if TYPE_CHECKING:
@@ -65,7 +66,8 @@ __all__ = sorted(_HOME)
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
-    value = getattr(import_module(_HOME[name]), name)
+    with collector_paused():
+        value = getattr(import_module(_HOME[name]), name)
     globals()[name] = value
     return value
 

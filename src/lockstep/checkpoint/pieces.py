@@ -88,10 +88,16 @@ def dealt(everyone: Sequence[Sequence[Piece]]) -> list[list[Piece]]:
 
 def copies(state: Mapping[str, Tensor], saved: Sequence[Piece]) -> Iterator[Copy]:
     """What fills this rank's part of the state from saved pieces. Names and shapes of the state are among the saved ones."""
+    distributed = {name: tensor for name, tensor in state.items() if hasattr(tensor, "_local_tensor")}
+    for piece in saved:
+        if piece.name in state and piece.name not in distributed:
+            yield Copy(piece, _box([0] * len(piece.shape), piece.lengths), _box(piece.offsets, piece.lengths))
+    if not distributed:
+        return
     from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 
     metadata, by_name = _metadata(saved)
-    for item in create_default_local_load_plan(dict(state), metadata).items:
+    for item in create_default_local_load_plan(distributed, metadata).items:
         piece = by_name[item.storage_index.fqn][item.storage_index.index or 0]
         yield Copy(piece, _box(item.storage_offsets, item.lengths), _box(item.dest_offsets, item.lengths))
 
