@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Nothing is collected meanwhile. For what imports much and leaves no cycles behind: torch takes a sixth less time so, and torch._dynamo,
-    which the first optimizer imports, a third."""
+    """Nothing is collected meanwhile. For what imports much and leaves no cycles behind: torch takes a sixth less time so, and
+    torch._dynamo, which the first optimizer imports, a third."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -12,7 +12,6 @@ from importlib.metadata import PackageNotFoundError, version
 import click
 
 from lockstep import __version__
-from lockstep.collector import collector_paused
 from lockstep.errors import USER_ERROR_STATUS
 
 _COMMANDS = ("run", "verify", "report", "doctor", "inspect", "export", "slurm")
@@ -25,8 +24,7 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
-        with collector_paused():
-            command: click.Command = import_module(f"lockstep.cli.{cmd_name}").command
+        command: click.Command = import_module(f"lockstep.cli.{cmd_name}").command
         return command
 
 

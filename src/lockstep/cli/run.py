@@ -14,6 +14,7 @@ from typing import get_args
 
 import click
 
+from lockstep.collector import collector_paused
 from lockstep.errors import LaunchError, say
 from lockstep.launch.count import count_processes
 from lockstep.launch.environment import check_run_dir
@@ -141,7 +142,7 @@ def command(
     count_gpus = _count_gpus if gpus is None else lambda: gpus
     count = count_processes(nproc, parsed if machines is None else None, count_gpus, name="--nproc ")
 
-    with _without_warnings_of_stores() if machines is not None else nullcontext():
+    with collector_paused(), _without_warnings_of_stores() if machines is not None else nullcontext():
         from lockstep.launch.local import run_workers  # imports torch: after all that can be checked without it
         from lockstep.watch.rundir import default_run_path
 
@@ -200,6 +201,7 @@ def _without_warnings_of_stores() -> Iterator[None]:
 
 
 def _count_gpus() -> int:
-    import torch
+    with collector_paused():
+        import torch
 
     return torch.cuda.device_count()
