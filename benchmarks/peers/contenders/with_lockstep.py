@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from baton import Baton
+from torch import Tensor
 from workloads import CLIP_NORM, SEED, Workload
 
 import lockstep as ls
@@ -18,13 +20,14 @@ class AfterStep(ls.Hook):
         self.baton.step()
 
 
-def train(work: Workload, baton: Baton) -> None:
-    recipe = ls.Recipe(
+def recipe_of(work: Workload, saw: Callable[[Tensor], Tensor]) -> ls.Recipe:
+    """`saw`: called with each microbatch's loss, returns it."""
+    return ls.Recipe(
         model=work.build,
         weights=work.values,
         data=work.data,
         inputs=work.inputs,
-        loss=lambda output, batch: baton.saw(work.loss(output, batch)),
+        loss=lambda output, batch: saw(work.loss(output, batch)),
         optimizer=work.optimizer,
         global_batch=work.size.batch,
         microbatch=work.microbatch if work.size.microbatches > 1 else None,
@@ -32,4 +35,7 @@ def train(work: Workload, baton: Baton) -> None:
         clip_norm=CLIP_NORM,
         seed=SEED,
     )
-    ls.train(recipe, plan=f"workers={work.workers}", run_dir=f"{work.task.scratch}/run", hooks=[AfterStep(baton)])
+
+
+def train(work: Workload, baton: Baton) -> None:
+    ls.train(recipe_of(work, baton.saw), plan=f"workers={work.workers}", run_dir=f"{work.task.scratch}/run", hooks=[AfterStep(baton)])
