@@ -1,6 +1,6 @@
-"""Draws the ratios that `python benchmarks/peers --json FILE` found, for the documentation.
+"""Draws the ratios that `python benchmarks/peers --json FILE` found, for the documentation; of several files, those of all.
 
-    python benchmarks/peers/plot.py build/benchmarks/peers.json build/benchmarks/peers.svg
+    python benchmarks/peers/plot.py build/benchmarks/peers.json [FILE ...] build/benchmarks/peers.svg
 
 A panel for each workload and number of processes, a line in it for each contender, at the median of the ratios of its steps/s to those
 of the hand-written loop, with their middle half. Filled: equal threads; hollow: each by its own launcher. Readable on white and black.
@@ -64,10 +64,10 @@ def fill(panel: Any, rows: list[dict[str, Any]], names: list[str]) -> None:
 
 
 def main() -> None:
-    if len(sys.argv) != 3:
+    if len(sys.argv) < 3:
         raise SystemExit(__doc__)
-    source, target = map(Path, sys.argv[1:])
-    draw(json.loads(source.read_text())["rows"], target)
+    *sources, target = map(Path, sys.argv[1:])
+    draw([row for source in sources for row in json.loads(source.read_text())["rows"]], target)
 
 
 if __name__ == "__main__":
