@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 
-import lockstep as ls
 from lockstep.collector import collector_paused
 
 
@@ -32,15 +31,35 @@ def test_afterwards_it_is_as_the_user_had_it(on: bool) -> None:
     assert gc.isenabled() is on
 
 
-def test_a_model_and_its_optimizer_are_built_without_it(tmp_path: Path) -> None:
-    gc.enable()
-    seen = []
+IMPORTED = """
+import gc, sys
 
-    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
-        seen.append(gc.isenabled())
-        return torch.optim.SGD(model.parameters(), lr=0.1)
+class Seen:
+    def find_spec(self, name, path=None, target=None):
+        if name in seen:
+            seen[name] = gc.isenabled()
 
-    with ls.Session(run_dir=str(tmp_path / "run")) as session:
-        session.prepare(lambda: nn.Linear(2, 2), optimizer)
-        seen.append(gc.isenabled())
-    assert seen == [False, True]
+seen = dict.fromkeys(("lockstep.training.session", "torch._dynamo"))
+sys.meta_path.insert(0, Seen())
+import lockstep as ls
+import torch
+
+def model():
+    seen["model"] = gc.isenabled()
+    return torch.nn.Linear(2, 2)
+
+def optimizer(model):
+    seen["optimizer"] = gc.isenabled()
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+with ls.Session(run_dir=sys.argv[1]) as session:
+    session.prepare(model, optimizer)
+print(seen)
+"""
+
+
+def test_it_is_off_for_what_is_imported_and_on_for_what_the_user_does(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", IMPORTED, str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    seen = {"lockstep.training.session": False, "torch._dynamo": False, "model": True, "optimizer": True}
+    assert done.stdout.splitlines()[-1] == str(seen)

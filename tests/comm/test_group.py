@@ -9,6 +9,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -91,6 +92,19 @@ def test_every_rank_gets_the_rows_and_values_of_all_in_rank_order(pool: WorkerPo
         assert found["of one length"] == [[*ranks], [None] * world_size, ["ü" * 100] * world_size, *spaced]
         assert found["of one rank"] == [value for source in ranks for value in (found["values"][source], source, f"{source:100}", None)]
         assert found["still there"]
+
+
+def count_exchanges() -> list[int]:
+    here, counts = world(), []
+    for value in (here.rank, "same" * 100, f"{here.rank:100}"):
+        with mock.patch.object(World, "gather_rows", autospec=True, side_effect=World.gather_rows) as exchange:
+            here.gather_values(value)
+        counts.append(exchange.call_count)
+    return counts
+
+
+def test_values_that_are_short_or_the_same_take_one_exchange(pool: WorkerPool) -> None:
+    assert pool.run(2, count_exchanges) == [[1, 1, 2]] * 2
 
 
 def leave_a_group_of_others() -> bool:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import shutil
 import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -338,6 +340,44 @@ def test_a_disk_without_room_for_one_checkpoint_is_refused_before_the_first_step
     words = r"^a checkpoint has 1.97 kB at least, and .*/run/checkpoints has room for 1.90 kB; make more, or give another folder"
     with pytest.raises(CheckpointError, match=words):
         ls.train(recipe(), run_dir=str(tmp_path / "run"))
+
+
+def refused_for_room(run_dir: str) -> str:
+    usage = shutil.disk_usage("/")
+    with mock.patch.object(shutil, "disk_usage", return_value=usage._replace(free=1900)), pytest.raises(CheckpointError) as caught:
+        ls.train(recipe(), plan="shard=2", run_dir=run_dir)
+    return str(caught.value)
+
+
+def test_there_must_be_room_for_what_all_ranks_write(pool: WorkerPool, tmp_path: Path) -> None:
+    words = pool.run(2, refused_for_room, str(tmp_path / "run"))
+    assert words == [words[0]] * 2
+    assert words[0].startswith("a checkpoint has 1.97 kB at least, and ")
+
+
+def run_out_of_room(run_dir: str) -> list[list[str]]:
+    """The file that the last rank writes first may not be long."""
+    seen: list[list[str]] = []
+
+    def limit(run: Any) -> None:
+        if run.session.rank == 1:
+            resource.prlimit(run.session.course.keeper._saver._writer._process.pid, resource.RLIMIT_FSIZE, (100, 100))
+
+    def look(run: Any) -> None:
+        seen.append(sorted(os.listdir(run.session.recorder.path / "checkpoints")))
+        torch.distributed.barrier()  # before the next save begins
+
+    hooks = [At({1: limit, 3: settled, 4: look, 5: settled, 6: look})]
+    ls.train(recipe(steps=7), plan="shard=2", run_dir=run_dir, hooks=hooks, saving=ls.Saving(every=2))
+    return seen
+
+
+def test_what_a_save_has_left_on_a_full_disk_is_removed(pool: WorkerPool, tmp_path: Path) -> None:
+    for first, second in pool.run(2, run_out_of_room, str(tmp_path / "run")):
+        assert first == []
+        assert [name[:13] for name in second] == ["step-00000004"]
+    failed = next(event for event in events(tmp_path / "run") if event["event"] == "checkpoint-failed")
+    assert failed["reason"].startswith("File too large")
 
 
 def test_by_the_clock(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ class Apart(World):
         return [value, False if value is True else value]
 
     def any(self, flag: bool) -> bool:
-        return True
+        return not flag
 
     def value_of(self, rank: int, value: Any) -> Any:
         return value

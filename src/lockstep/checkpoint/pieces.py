@@ -88,9 +88,11 @@ def dealt(everyone: Sequence[Sequence[Piece]]) -> list[list[Piece]]:
 
 def copies(state: Mapping[str, Tensor], saved: Sequence[Piece]) -> Iterator[Copy]:
     """What fills this rank's part of the state from saved pieces. Names and shapes of the state are among the saved ones."""
+    assert state.keys() <= {piece.name for piece in saved}
     distributed = {name: tensor for name, tensor in state.items() if hasattr(tensor, "_local_tensor")}
     for piece in saved:
         if piece.name in state and piece.name not in distributed:
+            assert tuple(state[piece.name].shape) == piece.shape
             yield Copy(piece, _box([0] * len(piece.shape), piece.lengths), _box(piece.offsets, piece.lengths))
     if not distributed:
         return

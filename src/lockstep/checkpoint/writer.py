@@ -113,7 +113,10 @@ def main() -> None:
             said = {"step": job["step"], "error": None, "left": _retire(job)}
         except OSError as error:
             said = {"step": job["step"], "error": _words(error)}
-        print(json.dumps(said), flush=True)
+        try:
+            print(json.dumps(said), flush=True)
+        except BrokenPipeError:  # the training process has ended
+            os._exit(0)
 
 
 class _Lines:

@@ -11,14 +11,16 @@ from datetime import datetime
 from functools import partial
 from typing import Any, Protocol
 
-from lockstep.checkpoint.folder import Name, Storage
+from torch import Tensor
+
+from lockstep.checkpoint.folder import Folder, Name, Storage
 from lockstep.checkpoint.load import Reader, together
 from lockstep.checkpoint.manifest import Damaged, Unreachable, Unreadable
 from lockstep.checkpoint.reading import read_manifest
 from lockstep.checkpoint.rescue import rescue
 from lockstep.checkpoint.saver import Saver
 from lockstep.comm.group import World
-from lockstep.comm.mesh import Mesh, held
+from lockstep.comm.mesh import Mesh
 from lockstep.errors import CheckpointError
 from lockstep.saving import Resume, Saving, differences
 from lockstep.training.pair import Pair
@@ -88,9 +90,9 @@ class Keeper:
         self._saved = step
         self._on_rank_0(self.folder.clear, "written to")
         room = self._on_rank_0(self.folder.room_bytes, "written to")
-        mine = sum(held(tensor).nbytes for tensor in state.tensors.values())
-        if room is not None and self.world.any(room < mine):
-            least = max(self.world.gather_values(mine))
+        least = self._bytes_of(state.tensors)
+        if room is not None and self.world.any(room < least):
+            least = max(self.world.gather_values(least))
             raise CheckpointError(
                 f"a checkpoint has {_bytes(least)} at least, and {self.folder} has room for {_bytes(room)}; make more, "
                 "or give another folder"
@@ -206,6 +208,12 @@ class Keeper:
     def _names(self) -> list[list[Any]]:
         return [[name.step, name.attempt] for name in self.folder.names()]
 
+    def _bytes_of(self, tensors: Mapping[str, Tensor]) -> int:
+        """Of all that all ranks together write. Every rank calls it."""
+        mine = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+        everyone = self.mesh.axis("pipeline").gather_values(mine)
+        return sum({name: size for theirs in everyone for name, size in theirs.items()}.values())
+
     def _on_rank_0(self, call: Callable[[], Any], what: str) -> Any:
         """A JSON value that rank 0 finds. Every rank calls it. Raises `CheckpointError` where the folder cannot be `what`."""
         found, failure = None, None
@@ -258,6 +266,14 @@ class Keeper:
         self.tell("checkpoint-failed", checkpoint=str(Name(self._saved, self.attempt)), reason=reason)
         self.warn(f"warning: the checkpoint of step {self._saved} was not saved: {reason}")
 
+    def _make_room(self) -> None:
+        """Remove what a failed save has left on a disk, which may be full of it. While no save is under way. Every rank calls it."""
+        if isinstance(self.folder, Folder):
+            if self.world.rank == 0:
+                with suppress(OSError):
+                    self.folder.clear()
+            self.world.any(False)  # or another rank would begin the next save meanwhile
+
     def _settled(self) -> bool:
         """Whether no save is under way on any rank. Every rank calls it. Raises `CheckpointError` where too many failed in a row."""
         if not self._open:
@@ -270,8 +286,10 @@ class Keeper:
         busy = [rank for rank, (under_way, _) in enumerate(everyone) if under_way and not (error is not None and rank == 0)]
         if busy:
             return False
-        if error is not None and self._error is None and self.world.rank == 0:
-            self._say_failed(error)
+        if error is not None:
+            if self._error is None and self.world.rank == 0:
+                self._say_failed(error)
+            self._make_room()
         self._failures = 0 if error is None else self._failures + 1
         self._open, self._error = False, None
         if self._failures >= self.saving.failures:

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from lockstep.collector import collector_paused
 from lockstep.errors import CheckpointError, RecipeError
 
 STATE_IS_ZERO_AT_FIRST = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.RMSprop, torch.optim.Adadelta)
@@ -28,6 +30,8 @@ def built(factory: Callable[[nn.Module], Any], model: nn.Module, *, in_part: boo
     State that they have not got yet is for `allocate_state`. `in_part`: this rank has some of the model's parameters; an optimizer of
     several may find none of its own among them.
     """
+    with collector_paused():
+        import_module("torch._dynamo")  # which the first optimizer imports
     with _of_nothing_too() if in_part else nullcontext():
         made = factory(model)
     optimizers = list(made) if isinstance(made, list | tuple) else [made]

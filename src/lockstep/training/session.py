@@ -20,7 +20,6 @@ from lockstep import precision as precisions
 from lockstep.checkpoint.folder import Storage
 from lockstep.checkpoint.load import Reader
 from lockstep.checkpoint.store import folder_at
-from lockstep.collector import collector_paused
 from lockstep.comm.group import exact_sum, join
 from lockstep.comm.mesh import Mesh
 from lockstep.data.generators import seed_generators
@@ -257,7 +256,6 @@ class Session:
         """Where this rank computes: its GPU, or the CPU."""
         return self.world.device
 
-    @collector_paused()
     def prepare(
         self,
         build_model: Callable[[], Any],
