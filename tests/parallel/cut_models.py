@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +10,7 @@ from torch.nn import functional as F
 
 from lockstep.comm.group import join
 from lockstep.comm.mesh import Mesh
+from lockstep.plan import Plan
 
 WIDTH, HEADS, WORDS = 16, 4, 24
 
@@ -121,4 +121,4 @@ GATHERED = {"*.c_attn": "colwise_gathered", "*.projection": "rowwise_split", "*.
 def mesh_of(**sizes: int) -> Mesh:
     numbers = {name: int(os.environ[name.upper()]) for name in ("rank", "local_rank")}
     world = join(size=int(os.environ["WORLD_SIZE"]), local_size=int(os.environ["LOCAL_WORLD_SIZE"]), **numbers)
-    return Mesh.of(world, SimpleNamespace(**{"pipeline": 1, "replicate": 1, "shard": 1, "tensor": 1, **sizes}))  # type: ignore[arg-type]
+    return Mesh.of(world, Plan(**{"pipeline": 1, "replicate": 1, "shard": 1, "tensor": 1, **sizes}))
