@@ -5,7 +5,10 @@
 Both train in bf16 autocast with fused AdamW, clipping, flash attention and the same batches, four microbatches a step. The plain loop
 compiles the whole model and computes all logits at once. `ls.train` runs with `compile=yes`, which compiles each block, and its model's
 loss is `linear_cross_entropy`, which never has the logits of all tokens in memory. Each turn is a process of its own; sides take turns;
-medians over rounds. MFU = tokens/s x (6 N + 12 L H Q T) / what the GPU's data sheet says of dense bf16 (`language_models.flops_a_token`,
+medians over rounds. Before it two processes train the first model on the one GPU, over Gloo, as if each were on a host of its own (NCCL has
+one process on a GPU): a check of what ranks do on GPUs, whose losses and norms must be those of one process.
+
+MFU = tokens/s x (6 N + 12 L H Q T) / what the GPU's data sheet says of dense bf16 (`language_models.flops_a_token`,
 `lockstep.watch.flops`).
 
 Without a GPU it says so, and ends with status 0. `--device cpu --models tiny` tries the script out.
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -27,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from language_models import SIZES, LanguageModel, Size, flops_a_token
 from rich.console import Console
 from rich.table import Table
@@ -38,6 +43,8 @@ from lockstep.watch.flops import peak
 SIDES = ("plain", "ls.train")
 MICROBATCHES = 4
 WARMUP, STEPS = 10, 30
+CHECKED, OFF = 5, 4e-3
+"""Steps of two processes on the one GPU, and by how much a loss or norm may differ from that of one, relatively: as bf16 rounds."""
 BEGIN, END = "<!-- benchmarks/gpu.py begins -->", "<!-- benchmarks/gpu.py ends -->"
 
 
@@ -112,21 +119,25 @@ class Clock(ls.Hook):
             self.ended = synchronise(self.device)
 
 
-def lockstep(size: Size, device: torch.device) -> tuple[float, LanguageModel]:
-    """Seconds a step."""
-    clock = Clock()
-    recipe = ls.Recipe(
+def recipe_of(size: Size, device: torch.device, steps: int) -> ls.Recipe:
+    return ls.Recipe(
         model=lambda: LanguageModel(size, chunked=True),
         data=Text(size),
         loss=lambda model, batch: model(batch[:, :-1], batch[:, 1:]),
         optimizer=adamw,
         global_batch=MICROBATCHES * size.batch,
         microbatch=size.batch,
-        steps=WARMUP + STEPS,
+        steps=steps,
         clip_norm=1.0,
         precision="bf16" if device.type == "cuda" else "fp32",
         blocks=["blocks.*"],
     )
+
+
+def lockstep(size: Size, device: torch.device) -> tuple[float, LanguageModel]:
+    """Seconds a step."""
+    clock = Clock()
+    recipe = recipe_of(size, device, WARMUP + STEPS)
     with tempfile.TemporaryDirectory() as folder:
         ls.train(recipe, plan="compile=yes" if device.type == "cuda" else "", run_dir=f"{folder}/run", hooks=[clock])
     return (clock.ended - clock.began) / STEPS, clock.model
@@ -150,6 +161,40 @@ def measured(name: str, side: str, device: str) -> dict[str, float]:
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return found
+
+
+def first_steps(name: str, processes: int, device: str) -> list[float]:
+    """The loss and the gradient's norm of each, by so many processes on the one device."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, str(Path(__file__).resolve()), "--device", device, "--member", name, folder]
+        places = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": str(processes)}
+        members = [subprocess.Popen(command, env={**os.environ, **places, "RANK": str(rank)}) for rank in range(processes)]
+        statuses = [member.wait() for member in members]
+        if any(statuses):
+            raise SystemExit(f"{processes} processes on one device failed")
+        lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line)[figure] for line in lines for figure in ("loss", "gradient_norm")]
+
+
+def member(name: str, folder: str, device: torch.device) -> None:
+    """One of them."""
+    processes = int(os.environ["WORLD_SIZE"])
+    if processes > 1:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=int(os.environ["RANK"]), world_size=processes)
+    ls.train(recipe_of(SIZES[name], device, CHECKED), plan=f"replicate={processes}", run_dir=f"{folder}/run", log_every=1)
+    if processes > 1:
+        dist.destroy_process_group()
+
+
+def check_shared(name: str, device: str) -> str:
+    """What came of it, in words. Ends the benchmark where it is wrong."""
+    one, two = (first_steps(name, processes, device) for processes in (1, 2))
+    off = max(abs(a - b) / abs(a) for a, b in zip(one, two, strict=True))
+    if not off <= OFF:
+        raise SystemExit(
+            f"2 processes on one device over Gloo have losses and norms {two}, one process {one}: off by {off:.1e}, more than {OFF:g}"
+        )
+    return f"2 processes on the one device, over Gloo: {name}'s first {CHECKED} losses and norms are those of one process to {off:.1e}."
 
 
 def rows_of(models: list[str], rounds: int, device: str) -> list[dict[str, Any]]:
@@ -182,10 +227,10 @@ def cells(row: dict[str, Any]) -> list[str]:
 HEADS = ("model", "side", "tokens/s", "to plain", "MFU", "memory, GiB")
 
 
-def markdown(rows: list[dict[str, Any]], rounds: int) -> str:
+def markdown(rows: list[dict[str, Any]], rounds: int, shared: str) -> str:
     hardware = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {date.today()}, medians of {rounds} rounds"
     lines = [f"`python benchmarks/gpu.py --rounds {rounds}` on one {hardware}:", "", f"| {' | '.join(HEADS)} |", "|---" * len(HEADS) + "|"]
-    return "\n".join([BEGIN, *lines, *(f"| {' | '.join(cells(row))} |" for row in rows), END])
+    return "\n".join([BEGIN, *lines, *(f"| {' | '.join(cells(row))} |" for row in rows), "", shared, END])
 
 
 def main() -> None:
@@ -196,6 +241,7 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="also write the figures to this file")
     parser.add_argument("--write", metavar="PAGE", help="put the table into this page, between its marks")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--member", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         print("no GPU here: nothing was measured")
@@ -203,6 +249,11 @@ def main() -> None:
     if options.one:
         print(json.dumps(measure(*options.one, torch.device(options.device))))
         return
+    if options.member:
+        member(*options.member, torch.device(options.device))
+        return
+    shared = check_shared(options.models[0], options.device)
+    print(shared)
     rows = rows_of(options.models, options.rounds, options.device)
     table = Table(title=f"one device ({options.device}), median of {options.rounds} rounds")
     for place, column in enumerate(HEADS):
@@ -211,11 +262,11 @@ def main() -> None:
         table.add_row(*cells(row))
     Console(width=None if sys.stdout.isatty() else 100).print(table)
     if options.json:
-        Path(options.json).write_text(json.dumps({"rounds": options.rounds, "rows": rows}, indent=2))
+        Path(options.json).write_text(json.dumps({"rounds": options.rounds, "rows": rows, "shared": shared}, indent=2))
     if options.write:
         page = Path(options.write)
         before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-        page.write_text(before + markdown(rows, options.rounds) + rest.partition(END)[2], encoding="utf-8")
+        page.write_text(before + markdown(rows, options.rounds, shared) + rest.partition(END)[2], encoding="utf-8")
 
 
 if __name__ == "__main__":
