@@ -19,6 +19,8 @@ PASSED = pytest.StashKey[bool]()
 FOLDER = pytest.StashKey[str]()
 WARM = pytest.StashKey[bool]()
 pools: list[WorkerPool] = []
+PRELOADED = ("lockstep.training.run", "lockstep.training.choosing", "lockstep.parallel.torch_stage", "torch.distributed.checkpoint")
+"""What most tests train with, which each of their ranks would import for itself."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -48,7 +50,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[WorkerPool]:
-    with WorkerPool(max_workers=4, check_leaks=True) as pool:
+    with WorkerPool(max_workers=4, preload=PRELOADED, check_leaks=True) as pool:
         pools.append(pool)
         yield pool
         pools.remove(pool)

@@ -189,7 +189,7 @@ class Store:
             except BaseException as error:
                 answer.set_exception(error)
 
-        threading.Thread(target=work, daemon=True).start()
+        threading.Thread(target=work, name="lockstep-store", daemon=True).start()
         wait([answer], CALL_SECONDS)
         if not answer.done():
             raise TimeoutError(errno.ETIMEDOUT, f"no answer within {CALL_SECONDS:.0f} s", self.url)

@@ -125,7 +125,7 @@ class _Lines:
     def __init__(self) -> None:
         self._arrived = threading.Semaphore(0)
         self._lines: list[str] = []
-        threading.Thread(target=self._read, daemon=True).start()
+        threading.Thread(target=self._read, name="lockstep-checkpoint-writer", daemon=True).start()
 
     def _read(self) -> None:
         for line in sys.stdin:
