@@ -157,26 +157,40 @@ def whole_on_one_rank_and_other() -> nn.Module:
     return model
 
 
-DIFFERENT: dict[str, Callable[[], nn.Module]] = {
-    "'0.weight'": other_weight,
-    "'3.up.weight'": other_weight_in_the_middle,
-    "'4.out.bias'": other_last_bias,
-    "'1.table'": other_table,
-    "'3.norm.running_mean'": other_statistics,
-    "'0.bias'": unseeded,
-    "'0.weight' (tied)": unseeded_and_tied,
-    "'1.down.1.weight'": deeper,
-    "'1.down.5'": shallower,
-    "'1.up.weight'": wider,
-    "'1.counter'": with_another_buffer,
-    "'4.weight'": tied_on_one_rank,
-    "'3.up.bias'": frozen_on_one_rank,
-    "'1.up'": in_another_order,
-    "'5'": another_part,
-    "its class": another_class,
-    "'0.bias' (whole)": whole_on_one_rank_and_other,
+VALUES = "has other values"
+PLACE = "is at another place"
+DIFFERENT: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "'0.weight'": (other_weight, VALUES),
+    "'3.up.weight'": (other_weight_in_the_middle, VALUES),
+    "'4.out.bias'": (other_last_bias, VALUES),
+    "'1.table'": (other_table, VALUES),
+    "'3.norm.running_mean'": (other_statistics, VALUES),
+    "'0.bias'": (unseeded, VALUES),
+    "'0.weight' (tied)": (unseeded_and_tied, VALUES),
+    "'1.down.1.weight'": (
+        deeper,
+        "is torch.float32 of shape (6, 12), strides (12, 1) on one and torch.float32 of shape (12, 12), strides (12, 1) on the other",
+    ),
+    "'1.down.5'": (shallower, "is Linear on one and missing on the other"),
+    "'1.up.weight'": (
+        wider,
+        "is torch.float32 of shape (12, 6), strides (6, 1) on one and torch.float32 of shape (14, 6), strides (6, 1) on the other",
+    ),
+    "'1.counter'": (
+        with_another_buffer,
+        "is missing on one and torch.float32 of shape (2,), strides (1,), frozen on the other",
+    ),
+    "'4.weight'": (tied_on_one_rank, "is missing on one and torch.float32 of shape (6, 6), strides (6, 1) on the other"),
+    "'3.up.bias'": (
+        frozen_on_one_rank,
+        "is torch.float32 of shape (12,), strides (1,) on one and torch.float32 of shape (12,), strides (1,), frozen on the other",
+    ),
+    "'1.up'": (in_another_order, PLACE),
+    "'5'": (another_part, "is missing on one and Identity on the other"),
+    "it": (another_class, "is Model on one and Sequential on the other"),
+    "'0.bias' (whole)": (whole_on_one_rank_and_other, VALUES),
 }
-"""By what the error names."""
+"""By what the error names, and what it says of it."""
 
 
 def inputs(batch: Sequence[Tensor]) -> Tensor:
@@ -202,10 +216,14 @@ def attempt(plan: str, factories: Sequence[Callable[[], nn.Module]], run_dir: st
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_model_of_its_own_on_each_rank_is_refused_on_all_alike(pool: WorkerPool, tmp_path: Path, plan: str) -> None:
-    everyone = pool.run(PLANS[plan], attempt, plan, list(DIFFERENT.values()), str(tmp_path))
-    for name, *said in zip(DIFFERENT, *everyone, strict=True):
+    everyone = pool.run(PLANS[plan], attempt, plan, [factory for factory, _ in DIFFERENT.values()], str(tmp_path))
+    for (name, (_, how)), *said in zip(DIFFERENT.items(), *everyone, strict=True):
         assert len(set(said)) == 1
-        assert re.match(rf"the model is not the same on ranks \d and \d: {re.escape(name.split(' (')[0])} differs; the factory", said[0])
+        found = re.match(
+            r"the model is not the same on ranks \d and \d: (.*); the factory must build the same model in every process, ", said[0]
+        )
+        assert found, said[0]
+        assert found[1] == f"{name.split(' (')[0]} {how}"
 
 
 @pytest.mark.parametrize("plan", PLANS)

@@ -264,17 +264,17 @@ REFUSED: dict[str, tuple[str | None, dict[str, Any], str]] = {
     "a model of its own on each rank": (
         None,
         {"model": of_its_own},
-        "RecipeError: the model is not the same on ranks 0 and 1: '0.weight' differs; the factory must build the same model in every",
+        "RecipeError: the model is not the same on ranks 0 and 1: '0.weight' has other values; the factory must build the same model in",
     ),
     "a model in an order of its own on each rank": (
         None,
         {"model": in_an_order_of_its_own},
-        "RecipeError: the model is not the same on ranks 0 and 1: '0.weight' differs; the factory must build the same model in every",
+        "RecipeError: the model is not the same on ranks 0 and 1: '0.weight' has other values; the factory must build the same model in",
     ),
     "a buffer of its own on each rank": (
         None,
         {"model": with_a_table_of_its_own},
-        "RecipeError: the model is not the same on ranks 0 and 1: 'table' differs; the factory must build the same model in every",
+        "RecipeError: the model is not the same on ranks 0 and 1: 'table' has other values; the factory must build the same model in",
     ),
     "a model that is none": (
         None,

@@ -24,9 +24,13 @@ def check_structure(model: Any, world: World) -> None:
     for rank, other in enumerate(others, start=1):
         if other != first:
             here, there = dict(first), dict(other)
-            named = [name for name in {**here, **there} if here.get(name) != there.get(name)]
-            moved = [mine for (mine, _), (theirs, _) in zip(first, other, strict=False) if mine != theirs]
-            raise _different([*named, *moved][0], 0, rank)
+            named = [
+                (name, f"is {_described(here.get(name))} on one and {_described(there.get(name))} on the other")
+                for name in {**here, **there}
+                if here.get(name) != there.get(name)
+            ]
+            moved = [(mine, "is at another place") for (mine, _), (theirs, _) in zip(first, other, strict=False) if mine != theirs]
+            raise _different(*[*named, *moved][0], 0, rank, "whatever its rank")
 
 
 def check_checksums(checksums: Mapping[str, int], world: World) -> None:
@@ -41,7 +45,8 @@ def check_checksums(checksums: Mapping[str, int], world: World) -> None:
         for name, value in found.items():
             first, before = seen.setdefault(name, (rank, value))
             if value != before:
-                raise _different(name, first, rank)
+                rule = "with weights drawn from torch's, numpy's or python's default generator (they are seeded), not from the rank"
+                raise _different(name, "has other values", first, rank, rule)
 
 
 def checksums_of(model: Any) -> dict[str, int]:
@@ -82,9 +87,16 @@ def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
 
 
-def _different(name: str, one: int, other: int) -> RecipeError:
-    what = repr(name) if name else "its class"
+def _described(kind: str | list[Any] | None) -> str:
+    if kind is None or isinstance(kind, str):
+        return kind or "missing"
+    dtype, is_trained, form = kind
+    shaped = form if isinstance(form, str) else f"of shape {tuple(form[0])}, strides {tuple(form[1])}"
+    return f"{dtype} {shaped}{'' if is_trained else ', frozen'}"
+
+
+def _different(name: str, how: str, one: int, other: int, rule: str) -> RecipeError:
     return RecipeError(
-        f"the model is not the same on ranks {one} and {other}: {what} differs; the factory must build the same model in every "
-        "process: draw weights from torch's, numpy's or python's default generator (they are seeded), not from the rank"
+        f"the model is not the same on ranks {one} and {other}: {repr(name) if name else 'it'} {how}; the factory must build the same "
+        f"model in every process, {rule}"
     )
