@@ -337,7 +337,7 @@ def test_a_slow_disk_has_one_save_under_way_and_the_next_one_waits(tmp_path: Pat
 def test_a_disk_without_room_for_one_checkpoint_is_refused_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1900))
-    words = r"^a checkpoint has 1.97 kB at least, and .*/run/checkpoints has room for 1.90 kB; make more, or give another folder"
+    words = r"^a checkpoint has 1.97 kB at least, and .*/run/checkpoints has room for 1.9 kB; make more, or give another folder"
     with pytest.raises(CheckpointError, match=words):
         ls.train(recipe(), run_dir=str(tmp_path / "run"))
 

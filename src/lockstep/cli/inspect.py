@@ -16,6 +16,7 @@ from lockstep.checkpoint.manifest import Damaged, Unreachable, Unreadable
 from lockstep.checkpoint.reading import check
 from lockstep.checkpoint.stored import SavedModel, Stored
 from lockstep.cli.target import MODEL, Target, fingerprint, reachable
+from lockstep.units import size
 
 _TOLD = {
     "run-started": "started", "resumed": "resumed", "weights-loaded": "took others' weights", "rescued": "rescued",
@@ -23,7 +24,6 @@ _TOLD = {
     "checkpoint-failed": "could not save", "checkpoint-damaged": "found a damaged checkpoint",
 }  # fmt: skip
 """Events of a run's life, and the words for them."""
-_UNITS = ("B", "kB", "MB", "GB", "TB")
 _DIGITS = 12
 """Of a fingerprint, in the table."""
 
@@ -174,7 +174,7 @@ def _row(found: Found) -> list[str]:
     saved = (found.saved or "").replace("T", " ")[:19]
     plan = "" if found.plan is None else f"{found.plan.replace(',', ', ')} on {_processes(found.processes)}"
     prints = "\n".join(digits[:_DIGITS] for digits in found.fingerprints.values())
-    return [str(found.step), found.name, saved, _size(found.size_bytes), plan, found.state, prints]
+    return [str(found.step), found.name, saved, size(found.size_bytes), plan, found.state, prints]
 
 
 def _told(row: dict[str, Any]) -> str:
@@ -195,9 +195,3 @@ def _told(row: dict[str, Any]) -> str:
 
 def _processes(count: int | None) -> str:
     return f"{count} process{'' if count == 1 else 'es'}"
-
-
-def _size(size_bytes: int) -> str:
-    """In decimal units: 1.2 MB."""
-    place = min((len(str(size_bytes)) - 1) // 3, len(_UNITS) - 1)
-    return f"{size_bytes / 1000**place:.{min(place, 1)}f} {_UNITS[place]}"

@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from lockstep.units import ROUNDS, size
+
 Unit = Literal["", "bytes", "share", "seconds"]
 
 _DURATIONS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 604800)
 _SKEWED = 20.0
 """Where the largest value is so many times the median, and all are more than 0, a linear axis would show one value and a floor."""
-_ROUNDS = 0.9995
-"""From here on, three digits of it are 1.00."""
-_BYTES = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +128,9 @@ def _tick(value: float, step: float, unit: Unit, largest: float) -> str:
     if unit == "seconds":
         return _seconds(value)
     if largest >= 1e4:
-        for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-            if size <= abs(value) < 1e12:
-                return f"{value / size:.{_decimals(step / size)}f}{letter}".replace("-", "−")
+        for factor, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+            if factor <= abs(value) < 1e12:
+                return f"{value / factor:.{_decimals(step / factor)}f}{letter}".replace("-", "−")
     if largest < 1e-3 or step < 1e-5 or largest >= 1e12:
         return _scientific(value, max(0, math.floor(math.log10(abs(value))) - math.floor(math.log10(step) + 1e-9)))
     return f"{value:.{_decimals(step)}f}".replace("-", "−")
@@ -148,14 +147,13 @@ def _scientific(value: float, digits: int) -> str:
 
 
 def _bytes(value: float) -> str:
-    place = min(max(0, math.floor(math.log(abs(value) / _ROUNDS, 1000))) if value else 0, len(_BYTES) - 1)
-    return f"{value / 1000**place:.3g} {_BYTES[place]}".replace("-", "−")
+    return f"{'−' if value < 0 else ''}{size(abs(value))}"
 
 
 def _seconds(value: float) -> str:
     if value == 0:
         return "0"
-    for size, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
-        if abs(value) >= _ROUNDS * size:
-            return f"{value / size:.3g} {name}" if abs(value) < 600 else duration(value)
+    for unit, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
+        if abs(value) >= ROUNDS * unit:
+            return f"{value / unit:.3g} {name}" if abs(value) < 600 else duration(value)
     return f"{value / 1e-9:.3g} ns"

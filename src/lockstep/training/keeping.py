@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -25,6 +24,7 @@ from lockstep.errors import CheckpointError
 from lockstep.saving import Resume, Saving, differences
 from lockstep.training.pair import Pair
 from lockstep.training.state import Stateful, restore, state_of
+from lockstep.units import size
 
 WAIT_SECONDS = 0.5
 """Between two looks of all ranks at a save that they wait for."""
@@ -94,8 +94,7 @@ class Keeper:
         if room is not None and self.world.any(room < least):
             least = max(self.world.gather_values(least))
             raise CheckpointError(
-                f"a checkpoint has {_bytes(least)} at least, and {self.folder} has room for {_bytes(room)}; make more, "
-                "or give another folder"
+                f"a checkpoint has {size(least)} at least, and {self.folder} has room for {size(room)}; make more, or give another folder"
             )
         if self.saving.steps is not None:
             self._saver.prepare(state.tensors)
@@ -298,11 +297,6 @@ class Keeper:
                 "for a checkpoint more than it keeps, and go on from the last one there"
             )
         return True
-
-
-def _bytes(count: int) -> str:
-    power = min(int(math.log(max(count, 1), 1000)), 4)
-    return f"{count / 1000**power:.2f} {('bytes', 'kB', 'MB', 'GB', 'TB')[power]}"
 
 
 def saved_recipe(folder: Storage, world: World) -> dict[str, Any]:
