@@ -92,7 +92,11 @@ def test_two_machines_with_one_number_are_both_told(tmp_path: Path, port: int) -
 
 @pytest.mark.parametrize(
     "more",
-    [["--check"], ["--compare-every", "10"], ["--profile", "steps=1:2"], ["--stop-after", "1h"], ["--nnodes", "3"]],
+    [
+        ["--compare-every", "10"],
+        ["--nnodes", "3"],
+        *(pytest.param(more, marks=pytest.mark.slow) for more in (["--check"], ["--profile", "steps=1:2"], ["--stop-after", "1h"])),
+    ],
     ids=lambda more: more[0],
 )
 def test_a_machine_that_is_given_other_options_is_told_at_once(tmp_path: Path, port: int, more: list[str]) -> None:
