@@ -6,8 +6,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
-from lockstep.training.allocator import OWN_SETTINGS, keep_freed_memory
+from lockstep.testing.pool import WorkerPool
+from lockstep.training.allocator import OWN_GPU_SETTINGS, OWN_SETTINGS, expand_segments, keep_freed_memory
 
 CODE = """
 import ctypes, resource, sys, torch
@@ -38,3 +40,13 @@ def test_steps_fault_no_memory_in_again() -> None:
 @pytest.mark.parametrize("name", OWN_SETTINGS)
 def test_settings_of_the_users_own_are_left_alone(name: str) -> None:
     assert not keep_freed_memory({name: "1"})
+
+
+def gpu_settings(environ: dict[str, str]) -> tuple[bool, str]:
+    return expand_segments(environ), torch._C._accelerator_getAllocatorSettings()
+
+
+def test_a_gpus_memory_is_held_in_pieces_that_grow_but_where_the_user_has_settings(pool: WorkerPool) -> None:
+    assert pool.run(1, gpu_settings, {}) == [(True, "expandable_segments:True")]
+    for name in OWN_GPU_SETTINGS:
+        assert pool.run(1, gpu_settings, {name: "max_split_size_mb:512"}) == [(False, "")]

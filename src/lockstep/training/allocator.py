@@ -1,9 +1,11 @@
-"""glibc's allocator, as training uses memory: what one step frees, the next one takes again."""
+"""Allocators, as training uses memory: what one step frees, the next one takes again."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
+
+import torch
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Of mallopt(3)."""
@@ -11,6 +13,7 @@ _KEPT_BYTES = 2**31 - 1
 _MOST_FROM_HEAP_BYTES = 2**25
 """The most that glibc takes for each."""
 OWN_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
+OWN_GPU_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
 def keep_freed_memory(environ: Mapping[str, str]) -> bool:
@@ -27,3 +30,15 @@ def keep_freed_memory(environ: Mapping[str, str]) -> bool:
     except (OSError, AttributeError):
         return False
     return bool(mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)) and bool(mallopt(_MMAP_THRESHOLD, _MOST_FROM_HEAP_BYTES))
+
+
+def expand_segments(environ: Mapping[str, str]) -> bool:
+    """Have torch grow the pieces of a GPU's memory that it holds, so that no gaps are left between them; whether it does.
+
+    For the life of the process. Not where the user has settings of their own in the environment.
+    """
+    configure = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # what the deprecated public name calls
+    if configure is None or any(name in environ for name in OWN_GPU_SETTINGS):
+        return False
+    configure("expandable_segments:True")
+    return True

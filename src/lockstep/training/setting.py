@@ -20,7 +20,7 @@ from lockstep.errors import PlanError, RecipeError
 from lockstep.parallel.sync_batchnorm import training_layers
 from lockstep.plan import MEASURED, Plan
 from lockstep.recipe import Precision
-from lockstep.training.allocator import keep_freed_memory
+from lockstep.training.allocator import expand_segments, keep_freed_memory
 from lockstep.training.source import Length
 
 
@@ -124,6 +124,8 @@ def set_up_computation(plan: Plan, world: World, threads: int, stack: ExitStack)
     use_threads(1 if pinned else int(given))
     if world.device.type == "cpu":
         keep_freed_memory(os.environ)
+    else:
+        expand_segments(os.environ)
     if bitwise and world.device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
