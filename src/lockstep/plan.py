@@ -32,6 +32,8 @@ SETTINGS = (
 AXES = ("replicate", "shard", "tensor", "pipeline")
 MEASURED = ("threads", "workers", "prefetch")
 """The settings whose `auto` is chosen by measurement at the start of a run, see `lockstep.training.choosing`."""
+MOST = 1024
+"""Threads, loader processes or microbatches ahead: more are a slip of the pen, which would take all memory before it failed."""
 NOT_BUILT_YET = ("context",)
 
 
@@ -103,14 +105,14 @@ class Plan:
                 f"offload=yes with shard={given.get('shard', 1)}; what is kept on the CPU is what the shard axis cuts; give shard two "
                 "processes or more, or leave offload=yes out"
             )
-        if not _counts(self.halvings, 0):
-            raise PlanError(f"halvings={self.halvings}; it counts how often each microbatch is halved and is 0 or more")
-        if self.workers != "auto" and not _counts(self.workers, 0):
-            raise PlanError(f"workers={self.workers}; it counts loader processes a rank and is 0 or more, or auto")
-        if self.threads not in ("auto", None) and not _counts(self.threads, 1):
-            raise PlanError(f"threads={self.threads}; it counts intra-op threads a process and is at least 1, or auto")
-        if self.prefetch != "auto" and not _counts(self.prefetch, 1):
-            raise PlanError(f"prefetch={self.prefetch}; it counts microbatches that a loader process makes ahead, at least 1, or auto")
+        if not _counts(self.halvings, 0, 32):
+            raise PlanError(f"halvings={self.halvings}; it counts how often each microbatch is halved and is 0 to 32")
+        if self.workers != "auto" and not _counts(self.workers, 0, MOST):
+            raise PlanError(f"workers={self.workers}; it counts loader processes a rank and is 0 to {MOST}, or auto")
+        if self.threads not in ("auto", None) and not _counts(self.threads, 1, MOST):
+            raise PlanError(f"threads={self.threads}; it counts intra-op threads a process and is 1 to {MOST}, or auto")
+        if self.prefetch != "auto" and not _counts(self.prefetch, 1, MOST):
+            raise PlanError(f"prefetch={self.prefetch}; it counts microbatches that a loader process makes ahead, 1 to {MOST}, or auto")
         if given.get("tensor", 1) != 1:
             self._check_tensor()
         if given.get("pipeline", 1) != 1:
@@ -220,8 +222,8 @@ def _read(name: str, value: str, text: str) -> Any:
     return value if name in WORDS or (value == "auto" and name in (*AXES, *MEASURED)) else _whole(name, value, text)
 
 
-def _counts(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def _counts(value: Any, least: int, most: float = math.inf) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
 def _text_of(value: Any) -> str:

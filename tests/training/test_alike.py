@@ -157,6 +157,10 @@ def whole_on_one_rank_and_other() -> nn.Module:
     return model
 
 
+def form(role: str, shape: tuple[int, ...]) -> str:
+    return f"a {role}, torch.float32 of shape {shape}, strides {(shape[1], 1) if len(shape) > 1 else (1,)}"
+
+
 VALUES = "has other values"
 PLACE = "is at another place"
 DIFFERENT: dict[str, tuple[Callable[[], nn.Module], str]] = {
@@ -169,21 +173,21 @@ DIFFERENT: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "'0.weight' (tied)": (unseeded_and_tied, VALUES),
     "'1.down.1.weight'": (
         deeper,
-        "is torch.float32 of shape (6, 12), strides (12, 1) on one and torch.float32 of shape (12, 12), strides (12, 1) on the other",
+        f"is {form('parameter', (6, 12))} on one and {form('parameter', (12, 12))} on the other",
     ),
     "'1.down.5'": (shallower, "is Linear on one and missing on the other"),
     "'1.up.weight'": (
         wider,
-        "is torch.float32 of shape (12, 6), strides (6, 1) on one and torch.float32 of shape (14, 6), strides (6, 1) on the other",
+        f"is {form('parameter', (12, 6))} on one and {form('parameter', (14, 6))} on the other",
     ),
     "'1.counter'": (
         with_another_buffer,
-        "is missing on one and torch.float32 of shape (2,), strides (1,), frozen on the other",
+        f"is missing on one and {form('buffer', (2,))} on the other",
     ),
-    "'4.weight'": (tied_on_one_rank, "is missing on one and torch.float32 of shape (6, 6), strides (6, 1) on the other"),
+    "'4.weight'": (tied_on_one_rank, f"is missing on one and {form('parameter', (6, 6))} on the other"),
     "'3.up.bias'": (
         frozen_on_one_rank,
-        "is torch.float32 of shape (12,), strides (1,) on one and torch.float32 of shape (12,), strides (1,), frozen on the other",
+        f"is {form('parameter', (12,))} on one and {form('frozen parameter', (12,))} on the other",
     ),
     "'1.up'": (in_another_order, PLACE),
     "'5'": (another_part, "is missing on one and Identity on the other"),

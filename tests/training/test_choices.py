@@ -13,6 +13,7 @@ from lockstep.training.choices import (
     MOST_PREFETCH,
     PREFETCH,
     doubling,
+    in_turn,
     loader_workers,
     preferred,
     prefetch_depth,
@@ -29,6 +30,10 @@ def test_sizes_double_up_to_the_largest(most: int) -> None:
     assert sizes[-1] == most
     assert all(small < large <= 2 * small for small, large in pairwise(sizes))
     assert all(size.bit_count() == 1 for size in sizes[:-1])
+
+
+def test_larger_microbatches_are_timed_before_smaller_ones() -> None:
+    assert in_turn([1, 2, 4, 8, 16, 32], 8) == [8, 16, 32, 4, 2, 1]
 
 
 @given(st.dictionaries(st.integers(1, 64), TIMES | st.none(), min_size=1), st.floats(1.0, 2.0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -337,7 +338,7 @@ def test_a_slow_disk_has_one_save_under_way_and_the_next_one_waits(tmp_path: Pat
 def test_a_disk_without_room_for_one_checkpoint_is_refused_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1900))
-    words = r"^a checkpoint has 1.97 kB at least, and .*/run/checkpoints has room for 1.9 kB; make more, or give another folder"
+    words = r"^a checkpoint has 1,9\d\d bytes at least, and .*/run/checkpoints has room for 1,9\d\d; make more, or give another folder"
     with pytest.raises(CheckpointError, match=words):
         ls.train(recipe(), run_dir=str(tmp_path / "run"))
 
@@ -352,7 +353,7 @@ def refused_for_room(run_dir: str) -> str:
 def test_there_must_be_room_for_what_all_ranks_write(pool: WorkerPool, tmp_path: Path) -> None:
     words = pool.run(2, refused_for_room, str(tmp_path / "run"))
     assert words == [words[0]] * 2
-    assert words[0].startswith("a checkpoint has 1.97 kB at least, and ")
+    assert re.match(r"a checkpoint has 1,9\d\d bytes at least, and ", words[0])
 
 
 def run_out_of_room(run_dir: str) -> list[list[str]]:

@@ -300,6 +300,32 @@ REFUSED: dict[str, tuple[str | None, dict[str, Any], str]] = {
 }
 
 
+OWN = {
+    "plan": ({}, {"plan": "replicate=2,transport=torch"}, "PlanError: plan is replicate=2,numerics=fast on rank 0 and "),
+    "precision": ({}, {"precision": "bf16"}, "RecipeError: precision is fp32 on rank 0 and bf16 on rank 1; all processes of a run"),
+    "comm": ({"comm": "bf16"}, {"comm": "int8"}, "RecipeError: comm is bf16 on rank 0 and int8 on rank 1; all processes of a run"),
+    "batch": ({}, {"global_batch": 8}, "RecipeError: global_batch is 12 on rank 0 and 8 on rank 1; all processes of a run train by one"),
+    "saving": ({"saving": ls.Saving(every=1)}, {}, "RecipeError: saving is Saving(every=1, last=2"),
+}
+"""What ranks 0 and 1 are given otherwise than usual."""
+
+
+def attempt_with_ones_own(run_dir: str, given: Sequence[dict[str, Any]]) -> str:
+    mine = dict(given[distributed.get_rank()])
+    more = {name: mine.pop(name) for name in ("plan", "saving") if name in mine}
+    with pytest.raises(LockstepError) as caught:
+        ls.train(recipe(global_batch=mine.pop("global_batch", 12), **mine), run_dir=run_dir, **{"plan": "replicate=2", **more})
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_another_plan_or_recipe_on_a_rank_is_refused_on_all_alike(pool: WorkerPool, tmp_path: Path, name: str) -> None:
+    *given, message = OWN[name]
+    said, other = pool.run(2, attempt_with_ones_own, str(tmp_path), given)
+    assert said == other
+    assert said.startswith(message)
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_trained_is_refused_on_all_ranks_alike(pool: WorkerPool, tmp_path: Path, name: str) -> None:
     plan, changes, message = REFUSED[name]

@@ -75,8 +75,9 @@ def _structure(model: Any) -> list[Any]:
 
 
 def _kind(tensor: Tensor) -> list[Any]:
+    role = "buffer" if not isinstance(tensor, nn.Parameter) else "parameter" if tensor.requires_grad else "frozen parameter"
     shaped = tensor.layout == torch.strided and not _is_lazy(tensor)
-    return [str(tensor.dtype), tensor.requires_grad, [tensor.shape, tensor.stride()] if shaped else str(tensor.layout)]
+    return [role, str(tensor.dtype), [tensor.shape, tensor.stride()] if shaped else str(tensor.layout)]
 
 
 def _is_lazy(tensor: Tensor) -> bool:
@@ -90,9 +91,9 @@ def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 def _described(kind: str | list[Any] | None) -> str:
     if kind is None or isinstance(kind, str):
         return kind or "missing"
-    dtype, is_trained, form = kind
+    role, dtype, form = kind
     shaped = form if isinstance(form, str) else f"of shape {tuple(form[0])}, strides {tuple(form[1])}"
-    return f"{dtype} {shaped}{'' if is_trained else ', frozen'}"
+    return f"a {role}, {dtype} {shaped}"
 
 
 def _different(name: str, how: str, one: int, other: int, rule: str) -> RecipeError:

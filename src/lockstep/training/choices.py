@@ -25,6 +25,11 @@ def doubling(most: int) -> list[int]:
     return [2**power for power in range((most - 1).bit_length())] + [most]
 
 
+def in_turn(sizes: Sequence[int], known: int) -> list[int]:
+    """In which order sizes of microbatches are timed: `known`, then larger ones, which are faster where a call is dear, then smaller."""
+    return sorted(sizes, key=lambda size: (size < known, abs(size - known)))
+
+
 def preferred(candidates: Sequence[T], seconds: Mapping[T, float], worth: float) -> T:
     """The first of the `candidates` that none is more than `worth` times as fast as.
 

@@ -30,6 +30,7 @@ from lockstep.training.choices import (
     REFERENCE,
     WORTH,
     doubling,
+    in_turn,
     loader_workers,
     preferred,
     prefetch_depth,
@@ -249,7 +250,7 @@ class _Choosing:
         """
         sizes = name == "microbatch"
         found: dict[Any, float | None] = {}
-        for each in sorted(self.candidates[name], key=lambda each: sizes and each != now[name]):  # the size that is known first
+        for each in in_turn(self.candidates[name], now[name]) if sizes else self.candidates[name]:
             if found and trial.is_over():
                 break
             if sizes and any(seconds is None and smaller < each for smaller, seconds in found.items()):

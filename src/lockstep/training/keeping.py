@@ -24,7 +24,6 @@ from lockstep.errors import CheckpointError
 from lockstep.saving import Resume, Saving, differences
 from lockstep.training.pair import Pair
 from lockstep.training.state import Stateful, restore, state_of
-from lockstep.units import size
 
 WAIT_SECONDS = 0.5
 """Between two looks of all ranks at a save that they wait for."""
@@ -94,7 +93,7 @@ class Keeper:
         if room is not None and self.world.any(room < least):
             least = max(self.world.gather_values(least))
             raise CheckpointError(
-                f"a checkpoint has {size(least)} at least, and {self.folder} has room for {size(room)}; make more, or give another folder"
+                f"a checkpoint has {least:,} bytes at least, and {self.folder} has room for {room:,}; make more, or give another folder"
             )
         if self.saving.steps is not None:
             self._saver.prepare(state.tensors)

@@ -64,6 +64,7 @@ from lockstep.training.setting import (
     batchnorm,
     check_comm_fits,
     check_microbatch_is_fixed,
+    check_same,
     check_settled,
     remarks,
     resolved,
@@ -156,7 +157,9 @@ class Session:
             )
             check_alike(self.world.gather_values(environment.alike()))
             launched = Plan.parse(environment.plan) if environment.plan is not None else None
-            given = (launched or self._given_plan or Plan()).resolve(self.world.size)
+            given = launched or self._given_plan or Plan()
+            check_same(self.world, {"plan": str(given), **self._given()})
+            given = given.resolve(self.world.size)
             check_devices(given, self.world.device)
             check_comm_fits(given, self.comm)
             if environment.check and self.world.size > 1:
@@ -191,6 +194,11 @@ class Session:
                 )
             self._stack = stack.pop_all()
         return self
+
+    def _given(self) -> dict[str, Any]:
+        """What the script gave and must give on all ranks alike, but for the plan, as JSON."""
+        own = {"seed": self.seed, "precision": self.precision, "comm": self.comm, "log_every": self.log_every, "resume": self._resume}
+        return {**own, "saving": str(self._saving), "may_differ": sorted(self._may_differ), **(self._recipe or {})}
 
     def _start(self, environment: Environment, given: Plan, launched: Plan | None) -> None:
         self.recorder.start(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -106,6 +106,21 @@ def use_threads(number: int) -> None:
     which makes a step of a small GPT 3 to 7 % slower."""
     if number != torch.get_num_threads():
         torch.set_num_threads(number)
+
+
+def check_same(world: World, given: Mapping[str, Any]) -> None:
+    """Every rank calls it. Raises `PlanError` or `RecipeError` on all alike where the script of one gave another plan, recipe or saving.
+
+    `given`: of each thing that scripts give, JSON.
+    """
+    first, *others = world.gather_values(given)
+    for rank, other in enumerate(others, start=1):
+        for name in first:
+            if first[name] != other[name]:
+                raise (PlanError if name == "plan" else RecipeError)(
+                    f"{name} is {first[name]} on rank 0 and {other[name]} on rank {rank}; all processes of a run train by one recipe "
+                    "under one plan; give all of them the same, whatever their rank"
+                )
 
 
 def set_up_computation(plan: Plan, world: World, threads: int, stack: ExitStack) -> None:
