@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -28,6 +29,10 @@ _MOST_SOCKET_BYTES = 107 if sys.platform == "linux" else 103
 
 _FOLDER = "pymp-"
 """What the name of a folder for sockets begins with; multiprocessing's own have the same."""
+REST_SECONDS = 0.01
+"""Before workers are forked. A thread of Gloo that lets go of a tensor takes a lock of Python's for an instant, without the GIL; in a child
+forked in that instant Python 3.11.7 waits for it for ever (python/cpython#112275, mended in later ones): one worker in a few hundred. Such
+threads work on when a collective returns, and are done soon after."""
 LATER_SECONDS = 30
 """From SIGTERM to a worker to its end."""
 
@@ -64,6 +69,8 @@ class Workers:
         Raises what a worker raised, with its traceback as the cause.
         """
         self._current.requests = requests
+        if self._batches is None:
+            time.sleep(REST_SECONDS)
         self._batches = iter(self._loader)
         for batch in self._batches:
             if isinstance(batch, Failure):
