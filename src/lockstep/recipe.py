@@ -311,7 +311,7 @@ def check_precision(value: Any) -> None:
     if value == "auto":
         raise RecipeError("precision='auto' in a loop of your own; only ls.train has a loss to measure with; give a precision: 'fp32'")
     if value not in get_args(Precision):
-        raise RecipeError(f"precision={value!r}; known are {', '.join(get_args(Precision))}")
+        raise RecipeError(f"precision={value!r}; known are {', '.join(get_args(Precision))}, and with ls.train auto")
 
 
 def check_comm(value: Any) -> None:
