@@ -21,6 +21,7 @@ from training.subjects import network, recipe, rows, same, squared_error, state_
 import lockstep as ls
 from lockstep.errors import DataError, LockstepError, LossError, PlanError, RecipeError, RunDirectoryError
 from lockstep.testing.pool import WorkerPool
+from lockstep.training.setting import check_same
 
 
 class Final(ls.Hook):
@@ -308,6 +309,12 @@ OWN = {
     "saving": ({"saving": ls.Saving(every=1)}, {}, "RecipeError: saving is Saving(every=1, last=2"),
 }
 """What ranks 0 and 1 are given otherwise than usual."""
+
+
+def test_what_only_one_rank_gives_is_another_recipe() -> None:
+    check_same([{"plan": "replicate=2"}] * 2)
+    with pytest.raises(RecipeError, match=r"^data is None on rank 0 and Rows\[48\] on rank 1; all processes"):
+        check_same([{"plan": "replicate=2"}, {"plan": "replicate=2", "data": "Rows[48]"}])
 
 
 def attempt_with_ones_own(run_dir: str, given: Sequence[dict[str, Any]]) -> str:

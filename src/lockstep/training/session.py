@@ -155,11 +155,11 @@ class Session:
                 local_rank=environment.local_rank,
                 local_size=environment.local_world_size,
             )
-            check_alike(self.world.gather_values(environment.alike()))
+            everyone = self.world.gather_values([environment.alike(), self._given(environment.plan)])
+            check_alike([told for told, _ in everyone])
+            check_same([given for _, given in everyone])
             launched = Plan.parse(environment.plan) if environment.plan is not None else None
-            given = launched or self._given_plan or Plan()
-            check_same(self.world, {"plan": str(given), **self._given()})
-            given = given.resolve(self.world.size)
+            given = (launched or self._given_plan or Plan()).resolve(self.world.size)
             check_devices(given, self.world.device)
             check_comm_fits(given, self.comm)
             if environment.check and self.world.size > 1:
@@ -195,10 +195,11 @@ class Session:
             self._stack = stack.pop_all()
         return self
 
-    def _given(self) -> dict[str, Any]:
-        """What the script gave and must give on all ranks alike, but for the plan, as JSON."""
-        own = {"seed": self.seed, "precision": self.precision, "comm": self.comm, "log_every": self.log_every, "resume": self._resume}
-        return {**own, "saving": str(self._saving), "may_differ": sorted(self._may_differ), **(self._recipe or {})}
+    def _given(self, launched: str | None) -> dict[str, Any]:
+        """What the script must give on all ranks alike, as JSON; its plan counts where none is `launched`."""
+        learned = {"seed": self.seed, "precision": self.precision, "comm": self.comm, **(self._recipe or {})}
+        executed = {"plan": launched or str(self._given_plan or Plan()), "log_every": self.log_every, "resume": self._resume}
+        return {**learned, **executed, "saving": str(self._saving), "may_differ": sorted(self._may_differ)}
 
     def _start(self, environment: Environment, given: Plan, launched: Plan | None) -> None:
         self.recorder.start(

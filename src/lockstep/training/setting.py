@@ -108,18 +108,16 @@ def use_threads(number: int) -> None:
         torch.set_num_threads(number)
 
 
-def check_same(world: World, given: Mapping[str, Any]) -> None:
-    """Every rank calls it. Raises `PlanError` or `RecipeError` on all alike where the script of one gave another plan, recipe or saving.
-
-    `given`: of each thing that scripts give, JSON.
-    """
-    first, *others = world.gather_values(given)
+def check_same(everyone: Sequence[Mapping[str, Any]]) -> None:
+    """`everyone`: what the script gave on each rank, by name. Raises `PlanError` or `RecipeError` where one gave another plan, recipe or
+    saving."""
+    first, *others = everyone
     for rank, other in enumerate(others, start=1):
-        for name in first:
-            if first[name] != other[name]:
+        for name in {**first, **other}:
+            if first.get(name) != other.get(name):
                 raise (PlanError if name == "plan" else RecipeError)(
-                    f"{name} is {first[name]} on rank 0 and {other[name]} on rank {rank}; all processes of a run train by one recipe "
-                    "under one plan; give all of them the same, whatever their rank"
+                    f"{name} is {first.get(name)} on rank 0 and {other.get(name)} on rank {rank}; all processes of a run train by one "
+                    "recipe under one plan; give all of them the same, whatever their rank"
                 )
 
 
