@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,6 +18,10 @@ from lockstep.recipe import Precision
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 STEPS_TO_DOUBLE = 2000
 """Without an overflow; GradScaler's number."""
+PIECE_NUMBERS = 2**15 - 1
+"""Whose squares are summed at once: torch sums so few in one thread, so in one order."""
+LEAST_SHARED_BYTES = 8 << 20
+"""Of gradients: reading fewer takes a rank less long than hearing of them from another."""
 
 
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[Any]:
@@ -82,6 +88,7 @@ class Norm:
     def __init__(self, mesh: Mesh, *, bitwise: bool) -> None:
         self._shards = mesh.axis("shard")
         self._in_parts = mesh.torch_mesh is not None
+        self._memory = None if self._in_parts else mesh.data.memory_here
         self._cutting = {name: axis for name in ("shard", "tensor") if (axis := mesh.axis(name)).size > 1}
         self._pipeline = mesh.axis("pipeline")
         self._bitwise = bitwise
@@ -92,7 +99,7 @@ class Norm:
         if self._bitwise:
             return self._number(self._sum_of_rows(gradients, parts).sqrt())
         if not self._in_parts:
-            return global_norm(parts)
+            return combined(self._of_each(parts, torch._foreach_norm))
         squares = torch.zeros((), dtype=torch.float64, device=self._shards.device)
         mine = [part for gradient, part in zip(gradients, parts, strict=True) if self._counts(gradient)]
         if mine:
@@ -105,7 +112,27 @@ class Norm:
         """A number that is finite only where every gradient is. Half the time of the norm, on a CPU."""
         if self._in_parts or self._bitwise or not gradients or not gradients[0].is_cpu:
             return self.of(gradients)
-        return sum([abs(gradient.sum().item()) for gradient in gradients])
+        sums = self._of_each(gradients, lambda mine: [gradient.sum().abs() for gradient in mine])
+        return sum([total.item() for total in sums])
+
+    def _of_each(
+        self, parts: Sequence[Tensor], compute: Callable[[list[Tensor]], Sequence[Tensor]], lengths: Sequence[int] | None = None
+    ) -> Sequence[Tensor]:
+        """What `compute` makes of each part: `lengths` numbers, by default one.
+
+        Ranks that hold the same and share memory each compute those of some parts, where that takes less long.
+        """
+        if self._memory is None or not parts or not parts[0].is_cpu or sum(part.nbytes for part in parts) < LEAST_SHARED_BYTES:
+            return compute(list(parts)) if parts else []
+        takers = shared_out(tuple(part.nbytes for part in parts), self._memory.size)
+        mine = [place for place, taker in enumerate(takers) if taker == self._memory.rank]
+        lengths = [1] * len(parts) if lengths is None else lengths
+        numbers = torch.zeros(sum(lengths), dtype=torch.float64)
+        each = numbers.split_with_sizes(list(lengths))
+        for place, computed in zip(mine, compute([parts[place] for place in mine]) if mine else [], strict=True):
+            each[place].copy_(computed)
+        self._memory.all_reduce(numbers)
+        return each
 
     def _counts(self, gradient: Tensor) -> bool:
         """Whether this rank counts what it holds of a gradient: of ranks that hold the same, the first of each axis does."""
@@ -120,20 +147,33 @@ class Norm:
     def _sum_of_rows(self, gradients: Sequence[Tensor], parts: Sequence[Tensor]) -> Tensor:
         """Σ squares, added up in each row of each gradient (a shard is whole rows), then over the rows of all, in float64."""
         empty = torch.zeros(0, dtype=torch.float64, device=self._shards.device)
-        mine = torch.cat([empty, *[_squares_of_rows(part).to(empty.device) for part in parts]])
+        rows = [gradient.shape[0] if gradient.dim() else 1 for gradient in gradients]
+        squares = self._of_each(parts, lambda some: [squares_of_rows(part) for part in some], rows)
+        mine = torch.cat([empty, *[square.to(empty.device) for square in squares]])
         if self._shards.size == 1:
             return mine.sum()
-        rows = [gradient.shape[0] for gradient in gradients]
         held = [[_rows_held(count, rank, self._shards.size) for count in rows] for rank in range(self._shards.size)]
         everyone = self._shards.gather_rows(mine, [sum(counts) for counts in held])
         pieces = torch.split(everyone, [count for counts in held for count in counts])
         return torch.cat([pieces[rank * len(rows) + place] for place in range(len(rows)) for rank in range(self._shards.size)]).sum()
 
 
-def _squares_of_rows(part: Tensor) -> Tensor:
-    if not part.numel():
-        return torch.zeros(part.shape[0] if part.dim() else 1, dtype=torch.float64, device=part.device)
-    return part.reshape(part.shape[0] if part.dim() else 1, -1).double().square().sum(dim=1)
+def squares_of_rows(part: Tensor) -> Tensor:
+    """Σ squares of each row, shape (rows,), float64: the same bits whichever rows stand beside it.
+
+    In pieces that stay in a processor's cache: with 16 MB a tenth of the time of going through all of it once for each operation.
+    """
+    rows = part.reshape(part.shape[0] if part.dim() else 1, math.prod(part.shape[1:]))
+    if rows.numel() <= PIECE_NUMBERS:
+        return _summed_squares(rows)
+    if (width := rows.shape[1]) <= PIECE_NUMBERS:
+        return torch.cat([_summed_squares(some) for some in torch.split(rows, PIECE_NUMBERS // width)])
+    pieces = [torch.split(row, PIECE_NUMBERS) for row in rows.unbind()]
+    return torch.stack([torch.cat([_summed_squares(piece[None]) for piece in row]).sum() for row in pieces])
+
+
+def _summed_squares(rows: Tensor) -> Tensor:
+    return rows.to(torch.float64, copy=True).square_().sum(dim=1)
 
 
 def _rows_held(rows: int, rank: int, ranks: int) -> int:
@@ -142,12 +182,22 @@ def _rows_held(rows: int, rank: int, ranks: int) -> int:
     return max(0, min(rows - rank * each, each))
 
 
-def global_norm(gradients: Sequence[Tensor]) -> Tensor | float:
-    """The 2-norm of all gradients as one vector: a number on a CPU, a scalar tensor on a GPU, which the host does not wait for.
+@lru_cache(maxsize=16)
+def shared_out(sizes: tuple[int, ...], ranks: int) -> list[int]:
+    """Which rank takes each: the largest first, each to the rank that has least so far."""
+    takers = [0] * len(sizes)
+    taken = [(0, rank) for rank in range(ranks)]
+    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
+        least, takers[place] = taken[0]
+        heapq.heapreplace(taken, (least + sizes[place], takers[place]))
+    return takers
 
-    Each tensor's own norm first, then theirs in one step: the order does not depend on how gradients are laid out in memory.
+
+def combined(norms: Sequence[Tensor]) -> Tensor | float:
+    """The norm of all gradients as one vector, from each one's: a number on a CPU, a scalar tensor on a GPU, which nobody waits for.
+
+    In two steps, so that the order does not depend on how gradients are laid out in memory.
     """
-    norms = list(torch._foreach_norm(list(gradients))) if gradients else []
     if all(norm.is_cpu for norm in norms):
         return math.hypot(*[norm.item() for norm in norms])
     total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))

@@ -51,6 +51,11 @@ class World:
     hosts: Hosts | None = None
     """What sums CPU tensors over them, where they are on several hosts of which some have several of them. Not under bitwise numerics."""
 
+    @property
+    def memory_here(self) -> SharedGroup | None:
+        """What those of them share that are on this host, perhaps all."""
+        return self.memory if self.hosts is None else self.hosts.memory
+
     def leave(self) -> None:
         """Wait for the others, where the processes may end after this. Every rank calls it, at the end of a run that went well."""
         if self.owns_group:
