@@ -223,6 +223,8 @@ class Recipe:
         for name in ("inputs", "weight", "collate", "schedule"):
             _check_callable(f"Recipe.{name}", getattr(self, name), optional=True)
         microbatch = None if self.microbatch == "auto" else self.microbatch
+        if isinstance(microbatch, str):
+            raise RecipeError(f"Recipe.microbatch={microbatch!r}; give a number of samples, 'auto' to have it measured, or None")
         check_batch(self.global_batch, microbatch, of="Recipe.")
         check_length(self.steps, self.epochs, of="Recipe.")
         check_data("Recipe.data", self.data, global_batch=self.global_batch, microbatch=self.microbatch, epochs=self.epochs)

@@ -365,6 +365,23 @@ def test_a_stream_is_read_from_its_beginning_after_it_was_timed(pool: WorkerPool
     pool.run(2, of_a_stream, str(tmp_path))
 
 
+def of_four_only(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+    if len(batch[1]) != 4:
+        raise ValueError("four of them")
+    return squared_error(model, batch)
+
+
+def of_sizes(run_dir: str) -> list[str]:
+    with pytest.raises(ValueError, match="four of them") as caught:
+        ls.train(recipe(microbatch="auto", loss=of_four_only), run_dir=run_dir)
+    return caught.value.__notes__
+
+
+def test_a_loss_that_takes_one_size_only_is_told_that_others_are_timed(pool: WorkerPool, tmp_path: Path) -> None:
+    for notes in pool.run(1, of_sizes, str(tmp_path / "run")):
+        assert "raised in a timing of 8 samples at once, for microbatch='auto'; give a number" in notes
+
+
 def refused(run_dir: str, plan: str | None, changes: dict[str, Any]) -> str:
     try:
         ls.train(recipe(**changes), run_dir=run_dir, plan=plan)
@@ -399,7 +416,7 @@ REFUSED: dict[str, tuple[str | None, dict[str, Any], str]] = {
         {},
         "PlanError: threads=2 with numerics=bitwise; on a CPU the number of threads changes bits, so it is 1; leave threads out",
     ),
-    "a word": (None, {"microbatch": "some"}, "RecipeError: Recipe.microbatch='some'; it counts samples"),
+    "a word": (None, {"microbatch": "some"}, "RecipeError: Recipe.microbatch='some'; give a number of samples, 'auto' to have it measured"),
 }
 
 

@@ -255,7 +255,13 @@ class _Choosing:
                 break
             if sizes and any(seconds is None and smaller < each for smaller, seconds in found.items()):
                 continue
-            found[each] = seconds = trial.compute_seconds(**{**now, name: each})
+            case = {**now, name: each}
+            try:
+                found[each] = seconds = trial.compute_seconds(**case)
+            except Exception as error:
+                if self.recipe.microbatch == "auto":
+                    error.add_note(f"raised in a timing of {case['microbatch']} samples at once, for microbatch='auto'; give a number")
+                raise
             if sizes and seconds is not None:
                 count = trial.length(each).most_microbatches
                 found[each] = step_seconds(seconds, microbatches=count, ranks=self.session.mesh.data.size)
