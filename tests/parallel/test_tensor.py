@@ -118,6 +118,7 @@ def one_step(subject: str, dtype: torch.dtype, sizes: dict[str, int]) -> Found:
     found["parameters"] = {name: whole(parameter.detach()).clone() for name, parameter in model.named_parameters()}
     found["held"] = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in parameters)
     engine.close()
+    mesh.close()
     return found
 
 

@@ -48,6 +48,7 @@ class Board:
         self._note = Note(rank=rank, index=0, probe="the start")
         self._until: float | None = None
         self._failed = threading.Event()
+        self._ends = False
         self._main = threading.main_thread().ident
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # for all threads: the watching one takes it
         threading.Thread(target=self._watch, args=(_connect(),), name="lockstep-doctor-deadline", daemon=True).start()
@@ -63,9 +64,11 @@ class Board:
         except Exception as error:
             self.tell(error)
             self._failed.set()
-            time.sleep(_STORE_SECONDS)  # the watching thread ends the process
         with self._lock:
             self._until = None
+            is_over = self._ends or self._failed.is_set()
+        if is_over:  # what came of a probe since, as of a peer's end, is no finding
+            time.sleep(_STORE_SECONDS)  # the watching thread ends the process
 
     def tell(self, error: Exception) -> None:
         """Note that this rank's part of the probe raised, whether or not the others' did."""
@@ -99,6 +102,7 @@ class Board:
             if is_ended or is_late or self._failed.is_set() or _is_there(store, _ALARM):
                 break
         with self._lock:
+            self._ends = True
             mine = self._note.at(_place(sys._current_frames().get(self._main or 0)))
         notes = {self.rank: mine}
         with suppress(Exception):  # the store's machine may be what is gone
