@@ -147,7 +147,7 @@ class Norm:
     def _sum_of_rows(self, gradients: Sequence[Tensor], parts: Sequence[Tensor]) -> Tensor:
         """Σ squares, added up in each row of each gradient (a shard is whole rows), then over the rows of all, in float64."""
         empty = torch.zeros(0, dtype=torch.float64, device=self._shards.device)
-        rows = [gradient.shape[0] if gradient.dim() else 1 for gradient in gradients]
+        rows = [gradient.shape[0] if gradient.shape else 1 for gradient in gradients]
         squares = self._of_each(parts, lambda some: [squares_of_rows(part) for part in some], rows)
         mine = torch.cat([empty, *[square.to(empty.device) for square in squares]])
         if self._shards.size == 1:
