@@ -159,12 +159,12 @@ class Norm:
 
 
 def squares_of_rows(part: Tensor) -> Tensor:
-    """Σ squares of each row, shape (rows,), float64: the same bits whichever rows stand beside it.
+    """Σ squares of each row, shape (rows,), float64: on a CPU the same bits whichever rows stand beside it.
 
-    In pieces that stay in a processor's cache: with 16 MB a tenth of the time of going through all of it once for each operation.
+    There in pieces that stay in a processor's cache: with 16 MB a tenth of the time of going through all of it once for each operation.
     """
     rows = part.reshape(part.shape[0] if part.dim() else 1, math.prod(part.shape[1:]))
-    if rows.numel() <= PIECE_NUMBERS:
+    if rows.numel() <= PIECE_NUMBERS or not part.is_cpu:
         return _summed_squares(rows)
     if (width := rows.shape[1]) <= PIECE_NUMBERS:
         return torch.cat([_summed_squares(some) for some in torch.split(rows, PIECE_NUMBERS // width)])
