@@ -142,11 +142,12 @@ def _family(exempt: Exempt) -> dict[int, _Process]:
 
 def _process(number: int) -> _Process | None:
     try:
-        text = Path(f"/proc/{number}/stat").read_text()
+        with open(f"/proc/{number}/stat", "rb") as file:
+            text = file.read()
     except OSError:
         return None  # it has ended
-    fields = text.rpartition(")")[2].split()  # the name before it, in brackets, may hold anything
-    return _Process(parent=int(fields[1]), state=fields[0], started=int(fields[19]))
+    fields = text.rpartition(b")")[2].split()  # the name before it, in brackets, may hold anything
+    return _Process(parent=int(fields[1]), state=fields[0].decode(), started=int(fields[19]))
 
 
 def _command(number: int) -> str:
