@@ -92,6 +92,7 @@ class WorkerPool:
         self._check_leaks = check_leaks
         self._closed = False
         self._start()
+        loopback_store()  # libuv keeps a pipe for the life of the process that first uses it; used here, it is no leak of a test's
 
     def run(self, world_size: int, function: Callable[..., Any], *args: Any, timeout_seconds: float = 60.0) -> list[Any]:
         """Call `function(*args)` on ranks 0 to `world_size` - 1 at once; return the results in rank order.
@@ -143,6 +144,8 @@ class WorkerPool:
         """End the nursery and, with it, everything that the pool started. May be called again."""
         if not self._closed:
             self._closed = True
+            if not self._ready:  # it still imports, and would look at its socket only then
+                self._nursery.kill()
             self._end_nursery()
 
     @property

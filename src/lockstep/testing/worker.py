@@ -45,6 +45,8 @@ DUMP_SIGNAL = signal.SIGRTMIN + 7
 # The first byte of an answer says what the rest is.
 JOINED, RESULT, LEFT, FAILED = b"J", b"R", b"L", b"F"
 MASTER_ADDRESS = "127.0.0.1"
+# That a rank waits longer for the others than the pool waits for it: what a run that hangs shows is then always its stacks.
+LONGER_SECONDS = 5.0
 
 
 def nursery(control_descriptor: int, preload: Iterable[str]) -> None:
@@ -232,7 +234,7 @@ def _join(task: dict[str, Any]) -> Callable[[], list[str]]:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, not in its __all__
 
     before = leaks.take(PRIVATE_KINDS) if task["check_leaks"] else None
-    timeout = timedelta(seconds=task["timeout_seconds"])
+    timeout = timedelta(seconds=task["timeout_seconds"] + LONGER_SECONDS)
     store = TCPStore(MASTER_ADDRESS, task["port"], None, False, timeout)
     distributed.init_process_group("gloo", store=store, rank=task["rank"], world_size=task["world_size"], timeout=timeout)
     del store
