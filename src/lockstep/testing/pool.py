@@ -99,7 +99,8 @@ class WorkerPool:
 
         Each rank is a new process with: a default Gloo group over loopback (at world size 1 too); RANK, WORLD_SIZE, LOCAL_RANK,
         LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torchrun sets them, on top of this process's environment; no GPU in sight; this
-        process's working directory and `sys.path`; one intra-op thread; random generators of Python, NumPy and torch in one fixed state.
+        process's working directory and `sys.path`; one intra-op thread, for trainings too where this process's environment does not say
+        otherwise; random generators of Python, NumPy and torch in one fixed state.
         The function stands at the top level of a module; it, its arguments and its results are pickled.
 
         Raises a rank's own `UserError`, as it is and caused by a `WorkerFailed`; `WorkerFailed` for any other exception, a death, a leak,

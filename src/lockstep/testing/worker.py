@@ -209,6 +209,9 @@ def _enter(task: dict[str, Any]) -> None:
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=world_size)
     os.environ.update(MASTER_ADDR=MASTER_ADDRESS, MASTER_PORT=str(task["port"]), TORCHELASTIC_USE_AGENT_STORE="True")
     os.environ.update(GLOO_SOCKET_IFNAME="lo", CUDA_VISIBLE_DEVICES="")
+    # Under torchrun, which sets it to 1 for everybody, a training has all cores, shared out.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("LOCKSTEP_LAUNCHER", "spawn")
     os.chdir(task["folder"])
     torch.set_num_threads(1)
     torch.manual_seed(0)
