@@ -57,7 +57,7 @@ def test_sub_groups_of_four_ranks_exchange_at_the_same_time(tmp_path: Path) -> N
     assert [line for line in bad(ended).values() if line["section"] == "collectives"] == []
 
 
-@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("width", [80, pytest.param(120, marks=pytest.mark.slow)])
 def test_the_table_fits_and_says_what_to_do(tmp_path: Path, width: int) -> None:
     ended = doctor("--nproc", "1", cwd=tmp_path, COLUMNS=str(width), NCCL_DEBUG="INFO")
     assert ended.returncode == 1
@@ -114,7 +114,7 @@ def test_mistakes_are_told_before_anything_starts(tmp_path: Path, options: list[
     assert ended.stdout == ""
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_ends_it_with_one_line(tmp_path: Path, number: signal.Signals) -> None:
     line = [LOCKSTEP, "doctor", "--nproc", "2"]
     with subprocess.Popen(line, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as started:

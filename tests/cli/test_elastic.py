@@ -26,14 +26,6 @@ ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
 Agents = Callable[..., subprocess.Popen[str]]
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The fingerprint of the run on one process."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    subprocess.run([LOCKSTEP, "run", "--run-dir", "run", SCRIPT, "0"], cwd=folder, env=ENVIRONMENT, check=True, capture_output=True)
-    return fingerprint(folder / "run")
-
-
 def fingerprint(run: Path) -> str:
     found: str = json.loads((run / "result.json").read_text())["fingerprint"]
     return found
@@ -145,11 +137,12 @@ def agent(tmp_path: Path) -> Iterator[Agents]:
 
 
 def test_a_plan_that_does_not_fit_the_machines_that_came_is_told(agent: Agents) -> None:
-    alone = agent("--plan", "replicate=2", SCRIPT, "0")
-    _, told = alone.communicate(timeout=50)
-    assert alone.returncode == 2
-    assert re.search(r"^lockstep: PlanError: .*replicate=2", told, flags=re.MULTILINE)
-    assert "restart" not in told
+    both = [agent("--plan", "replicate=3", SCRIPT, "0") for _ in range(2)]
+    for each in both:
+        _, told = each.communicate(timeout=50)
+        assert each.returncode == 2
+        assert re.search(r"^lockstep: PlanError: .*replicate=3", told, flags=re.MULTILINE)
+        assert "restart" not in told
 
 
 @pytest.mark.slow

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from doctor.network import Network, network
@@ -45,11 +44,6 @@ def ended(lines: Sequence[Sequence[str]], folder: Path, **variables: str) -> lis
     with together(lines, folder, **variables) as started:
         said = [each.communicate(timeout=120) for each in started]
         return [(each.returncode, *text) for each, text in zip(started, said, strict=True)]
-
-
-def result(run: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((run / "result.json").read_text())
-    return found
 
 
 @pytest.fixture
@@ -94,8 +88,10 @@ def test_two_machines_with_one_number_are_both_told(tmp_path: Path, port: int) -
     "more",
     [
         ["--compare-every", "10"],
-        ["--nnodes", "3"],
-        *(pytest.param(more, marks=pytest.mark.slow) for more in (["--check"], ["--profile", "steps=1:2"], ["--stop-after", "1h"])),
+        *(
+            pytest.param(more, marks=pytest.mark.slow)
+            for more in (["--nnodes", "3"], ["--check"], ["--profile", "steps=1:2"], ["--stop-after", "1h"])
+        ),
     ],
     ids=lambda more: more[0],
 )
@@ -111,22 +107,21 @@ def test_a_machine_that_is_given_other_options_is_told_at_once(tmp_path: Path, p
 
 
 @pytest.mark.timeout(200)
-def test_three_hosts_of_two_processes_train_to_the_bits_of_one_process(tmp_path: Path, hosts: Network) -> None:
-    (alone,) = ended([[LOCKSTEP, "run", "--run-dir", "alone", ELASTIC, "0"]], tmp_path)
-    assert alone[0] == 0, alone[2]
+@pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_three_hosts_train_to_the_bits_of_one_process(tmp_path: Path, hosts: Network, nproc: int, undisturbed: str) -> None:
     keeper = hosts.address(2)
     lines = [
         [
             *hosts.inside(host),
-            *numbered((host + 1) % 3, 29400, 2, "--interface", "eth0", "--run-dir", "run", ELASTIC, "0", nnodes=3, host=keeper),
+            *numbered((host + 1) % 3, 29400, nproc, "--interface", "eth0", "--run-dir", "run", ELASTIC, "0", nnodes=3, host=keeper),
         ]
         for host in hosts.hosts
     ]
     for host, (status, output, told) in zip(hosts.hosts, ended(lines, tmp_path), strict=True):
         assert status == 0, told
-        number = (host + 1) % 3
-        assert set(re.findall(r"rank \d+ of \d+", output)) == {f"rank {2 * number} of 6", f"rank {2 * number + 1} of 6"}
-    assert result(tmp_path / "run")["fingerprint"] == result(tmp_path / "alone")["fingerprint"]
+        first = (host + 1) % 3 * nproc
+        assert set(re.findall(r"rank \d+ of \d+", output)) == {f"rank {first + local} of {3 * nproc}" for local in range(nproc)}
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["fingerprint"] == undisturbed
 
 
 @pytest.mark.timeout(100)

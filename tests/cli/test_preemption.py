@@ -86,7 +86,7 @@ def test_it_saves_ends_with_75_and_goes_on_to_the_same_model(
 
 
 def test_a_deadline_asks_too(tmp_path: Path) -> None:
-    with started(tmp_path, "--nproc", "2", "--stop-after", "8s", str(ENDLESS), str(tmp_path / "run")) as ended:
+    with started(tmp_path, "--nproc", "2", "--stop-after", "5s", str(ENDLESS), str(tmp_path / "run")) as ended:
         words = ended.communicate()[1]
     assert ended.returncode == 75, words
     *_, last = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]

@@ -62,7 +62,7 @@ def worker(launcher: int, rank: int) -> int:
     return next(child.pid for child in psutil.Process(launcher).children() if child.environ().get("RANK") == str(rank))
 
 
-@pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
+@pytest.mark.parametrize("plan", [pytest.param("replicate=2", marks=pytest.mark.slow), "shard=2"])
 @pytest.mark.parametrize(
     "launcher",
     [

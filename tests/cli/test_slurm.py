@@ -29,16 +29,6 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def undisturbed(slurm: None, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The fingerprint of the run on one process."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    subprocess.run(
-        [LOCKSTEP, "run", "--run-dir", "run", ELASTIC, "0"], cwd=folder, env=environment(folder), check=True, capture_output=True
-    )
-    return fingerprint(folder / "run")
-
-
 def environment(folder: Path) -> dict[str, str]:
     return {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
 
@@ -100,16 +90,15 @@ def test_several_launchers_on_a_node_are_refused(slurm: None, tmp_path: Path) ->
     assert "LaunchError: srun started 2 times lockstep run on 1 nodes; " in ended.stderr
 
 
-def test_srun_python_starts_the_processes_of_a_run(tmp_path: Path, undisturbed: str) -> None:
-    ended = srun(
-        tmp_path, "-N2", "--ntasks-per-node=2", "--overcommit", "env", f"LOCKSTEP_RUN_DIR={tmp_path / 'run'}", sys.executable, ELASTIC, "0"
-    )
+def test_srun_python_starts_the_processes_of_a_run(slurm: None, tmp_path: Path, undisturbed: str) -> None:
+    """Two on one node, one on another."""
+    ended = srun(tmp_path, "-N2", "-n3", "--overcommit", "env", f"LOCKSTEP_RUN_DIR={tmp_path / 'run'}", sys.executable, ELASTIC, "0")
     assert ended.returncode == 0, ended.stderr
-    assert set(re.findall(r"rank \d of \d", ended.stdout)) == {f"rank {rank} of 4" for rank in range(4)}
+    assert set(re.findall(r"rank \d of \d", ended.stdout)) == {f"rank {rank} of 3" for rank in range(3)}
     assert fingerprint(tmp_path / "run") == undisturbed
 
 
-def test_a_job_that_makes_room_for_another_is_requeued_and_goes_on_to_the_same_model(tmp_path: Path, undisturbed: str) -> None:
+def test_a_job_that_makes_room_for_another_is_requeued_and_goes_on_to_the_same_model(slurm: None, tmp_path: Path, undisturbed: str) -> None:
     with submitted(tmp_path, ELASTIC, "--", "0.3") as job:
         wait_for(lambda: steps(tmp_path) >= 5)
         number = job_id()
@@ -136,7 +125,7 @@ def nodes_of(folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_job_on_a_node_that_is_drained_goes_on_on_another(tmp_path: Path, undisturbed: str) -> None:
+def test_a_job_on_a_node_that_is_drained_goes_on_on_another(slurm: None, tmp_path: Path, undisturbed: str) -> None:
     with submitted(tmp_path, ELASTIC, "--", "0.3") as job:
         wait_for(lambda: steps(tmp_path) >= 5)
         number = job_id()
@@ -166,7 +155,7 @@ def test_a_job_that_fails_ends_with_its_status_and_is_not_requeued(slurm: None, 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_job_saves_before_its_time_limit_and_goes_on_after_it(tmp_path: Path, undisturbed: str) -> None:
+def test_a_job_saves_before_its_time_limit_and_goes_on_after_it(slurm: None, tmp_path: Path, undisturbed: str) -> None:
     with submitted(tmp_path, "--time", "2", "--signal-before", "30s", ELASTIC, "--", "4") as job:
         _, told = job.communicate(timeout=350)
         assert job.returncode == 0, told
