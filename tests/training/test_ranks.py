@@ -76,7 +76,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("plan", ["replicate=2", "replicate=2,transport=torch", "shard=2"])
+@pytest.mark.parametrize("plan", ["replicate=2", pytest.param("replicate=2,transport=torch", marks=pytest.mark.slow), "shard=2"])
 @pytest.mark.parametrize("part", ["data", "compute"])
 def test_who_is_slow_is_named_with_the_part(pool: WorkerPool, tmp_path: Path, plan: str, part: str) -> None:
     pool.run(2, slowly, str(tmp_path / "run"), plan, part, 1)

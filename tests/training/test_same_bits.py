@@ -169,6 +169,13 @@ def cases(plan: str) -> list[str]:
     return [name for name in names if "shard" not in plan or name not in UNSHARDED]
 
 
+def tier_of(plan: str, name: str) -> Any:
+    """The telling cases run with every change, and all others for one plan of each axis."""
+    if name not in SOME and plan not in ("replicate=3", "shard=2"):
+        return pytest.mark.slow
+    return () if plan == BOTH else tier(PLANS[plan])
+
+
 class Weights(ls.Hook):
     """How the model stood before the first step and after each."""
 
@@ -193,38 +200,33 @@ def train_all_cases(run_dir: str, plan: str, names: Sequence[str]) -> dict[str, 
 @pytest.fixture(scope="module")
 def trained(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any]]:
     @cache
-    def run(plan: str, numerics: str) -> list[Any]:
+    def run(plan: str, numerics: str, telling: bool) -> list[Any]:
         names = cases(plan) if numerics == "bitwise" else [name for name in cases(plan) if name in {*USES_EVERYTHING, *COMPARED}]
+        names = [name for name in names if (name in SOME) == telling]
         return pool.run(PLANS[plan], train_all_cases, str(tmp_path_factory.mktemp("runs")), f"{plan},numerics={numerics}", names)
 
-    return run
+    return lambda plan, numerics, name: [result[name] for result in run(plan, numerics, name in SOME)]
 
 
 @pytest.mark.parametrize(
     ("plan", "name"),
-    [
-        pytest.param(plan, name, marks=() if plan == BOTH else tier(processes))
-        for plan, processes in PLANS.items()
-        if plan != ALONE
-        for name in cases(plan)
-    ],
+    [pytest.param(plan, name, marks=tier_of(plan, name)) for plan in PLANS if plan != ALONE for name in cases(plan)],
 )
 def test_the_fingerprint_and_the_loss_are_those_of_one_process(trained: Callable[..., list[Any]], plan: str, name: str) -> None:
-    fingerprint, loss, _ = trained(ALONE, "bitwise")[0][name]
-    for rank, result in enumerate(trained(plan, "bitwise")):
-        assert result[name][:2] == (fingerprint, loss), f"rank {rank}"
+    ((fingerprint, loss, _),) = trained(ALONE, "bitwise", name)
+    for rank, result in enumerate(trained(plan, "bitwise", name)):
+        assert result[:2] == (fingerprint, loss), f"rank {rank}"
 
 
 def test_the_cases_have_fingerprints_of_their_own(trained: Callable[..., list[Any]]) -> None:
-    assert len({fingerprint for fingerprint, *_ in trained(ALONE, "bitwise")[0].values()}) >= len(CASES) - 1
+    assert len({trained(ALONE, "bitwise", name)[0][0] for name in CASES}) >= len(CASES) - 1
 
 
 @pytest.mark.parametrize("numerics", ["fast", "bitwise"])
 @pytest.mark.parametrize("plan", tiered(PLANS, always=[BOTH]))
 @pytest.mark.parametrize("name", USES_EVERYTHING)
 def test_a_parameter_moves_in_exactly_the_steps_that_use_it(trained: Callable[..., list[Any]], plan: str, numerics: str, name: str) -> None:
-    for rank, result in enumerate(trained(plan, numerics)):
-        states = result[name][2]
+    for rank, (_, _, states) in enumerate(trained(plan, numerics, name)):
         steps = list(pairwise(states))
         moved = {part: [not same(before[part], after[part]) for before, after in steps] for part in states[0]}
         for part in ("weight", "bias"):
@@ -239,8 +241,8 @@ def test_fast_and_bitwise_differ_by_rounding_only(trained: Callable[..., list[An
     for name in COMPARED:
         if name not in cases(plan):
             continue
-        fast = trained(plan, "fast")[0][name][2][-1]
-        for part, value in trained(ALONE, "bitwise")[0][name][2][-1].items():
+        fast = trained(plan, "fast", name)[0][2][-1]
+        for part, value in trained(ALONE, "bitwise", name)[0][2][-1].items():
             torch.testing.assert_close(fast[part], value, rtol=1e-4, atol=1e-5)
 
 

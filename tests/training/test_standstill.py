@@ -34,7 +34,7 @@ def slow_in_the_third_step(run_dir: str, rank: int) -> str:
     def loss(model: Any, batch: Any) -> Any:
         done[0] += 1
         if dist.get_rank() == rank and done[0] == 5:
-            time.sleep(4)
+            time.sleep(3)
         return squared_error(model, batch)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -49,7 +49,7 @@ def test_who_only_wants_a_report_has_one_and_the_run_goes_on(pool: WorkerPool, t
     assert len(set(found)) == 1
     (hang,) = [event for event in lines(tmp_path / "run" / "events.jsonl") if event["event"] == "hang"]
     assert (hang["kind"], hang["ranks"]) == ("missing", [rank])
-    assert f"it is in a call that does not return at {place_of('time.sleep(4)')}" in hang["summary"]
+    assert f"it is in a call that does not return at {place_of('time.sleep(3)')}" in hang["summary"]
     (page,) = (tmp_path / "run").glob("hang-*.txt")
     text = page.read_text()
     assert f"rank {1 - rank} waits in all_" in text

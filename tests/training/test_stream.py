@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from training.kept import MODELS, PLANS, STOPPED_AT, run
@@ -91,6 +91,7 @@ def runs(draw: st.DrawFn) -> tuple[tuple[int, int], ls.Stream, list[tuple[Deal, 
 
 
 @given(runs())
+@settings(max_examples=50)
 def test_each_sample_is_seen_exactly_once_an_epoch_over_any_world_sizes_and_resumes(run: Any) -> None:
     batches, stream, segments = run
     found: dict[tuple[int, int], list[Any]] = {}

@@ -89,7 +89,7 @@ def right(tmp_path_factory: pytest.TempPathFactory) -> Callable[[type[Engine], i
     return made
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 @pytest.mark.parametrize("kind", [Whole, WholeShort])
 def test_a_right_cut_passes_in_any_compute_type(
     right: Callable[..., tuple[Trace, Yardstick]], tmp_path: Path, kind: type[Engine], seed: int
