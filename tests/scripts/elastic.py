@@ -1,4 +1,7 @@
-"""Trains 30 steps in bitwise numerics: `elastic.py SECONDS [RANK STEP]`. Sleeps after each; the first time, that rank is killed there."""
+"""Trains 30 steps in bitwise numerics: `elastic.py SECONDS [RANK STEP]`. Sleeps after each; the first time, that rank is killed there.
+
+In a job that Slurm has started again it does not sleep: nothing more happens to it.
+"""
 
 import os
 import signal
@@ -13,11 +16,12 @@ import lockstep as ls
 from lockstep.training.run import Run
 
 seconds, *killed = sys.argv[1:]
+is_requeued = "SLURM_RESTART_COUNT" in os.environ
 
 
 class Killed(ls.Hook):
     def on_step(self, run: Run) -> None:
-        time.sleep(float(seconds))
+        time.sleep(0.0 if is_requeued else float(seconds))
         print(f"{time.time():.3f} rank {run.session.rank} of {run.session.world_size} did {run.step}", flush=True)
         if [str(run.session.rank), str(run.step)] == killed and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             os.kill(os.getpid(), signal.SIGKILL)
