@@ -62,6 +62,7 @@ from lockstep.training.reports import Reports
 from lockstep.training.setting import (
     Remark,
     batchnorm,
+    check_busy,
     check_comm_fits,
     check_microbatch_is_fixed,
     check_same,
@@ -382,8 +383,10 @@ class Session:
             steps=steps,
             epochs=epochs,
             mesh=mesh,
+            at_once=self.pairs[0].at_once,
             halvings=self.plan.halvings,
         )
+        check_busy(self.plan, self.pairs[0].at_once, length.most_microbatches)
         self._memory.begin([pair.model for pair in self.pairs], data, largest=length.largest)
         if not self._told_of_batchnorm and (remark := batchnorm([pair.model for pair in self.pairs], length)) is not None:
             self._told_of_batchnorm = True

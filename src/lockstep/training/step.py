@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.errors import DataError, LossError, RecipeError
 from lockstep.parallel.engine import Engine
 from lockstep.parallel.pipeline import Item, Pipeline, Scored
 from lockstep.parallel.slots import Number
 from lockstep.parallel.sync_batchnorm import Exchange
+from lockstep.parallel.threads import Threads
 from lockstep.recipe import check_clip_norm
 from lockstep.training.forward import given_to, output_of
 from lockstep.training.loss import Contribution, contribution
@@ -73,13 +75,16 @@ class Step:
         self._current: Microbatch | None = None
 
     def compute(self, inputs: Callable[[Any], Any] | None, loss: Callable[[Any, Any], Any]) -> None:
-        """Forward and backward of this rank's whole share, under every plan; a pipeline has no other way. Every rank calls it.
+        """Forward and backward of this rank's whole share, under every plan; pipelines and threads have no other way. Every rank calls it.
 
         `inputs` and `loss`: as in `Recipe`. For the one pair that is prepared. Raises `LossError`, `RecipeError`.
         """
         pair = self._pairs[self._place(None)]
         if pair.pipeline is not None:
             self._through_stages(pair, pair.pipeline, inputs, loss)
+            return
+        if pair.threads is not None:
+            self._in_threads(pair, pair.threads, inputs, loss)
             return
         for batch in self.microbatches():
             assert self._current is not None
@@ -97,6 +102,11 @@ class Step:
                 raise RecipeError(
                     f"step.microbatches with pipeline={pair.pipeline.world.size}; microbatches go through the stages one behind "
                     "another; call step.compute(inputs, loss), with inputs and loss as in a Recipe"
+                )
+            if pair.threads is not None:
+                raise RecipeError(
+                    f"step.microbatches with data_parallel={pair.threads.count} on a CPU; threads compute several microbatches at the same "
+                    "time; call step.compute(inputs, loss), with inputs and loss as in a Recipe"
                 )
             pair.engine(self.source.most)  # which may have to see the first forward
         for statistics in self._statistics:
@@ -212,6 +222,28 @@ class Step:
                 phase.values.append(value.item() if self._poll else value)
                 phase.weights.append(weight)
         phase.parts = [parts[place] for place in phase.seen if place in parts]
+
+    def _in_threads(self, pair: Pair, threads: Threads, inputs: Callable[[Any], Any] | None, loss: Callable[[Any, Any], Any]) -> None:
+        """Forwards and backwards of as many microbatches at once as there are threads."""
+        phase = self._begun(pair)
+        for statistics in self._statistics:
+            statistics.begin(compare=self._compares)
+        replicas = threads.replicate()
+
+        def compute(model: nn.Module, current: Microbatch, batch: Any) -> Contribution:
+            with copy(pair.autocast):
+                value = loss(output_of(inputs, model, batch), batch)
+            part = self._contribution(pair, value, current)
+            part.total.backward(part.seed if pair.loss_scale is None else part.seed * pair.loss_scale.value)  # type: ignore[no-untyped-call]
+            return part._replace(total=part.total.detach())
+
+        for group in threads.groups(self._phases.during("data", self.source.batches(passes=0))):
+            for (current, _), part in zip(group, replicas.run(compute, group), strict=True):
+                phase.seen.append(current.index)
+                phase.values.append(part.value)
+                phase.weights.append(part.weight)
+                phase.parts.append(part)
+        replicas.collect(pair.parameters)
 
     def _contribution(self, pair: Pair, loss: Any, current: Microbatch) -> Contribution:
         return contribution(

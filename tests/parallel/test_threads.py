@@ -1,0 +1,214 @@
+"""Threads of one process, each with a microbatch on a replica of the model: what they compute, and what they are refused for."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import RecipeError
+from lockstep.parallel.threads import Threads
+
+WIDTH, SAMPLES = 4, 6
+
+
+class Tied(nn.Module):
+    """Modules and parameters that stand twice, a recurrent one with a list of its own, one frozen, one that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.again = self.first
+        self.recurrent = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+        self.last = nn.Linear(WIDTH, WIDTH)
+        self.last.weight = self.first.weight
+        self.last.bias.requires_grad_(False)
+        self.unused = nn.Linear(WIDTH, WIDTH)
+        self.empty = None
+        self.register_parameter("none", None)
+        self.register_buffer("scale", torch.full((WIDTH,), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, _ = self.recurrent(self.again(self.first(x)).unsqueeze(1))
+        found: Tensor = self.last(hidden.squeeze(1)) * self.scale
+        return found
+
+
+@contextmanager
+def threads_of(model: nn.Module, count: int) -> Iterator[Threads]:
+    threads = Threads(model, count)
+    try:
+        yield threads
+    finally:
+        threads.close()
+
+
+def learn(model: nn.Module, x: Tensor) -> float:
+    loss = model(x).square().sum()
+    loss.backward()
+    return float(loss.detach())
+
+
+def in_threads(model: nn.Module, count: int, batches: list[Tensor], compute: Callable[..., Any] = learn) -> list[Any]:
+    """What each batch came to; the model has the gradients afterwards."""
+    found = []
+    with threads_of(model, count) as threads:
+        replicas = threads.replicate()
+        for group in threads.groups((batch,) for batch in batches):
+            found += replicas.run(compute, group)
+        replicas.collect([parameter for parameter in model.parameters() if parameter.requires_grad])
+    return found
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("count", "microbatches"), [(2, 2), (2, 5), (3, 2), (3, 6)])
+def test_losses_and_gradients_are_those_of_one_after_another(count: int, microbatches: int) -> None:
+    torch.manual_seed(0)
+    model = Tied().double()
+    batches = [torch.randn(SAMPLES, WIDTH, dtype=torch.float64) for _ in range(microbatches)]
+    losses = [learn(model, batch) for batch in batches]
+    expected = gradients(model)
+    model.zero_grad()
+
+    assert in_threads(model, count, batches) == losses
+    found = gradients(model)
+    assert {name for name, gradient in found.items() if gradient is None} == {"last.bias", "unused.weight", "unused.bias"}
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-13, atol=1e-13)
+
+
+def test_the_sum_has_the_same_bits_each_time() -> None:
+    torch.manual_seed(0)
+    model, batches = Tied(), [torch.randn(SAMPLES, WIDTH) for _ in range(9)]
+
+    def summed() -> dict[str, Tensor | None]:
+        model.zero_grad()
+        in_threads(model, 3, batches)
+        return gradients(model)
+
+    first, second = summed(), summed()
+    assert all(one is second[name] is None or torch.equal(one, second[name]) for name, one in first.items())  # type: ignore[arg-type]
+
+
+def test_they_compute_at_the_same_time_each_with_the_threads_of_the_process() -> None:
+    meet = threading.Barrier(3, timeout=30)
+
+    def compute(model: nn.Module, x: Tensor) -> tuple[int, int]:
+        meet.wait()
+        learn(model, x)
+        return threading.get_ident(), torch.get_num_threads()
+
+    found = in_threads(Tied(), 3, [torch.ones(SAMPLES, WIDTH)] * 3, compute)
+    assert len({thread for thread, _ in found}) == 3
+    assert {number for _, number in found} == {torch.get_num_threads()}
+
+
+def test_a_replica_has_the_values_and_the_mode_of_the_model_as_it_is_now() -> None:
+    model = Tied()
+    with threads_of(model, 2) as threads:
+        for training, value in ((True, 0.25), (False, 0.5)):
+            model.train(training)
+            with torch.no_grad():
+                model.first.weight.fill_(value)
+            (replica, *_) = threads.replicate().each
+            assert replica.model.first.training is training
+            assert replica.model.last.weight.flatten()[0] == value
+            assert replica.model.last.weight is not model.last.weight
+
+
+def test_hooks_on_a_parameter_see_the_sum_alone() -> None:
+    """Those that autograd runs when it adds up, which a replica's own parameters do not have."""
+    model, seen = nn.Linear(WIDTH, 1), []
+    model.weight.register_hook(lambda gradient: seen.append(gradient))
+    in_threads(model, 2, [torch.ones(SAMPLES, WIDTH)] * 2)
+    assert seen == []
+
+
+class Drawing(nn.Module):
+    def __init__(self, draw: Callable[[], Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 1)
+        self.draw = draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.draw()
+        found: Tensor = self.linear(x)
+        return found
+
+
+@pytest.mark.parametrize("draw", [lambda: torch.rand(1), lambda: np.random.random(), random.random], ids=["torch", "numpy", "python"])
+def test_random_numbers_are_refused(draw: Callable[[], Any]) -> None:
+    with pytest.raises(RecipeError, match=r"data_parallel=2, and the model's forward or the loss draws random numbers; .* use replicate=2"):
+        in_threads(Drawing(draw), 2, [torch.ones(SAMPLES, WIDTH)] * 2)
+
+
+class Setting(nn.Module):
+    """It leaves something on itself in its forward."""
+
+    def __init__(self, name: str, value: Callable[[], Any]) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, 1)
+        self.register_buffer("mean", torch.zeros(1))
+        self.name, self.value, self.calls = name, value, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        setattr(self, self.name, self.value())
+        found: Tensor = self.inner(x)
+        return found
+
+
+@pytest.mark.parametrize("name", ["calls", "auxiliary", "mean"])
+def test_what_a_forward_sets_on_a_module_is_refused(name: str) -> None:
+    model = nn.Sequential(Setting(name, lambda: torch.ones(1)))
+    with pytest.raises(RecipeError, match=f"data_parallel=2, and the model's forward sets '{name}' of 0; .* use replicate=2"):
+        in_threads(model, 2, [torch.ones(SAMPLES, WIDTH)] * 2)
+
+
+class Listed(nn.Module):
+    """It finds its module in a list, where the replicas find the model's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
+        self.order = [self.second]
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.order[0](self.first(x))
+        return found
+
+
+def test_a_forward_that_does_not_keep_to_its_replica_is_refused() -> None:
+    with pytest.raises(RecipeError, match=r"the forward of a replica reached 'second\.weight' of the model itself"):
+        in_threads(Listed(), 2, [torch.ones(SAMPLES, WIDTH)] * 2)
+
+
+def test_an_error_in_a_thread_is_raised_when_all_have_ended() -> None:
+    ended = []
+
+    def compute(model: nn.Module, x: Tensor) -> None:
+        try:
+            model(x)
+        finally:
+            time.sleep(0.1 * len(x))
+            ended.append(len(x))
+
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        in_threads(nn.Linear(WIDTH, 1), 3, [torch.ones(1, WIDTH), torch.ones(2, WIDTH + 1), torch.ones(3, WIDTH)], compute)
+    assert ended == [1, 2, 3]
+
+
+def test_batchnorm_is_refused() -> None:
+    with pytest.raises(RecipeError, match=r"data_parallel=2 and a model with BatchNorm \('1'\); each copy of the model would take"):
+        Threads(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)), 2)
