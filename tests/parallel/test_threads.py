@@ -204,9 +204,11 @@ def test_an_error_in_a_thread_is_raised_when_all_have_ended() -> None:
             time.sleep(0.1 * len(x))
             ended.append(len(x))
 
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        in_threads(nn.Linear(WIDTH, 1), 3, [torch.ones(1, WIDTH), torch.ones(2, WIDTH + 1), torch.ones(3, WIDTH)], compute)
-    assert ended == [1, 2, 3]
+    batches = [(torch.ones(1, WIDTH),), (torch.ones(2, WIDTH + 1),), (torch.ones(3, WIDTH),)]
+    with threads_of(nn.Linear(WIDTH, 1), 3) as threads:
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            threads.replicate().run(compute, batches)
+        assert ended == [1, 2, 3]
 
 
 def test_batchnorm_is_refused() -> None:

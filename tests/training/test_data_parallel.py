@@ -143,6 +143,18 @@ def test_the_threads_of_the_process_are_shared_out(tmp_path: Path, given: int) -
     assert seen == [max(1, given // 2)] * 8
 
 
+def test_forwards_run_in_the_runs_precision_and_an_evaluation_keeps_no_graph(tmp_path: Path) -> None:
+    seen: set[tuple[torch.dtype, bool]] = set()
+
+    def loss(output: Tensor, batch: Sequence[Tensor]) -> Tensor:
+        seen.add((output.dtype, output.requires_grad))
+        return error_of(output, batch)
+
+    given = recipe(inputs=features, loss=loss, precision="bf16", evaluation=ls.Evaluation(data=rows(8)))
+    ls.train(given, plan="data_parallel=2", run_dir=str(tmp_path / "run"))
+    assert seen == {(torch.bfloat16, True), (torch.bfloat16, False)}
+
+
 def test_on_gpus_a_run_says_that_replicate_is_better() -> None:
     """Not on a CPU, where threads are as fast."""
 
