@@ -8,6 +8,7 @@ is its own: as in `torch.nn.DataParallel`, whose replicas these are, but for par
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from lockstep.errors import RecipeError
 from lockstep.parallel.data_parallel import check_copyable
 
 T = TypeVar("T")
+_NAME = "lockstep-data-parallel"
 
 
 @dataclass(slots=True)
@@ -75,10 +77,14 @@ class Threads:
         check_copyable(model, count)
         self.count = count
         self._model = model
-        self._pool = ThreadPoolExecutor(count, "lockstep-data-parallel", torch.set_num_threads, (torch.get_num_threads(),))
+        self._pool = ThreadPoolExecutor(count, _NAME, torch.set_num_threads, (torch.get_num_threads(),))
 
     def close(self) -> None:
         self._pool.shutdown()
+
+    def numbers(self) -> set[int]:
+        """The operating system's, of those that have computed."""
+        return {each.native_id for each in threading.enumerate() if each.name.startswith(_NAME) and each.native_id is not None}
 
     def groups(self, items: Iterable[T]) -> Iterator[list[T]]:
         """As many at a time as there are threads."""
