@@ -127,12 +127,23 @@ def test_a_replica_has_the_values_and_the_mode_of_the_model_as_it_is_now() -> No
             assert replica.model.last.weight is not model.last.weight
 
 
-def test_hooks_on_a_parameter_see_the_sum_alone() -> None:
-    """Those that autograd runs when it adds up, which a replica's own parameters do not have."""
-    model, seen = nn.Linear(WIDTH, 1), []
-    model.weight.register_hook(lambda gradient: seen.append(gradient))
-    in_threads(model, 2, [torch.ones(SAMPLES, WIDTH)] * 2)
-    assert seen == []
+def test_hooks_on_a_gradient_are_called_for_each_microbatch() -> None:
+    model = nn.Linear(WIDTH, 1)
+    model.weight.register_hook(lambda gradient: gradient * 3)
+    batches = [torch.full((SAMPLES, WIDTH), float(number)) for number in range(5)]
+    for batch in batches:
+        learn(model, batch)
+    expected = gradients(model)
+    model.zero_grad()
+    in_threads(model, 2, batches)
+    torch.testing.assert_close(gradients(model), expected)
+
+
+def test_hooks_on_an_accumulated_gradient_are_refused() -> None:
+    model = nn.Linear(WIDTH, 1)
+    model.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    with pytest.raises(RecipeError, match=r"data_parallel=2 and a hook of register_post_accumulate_grad_hook on 'weight'"):
+        Threads(model, 2)
 
 
 class Drawing(nn.Module):

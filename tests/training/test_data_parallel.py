@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from training.subjects import network, recipe, rows, squared_error
+from training.subjects import network, recipe, rows, sgd, squared_error
 
 import lockstep as ls
 from lockstep.comm.mesh import Mesh
@@ -121,9 +121,11 @@ def test_what_threads_cannot_compute_is_refused(
     assert str(caught.value).startswith(text)
 
 
-def test_a_loop_over_microbatches_is_told_to_compute(tmp_path: Path) -> None:
+def test_a_loop_over_microbatches_is_told_to_compute_and_a_second_model_is_refused(tmp_path: Path) -> None:
     with ls.Session(run_dir=str(tmp_path / "run"), plan="data_parallel=2") as session:
-        session.prepare(network, lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+        session.prepare(network, sgd)
+        with pytest.raises(RecipeError, match=r"a second session.prepare with data_parallel=2 on a CPU; .* use replicate=2"):
+            session.prepare(network, sgd)
         for step in session.steps(rows(16), global_batch=8, microbatch=4, steps=1):
             with pytest.raises(RecipeError, match=r"step.microbatches with data_parallel=2 on a CPU; .* call step.compute"):
                 next(step.microbatches())

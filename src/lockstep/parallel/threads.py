@@ -52,7 +52,7 @@ class Replica:
         copy: nn.Module = module._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
         for key, parameter in module._parameters.items():
             if parameter is not None and id(parameter) not in self.parameters:
-                self.parameters[id(parameter)] = nn.Parameter(parameter.detach(), parameter.requires_grad)
+                self.parameters[id(parameter)] = _alias(parameter)
             copy._parameters[key] = None if parameter is None else self.parameters[id(parameter)]
         for key, child in module._modules.items():
             copy._modules[key] = None if child is None else self._copy(child)
@@ -73,8 +73,14 @@ class Threads:
     """So many threads, of one session and one model."""
 
     def __init__(self, model: nn.Module, count: int) -> None:
-        """Raises `RecipeError` where the model has BatchNorm."""
+        """Raises `RecipeError` where the model has BatchNorm, or hooks on what has become of its gradients."""
         check_copyable(model, count)
+        hooked = next((name for name, parameter in model.named_parameters() if parameter._post_accumulate_grad_hooks), None)
+        if hooked is not None:
+            raise RecipeError(
+                f"data_parallel={count} and a hook of register_post_accumulate_grad_hook on {hooked!r}; gradients are added up on copies of "
+                f"the model, a part on each; use register_hook, or a hook's on_step, or replicate={count}"
+            )
         self.count = count
         self._model = model
         self._pool = ThreadPoolExecutor(count, _NAME, torch.set_num_threads, (torch.get_num_threads(),))
@@ -144,6 +150,14 @@ class Replicas:
             for other in found[1:]:
                 found[0].add_(other)
             parameter.grad = found[0] if found else None
+
+
+def _alias(parameter: nn.Parameter) -> nn.Parameter:
+    """The same values, and the same hooks on its gradient."""
+    alias = nn.Parameter(parameter.detach(), parameter.requires_grad)
+    for hook in (parameter._backward_hooks or {}).values():
+        alias.register_hook(hook)  # type: ignore[no-untyped-call]
+    return alias
 
 
 def _generators() -> tuple[Any, ...]:

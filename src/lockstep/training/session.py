@@ -281,12 +281,17 @@ class Session:
 
         Returns what the two functions returned, the model on this rank's device. Its initial values follow from the session's seed,
         whatever the plan, or are `weights`. `blocks`, `tensor`, `stages` and `weights`: as in `Recipe`. May be called again, for another
-        pair, unless the plan has a pipeline. Raises `RecipeError`.
+        pair, unless the plan has a pipeline, or threads (`data_parallel` on a CPU). Raises `RecipeError`.
         """
         if self.pairs and self.mesh.axis("pipeline").size > 1:
             raise RecipeError(
                 f"a second session.prepare with pipeline={self.plan.pipeline}; a pipeline computes one model's stages; use another "
                 "plan, or make the two one model"
+            )
+        if self.pairs and self.pairs[0].threads is not None:
+            raise RecipeError(
+                f"a second session.prepare with data_parallel={self.plan.data_parallel} on a CPU; its threads compute one model's "
+                f"microbatches; use replicate={self.plan.data_parallel}, or make the two one model"
             )
         if self._traced is not None:
             build_model = self._traced.factory(build_model)
