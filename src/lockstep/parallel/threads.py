@@ -78,7 +78,7 @@ class Threads:
         hooked = next((name for name, parameter in model.named_parameters() if parameter._post_accumulate_grad_hooks), None)
         if hooked is not None:
             raise RecipeError(
-                f"data_parallel={count} and a hook of register_post_accumulate_grad_hook on {hooked!r}; gradients are added up on copies of "
+                f"data_parallel={count} and a hook of register_post_accumulate_grad_hook on {hooked!r}; gradients add up on copies of "
                 f"the model, a part on each; use register_hook, or a hook's on_step, or replicate={count}"
             )
         self.count = count
