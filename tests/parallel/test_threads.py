@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -64,7 +65,7 @@ def in_threads(model: nn.Module, count: int, batches: list[Tensor], compute: Cal
         replicas = threads.replicate()
         for group in threads.groups((batch,) for batch in batches):
             found += replicas.run(compute, group)
-        replicas.collect([parameter for parameter in model.parameters() if parameter.requires_grad])
+        replicas.collect()
     return found
 
 
@@ -160,30 +161,97 @@ class Drawing(nn.Module):
 
 @pytest.mark.parametrize("draw", [lambda: torch.rand(1), lambda: np.random.random(), random.random], ids=["torch", "numpy", "python"])
 def test_random_numbers_are_refused(draw: Callable[[], Any]) -> None:
-    with pytest.raises(RecipeError, match=r"data_parallel=2, and the model's forward or the loss draws random numbers; .* use replicate=2"):
+    with pytest.raises(RecipeError, match=r"data_parallel=2, and the model's forward or the loss draws random numbers.* use replicate=2"):
         in_threads(Drawing(draw), 2, [torch.ones(SAMPLES, WIDTH)] * 2)
 
 
 class Setting(nn.Module):
-    """It leaves something on itself in its forward."""
+    """It does something to itself in its forward."""
 
-    def __init__(self, name: str, value: Callable[[], Any]) -> None:
+    def __init__(self, change: Callable[[Any, Tensor], Any]) -> None:
         super().__init__()
         self.inner = nn.Linear(WIDTH, 1)
         self.register_buffer("mean", torch.zeros(1))
-        self.name, self.value, self.calls = name, value, 0
+        self.change, self.calls, self.seen, self.kept = change, 0, list[Tensor](), dict[str, Tensor]()
 
     def forward(self, x: Tensor) -> Tensor:
-        setattr(self, self.name, self.value())
+        self.change(self, x)
         found: Tensor = self.inner(x)
         return found
 
 
-@pytest.mark.parametrize("name", ["calls", "auxiliary", "mean"])
-def test_what_a_forward_sets_on_a_module_is_refused(name: str) -> None:
-    model = nn.Sequential(Setting(name, lambda: torch.ones(1)))
-    with pytest.raises(RecipeError, match=f"data_parallel=2, and the model's forward sets '{name}' of 0; .* use replicate=2"):
-        in_threads(model, 2, [torch.ones(SAMPLES, WIDTH)] * 2)
+def replace_weight(module: Setting, x: Tensor) -> None:
+    module.inner.weight = nn.Parameter(module.inner.weight.detach() / 2)
+
+
+def replace_values(module: Setting, x: Tensor) -> None:
+    module.inner.weight.data = module.inner.weight.data.clamp(-0.1, 0.1)
+
+
+CHANGES: dict[str, tuple[str, Callable[[Any, Tensor], Any]]] = {
+    "a number": ("'calls' of 0", lambda module, x: setattr(module, "calls", module.calls + 1)),
+    "a new attribute": ("'auxiliary' of 0", lambda module, x: setattr(module, "auxiliary", x.mean())),
+    "a buffer": ("'mean' of 0", lambda module, x: setattr(module, "mean", x.mean())),
+    "a member of a list": ("'seen' of 0", lambda module, x: module.seen.append(x)),
+    "a member of a dict": ("'kept' of 0", lambda module, x: module.kept.update(x=x)),
+    "a parameter": ("'weight' of 0.inner", replace_weight),
+    "a parameter's values": ("'weight' of 0.inner", replace_values),
+    "an attribute of one of torch's modules": ("'mean' of 0.inner", lambda module, x: setattr(module.inner, "mean", x.mean())),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_what_a_forward_sets_on_a_module_is_refused(case: str) -> None:
+    where, change = CHANGES[case]
+    with pytest.raises(RecipeError, match=f"data_parallel=2, and the model's forward sets {where}; .* use replicate=2"):
+        in_threads(nn.Sequential(Setting(change)), 2, [torch.ones(SAMPLES, WIDTH)] * 2)
+
+
+def test_what_was_there_already_may_be_set_again() -> None:
+    def again(module: Setting, x: Tensor) -> None:
+        module.calls, module.seen = int("0"), list(module.seen)
+
+    in_threads(Setting(again), 2, [torch.ones(SAMPLES, WIDTH)] * 2)
+
+
+class Scaled(nn.Parameter):
+    """Of a class of its own, with an attribute."""
+
+
+def test_a_parameter_is_of_its_class_and_has_its_attributes() -> None:
+    model = nn.Linear(WIDTH, 1)
+    weight = Scaled(model.weight.detach())
+    weight.scale = 3.0  # type: ignore[attr-defined]
+    model.weight = weight
+    seen = in_threads(model, 2, [torch.ones(SAMPLES, WIDTH)] * 2, lambda model, x: (type(model.weight), model.weight.scale))
+    assert seen == [(Scaled, 3.0)] * 2
+
+
+def test_a_module_that_stands_twice_is_one() -> None:
+    assert in_threads(Tied(), 2, [torch.ones(SAMPLES, WIDTH)] * 2, lambda model, x: model.again is model.first) == [True, True]
+
+
+def test_context_variables_are_the_callers() -> None:
+    variable = ContextVar("variable", default=0)
+    token = variable.set(5)
+    try:
+        assert in_threads(nn.Linear(WIDTH, 1), 2, [torch.ones(SAMPLES, WIDTH)] * 2, lambda model, x: variable.get()) == [5, 5]
+    finally:
+        variable.reset(token)
+
+
+def test_a_frozen_parameter_may_have_a_gradient_from_before() -> None:
+    model = nn.Linear(WIDTH, 1)
+    model.bias.requires_grad_(False)
+    model.bias.grad = torch.ones(1)
+    in_threads(model, 2, [torch.ones(SAMPLES, WIDTH)] * 2)
+    assert model.bias.grad == 1.0
+
+
+@pytest.mark.parametrize("compiled", [lambda module: torch.compile(module, backend="eager"), lambda module: module.compile() or module])
+def test_compiled_modules_are_refused(compiled: Callable[[nn.Module], Any]) -> None:
+    with pytest.raises(RecipeError, match=r"data_parallel=2 and a compiled module \('0'\)"):
+        Threads(nn.Sequential(compiled(nn.Linear(WIDTH, 1))), 2)
 
 
 class Listed(nn.Module):
@@ -201,7 +269,7 @@ class Listed(nn.Module):
 
 
 def test_a_forward_that_does_not_keep_to_its_replica_is_refused() -> None:
-    with pytest.raises(RecipeError, match=r"the forward of a replica reached 'second\.weight' of the model itself"):
+    with pytest.raises(RecipeError, match=r"'second\.weight' of the model itself was reached, by the forward"):
         in_threads(Listed(), 2, [torch.ones(SAMPLES, WIDTH)] * 2)
 
 
@@ -217,8 +285,11 @@ def test_an_error_in_a_thread_is_raised_when_all_have_ended() -> None:
 
     batches = [(torch.ones(1, WIDTH),), (torch.ones(2, WIDTH + 1),), (torch.ones(3, WIDTH),)]
     with threads_of(nn.Linear(WIDTH, 1), 3) as threads:
-        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
             threads.replicate().run(compute, batches)
+        assert caught.value.__notes__ == [
+            "raised in a thread, on a replica of the model (data_parallel=3); replicate=3 has processes instead"
+        ]
         assert ended == [1, 2, 3]
 
 

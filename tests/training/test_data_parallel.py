@@ -18,7 +18,7 @@ from training.subjects import network, recipe, rows, sgd, squared_error
 
 import lockstep as ls
 from lockstep.comm.mesh import Mesh
-from lockstep.errors import PlanError, RecipeError
+from lockstep.errors import LossError, PlanError, RecipeError
 from lockstep.launch.termination import Preempted
 from lockstep.plan import Plan
 from lockstep.training.setting import Remark, remarks
@@ -69,6 +69,43 @@ def test_the_model_is_that_of_one_thread(tmp_path: Path, changes: dict[str, Any]
     assert found.loss == pytest.approx(expected.loss, rel=near["rtol"])
     assert found.metrics == pytest.approx(expected.metrics, rel=near["rtol"])
     torch.testing.assert_close(weights_of(found), weights_of(expected), **near)
+
+
+@pytest.mark.parametrize("plan", ["replicate=1", "data_parallel=2"])
+def test_a_second_compute_in_a_step_is_refused(tmp_path: Path, plan: str) -> None:
+    with ls.Session(run_dir=str(tmp_path / "run"), plan=plan) as session:
+        session.prepare(network, sgd)
+        for step in session.steps(rows(16), global_batch=8, microbatch=4, steps=1):
+            step.compute(features, error_of)
+            with pytest.raises(LossError, match=r"step 0: a second step.compute; one computes all microbatches"):
+                step.compute(features, error_of)
+            step.commit()
+
+
+def test_a_metric_that_draws_draws_what_it_does_on_one_thread(tmp_path: Path) -> None:
+    evaluation = ls.Evaluation(data=rows(21), microbatch=4, metrics={"drawn": ls.Mean(lambda output, batch: torch.rand(len(output)))})
+    given = recipe(inputs=features, loss=error_of, evaluation=evaluation)
+    one, two = (ls.train(given, plan=plan, run_dir=str(tmp_path / plan)) for plan in ("replicate=1", "data_parallel=2"))
+    assert one.metrics["drawn"] == two.metrics["drawn"]
+
+
+class Counting(nn.Module):
+    """It counts its forwards in an evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.count = network(), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += not self.training
+        found: Tensor = self.body(x)
+        return found
+
+
+def test_what_a_forward_sets_in_an_evaluation_is_refused_too(tmp_path: Path) -> None:
+    given = recipe(model=Counting, inputs=features, loss=error_of, evaluation=EVALUATION)
+    with pytest.raises(RecipeError, match="the model's forward sets 'count' of the model"):
+        ls.train(given, plan="data_parallel=2", run_dir=str(tmp_path / "run"))
 
 
 def test_two_runs_have_one_fingerprint(tmp_path: Path) -> None:
@@ -127,8 +164,9 @@ def test_a_loop_over_microbatches_is_told_to_compute_and_a_second_model_is_refus
         with pytest.raises(RecipeError, match=r"a second session.prepare with data_parallel=2 on a CPU; .* use replicate=2"):
             session.prepare(network, sgd)
         for step in session.steps(rows(16), global_batch=8, microbatch=4, steps=1):
-            with pytest.raises(RecipeError, match=r"step.microbatches with data_parallel=2 on a CPU; .* call step.compute"):
-                next(step.microbatches())
+            for refused in (lambda: next(step.microbatches()), lambda: step.backward(torch.ones(()))):  # noqa: B023
+                with pytest.raises(RecipeError, match=r"step.backward with data_parallel=2 on a CPU; .* call step.compute"):
+                    refused()
             step.compute(features, error_of)
             step.commit()
 

@@ -112,7 +112,9 @@ class Evaluator:
         replicas = threads.replicate()
         for group in threads.groups(self._begun(items, step)):
             for (item, batch), scored in zip(group, replicas.run(self._scored, group), strict=True):
+                seed_generators(key(*self._position(step, item)), self.pair.device)
                 yield item, self._measured(item, batch, *scored)
+        replicas.check()
 
     def _begun(self, items: Iterator[Microbatch], step: int) -> Iterator[tuple[Microbatch, Any]]:
         """Each microbatch and its batch on the device, under its own random generators."""

@@ -71,6 +71,7 @@ class Step:
         """Whether a commit has begun to change the state."""
         self.ended = False
         """Whether all that the script does in the step is done."""
+        self._computed = False
         self._phase: _Phase | None = None
         self._current: Microbatch | None = None
 
@@ -80,6 +81,12 @@ class Step:
         `inputs` and `loss`: as in `Recipe`. For the one pair that is prepared. Raises `LossError`, `RecipeError`.
         """
         pair = self._pairs[self._place(None)]
+        if self._computed:
+            raise LossError(
+                f"step {self.index}: a second step.compute; one computes all microbatches; let its loss return the sum of both losses, or "
+                "a dict of terms"
+            )
+        self._computed = True
         if pair.pipeline is not None:
             self._through_stages(pair, pair.pipeline, inputs, loss)
             return
@@ -98,16 +105,7 @@ class Step:
         May be run through again after a `commit`, for another pair: the same batches then, with generators of their own.
         """
         for pair in self._pairs:
-            if pair.pipeline is not None:
-                raise RecipeError(
-                    f"step.microbatches with pipeline={pair.pipeline.world.size}; microbatches go through the stages one behind "
-                    "another; call step.compute(inputs, loss), with inputs and loss as in a Recipe"
-                )
-            if pair.threads is not None:
-                raise RecipeError(
-                    f"step.microbatches with data_parallel={pair.threads.count} on a CPU; threads compute several microbatches at the same "
-                    "time; call step.compute(inputs, loss), with inputs and loss as in a Recipe"
-                )
+            self._check_loop(pair)
             pair.engine(self.source.most)  # which may have to see the first forward
         for statistics in self._statistics:
             statistics.begin(compare=self._compares)
@@ -129,6 +127,7 @@ class Step:
         Raises `LossError`.
         """
         pair = self._pairs[self._place(optimizer)]
+        self._check_loop(pair)
         phase = self._begun(pair)
         if self._current is None:
             raise LossError(f"step {self.index}: backward outside of a loop over step.microbatches(); the loss is a microbatch's")
@@ -193,6 +192,18 @@ class Step:
             outcome.check()
         self._phases.enter("compute" if len(self.committed) < len(self._pairs) else "script")
 
+    def _check_loop(self, pair: Pair) -> None:
+        """Raises `RecipeError` where the plan has no loop over microbatches."""
+        if pair.pipeline is not None:
+            plan, why = f"pipeline={pair.pipeline.world.size}", "microbatches go through the stages one behind another"
+        elif pair.threads is not None:
+            plan, why = f"data_parallel={pair.threads.count} on a CPU", "threads compute several microbatches at the same time"
+        else:
+            return
+        raise RecipeError(
+            f"step.microbatches or step.backward with {plan}; {why}; call step.compute(inputs, loss), with inputs and loss as in a Recipe"
+        )
+
     def _through_stages(self, pair: Pair, pipeline: Pipeline, inputs: Callable[[Any], Any] | None, loss: Callable[[Any, Any], Any]) -> None:
         """All microbatches' forwards and backwards, in the order of the pipeline's schedule."""
         if inputs is None:
@@ -243,7 +254,7 @@ class Step:
                 phase.values.append(part.value)
                 phase.weights.append(part.weight)
                 phase.parts.append(part)
-        replicas.collect(pair.parameters)
+        replicas.collect()
 
     def _contribution(self, pair: Pair, loss: Any, current: Microbatch) -> Contribution:
         return contribution(
