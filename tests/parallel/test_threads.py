@@ -147,6 +147,42 @@ def test_hooks_on_an_accumulated_gradient_are_refused() -> None:
         Threads(model, 2)
 
 
+def test_replicas_are_kept_from_step_to_step_as_long_as_the_model_is_what_it_was() -> None:
+    model = Tied()
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+    def halve() -> None:
+        model.first.weight.data = model.first.weight.data / 2
+
+    between: list[tuple[Callable[[], Any], bool]] = [
+        (lambda: torch.optim.SGD(parameters, lr=0.1).step(), True),
+        (halve, False),
+        (model.eval, False),
+        (lambda: setattr(model.recurrent, "own", 1), False),
+        (lambda: setattr(model, "unused", nn.Linear(WIDTH, 1)), False),
+        (lambda: setattr(model, "scale", torch.ones(WIDTH)), False),
+        (lambda: model.first.weight.register_hook(lambda gradient: gradient * 2), False),
+    ]
+    with threads_of(model, 2) as threads:
+        for change, kept in between:
+            batches = [(torch.ones(SAMPLES, WIDTH),), (torch.full((SAMPLES, WIDTH), 2.0),)]
+            before = threads.replicate()
+            before.run(learn, batches)
+            before.collect()
+            change()
+            after = threads.replicate()
+            assert (after.each[1] is before.each[1]) is kept
+            model.zero_grad()
+            after.run(learn, batches)
+            after.collect()
+            found = gradients(model)
+            model.zero_grad()
+            for (batch,) in batches:
+                learn(model, batch)
+            torch.testing.assert_close(found, gradients(model))
+            model.zero_grad()
+
+
 class Drawing(nn.Module):
     def __init__(self, draw: Callable[[], Any]) -> None:
         super().__init__()

@@ -6,7 +6,7 @@ so it is looked for, and refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any
@@ -28,27 +28,30 @@ class _Made:
     """The model's."""
     before: dict[str, Any]
     """Its attributes before the first forward, containers as copies."""
+    made_from: dict[str, Any]
+    """The attributes of `own` at that time."""
 
     @classmethod
     def of(cls, own: nn.Module) -> _Made:
         module = type(own).__new__(type(own))
-        attributes = _with_own_containers(vars(own))
-        object.__setattr__(module, "__dict__", attributes)
-        return cls(module, own, {})
+        object.__setattr__(module, "__dict__", _with_own_containers(vars(own)))
+        return cls(module, own, {}, _with_own_containers(vars(own)))
 
     def note(self) -> None:
         self.before = _with_own_containers(vars(self.module))
 
+    def is_current(self) -> bool:
+        """Whether the model's has not been changed since, but for values of its parameters and buffers."""
+        return _first_other(vars(self.own), self.made_from) is None and self._moved() is None
+
     def changed(self) -> str | None:
         """The name of what a forward has set since; not where it is equal to what was there."""
-        now = vars(self.module)
-        for part in _PARTS:
-            if (found := _other(now[part], self.before[part], is_)) is not None:
-                return found
-        if not _equal(now, self.before) and (found := _other(now, self.before, _equal)) is not None:
-            return found
+        return _first_other(vars(self.module), self.before) or self._moved()
+
+    def _moved(self) -> str | None:
+        """The name of a parameter that is elsewhere in memory than the model's."""
         for name, parameter in self.own._parameters.items():
-            if parameter is not None and _place(now["_parameters"][name]) != _place(parameter):
+            if parameter is not None and _place(self.module._parameters[name]) != _place(parameter):
                 return name
         return None
 
@@ -82,6 +85,11 @@ class Copy:
         made.note()
         return made.module
 
+    def is_current(self) -> bool:
+        """Whether it is a copy of the model as it is now."""
+        plain = not any(parameter._backward_hooks or vars(parameter) for made in self._made.values() for parameter in _parameters(made.own))
+        return plain and all(made.is_current() for made in self._made.values())
+
     def left_behind(self) -> str | None:
         """What forwards have set on a module, in words."""
         for made in self._made.values():
@@ -103,7 +111,16 @@ def _alias(parameter: nn.Parameter) -> nn.Parameter:
 
 def _with_own_containers(attributes: dict[str, Any]) -> dict[str, Any]:
     """Attributes of a module, of which dicts, lists and sets are copies. Hooks are in dicts of another type, and stay the model's."""
-    return {name: value.copy() if type(value) in (dict, list, set) else value for name, value in attributes.items()}
+    return {name: value.copy() if type(value) in (dict, list, set) or name in _PARTS else value for name, value in attributes.items()}
+
+
+def _first_other(now: dict[str, Any], before: dict[str, Any]) -> str | None:
+    """The first attribute of a module, parameter, buffer or child that is not what it was."""
+    for part in _PARTS:
+        same = len(now[part]) == len(before[part]) and all(map(is_, now[part].values(), before[part].values()))
+        if not same and (found := _other(now[part], before[part], is_)) is not None:
+            return found
+    return None if _equal(now, before) else _other(now, before, _equal)
 
 
 def _other(now: dict[str, Any], before: dict[str, Any], same: Callable[[Any, Any], bool]) -> str | None:
@@ -120,5 +137,9 @@ def _equal(one: Any, other: Any) -> bool:
         return False
 
 
-def _place(parameter: Tensor) -> tuple[Any, ...]:
-    return parameter.data_ptr(), parameter.shape
+def _parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    return (parameter for parameter in module._parameters.values() if parameter is not None)
+
+
+def _place(parameter: Tensor | None) -> tuple[Any, ...]:
+    return () if parameter is None else (parameter.data_ptr(), parameter.shape)

@@ -35,6 +35,8 @@ class Threads:
         check_copyable(model, count)
         _check_leaves(model, count)
         self.count = count
+        self._copies: list[Copy] = []
+        """Of the step before, which left nothing behind on them: to make them anew takes 1 % of a step of a small model."""
         self._model = model
         self._pool = ThreadPoolExecutor(count, _NAME, torch.set_num_threads, (torch.get_num_threads(),))
 
@@ -53,7 +55,10 @@ class Threads:
 
     def replicate(self) -> Replicas:
         """Of the model as it is now: for one step, or one evaluation."""
-        return Replicas(self._model, self._pool, [Copy.of(self._model) for _ in range(self.count)])
+        kept, self._copies = self._copies, []
+        if not kept or not kept[0].is_current():
+            kept = [Copy.of(self._model) for _ in range(self.count)]
+        return Replicas(self._model, self._pool, kept, self._copies)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +69,8 @@ class Replicas:
     """What they are of."""
     pool: ThreadPoolExecutor
     each: Sequence[Copy]
+    unchanged: list[Copy]
+    """Where they are put when they have been checked."""
 
     def run(self, compute: Callable[..., T], group: Sequence[tuple[Any, ...]]) -> list[T]:
         """`compute(replica's model, *arguments)` for all of the group at the same time. `group`: arguments, for so many at most as there
@@ -96,6 +103,7 @@ class Replicas:
                     f"data_parallel={len(self.each)}, and the model's forward sets {left}; each thread sets it on a replica of its own, "
                     f"which is thrown away; return it from the forward, or use replicate={len(self.each)}"
                 )
+        self.unchanged[:] = self.each
 
     def collect(self) -> None:
         """Sum the gradients, in the replicas' order, into the model's, which has none yet. Raises as `check` does."""
@@ -109,10 +117,13 @@ class Replicas:
                 f"takes the model must be given it (inputs=None, loss(model, batch)); or use replicate={len(self.each)}"
             )
         for parameter in trained.values():
-            found = [copy.grad for replica in self.each if (copy := replica.parameters[id(parameter)]).grad is not None]
+            copies = [replica.parameters[id(parameter)] for replica in self.each]
+            found = [copy.grad for copy in copies if copy.grad is not None]
             for other in found[1:]:
                 found[0].add_(other)
             parameter.grad = found[0] if found else None
+            for copy in copies:
+                copy.grad = None
 
 
 def _check_leaves(model: nn.Module, count: int) -> None:
