@@ -283,16 +283,8 @@ class Session:
         whatever the plan, or are `weights`. `blocks`, `tensor`, `stages` and `weights`: as in `Recipe`. May be called again, for another
         pair, unless the plan has a pipeline, or threads (`data_parallel` on a CPU). Raises `RecipeError`.
         """
-        if self.pairs and self.mesh.axis("pipeline").size > 1:
-            raise RecipeError(
-                f"a second session.prepare with pipeline={self.plan.pipeline}; a pipeline computes one model's stages; use another "
-                "plan, or make the two one model"
-            )
-        if self.pairs and self.pairs[0].threads is not None:
-            raise RecipeError(
-                f"a second session.prepare with data_parallel={self.plan.data_parallel} on a CPU; its threads compute one model's "
-                f"microbatches; use replicate={self.plan.data_parallel}, or make the two one model"
-            )
+        if self.pairs:
+            self._check_several()
         if self._traced is not None:
             build_model = self._traced.factory(build_model)
         built = Built.of(build_model, key(self.seed, Stream.MODEL, len(self.pairs)), self.mesh)
@@ -338,6 +330,19 @@ class Session:
             )
         )
         return model, made if len(made) > 1 else made[0]
+
+    def _check_several(self) -> None:
+        """Raises `RecipeError` where the plan takes one model only."""
+        if self.mesh.axis("pipeline").size > 1:
+            raise RecipeError(
+                f"a second session.prepare with pipeline={self.plan.pipeline}; a pipeline computes one model's stages; use another "
+                "plan, or make the two one model"
+            )
+        if self.pairs[0].threads is not None:
+            raise RecipeError(
+                f"a second session.prepare with data_parallel={self.plan.data_parallel} on a CPU; its threads compute one model's "
+                f"microbatches; use replicate={self.plan.data_parallel}, or make the two one model"
+            )
 
     def steps(
         self,

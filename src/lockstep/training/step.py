@@ -141,10 +141,7 @@ class Step:
         if current.counts:
             for statistics in self._statistics:  # a forward of one model may run others
                 statistics.note_microbatch()
-            phase.seen.append(current.index)
-            phase.values.append(part.value)
-            phase.weights.append(part.weight)
-            phase.parts.append(part)
+            phase.take(current.index, part)
         seed = part.seed if pair.loss_scale is None else part.seed * pair.loss_scale.value
         phase.engine.backward(part.total, seed, only_these=len(self._pairs) > 1, counts=current.counts)
 
@@ -250,10 +247,7 @@ class Step:
 
         for group in threads.groups(self._phases.during("data", self.source.batches(passes=0))):
             for (current, _), part in zip(group, replicas.run(compute, group), strict=True):
-                phase.seen.append(current.index)
-                phase.values.append(part.value)
-                phase.weights.append(part.weight)
-                phase.parts.append(part)
+                phase.take(current.index, part)
         replicas.collect()
 
     def _contribution(self, pair: Pair, loss: Any, current: Microbatch) -> Contribution:
@@ -333,3 +327,10 @@ class _Phase:
     """What is told of each of them."""
     parts: list[Contribution] = field(default_factory=list)
     """Of each where its loss is computed here: not on a pipeline's earlier stages."""
+
+    def take(self, index: int, part: Contribution) -> None:
+        """What a microbatch of this rank came to."""
+        self.seen.append(index)
+        self.values.append(part.value)
+        self.weights.append(part.weight)
+        self.parts.append(part)
