@@ -51,12 +51,12 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import lockstep as ls
-from lockstep.checkpoint.blocks import BLOCK_BYTES
+from lockstep.checkpoint.block_hashes import BLOCK_BYTES
 from lockstep.checkpoint.folder import Folder
 from lockstep.checkpoint.load import Reader
 from lockstep.checkpoint.pieces import Piece, dealt, pieces_of
 from lockstep.checkpoint.saver import Saver
-from lockstep.comm.group import World, join
+from lockstep.comm.world import World, join
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import gpt

@@ -9,7 +9,7 @@ medians over rounds. Before it two processes train the first model on the one GP
 one process on a GPU): a check of what ranks do on GPUs, whose losses and norms must be those of one process.
 
 MFU = tokens/s x (6 N + 12 L H Q T) / what the GPU's data sheet says of dense bf16 (`language_models.flops_a_token`,
-`lockstep.watch.flops`).
+`lockstep.logging.flops`).
 
 Without a GPU it says so, and ends with status 0. `--device cpu --models tiny` tries the script out.
 """
@@ -38,7 +38,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import lockstep as ls
-from lockstep.watch.flops import peak
+from lockstep.logging.flops import peak
 
 SIDES = ("plain", "ls.train")
 MICROBATCHES = 4

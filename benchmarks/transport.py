@@ -1,4 +1,4 @@
-"""How long collectives take through shared memory (`lockstep.comm.shared`), beside Gloo in the same processes.
+"""How long collectives take through shared memory (`lockstep.comm.shared_memory`), beside Gloo in the same processes.
 
     python benchmarks/transport.py [--nproc 2] [--operations all_reduce] [--rounds 9] [--json FILE]
 
@@ -27,7 +27,7 @@ from rich.table import Table
 
 import lockstep as ls
 from lockstep.comm.segment import Unavailable
-from lockstep.comm.shared import SharedGroup
+from lockstep.comm.shared_memory import SharedGroup
 
 BYTES = (1 << 10, 16 << 10, 128 << 10, 800 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")

@@ -27,8 +27,8 @@ from rich.console import Console
 from rich.table import Table
 
 import lockstep as ls
-from lockstep.training import session
-from lockstep.watch.phases import Phases
+from lockstep import session
+from lockstep.logging.phases import Phases
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import gpt

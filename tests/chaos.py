@@ -29,7 +29,7 @@ from typing import Any
 
 import psutil
 
-from lockstep.errors import USER_ERROR_STATUS
+from lockstep.base.errors import USER_ERROR_STATUS
 
 SCRIPT = Path(__file__).parent / "scripts" / "chaos.py"
 PLANS = {"replicate=2": 2, "replicate=3": 3, "replicate=4": 4, "shard=2": 2, "shard=3": 3, "shard=4": 4, "replicate=2,shard=2": 4}

@@ -19,7 +19,7 @@ PASSED = pytest.StashKey[bool]()
 FOLDER = pytest.StashKey[str]()
 WARM = pytest.StashKey[bool]()
 pools: list[WorkerPool] = []
-PRELOADED = ("lockstep.training.run", "lockstep.training.choosing", "lockstep.parallel.torch_stage", "torch.distributed.checkpoint")
+PRELOADED = ("lockstep.run", "lockstep.autotune.autotune", "lockstep.model.pipeline.torch_stage", "torch.distributed.checkpoint")
 """What most tests train with, which each of their ranks would import for itself."""
 
 

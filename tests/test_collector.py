@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.collector import collector_paused
+from lockstep.base.garbage import collector_paused
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,7 @@ class Seen:
         if name in seen:
             seen[name] = gc.isenabled()
 
-seen = dict.fromkeys(("lockstep.training.session", "torch._dynamo"))
+seen = dict.fromkeys(("lockstep.session", "torch._dynamo"))
 sys.meta_path.insert(0, Seen())
 import lockstep as ls
 import torch
@@ -61,5 +61,5 @@ print(seen)
 def test_it_is_off_for_what_is_imported_and_on_for_what_the_user_does(tmp_path: Path) -> None:
     command = [sys.executable, "-c", IMPORTED, str(tmp_path / "run")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    seen = {"lockstep.training.session": False, "torch._dynamo": False, "model": True, "optimizer": True}
+    seen = {"lockstep.session": False, "torch._dynamo": False, "model": True, "optimizer": True}
     assert done.stdout.splitlines()[-1] == str(seen)

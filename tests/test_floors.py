@@ -13,16 +13,16 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 PLANTS = {
-    "upward": ("lockstep/plan.py", "import lockstep.watch.metrics\n", "lockstep.plan is not allowed to import lockstep.watch"),
+    "upward": ("lockstep/plan.py", "import lockstep.logging.metrics\n", "lockstep.plan is not allowed to import lockstep.watch"),
     "upward in a function": (
-        "lockstep/comm/group.py",
+        "lockstep/comm/world.py",
         "def planted():\n    from lockstep.training import run\n    return run\n",
         "lockstep.comm is not allowed to import lockstep.training",
     ),
     "sibling": ("lockstep/data/loader.py", "import lockstep.watch\n", "lockstep.data is not allowed to import lockstep.watch"),
     "without a floor": ("lockstep/helpers.py", "", "helpers"),
     "torch in a pure module": ("lockstep/tree.py", "import torch\n", "lockstep.tree is not allowed to import torch"),
-    "a test dependency": ("lockstep/watch/metrics.py", "import psutil\n", "lockstep is not allowed to import psutil"),
+    "a test dependency": ("lockstep/logging/metrics.py", "import psutil\n", "lockstep is not allowed to import psutil"),
 }
 
 
@@ -51,8 +51,6 @@ def test_a_planted_import_is_found(copy: Path, plant: str) -> None:
 
 def test_an_import_for_type_checking_alone_is_allowed(copy: Path) -> None:
     with (copy / "src" / "lockstep" / "plan.py").open("a") as file:
-        file.write(
-            "\nfrom typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from lockstep.training.run import Result\n    import torch\n"
-        )
+        file.write("\nfrom typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from lockstep.run import Result\n    import torch\n")
     ended = lint(copy)
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import lockstep
-from lockstep.errors import USER_ERROR_STATUS
+from lockstep.base.errors import USER_ERROR_STATUS
 
 ROOT = Path(__file__).parent.parent
 HEAVY = ("torch", "numpy", "rich", "safetensors", "psutil")
@@ -47,7 +47,7 @@ def test_what_the_command_answers_without_training_it_answers_without_torch(argu
     code = f"""
 sys.argv = ["lockstep", *{arguments!r}]
 from lockstep.cli.main import main
-from lockstep.errors import UserError
+from lockstep.base.errors import UserError
 import contextlib, io
 with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(SystemExit, UserError):
     main()

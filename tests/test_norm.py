@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lockstep import precision
 from lockstep.comm import segment
-from lockstep.comm.group import join
 from lockstep.comm.mesh import Mesh
+from lockstep.comm.world import join
 from lockstep.plan import Plan
 from lockstep.testing.pool import WorkerPool
+from lockstep.train import precision
 
 SHAPES = [(40, 7), (40,), (3, 2**16), (1, 5), (), (0, 4), (700, 200)]
 

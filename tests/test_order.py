@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chi2, chisquare
 
-from lockstep.errors import DataError
+from lockstep.base.errors import DataError
 from lockstep.order import Order
 
 seeds = st.integers(0, 2**63 - 1)

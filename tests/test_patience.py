@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.errors import LaunchError
-from lockstep.patience import FIRST_SECONDS, LEAST_SECONDS, LEAST_SECONDS_OUTSIDE, TIMES, Patience
+from lockstep.base.errors import LaunchError
+from lockstep.timeouts import FIRST_SECONDS, LEAST_SECONDS, LEAST_SECONDS_OUTSIDE, TIMES, Patience
 
 
 def test_by_itself_it_is_many_times_what_the_phase_took_and_at_least_minutes() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.errors import PlanError
+from lockstep.base.errors import PlanError
 from lockstep.plan import Plan
 
 

@@ -22,7 +22,7 @@ import pytest
 import torch
 from torch import distributed
 
-from lockstep.errors import LaunchError, PlanError, UserError, WorkerError
+from lockstep.base.errors import LaunchError, PlanError, UserError, WorkerError
 from lockstep.testing import leaks
 from lockstep.testing import pool as pool_module
 from lockstep.testing.pool import WorkerFailed, WorkerPool

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import lockstep as ls
-from lockstep.errors import DataError, RecipeError
+from lockstep.base.errors import DataError, RecipeError
 
 
 def nothing(*_: Any) -> None:

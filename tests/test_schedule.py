@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lockstep as ls
-from lockstep.errors import RecipeError
+from lockstep.base.errors import RecipeError
 
 
 def test_it_rises_in_a_line_then_falls_as_half_a_cosine_and_stays() -> None:

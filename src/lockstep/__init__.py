@@ -8,11 +8,17 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lockstep.collector import collector_paused
-from lockstep.errors import install_excepthook
+from lockstep.base.errors import install_excepthook
+from lockstep.base.garbage import collector_paused
 
 if TYPE_CHECKING:
+    from lockstep.hooks.user_hooks import EarlyStopping as EarlyStopping
+    from lockstep.hooks.user_hooks import ExponentialMovingAverage as ExponentialMovingAverage
+    from lockstep.hooks.user_hooks import Hook as Hook
     from lockstep.launch.spawn import spawn as spawn
+    from lockstep.logging.fingerprint import fingerprint as fingerprint
+    from lockstep.logging.loggers import MLflow as MLflow
+    from lockstep.logging.loggers import WandB as WandB
     from lockstep.plan import Plan as Plan
     from lockstep.recipe import Evaluation as Evaluation
     from lockstep.recipe import Gathered as Gathered
@@ -22,41 +28,35 @@ if TYPE_CHECKING:
     from lockstep.recipe import Stream as Stream
     from lockstep.recipe import Sum as Sum
     from lockstep.recipe import Weights as Weights
+    from lockstep.run import Result as Result
+    from lockstep.run import train as train
     from lockstep.saving import Saving as Saving
     from lockstep.schedule import warmup_cosine as warmup_cosine
-    from lockstep.training.hooks import EarlyStopping as EarlyStopping
-    from lockstep.training.hooks import ExponentialMovingAverage as ExponentialMovingAverage
-    from lockstep.training.hooks import Hook as Hook
-    from lockstep.training.run import Result as Result
-    from lockstep.training.run import train as train
-    from lockstep.training.session import Session as Session
-    from lockstep.watch.fingerprint import fingerprint as fingerprint
-    from lockstep.watch.loggers import MLflow as MLflow
-    from lockstep.watch.loggers import WandB as WandB
+    from lockstep.session import Session as Session
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "EarlyStopping": "lockstep.training.hooks",
+    "EarlyStopping": "lockstep.hooks.user_hooks",
     "Evaluation": "lockstep.recipe",
-    "ExponentialMovingAverage": "lockstep.training.hooks",
+    "ExponentialMovingAverage": "lockstep.hooks.user_hooks",
     "Gathered": "lockstep.recipe",
-    "Hook": "lockstep.training.hooks",
+    "Hook": "lockstep.hooks.user_hooks",
     "Loss": "lockstep.recipe",
-    "MLflow": "lockstep.watch.loggers",
+    "MLflow": "lockstep.logging.loggers",
     "Mean": "lockstep.recipe",
     "Plan": "lockstep.plan",
     "Recipe": "lockstep.recipe",
-    "Result": "lockstep.training.run",
+    "Result": "lockstep.run",
     "Saving": "lockstep.saving",
-    "Session": "lockstep.training.session",
+    "Session": "lockstep.session",
     "Stream": "lockstep.recipe",
     "Sum": "lockstep.recipe",
-    "WandB": "lockstep.watch.loggers",
+    "WandB": "lockstep.logging.loggers",
     "Weights": "lockstep.recipe",
-    "fingerprint": "lockstep.watch.fingerprint",
+    "fingerprint": "lockstep.logging.fingerprint",
     "spawn": "lockstep.launch.spawn",
-    "train": "lockstep.training.run",
+    "train": "lockstep.run",
     "warmup_cosine": "lockstep.schedule",
 }
 

@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.errors import DataError
+from lockstep.base.errors import DataError
 from lockstep.keys import GOLDEN, MIX_FIRST, MIX_SECOND, Stream, key
 
 # Every two rounds divide the bias by about the square root of the domain. Measured over 10 million epochs of 4 and of 5 samples, and

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
-from lockstep.errors import PlanError
+from lockstep.base.errors import PlanError
 
 Numerics = Literal["fast", "bitwise"]
 Sharding = Literal["full", "gradients"]
@@ -31,7 +31,7 @@ SETTINGS = (
 """Those that a plan's text has only where they are not the default."""
 AXES = ("replicate", "shard", "tensor", "pipeline")
 MEASURED = ("threads", "workers", "prefetch")
-"""The settings whose `auto` is chosen by measurement at the start of a run, see `lockstep.training.choosing`."""
+"""The settings whose `auto` is chosen by measurement at the start of a run, see `lockstep.autotune.autotune`."""
 MOST = 1024
 """Threads, loader processes or microbatches ahead: more are a slip of the pen, which would take all memory before it failed."""
 NOT_BUILT_YET = ("context",)

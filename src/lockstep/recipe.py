@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from lockstep.errors import DataError, RecipeError
+from lockstep.base.errors import DataError, RecipeError
 
 if TYPE_CHECKING:
     from torch import Tensor

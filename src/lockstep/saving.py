@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
-from lockstep.errors import CheckpointError, PlanError
-from lockstep.units import duration
+from lockstep.base.errors import CheckpointError, PlanError
+from lockstep.base.units import duration
 
 Resume = Literal["auto", "never", "must"]
 """Where the run directory holds an unfinished run: `auto` goes on with it, `never` refuses; `must` refuses where there is none."""

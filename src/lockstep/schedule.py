@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from lockstep.errors import RecipeError
+from lockstep.base.errors import RecipeError
 
 
 def warmup_cosine(*, warmup: int, total: int, floor: float = 0.0) -> Callable[[int], float]:

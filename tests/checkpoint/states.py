@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from lockstep.checkpoint.blocks import BLOCK_BYTES
+from lockstep.checkpoint.block_hashes import BLOCK_BYTES
 from lockstep.checkpoint.load import Reader
 from lockstep.checkpoint.manifest import Damaged
 from lockstep.checkpoint.saver import Ended, Saver
 from lockstep.checkpoint.store import folder_at
-from lockstep.comm.group import World, join
 from lockstep.comm.mesh import Mesh, whole
+from lockstep.comm.world import World, join
 from lockstep.plan import Plan
 
 SHAPES = {"rows": (7, 5), "columns": (3, 4), "whole": (5,), "few": (2, 3), "step": (), "none": (0, 3), "large": (3 * BLOCK_BYTES // 8, 2)}

@@ -20,13 +20,13 @@ import torch
 from checkpoint.states import ATTEMPT, save, values
 from torch import Tensor
 
-from lockstep.checkpoint.blocks import BLOCK_BYTES, seal
+from lockstep.checkpoint.block_hashes import BLOCK_BYTES, seal
 from lockstep.checkpoint.folder import MANIFEST, Folder, Name
 from lockstep.checkpoint.load import Reader
 from lockstep.checkpoint.manifest import Damaged, File, Manifest, Place
 from lockstep.checkpoint.reading import check
 from lockstep.checkpoint.saver import Saver
-from lockstep.comm.group import World, join
+from lockstep.comm.world import World, join
 from lockstep.testing.pool import WorkerPool
 
 

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from lockstep.checkpoint.blocks import BLOCK_BYTES, Seal, digest, seal
+from lockstep.checkpoint.block_hashes import BLOCK_BYTES, Seal, digest, seal
 from lockstep.checkpoint.manifest import Damaged, File, Manifest, Place, Unreadable
 
 MANIFEST = Manifest(

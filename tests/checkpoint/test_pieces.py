@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from safetensors.torch import load
 
-from lockstep.checkpoint.image import DTYPES, Image
+from lockstep.checkpoint.file_layout import DTYPES, Image
 from lockstep.checkpoint.pieces import Piece, copies, dealt, pieces_of, torch_dtype
 
 

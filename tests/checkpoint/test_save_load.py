@@ -14,12 +14,12 @@ import torch
 from checkpoint.states import ATTEMPT, here, load, save, values
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from lockstep.checkpoint.blocks import BLOCK_BYTES
+from lockstep.checkpoint.block_hashes import BLOCK_BYTES
 from lockstep.checkpoint.folder import MANIFEST, Folder
 from lockstep.checkpoint.load import Reader
 from lockstep.checkpoint.saver import Ended, Saver
-from lockstep.comm.group import join
 from lockstep.comm.mesh import Mesh
+from lockstep.comm.world import join
 from lockstep.plan import Plan
 from lockstep.testing.pool import WorkerPool
 

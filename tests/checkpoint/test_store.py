@@ -18,16 +18,16 @@ import torch
 from checkpoint import states
 from checkpoint.servers import Line, environment, s3
 
+from lockstep.base.errors import RunDirectoryError
 from lockstep.checkpoint import store
-from lockstep.checkpoint.blocks import BLOCK_BYTES, seal
+from lockstep.checkpoint.block_hashes import BLOCK_BYTES, seal
 from lockstep.checkpoint.folder import Folder, Name, Storage
 from lockstep.checkpoint.load import Reader
 from lockstep.checkpoint.manifest import Damaged, File, Manifest
 from lockstep.checkpoint.reading import check
 from lockstep.checkpoint.saver import Ended
 from lockstep.checkpoint.store import PART_BYTES, Store, folder_at
-from lockstep.comm.group import join
-from lockstep.errors import RunDirectoryError
+from lockstep.comm.world import join
 from lockstep.testing.pool import WorkerPool
 
 NAME = Name(40, "0000000a")

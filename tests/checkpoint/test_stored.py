@@ -10,7 +10,7 @@ from checkpoint.states import save, values
 
 from lockstep.checkpoint.folder import Folder
 from lockstep.checkpoint.manifest import Damaged
-from lockstep.checkpoint.stored import Stored
+from lockstep.checkpoint.whole_tensors import Stored
 from lockstep.testing.pool import WorkerPool
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.checkpoint.blocks import BLOCK_BYTES, seal
+from lockstep.checkpoint.block_hashes import BLOCK_BYTES, seal
 from lockstep.checkpoint.folder import MANIFEST, Folder, Name
 from lockstep.checkpoint.manifest import Manifest
 

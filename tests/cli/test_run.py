@@ -82,7 +82,7 @@ def test_when_a_rank_fails_all_stop_within_10_seconds_and_it_is_reported_once(ho
     ("end", "status", "printed"),
     [
         (
-            "from lockstep.errors import DataError; raise DataError('value; rule; remedy')",
+            "from lockstep.base.errors import DataError; raise DataError('value; rule; remedy')",
             2,
             "lockstep: DataError: value; rule; remedy\n",
         ),

@@ -8,11 +8,11 @@ from comm.test_hosts import on_hosts
 from tiers import tier
 from torch import Tensor, distributed
 
-from lockstep.comm.compressed import RoundedSum, Senders
-from lockstep.comm.group import World
+from lockstep.comm.compressed_sum import RoundedSum, Senders
 from lockstep.comm.hosts import Hosts
-from lockstep.comm.rounding import Rounding
-from lockstep.comm.shared import SharedGroup
+from lockstep.comm.quantize import Rounding
+from lockstep.comm.shared_memory import SharedGroup
+from lockstep.comm.world import World
 from lockstep.testing.pool import WorkerPool
 
 LENGTHS = ((0, 0), (1, 3), (255, 0), (256, 1), (257, 10), (5000, 200))

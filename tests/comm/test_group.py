@@ -17,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, distributed
 
-from lockstep.comm.group import World, exact_sum, join
-from lockstep.comm.shared import SharedGroup
-from lockstep.errors import LaunchError
+from lockstep.base.errors import LaunchError
+from lockstep.comm.shared_memory import SharedGroup
+from lockstep.comm.world import World, exact_sum, join
 from lockstep.testing.pool import WorkerPool
 
 COUNTS = {1: [3], 2: [2, 0], 3: [0, 3, 1], 4: [1, 0, 5, 2]}

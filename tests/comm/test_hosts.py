@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.comm import segment
 from lockstep.comm.hosts import Hosts
 from lockstep.comm.segment import ExchangeError, Unavailable
-from lockstep.comm.shared import SharedGroup
+from lockstep.comm.shared_memory import SharedGroup
 from lockstep.testing.pool import WorkerPool
 
 SIZES = (0, 1, 7, 5000, 300_000)

@@ -9,12 +9,12 @@ from datetime import timedelta
 import pytest
 import torch
 
-from lockstep.comm.group import join
-from lockstep.errors import LaunchError
+from lockstep.base.errors import LaunchError
+from lockstep.comm.world import join
 
 
 def test_a_rendezvous_port_in_use_is_an_error_with_status_2_and_no_traceback() -> None:
-    script = "from lockstep.comm.group import join; join(rank=0, size=2, local_rank=0, local_size=2)"
+    script = "from lockstep.comm.world import join; join(rank=0, size=2, local_rank=0, local_size=2)"
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "WORLD_SIZE": "2"}
@@ -47,11 +47,11 @@ def test_a_world_of_one_has_no_process_group() -> None:
 def test_an_error_after_it_is_told_whoever_made_the_process_group(error: str) -> None:
     """Torch's own hook, put in with the group, prints what the hooks before it say only where they return."""
     script = (
-        "import torch.distributed as dist, lockstep.errors\n"
-        "from lockstep.comm.group import join\n"
+        "import torch.distributed as dist, lockstep.base.errors\n"
+        "from lockstep.comm.world import join\n"
         "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
         "for _ in range(2): join(rank=0, size=1, local_rank=0, local_size=1)\n"
-        f"raise getattr(lockstep.errors, '{error}', ValueError)('what was given')\n"
+        f"raise getattr(lockstep.base.errors, '{error}', ValueError)('what was given')\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=50, check=False)
     told, status = ("lockstep: DataError: what was given", 2) if error == "DataError" else ("[rank0]: ValueError: what was given", 1)

@@ -12,8 +12,8 @@ import torch
 from tiers import tier
 
 from lockstep.comm import segment
-from lockstep.comm.group import join
 from lockstep.comm.mesh import Mesh
+from lockstep.comm.world import join
 from lockstep.plan import Plan
 from lockstep.testing.pool import WorkerPool
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, distributed
 
-from lockstep.comm.ordered import OrderedSum, Shares, add
+from lockstep.comm.ordered_sum import OrderedSum, Shares, add
 from lockstep.testing.pool import WorkerPool
 from lockstep.tree import Counter, cover, fold
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lockstep.comm.rounding import BLOCK, Rounding
+from lockstep.comm.quantize import BLOCK, Rounding
 
 NAMES = ("bf16", "fp16", "int8")
 LARGEST = torch.finfo(torch.float32).max

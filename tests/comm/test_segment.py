@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.comm import segment
 from lockstep.comm.segment import ExchangeError, PeerStopped, Unavailable
-from lockstep.comm.shared import SharedGroup
+from lockstep.comm.shared_memory import SharedGroup
 from lockstep.testing.pool import WorkerPool
 from lockstep.testing.worker import loopback_store
 

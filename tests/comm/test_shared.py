@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, distributed
 
-from lockstep.comm import shared
-from lockstep.comm.calls import Call, under_way
-from lockstep.comm.shared import SharedGroup
+from lockstep.comm import shared_memory as shared
+from lockstep.comm.in_flight import Call, under_way
+from lockstep.comm.shared_memory import SharedGroup
 from lockstep.testing.pool import WorkerPool
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8, torch.complex64)

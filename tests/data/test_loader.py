@@ -8,9 +8,9 @@ import torch
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 from lockstep.assignment import microbatches
+from lockstep.base.errors import DataError, WorkerError
 from lockstep.data.fetch import ALIGNMENT_BYTES, Fetcher
 from lockstep.data.loader import CHUNK_POSITIONS, Loader, Span
-from lockstep.errors import DataError, WorkerError
 from lockstep.order import Order
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes")

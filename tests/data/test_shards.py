@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch.utils.data import default_collate
 
 import lockstep as ls
+from lockstep.base.errors import DataError
 from lockstep.data.loader import Span, StreamLoader
 from lockstep.data.shards import Position, samples
-from lockstep.errors import DataError
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes")
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
+from lockstep.base.errors import LaunchError
 from lockstep.data.loader import Loader, Span
-from lockstep.errors import LaunchError
 
 DATA = TensorDataset(torch.arange(10))
 

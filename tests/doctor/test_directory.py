@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.base.errors import RunDirectoryError
 from lockstep.doctor.directory import existing, lines_of, probe, unusable
-from lockstep.errors import RunDirectoryError
 
 
 def verdicts(path: Path) -> dict[str, str]:

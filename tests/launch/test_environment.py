@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from lockstep.errors import LaunchError
+from lockstep.base.errors import LaunchError
 from lockstep.launch.environment import COMPARE_EVERY, Environment
 
 pytestmark = pytest.mark.usefixtures("eight_cores")

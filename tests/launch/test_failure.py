@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lockstep.base.errors import DataError, RecipeError
 from lockstep.comm.segment import PeerDied, PeerStopped
-from lockstep.errors import DataError, RecipeError
 from lockstep.launch.failure import Ending, Failure, Record, account, describe, exit_status, out_of_memory, read_crash, read_torch_record
-from lockstep.parallel.pipeline import StageFailed
+from lockstep.model.pipeline.pipeline import StageFailed
 
 GLOO = "[pair.cc:553] Connection closed by peer [127.0.0.1]:41096. This is typically caused by a remote worker crashing."
 
@@ -52,7 +52,7 @@ def test_a_record_says_what_was_raised_and_where() -> None:
 
 def test_a_user_error_is_marked_and_ends_with_status_2() -> None:
     made = record(DataError("text"))
-    assert (made.kind, made.user_error, made.status) == ("lockstep.errors:DataError", True, 2)
+    assert (made.kind, made.user_error, made.status) == ("lockstep.base.errors:DataError", True, 2)
 
 
 def test_an_error_whose_text_cannot_be_had_is_recorded() -> None:

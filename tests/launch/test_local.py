@@ -17,11 +17,11 @@ import psutil
 import pytest
 
 from lockstep.launch import local, workers
-from lockstep.launch.call import PASSED_ON
 from lockstep.launch.environment import threads_per_process
 from lockstep.launch.failure import Ending
 from lockstep.launch.local import GRACE_SECONDS, run_workers
 from lockstep.launch.rendezvous import LoopbackRendezvous
+from lockstep.launch.spawned_call import PASSED_ON
 
 Starter = Callable[..., Ending]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.errors import LaunchError
+from lockstep.base.errors import LaunchError
 from lockstep.launch.machines import Machines, Place, address_on, address_towards, interface_of
 
 

@@ -8,7 +8,7 @@ import socket
 import psutil
 import pytest
 
-from lockstep.errors import LaunchError
+from lockstep.base.errors import LaunchError
 from lockstep.launch.local import run_workers
 from lockstep.launch.machines import Machines
 from lockstep.launch.rendezvous import Meeting, check_machines

@@ -101,7 +101,7 @@ def test_when_workers_start_again_nothing_is_left_of_those_before(run: Starter, 
 @pytest.mark.parametrize(
     ("end", "status"),
     [
-        ("from lockstep.errors import DataError; raise DataError('value; rule; remedy')", 2),
+        ("from lockstep.base.errors import DataError; raise DataError('value; rule; remedy')", 2),
         ("from lockstep.launch.termination import Preempted; raise Preempted('SIGTERM')", 75),
         ("os.kill(os.getppid(), signal.SIGINT); signal.pause()", 130),
     ],

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.errors import LaunchError
-from lockstep.launch import sbatch
+from lockstep.base.errors import LaunchError
 from lockstep.launch.machines import Machines
-from lockstep.launch.slurm import Batch, JobState, Step, expand_counts, expand_nodes, limit_seconds
+from lockstep.launch.slurm.batch_script import Batch, JobState, Step, expand_counts, expand_nodes, limit_seconds
+from lockstep.launch.slurm.batch_script import commands as sbatch
 
 STEP = {
     "SLURM_JOB_ID": "12",

@@ -116,7 +116,7 @@ def test_a_syntax_error_reads_as_python_shows_it(tmp_path: Path) -> None:
 
 
 def test_a_user_error_ends_with_status_2_and_is_not_printed(tmp_path: Path) -> None:
-    name = script(tmp_path, "from lockstep.errors import DataError; raise DataError('value; rule; remedy')")
+    name = script(tmp_path, "from lockstep.base.errors import DataError; raise DataError('value; rule; remedy')")
     ended, record = work(tmp_path, name)
     assert (ended.returncode, ended.stderr) == (2, "")
     assert record is not None

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lockstep.comm.group import join
 from lockstep.comm.mesh import Mesh
+from lockstep.comm.world import join
 from lockstep.plan import Plan
 
 WIDTH, HEADS, WORDS = 16, 4, 24

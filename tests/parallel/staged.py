@@ -13,19 +13,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lockstep.comm.group import World
+from lockstep.base.errors import LossError
 from lockstep.comm.mesh import Mesh
-from lockstep.errors import LossError
-from lockstep.parallel.build import Deferred, build
-from lockstep.parallel.layout import Built
-from lockstep.parallel.parts import Parts
-from lockstep.parallel.piped import Piped
-from lockstep.parallel.pipeline import PER_RANK, Item, Pipeline, Scored
-from lockstep.parallel.stages import Stages, keep_only, parts_of
-from lockstep.parallel.statistics import RunningStatistics
-from lockstep.parallel.streams import Streams
-from lockstep.parallel.tied import TiedGradients
+from lockstep.comm.world import World
+from lockstep.model.deferred_init import Deferred, build
+from lockstep.model.parallelize import Built
+from lockstep.model.pipeline.pipeline import PER_RANK, Item, Pipeline, Scored
+from lockstep.model.pipeline.stages import Stages, keep_only, parts_of
+from lockstep.model.random_streams import Streams
+from lockstep.model.running_statistics import RunningStatistics
 from lockstep.plan import Plan, Schedule
+from lockstep.train.reducers.pipeline import Piped
+from lockstep.train.reducers.post_backward import Parts
+from lockstep.train.reducers.tied_gradients import TiedGradients
 
 KEY, WIDTH, CONTEXT = 3, 8, 6
 

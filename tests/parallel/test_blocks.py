@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.errors import RecipeError
-from lockstep.parallel.blocks import blocks_of
+from lockstep.base.errors import RecipeError
+from lockstep.model.blocks import blocks_of
 
 
 class Transformer(nn.Module):

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lockstep.keys import key as key_of
-from lockstep.parallel.build import CannotDefer, Deferred, build, keyed
+from lockstep.model.deferred_init import CannotDefer, Deferred, build, keyed
 
 KEY = 2**63 + 11
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt.py"

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep.errors import PlanError, RecipeError
-from lockstep.parallel.data_parallel import cut_over, gpus_of
+from lockstep.base.errors import PlanError, RecipeError
+from lockstep.model.data_parallel import cut_over, gpus_of
 
 
 class Model(nn.Module):

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional as F
 
-from lockstep.errors import LossError
-from lockstep.parallel.logits import Logits, as_logits
+from lockstep.base.errors import LossError
+from lockstep.model.tensor.logits import Logits, as_logits
 from lockstep.testing.pool import WorkerPool
 
 CLASSES = 6

@@ -18,15 +18,15 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from training.subjects import recipe
 
 import lockstep as ls
-from lockstep import precision
-from lockstep.comm.group import World
-from lockstep.errors import PlanError
-from lockstep.parallel.layout import check_devices
-from lockstep.parallel.scatter import OrderedScatter
-from lockstep.parallel.stages import Tied
-from lockstep.parallel.tied import TiedGradients
+from lockstep.base.errors import PlanError
+from lockstep.comm.world import World
+from lockstep.model.parallelize import check_devices
+from lockstep.model.pipeline.stages import Tied
 from lockstep.plan import Plan
 from lockstep.testing.pool import WorkerPool
+from lockstep.train import precision
+from lockstep.train.reducers.fsdp_exchange import OrderedScatter
+from lockstep.train.reducers.tied_gradients import TiedGradients
 
 PLANS = {"shard=2": 2, "shard=3": 3, "replicate=2,shard=2": 4}
 GPU = World(0, 2, 0, 2, ELSEWHERE, owns_group=False)
@@ -59,8 +59,8 @@ def train_offloaded(plan: str, run_dir: str) -> tuple[str, int]:
         return moved
 
     with (
-        patch("lockstep.training.session.check_devices"),
-        patch("lockstep.parallel.shard.CPUOffloadPolicy", unpinned),
+        patch("lockstep.session.check_devices"),
+        patch("lockstep.model.shard.CPUOffloadPolicy", unpinned),
         patch.object(Tensor, "to", copied),
     ):
         return train(f"{plan},offload=yes", run_dir), len(copies)

@@ -24,8 +24,8 @@ from parallel.staged import (
 )
 from parallel.staged import microbatches as rows_of
 
-from lockstep.errors import RecipeError
-from lockstep.parallel.build import build
+from lockstep.base.errors import RecipeError
+from lockstep.model.deferred_init import build
 from lockstep.plan import Schedule
 from lockstep.testing.pool import WorkerPool
 

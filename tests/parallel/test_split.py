@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from parallel.elsewhere import ELSEWHERE, SecondDevice
 from torch import Tensor, nn
 
-from lockstep.errors import PlanError, RecipeError
-from lockstep.parallel.split import Layer, devices_of, layers_of, moved, places, split
-from lockstep.parallel.stages import parts_of
+from lockstep.base.errors import PlanError, RecipeError
+from lockstep.model.device_split import Layer, devices_of, layers_of, moved, places, split
+from lockstep.model.pipeline.stages import parts_of
 
 CPU = torch.device("cpu")
 TWO = [CPU, ELSEWHERE]
@@ -288,7 +288,7 @@ def test_a_cpu_stands_for_any_number_of_devices_and_gpus_must_be_there(monkeypat
 
 def test_the_generator_goes_with_the_activations(monkeypatch: pytest.MonkeyPatch) -> None:
     """What layers on two GPUs draw is what they would draw on one, one after another."""
-    from lockstep.parallel import split as module
+    from lockstep.model import device_split as module
 
     gpus = [torch.device("cuda", 0), torch.device("cuda", 1)]
     generators = [torch.Generator(), torch.Generator()]

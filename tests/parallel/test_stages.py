@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lockstep.errors import RecipeError
-from lockstep.parallel.stages import Stages, Tied, balanced, calls, check_microbatches, keep_only, parts_of
+from lockstep.base.errors import RecipeError
+from lockstep.model.pipeline.stages import Stages, Tied, balanced, calls, check_microbatches, keep_only, parts_of
 
 
 class Named(nn.Module):

@@ -12,10 +12,10 @@ from torch.utils.checkpoint import checkpoint
 from training.subjects import recipe, rows, same, samples_at, sgd, squared_error, state_of
 
 import lockstep as ls
-from lockstep.comm.group import World
+from lockstep.base.errors import RecipeError
 from lockstep.comm.mesh import Mesh
-from lockstep.errors import RecipeError
-from lockstep.parallel.statistics import RunningStatistics
+from lockstep.comm.world import World
+from lockstep.model.running_statistics import RunningStatistics
 from lockstep.plan import Plan
 from lockstep.testing.pool import WorkerPool
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lockstep.parallel.streams import Streams
+from lockstep.model.random_streams import Streams
 
 
 class Parts(nn.Module):

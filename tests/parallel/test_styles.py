@@ -11,8 +11,8 @@ import torch
 from parallel.cut_models import LAYERS, TIED, WIDTH, WORDS, Fused, Model
 from torch import nn
 
-from lockstep.errors import RecipeError
-from lockstep.parallel.styles import kind_of, sizes_of, styles_of
+from lockstep.base.errors import RecipeError
+from lockstep.model.tensor.styles import kind_of, sizes_of, styles_of
 
 
 class Conv1D(nn.Module):

@@ -20,9 +20,9 @@ from training.subjects import FEATURES, OUTPUTS, recipe, rows, same, samples_at,
 
 import lockstep as ls
 from lockstep.assignment import batch_span, microbatches
+from lockstep.base.errors import RecipeError
 from lockstep.comm.mesh import whole
-from lockstep.errors import RecipeError
-from lockstep.parallel.sync_batchnorm import Exchange, adopt
+from lockstep.model.sync_batchnorm import Exchange, adopt
 from lockstep.testing.pool import WorkerPool
 
 pytestmark = pytest.mark.timeout(240)  # some hundred trainings, two processes at a time

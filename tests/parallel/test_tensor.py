@@ -17,17 +17,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from lockstep.base.errors import RecipeError
 from lockstep.comm.mesh import Mesh, whole
-from lockstep.errors import RecipeError
-from lockstep.parallel.build import build
-from lockstep.parallel.layout import Built
-from lockstep.parallel.parts import Parts
-from lockstep.parallel.shard import Shards, shard
-from lockstep.parallel.styles import styles_of
-from lockstep.parallel.tensor import tensor_parallel
-from lockstep.parallel.updates import separate_meshes
-from lockstep.precision import clip
+from lockstep.model.deferred_init import build
+from lockstep.model.parallelize import Built
+from lockstep.model.shard import Shards, shard
+from lockstep.model.tensor.apply import tensor_parallel
+from lockstep.model.tensor.styles import styles_of
 from lockstep.testing.pool import WorkerPool
+from lockstep.train.optimizer_meshes import separate_meshes
+from lockstep.train.precision import clip
+from lockstep.train.reducers.post_backward import Parts
 
 MICROBATCHES = 3
 SUBJECTS: dict[str, tuple[dict[str, Any], Mapping[str, str]]] = {

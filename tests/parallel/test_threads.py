@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep.errors import RecipeError
-from lockstep.parallel.threads import Threads
+from lockstep.base.errors import RecipeError
+from lockstep.model.threads import Threads
 
 WIDTH, SAMPLES = 4, 6
 

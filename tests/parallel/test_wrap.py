@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep.errors import RecipeError
-from lockstep.parallel.wrap import recompute
+from lockstep.base.errors import RecipeError
+from lockstep.model.wrap import recompute
 
 
 class Block(nn.Module):

@@ -8,7 +8,7 @@ import signal
 import sys
 from typing import Any, NoReturn
 
-from lockstep.errors import DataError, UserError
+from lockstep.base.errors import DataError, UserError
 
 RANK = int(os.environ.get("RANK", "-1"))
 

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from training.kept import recipe, run
 
 import lockstep as ls
+from lockstep.base.errors import RecipeError
 from lockstep.checkpoint import foreign
 from lockstep.comm.mesh import held
-from lockstep.errors import RecipeError
-from lockstep.parallel.build import Deferred
-from lockstep.training import starting
-from lockstep.training.starting import Start
-from lockstep.training.state import aliases, tensors_of
+from lockstep.model.deferred_init import Deferred
+from lockstep.train import pretrained as starting
+from lockstep.train.pretrained import Start
+from lockstep.train.state import aliases, tensors_of
 
 GIVEN = recipe()
 

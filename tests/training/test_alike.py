@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from training.subjects import FEATURES, OUTPUTS, recipe
 
 from lockstep import train
-from lockstep.errors import LaunchError, RecipeError
+from lockstep.base.errors import LaunchError, RecipeError
 from lockstep.testing.pool import WorkerPool
 
 PLANS = {"shard=2": 2, "tensor=2": 2, "pipeline=2": 2, "replicate=2,pipeline=2": 4}

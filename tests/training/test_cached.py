@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.training import cached
-from lockstep.training.cached import Measured
+from lockstep.autotune import cache as cached
+from lockstep.autotune.cache import Measured
 
 MEASURED = Measured({"precision": "fp32", "workers": 2}, {"fetch": {"mean": 0.25}}, 1.5)
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.training.choices import (
+from lockstep.autotune.choices import (
     CHEAP,
     MOST_PREFETCH,
     PREFETCH,

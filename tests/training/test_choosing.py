@@ -19,12 +19,12 @@ from training.kept import recipe as kept_recipe
 from training.subjects import FEATURES, OUTPUTS, recipe, rows, squared_error
 
 import lockstep as ls
-from lockstep import precision as precisions
-from lockstep.errors import LockstepError
+from lockstep.autotune import trial
+from lockstep.autotune.trial import Trial
+from lockstep.base.errors import LockstepError
 from lockstep.launch.termination import Preempted
 from lockstep.testing.pool import WorkerPool
-from lockstep.training import trial
-from lockstep.training.trial import Trial
+from lockstep.train import precision as precisions
 
 EVERYTHING = "workers=auto,threads=auto,prefetch=auto"
 

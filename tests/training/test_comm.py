@@ -16,8 +16,8 @@ from training import kept
 from training.subjects import network, recipe, rows
 
 import lockstep as ls
+from lockstep.base.errors import CheckpointError, LossError, RecipeError
 from lockstep.comm import segment
-from lockstep.errors import CheckpointError, LossError, RecipeError
 from lockstep.testing.pool import WorkerPool
 
 NEAR = {"exact": 1e-6, "fp16": 3e-3, "bf16": 3e-2, "int8": 3e-2, "powersgd:1": 0.6, "powersgd:3": 1e-5}

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from training.subjects import network, recipe, rows, sgd, squared_error
 
 import lockstep as ls
+from lockstep.base.errors import LossError, PlanError, RecipeError
 from lockstep.comm.mesh import Mesh
-from lockstep.errors import LossError, PlanError, RecipeError
 from lockstep.launch.termination import Preempted
 from lockstep.plan import Plan
-from lockstep.training.setting import Remark, remarks
+from lockstep.train.set_up import Remark, remarks
 
 
 def features(batch: Sequence[Tensor]) -> Tensor:

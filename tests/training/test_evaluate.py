@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 from training.subjects import recipe, rows, squared_error, state_of
 
 import lockstep as ls
-from lockstep.errors import DataError, LossError
+from lockstep.base.errors import DataError, LossError
 from lockstep.testing.pool import WorkerPool
 
 WORLD_SIZES = (1, 2, 3)

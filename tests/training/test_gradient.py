@@ -19,9 +19,9 @@ from training.subjects import DATA_PLANS, network, recipe, rows, samples_at
 import lockstep as ls
 from lockstep.assignment import batch_span, microbatches, steps_of
 from lockstep.comm.mesh import whole
-from lockstep.precision import autocast
 from lockstep.recipe import Precision
 from lockstep.testing.pool import WorkerPool
+from lockstep.train.precision import autocast
 
 Batch = Sequence[Tensor]
 

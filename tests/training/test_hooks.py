@@ -14,7 +14,7 @@ from torch import Tensor, distributed, nn
 from training.subjects import recipe, rows, same, state_of
 
 import lockstep as ls
-from lockstep.errors import RecipeError
+from lockstep.base.errors import RecipeError
 from lockstep.testing.pool import WorkerPool
 
 
@@ -194,9 +194,9 @@ def test_hooks_refuse_what_makes_no_sense_when_they_are_made(make: Any, message:
 @pytest.mark.parametrize(
     ("hooks", "message"),
     [
-        ([ls.Hook], "hooks has <class 'lockstep.training.hooks.Hook'>; a hook is an object of a subclass of ls.Hook; make it one"),
+        ([ls.Hook], "hooks has <class 'lockstep.hooks.user_hooks.Hook'>; a hook is an object of a subclass of ls.Hook; make it one"),
         (3, "hooks has 3; a hook is an object"),
-        (ls.EarlyStopping(), "hooks=<lockstep.training.hooks.EarlyStopping object at "),
+        (ls.EarlyStopping(), "hooks=<lockstep.hooks.user_hooks.EarlyStopping object at "),
     ],
 )
 def test_what_is_no_hook_is_refused(tmp_path: Path, hooks: Any, message: str) -> None:

@@ -21,9 +21,9 @@ from torch import nn
 from training.subjects import adamw, network, recipe, rows, same, squared_error, state_of
 
 import lockstep as ls
+from lockstep.base.errors import CheckpointError
 from lockstep.checkpoint.folder import MANIFEST, Folder
 from lockstep.checkpoint.manifest import Manifest
-from lockstep.errors import CheckpointError
 from lockstep.launch.termination import Preempted
 from lockstep.testing.pool import WorkerPool
 

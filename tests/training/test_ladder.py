@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.errors import PlanError, RunDirectoryError
+from lockstep.base.errors import PlanError, RunDirectoryError
+from lockstep.hooks.fallbacks import FILE, RUNGS, Remembered, changes, more_to_change, next_plan, said
 from lockstep.plan import Plan
 from lockstep.saving import OutOfMemory
-from lockstep.training.ladder import FILE, RUNGS, Remembered, changes, more_to_change, next_plan, said
 
 FAILURE = {"step": 3, "rank": 1, "error": "OutOfMemoryError: 2.00 GiB", "then": "checkpointing=full"}
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from training.subjects import network, recipe, rows, same, samples_at, squared_error
 
 import lockstep as ls
-from lockstep.errors import LossError
+from lockstep.base.errors import LossError
 from lockstep.testing.pool import WorkerPool
-from lockstep.training.loss import Weights, contribution, measured, weights_of
+from lockstep.train.loss import Weights, contribution, measured, weights_of
 
 W = torch.ones((), requires_grad=True)
 

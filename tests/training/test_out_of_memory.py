@@ -19,10 +19,10 @@ from training.scarce import run
 from training.subjects import network, recipe, rows, sgd, squared_error
 
 import lockstep as ls
-from lockstep.errors import PlanError, RecipeError, RunDirectoryError
+from lockstep.base.errors import PlanError, RecipeError, RunDirectoryError
+from lockstep.hooks.fallbacks import FILE
 from lockstep.launch.failure import out_of_memory
 from lockstep.testing.pool import WorkerPool
-from lockstep.training.ladder import FILE
 
 AT = 3
 GOES_ON = "lockstep: the run in {} goes on from step 3 with {} when the same command is given again, with that run directory"

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 from training.subjects import learned, rows
 
 import lockstep as ls
-from lockstep.errors import UserError
+from lockstep.base.errors import UserError
 from lockstep.recipe import Precision
 from lockstep.testing.pool import WorkerPool
 

@@ -15,7 +15,7 @@ from training.subjects import rows
 from training.test_pipeline_axis import recipe
 
 import lockstep as ls
-from lockstep.errors import LossError
+from lockstep.base.errors import LossError
 from lockstep.testing.pool import WorkerPool
 
 Batch = Sequence[Tensor]

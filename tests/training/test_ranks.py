@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from training.subjects import recipe, rows, squared_error
 
 import lockstep as ls
+from lockstep.hooks.stragglers import LOOK_SECONDS, next_look
 from lockstep.launch.termination import Preempted
+from lockstep.logging.stream_times import StreamTimes
 from lockstep.testing.pool import WorkerPool
-from lockstep.training.ranks import LOOK_SECONDS, next_look
-from lockstep.watch.stream_times import StreamTimes
 
 
 def busy(seconds: float) -> None:
@@ -50,7 +50,7 @@ def slowly(run_dir: str, plan: str, part: str, slow_rank: int) -> None:
 
     data = Samples(0.0025 * (is_slow and part == "data"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lockstep.watch.stragglers.LONG_SECONDS", 0.5)
+        patch.setattr("lockstep.hooks.straggler_rule.LONG_SECONDS", 0.5)
         ls.train(recipe(data=data, loss=loss, steps=40, global_batch=16, microbatch=4), run_dir=run_dir, plan=plan, log_every=10)
 
 
@@ -103,7 +103,7 @@ class Stops(ls.Hook):
 
 def test_lines_of_steps_that_are_done_again_are_taken_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "run"
-    monkeypatch.setattr("lockstep.training.ranks.LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("lockstep.hooks.stragglers.LOOK_SECONDS", 0.0)
     with pytest.raises(Preempted):
         ls.train(recipe(steps=20), run_dir=str(run), hooks=[Stops()], log_every=1)
     with (run / "ranks.jsonl").open("a") as file:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.comm.group import World
-from lockstep.errors import RunDirectoryError
-from lockstep.training import recorder
-from lockstep.training.recorder import Recorder
+from lockstep.base.errors import RunDirectoryError
+from lockstep.comm.world import World
+from lockstep.logging import recorder
+from lockstep.logging.recorder import Recorder
 
 
 class Apart(World):

@@ -12,10 +12,10 @@ from hypothesis import given
 from training.subjects import recipe
 
 import lockstep as ls
+from lockstep.base.errors import DivergenceError
 from lockstep.checkpoint.folder import Folder
-from lockstep.errors import DivergenceError
+from lockstep.hooks.replica_audit import checksum, difference, mixed
 from lockstep.testing.pool import WorkerPool
-from lockstep.training.replicas import checksum, difference, mixed
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.complex64)
 

@@ -19,9 +19,9 @@ from torch import Tensor, distributed, nn
 from training.subjects import network, recipe, rows, same, squared_error, state_of
 
 import lockstep as ls
-from lockstep.errors import DataError, LockstepError, LossError, PlanError, RecipeError, RunDirectoryError
+from lockstep.base.errors import DataError, LockstepError, LossError, PlanError, RecipeError, RunDirectoryError
 from lockstep.testing.pool import WorkerPool
-from lockstep.training.setting import check_same
+from lockstep.train.set_up import check_same
 
 
 class Final(ls.Hook):

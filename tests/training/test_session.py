@@ -15,8 +15,8 @@ from torch.nn.functional import softplus
 from training.subjects import FEATURES, adamw, network, recipe, rows, same, sgd, squared_error, state_of
 
 import lockstep as ls
-from lockstep.errors import LockstepError, RecipeError, RunDirectoryError
-from lockstep.events import EventLog
+from lockstep.base.errors import LockstepError, RecipeError, RunDirectoryError
+from lockstep.base.events import EventLog
 from lockstep.testing.pool import WorkerPool
 
 NOISE = 4

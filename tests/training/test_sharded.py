@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from training.subjects import network, recipe, rows, sgd, squared_error
 
 import lockstep as ls
-from lockstep.errors import RecipeError
+from lockstep.base.errors import RecipeError
 from lockstep.testing.pool import WorkerPool
 
 PLANS = {"shard=2": 2, "shard=3": 3, "replicate=2,shard=2": 4}

@@ -5,10 +5,10 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
 from lockstep.assignment import Deal
-from lockstep.comm.group import World
 from lockstep.comm.mesh import Mesh
+from lockstep.comm.world import World
 from lockstep.data.loader import Loader
-from lockstep.training.source import Length, from_data, from_indices
+from lockstep.train.microbatches import Length, from_data, from_indices
 
 CPU = torch.device("cpu")
 

@@ -17,8 +17,8 @@ from torch.utils.data import TensorDataset
 from training.subjects import recipe
 
 import lockstep as ls
-from lockstep.errors import RecipeError
-from lockstep.parallel import layout
+from lockstep.base.errors import RecipeError
+from lockstep.model import parallelize as layout
 
 WIDTH, VOCABULARY, LENGTH = 8, 11, 5
 PLANS = ["split=2", "split=3", "split=0+4", "split=1+3", "split=2,checkpointing=full"]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from training.subjects import recipe, squared_error
 
 import lockstep as ls
-from lockstep.errors import MismatchError
+from lockstep.base.errors import MismatchError
 from lockstep.testing.pool import WorkerPool
 
 

@@ -19,13 +19,13 @@ from training.test_source import CPU, a_mesh
 
 import lockstep as ls
 from lockstep.assignment import Deal
+from lockstep.base.errors import CheckpointError, DataError, LossError, RecipeError
 from lockstep.data.loader import StreamLoader
 from lockstep.data.shards import Position
-from lockstep.errors import CheckpointError, DataError, LossError, RecipeError
 from lockstep.testing.pool import WorkerPool
-from lockstep.training.source import Length, from_stream, positions_in
+from lockstep.train.microbatches import Length, from_stream, positions_in
 from lockstep.verify import records
-from lockstep.watch.tracing import Tracing
+from lockstep.verify.trace_request import Tracing
 
 
 def length_of(shard: int, epoch: int) -> int:

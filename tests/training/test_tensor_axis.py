@@ -16,8 +16,8 @@ from torch.utils.data import TensorDataset
 from training.subjects import recipe, rows, squared_error, state_of
 
 import lockstep as ls
+from lockstep.base.errors import RecipeError
 from lockstep.comm.mesh import held
-from lockstep.errors import RecipeError
 from lockstep.testing.pool import WorkerPool
 
 PLANS = {"tensor=2": 2, "tensor=3": 3, "replicate=2,tensor=2": 4, "shard=2,tensor=2": 4, "tensor=2,checkpointing=full": 2}

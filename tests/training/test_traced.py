@@ -14,12 +14,12 @@ from training.subjects import network, recipe, rows, sgd
 
 import lockstep as ls
 from lockstep.testing.pool import WorkerPool
-from lockstep.training.pair import Pair
-from lockstep.training.step import Step
+from lockstep.train.step import Step
+from lockstep.train.train_module import Pair
 from lockstep.verify import records
 from lockstep.verify.compare import compare
+from lockstep.verify.trace_request import Tracing
 from lockstep.verify.yardstick import Yardstick, distance
-from lockstep.watch.tracing import Tracing
 
 
 class Seen(ls.Hook):

@@ -17,7 +17,7 @@ from training.subjects import adamw, recipe, rows, same, samples_at, squared_err
 
 import lockstep as ls
 from lockstep.assignment import share
-from lockstep.errors import LossError
+from lockstep.base.errors import LossError
 from lockstep.testing.pool import WorkerPool
 
 WORLD_SIZES = (1, 2, 3)

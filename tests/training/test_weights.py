@@ -17,7 +17,7 @@ from training.started import computed, read_bytes, started, started_apart, their
 from training.subjects import sgd
 
 import lockstep as ls
-from lockstep.errors import RecipeError
+from lockstep.base.errors import RecipeError
 from lockstep.testing.pool import WorkerPool
 
 

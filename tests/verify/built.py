@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep.verify.records import Mark, Marks, Rank, Step, Trace
-from lockstep.watch.trace import mark
+from lockstep.verify.trace import mark
 
 
 class Built(Trace):

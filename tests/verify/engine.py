@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from lockstep.assignment import share
 from lockstep.keys import key
 from lockstep.verify import records
+from lockstep.verify.perturb import change_model
 from lockstep.verify.records import Trace
-from lockstep.watch.trace import Tracer
-from lockstep.watch.tracing import Tracing
-from lockstep.watch.twin import change_model
+from lockstep.verify.trace import Tracer
+from lockstep.verify.trace_request import Tracing
 
 SAMPLES = 64
 FEATURES = 6

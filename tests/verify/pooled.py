@@ -14,15 +14,15 @@ from queue import SimpleQueue
 from typing import Any
 from unittest.mock import patch
 
-from lockstep.errors import USER_ERROR_STATUS, UserError, WorkerError
+from lockstep.base.errors import USER_ERROR_STATUS, UserError, WorkerError
 from lockstep.testing.pool import WorkerPool
 from lockstep.verify.records import read
 from lockstep.verify.run import Ended, Runner, asked
-from lockstep.verify.twins import Job, parse_plans
+from lockstep.verify.runs_to_take import Job, parse_plans
 from lockstep.verify.verdict import Report, Verification, Wanted
 
 MOST_PROCESSES = 8
-PRELOADED = ("torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed.tensor.parallel", "lockstep.training.traced")
+PRELOADED = ("torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed.tensor.parallel", "lockstep.verify.probe")
 
 
 class Pooled(Runner):

@@ -10,9 +10,9 @@ import pytest
 from matrix import MODELS, PLANS, PRECISIONS, REFUSED, SCRIPT, faults, plans_of
 from verify.pooled import run_script, verified
 
-from lockstep.errors import RecipeError
+from lockstep.base.errors import RecipeError
 from lockstep.testing.pool import WorkerPool
-from lockstep.verify.twins import parse_plans
+from lockstep.verify.runs_to_take import parse_plans
 
 CUT = {
     ("gpt-dropout", "fp32"): ["shard=2", "tensor=2", "pipeline=2", "split=2"],

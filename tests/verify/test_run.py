@@ -15,7 +15,7 @@ import pytest
 
 from lockstep.plan import Plan
 from lockstep.verify.run import Runner
-from lockstep.verify.twins import Job
+from lockstep.verify.runs_to_take import Job
 
 
 def job(name: str, processes: int = 1, **given: Any) -> Job:

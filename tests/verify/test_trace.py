@@ -13,13 +13,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from lockstep.errors import LaunchError
-from lockstep.verify import records
+from lockstep.base.errors import LaunchError
+from lockstep.verify import records, trace
 from lockstep.verify.records import Mark
+from lockstep.verify.trace import TensorFile, Tracer, mark, project
+from lockstep.verify.trace_request import Tracing
 from lockstep.verify.yardstick import distance
-from lockstep.watch import trace
-from lockstep.watch.trace import TensorFile, Tracer, mark, project
-from lockstep.watch.tracing import Tracing
 
 
 def marked(name: str, tensor: Tensor) -> Mark:

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.watch.tracing import Tracing
-from lockstep.watch.twin import Islands, add_noise, change_batch, change_defaults, change_model, to_float64
+from lockstep.verify.perturb import Islands, add_noise, change_batch, change_defaults, change_model, to_float64
+from lockstep.verify.trace_request import Tracing
 
 
 @pytest.fixture(autouse=True)

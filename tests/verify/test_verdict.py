@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from verify import faults
 from verify.engine import Engine, Network
 
-from lockstep.errors import LaunchError, PlanError
+from lockstep.base.errors import LaunchError, PlanError
 from lockstep.plan import Plan
 from lockstep.verify.page import page
 from lockstep.verify.run import Ended
-from lockstep.verify.twins import (
+from lockstep.verify.runs_to_take import (
     Job,
     alone,
     common_microbatch,

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lockstep.errors import RecipeError
-from lockstep.watch import fingerprint as module
-from lockstep.watch.fingerprint import fingerprint
+from lockstep.base.errors import RecipeError
+from lockstep.logging import fingerprint as module
+from lockstep.logging.fingerprint import fingerprint
 
 NUMPY_TYPES = {
     "float64": "<f8",

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.watch.flops import Flops, is_compiled, peak
+from lockstep.logging.flops import Flops, is_compiled, peak
 
 
 @pytest.mark.parametrize(

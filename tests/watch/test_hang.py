@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from lockstep.comm.calls import Call
-from lockstep.patience import Patience
-from lockstep.watch.hang import Hang, enclosing, judged
-from lockstep.watch.phases import FADES
-from lockstep.watch.place import Doing, Frame, Place, doing
+from lockstep.comm.in_flight import Call
+from lockstep.hooks.hang.report import Hang, enclosing, judged
+from lockstep.hooks.hang.snapshot import Doing, Frame, Place, doing
+from lockstep.logging.phases import FADES
+from lockstep.timeouts import Patience
 
 REDUCE = Call("all_reduce", "default_pg", 7, "float32 (4,)")
 USER, TORCH = Frame("/home/me/train.py", 12, "loss"), Frame("/site-packages/torch/distributed/distributed_c10d.py", 9, "all_reduce")

@@ -12,9 +12,9 @@ import pytest
 from training.subjects import recipe, rows
 
 import lockstep as ls
-from lockstep.errors import UserError
+from lockstep.base.errors import UserError
+from lockstep.logging.loggers import Loggers
 from lockstep.testing.pool import WorkerPool
-from lockstep.watch.loggers import Loggers
 
 
 class Notes:
@@ -95,7 +95,7 @@ def test_training_does_not_wait_for_a_logger(tmp_path: Path) -> None:
 def test_a_logger_that_does_not_come_to_an_end_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("lockstep.watch.loggers.END_SECONDS", 0.2)
+    monkeypatch.setattr("lockstep.logging.loggers.END_SECONDS", 0.2)
     never = threading.Event()
     ls.train(recipe(steps=2), run_dir=str(tmp_path / "run"), loggers=[Notes(waits_for=never)])
     assert "Notes had not taken all of this run 0 s after its end; the rest is lost there" in capfd.readouterr().err

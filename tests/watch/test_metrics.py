@@ -16,10 +16,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.errors import DataError, RunDirectoryError
-from lockstep.events import Event, EventLog
-from lockstep.watch.event_file import EventFile
-from lockstep.watch.metrics import MetricsLog
+from lockstep.base.errors import DataError, RunDirectoryError
+from lockstep.base.events import Event, EventLog
+from lockstep.logging.event_file import EventFile
+from lockstep.logging.metrics import MetricsLog
 
 with pytest.MonkeyPatch.context() as patch:
     patch.setenv("CRC32C_SW_MODE", "auto")  # which the import sets, for good

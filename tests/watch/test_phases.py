@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lockstep.watch.phases import FADES, Phases
+from lockstep.logging.phases import FADES, Phases
 
 
 class Clock:

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor, wait
 
 import torch.distributed.distributed_c10d as torch_exchanges
 
-from lockstep.comm import waits
-from lockstep.watch.place import Frame, called_in, look
+from lockstep.comm import wait_times as waits
+from lockstep.hooks.hang.snapshot import Frame, called_in, look
 
 MINE = Frame("train.py", 3, "main")
 RECV = Frame(torch_exchanges.__file__, 1, "recv")

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import pytest
 
-from lockstep.watch.progress import Progress, _duration
+from lockstep.logging.progress import Progress, _duration
 
 
 class Clock:

@@ -19,13 +19,13 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from lockstep.errors import RecipeError, RunDirectoryError
-from lockstep.watch.rundir import RunDirectory, check_tensors, default_run_path, describe_environment
+from lockstep.base.errors import RecipeError, RunDirectoryError
+from lockstep.logging.run_directory import RunDirectory, check_tensors, default_run_path, describe_environment
 
 HOLDER = """
 import os, sys
 from pathlib import Path
-from lockstep.watch.rundir import RunDirectory
+from lockstep.logging.run_directory import RunDirectory
 
 directory = RunDirectory.create(Path(sys.argv[1]))
 if sys.argv[2] == "forks" and os.fork() == 0:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lockstep.watch.stragglers import LONG_SECONDS, PARTS, TIMES, WINDOWS, Stragglers, slow
+from lockstep.hooks.straggler_rule import LONG_SECONDS, PARTS, TIMES, WINDOWS, Stragglers, slow
 
 USUAL = {"data": 0.1, "compute": 1.0, "hooks": 0.01}
 

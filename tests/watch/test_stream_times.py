@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from lockstep.watch.phases import Phases
-from lockstep.watch.stream_times import StreamTimes
+from lockstep.logging.phases import Phases
+from lockstep.logging.stream_times import StreamTimes
 
 
 class Gpu:

@@ -9,8 +9,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from lockstep.errors import LaunchError
-from lockstep.watch.timeline import Parts, Span, heaviest, length, merged, parts, steps_of, union, without
+from lockstep.base.errors import LaunchError
+from lockstep.hooks.timeline import Parts, Span, heaviest, length, merged, parts, steps_of, union, without
 
 TRAINS, OTHER = 7, 8
 WINDOW = (0.0, 100.0)

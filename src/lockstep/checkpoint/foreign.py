@@ -14,10 +14,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from lockstep.base.errors import RecipeError
+from lockstep.checkpoint.file_layout import DTYPES
 from lockstep.checkpoint.folder import MANIFEST
-from lockstep.checkpoint.image import DTYPES
 from lockstep.checkpoint.pieces import Box
-from lockstep.errors import RecipeError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -16,14 +16,14 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.blocks import BLOCK_BYTES, Seal
+from lockstep.checkpoint.block_hashes import BLOCK_BYTES, Seal
+from lockstep.checkpoint.file_layout import DTYPES
 from lockstep.checkpoint.folder import Name, Storage
-from lockstep.checkpoint.image import DTYPES
 from lockstep.checkpoint.manifest import Damaged, Unreachable, Unreadable
 from lockstep.checkpoint.pieces import Copy, Piece, copies, torch_dtype
 from lockstep.checkpoint.reading import read_block, read_manifest
-from lockstep.comm.group import World
 from lockstep.comm.mesh import held
+from lockstep.comm.world import World
 
 T = TypeVar("T")
 SMALL_BYTES = 64 << 10

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.checkpoint.blocks import Seal, digest
-from lockstep.errors import LockstepError
+from lockstep.base.errors import LockstepError
+from lockstep.checkpoint.block_hashes import Seal, digest
 
 FORMAT = 1
 

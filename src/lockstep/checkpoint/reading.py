@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-from lockstep.checkpoint.blocks import BLOCK_BYTES, Seal, digest
+from lockstep.checkpoint.block_hashes import BLOCK_BYTES, Seal, digest
 from lockstep.checkpoint.folder import MANIFEST, Name, Storage
 from lockstep.checkpoint.manifest import Damaged, Manifest, Unreachable
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.blocks import cut, seal
+from lockstep.checkpoint.block_hashes import cut, seal
+from lockstep.checkpoint.file_layout import Image
 from lockstep.checkpoint.folder import Name, Storage
-from lockstep.checkpoint.image import Image
 from lockstep.checkpoint.manifest import File, Manifest, Place, merged
 from lockstep.checkpoint.pieces import pieces_of
 from lockstep.checkpoint.writer import note

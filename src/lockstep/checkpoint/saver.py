@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.image import Image
+from lockstep.checkpoint.file_layout import Image
 from lockstep.checkpoint.pieces import Piece, dealt, pieces_of, torch_dtype
 from lockstep.checkpoint.store import folder_at
-from lockstep.comm.group import World
 from lockstep.comm.mesh import held
+from lockstep.comm.world import World
 
 END_SECONDS = 5.0
 """For the process that writes, once it is told to end."""

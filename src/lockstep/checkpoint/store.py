@@ -15,8 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from lockstep.base.errors import RunDirectoryError
 from lockstep.checkpoint.folder import MANIFEST, Folder, Name, Storage
-from lockstep.errors import RunDirectoryError
 
 PART_BYTES = 16 << 20
 """Of an upload: what is in memory at once. S3 takes 10,000 parts."""

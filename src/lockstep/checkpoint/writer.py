@@ -19,7 +19,7 @@ import threading
 import time
 from typing import Any
 
-from lockstep.checkpoint.blocks import Seal, cut, digest
+from lockstep.checkpoint.block_hashes import Seal, cut, digest
 from lockstep.checkpoint.folder import Name, Storage
 from lockstep.checkpoint.manifest import File, Manifest, Place, merged
 from lockstep.checkpoint.retain import retired

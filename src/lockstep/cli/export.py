@@ -8,13 +8,13 @@ from pathlib import Path
 
 import click
 
-from lockstep.checkpoint.image import Image
+from lockstep.base.errors import CheckpointError
+from lockstep.checkpoint.file_layout import Image
 from lockstep.checkpoint.manifest import Damaged, Unreachable, Unreadable
 from lockstep.checkpoint.pieces import Piece
 from lockstep.checkpoint.reading import check
-from lockstep.checkpoint.stored import Model, SavedModel, Stored
+from lockstep.checkpoint.whole_tensors import Model, SavedModel, Stored
 from lockstep.cli.target import MODEL, Target, fingerprint, reachable
-from lockstep.errors import CheckpointError
 
 
 @click.command("export")

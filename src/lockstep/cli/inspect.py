@@ -11,12 +11,12 @@ from typing import Any
 
 import click
 
+from lockstep.base.units import size
 from lockstep.checkpoint.folder import MANIFEST, Name, Storage
 from lockstep.checkpoint.manifest import Damaged, Unreachable, Unreadable
 from lockstep.checkpoint.reading import check
-from lockstep.checkpoint.stored import SavedModel, Stored
+from lockstep.checkpoint.whole_tensors import SavedModel, Stored
 from lockstep.cli.target import MODEL, Target, fingerprint, reachable
-from lockstep.units import size
 
 _TOLD = {
     "run-started": "started", "resumed": "resumed", "weights-loaded": "took others' weights", "rescued": "rescued",

@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 import click
 
 from lockstep import __version__
-from lockstep.errors import USER_ERROR_STATUS
+from lockstep.base.errors import USER_ERROR_STATUS
 
 _COMMANDS = ("run", "verify", "report", "doctor", "inspect", "export", "slurm")
 
@@ -58,7 +58,7 @@ def _commands() -> None:
 def main() -> None:
     """Run the command line, and end the process with its status: 2 and one message for a user's mistake.
 
-    A `UserError` goes through: `lockstep.errors.install_excepthook` has seen to it.
+    A `UserError` goes through: `lockstep.base.errors.install_excepthook` has seen to it.
     """
     _open_closed_streams()
     if isinstance(getattr(sys.stdout, "buffer", None), io.RawIOBase):

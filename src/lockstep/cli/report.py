@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from lockstep.errors import LaunchError
+from lockstep.base.errors import LaunchError
 from lockstep.report.page import GENERATOR, page
 from lockstep.report.read import read_runs
 from lockstep.report.tables import as_json as told

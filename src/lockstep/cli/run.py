@@ -14,19 +14,19 @@ from typing import get_args
 
 import click
 
-from lockstep.collector import collector_paused
-from lockstep.errors import LaunchError, say
+from lockstep.base.errors import LaunchError, say
+from lockstep.base.garbage import collector_paused
+from lockstep.base.units import seconds
+from lockstep.hooks.timeline import steps_of
 from lockstep.launch.count import count_processes
 from lockstep.launch.environment import check_run_dir
 from lockstep.launch.machines import Machines, Place
-from lockstep.launch.sbatch import machines_of
 from lockstep.launch.script import check_module, check_script
-from lockstep.launch.slurm import Step
-from lockstep.patience import OnHang, Patience
+from lockstep.launch.slurm.batch_script import Step
+from lockstep.launch.slurm.commands import machines_of
 from lockstep.plan import Plan
 from lockstep.saving import OutOfMemory, Resume, interval
-from lockstep.units import seconds
-from lockstep.watch.timeline import steps_of
+from lockstep.timeouts import OnHang, Patience
 
 
 @click.command("run", context_settings={"allow_interspersed_args": False})
@@ -144,7 +144,7 @@ def command(
 
     with collector_paused(), _without_warnings_of_stores() if machines is not None else nullcontext():
         from lockstep.launch.local import run_workers  # imports torch: after all that can be checked without it
-        from lockstep.watch.rundir import default_run_path
+        from lockstep.logging.run_directory import default_run_path
 
     worker = [sys.executable, "-P", "-m", "lockstep.launch.worker"]
     asked = [*(["-m"] if is_module else []), script]

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import click
 
+from lockstep.base.errors import LaunchError
+from lockstep.base.units import seconds
 from lockstep.cli import run as run_command
-from lockstep.errors import LaunchError
-from lockstep.launch.sbatch import follow, submit
 from lockstep.launch.script import check_script
-from lockstep.launch.slurm import Batch
-from lockstep.units import seconds
+from lockstep.launch.slurm.batch_script import Batch
+from lockstep.launch.slurm.commands import follow, submit
 
 _BEGINS = "#!/bin/bash\n#SBATCH "
 """Batch scripts."""

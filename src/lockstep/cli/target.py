@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep.base.errors import CheckpointError
 from lockstep.checkpoint.folder import Name, Storage
 from lockstep.checkpoint.store import folder_at
-from lockstep.checkpoint.stored import Model
-from lockstep.errors import CheckpointError
-from lockstep.watch.record import Record, digest
+from lockstep.checkpoint.whole_tensors import Model
+from lockstep.logging.fingerprint_bytes import Record, digest
 
 RESULT = "result.json"
 MODEL = "model.safetensors"

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lockstep.errors import USER_ERROR_STATUS, LaunchError
+from lockstep.base.errors import USER_ERROR_STATUS, LaunchError
 from lockstep.launch.script import check_module, check_script
-from lockstep.verify.twins import parse_plans
+from lockstep.verify.runs_to_take import parse_plans
 
 if TYPE_CHECKING:
     from lockstep.verify.verdict import Report, Verdict

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 
 from lockstep.comm.segment import Unavailable
-from lockstep.comm.shared import SharedGroup
+from lockstep.comm.shared_memory import SharedGroup
 
 
 class Hosts:

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.assignment import Deal
-from lockstep.comm.group import World
 from lockstep.comm.hosts import Hosts, forget_hosts
-from lockstep.comm.shared import SharedGroup
+from lockstep.comm.shared_memory import SharedGroup
+from lockstep.comm.world import World
 from lockstep.plan import Plan
 
 if TYPE_CHECKING:

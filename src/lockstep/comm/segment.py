@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.errors import LockstepError
+from lockstep.base.errors import LockstepError
 
 # A cache line for each rank's words, so that one rank's store does not slow another's load.
 LINE_BYTES = 64

@@ -15,8 +15,8 @@ from torch.utils.data import Subset, TensorDataset, default_collate
 from torch.utils.data._utils.collate import collate as collate_with
 from torch.utils.data._utils.collate import default_collate_fn_map
 
+from lockstep.base.errors import DataError
 from lockstep.data.generators import seed_generators
-from lockstep.errors import DataError
 from lockstep.keys import Stream, key
 
 CPU = torch.device("cpu")

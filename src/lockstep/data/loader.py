@@ -13,13 +13,13 @@ import numpy as np
 import torch
 
 from lockstep import assignment
+from lockstep.base.errors import DataError
 from lockstep.data import shards
 from lockstep.data.device import pin
 from lockstep.data.fetch import Fetcher, Request
 from lockstep.data.isolation import Isolation
 from lockstep.data.structure import difference, structure
 from lockstep.data.workers import Workers
-from lockstep.errors import DataError
 from lockstep.order import Order
 from lockstep.recipe import Stream
 

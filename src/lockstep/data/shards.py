@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lockstep import keys
+from lockstep.base.errors import DataError
 from lockstep.data.fetch import CPU, batch_of, some
 from lockstep.data.generators import seed_generators
-from lockstep.errors import DataError
 from lockstep.keys import key
 from lockstep.order import Order
 from lockstep.recipe import Stream

@@ -20,9 +20,9 @@ import torch
 from torch.multiprocessing import _prctl_pr_set_pdeathsig, get_sharing_strategy  # type: ignore[attr-defined]
 from torch.utils.data import DataLoader, Dataset
 
+from lockstep.base.errors import LaunchError, WorkerError
 from lockstep.data.fetch import Fetcher
 from lockstep.data.shards import StreamFetcher
-from lockstep.errors import LaunchError, WorkerError
 
 _MOST_SOCKET_BYTES = 107 if sys.platform == "linux" else 103
 """Of a socket's path, as the system's `sockaddr_un` has room for."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lockstep.comm.group import all_gather_single
+from lockstep.comm.world import all_gather_single
 from lockstep.doctor.board import Board
 from lockstep.doctor.definitions import COLLECTIVES, Case, Collective, DataType, Operation, cases, given, held, root
 

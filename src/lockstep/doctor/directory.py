@@ -17,9 +17,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from lockstep.base.errors import RunDirectoryError
 from lockstep.doctor.line import Line, Verdict, duration, size
 from lockstep.doctor.machine import CLOCK_SECONDS
-from lockstep.errors import RunDirectoryError
 
 Rename = Callable[[Path, Path], object]
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.group import World, join
+from lockstep.comm.world import World, join
 from lockstep.doctor import collectives, timing
 from lockstep.doctor.board import Board
 from lockstep.doctor.definitions import subgroups

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from lockstep.errors import LaunchError
+from lockstep.base.errors import LaunchError
 from lockstep.plan import AXES, Plan, Size
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, cast, get_args
 
-from lockstep.errors import LaunchError, RunDirectoryError
+from lockstep.base.errors import LaunchError, RunDirectoryError
 
 ALIKE = ("plan", "resume", "save_every", "out_of_memory", "may_differ", "hang_after", "on_hang", "compare_every", "profile", "check")
 """What is the same for all processes of a run: by it they know which exchanges come."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from lockstep.errors import USER_ERROR_STATUS, LockstepError, UserError
+from lockstep.base.errors import USER_ERROR_STATUS, LockstepError, UserError
 from lockstep.launch.termination import HUNG_STATUS, PREEMPTED_STATUS
 
 # Errors of a process that was healthy until another one went away, or said that it failed. They are never the cause where another rank
@@ -68,7 +68,7 @@ class Record:
     traceback: str
     """Python's full text, without the launcher's own frames."""
     user_error: bool
-    """A `lockstep.errors.UserError`: shown as its message alone."""
+    """A `lockstep.base.errors.UserError`: shown as its message alone."""
     peer_lost: bool
     """It, or what it was raised from, is an error of the connection to another process."""
 

@@ -27,7 +27,7 @@ from torch.distributed.elastic.events.api import Event, EventSource
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
 
-from lockstep.errors import LaunchError, say
+from lockstep.base.errors import LaunchError, say
 from lockstep.launch.environment import Launcher, threads_per_process
 from lockstep.launch.failure import Ending
 from lockstep.launch.folder import folder_of_a_launcher

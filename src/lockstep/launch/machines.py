@@ -9,7 +9,7 @@ import struct
 from contextlib import suppress
 from dataclasses import dataclass
 
-from lockstep.errors import LaunchError
+from lockstep.base.errors import LaunchError
 
 _SIOCGIFADDR = 0x8915
 

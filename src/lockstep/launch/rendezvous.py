@@ -26,7 +26,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHand
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
-from lockstep.errors import LaunchError, say
+from lockstep.base.errors import LaunchError, say
 from lockstep.launch.machines import Machines, address_on, address_towards, interface_of
 
 LOOPBACK = "127.0.0.1"

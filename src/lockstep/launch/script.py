@@ -6,7 +6,7 @@ import os
 import sys
 from importlib.machinery import PathFinder
 
-from lockstep.errors import LaunchError
+from lockstep.base.errors import LaunchError
 
 
 def check_script(script: str) -> None:

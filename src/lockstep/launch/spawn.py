@@ -15,12 +15,12 @@ from typing import Any, Literal, TypeVar, cast
 
 import torch
 
-from lockstep.errors import LaunchError, UserError, WorkerError
-from lockstep.launch.call import PASSED_ON, Call, work
+from lockstep.base.errors import LaunchError, UserError, WorkerError
 from lockstep.launch.count import count_processes
 from lockstep.launch.environment import check_run_dir
 from lockstep.launch.failure import Ending, Record
 from lockstep.launch.local import run_workers
+from lockstep.launch.spawned_call import PASSED_ON, Call, work
 from lockstep.launch.termination import Preempted
 from lockstep.plan import Plan
 

@@ -30,7 +30,7 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
-from lockstep.errors import LaunchError
+from lockstep.base.errors import LaunchError
 from lockstep.launch import grace
 from lockstep.launch.failure import describe, exit_status
 from lockstep.launch.termination import PREEMPTED_STATUS, Preempted, Terminated, in_a_worker

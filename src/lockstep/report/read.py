@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import RunDirectoryError
+from lockstep.base.errors import RunDirectoryError
 from lockstep.report.history import Curves, Holder, RankTimes, Run, curves, happened, rank_times
 
 _OF_THE_RUN = "run.json"

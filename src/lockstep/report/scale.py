@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lockstep.units import ROUNDS, size
+from lockstep.base.units import ROUNDS, size
 
 Unit = Literal["", "bytes", "share", "seconds"]
 

@@ -35,7 +35,7 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import IO, Any
 
-from lockstep.errors import LaunchError, UserError, WorkerError
+from lockstep.base.errors import LaunchError, UserError, WorkerError
 from lockstep.testing.leaks import Exempt
 from lockstep.testing.worker import DUMP_SIGNAL, FAILED, MOST_WORKERS, PACKET_BYTES, kill_group, loopback_store
 

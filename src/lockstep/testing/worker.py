@@ -27,8 +27,8 @@ from multiprocessing.connection import Connection
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from lockstep.base.errors import UserError
 from lockstep.comm.mesh import forget_meshes
-from lockstep.errors import UserError
 from lockstep.testing import leaks
 
 if TYPE_CHECKING:

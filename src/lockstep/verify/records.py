@@ -1,4 +1,4 @@
-"""Reading a trace, as `lockstep.watch.trace` writes it. No torch: comparing traces needs numpy alone."""
+"""Reading a trace, as `lockstep.verify.trace` writes it. No torch: comparing traces needs numpy alone."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from types import TracebackType
 
 from lockstep.verify.records import Trace, read
-from lockstep.verify.twins import Job
-from lockstep.watch.tracing import Tracing
+from lockstep.verify.runs_to_take import Job
+from lockstep.verify.trace_request import Tracing
 
 STOP_SECONDS = 10.0
 """From asking a run to stop to killing it."""

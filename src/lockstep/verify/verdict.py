@@ -8,14 +8,14 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from lockstep.errors import LaunchError
+from lockstep.base.errors import LaunchError
 from lockstep.plan import Plan
-from lockstep.verify import twins
+from lockstep.verify import runs_to_take as twins
 from lockstep.verify.cause import Evidence, likely_cause
 from lockstep.verify.compare import LIMIT, SAID, Comparison, Finding, compare, compare_compressed
 from lockstep.verify.records import EPS, Trace
 from lockstep.verify.run import Ended, Runner
-from lockstep.verify.twins import FAST
+from lockstep.verify.runs_to_take import FAST
 from lockstep.verify.yardstick import Yardstick
 
 COMPUTE_EPS = {"fp32": EPS["float32"], "bf16": EPS["bfloat16"], "fp16": EPS["float16"]}

@@ -1,0 +1,170 @@
+"""Timing a run's own model and data before its first step. Nothing of the run is changed: not the model, the generators, nor the order."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import islice
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from lockstep.comm.mesh import Mesh
+from lockstep.data.device import to_device
+from lockstep.data.generators import seed_generators
+from lockstep.data.isolation import Isolation
+from lockstep.data.loader import Loader, Microbatch, StreamLoader
+from lockstep.keys import Stream, key
+from lockstep.launch.failure import out_of_memory
+from lockstep.plan import Plan
+from lockstep.recipe import Precision, Recipe
+from lockstep.recipe import Stream as DataStream
+from lockstep.train import precision as precisions
+from lockstep.train.forward import output_of
+from lockstep.train.loss import contribution, weights_of
+from lockstep.train.microbatches import Length
+from lockstep.train.train_module import Pair
+
+SECONDS = 4.0
+"""For all timings of forwards and backwards together, of which each gets its share: two repetitions at least, or a quarter of it all."""
+FETCH_SECONDS = 1.0
+REPETITIONS = 5
+"""Of one timing at most, beside the first one, which warms up."""
+FETCHES = 8
+FREE = 0.1
+"""Of a GPU's memory: what a microbatch must leave, for what a step needs besides."""
+
+
+@dataclass(slots=True)
+class Trial:
+    """On one rank. Use it in a `with`; the ranks make the same calls."""
+
+    recipe: Recipe
+    """With a `microbatch`, or None."""
+    pair: Pair
+    mesh: Mesh
+    plan: Plan
+    timings: int
+    """How many there will be, for a share of the time."""
+    _loader: Loader | StreamLoader = field(init=False)
+    _stack: ExitStack = field(default_factory=ExitStack)
+    _began: float = field(default_factory=time.perf_counter)
+    _known: dict[tuple[int | None, Precision, int], float | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        data, collate, seed, device = self.recipe.data, self.recipe.collate, self.recipe.seed, self.pair.device
+        kind = StreamLoader if isinstance(data, DataStream) else Loader
+        self._loader = kind(data, collate=collate, seed=seed, workers=0, device=device)
+
+    def __enter__(self) -> Trial:
+        device = self.pair.device
+        self._stack.callback(self._loader.close)
+        self._stack.enter_context(Isolation())
+        if device.type == "cuda":
+            self._stack.callback(torch.cuda.reset_peak_memory_stats, device)
+            self._stack.callback(torch.cuda.empty_cache)
+            self._stack.enter_context(torch.random.fork_rng([device]))
+        if self.plan.compile:  # each size would be compiled first
+            self._stack.enter_context(torch.compiler.set_stance("force_eager"))
+        self._stack.callback(self._drop_gradients)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._stack.close()
+
+    def length(self, microbatch: int | None) -> Length:
+        """How the run is cut with microbatches of such a size."""
+        recipe, data = self.recipe, self.recipe.data
+        return Length(
+            samples=recipe.global_batch if isinstance(data, DataStream) else len(data),
+            global_batch=recipe.global_batch,
+            microbatch=microbatch,
+            steps=recipe.steps,
+            epochs=recipe.epochs,
+            mesh=self.mesh,
+            at_once=self.pair.at_once,
+            halvings=self.plan.halvings,
+        )
+
+    def fetched(self, microbatch: int | None) -> Iterator[Microbatch]:
+        """This rank's microbatches of the run, from its first step on, fetched in this process. Perhaps none."""
+        length = self.length(microbatch)
+        spans = (span for step in range(length.steps) for span in length.rounds(step))
+        if isinstance(self._loader, StreamLoader):
+            return self._loader.fetch(spans, microbatches=length.most_microbatches, positions={})
+        return self._loader.fetch(spans)
+
+    def is_over(self) -> bool:
+        """Whether the time for all timings has passed, on rank 0."""
+        return bool(self.mesh.world.value_of(0, time.perf_counter() - self._began > SECONDS))
+
+    def compute_seconds(self, *, microbatch: int | None, precision: Precision, threads: int) -> float | None:
+        """A microbatch's forward and backward, on the slowest rank. None: there was no room on a rank."""
+        case = (microbatch, precision, threads)
+        if case not in self._known:
+            torch.set_num_threads(threads)
+            item = next(self.fetched(microbatch), None)
+            everyone = self.mesh.world.gather_values(0.0 if item is None else self._timed(item, precision))
+            self._known[case] = None if None in everyone else max(everyone)
+        return self._known[case]
+
+    def fetch_seconds(self, microbatch: int | None) -> tuple[float, float]:
+        """To fetch a microbatch in this process: the mean and the most, on the slowest rank."""
+        fetched, took, began = islice(self.fetched(microbatch), 1 + FETCHES), list[float](), time.perf_counter()
+        while (before := time.perf_counter()) - began < FETCH_SECONDS and next(fetched, None) is not None:
+            took.append(time.perf_counter() - before)
+        took = took[1:] or took or [0.0]  # the first one opens files
+        everyone = self.mesh.world.gather_values([sum(took) / len(took), max(took)])
+        return max(mean for mean, _ in everyone), max(most for _, most in everyone)
+
+    def _timed(self, item: Microbatch, precision: Precision) -> float | None:
+        """On this rank. None: there was no room."""
+        if self.pair.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.pair.device)
+        until = time.perf_counter() + SECONDS / self.timings
+        took: list[float] = []
+        try:
+            while len(took) < (2 if sum(took) < SECONDS / 4 else 1) or (len(took) <= REPETITIONS and time.perf_counter() < until):
+                took.append(self._once(item, copy.deepcopy(item.batch), precision))
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            took = []
+        if not took or not self._leaves_room():
+            self._drop_gradients()
+            return None
+        return min(took[1:] or took)
+
+    def _once(self, item: Microbatch, given: Any, precision: Precision) -> float:
+        recipe, device = self.recipe, self.pair.device
+        weights = None if recipe.weight is None else {name: value or 1.0 for name, value in weights_of(recipe.weight(given)).items()}
+        seed_generators(key(recipe.seed, Stream.FORWARD, 0, item.index), device)
+        _finish(device)
+        began = time.perf_counter()
+        batch = to_device(given, device)
+        with precisions.autocast(precision, device):
+            loss = recipe.loss(output_of(recipe.inputs, self.pair.model, batch), batch)
+        one = torch.ones((), dtype=torch.float64, device=device)
+        part = contribution(loss, samples=item.size, step_samples=item.size, batch=given, weights=weights, prescale=one)
+        torch.autograd.backward(part.total, part.seed)
+        _finish(device)
+        return time.perf_counter() - began
+
+    def _leaves_room(self) -> bool:
+        device = self.pair.device
+        if device.type != "cuda":
+            return True
+        return torch.cuda.max_memory_allocated(device) <= (1 - FREE) * torch.cuda.get_device_properties(device).total_memory
+
+    def _drop_gradients(self) -> None:
+        for parameter in self.pair.parameters:
+            parameter.grad = None
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

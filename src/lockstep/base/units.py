@@ -1,0 +1,33 @@
+"""Quantities as people write them."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from lockstep.base.errors import UserError
+
+_UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0}
+_SIZES = ("B", "kB", "MB", "GB", "TB", "PB")
+ROUNDS = 0.9995
+"""From here on, three digits of it are 1.00."""
+_DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?")
+
+
+def seconds(text: str, name: str, raises: type[UserError]) -> float:
+    """A time such as "90s", "55m" or "1h30m". `name`: what it was given as. Raises `raises`."""
+    if not (found := duration(text)):
+        raise raises(f"{name}={text!r}; it is a time with its unit, more than none: 90s, 55m, 1h30m")
+    return found
+
+
+def duration(text: str) -> float:
+    """Seconds; 0 where it is no time."""
+    found = _DURATION.fullmatch(text)
+    return sum(float(part) * unit for part, unit in zip(found.groups(), _UNITS.values(), strict=True) if part) if found else 0.0
+
+
+def size(count: float) -> str:
+    """Bytes, 0 or more, to three digits in the decimal unit that fits: 1.97 kB."""
+    place = min(max(0, math.floor(math.log(count / ROUNDS, 1000))) if count else 0, len(_SIZES) - 1)
+    return f"{count / 1000**place:.3g} {_SIZES[place]}"

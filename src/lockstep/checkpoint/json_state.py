@@ -1,0 +1,96 @@
+"""A state that is not all tensors, as JSON: nested dicts and lists, with tensors taken out and named by where they stood."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lockstep.base.errors import CheckpointError
+from lockstep.checkpoint.file_layout import DTYPES
+
+_TAG = "lockstep"
+"""The key of what JSON has no word for: {"lockstep": kind, "value": ...}. A dict that has this key is written as pairs."""
+
+
+def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """`value` as JSON. Its tensors go to `tensors`, under `name` and their place in it, `average/fc.weight`, each under a name of its own.
+
+    Takes None, bool, int, float, str, list, tuple, dict, tensors, and numpy's numbers and arrays. Raises `CheckpointError`, with the place
+    and the type, for anything else.
+    """
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {_TAG: "float", "value": str(value)}
+    if isinstance(value, np.generic | np.ndarray):
+        array = np.asarray(value)
+        if array.dtype.kind not in "biufc":
+            raise _cannot(name, f"a numpy array of {array.dtype}")
+        return {_TAG: "numpy", "value": encode(torch.from_numpy(array.copy()), name, tensors), "scalar": isinstance(value, np.generic)}
+    if isinstance(value, Tensor):
+        return _named(value, name, tensors)
+    if isinstance(value, list | tuple):
+        items = [encode(item, f"{name}/{place}", tensors) for place, item in enumerate(value)]
+        return items if isinstance(value, list) else {_TAG: "tuple", "value": items}
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) for key in value) and _TAG not in value:
+            return {key: encode(item, f"{name}/{key}", tensors) for key, item in value.items()}
+        for key in value:
+            if not isinstance(key, str | int | float | bool | None):
+                raise _cannot(name, f"a dict with a key {key!r} (a {type(key).__name__})")
+        return {_TAG: "dict", "value": [[key, encode(item, f"{name}/{key}", tensors)] for key, item in value.items()]}
+    raise _cannot(name, f"a {type(value).__qualname__}")
+
+
+def decode(encoded: Any, tensor: Callable[[str], Tensor]) -> Any:
+    """What `encode` was given. `tensor`: gives the tensor of a name."""
+    if isinstance(encoded, list):
+        return [decode(item, tensor) for item in encoded]
+    if not isinstance(encoded, dict):
+        return encoded
+    if _TAG not in encoded:
+        return {key: decode(item, tensor) for key, item in encoded.items()}
+    kind, value = encoded[_TAG], encoded["value"]
+    if kind == "float":
+        return float(value)
+    if kind == "tensor":
+        return tensor(value)
+    if kind == "tuple":
+        return tuple(decode(item, tensor) for item in value)
+    if kind == "dict":
+        return {key: decode(item, tensor) for key, item in value}
+    array = decode(value, tensor).cpu().numpy()
+    return array[()] if encoded["scalar"] else array
+
+
+def tensors_in(encoded: Any) -> list[str]:
+    """The names of the tensors that were taken out."""
+    if isinstance(encoded, list):
+        return [name for item in encoded for name in tensors_in(item)]
+    if not isinstance(encoded, dict):
+        return []
+    if encoded.get(_TAG) == "tensor":
+        return [encoded["value"]]
+    return [name for item in encoded.values() for name in tensors_in(item)]
+
+
+def _named(tensor: Tensor, name: str, tensors: dict[str, Tensor]) -> Any:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized or dtype not in DTYPES:
+        raise _cannot(name, f"a tensor of layout {tensor.layout}, type {tensor.dtype}, on device {tensor.device}")
+    while name in tensors:  # {"a": {"b": ...}, "a/b": ...}, or {1: ..., "1": ...}
+        name += "'"
+    tensors[name] = tensor.detach()
+    return {_TAG: "tensor", "value": name}
+
+
+def _cannot(name: str, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"the state {name!r} is {what}; a checkpoint holds dense tensors, numbers, text, None, and lists, tuples and dicts of them "
+        "(nothing that takes a pickle); have its state_dict return those, or leave it out"
+    )

@@ -1,0 +1,119 @@
+"""What a rank does when the watchdog has found the run standing still: report it, save what is whole, and end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep.base.errors import HangError, cannot_write, say
+from lockstep.comm.world import World
+from lockstep.hooks.hang.report import Hang
+from lockstep.hooks.hang.snapshot import Place
+from lockstep.hooks.hang.watchdog import StoreMailbox, Watchdog
+from lockstep.launch.failure import describe
+from lockstep.launch.grace import is_over, needing_time, tell_failure
+from lockstep.launch.termination import HUNG_STATUS
+from lockstep.logging.phases import Phases
+from lockstep.timeouts import Patience
+
+SAVING_SECONDS = 300.0
+"""At most, for the last save of a rank that is stuck."""
+NEWS_SECONDS = 0.5
+"""From the verdict to the first rank's end, so that all know of it before they lose a peer."""
+
+
+@dataclass(slots=True)
+class Standstill:
+    """Of one rank."""
+
+    patience: Patience
+    run_dir: Path
+    world: World
+    event: Callable[..., None]
+    rescue: Callable[[BaseException], bool]
+
+    def watch(self, phases: Phases, attempt: str) -> Watchdog:
+        """Begin to watch this thread, which trains. Every rank calls it. `attempt`: of this start of the run, the same on all."""
+        mailbox = None
+        if self.world.size > 1:
+            mailbox = StoreMailbox(dist.distributed_c10d._get_default_store(), f"lockstep/watch/{attempt}")
+        watchdog = Watchdog(
+            phases,
+            self.patience,
+            rank=self.world.rank,
+            size=self.world.size,
+            mailbox=mailbox,
+            told=self.act,
+            is_over=is_over,
+            ended=self.end,
+        )
+        watchdog.start()
+        return watchdog
+
+    def act(self, hang: Hang, places: Mapping[int, Place], gathered: bool, mine: Place) -> None:
+        """In the watchdog's thread, on every rank."""
+        ends = self.patience.on_hang == "end"
+        if gathered:
+            path = self.run_dir / f"hang-{mine.step:08d}.txt"
+            where = f"all stacks: {path}"
+            try:
+                path.write_text(page(hang, places), encoding="utf-8")
+            except OSError as failure:
+                where = f"{cannot_write(path, failure)}; all stacks:\n\n{page(hang, places)}"
+            say(f"lockstep: {self._text(hang, mine.step)}\n{where}")
+        if self.world.rank == 0:
+            self.event("hang", kind=hang.kind, ranks=list(hang.ranks), summary=hang.summary, seconds=round(mine.seconds, 1))
+        if not ends:
+            return
+        error = HangError(hang.summary)
+        timer = threading.Timer(SAVING_SECONDS, os._exit, [HUNG_STATUS])
+        timer.daemon = True
+        timer.start()
+        time.sleep(NEWS_SECONDS)
+        if mine.doing == "waits":  # what moves may be changing the state
+            self._save(error)
+        tell_failure(describe(error, None, HUNG_STATUS))
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
+        os._exit(HUNG_STATUS)
+
+    def end(self) -> None:
+        """In the watchdog's thread, where the launcher ends the run and this rank waits for one that is gone, and will not hear of it."""
+        self.event("run-failed", error="a peer was lost: another process of this run ended, or the connection to it broke")
+        self._save(HangError("the run was ended while this process waited for another"))
+        os._exit(128 + signal.SIGTERM)
+
+    def _text(self, hang: Hang, step: int) -> str:
+        return f"the run stands still in step {step}: {hang.summary}\n{hang.report}"
+
+    def _save(self, error: HangError) -> None:
+        with ExitStack() as stack:
+            stack.enter_context(needing_time())
+            if self.world.device.type == "cuda":  # the stream at hand may wait for what does not come
+                apart = torch.cuda.Stream(self.world.device)  # type: ignore[no-untyped-call]
+                stack.enter_context(torch.cuda.stream(apart))
+            self.rescue(error)
+
+
+def page(hang: Hang, places: Mapping[int, Place]) -> str:
+    """Everything known, for a file."""
+    lines = [time.strftime("%Y-%m-%d %H:%M:%S"), hang.summary, "", hang.report]
+    for rank, place in sorted(places.items()):
+        lines += ["", f"rank {rank} ({place.host}, process {place.process}): {place.phase} of step {place.step}, {place.seconds:.1f} s"]
+        lines += [f"  in {call}, call {call.sequence} of {call.group}" for call in place.calls]
+        stacks: dict[str, Any] = {"the thread that trains": place.stack, **place.threads}
+        for name, frames in stacks.items():
+            lines += [f"  {name}, the innermost last:", *(f"    {frame}" for frame in frames)]
+    return "\n".join(lines) + "\n"

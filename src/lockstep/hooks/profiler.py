@@ -1,0 +1,176 @@
+"""Some steps under torch's profiler: a trace of each rank, one of all, and a table of what the time went to."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import socket
+import statistics
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import ProfilerActivity, profile
+
+from lockstep.comm.world import World
+from lockstep.hooks.stragglers import peak_bytes
+from lockstep.hooks.timeline import Parts, heaviest, merged, parts
+from lockstep.logging.phases import Phases
+from lockstep.train.train_module import Pair
+
+OPERATORS = 10
+"""In the table."""
+MEETINGS = 9
+"""By which the ranks' clocks are compared: a median, so one that is late does not count."""
+_FAILURES = (OSError, ValueError, RuntimeError)
+"""Where a trace cannot be written, or only half; torch's export does not always say so."""
+PHASES_THREAD = 0
+"""The number of the row of phases in a trace."""
+
+
+class Profiling:
+    """Of one rank. Every rank makes one, and makes the same calls on it."""
+
+    def __init__(
+        self,
+        steps: range,
+        run_dir: Path,
+        world: World,
+        pairs: Sequence[Pair],
+        phases: Phases,
+        event: Callable[..., None],
+        show: Callable[[str], None],
+    ) -> None:
+        """`show`: prints lines."""
+        self._steps = steps
+        self._folder = run_dir / "profile"
+        self._world = world
+        self._pairs = pairs
+        self._phases = phases
+        self._event = event
+        self._show = show
+        self._profiler: profile | None = None
+        self._began = 0.0
+        self._is_told = False
+
+    def before(self, step: int) -> None:
+        """Before a step: begin, where it is the first."""
+        if step != self._steps.start:
+            return
+        self._world.gather_values(None)
+        if self._world.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self._world.device.type == "cuda" else [])
+        everything = _ExperimentalConfig(profile_all_threads=any(pair.threads is not None for pair in self._pairs))
+        self._profiler = profile(activities=activities, experimental_config=everything)
+        self._profiler.__enter__()  # type: ignore[no-untyped-call]
+        self._phases.log = []
+        self._began = time.time()
+
+    def after(self, step: int) -> None:
+        """After a step: write what was seen, where it was the last."""
+        if self._profiler is not None and step == self._steps.stop - 1:
+            self._finish(self._profiler, time.time())
+
+    def close(self) -> None:
+        """End without a trace, and say so, where the run did not go through all of the steps."""
+        if self._profiler is not None:
+            self._profiler.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._profiler = self._phases.log = None
+        if not self._is_told:
+            first, last = self._steps.start, self._steps.stop - 1
+            self._show(f"no profile: the run did not go through all of steps {first} to {last}; give --profile others, or train longer")
+
+    def _finish(self, profiler: profile, ended: float) -> None:
+        profiler.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        seen, self._profiler, self._phases.log = self._phases.log or [], None, None
+        if self._world.rank == 0:
+            with suppress(OSError):  # it shows where the first trace is written
+                self._folder.mkdir(exist_ok=True)
+        ahead = self._clocks()
+        threads = {threading.get_native_id()}.union(*(pair.threads.numbers() for pair in self._pairs if pair.threads is not None))
+        trace: dict[str, Any] = {}
+        found: dict[str, float] | None = None
+        failure = None
+        try:
+            trace, base = self._export(profiler, seen)
+            found = asdict(parts(trace, (self._began - base, ended - base), threads))
+        except _FAILURES as error:
+            failure = str(error)
+        peak = peak_bytes(self._world.device)
+        everyone = self._world.gather_values([found, peak, socket.gethostname(), failure])
+        failures = [f"rank {rank}: {failure}" for rank, (*_, failure) in enumerate(everyone) if failure is not None]
+        if self._world.rank == 0 and not failures:
+            try:
+                self._write([each[:3] for each in everyone], ahead, heaviest(trace, threads, OPERATORS))
+            except _FAILURES as error:
+                failures = [f"rank 0: {error}"]
+        if failures:
+            self._event("profile-failed", reason=failures[0])
+            self._show(f"no profile: it cannot be written ({failures[0]}); training goes on")
+        else:
+            self._event("profiled", steps=[self._steps.start, self._steps.stop], folder=str(self._folder))
+        self._is_told = True
+
+    def _export(self, profiler: profile, seen: Sequence[tuple[str, float, float]]) -> tuple[dict[str, Any], float]:
+        """Write this rank's trace. Returns it, and when its clock was 0, in seconds since 1970."""
+        mine = self._folder / f"rank-{self._world.rank}.json"
+        profiler.export_chrome_trace(str(mine))
+        trace: dict[str, Any] = json.loads(mine.read_text(encoding="utf-8"))
+        base = int(trace.get("baseTimeNanoseconds", 0)) / 1e9
+        trace["traceEvents"] += _rows_of(seen, time.time() - time.perf_counter() - base)
+        mine.write_text(json.dumps(trace), encoding="utf-8")
+        return trace, base
+
+    def _clocks(self) -> list[float]:
+        """By how many seconds each rank's clock is ahead of rank 0's. Every rank calls it."""
+        times = []
+        for _ in range(MEETINGS):
+            self._world.gather_values(None)
+            times.append(time.time())
+        everyone = self._world.gather_values(times)
+        return [statistics.median(theirs - first for theirs, first in zip(row, everyone[0], strict=True)) for row in everyone]
+
+    def _write(self, everyone: Sequence[Sequence[Any]], ahead: Sequence[float], operators: Sequence[tuple[str, int, float]]) -> None:
+        traces = {rank: json.loads((self._folder / f"rank-{rank}.json").read_text(encoding="utf-8")) for rank in range(self._world.size)}
+        with gzip.open(self._folder / "trace.json.gz", "wt", encoding="utf-8") as file:
+            json.dump(merged(traces, [host for _, _, host in everyone], ahead), file)
+        said: dict[str, Any] = {
+            "steps": [self._steps.start, self._steps.stop],
+            "ranks": [{**found, "peak_bytes": peak, "host": host} for found, peak, host in everyone],
+            "operators": [{"name": name, "calls": calls, "seconds": seconds} for name, calls, seconds in operators],
+        }
+        (self._folder / "summary.json").write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+        self._show(table(said, self._folder))
+
+
+def _rows_of(seen: Sequence[tuple[str, float, float]], offset_seconds: float) -> list[dict[str, Any]]:
+    """The phases as events of a trace. `offset_seconds`: from their clock to the trace's."""
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "thread_name", "tid": PHASES_THREAD, "args": {"name": "phases"}},
+        {"ph": "M", "name": "thread_sort_index", "tid": PHASES_THREAD, "args": {"sort_index": -1}},
+    ]
+    for name, start, stop in seen:
+        times = {"ts": (start + offset_seconds) * 1e6, "dur": (stop - start) * 1e6}
+        events.append({"ph": "X", "cat": "phase", "name": name, "tid": PHASES_THREAD, **times})
+    return events
+
+
+def table(said: Mapping[str, Any], folder: Path) -> str:
+    """What `summary.json` says, in lines."""
+    first, stop = said["steps"]
+    lines = [f"{f'steps {first} to {stop - 1}, ms':<18}    in all   compute   exposed  overlapped      idle   peak memory"]
+    for rank, row in enumerate(said["ranks"]):
+        found = Parts(*(row[name] * 1e3 for name in ("whole", "compute", "exposed", "overlapped")))
+        figures = f"{found.whole:10.1f}{found.compute:10.1f}{found.exposed:10.1f}{found.overlapped:12.1f}{found.idle:10.1f}"
+        lines.append(f"  rank {rank:<11}{figures} {row['peak_bytes'] / 1e6:10.1f} MB")
+    lines.append("exposed, overlapped: exchanges without, and behind, a computation; rank 0's heaviest operators, without what they call:")
+    lines += [f"  {each['seconds'] * 1e3:9.1f} ms {each['calls']:7} x  {each['name']}" for each in said["operators"]]
+    lines.append(f"all ranks on one clock, for ui.perfetto.dev or chrome://tracing: {folder / 'trace.json.gz'}")
+    return "\n".join(lines)

@@ -1,0 +1,159 @@
+"""Traces of torch's profiler, of all ranks on one clock, and what their time went to. Needs no torch.
+
+A trace is the JSON that `export_chrome_trace` writes: events with `ts` and `dur` in microseconds after `baseTimeNanoseconds`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.base.errors import LaunchError
+
+Span = tuple[float, float]
+"""From, until: seconds."""
+_STEPS = re.compile(r"steps=(\d+):(\d+)")
+_EXCHANGES = ("gloo:", "nccl:", "shared:")
+_NOT_COMPUTED = ("c10d::", "_c10d_functional::", "nccl")
+
+
+def steps_of(text: str) -> range:
+    """`--profile`: "steps=10:13" are steps 10, 11 and 12. Raises `LaunchError`."""
+    found = _STEPS.fullmatch(text)
+    steps = range(0) if found is None else range(int(found[1]), int(found[2]))
+    if not steps:
+        raise LaunchError(f"--profile {text!r}; it is the first step and the one after the last: steps=10:13 are 10, 11 and 12")
+    return steps
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a rank's time went to, in seconds."""
+
+    whole: float
+    compute: float
+    """Operators and kernels, whatever else went on."""
+    exposed: float
+    """Exchanges while nothing was computed."""
+    overlapped: float
+    """Exchanges behind a computation."""
+
+    @property
+    def idle(self) -> float:
+        """Neither: data, Python, waits for a disk."""
+        return self.whole - self.compute - self.exposed
+
+
+def parts(trace: Mapping[str, Any], window: Span, threads: Collection[int]) -> Parts:
+    """`window`: what is looked at, by the trace's clock; `threads`: the numbers of those that train."""
+    timed = [event for event in trace["traceEvents"] if event.get("ph") == "X" and "dur" in event]
+    operators = [event for event in timed if event.get("cat") == "cpu_op" and event["tid"] in threads]
+    kernels = [event for event in timed if event.get("cat") == "kernel"]
+    exchanges = [event for event in timed if event["name"].startswith(_EXCHANGES)]
+    exchanges += [event for event in kernels if event["name"].startswith("nccl")]
+    computed = [event for event in (*_innermost(operators), *kernels) if not event["name"].startswith(_NOT_COMPUTED)]
+    inside = union(map(_span, exchanges), window)
+    shared = union((_span(event) for event in exchanges if event["name"].startswith("shared:")), window)
+    busy = without(union(map(_span, computed), window), shared)  # what is added in shared memory is part of the exchange
+    exposed = length(without(inside, busy))
+    return Parts(window[1] - window[0], length(busy), exposed, length(inside) - exposed)
+
+
+def _innermost(operators: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Those that called no other in their thread: the time of one that did may be a wait."""
+    by_thread: defaultdict[int, list[Mapping[str, Any]]] = defaultdict(list)
+    for event in sorted(operators, key=lambda event: (float(event["ts"]), -float(event["dur"]))):
+        found = by_thread[event["tid"]]
+        if found and _span(event)[1] <= _span(found[-1])[1]:
+            found.pop()
+        found.append(event)
+    return [event for found in by_thread.values() for event in found]
+
+
+def _span(event: Mapping[str, Any]) -> Span:
+    start = float(event["ts"]) / 1e6
+    return start, start + float(event["dur"]) / 1e6
+
+
+def union(spans: Iterable[Span], window: Span) -> list[Span]:
+    """The same moments, inside the window, as spans that do not touch."""
+    found: list[Span] = []
+    for start, stop in sorted((max(start, window[0]), min(stop, window[1])) for start, stop in spans):
+        if stop <= start:
+            continue
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], stop)
+        else:
+            found.append((start, stop))
+    return found
+
+
+def without(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
+    """The moments of `spans` that are none of `others`; both as `union` gives them."""
+    found: list[Span] = []
+    for start, stop in spans:
+        for first, last in others:
+            if last <= start or first >= stop:
+                continue
+            if first > start:
+                found.append((start, first))
+            start = max(start, last)
+        if start < stop:
+            found.append((start, stop))
+    return found
+
+
+def length(spans: Iterable[Span]) -> float:
+    return sum(stop - start for start, stop in spans)
+
+
+def merged(traces: Mapping[int, Mapping[str, Any]], hosts: Sequence[str], ahead_seconds: Sequence[float]) -> dict[str, Any]:
+    """One trace of all ranks: each a process of its own, by rank 0's clock. `ahead_seconds`: by how much each rank's is ahead of that."""
+    base = min(int(trace.get("baseTimeNanoseconds", 0)) for trace in traces.values())
+    events: list[dict[str, Any]] = []
+    for rank, trace in sorted(traces.items()):
+        shift = (int(trace.get("baseTimeNanoseconds", 0)) - base) / 1e3 - ahead_seconds[rank] * 1e6
+        events += _named(rank, hosts[rank])
+        for event in trace["traceEvents"]:
+            if event.get("ph") == "M" and event["name"].startswith("process_"):
+                continue
+            moved = {**event, "pid": rank}
+            if "ts" in event:
+                moved["ts"] = float(event["ts"]) + shift
+            if "id" in event:  # of an arrow from one event to another
+                moved["id"] = f"{rank}.{event['id']}"
+            events.append(moved)
+    return {"schemaVersion": 1, "displayTimeUnit": "ms", "baseTimeNanoseconds": base, "traceEvents": events}
+
+
+def _named(rank: int, host: str) -> list[dict[str, Any]]:
+    return [
+        {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank} on {host}"}},
+        {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}},
+    ]
+
+
+def heaviest(trace: Mapping[str, Any], threads: Collection[int], count: int) -> list[tuple[str, int, float]]:
+    """The operators in which the most time was spent, without what they called: name, calls, seconds."""
+    calls: Counter[str] = Counter()
+    seconds: defaultdict[str, float] = defaultdict(float)
+    by_thread: defaultdict[int, list[tuple[str, float]]] = defaultdict(list)
+    events = [event for event in trace["traceEvents"] if event.get("ph") == "X" and _is_operator(event, threads)]
+    for event in sorted(events, key=lambda event: (float(event["ts"]), -float(event["dur"]))):
+        (start, stop), open_ = _span(event), by_thread[event["tid"]]
+        while open_ and open_[-1][1] <= start:
+            open_.pop()
+        if open_ and event["cat"] != "kernel":
+            seconds[open_[-1][0]] -= stop - start
+        calls[event["name"]] += 1
+        seconds[event["name"]] += stop - start
+        if event["cat"] != "kernel":
+            open_.append((event["name"], stop))
+    return [(name, calls[name], seconds[name]) for name in sorted(seconds, key=lambda name: -seconds[name])[:count]]
+
+
+def _is_operator(event: Mapping[str, Any], threads: Collection[int]) -> bool:
+    return event.get("cat") == "kernel" or (event.get("cat") == "cpu_op" and event["tid"] in threads)

@@ -1,0 +1,256 @@
+"""Slurm: the batch script of a run, and what Slurm says of a job and of its tasks. From values to values; nothing is asked or started."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from lockstep.base.errors import LaunchError
+from lockstep.launch.termination import PREEMPTED_STATUS
+
+_FIRST_PORT, _PORTS = 10000, 20000
+"""Below those that Linux gives to whoever asks for any."""
+_PORTS_BETWEEN_STEPS = 997
+_ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "PREEMPTED", "REVOKED"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """What a batch script is written from. Made by `lockstep slurm`."""
+
+    script: str
+    arguments: Sequence[str] = ()
+    """Of the script."""
+    run: Sequence[str] = ()
+    """Options of `lockstep run`."""
+    name: str
+    nodes: int
+    gpus_per_node: int | None = None
+    """None: nothing is said of GPUs."""
+    cpus_per_task: int | None = None
+    """For all processes of a node. None: the job has its nodes to itself, with all their CPUs."""
+    time: str
+    """The limit, as Slurm writes times."""
+    signal_seconds: int = 120
+    """Before that limit the run is asked to save and end."""
+    path: str | None = None
+    """The folder that `lockstep` is in, for PATH."""
+    setup: Sequence[str] = ()
+    """Lines of shell before the run."""
+    sbatch: Sequence[str] = ()
+    """More options of sbatch."""
+
+    def text(self) -> str:
+        """The batch script. Raises `LaunchError` where the options contradict each other."""
+        limit = limit_seconds(self.time)
+        if limit is not None and self.signal_seconds >= limit:
+            raise LaunchError(
+                f"--signal-before {self.signal_seconds}s with --time {self.time}; the run is asked to save and end so long before the "
+                "limit; give it less, or the job more"
+            )
+        setup = [*([f"export PATH={shlex.quote(self.path)}:$PATH"] if self.path is not None else []), *self.setup]
+        parts = [
+            ["#!/bin/bash", *(f"#SBATCH {option}" for option in self._options())],
+            ["# The environment of the run.", *setup] if setup else [],
+            self._step(),
+            [
+                f"# {PREEMPTED_STATUS}: it was asked to end, before the time limit or for another job, and has saved. It will go on.",
+                f'if [ "$status" -eq {PREEMPTED_STATUS} ]; then',
+                '    scontrol requeue "$SLURM_JOB_ID"',
+                "fi",
+                'exit "$status"',
+            ],
+        ]
+        return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
+
+    def _options(self) -> Iterator[str]:
+        yield f"--job-name={self.name}"
+        yield f"--nodes={self.nodes}"
+        yield "--ntasks-per-node=1  # lockstep run starts the processes of its node"
+        if self.gpus_per_node is not None:
+            yield f"--gpus-per-node={self.gpus_per_node}"
+        yield f"--cpus-per-task={self.cpus_per_task}" if self.cpus_per_task is not None else "--exclusive"
+        yield f"--time={self.time}"
+        yield f"--signal=USR1@{self.signal_seconds}  # so many seconds before that, the run saves and ends"
+        yield "--requeue"
+        yield "--open-mode=append"
+        yield f"--output={self.name}-%j.txt"
+        yield from self.sbatch
+
+    def _step(self) -> list[str]:
+        cpus = [f"--cpus-per-task={self.cpus_per_task}"] if self.cpus_per_task is not None else []
+        srun = ["srun", *cpus, "--kill-on-bad-exit=0", "--open-mode=append", f"--output={self.name}-%j-%n-%N.txt"]
+        has_run_dir = any(option == "--run-dir" or option.startswith("--run-dir=") for option in self.run)
+        run_dir = [] if has_run_dir else [f'--run-dir "runs/{self.name}-$SLURM_JOB_ID"']
+        run = ["lockstep run", *run_dir, shlex.join([*self.run, self.script, *self.arguments])]
+        return [
+            "# The nodes meet at the first of them, at a port made of the job's number: lockstep run sees both in what srun sets.",
+            "# Each node's output goes to a file of its own. A node that has ended does not end the others: they may be saving.",
+            f"{' '.join(srun)} \\",
+            f"    {' '.join(run)}",
+            "status=$?",
+        ]
+
+
+def limit_seconds(time: str) -> int | None:
+    """Of a limit as Slurm writes it; None where there is none. Raises `LaunchError`."""
+    if time in ("infinite", "UNLIMITED"):
+        return None
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
+    if found is None:
+        raise LaunchError(
+            f"--time {time}; it is a time as Slurm writes it: minutes, minutes:seconds, hours:minutes:seconds, days-hours, "
+            "days-hours:minutes or days-hours:minutes:seconds; give one of those"
+        )
+    days, *given = found.groups()
+    numbers = [int(each) for each in given if each is not None]
+    if days is not None:
+        numbers += [0] * (3 - len(numbers))
+    elif len(numbers) < 3:
+        numbers = [0, *numbers, *([0] if len(numbers) == 1 else [])]
+    hours, minutes, seconds = numbers
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """What srun says, to each of its tasks, of them all."""
+
+    nodes: Sequence[str]
+    tasks: Sequence[int]
+    """On each of the nodes."""
+    node: int
+    """Which of them this one is."""
+    task: int
+    """This one's number among all."""
+    local_task: int
+    """This one's number on its node."""
+    port: int
+    """For the meeting, at the first node."""
+    cpus: int | None
+    """For each task, where that was asked for."""
+    gpus: int | None
+    """On this node, where there are any."""
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str]) -> Step | None:
+        """None outside of srun: there, and in a batch script itself, what starts is one process. Raises `LaunchError`."""
+        if "SLURM_STEP_ID" not in environ:
+            return None
+        try:
+            return cls(
+                nodes=expand_nodes(environ["SLURM_STEP_NODELIST"]),
+                tasks=expand_counts(environ["SLURM_STEP_TASKS_PER_NODE"]),
+                node=int(environ["SLURM_NODEID"]),
+                task=int(environ["SLURM_PROCID"]),
+                local_task=int(environ["SLURM_LOCALID"]),
+                port=_FIRST_PORT + (int(environ["SLURM_JOB_ID"]) + _PORTS_BETWEEN_STEPS * int(environ["SLURM_STEP_ID"])) % _PORTS,
+                cpus=int(environ["SLURM_CPUS_PER_TASK"]) if "SLURM_CPUS_PER_TASK" in environ else None,
+                gpus=int(environ["SLURM_GPUS_ON_NODE"]) if "SLURM_GPUS_ON_NODE" in environ else None,
+            )
+        except (KeyError, ValueError) as error:
+            raise LaunchError(
+                f"SLURM_STEP_ID={environ['SLURM_STEP_ID']}, and the rest of what srun sets is not there or not whole ({error!r}); start "
+                "the script by srun, or unset SLURM_STEP_ID"
+            ) from None
+
+    def check_launchers(self) -> None:
+        """Raises `LaunchError` unless there is one task on each node."""
+        if any(count != 1 for count in self.tasks):
+            raise LaunchError(
+                f"srun started {sum(self.tasks)} times lockstep run on {len(self.nodes)} nodes; it starts the processes of its node "
+                "itself; srun --ntasks-per-node=1 lockstep run, or srun python SCRIPT, which needs no launcher"
+            )
+
+    def variables(self, address: str) -> dict[str, str]:
+        """What a launcher would have set for this task, as one process of a run. `address`: the first node's."""
+        values = {
+            "RANK": self.task,
+            "WORLD_SIZE": sum(self.tasks),
+            "LOCAL_RANK": self.local_task,
+            "LOCAL_WORLD_SIZE": self.tasks[self.node],
+            "MASTER_ADDR": address,
+            "MASTER_PORT": self.port,
+            "LOCKSTEP_LAUNCHER": "srun",
+        }
+        if self.cpus is not None:
+            values["OMP_NUM_THREADS"] = self.cpus
+        return {name: str(value) for name, value in values.items()}
+
+
+def expand_nodes(text: str) -> list[str]:
+    """The names in a list as Slurm writes it, in its order: `a[1-2,05],b` is a1, a2, a05, b. Raises `ValueError`."""
+    if re.fullmatch(r"(?:[^\[\],\s]|\[[\d,-]+\])+(?:,(?:[^\[\],\s]|\[[\d,-]+\])+)*", text) is None:
+        raise ValueError(f"no list of nodes: {text!r}")
+    return [name for each in re.findall(r"(?:[^\[\],]|\[[^\]]*\])+", text) for name in _names(each)]
+
+
+def _names(pattern: str) -> list[str]:
+    before, bracket, rest = pattern.partition("[")
+    if not bracket:
+        return [pattern]
+    numbers, _, after = rest.partition("]")
+    found = []
+    for each in numbers.split(","):
+        first, _, last = each.partition("-")
+        found += [f"{number:0{len(first)}}" for number in range(int(first), int(last or first) + 1)]
+    return [f"{before}{number}{tail}" for number in found for tail in _names(after)]
+
+
+def expand_counts(text: str) -> list[int]:
+    """Numbers of tasks on nodes, as Slurm writes them: `2(x3),1` is 2, 2, 2, 1. Raises `ValueError`."""
+    counts: list[int] = []
+    for each in text.split(","):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", each)
+        if found is None:
+            raise ValueError(f"no numbers of tasks: {text!r}")
+        counts += [int(found[1])] * int(found[2] or 1)
+    return counts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobState:
+    """What Slurm says of a job."""
+
+    state: str
+    reason: str
+    nodes: str
+    restarts: int
+    exit_status: int
+    """Of the batch script, as a shell shows it."""
+
+    @classmethod
+    def read(cls, text: str) -> JobState:
+        """From one line of `scontrol show job --oneliner`. Raises `ValueError`."""
+        fields = dict(re.findall(r"(?:^|\s)(\w+)=(\S*)", text))
+        try:
+            status, _, number = fields["ExitCode"].partition(":")
+            return cls(
+                state=fields["JobState"],
+                reason=fields["Reason"],
+                nodes=fields["NodeList"],
+                restarts=int(fields["Restarts"]),
+                exit_status=128 + int(number) if int(number) else int(status),
+            )
+        except KeyError as error:
+            raise ValueError(f"no job's state: {text!r} lacks {error}") from None
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state in _ENDED
+
+    @property
+    def status(self) -> int:
+        """Of whoever followed it to its end: 0 where it has completed."""
+        return 0 if self.state == "COMPLETED" else self.exit_status or 1
+
+    def __str__(self) -> str:
+        """In words: `runs on n[1-2] (restart 1)`."""
+        again = f" (restart {self.restarts})" if self.restarts else ""
+        if self.has_ended:
+            return f"has ended: {self.state}, exit status {self.exit_status}"
+        if self.state == "RUNNING":
+            return f"runs on {self.nodes}{again}"
+        return f"is {self.state.lower()} ({self.reason}){again}"

@@ -1,0 +1,110 @@
+"""What is asked of Slurm's own programs: to take a job, what becomes of it, where a node is. No torch."""
+
+from __future__ import annotations
+
+import glob
+import ipaddress
+import re
+import socket
+import subprocess
+import time
+from collections.abc import Callable, MutableMapping
+from contextlib import suppress
+
+from lockstep.base.errors import LaunchError
+from lockstep.launch.machines import Machines, Place
+from lockstep.launch.slurm.batch_script import JobState, Step
+
+POLL_SECONDS = 2.0
+
+
+def submit(script: str) -> int:
+    """Send a batch script. Returns the job's number. Raises `LaunchError`."""
+    said = _ask(["sbatch", "--parsable"], stdin=script)
+    return int(said.partition(";")[0])
+
+
+def follow(job: int, name: str, say: Callable[[str], None], show: Callable[[str], None]) -> int:
+    """Until the job has ended: `say` each change of its state, `show` what its files here get. Returns `JobState.status`.
+
+    Lines of a node's own file have its name before them. Raises `LaunchError` where Slurm knows the job no more.
+    """
+    read: dict[str, int] = {}
+    before = None
+    files = f"{name}-{job}"
+    while True:
+        state = JobState.read(_ask(["scontrol", "show", "job", "--oneliner", str(job)]))
+        for path in [*glob.glob(f"{glob.escape(files)}.txt"), *sorted(glob.glob(f"{glob.escape(files)}-*.txt"))]:
+            node = path.removeprefix(files).removeprefix("-").removesuffix(".txt")
+            read[path] = _show_new(path, read.get(path, 0), node, show, to_the_end=state.has_ended)
+        if state != before:
+            say(f"job {job} {state}")
+        if state.has_ended:
+            return state.status
+        before = state
+        time.sleep(POLL_SECONDS)
+
+
+def _show_new(path: str, start: int, node: str, show: Callable[[str], None], *, to_the_end: bool) -> int:
+    """What is whole there from `start` on. Returns where it ends."""
+    with open(path, "rb") as file:
+        file.seek(start)
+        new = file.read()
+    whole = len(new) if to_the_end else new.rfind(b"\n") + 1
+    for line in new[:whole].decode(errors="replace").splitlines():
+        show(f"{node}: {line}" if node else line)
+    return start + whole
+
+
+def machines_of(step: Step, interface: str | None) -> Machines | None:
+    """Those of a step that started one `lockstep run` on each of its nodes; None for one node. Raises `LaunchError`."""
+    step.check_launchers()
+    number = len(step.nodes)
+    if number == 1:
+        return Machines.parse("1", Place(), interface)
+    return Machines(number, number, address_of(step.nodes[0]), step.port, step.node, interface, "the first node of the Slurm job,")
+
+
+def set_task_variables(environ: MutableMapping[str, str]) -> None:
+    """Where srun started this process as one of several, and no launcher stands between: set what a launcher would set."""
+    step = Step.read(environ) if "RANK" not in environ and "WORLD_SIZE" not in environ else None
+    if step is not None and sum(step.tasks) > 1:
+        for name, value in step.variables(address_of(step.nodes[0])).items():
+            environ.setdefault(name, value)
+
+
+def address_of(node: str) -> str:
+    """By which the others reach a node: its name, where that is known, or else what Slurm has as its address. Raises `LaunchError`.
+
+    On the node itself its name often stands for loopback, where nobody else would find it: what Slurm has goes before that.
+    """
+    found = _resolved(node)
+    if found is not None and not ipaddress.ip_address(found).is_loopback:
+        return node
+    with suppress(LaunchError):
+        told = re.search(r"\bNodeAddr=(\S+)", _ask(["scontrol", "show", "node", "--oneliner", node]))
+        if told is not None and _resolved(told[1]) is not None:
+            return told[1]
+    if found is None:
+        raise LaunchError(
+            f"the address of the node {node}, the first of the Slurm job, cannot be found, and scontrol does not tell it; the nodes meet "
+            "there; give --rdzv HOST:PORT with an address that all of them know"
+        )
+    return node
+
+
+def _resolved(host: str) -> str | None:
+    try:
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        return None
+
+
+def _ask(line: list[str], stdin: str = "") -> str:
+    try:
+        ended = subprocess.run(line, input=stdin, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise LaunchError(f"no program {line[0]} here; it is part of Slurm; run this where jobs are submitted") from None
+    if ended.returncode != 0:
+        raise LaunchError(f"{' '.join(line)} refused: {ended.stderr.strip()}; Slurm's words say what to correct")
+    return ended.stdout.strip()

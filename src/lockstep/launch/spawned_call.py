@@ -1,0 +1,83 @@
+"""Inside a process of `ls.spawn`: receive the function, call it, send back what it returned. Does not import torch."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import multiprocessing.util
+import os
+import pickle
+import signal
+import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+from lockstep.base.errors import LaunchError
+from lockstep.launch import worker
+
+PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
+"""The signals that a launcher passes on to its workers."""
+
+
+class Call:
+    """The function and its arguments, on their way to a worker; unpickled where a failure of that is recorded."""
+
+    def __init__(self, main: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self._content: tuple[Callable[..., Any], tuple[Any, ...]] | bytes = (main, args)
+
+    def __getstate__(self) -> bytes:
+        try:
+            return bytes(ForkingPickler.dumps(self._content))
+        except Exception as error:
+            raise LaunchError(
+                f"the function or its arguments cannot be sent to another process ({type(error).__name__}: {error}); both are pickled; "
+                "define the function at the top level of a file, and pass only what pickles"
+            ) from error
+
+    def __setstate__(self, state: bytes) -> None:
+        self._content = state
+
+    def load(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return ForkingPickler.loads(self._content) if isinstance(self._content, bytes) else self._content
+
+
+def work(call: Call, result: Connection | None, forked: bool) -> None:
+    """Call the function, in a process that multiprocessing has just started; the value goes through `result` where there is one.
+
+    The process comes here with the signals of `PASSED_ON` blocked.
+    """
+    if forked:
+        # What the parent registered and opened is the parent's to run and to close.
+        atexit._clear()
+        atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
+        gc.freeze()
+        # OpenMP's other threads did not come along, and it hangs where it waits for them.
+        sys.modules["torch"].set_num_threads(1)
+    os.setsid()
+    for number in PASSED_ON:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(line_buffering=True)
+
+    def body() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
+        main, args = call.load()
+        value = main(*args)
+        if result is not None:
+            result.send_bytes(_pickled(value))
+
+    worker.run(body, worker.begin())
+
+
+def _pickled(value: object) -> bytes:
+    try:
+        return pickle.dumps(value)
+    except Exception as error:
+        raise LaunchError(
+            f"the function returned a {type(value).__name__} that cannot be sent back ({type(error).__name__}: {error}); "
+            "the result of rank 0 is pickled; return something that pickles, or write it to a file"
+        ) from error

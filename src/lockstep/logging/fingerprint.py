@@ -1,0 +1,83 @@
+"""One hash for all that a model is: two models have the same fingerprint exactly when their state dicts have the same bits."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.base.errors import RecipeError
+from lockstep.comm.mesh import whole
+from lockstep.logging.fingerprint_bytes import Record, digest
+
+_PIECE_BYTES = 64 << 20
+
+
+def fingerprint(module_or_state_dict: nn.Module | Mapping[str, Any]) -> str:
+    """The SHA-256 of every tensor of the state dict, as 64 hexadecimal digits. Any rank may call it; where
+    tensors are distributed (DTensor), every rank does: each tensor is gathered in its turn.
+
+    The hash runs over one record for each tensor, one after the other with nothing between, in the order of the names' UTF-8 bytes:
+
+    ========== ======================= ==================================================================================
+    length     8 bytes                 of the name, in bytes
+    name       UTF-8                   as in the state dict
+    length     8 bytes                 of the dtype, in bytes
+    dtype      ASCII                   torch's name without "torch.": `float32`, `bfloat16`, `complex64`, `bool`
+    dims       8 bytes                 how many; 0 for a scalar
+    shape      8 bytes for each dim
+    length     8 bytes                 of the data, in bytes
+    data       row-major, no padding   each element little-endian; a complex one is its real and then its imaginary part;
+                                       a bool is one byte, 0 or 1
+    ========== ======================= ==================================================================================
+
+    Every number of 8 bytes is unsigned and little-endian. Tied weights appear once under each of their names. Device, strides and
+    `requires_grad` do not count; the sign of a zero and the payload of a NaN do. Entries that are not tensors (a module's extra
+    state) do not count. Takes a piece of at most 64 MiB at a time, so that no tensor is ever copied whole.
+
+    Raises `RecipeError` for a tensor that has no such bytes: on the meta device, sparse or quantized.
+    """
+    state = module_or_state_dict.state_dict() if isinstance(module_or_state_dict, nn.Module) else module_or_state_dict
+    return digest(_records(state))
+
+
+def _records(state: Mapping[str, Any]) -> Iterator[Record]:
+    for name in sorted(state, key=str.encode):
+        value = state[name]
+        if not isinstance(value, Tensor):
+            continue
+        tensor = whole(value.detach())
+        if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
+            raise RecipeError(
+                f"state dict entry {name!r} is a tensor of layout {tensor.layout}, type {tensor.dtype}, on device {tensor.device}; "
+                "a fingerprint is taken over dense bytes; materialise it, or make it dense"
+            )
+        size = tensor.numel() * tensor.element_size()
+        data = map(_bytes, _pieces(tensor.resolve_conj().resolve_neg()))
+        yield Record(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), size, data)
+
+
+def _pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """The elements in row-major order, as contiguous 1-d tensors of at most `_PIECE_BYTES` each."""
+    count, limit = tensor.numel(), _PIECE_BYTES // tensor.element_size()
+    if count <= limit:
+        yield tensor.reshape(-1).contiguous()
+    elif tensor.is_contiguous():
+        flat = tensor.view(-1)
+        yield from (flat[start : start + limit] for start in range(0, count, limit))
+    else:
+        rows = limit // (count // len(tensor))
+        parts = (tensor[start : start + rows] for start in range(0, len(tensor), rows)) if rows else iter(tensor)
+        for part in parts:
+            yield from _pieces(part)
+
+
+def _bytes(piece: Tensor) -> memoryview:
+    """The elements of a contiguous 1-d tensor as little-endian bytes; without a copy where they lie in memory like that."""
+    width = piece.element_size() // (2 if piece.is_complex() else 1)
+    # A single element may have any stride and be contiguous, and could then not be viewed as bytes.
+    array = piece.cpu().as_strided(piece.shape, (1,)).view(torch.uint8).numpy()
+    return (array if sys.byteorder == "little" else array.reshape(-1, width)[:, ::-1].copy()).data

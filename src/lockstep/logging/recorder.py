@@ -1,0 +1,227 @@
+"""What a run writes down. Only rank 0 writes; on the others the same calls do nothing."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from torch import Tensor
+
+import lockstep.base.errors
+from lockstep.base.errors import RunDirectoryError, UserError, cannot_write, say
+from lockstep.base.events import Event, EventLog
+from lockstep.comm.mesh import whole
+from lockstep.comm.world import World
+from lockstep.logging.loggers import Logger, Loggers
+from lockstep.logging.metrics import RESERVED_NAMES, MetricsLog
+from lockstep.logging.progress import Progress
+from lockstep.logging.run_directory import RunDirectory, default_run_path, describe_environment
+from lockstep.plan import Plan
+from lockstep.saving import Resume
+
+NAMES_OF_A_ROW = RESERVED_NAMES | {"loss", "lr", "gradient_norm", "samples_per_second", "weight_per_second", "memory_bytes", "mfu"}
+"""What the run itself writes in a line of metrics.jsonl."""
+
+
+_default_is_taken = False
+"""Whether a run of this process has the launcher's default run directory."""
+
+
+class Recorder:
+    """The run directory, its logs and the progress display. Every rank makes one, at the same moment."""
+
+    def __init__(self, run_dir: str | None, world: World, *, resume: Resume, default: str | None, loggers: Sequence[Logger] = ()) -> None:
+        """Raises `RunDirectoryError` on every rank where rank 0 cannot use the directory, or another machine has none such.
+
+        `run_dir=None`: `default` for the first run of this process without one, which may be started again; for others, and where that is
+        None too, a new one below `runs`.
+        """
+        global _default_is_taken
+        if run_dir is None and not _default_is_taken:
+            run_dir, _default_is_taken = default, default is not None
+        self._directory: RunDirectory | None = None
+        self._open = ExitStack()
+        failure: list[str] | None = None
+        path = ""
+        if world.rank == 0:
+            wanted = Path(run_dir) if run_dir is not None else default_run_path(sys.argv[0], datetime.now())
+            try:
+                self._directory = self._open.enter_context(RunDirectory.create(wanted, resume=resume != "never"))
+                path = str(self._directory.path)
+            except UserError as error:
+                failure = [type(error).__name__, str(error)]
+        path, failure, self.attempt = world.value_of(0, [path, failure, secrets.token_hex(4)])
+        if failure is not None:
+            raise getattr(lockstep.base.errors, failure[0])(failure[1])
+        self.path = Path(path)
+        """Of the run directory. The same on every rank, and so is `attempt`: eight hexadecimal digits, of this start of the run."""
+        if world.local_size < world.size:
+            self._check_shared(world)
+        self.events = EventLog(self.path / "events.jsonl" if self._directory else None)
+        self._open.callback(self.events.close)
+        self._metrics = self._open.enter_context(MetricsLog(self.path)) if self._directory else None
+        self._progress: Progress | None = None
+        self._loggers: Loggers | None = None
+        if self._directory is not None and loggers:
+            self._loggers = Loggers(loggers, self.path, self._tell_of_logger)
+            self._open.callback(self._loggers.close)
+        self.goes_on = self._directory is not None and self._directory.goes_on
+        """On rank 0: whether a run goes on that was here before."""
+        self.facts: dict[str, Any] = {}
+        """JSON of what runs, and how, once it has started."""
+        self._written: dict[str, Any] = {}
+        """Of it, what run.json says."""
+
+    def _check_shared(self, world: World) -> None:
+        is_there = self.path.is_dir()
+        if world.any(not is_there):
+            missing = world.gather_values(is_there).index(False)
+            self.close()
+            raise RunDirectoryError(
+                f"run directory {self.path}, made by rank 0, is not there for rank {missing}, on another machine; all machines of a run "
+                "write their parts of its checkpoints there; give one on a file system that they share (--run-dir)"
+            )
+
+    def start(
+        self, *, plan: Plan, world: World, launcher: str, seed: int, recipe: Mapping[str, Any] | None, checkpoints: str | None
+    ) -> None:
+        """Write `run.json`: what runs, how and where. `checkpoints`: the folder or URL that they go to, where it is another than usual."""
+        environment = describe_environment(world.device)
+        self.facts = {"recipe": recipe, "seed": seed, "plan": str(plan), "world_size": world.size, "versions": environment["versions"]}
+        if self._directory is None:
+            return
+        self._written = facts = {
+            "recipe": recipe,
+            "seed": seed,
+            "plan": {"text": str(plan), **asdict(plan)},
+            "world_size": world.size,
+            "launcher": launcher,
+            "checkpoints": checkpoints if checkpoints is None or "://" in checkpoints else str(Path(checkpoints).absolute()),
+            "started": datetime.now().astimezone().isoformat(timespec="seconds"),
+            "environment": environment,
+        }
+        self._directory.write_json("run.json", facts)
+        if self._loggers is not None:
+            self._loggers.start(facts)
+
+    def settle(self, recipe: Mapping[str, Any], plan: Plan, device: torch.device, auto: Mapping[str, Any]) -> None:
+        """Write `run.json` again, with what was chosen where the recipe or the plan said `auto`, and `auto`: what it was chosen by."""
+        self.facts |= {"recipe": recipe, "plan": str(plan)}
+        if self._directory is not None:
+            changed = {"recipe": recipe, "plan": {"text": str(plan), **asdict(plan)}, "environment": describe_environment(device)}
+            self._written |= {**changed, "auto": auto}
+            self._directory.write_json("run.json", self._written)
+
+    def go_on(self, step: int, checkpoints: str) -> None:
+        """The run begins, or goes on, with `step` steps done. `checkpoints`: where they were looked for."""
+        if self.goes_on and not step:
+            self.event("begun-anew", 0, checkpoints=checkpoints)
+            self.message(f"warning: {checkpoints} has no checkpoint to go on from; the run begins anew, from step 0")
+        if self._metrics is not None:
+            self._metrics.go_on(step)
+
+    def show(self, total_steps: int) -> None:
+        """Start the progress display, where there is a stderr to show it on."""
+        stream: TextIO | None = sys.stderr
+        if self._directory is not None and self._progress is None and stream is not None:
+            self._progress = self._open.enter_context(Progress(total_steps, stream=stream))
+
+    def step(self, step: int, values: Mapping[str, float], extra: Mapping[str, float]) -> None:
+        """One logging step: `values` has loss, lr and samples_per_second."""
+        self._write(step, {**values, **extra})
+        if self._progress is not None:
+            self._progress.update(step, loss=values["loss"], lr=values["lr"], samples_per_second=values["samples_per_second"], extra=extra)
+
+    def evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        self._write(step, {f"evaluation/{name}": value for name, value in values.items()})
+        if self._metrics is not None:
+            self._metrics.flush()
+        if self._progress is not None:
+            self._progress.evaluation(step, values)
+
+    def _write(self, step: int, values: Mapping[str, float]) -> None:
+        if self._metrics is not None:
+            self._metrics.write(step, values)
+        if self._loggers is not None:
+            self._loggers.log(step, values)
+
+    def _tell_of_logger(self, text: str) -> None:
+        self.event("logger-failed", 0, reason=text)
+        say(f"warning: {text}")  # the display may be closed by now
+
+    def event(self, name: str, step: int, **details: Any) -> Event:
+        event = Event(name, step, details)
+        try:
+            self.events.record(event)
+        except OSError as error:
+            raise cannot_write(error.filename, error) from error
+        return event
+
+    def message(self, text: str) -> None:
+        """A line for the person who watches."""
+        if self._progress is not None:
+            self._progress.message(text)
+        elif self._directory is not None:
+            say(text)
+
+    def save_tensors(self, name: str, state_dict: Mapping[str, Any]) -> None:
+        """Every rank calls it: what is distributed is gathered, one tensor after another."""
+        gathered = {}
+        for key, value in state_dict.items():
+            tensor = whole(value)
+            if self._directory is not None:
+                gathered[key] = tensor.cpu() if isinstance(tensor, Tensor) else tensor  # a GPU need not have room for all
+        if self._directory is not None:
+            self._directory.save_tensors(name, gathered)
+
+    def end(self, result: Mapping[str, Any]) -> None:
+        """Write `result.json`, which says that the run has ended, unless somebody has."""
+        if self._directory is not None and not (self.path / "result.json").exists():
+            self._directory.write_json("result.json", result)
+            if self._loggers is not None:
+                self._loggers.end(result)
+
+    def close(self) -> None:
+        self._open.close()
+
+
+class Pace:
+    """What is learned from in a second, between logging steps, evaluations left out."""
+
+    def __init__(self) -> None:
+        self.started = self._since = time.perf_counter()
+        self._samples = 0
+        self._weight = 0.0
+        self.total_samples = 0
+
+    def count(self, samples: int, weights: Mapping[str, float] | None) -> None:
+        """A step of so many samples. `weights`: as `Recipe.weight` counts them, by term of the loss."""
+        self._samples += samples
+        self.total_samples += samples
+        if weights is not None and len(weights) == 1:
+            self._weight += sum(weights.values())
+
+    def restart(self) -> dict[str, float]:
+        """Since the last call: samples a second, and weight (tokens, say) where the loss has one term and `Recipe.weight` counts it."""
+        now = time.perf_counter()
+        seconds = max(now - self._since, 1e-9)
+        rates = {"samples_per_second": self._samples / seconds}
+        if self._weight:
+            rates["weight_per_second"] = self._weight / seconds
+        self._since, self._samples, self._weight = now, 0, 0.0
+        return rates
+
+    def seconds(self) -> float:
+        """Since the start, everything included."""
+        return time.perf_counter() - self.started
+
+    def leave_out(self, seconds: float) -> None:
+        self._since += seconds

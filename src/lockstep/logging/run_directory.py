@@ -1,0 +1,306 @@
+"""The folder that holds what a run leaves behind. One run writes to it; nothing of an earlier run is overwritten."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import platform
+import socket
+import sys
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from lockstep import __version__
+from lockstep.base.errors import RecipeError, RunDirectoryError
+
+_OF_THE_RUN = "run.json"
+_RESULT = "result.json"
+_FILES_OF_A_RUN = (_OF_THE_RUN, "metrics.jsonl", "ranks.jsonl", "events.jsonl", _RESULT, "model.safetensors")
+_LOCK = "lock"
+_SAVED_DTYPES = frozenset(
+    getattr(torch, name)
+    for name in (
+        *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+        *("float16", "bfloat16", "float32", "float64", "complex64"),
+        *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    )
+)
+
+
+class RunDirectory:
+    """A run directory that this process alone writes to. Made on one rank, by `create`; close it, or use it in a `with`.
+
+    The claim is a kernel lock on the file `lock`, which says who holds it: it ends when the holder does, however it ends.
+    """
+
+    def __init__(self, path: Path, lock: _Lock, *, goes_on: bool) -> None:
+        self.path = path
+        self._lock = lock
+        self.goes_on = goes_on
+        """Whether it holds a run that has not ended."""
+
+    @classmethod
+    def create(cls, path: Path, *, resume: bool = False) -> RunDirectory:
+        """Make the folder, with its parents, and claim it. `resume`: it may hold a run that has not ended.
+
+        Raises `RunDirectoryError` where another live run holds it, an earlier run has left its files in it, it is not a folder or
+        cannot be written to.
+        """
+        path = path.absolute()
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            lock = _Lock.acquire(path / _LOCK)
+        except (FileExistsError, NotADirectoryError):
+            raise RunDirectoryError(
+                f"run directory {path} is, or lies below, something that is not a folder; a run directory is a folder; choose another path"
+            ) from None
+        except OSError as error:
+            raise RunDirectoryError(
+                f"run directory {path} cannot be written to ({error.strerror}: {error.filename or path}); a run directory is a folder in "
+                "which files can be made and locked; choose another, or change its permissions"
+            ) from error
+        except ValueError as error:
+            raise RunDirectoryError(
+                f"run directory {str(path)!a} has a name that this system cannot write ({error}); a name is made of what its locale can "
+                f"encode ({sys.getfilesystemencoding()} here); use plain letters, or set LC_ALL=C.UTF-8"
+            ) from error
+        goes_on = resume and (path / _OF_THE_RUN).exists()
+        for name in (_RESULT,) if goes_on else _FILES_OF_A_RUN:
+            if (path / name).exists() and (path / name).stat().st_size:  # empty: its run was killed before it began
+                lock.release()
+                ended = " that has ended" if name == _RESULT else ""
+                raise RunDirectoryError(
+                    f"run directory {path} already holds a run{ended} ({name}); nothing of an earlier run is overwritten; choose another "
+                    "directory, or remove this one"
+                )
+        return cls(path, lock, goes_on=goes_on)
+
+    def write_json(self, name: str, value: Mapping[str, Any]) -> None:
+        """Write `value` to the file `name`, whole or not at all.
+
+        A number that is NaN or infinite is written as null, which JSON has, and listed by its path under `not_finite`.
+        """
+        not_finite: dict[str, str] = {}
+        row = _finite(value, "", not_finite) | ({"not_finite": not_finite} if not_finite else {})
+        text = json.dumps(row, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        self._write(name, lambda partial: _write_text(partial, text))
+
+    def save_tensors(self, name: str, state_dict: Mapping[str, Any]) -> None:
+        """Write every entry of `state_dict` to the safetensors file `name`, whole or not at all.
+
+        Tied tensors are written under each of their names. Raises `RecipeError` where `check_tensors` does.
+        """
+        check_tensors(state_dict)
+        storages: set[int] = set()
+        tensors: dict[str, torch.Tensor] = {}
+        for key, value in state_dict.items():
+            tensor = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+            storage = tensor.untyped_storage().data_ptr()
+            tensors[key] = tensor.clone() if storage in storages else tensor
+            storages.add(storage)
+        self._write(name, lambda partial: save_file(tensors, partial))
+
+    def close(self) -> None:
+        """Give the directory up. May be called again, and does nothing then or in a forked child."""
+        self._lock.release()
+
+    def __enter__(self) -> RunDirectory:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+    def _write(self, name: str, write: Callable[[Path], None]) -> None:
+        """Let `write` fill a temporary file, and give it its name when its bytes are on the disk."""
+        partial = self.path / f".{name}.partial"
+        try:
+            partial.touch()
+            mode = partial.stat().st_mode
+            write(partial)
+            partial.chmod(mode)  # safetensors makes a file that only its owner may read
+            _sync(partial)
+            partial.rename(self.path / name)
+        finally:
+            partial.unlink(missing_ok=True)
+        _sync(self.path)
+
+
+class _Lock:
+    """An exclusive lock on a file, held until `release` or the end of the process. The file is removed on release."""
+
+    _held: ClassVar[weakref.WeakSet[_Lock]] = weakref.WeakSet()
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self._path = path
+        self._descriptor: int | None = descriptor
+        self._held.add(self)
+
+    @classmethod
+    def acquire(cls, path: Path) -> _Lock:
+        """Raises `RunDirectoryError` where another process holds it, `OSError` where it cannot be made or locked."""
+        while True:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                current = _names(path, descriptor)
+                if current:
+                    _claim(descriptor, path)
+            except BaseException as error:
+                if isinstance(error, BlockingIOError):
+                    error = _in_use(descriptor, path)
+                os.close(descriptor)
+                raise error from None
+            if current:
+                return cls(path, descriptor)
+            os.close(descriptor)  # its last holder removed the file between our opening it and locking it
+
+    def release(self) -> None:
+        if self._descriptor is not None:
+            with suppress(OSError):
+                self._path.unlink()
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    @classmethod
+    def _forget_in_child(cls) -> None:
+        """A forked child shares the lock, and would hold it after its parent has died."""
+        for lock in list(cls._held):
+            if lock._descriptor is not None:
+                os.close(lock._descriptor)
+                lock._descriptor = None
+
+
+os.register_at_fork(after_in_child=_Lock._forget_in_child)
+
+
+def _names(path: Path, descriptor: int) -> bool:
+    """Whether `path` is still the file that was opened as `descriptor`."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _holder(descriptor: int) -> dict[str, Any] | None:
+    """What the lock file says, or None where it says nothing that a run wrote."""
+    try:
+        holder = json.loads(os.pread(descriptor, 4096, 0))
+    except ValueError:
+        return None
+    return holder if isinstance(holder, dict) and {"pid", "host", "started"} <= holder.keys() else None
+
+
+def _claim(descriptor: int, path: Path) -> None:
+    if os.fstat(descriptor).st_size and _holder(descriptor) is None:
+        raise RunDirectoryError(
+            f"run directory {path.parent} holds a file named {path.name!r} that no run wrote; a run keeps its claim in that file; "
+            "choose another directory"
+        )
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    text = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "started": started}).encode() + b"\n"
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, text, 0)
+
+
+def _in_use(descriptor: int, path: Path) -> RunDirectoryError:
+    holder = _holder(descriptor)
+    who = f"process {holder['pid']} on {holder['host']}, since {holder['started']}" if holder else "another process"
+    return RunDirectoryError(
+        f"run directory {path.parent} is in use by a live run ({who}); one run writes to a directory; choose another, or end that run first"
+    )
+
+
+def check_tensors(state_dict: Mapping[str, Any]) -> None:
+    """Raise `RecipeError` where `state_dict` has an entry that a safetensors file cannot hold. Any rank may call it, at any time."""
+    for name, value in state_dict.items():
+        if not isinstance(value, torch.Tensor):
+            found = f"a {type(value).__name__}"
+        elif value.is_meta or value.layout != torch.strided or value.dtype not in _SAVED_DTYPES:
+            found = f"a tensor of layout {value.layout}, type {value.dtype}, on device {value.device}"
+        else:
+            continue
+        raise RecipeError(
+            f"state dict entry {name!r} is {found}; model.safetensors holds dense tensors of whole numbers, floats, bools and complex64; "
+            "change its type, or leave it out of the state dict (persistent=False)"
+        )
+
+
+def default_run_path(script: str | None, now: datetime) -> Path:
+    """`runs/<script>-<date>-<time>` in the working directory; with -2, -3 and so on behind it where that exists.
+
+    `script` is a path as in `sys.argv[0]`; None, "-c" and "" (no file) give `run`.
+    """
+    stem = Path(script).stem if script and not script.startswith("-") else "run"
+    path = first = Path("runs") / f"{stem}-{now:%Y%m%d-%H%M%S}"
+    number = 1
+    while path.exists():
+        number += 1
+        path = first.with_name(f"{first.name}-{number}")
+    return path
+
+
+def describe_environment(device: torch.device) -> dict[str, Any]:
+    """What a run ran on, as JSON: versions, host, processors, threads of this process, the command line and `device`."""
+    return {
+        "versions": {
+            "lockstep": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+            **({"cuda": torch.version.cuda} if device.type == "cuda" else {}),
+        },
+        "host": socket.gethostname(),
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "cpus_usable": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": {"intra_op": torch.get_num_threads(), "inter_op": torch.get_num_interop_threads()},
+        "device": {"type": str(device), "name": device_name(device)},
+        "command_line": sys.orig_argv,
+        "working_directory": os.getcwd(),
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """As its maker calls it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
+        for line in lines:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _finite(value: Any, path: str, not_finite: dict[str, str]) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(item, f"{path}.{key}" if path else str(key), not_finite) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item, f"{path}[{index}]", not_finite) for index, item in enumerate(value)]
+    if isinstance(value, float) and not math.isfinite(value):
+        not_finite[path] = str(value)
+        return None
+    return value
+
+
+def _write_text(path: Path, text: str) -> None:
+    # A path or an argument that the locale could not decode has its bytes as they were, or it could not be written at all.
+    path.write_text(text, encoding="utf-8", errors="surrogateescape")
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

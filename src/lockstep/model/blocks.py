@@ -1,0 +1,87 @@
+"""Which parts of a model are its blocks: what a plan that shards gathers, frees, checkpoints or compiles one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from lockstep.base.errors import RecipeError
+
+LARGE_SHARE = 8
+"""Where nothing repeats, a module with this part of all parameters (1 / LARGE_SHARE) is a block."""
+
+
+def blocks_of(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
+    """The names of the model's blocks, in the order of its modules; none lies in another. Perhaps none.
+
+    `patterns`: what the recipe names them, with `*` for any text: `"blocks.*"`. None: the members of lists of alike modules
+    (`nn.ModuleList` or `nn.Sequential`), the outermost ones; where there is none, the modules with an eighth of all parameters.
+    What shares a parameter with another part of the model is no block. Raises `RecipeError` where a pattern matches no module, or one
+    that is none, or blocks lie in one another.
+    """
+    if patterns is None:
+        found = list(_repeated(model, "")) or list(_large(model, "", _size(model) / LARGE_SHARE))
+        tied = tied_blocks(model, found)
+        return [name for name in found if name not in tied]
+    named = _named(model, patterns)
+    if tied := tied_blocks(model, named):
+        raise RecipeError(
+            f"the recipe's block {min(tied)!r} shares a parameter with what lies outside of it; a block's parameters are gathered for it "
+            "alone; leave it out of Recipe.blocks, or name a module that holds both"
+        )
+    return named
+
+
+def _named(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    names = [name for name, _ in model.named_modules() if name]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise RecipeError(
+                f"the recipe's blocks have {pattern!r}, which matches no module of the model; modules are {', '.join(names[:12])}"
+                f"{', ...' if len(names) > 12 else ''}; give names or patterns such as 'blocks.*'"
+            )
+    # `*` is any text, so that "blocks.*" also matches what lies in a block: of one pattern's matches the outermost count.
+    found = [_outermost([name for name in names if fnmatchcase(name, pattern)]) for pattern in patterns]
+    chosen = [name for name in names if any(name in matches for matches in found)]
+    for name in chosen:
+        if inside := next((other for other in chosen if name.startswith(f"{other}.")), None):
+            raise RecipeError(f"the recipe's blocks {inside!r} and {name!r} lie in one another; give the outer or the inner ones")
+    return chosen
+
+
+def tied_blocks(model: nn.Module, blocks: Sequence[str]) -> set[str]:
+    """The blocks with a parameter that another block, or no block, has too."""
+    owners: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owner = next((block for block in blocks if name.startswith(f"{block}.")), "")
+        owners.setdefault(id(parameter), set()).add(owner)
+    return {name for names in owners.values() if len(names) > 1 for name in names if name}
+
+
+def _outermost(names: list[str]) -> list[str]:
+    return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
+
+
+def _repeated(module: nn.Module, prefix: str) -> Iterator[str]:
+    if isinstance(module, nn.ModuleList | nn.Sequential):
+        members = [(name, child) for name, child in module.named_children() if _size(child)]
+        if len(members) > 1 and len({type(child) for _, child in members}) == 1:
+            yield from (prefix + name for name, _ in members)
+            return
+    for name, child in module.named_children():
+        yield from _repeated(child, f"{prefix}{name}.")
+
+
+def _large(module: nn.Module, prefix: str, least: float) -> Iterator[str]:
+    for name, child in module.named_children():
+        inner = list(_large(child, f"{prefix}{name}.", least))
+        if inner:
+            yield from inner
+        elif _size(child) >= least and not isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield prefix + name
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

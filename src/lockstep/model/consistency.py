@@ -1,0 +1,103 @@
+"""Every rank builds the same model: a factory that read the rank, the clock or a generator of its own is found out.
+
+What the model consists of is compared before anything else, since ranks with different parameters would wait for each other's exchanges.
+Values are compared by checksums, taken where they are computed: of a model without values, one tensor after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from crc32c import crc32c
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from lockstep.base.errors import RecipeError
+from lockstep.comm.world import World
+
+
+def check_structure(model: Any, world: World) -> None:
+    """Raises `RecipeError`, on every rank alike, where ranks have other modules, or other parameters and buffers in them. Every rank."""
+    first, *others = world.gather_values(_structure(model))
+    for rank, other in enumerate(others, start=1):
+        if other != first:
+            here, there = dict(first), dict(other)
+            named = [
+                (name, f"is {_described(here.get(name))} on one and {_described(there.get(name))} on the other")
+                for name in {**here, **there}
+                if here.get(name) != there.get(name)
+            ]
+            moved = [(mine, "is at another place") for (mine, _), (theirs, _) in zip(first, other, strict=False) if mine != theirs]
+            raise _different(*[*named, *moved][0], 0, rank, "whatever its rank")
+
+
+def check_checksums(checksums: Mapping[str, int], world: World) -> None:
+    """Raises `RecipeError`, on every rank alike, where two ranks have other checksums under one name. Every rank calls it.
+
+    A rank need not have all names.
+    """
+    if world.size == 1:
+        return
+    seen: dict[str, tuple[int, int]] = {}
+    for rank, found in enumerate(world.gather_values(checksums)):
+        for name, value in found.items():
+            first, before = seen.setdefault(name, (rank, value))
+            if value != before:
+                rule = "with weights drawn from torch's, numpy's or python's default generator (they are seeded), not from the rank"
+                raise _different(name, "has other values", first, rank, rule)
+
+
+def checksums_of(model: Any) -> dict[str, int]:
+    """Of every parameter and buffer that has dense bytes, by name."""
+    tensors = dict(_tensors(model)) if isinstance(model, nn.Module) else {}
+    return {
+        name: checksum(tensor)
+        for name, tensor in tensors.items()
+        if tensor.layout == torch.strided and not (tensor.is_meta or tensor.is_quantized or _is_lazy(tensor))
+    }
+
+
+def checksum(tensor: Tensor) -> int:
+    """CRC-32C of the elements as they lie in memory: equal for tensors of equal strides and bits. Copies only what has gaps."""
+    dense = tensor.detach().resolve_conj().resolve_neg().cpu()
+    dense = dense.permute(sorted(range(dense.dim()), key=dense.stride, reverse=True)).contiguous()
+    # A single element may have any stride and be contiguous, and could then not be viewed as bytes.
+    return crc32c(dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy().data)
+
+
+def _structure(model: Any) -> list[Any]:
+    if not isinstance(model, nn.Module):
+        return [["", type(model).__qualname__]]
+    modules = [[name, type(module).__qualname__] for name, module in model.named_modules()]
+    return modules + [[name, _kind(tensor)] for name, tensor in _tensors(model)]
+
+
+def _kind(tensor: Tensor) -> list[Any]:
+    role = "buffer" if not isinstance(tensor, nn.Parameter) else "parameter" if tensor.requires_grad else "frozen parameter"
+    shaped = tensor.layout == torch.strided and not _is_lazy(tensor)
+    return [role, str(tensor.dtype), [tensor.shape, tensor.stride()] if shaped else str(tensor.layout)]
+
+
+def _is_lazy(tensor: Tensor) -> bool:
+    return isinstance(tensor, UninitializedParameter | UninitializedBuffer)
+
+
+def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def _described(kind: str | list[Any] | None) -> str:
+    if kind is None or isinstance(kind, str):
+        return kind or "missing"
+    role, dtype, form = kind
+    shaped = form if isinstance(form, str) else f"of shape {tuple(form[0])}, strides {tuple(form[1])}"
+    return f"a {role}, {dtype} {shaped}"
+
+
+def _different(name: str, how: str, one: int, other: int, rule: str) -> RecipeError:
+    return RecipeError(
+        f"the model is not the same on ranks {one} and {other}: {repr(name) if name else 'it'} {how}; the factory must build the same "
+        f"model in every process, {rule}"
+    )

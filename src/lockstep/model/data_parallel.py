@@ -1,0 +1,62 @@
+"""`torch.nn.DataParallel`, for old habits: one process cuts each microbatch over several GPUs.
+
+Each forward copies the model to the other GPUs, and Python runs all of them in one process. One process a GPU (`replicate`) is faster.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lockstep.base.errors import PlanError, RecipeError
+
+
+def gpus_of(home: torch.device, count: int) -> list[int]:
+    """The numbers of the GPUs, `home` first. Raises `PlanError` where there are fewer."""
+    there = torch.cuda.device_count() if home.type == "cuda" else 0
+    if there < count:
+        raise PlanError(
+            f"data_parallel={count} and {there} GPUs; it cuts each microbatch over the GPUs of one process; use replicate={count}, which "
+            "runs on CPUs too, and faster on GPUs"
+        )
+    return list(range(count))
+
+
+def check_copyable(model: nn.Module, count: int) -> None:
+    """Raises `RecipeError` where what a model's forward does to it counts, and would be done to a copy."""
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm):
+            raise RecipeError(
+                f"data_parallel={count} and a model with BatchNorm ({name!r}); each copy of the model would take statistics of its own, "
+                f"which are lost with it; use replicate={count}"
+            )
+
+
+def cut_over(model: nn.Module, gpus: list[int]) -> None:
+    """Have the model's forward, and nothing else of it, run on all `gpus`, each with a part of dim 0 of every tensor that it is given.
+
+    The model is on the first GPU, where the whole output comes back. Raises `RecipeError`.
+    """
+    check_copyable(model, len(gpus))
+    parallel = nn.DataParallel(_Forward(model), device_ids=gpus)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        for gpu in gpus[1:]:  # drawn from the microbatch's own generator, so that each part has masks of its own
+            torch.cuda.default_generators[gpu].manual_seed(int(torch.randint(2**62, ())))
+        return parallel(*args, **kwargs)
+
+    model.forward = forward
+
+
+class _Forward(nn.Module):
+    """What DataParallel copies: it calls the model's own forward, which its replacement would lead back to DataParallel."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self.model).forward(self.model, *args, **kwargs)

@@ -1,0 +1,221 @@
+"""The layers of one process shared out over its devices, the simple model parallelism: activations move, layers stay where they are.
+
+Layers are placed in runs, in their order. All else stays on the first device, `home`, where batches are and where
+the model's output comes back to. A layer's forward moves what it is called with to its own device. What it returns stays there if the next
+layer is called with it, as in a list of layers, and comes home otherwise.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.base.errors import PlanError, RecipeError
+from lockstep.model.blocks import blocks_of, tied_blocks
+from lockstep.model.pipeline.stages import balanced
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """What is on one device as a whole."""
+
+    name: str
+    hands_on: bool
+    """Whether the next layer is called with what this one returns."""
+
+
+def devices_of(home: torch.device, count: int) -> list[torch.device]:
+    """The devices of this process that share out the layers, `home` first; on a CPU all of them are the CPU. Raises `PlanError`."""
+    if home.type != "cuda":
+        return [home] * count
+    there = torch.cuda.device_count()
+    if there < count:
+        raise PlanError(
+            f"split over {count} devices and {there} GPUs; each device is a GPU of its own; split over {there}, or hide the GPUs "
+            "(CUDA_VISIBLE_DEVICES=) to compute on the CPU"
+        )
+    return [torch.device("cuda", number) for number in range(count)]
+
+
+def layers_of(model: nn.Module, patterns: Sequence[str] | None, parts: Sequence[str]) -> list[Layer]:
+    """The layers that can be placed, in order. Perhaps none.
+
+    `patterns`: `Recipe.blocks`. `parts`: as `stages.parts_of` found them. Where there are parts and no patterns, layers are the parts, and
+    the members of each that is an `nn.Sequential` and no block; else the blocks, as `blocks_of` finds them. What shares a parameter with
+    another part of the model is none. Raises `RecipeError`.
+    """
+    blocks = blocks_of(model, patterns)
+    if patterns is None and parts:
+        names = [name for part in parts for name in _members(model.get_submodule(part), part, blocks)]
+        tied = tied_blocks(model, names)
+        return [
+            Layer(name, after is not None and after not in tied)
+            for name, after in zip(names, [*names[1:], None], strict=True)
+            if name not in tied
+        ]
+    lists = [name.rpartition(".")[0] for name in blocks]
+    chained = [isinstance(model.get_submodule(each), nn.ModuleList | nn.Sequential) for each in lists]
+    return [Layer(name, chained[i] and lists[i] in lists[i + 1 : i + 2]) for i, name in enumerate(blocks)]
+
+
+def places(names: Sequence[str], nbytes: Sequence[int], rest_bytes: int, wanted: int | tuple[int, ...]) -> list[int]:
+    """The number of each layer's device: runs, ascending.
+
+    `wanted`: `Plan.split`, so many devices, balanced by bytes, or so many layers on each. `rest_bytes`: what the first one holds besides.
+    Raises `RecipeError`.
+    """
+    listed = f"{', '.join(names[:8])}{', ...' if len(names) > 8 else ''}" or "none"
+    if isinstance(wanted, tuple):
+        if sum(wanted) != len(names):
+            raise RecipeError(
+                f"split={'+'.join(map(str, wanted))} places {sum(wanted)} layers, and the model has {len(names)} ({listed}); the numbers "
+                "add up to them; correct the plan, or name the layers in Recipe.blocks"
+            )
+        return [device for device, count in enumerate(wanted) for _ in range(count)]
+    if len(names) < wanted:
+        raise RecipeError(
+            f"split={wanted} and a model of {len(names)} layers that can be placed ({listed}); each device needs one at least; use fewer "
+            "devices, or name smaller parts in Recipe.blocks (one that shares a parameter with another part stays with it)"
+        )
+    runs = balanced([nbytes[0] + rest_bytes, *nbytes[1:]], wanted)
+    return [device for device, run in enumerate(runs) for _ in run]
+
+
+def split(model: nn.Module, layers: Sequence[Layer], devices: Sequence[torch.device], wanted: int | tuple[int, ...]) -> None:
+    """Move every parameter and buffer to its device, and have the forwards move activations. `wanted`: `Plan.split`.
+
+    Raises `RecipeError`, also from the forward, where code between layers uses tensors of two devices.
+    """
+    names = [layer.name for layer in layers]
+    modules = [model.get_submodule(name) for name in names]
+    nbytes = [sum(tensor.nbytes for tensor in _tensors(module)) for module in modules]
+    numbers = places(names, nbytes, sum(tensor.nbytes for tensor in _tensors(model)) - sum(nbytes), wanted)
+    _check_shared(names, modules, numbers)
+    home = devices[0]
+    inside = {id(module) for layer in modules for module in layer.modules()}
+    for layer, module, number in zip(layers, modules, numbers, strict=True):
+        module.to(devices[number])
+        _compute_on(module, devices[number], home, comes_home=not layer.hands_on)
+    for module in model.modules():
+        if id(module) not in inside:
+            module._apply(lambda tensor: tensor.to(home), recurse=False)  # type: ignore[no-untyped-call]
+            if module is not model and (module._parameters or module._buffers):
+                _compute_on(module, home, home, comes_home=False)
+    _compute_on(model, home, home, comes_home=True)
+    _explain(model)
+
+
+def moved(value: Any, device: torch.device, copies: list[tuple[Any, list[Any]]] | None = None) -> Any:
+    """`value` with the tensors in its tuples, lists and mappings on `device`; the object itself where none has to move.
+
+    `copies` gets each list and mapping that was copied for it, with its members.
+    """
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        members: list[Any] = list(value.values())
+    elif isinstance(value, list | tuple):
+        members = list(value)
+    else:
+        return value
+    parts = [moved(member, device, copies) for member in members]
+    if _identical(parts, members):
+        return value
+    if isinstance(value, tuple):
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    copied: Any = copy.copy(value)
+    for place, part in zip(value if isinstance(value, Mapping) else range(len(parts)), parts, strict=True):
+        copied[place] = part
+    if copies is not None:
+        copies.append((copied, parts))
+    return copied
+
+
+def _members(part: nn.Module, name: str, blocks: Sequence[str]) -> Iterator[str]:
+    if name in blocks or not isinstance(part, nn.Sequential) or type(part).forward is not nn.Sequential.forward:
+        yield name
+        return
+    for child_name, child in part._modules.items():
+        if child is not None:
+            yield from _members(child, f"{name}.{child_name}", blocks)
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _check_shared(names: Sequence[str], modules: Sequence[nn.Module], numbers: Sequence[int]) -> None:
+    """Raises `RecipeError` where a tensor would have to be on two devices: a buffer, that is, since what shares a parameter is no layer."""
+    holders: dict[int, int] = {}
+    for place, module in enumerate(modules):
+        for tensor in _tensors(module):
+            first = holders.setdefault(id(tensor), place)
+            if numbers[first] != numbers[place]:
+                raise RecipeError(
+                    f"the layers {names[first]!r} and {names[place]!r} share a buffer of shape {tuple(tensor.shape)}, and are placed on "
+                    "two devices; give each its own, or place them together: split=3+5 places so many layers on each device"
+                )
+
+
+def _compute_on(module: nn.Module, device: torch.device, home: torch.device, *, comes_home: bool) -> None:
+    forward: Callable[..., Any] = module.forward
+
+    @functools.wraps(forward)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        copies: list[tuple[Any, list[Any]]] = []
+        args, kwargs = moved(args, device, copies), {name: moved(value, device, copies) for name, value in kwargs.items()}
+        with _working(device, home):
+            output = forward(*args, **kwargs)
+        for copied, members in copies:
+            if not _identical(list(copied.values()) if isinstance(copied, Mapping) else copied, members):
+                raise RecipeError(
+                    f"the forward of a {type(module).__name__} changed a {type(copied).__name__} that it was given, of which split had "
+                    "made a copy on another device, and the change would be lost; have it return what it adds"
+                )
+        return moved(output, home) if comes_home else output
+
+    module.forward = wrapped
+
+
+def _identical(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    return len(one) == len(other) and all(mine is theirs for mine, theirs in zip(one, other, strict=True))
+
+
+@contextmanager
+def _working(device: torch.device, home: torch.device) -> Iterator[None]:
+    """On another GPU than `home`: it is the current one, and its generator goes on where home's stands, as if there were one."""
+    if device == home or device.type != "cuda":
+        yield
+        return
+    mine, homes = torch.cuda.default_generators[device.index], torch.cuda.default_generators[home.index]
+    mine.set_state(homes.get_state())
+    with torch.cuda.device(device):
+        yield
+    homes.set_state(mine.get_state())
+
+
+def _explain(model: nn.Module) -> None:
+    """Say what to do where tensors of two devices meet in code that is no layer's."""
+    forward: Callable[..., Any] = model.forward
+
+    @functools.wraps(forward)
+    def explained(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return forward(*args, **kwargs)
+        except RuntimeError as error:
+            if "same device" not in str(error):
+                raise
+            raise RecipeError(
+                f"the model is split, and its code uses tensors of two devices ({str(error).splitlines()[0]}); what a member of a list of "
+                "layers returns stays on its device for the next member; write other.to(x.device) where the two meet, name larger parts in "
+                "Recipe.blocks, and register a layer's own tensors as buffers"
+            ) from error
+
+    model.forward = explained

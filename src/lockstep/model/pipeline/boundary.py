@@ -1,0 +1,131 @@
+"""What goes from one stage of a pipeline to the next: a tensor, or a tuple of tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.base.errors import RecipeError
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """What a stage hands on for microbatches of one shape. The same on every rank."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    gradients: tuple[bool, ...]
+    """Of each tensor, whether a gradient comes back for it."""
+    single: bool
+    """A tensor, not a tuple of one."""
+
+    @classmethod
+    def of(cls, value: Any, part: str) -> Boundary:
+        """Raises `RecipeError` where `value`, the output of `part`, is something else."""
+        tensors = value if isinstance(value, tuple) else (value,)
+        if not tensors:
+            raise RecipeError(
+                f"the part {part!r} of the model returns an empty tuple, and the next one is on another rank; a stage of a pipeline hands "
+                "on a tensor or a tuple of tensors; have the part return what the next one needs"
+            )
+        for tensor in tensors:
+            if not isinstance(tensor, Tensor):
+                inside = " in a tuple" if isinstance(value, tuple) else ""
+                raise RecipeError(
+                    f"the part {part!r} of the model returns a {type(tensor).__name__}{inside}, and the next one is on another rank; a "
+                    "stage of a pipeline hands on a tensor or a tuple of tensors; have the part return those, or join it with the next "
+                    "one in a module of their own"
+                )
+            if hasattr(tensor, "placements"):
+                raise RecipeError(
+                    f"the part {part!r} of the model returns a distributed tensor, cut over the tensor axis, and the next one is on "
+                    "another rank; a stage of a pipeline hands on whole tensors; have the part's last layer give its output whole"
+                )
+        return cls(
+            tuple(tuple(tensor.shape) for tensor in tensors),
+            tuple(str(tensor.dtype).removeprefix("torch.") for tensor in tensors),
+            tuple(tensor.requires_grad for tensor in tensors),
+            isinstance(value, Tensor),
+        )
+
+    @classmethod
+    def read(cls, said: Any) -> Boundary:
+        """From what `say` gave, through JSON."""
+        shapes, dtypes, gradients, single = said
+        return cls(tuple(map(tuple, shapes)), tuple(dtypes), tuple(gradients), single)
+
+    def say(self) -> list[Any]:
+        return [self.shapes, self.dtypes, self.gradients, self.single]
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """All but the shapes: what must be the same for microbatches that share a schedule."""
+        return self.dtypes, self.gradients, self.single, tuple(map(len, self.shapes))
+
+    def tensors(self, device: torch.device | str) -> tuple[Tensor, ...]:
+        """New ones, without values."""
+        return tuple(
+            torch.empty(shape, dtype=getattr(torch, dtype), device=device, requires_grad=gradient)
+            for shape, dtype, gradient in zip(self.shapes, self.dtypes, self.gradients, strict=True)
+        )
+
+    def check(self, value: Any, part: str) -> None:
+        """Raises `RecipeError` where a microbatch is handed on otherwise than the one from which this was learned."""
+        found = Boundary.of(value, part)
+        if found != self:
+            raise RecipeError(
+                f"the part {part!r} of the model returns {found.words()}, and returned {self.words()} for another microbatch with "
+                "inputs of the same shapes; what a stage of a pipeline hands on must follow from the shapes of the inputs; have the part "
+                "return one shape, or join it with the next one in a module of their own"
+            )
+
+    def words(self) -> str:
+        """For people."""
+        each = zip(self.dtypes, self.shapes, self.gradients, strict=True)
+        listed = ", ".join(f"{dtype} {list(shape)}{'' if gradient else ' without gradient'}" for dtype, shape, gradient in each)
+        return listed if self.single else f"({listed})"
+
+
+def arrive(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """What a stage received, as its first part may use it: also in place; and whatever it does, the gradient can be sent back."""
+    arrived: tuple[Tensor, ...] = _Arrive.apply(*tensors)  # type: ignore[no-untyped-call]
+    return arrived
+
+
+def leave(value: Any) -> tuple[Tensor, ...]:
+    """What a stage hands on, as it can be sent and taken out of its graph: contiguous, and no view."""
+    left: tuple[Tensor, ...] = _Leave.apply(*(value if isinstance(value, tuple) else (value,)))  # type: ignore[no-untyped-call]
+    return left
+
+
+class _Arrive(torch.autograd.Function):
+    """The identity on tensors that share memory with the leaves they come from. Their gradients come contiguous."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return _identity(ctx, tuple(tensor.detach() for tensor in tensors))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        needed = zip(gradients, ctx.needs_input_grad, strict=True)
+        return tuple(gradient.contiguous() if needs else None for gradient, needs in needed)
+
+
+class _Leave(torch.autograd.Function):
+    """The identity on tensors that are no views."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return _identity(ctx, tuple(tensor.detach().contiguous() for tensor in tensors))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return tuple(gradient if needs else None for gradient, needs in zip(gradients, ctx.needs_input_grad, strict=True))
+
+
+def _identity(ctx: Any, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    ctx.mark_non_differentiable(*(output for output, needs in zip(outputs, ctx.needs_input_grad, strict=True) if not needs))
+    return outputs

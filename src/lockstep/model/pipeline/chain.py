@@ -1,0 +1,89 @@
+"""A pipeline calls a model's parts one after another, never its forward: so that must do the same, and nothing in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.base.errors import RecipeError
+
+
+class Chain:
+    """The parts of a model, and its forward as it was made. For `Pipeline`, before any axis changes how modules are called."""
+
+    def __init__(self, model: nn.Module, parts: Sequence[str]) -> None:
+        self._forward = model.forward
+        self._parts = parts
+        self._modules = [model.get_submodule(name) for name in parts]
+        self._forwards = {id(module): module.forward for module in model.modules()}
+
+    def check(self, call: Callable[[Callable[..., Any]], Any]) -> None:
+        """Raises `RecipeError` unless the forward hands each part the output of the one before, and returns the last one's.
+
+        `call`: calls the function it is given with what the model is called with. The parts are not computed: they need no values.
+        """
+        handed: list[_Output] = []
+        original: Any = nn.Module.__call__
+        known = {id(module) for module in self._modules}
+
+        def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if id(module) not in known:
+                return self._forwards.get(id(module), partial(original, module))(*args, **kwargs)
+            place = len(handed)
+            if place == len(self._modules) or module is not self._modules[place]:
+                raise _NoChain(self._out_of_turn(place))
+            if handed and (kwargs or len(args) != 1 or args[0] is not handed[-1]):
+                before = self._parts[place - 1]
+                raise _NoChain(f"calls {self._parts[place]!r} with something other than the output of {before!r}, and that alone")
+            handed.append(_Output())
+            return handed[-1]
+
+        nn.Module.__call__ = called  # type: ignore[method-assign]
+        try:
+            with torch.no_grad():
+                returned = call(self._forward)
+            if len(handed) < len(self._modules) or returned is not handed[-1]:
+                raise _NoChain(f"returns something other than the output of {self._parts[-1]!r}")
+        except _Unpacked:
+            return  # a tuple, of which nobody knows how long it is
+        except Exception as error:
+            raise RecipeError(self._said(error, len(handed))) from error
+        finally:
+            nn.Module.__call__ = original  # type: ignore[method-assign]
+
+    def _out_of_turn(self, place: int) -> str:
+        if place == len(self._parts):
+            return f"calls a part after {self._parts[-1]!r}, the last one"
+        after = f", which comes after {self._parts[place - 1]!r}" if place else ", which comes first"
+        return f"calls another part in the place of {self._parts[place]!r}{after}"
+
+    def _said(self, error: Exception, place: int) -> str:
+        after = f"after {self._parts[place - 1]!r}" if place else f"before {self._parts[0]!r}"
+        own = f"does something of its own {after} ({type(error).__name__}: {error})"
+        return (
+            f"the model's forward {error if isinstance(error, _NoChain) else own}; a pipeline calls the parts that the recipe's stages "
+            "name, each with the output of the one before, and nothing between them; move what lies between into a part, or name "
+            "parts that hold it"
+        )
+
+
+class _NoChain(Exception):
+    pass
+
+
+class _Unpacked(Exception):
+    pass
+
+
+class _Output:
+    """Stands for what a part returned. Nothing can be done with it but hand it on."""
+
+    def __iter__(self) -> Any:
+        raise _Unpacked
+
+    def __getitem__(self, _: Any) -> Any:
+        raise _Unpacked

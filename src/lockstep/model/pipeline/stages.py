@@ -1,0 +1,247 @@
+"""Which parts of a model can be the stages of a pipeline, and how they are cut into stages of about the same cost. Touches no process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lockstep.base.errors import RecipeError
+
+
+@dataclass(frozen=True, slots=True)
+class Tied:
+    """A parameter that stages on several ranks hold. Each rank has a gradient of its own: they are to be summed, and counted once."""
+
+    name: str
+    """As one process calls it."""
+    ranks: tuple[int, ...]
+    """Along the pipeline, ascending. The first one counts it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """A model cut into stages. Stage s is on rank (s mod ranks) of the pipeline. The same on every rank."""
+
+    parts: tuple[str, ...]
+    """Names of the modules that are called one after another."""
+    cuts: tuple[range, ...]
+    """Of each stage, its parts."""
+    ranks: int
+    tied: tuple[Tied, ...]
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, patterns: Sequence[str] | None, *, ranks: int, per_rank: int = 1, costs: Sequence[float] | None = None
+    ) -> Stages:
+        """Cut `model` for a pipeline of `ranks`, of which each takes `per_rank` stages.
+
+        `patterns`: `Recipe.stages`. `costs`: one for each part, None: its parameters. Call it before anything is taken out of the model.
+        Raises `RecipeError`.
+        """
+        parts = parts_of(model, patterns)
+        if not parts:
+            raise RecipeError(
+                f"pipeline={ranks} and a model ({type(model).__name__}) that is no nn.Sequential; a pipeline must know the parts of the "
+                "model in the order in which they are called; name them, as in Recipe.stages=['embed', 'blocks.*', 'head']"
+            )
+        modules = [model.get_submodule(name) for name in parts]
+        costs = [_size(module) for module in modules] if costs is None else costs
+        alone = [any(parameter.requires_grad for parameter in module.parameters()) for module in modules]
+        units = _units(alone)
+        count = ranks * per_rank
+        if count > len(units):
+            virtual = f" with {per_rank} stages a rank" if per_rank > 1 else ""
+            raise RecipeError(
+                f"pipeline={ranks}{virtual} makes {count} stages, and the model has trainable parameters for {len(units)} "
+                f"(from {', '.join(parts[unit.start] for unit in units[:8])}{', ...' if len(units) > 8 else ''}); each stage needs "
+                "one at least; use a smaller pipeline, or name smaller parts in Recipe.stages"
+            )
+        runs = balanced([sum(costs[place] for place in unit) for unit in units], count)
+        cuts = tuple(range(units[run.start].start, units[run.stop - 1].stop) for run in runs)
+        _check_statistics(model, parts, cuts)
+        return cls(tuple(parts), cuts, ranks, _tied(model, parts, cuts, ranks))
+
+    def on_rank(self, rank: int) -> range:
+        """The stages of one rank of the pipeline, ascending."""
+        return range(rank, len(self.cuts), self.ranks)
+
+    def names_on(self, rank: int) -> list[str]:
+        """The parts that one rank of the pipeline holds."""
+        return [self.parts[place] for stage in self.on_rank(rank) for place in self.cuts[stage]]
+
+
+def parts_of(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
+    """The names of the parts in the order in which they are called, each with the output of the one before. Empty: nobody says.
+
+    An `nn.Sequential` has its members. Otherwise `patterns` name modules, with `*` for any text: pattern after pattern, and what one
+    matches in the model's order. Raises `RecipeError` where they are no such parts, or leave out a parameter or buffer.
+    """
+    if patterns is None:
+        if not isinstance(model, nn.Sequential) or type(model).forward is not nn.Sequential.forward:
+            return []
+        return list(model._modules)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    modules.pop("", None)
+    parts = [name for pattern in patterns for name in _matched(pattern, modules)]
+    for place, name in enumerate(parts):
+        if name in parts[:place]:
+            raise RecipeError(f"the recipe's stages match {name!r} twice; each part is called once, in the order given; drop a pattern")
+        if inside := next((other for other in parts if name.startswith(f"{other}.")), None):
+            raise RecipeError(f"the recipe's stages {inside!r} and {name!r} lie in one another; give the outer or the inner ones")
+    _check_whole(model, parts)
+    return parts
+
+
+def balanced(costs: Sequence[float], count: int) -> list[range]:
+    """Cut `costs` into `count` contiguous runs, none empty, so that the largest sum is as small as it can be; then, as even as can be."""
+    most = _best(costs, count, lambda cost: cost, max, math.inf)[-1][0]
+    table = _best(costs, count, lambda cost: cost * cost, lambda one, other: one + other, most)
+    runs: list[range] = []
+    stop = len(costs)
+    for row in range(count, 0, -1):
+        start = table[row * (len(costs) + 1) + stop][1]
+        runs.append(range(start, stop))
+        stop = start
+    return runs[::-1]
+
+
+def calls(count: int, stages: Stages, schedule: str) -> list[tuple[int, int, str]]:
+    """How `count` microbatches are run, as [start, stop) and the schedule of each call, one call after another.
+
+    Torch's 1F1B takes no fewer microbatches than stages: GPipe does those. Its interleaved schedules take a multiple of the number of
+    rounds: what is left over is a call of its own.
+    """
+    if schedule == "gpipe" or (schedule == "1f1b" and count >= len(stages.cuts)):
+        return [(0, count, schedule)] if count else []
+    if schedule == "1f1b":
+        return [(0, count, "gpipe")] if count else []
+    rounds = max(1, count // stages.ranks)
+    even = count if count % rounds == 0 else rounds * stages.ranks
+    return [(start, stop, schedule) for start, stop in ((0, even), (even, count)) if start < stop]
+
+
+def check_microbatches(count: int, stages: Stages) -> None:
+    """Raises `RecipeError` where a full global batch leaves stages without work throughout. `count`: its microbatches, a data rank.
+
+    For the plan as a whole, before the first step. A short batch at the end of an epoch may have fewer, and is computed.
+    """
+    if count < len(stages.cuts):
+        raise RecipeError(
+            f"{count} microbatches a step in a pipeline of {len(stages.cuts)} stages; with fewer microbatches than stages some stages "
+            f"always wait; choose a smaller microbatch, so that a step has {len(stages.cuts)} at least on each data rank, or fewer stages"
+        )
+
+
+def keep_only(model: nn.Module, names: Sequence[str]) -> None:
+    """Take every parameter and buffer out of `model` that none of these parts holds; the names of the others stay as they are.
+
+    A tied parameter stays under each of its names. The modules stay too, without their tensors.
+    """
+    held = {id(tensor) for name in names for tensor in _tensors(model.get_submodule(name))}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and id(tensor) not in held:
+                    tensors[name] = None
+
+
+def _matched(pattern: str, modules: dict[str, nn.Module]) -> list[str]:
+    names = [name for name in modules if fnmatchcase(name, pattern)]
+    outermost = [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
+    if not outermost:
+        raise RecipeError(
+            f"the recipe's stages have {pattern!r}, which matches no module of the model; modules are {', '.join(list(modules)[:12])}"
+            f"{', ...' if len(modules) > 12 else ''}; give names or patterns such as 'blocks.*'"
+        )
+    for name in outermost:
+        if isinstance(modules[name], nn.ModuleList | nn.ModuleDict):
+            raise RecipeError(
+                f"the recipe's stages have {pattern!r}, and {name!r} is a {type(modules[name]).__name__}, which cannot be called; "
+                f"name its members: {name + '.*'!r}"
+            )
+    return outermost
+
+
+def _check_whole(model: nn.Module, parts: Sequence[str]) -> None:
+    held = {id(tensor) for name in parts for tensor in _tensors(model.get_submodule(name))}
+    left_out = [
+        name
+        for named in (model.named_parameters, model.named_buffers)
+        for name, tensor in named(remove_duplicate=False)
+        if id(tensor) not in held
+    ]
+    if left_out:
+        raise RecipeError(
+            f"the recipe's stages leave out {', '.join(left_out[:5])}{f' and {len(left_out) - 5} more' if len(left_out) > 5 else ''}; "
+            "together they must hold every parameter and buffer of the model, since only they are called; name the modules that hold "
+            "these too, or move them into one"
+        )
+
+
+def _check_statistics(model: nn.Module, parts: Sequence[str], cuts: Sequence[range]) -> None:
+    holders: dict[int, tuple[int, str]] = {}
+    for stage, cut in enumerate(cuts):
+        for place in cut:
+            for module in model.get_submodule(parts[place]).modules():
+                first, part = holders.setdefault(id(module), (stage, parts[place]))
+                if first != stage and isinstance(module, _BatchNorm) and module.running_mean is not None:
+                    raise RecipeError(
+                        f"the stages {part!r} and {parts[place]!r} share a {type(module).__name__}; its running statistics follow from "
+                        "all of its calls in their order, and two stages of a pipeline compute theirs apart; give each a BatchNorm of "
+                        "its own"
+                    )
+
+
+def _tied(model: nn.Module, parts: Sequence[str], cuts: Sequence[range], ranks: int) -> tuple[Tied, ...]:
+    holders: dict[int, set[int]] = {}
+    for stage, cut in enumerate(cuts):
+        for place in cut:
+            for parameter in model.get_submodule(parts[place]).parameters():
+                holders.setdefault(id(parameter), set()).add(stage % ranks)
+    return tuple(
+        Tied(name, tuple(sorted(holders[id(parameter)]))) for name, parameter in model.named_parameters() if len(holders[id(parameter)]) > 1
+    )
+
+
+def _units(alone: Sequence[bool]) -> list[range]:
+    """Parts that no cut may part: one that can be a stage alone, with those after it that cannot (before the first one, before it)."""
+    starts = [place for place, can in enumerate(alone) if can]
+    if not starts:
+        return []
+    starts[0] = 0
+    return [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(alone)], strict=True)]
+
+
+def _best(
+    costs: Sequence[float], count: int, value: Callable[[float], float], join: Callable[[float, float], float], most: float
+) -> list[tuple[float, int]]:
+    """At row * (len(costs) + 1) + stop: the least value of costs[:stop] in `row` runs, none above `most`, and where the last one starts."""
+    length = len(costs)
+    sums = [0.0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+    table = [(math.inf, 0)] * ((count + 1) * (length + 1))
+    table[0] = (0.0, 0)
+    for row in range(1, count + 1):
+        for stop in range(row, length - count + row + 1):
+            options = [
+                (join(table[(row - 1) * (length + 1) + start][0], value(sums[stop] - sums[start])), start)
+                for start in range(row - 1, stop)
+                if sums[stop] - sums[start] <= most
+            ]
+            if options:
+                table[row * (length + 1) + stop] = min(options)
+    return table
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

@@ -1,0 +1,82 @@
+"""Torch's pipeline stage, for microbatches of different shapes, that tells where gradients end and lets go of what it no longer needs.
+
+With torch's schedules, which take long to import: who has a pipeline imports this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
+
+from lockstep.model.pipeline.boundary import Boundary
+
+ONE_STAGE_A_RANK: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+SEVERAL: dict[str, Any] = {"interleaved": ScheduleInterleaved1F1B, "zero-bubble": ScheduleInterleavedZeroBubble}
+
+
+class Stage(PipelineStage):
+    """One stage, for the calls of one schedule."""
+
+    routes: Sequence[Sequence[Boundary]]
+    """Of each microbatch in the call, what the stages hand on."""
+    losses: list[Tensor]
+    """The schedule's: outputs of the last stage, of the microbatches so far."""
+    around: Callable[[int], AbstractContextManager[Any]]
+    """Entered around the backward of a microbatch of the call."""
+    cut_off: Callable[[], None]
+    """Called where no gradient goes back for what the stage received."""
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        if not self.is_first:
+            self._renew(self.args_recv_info[fwd_chunk_id], self.routes[fwd_chunk_id][self.stage_index - 1])
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if self.has_backward and not self.is_last:
+            self._renew(self.grad_recv_info[bwd_chunk_id], self.routes[bwd_chunk_id][self.stage_index])
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        """Torch's sends no gradient for an input that the output does not hang on, and the rank before waits for one."""
+        received = self.fwd_cache[bwd_chunk_id][1] if bwd_chunk_id in self.fwd_cache else ()
+        with self.around(bwd_chunk_id):
+            super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        needed = [isinstance(tensor, Tensor) and tensor.requires_grad for tensor in received]
+        found = self.bwd_cache.get(bwd_chunk_id, ())
+        if any(needs and gradient is None for needs, gradient in zip(needed, found, strict=False)):
+            self.cut_off()
+            self.bwd_cache[bwd_chunk_id] = tuple(
+                torch.zeros_like(tensor) if needs else gradient for tensor, needs, gradient in zip(received, needed, found, strict=False)
+            )
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """Torch's keeps the loss, and with it all that the backward of the inputs has not freed, to the end of the call."""
+        with self.around(bwd_chunk_id):
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
+        if self.is_last and self.has_backward:
+            self.losses[bwd_chunk_id] = self.losses[bwd_chunk_id].detach()
+
+    def release(self) -> None:
+        """Let go of what the last call received and computed."""
+        self.clear_runtime_states()
+        for received in (*self.args_recv_info.values(), *self.grad_recv_info.values()):
+            for info in received:
+                if info.buffer is not None:
+                    info.buffer = torch.empty(0, device=self.device)
+
+    def _renew(self, received: Sequence[Any], boundary: Boundary) -> None:
+        for info, tensor in zip(received, boundary.tensors(self.device), strict=True):
+            if info.buffer is not None:
+                info.buffer = tensor.detach()

@@ -1,0 +1,191 @@
+"""Running statistics of BatchNorm that do not depend on who computed which microbatch (law 2).
+
+Each microbatch's forward updates scratch buffers instead of the running ones. What one microbatch does to a running statistic r is
+r -> keep * r + gain, so (keep, gain) of every microbatch, gathered from all ranks, is applied in the microbatches' order on every rank:
+buffers end equal on all ranks, and at any world size. Other buffers that a forward changes have no such rule and are refused: where torch
+counts the change, in the step that made it; where it does not (a change through `.data`), at the steps where bits are compared.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lockstep.base.errors import RecipeError
+from lockstep.comm.mesh import Mesh, held
+
+BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+@dataclass(slots=True)
+class _Scratch:
+    """One BatchNorm module's own buffers, kept safe while a microbatch updates the ones in their place."""
+
+    module: _BatchNorm
+    kept: dict[str, Tensor]
+    taken: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, module: _BatchNorm) -> _Scratch:
+        kept = {name: module._buffers[name] for name in BUFFERS}
+        scratch = cls(module, {name: buffer for name, buffer in kept.items() if buffer is not None}, {})
+        scratch.renew()
+        return scratch
+
+    def renew(self) -> None:
+        """Fresh buffers, not zeroed ones: autograd has saved those of the forward for its backward."""
+        self.taken = {name: torch.zeros_like(buffer) for name, buffer in self.kept.items()}
+
+    def swap_in(self, module: nn.Module, _: Any) -> None:
+        if module.training:
+            module._buffers.update(self.taken)
+
+    def swap_out(self, module: nn.Module, _: Any, __: Any) -> None:
+        module._buffers.update(self.kept)
+
+    def row(self) -> Tensor:
+        """(keep, calls, gain of the mean..., gain of the variance...) of the microbatch at hand, and scratch made ready for the next."""
+        calls = self.taken["num_batches_tracked"].double()
+        momentum = self.module.momentum
+        gains = torch.cat([self.taken["running_mean"], self.taken["running_var"]]).double()
+        if momentum is None:
+            gains = gains * calls
+        keep = torch.ones_like(calls) if momentum is None else (1.0 - momentum) ** calls
+        self.renew()
+        return torch.cat([torch.stack([keep, calls]), gains])
+
+    def apply(self, rows: Tensor, gate: Tensor | None) -> None:
+        """Update the module's own buffers from all microbatches, in order, unless the `gate` is False.
+
+        `rows`: (microbatches, 2 + 2 features).
+        """
+        mean, variance = self.kept["running_mean"], self.kept["running_var"]
+        rows, gate = rows.to(mean.device), gate if gate is None else gate.to(mean.device)
+        running = torch.cat([mean, variance]).double()
+        tracked, before = self.kept["num_batches_tracked"], running
+        for row in rows:
+            keep, calls, gain = row[0], row[1], row[2:]
+            if self.module.momentum is None:
+                seen = tracked.double()
+                running = torch.where(calls > 0, (running * seen + gain) / (seen + calls).clamp(min=1), running)
+            else:
+                running = keep * running + gain
+            tracked += (calls if gate is None else calls * gate).to(tracked.dtype)
+        if gate is not None:
+            running = torch.where(gate, running, before)
+        mean.copy_(running[: len(mean)])
+        variance.copy_(running[len(mean) :])
+
+
+class RunningStatistics:
+    """The buffers of one model. Every rank: `begin` before a step's first forward, `note_microbatch` after each, `commit` once."""
+
+    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
+        self.mesh = mesh
+        """Who computes which microbatches."""
+        modules = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
+        self._scratches = [_Scratch.of(module) for module in modules]
+        self._hooks = [scratch.module.register_forward_pre_hook(scratch.swap_in) for scratch in self._scratches]
+        self._hooks += [scratch.module.register_forward_hook(scratch.swap_out, always_call=True) for scratch in self._scratches]
+        self._rows: list[Tensor] = []
+        ours = {id(buffer) for scratch in self._scratches for buffer in scratch.kept.values()}
+        self._others = {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in ours}
+        named = dict(model.named_parameters())
+        self._parameters = list(named.values())
+        self._trainable = [parameter.requires_grad for parameter in self._parameters]
+        self._watched = [*self._others.values(), *self._parameters]
+        self._names = [*(f"buffer {name!r}" for name in self._others), *(f"parameter {name!r}" for name in named)]
+        self._model = model
+        self._world = mesh.world
+        self._compares = self._world.any(bool(self._others))
+        """Whether any rank has a buffer to compare."""
+        self.begin(compare=False)
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def begin(self, *, compare: bool) -> None:
+        """Before the first forward of a step: how what no forward may change stands; earlier forwards do not count.
+
+        `compare`: keep the bits of the buffers too, for `check` to find changes that torch does not count. Raises
+        `RecipeError` where a parameter was frozen or thawed since the model was prepared.
+        """
+        trainable = [parameter.requires_grad for parameter in self._parameters]
+        if trainable != self._trainable:
+            place = next(i for i, (now, then) in enumerate(zip(trainable, self._trainable, strict=True)) if now is not then)
+            raise RecipeError(
+                f"{self._names[len(self._others) + place]} has requires_grad={trainable[place]} and had {self._trainable[place]} when the "
+                "model was prepared; ranks sum the gradients of what was trainable then; freeze in the model's factory, or give the "
+                "parameter a group of the optimizer with lr=0"
+            )
+        self._versions = [tensor._version for tensor in self._watched]
+        self._bits = {name: _bits(buffer) for name, buffer in self._others.items()} if compare else {}
+        self.discard()
+
+    def note_microbatch(self) -> None:
+        """Take down what the forward just done did to the statistics; what a recomputation in the backward does is not counted."""
+        if self._scratches:
+            self._rows.append(torch.cat([scratch.row().to(self._world.device) for scratch in self._scratches]))
+
+    def discard(self) -> None:
+        """Forget what other forwards did to the statistics: those of activation checkpointing, or of another model's turn."""
+        for scratch in self._scratches:
+            scratch.renew()
+
+    def check(self, *, compare: bool) -> None:
+        """Raises `RecipeError` where a forward has changed a parameter, or a buffer that is not BatchNorm's.
+
+        `compare`: as `begin` was told; all ranks raise alike then, and every rank of the run calls it.
+        """
+        changed = self._changed()
+        if compare and self._compares:
+            found = self._world.gather_rows(torch.tensor([changed is not None]), [1] * self._world.size)
+            if found.any():
+                changed = next(each for each in self._world.gather_values(changed) if each is not None)
+        if changed is not None:
+            raise RecipeError(
+                f"the model's forward changed its {changed}; microbatches are computed on different ranks, so it would "
+                "depend on the number of processes (BatchNorm's running statistics are handled); "
+                "update it outside the forward, between steps, from a hook's on_step say"
+            )
+
+    def _changed(self) -> str | None:
+        """What is not as it was at `begin`, in words."""
+        versions = [tensor._version for tensor in self._watched]
+        if versions != self._versions:
+            return next(name for name, now, then in zip(self._names, versions, self._versions, strict=True) if now != then)
+        if not self._others:
+            return None
+        here = dict(self._model.named_buffers())
+        for name, buffer in self._others.items():
+            if here.get(name) is not buffer:
+                return f"buffer {name!r}"
+        return next((f"buffer {name!r}" for name, bits in self._bits.items() if not torch.equal(bits, _bits(self._others[name]))), None)
+
+    def commit(self, count: int, *, apply: bool | Tensor) -> None:
+        """Gather the rows of all `count` microbatches and, where the step was applied, update the running statistics. Every rank.
+
+        `apply`: whether it was; a scalar tensor where a GPU decides.
+        """
+        if not self._scratches:
+            return
+        widths = [2 + 2 * len(scratch.kept["running_mean"]) for scratch in self._scratches]
+        mine = torch.stack(self._rows) if self._rows else torch.zeros((0, sum(widths)), dtype=torch.float64, device=self._world.device)
+        self._rows = []
+        everyone = self.mesh.in_order(mine, count)[:: self.mesh.deal.slices or 1]  # all slices of a microbatch say the same
+        if apply is not False:
+            for scratch, rows in zip(self._scratches, torch.split(everyone, widths, dim=1), strict=True):
+                scratch.apply(rows, None if apply is True else apply)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """A copy of this rank's part of the tensor, as bytes. Empty for what has no dense bytes."""
+    part = held(tensor)
+    if part.layout != torch.strided or part.is_quantized:
+        return torch.empty(0, dtype=torch.uint8)
+    return part.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)

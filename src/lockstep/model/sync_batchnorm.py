@@ -1,0 +1,167 @@
+"""SyncBatchNorm: every microbatch is split across the data ranks, and its statistics are taken over all of its slices (law 2).
+
+All ranks compute microbatch 0's slices together, then 1's, and so on, so a model's statistics, outputs and gradients are those of one
+process over the same microbatches. Each layer exchanges (mean, variance, number of values) in the forward, and two sums for each channel
+in the backward. So every rank must come to the same layers in the same order: a layer in a branch that only some ranks take makes the
+others wait for it until the process group's timeout. Outside of a step's microbatches nothing is split, and nothing is exchanged.
+
+The slices' other work is apart: each has random numbers of its own (dropout masks and a random `collate` depend on the number of ranks,
+as they do nowhere else), and its own loss, the mean over its samples or the sum over them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lockstep.base.errors import RecipeError
+from lockstep.comm.mesh import Mesh
+from lockstep.comm.world import World
+from lockstep.plan import Plan
+
+
+class Exchange:
+    """What the SyncBatchNorm layers of a session exchange with, and for which slice. One for all its models."""
+
+    def __init__(self) -> None:
+        self.world: World | None = None
+        """Those among whom microbatches are split. None: they are whole."""
+        self.counts: bool | None = None
+        """Whether the slice at hand is part of its microbatch; a rank without a slice computes another for nothing. None: no slice is."""
+
+    def __deepcopy__(self, _: Any) -> Exchange:
+        """A copy of a model is a model of the same session."""
+        return self
+
+
+class SyncBatchNorm(nn.SyncBatchNorm):
+    """Torch's layer, whose forward works on CPUs too and takes its statistics over the slices of a microbatch."""
+
+    _exchange: Exchange
+
+    def forward(self, input: Tensor) -> Tensor:
+        exchange = self._exchange
+        if exchange.world is None or exchange.counts is None or not self.training:
+            return _BatchNorm.forward(self, input)
+        self._check_input_dim(input)
+        output, mean, variance, number = _Normalise.apply(input, self.weight, self.bias, self.eps, exchange.world, exchange.counts)  # type: ignore[no-untyped-call]
+        if self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            factor = 1.0 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
+            unbiased = variance * (number / (number - 1))
+            self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
+            self.running_var.lerp_(unbiased.to(self.running_var.dtype), factor)
+        return output  # type: ignore[no-any-return]
+
+
+def adopt(model: nn.Module, exchange: Exchange) -> None:
+    """Give the model's `nn.SyncBatchNorm` layers the forward that works here. Raises `RecipeError` for one with a group of its own."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            if module.process_group is not None:
+                raise RecipeError(
+                    f"the SyncBatchNorm {name!r} has a process_group; its statistics are a whole microbatch's, and the plan says which "
+                    "processes split it; leave process_group out"
+                )
+            kind = type(module)
+            if not issubclass(kind, SyncBatchNorm):
+                module.__class__ = SyncBatchNorm if kind is nn.SyncBatchNorm else type(kind.__name__, (kind, SyncBatchNorm), {})
+            module._exchange = exchange  # type: ignore[assignment]
+
+
+def split_microbatches(models: Sequence[nn.Module], mesh: Mesh, plan: Plan, *, microbatch: int) -> Mesh:
+    """The mesh with microbatches of `microbatch` samples split among its data ranks, where a model has a SyncBatchNorm that trains.
+
+    Every rank calls it. Raises `RecipeError` where that cannot be.
+    """
+    mine = [(name, type(layer).__name__, isinstance(layer, nn.SyncBatchNorm)) for name, layer in training_layers(models)]
+    layers = [layer for theirs in mesh.axis("pipeline").gather_values(mine) for layer in theirs]
+    if mesh.data.size == 1 or not any(split for *_, split in layers):
+        return mesh
+    ranks = f"SyncBatchNorm on {mesh.data.size} data ranks"
+    if plan.numerics == "bitwise":
+        raise RecipeError(
+            f"numerics=bitwise with {ranks}; it cuts each sum over a microbatch by the number of ranks, and so rounds it otherwise at each "
+            "number; use numerics=fast, or plain BatchNorm, whose statistics are one microbatch's at any number of processes too"
+        )
+    for name, kind, split in layers:
+        if not split:
+            raise RecipeError(
+                f"{name!r} is a {kind}, beside {ranks}; microbatches are split for those, and it would see slices, which "
+                "depend on the number of processes; convert all with nn.SyncBatchNorm.convert_sync_batchnorm(model), or put it in eval mode"
+            )
+    return mesh.split(min(microbatch, mesh.data.size))
+
+
+def training_layers(models: Sequence[nn.Module]) -> list[tuple[str, _BatchNorm]]:
+    """The BatchNorm layers that normalise by a microbatch's own statistics, SyncBatchNorm too, and their names."""
+    named = [item for model in models for item in model.named_modules()]
+    return [(name, module) for name, module in named if isinstance(module, _BatchNorm) and module.training]
+
+
+class _Normalise(torch.autograd.Function):
+    """BatchNorm of one slice by the statistics of its microbatch: (output, mean, variance, number of values) of each channel.
+
+    The last three are for the running statistics, in float64, the variance not corrected, and have no gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, world: World, counts: bool) -> Any:
+        channels, kind = x.shape[1], torch.float64 if x.dtype is torch.float64 else torch.float32
+        values = x.numel() // channels if counts else 0
+        mine = torch.zeros(2 * channels + 1, dtype=torch.float64, device=x.device)
+        if values:
+            variance, mean = torch.var_mean(x.to(kind), [0, *range(2, x.dim())], correction=0)
+            torch.cat([mean, variance, mean.new_full((1,), values, dtype=torch.float64)], out=mine)
+        everyone = world.gather_rows(mine[None], [1] * world.size)
+        means, variances, numbers = torch.split(everyone, [channels, channels, 1], dim=1)
+        number = numbers.sum()
+        if values < 2 and number < 2:
+            raise RecipeError(
+                f"a SyncBatchNorm was given {tuple(x.shape)} of a microbatch that has one value a channel; a variance takes two; "
+                "choose a microbatch that leaves no rest of one sample"
+            )
+        mean = (numbers * means).sum(0) / number
+        variance = (numbers * (variances + (means - mean) ** 2)).sum(0) / number
+        ctx.world, ctx.counts, ctx.eps = world, counts, eps
+        ctx.save_for_backward(x, weight, mean, variance, number)
+        ctx.mark_non_differentiable(mean, variance, number)
+        scale, shift = (None if each is None else each.to(kind) for each in (weight, bias))
+        return functional.batch_norm(x, mean.to(kind), variance.to(kind), scale, shift, eps=eps), mean, variance, number
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor, *_: Any) -> Any:
+        x, weight, mean, variance, number = ctx.saved_tensors
+        kind = torch.float64 if x.dtype is torch.float64 else torch.float32
+        scale = torch.ones_like(mean, dtype=kind) if weight is None else weight.to(kind)
+        mean, variance, wide = mean.to(kind), variance.to(kind), x.to(kind)
+        with_fixed_statistics, for_scale, for_shift = torch.ops.aten.native_batch_norm_backward(
+            gradient.to(kind), wide, scale, mean, variance, None, None, False, ctx.eps, [True, True, True]
+        )
+        sums = torch.stack([for_scale, for_shift]).double()
+        if not ctx.counts:
+            sums.zero_()
+        dist.all_reduce(sums, group=ctx.world.group)
+        deviation = torch.rsqrt(variance + ctx.eps)
+        by_scale, by_shift = (sums / number).to(kind) * scale * deviation
+        shape = [1, -1, *[1] * (x.dim() - 2)]
+        for_x = with_fixed_statistics.sub_(by_shift.view(shape)).addcmul_(
+            wide - mean.view(shape), (by_scale * deviation).view(shape), value=-1
+        )
+        if not ctx.counts:
+            for_x.zero_()  # not the microbatch's, though its sums reach it
+        needs = ctx.needs_input_grad
+        return (
+            for_x.to(x.dtype),
+            for_scale.to(weight.dtype) if needs[1] else None,
+            for_shift.to(weight.dtype) if needs[2] else None,
+            *[None] * 3,
+        )

@@ -1,0 +1,208 @@
+"""The `tensor` axis: the ranks share out each layer's matrix, by torch's distributed tensors, and compute the same microbatch together.
+
+A `colwise` layer gives each rank a part of its outputs, the `rowwise` layer after it takes such a part and sums over the ranks. What lies
+between is the user's own code on smaller tensors (`lockstep.model.tensor.boundaries`); what lies outside is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel.style import ParallelStyle
+
+from lockstep.base.errors import RecipeError
+from lockstep.model.shared_parameters import tie, ties
+from lockstep.model.tensor.boundaries import Region, is_cut, leaving, mark_cut
+from lockstep.model.tensor.first_forward_check import Proof
+from lockstep.model.tensor.logits import as_logits, plain
+from lockstep.model.tensor.styles import STYLES, cut_dim, sizes_of
+
+SHAPES = re.compile(
+    r"is invalid for input of size|must match|cannot be multiplied|size mismatch|split_with_sizes|not compatible|doesn't match|"
+    r"not enough values to unpack|too many values to unpack|Expected size|normalized_shape|not divisible|broadcast|"
+    r"should contain \d+ elements"
+)
+"""What torch and Python say where a size is not the one that code was written for."""
+
+
+def tensor_parallel(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str], *, fill: Callable[[nn.Module], None]) -> None:
+    """Cut the layers of `model` over `mesh`, one axis, in place. Every rank calls it, before the model is sharded or given an optimizer.
+
+    `styles`: from `styles_of`. `fill`: called with a layer just before it is cut, to give it its values; a rank keeps its part of them,
+    which all ranks must have alike. Nothing is sent. What has no values then stays on the meta device, as do parameters that are not
+    cut. What shared a parameter before shares it afterwards.
+    """
+    tied = ties(model)
+    layers = {name: _Layer(name, style) for name, style in styles.items()}
+    for name, layer in layers.items():
+        fill(model.get_submodule(name))
+        parallelize_module(model.get_submodule(name), mesh, layer, src_data_rank=None)
+    for names in tied:
+        tie(model, names)
+    region = Region(mesh)
+    proof = Proof(model, {name: layer for name, layer in layers.items() if layer.leaves_parts})
+    owners = {name.rpartition(".")[0] for name in styles}
+    around = {"", *(owner[:end] for owner in owners for end in (*(dot.start() for dot in re.finditer(r"\.", owner)), len(owner)))}
+    for name, module in model.named_modules():
+        if name in around:
+            own = [child for child in styles if child.rpartition(".")[0] == name]
+            _Enclosure(module, name, region, proof, own).enclose(module)
+
+
+@torch.no_grad()
+def settle(parameters: Sequence[Tensor]) -> None:
+    """Complete the gradients that are sums of the tensor ranks' parts, such as those of a norm's weight under `sequence`.
+
+    Once a step, after its last backward. Every rank of the tensor axis calls it alike; a rank without such a gradient, while others
+    have it, must have zeros.
+    """
+    for parameter in parameters:
+        gradient = parameter.grad
+        if isinstance(parameter, DTensor) and isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
+            parameter.grad = gradient.redistribute(placements=parameter.placements)
+
+
+class _Layer(ParallelStyle):
+    """One layer under its style: torch applies it to the module."""
+
+    def __init__(self, name: str, style: str) -> None:
+        self._name = name
+        self._style_name = style
+        self._style = STYLES[style]
+        self.leaves_parts = self._style.leaves_parts
+        self.bypassed = False
+        """Let the module be what it was: whole inputs, whole weights."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        before: Any = self._before
+        after: Any = self._after
+        return distribute_module(module, device_mesh, self._cut, before, after)
+
+    def _cut(self, _: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        for name, parameter in list(module._parameters.items()):
+            if parameter is None or isinstance(parameter, DTensor):
+                continue
+            dim = cut_dim(module, name, self._style_name)
+            placement = Replicate() if dim is None else Shard(dim)
+            part = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
+            held = part.to_local()
+            if not held.is_meta and held.untyped_storage().nbytes() > held.nbytes:
+                part = DTensor.from_local(held.clone(), mesh, [placement], run_check=False)
+            made = nn.Parameter(part, requires_grad=parameter.requires_grad)
+            made.__dict__.update(vars(parameter))
+            module.register_parameter(name, made)
+
+    def _before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+        if self.bypassed:
+            return inputs
+        if not inputs:
+            raise RecipeError(f"{self._name} is called with keywords alone; a layer that is cut takes its input as the first argument")
+        given = inputs[0]
+        if not isinstance(given, DTensor):
+            given = DTensor.from_local(given, mesh, (self._taken(module, given, mesh.size()),), run_check=False)
+        if self._style.takes == "sequence" and given.dim() < 2:
+            raise RecipeError(f"{self._name} has the style 'sequence' and an input of shape {tuple(given.shape)}; the sequence is dim 1")
+        wanted: dict[str, Placement] = {"whole": Replicate(), "cut": Shard(given.dim() - 1), "sequence": Shard(1)}
+        return given.redistribute(placements=(wanted[self._style.takes],)), *inputs[1:]
+
+    def _taken(self, module: nn.Module, given: Tensor, size: int) -> Placement:
+        """How a plain input lies on the ranks."""
+        wants_cut = self._style.takes == "cut" and not self._style.slices
+        if wants_cut and given.shape[-1] * size == sizes_of(module)[1]:
+            return Shard(given.dim() - 1)
+        if wants_cut:
+            remedy = "'rowwise_split'" if given.shape[-1] == sizes_of(module)[1] else "a 'colwise' layer before it"
+            raise RecipeError(
+                f"{self._name} has the style {self._style_name!r} and {sizes_of(module)[1]} inputs, of which each of {size} ranks takes "
+                f"its part, and was given {given.shape[-1]}; give it {remedy}, or leave it whole"
+            )
+        if is_cut(given):
+            raise RecipeError(
+                f"{self._name} has the style {self._style_name!r}, which takes a whole input, and was given one that is cut over the "
+                "tensor axis; give it 'rowwise', or the layer before it 'colwise_gathered'"
+            )
+        return Replicate()
+
+    def _after(self, _: nn.Module, output: DTensor, __: DeviceMesh) -> Tensor:
+        if self.bypassed:
+            return output
+        gives: dict[str, Placement] = {"whole": Replicate(), "sequence": Shard(1)}
+        spread = output.redistribute(placements=(gives.get(self._style.gives, Shard(output.dim() - 1)),))
+        if self._style.gives == "classes":
+            logits: Tensor = as_logits(spread)
+            return logits
+        if self._style.gives == "sequence":
+            return spread
+        held = plain(spread)
+        return mark_cut(held) if self._style.gives == "cut" else held
+
+
+class _Enclosure:
+    """Runs the forward of a module with cut layers inside in `region`, and explains what its sizes do to code written for whole tensors.
+
+    `name`: the module's, empty for the model. `layers`: those cut directly inside of it.
+    """
+
+    def __init__(self, module: nn.Module, name: str, region: Region, proof: Proof, layers: Sequence[str]) -> None:
+        self._name = name
+        self._called = name or type(module).__name__
+        self._region = region
+        self._proof = proof
+        self._layers = layers
+
+    def __deepcopy__(self, _: Any) -> _Enclosure:
+        return self
+
+    def enclose(self, module: Any) -> None:
+        """A class of its own for the module, so that a copy of it runs its own forward, and not this one's."""
+        kind: Any = type(module)
+        if "forward" in vars(module):  # somebody put one there, which goes before the class's
+            module.forward = functools.wraps(module.forward)(functools.partial(_run, self, module, module.forward))
+        else:
+            module.__class__ = _enclosed(kind)
+            module._enclosure = self
+
+    def run(self, module: nn.Module, forward: Callable[..., Any], arguments: Any, keywords: Any) -> Any:
+        with self._region:
+            try:
+                output = forward(*arguments, **keywords)
+            except (RuntimeError, ValueError) as error:
+                if not self._layers or not SHAPES.search(str(error)):
+                    raise
+                raise RecipeError(_explained(self._called, self._layers, error)) from error
+            if self._proof.waits_for(self._name):
+                self._proof.compare(self._name, module, forward, arguments, keywords)
+            return output if self._name else leaving(output, self._called)
+
+
+def _run(enclosure: _Enclosure, module: nn.Module, forward: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+    return enclosure.run(module, forward, arguments, keywords)
+
+
+@functools.cache
+def _enclosed(kind: Any) -> type[nn.Module]:
+    @functools.wraps(kind.forward)
+    def forward(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        return self._enclosure.run(self, functools.partial(kind.forward, self), arguments, keywords)
+
+    made: type[nn.Module] = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    return made
+
+
+def _explained(name: str, layers: Sequence[str], error: Exception) -> str:
+    first_line = str(error).partition("\n")[0]
+    return (
+        f"the forward of {name} failed with its layers {', '.join(layers)} cut over the tensor axis: {first_line}; between a 'colwise' and "
+        "a 'rowwise' layer each rank has a part of the features, and whole heads of them, so code there must not name their full number: "
+        "write -1 for the heads, as in query.view(batch, length, -1, head_dim) and mixed.reshape(batch, length, -1); give query, key and "
+        "value layers of their own, since one for all three is cut across them; have no norm over the features there; or give the first "
+        "layer 'colwise_gathered' and the second 'rowwise_split', which leave what lies between whole"
+    )

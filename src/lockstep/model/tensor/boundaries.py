@@ -1,0 +1,244 @@
+"""What happens to a cut tensor, this rank's part of the features or heads, between the layer that gives it and the one that takes it.
+
+The user's own code runs there, on plain tensors that are smaller than it was written for. `Region` watches each torch function in it:
+
+- What a cut tensor gives is cut. One that leaves the model is an error.
+- A whole tensor that meets a cut one (the weight of a norm over each head, a learned scale) gets a part of its gradient on each rank:
+  its gradient is summed over the axis there. So parameters outside the map have equal, complete gradients on all ranks.
+- Dropout of a cut tensor draws the mask of the whole one, as one process does, and takes this rank's part of it: law 2. The cut dim is
+  taken to be the heads' (1) of a tensor with four dims, else the last. Attention's own dropout is drawn so on a CPU; a GPU's kernels
+  draw inside of them: there, and in other random functions, each rank draws for itself from a seed that one process does not have.
+- A distributed tensor (one cut along the sequence, or a cut weight used without its layer, as a tied output layer does) may meet plain
+  ones, which are whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from lockstep.base.errors import RecipeError
+from lockstep.model.tensor.logits import Logits, whole_of
+
+MARK = "_lockstep_cut"
+SEEDS = 2**32
+DROPOUT = {F.dropout: "p", torch.dropout: "p"}
+RANDOM = frozenset(
+    {
+        *(F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, F.gumbel_softmax, F.rrelu),
+        *(torch.rand_like, torch.randn_like, torch.randint_like, torch.bernoulli, torch.multinomial, torch.normal, torch.poisson),
+        *(Tensor.bernoulli, Tensor.bernoulli_, Tensor.normal_, Tensor.uniform_, Tensor.exponential_, Tensor.multinomial),
+    }
+)
+"""Functions that draw numbers."""
+
+
+def mark_cut(tensor: Tensor) -> Tensor:
+    """Say that a plain tensor is this rank's part of a whole one."""
+    setattr(tensor, MARK, True)
+    return tensor
+
+
+def is_cut(tensor: Any) -> bool:
+    return hasattr(tensor, MARK)
+
+
+class _Meeting(torch.autograd.Function):
+    """The identity on a whole tensor before it meets a cut one. Its gradient is the sum of all ranks' parts."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        summed = gradients[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(summed, group=ctx.group)
+        return summed, None
+
+
+class Region(TorchFunctionMode):
+    """Entered around the forward of each module with cut layers inside; one entered within another does nothing."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self._mesh = mesh
+        self._group = mesh.get_group()
+        self._entered = 0
+
+    def __enter__(self) -> Any:
+        self._entered += 1
+        return super().__enter__() if self._entered == 1 else self  # type: ignore[no-untyped-call]
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self._entered -= 1
+        if not self._entered:
+            super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        distributed = cut = False
+        for tensor in _tensors(args, kwargs):
+            distributed = distributed or isinstance(tensor, DTensor)
+            cut = cut or is_cut(tensor)
+        if distributed:
+            return self._with_distributed(func, args, kwargs, cut=cut)
+        return self._with_cut(func, args, kwargs) if cut else func(*args, **kwargs)
+
+    def _with_cut(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if (drop := self._drop(func, args, kwargs)) is not None:
+            return _marked(drop())
+        if func in RANDOM:
+            return _marked(self._drawn_apart(func, args, kwargs))
+        if torch.is_grad_enabled() and any(_learns(tensor) for tensor in _tensors(args, kwargs)):
+            name = getattr(func, "__name__", "")
+            if name.endswith("_") and not name.endswith("__") and _learns(args[0]):
+                raise RecipeError(
+                    f"Tensor.{name} writes what is cut over the tensor axis into a whole tensor that has a gradient, of shape "
+                    f"{tuple(args[0].shape)}; that gradient would be incomplete on each rank; write it without changing in place"
+                )
+            args, kwargs = (_mapped(lambda item: self._meeting(item) if _learns(item) else item, nest) for nest in (args, kwargs))
+        return _marked(func(*args, **kwargs))
+
+    def _meeting(self, whole: Tensor) -> Any:
+        return _Meeting.apply(whole, self._group)  # type: ignore[no-untyped-call]
+
+    def _with_distributed(self, func: Any, args: Any, kwargs: Any, *, cut: bool) -> Any:
+        if (drop := self._drop(func, args, kwargs)) is not None:
+            return drop()
+        tensors = list(_tensors(args, kwargs))
+        if all(isinstance(tensor, DTensor) for tensor in tensors):
+            return func(*args, **kwargs)
+        if cut:
+            raise RecipeError(
+                f"{getattr(func, '__name__', func)} of a tensor that is cut over the features and one that is cut over the sequence, or "
+                "a cut parameter; let the first go through a 'rowwise_sequence' layer before, or call that parameter's own layer"
+            )
+        if any(isinstance(tensor, Logits) for tensor in tensors):
+            return func(*args, **kwargs)
+        args, kwargs = (_mapped(self._replicated, nest) for nest in (args, kwargs))
+        out = func(*args, **kwargs)
+        by_parameters = all(isinstance(tensor, nn.Parameter) for tensor in tensors if isinstance(tensor, DTensor))
+        return tree_map(whole_of, out) if by_parameters else out
+
+    def _replicated(self, item: Any) -> Any:
+        if not isinstance(item, Tensor) or isinstance(item, DTensor):
+            return item
+        return DTensor.from_local(item, self._mesh, (Replicate(),), run_check=False)
+
+    def _drop(self, func: Any, args: Any, kwargs: Any) -> Callable[[], Tensor] | None:
+        """How to compute a dropout, where `func` is one that drops anything. None: it is not."""
+        if func is F.scaled_dot_product_attention:
+            return self._attention(*args, **kwargs)
+        if func not in DROPOUT:
+            return None
+        given = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
+        tensor, p, training = given["input"], given.get("p", given.get("train", 0.5)), given.get("training", given.get("train", True))
+        return (lambda: self._masked(tensor, p)) if training and p else None
+
+    def _masked(self, tensor: Tensor, p: float) -> Tensor:
+        if isinstance(tensor, DTensor):
+            mask = F.dropout(torch.ones(tensor.shape, dtype=tensor.dtype, device=tensor.device), p)
+            kept: Tensor = tensor * distribute_tensor(mask, tensor.device_mesh, tensor.placements, src_data_rank=None)
+            return kept
+        dim = 1 if tensor.dim() == 4 else tensor.dim() - 1
+        own, ranks = tensor.shape[dim], self._mesh.size()
+        whole = [*tensor.shape[:dim], own * ranks, *tensor.shape[dim + 1 :]]
+        mask = F.dropout(torch.ones(whole, dtype=tensor.dtype, device=tensor.device), p)
+        return tensor * mask.narrow(dim, self._mesh.get_local_rank() * own, own)
+
+    def _attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Callable[[], Tensor] | None:
+        """torch's attention on a CPU where it drops weights, step by step, with the mask of all heads."""
+        if not dropout_p:
+            return None
+        if query.device.type != "cpu" or not is_cut(query):
+            further = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+            return lambda: self._drawn_apart(F.scaled_dot_product_attention, (query, key, value), further)
+
+        def attend() -> Tensor:
+            groups = query.shape[-3] // key.shape[-3] if enable_gqa else 1
+            keys, values = (tensor.repeat_interleave(groups, -3) if groups > 1 else tensor for tensor in (key, value))
+            scores = query @ keys.transpose(-2, -1) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+            allowed = attn_mask
+            if is_causal:
+                allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+            if allowed is not None:
+                scores = scores.masked_fill(~allowed, -math.inf) if allowed.dtype is torch.bool else scores + allowed
+            return self._masked(scores.softmax(-1), dropout_p) @ values
+
+        return attend
+
+    def _drawn_apart(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """With a seed of this rank's own. All ranks' default generators go on alike."""
+        device = next(_tensors(args, kwargs)).device
+        seed = int(torch.randint(SEEDS, (self._mesh.size(),))[self._mesh.get_local_rank()])
+        with torch.random.fork_rng([device] if device.type != "cpu" else [], device_type=device.type if device.type != "cpu" else "cuda"):
+            (torch.default_generator if device.type == "cpu" else torch.cuda).manual_seed(seed)
+            return func(*args, **kwargs)
+
+
+def leaving(output: Any, name: str) -> Any:
+    """What a model returned, without distributed tensors but for `Logits`. Raises `RecipeError` where a part of it is cut."""
+
+    def leave(item: Any) -> Any:
+        if is_cut(item):
+            raise RecipeError(
+                f"an output of {name}, of shape {tuple(item.shape)} on each rank, is cut over the tensor axis, and the loss would see a "
+                "part of it; end with a 'rowwise' layer, or give the output layer the style 'vocabulary' or 'colwise_gathered'"
+            )
+        return item if isinstance(item, Logits) else whole_of(item)
+
+    return tree_map(leave, output)
+
+
+def _tensors(args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """Those of a call, which may stand in a list."""
+    for item in (*args, *kwargs.values()):
+        if isinstance(item, Tensor):
+            yield item
+        elif isinstance(item, list | tuple):
+            yield from (member for member in item if isinstance(member, Tensor))
+
+
+def _mapped(change: Callable[[Any], Any], nest: Any) -> Any:
+    """`nest`, a call's arguments, with each tensor in them changed."""
+    if isinstance(nest, dict):
+        return {name: _mapped(change, item) for name, item in nest.items()}
+    if type(nest) in (list, tuple):
+        return type(nest)(_mapped(change, item) for item in nest)
+    return change(nest)
+
+
+def _learns(item: Any) -> bool:
+    return isinstance(item, Tensor) and item.requires_grad and not is_cut(item)
+
+
+def _marked(out: Any) -> Any:
+    if isinstance(out, Tensor):
+        return mark_cut(out)
+    if isinstance(out, list | tuple):
+        for item in out:
+            if isinstance(item, Tensor):
+                mark_cut(item)
+    return out

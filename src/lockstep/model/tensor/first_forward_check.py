@@ -1,0 +1,166 @@
+"""At the first forward: do modules with cut layers inside compute what they compute whole?
+
+Code on a part of the features can be wrong without an error: `query.view(batch, length, heads, -1)` makes heads of half the depth, and
+`qkv.chunk(3, -1)` on a rank's part gives it no value at all. So each module whose inputs and outputs are whole, and which no module
+inside of it has answered for, is computed twice more in its first forward, both times in evaluation mode and without gradients: as it is
+cut, and with its cut layers whole. A rank holds those layers' whole weights for that moment: one attention's, or one perceptron's.
+Of modules that are alike, the first one answers for all. What a module is given beside tensors and plain values (a cache of keys, which a
+second forward would lengthen) is left out of both computations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lockstep.base.errors import RecipeError
+from lockstep.model.tensor.boundaries import is_cut
+from lockstep.model.tensor.logits import whole_of
+
+ROUNDINGS = 8.0
+"""How many times the square root of the type's own rounding, 3e-4 in float32, the outputs may differ by, relative to their size."""
+
+
+MUCH = 2**26
+"""Numbers that a rank can hold beside its own. A module with more in its cut layers, and half the model's, is not computed whole."""
+
+
+class Layer(Protocol):
+    """What cuts one module."""
+
+    bypassed: bool
+    """Where True, the module runs as if it were not cut."""
+
+
+class Proof:
+    """`layers`: those whose parts the user's code sees, by their module's name. Every rank of the tensor axis makes it alike."""
+
+    def __init__(self, model: nn.Module, layers: Mapping[str, Layer]) -> None:
+        self._modules = {name: model.get_submodule(name) for name in layers}
+        self._layers = layers
+        self._open = set(layers)
+        self._answered: set[Any] = set()
+        self._comparing = False
+
+    def waits_for(self, name: str) -> bool:
+        """Whether nobody has answered yet for a layer inside the module `name`, whose forward has just ended."""
+        return bool(self._open) and not self._comparing and bool(self._inside(name))
+
+    def compare(self, name: str, module: nn.Module, forward: Callable[..., Any], arguments: Any, keywords: Any) -> None:
+        """Compute the module cut and whole. Leaves the question to the module around it where its inputs or outputs are cut.
+
+        Raises `RecipeError` where they differ.
+        """
+        inside = self._inside(name)
+        kind = type(module), tuple((layer.removeprefix(name), type(self._modules[layer])) for layer in inside)
+        if kind not in self._answered and self._size(inside) <= max(MUCH, self._size(self._layers) // 2):
+            given = [_plain(list(arguments)), _plain(keywords)]
+            blocks = any(isinstance(child, FSDPModule) for child in module.modules() if child is not module)
+            if blocks or any(is_cut(leaf) for leaf in tree_leaves(given)):
+                return
+            given = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, given)
+            self._comparing = True
+            try:
+                with torch.no_grad(), _disable_current_modes(), _evaluating(module), _same_numbers(given) as drawn:
+                    cut = _tensors(forward(*given[0], **given[1]))
+                    if any(map(is_cut, cut)):
+                        return
+                    drew = drawn()
+                    given = tree_map(whole_of, given)
+                    with self._whole(inside):
+                        whole = _tensors(forward(*given[0], **given[1]))
+                if not drew:  # one that draws numbers, even when it evaluates, draws others for a part than for the whole
+                    self._check(name or type(module).__name__, inside, cut, whole)
+            finally:
+                self._comparing = False
+            self._answered.add(kind)
+        self._open.difference_update(inside)
+
+    def _size(self, names: Iterable[str]) -> int:
+        """The numbers in the whole weights of these layers."""
+        return sum(parameter.numel() for name in names for parameter in self._modules[name].parameters())
+
+    def _inside(self, name: str) -> list[str]:
+        return [layer for layer in self._layers if layer in self._open and (not name or layer.startswith(f"{name}."))]
+
+    @contextmanager
+    def _whole(self, names: list[str]) -> Iterator[None]:
+        """Within it, these layers have their whole weights and do not know of other ranks."""
+        parts = {name: dict(self._modules[name]._parameters) for name in names}
+        try:
+            for name in names:
+                self._modules[name]._parameters.update(
+                    {
+                        each: None if part is None else nn.Parameter(whole_of(part), requires_grad=part.requires_grad)
+                        for each, part in parts[name].items()
+                    }
+                )
+                self._layers[name].bypassed = True
+            yield
+        finally:
+            for name in names:
+                self._modules[name]._parameters.update(parts[name])
+                self._layers[name].bypassed = False
+
+    def _check(self, name: str, layers: list[str], cut: list[Tensor], whole: list[Tensor]) -> None:
+        for found, truth in zip(map(whole_of, cut), map(whole_of, whole), strict=True):
+            if not truth.is_floating_point():
+                continue
+            kinds = [truth.dtype]
+            if torch.is_autocast_enabled(truth.device.type):
+                kinds.append(torch.get_autocast_dtype(truth.device.type))
+            allowed = ROUNDINGS * max(torch.finfo(kind).eps for kind in kinds) ** 0.5
+            same_shape = found.shape == truth.shape
+            error = float((found.double() - truth.double()).norm() / truth.double().norm()) if same_shape else float("inf")
+            if error > allowed:
+                raise RecipeError(
+                    f"{name} computes something else with its layers {', '.join(layer.removeprefix(f'{name}.') for layer in layers)} cut "
+                    f"over the tensor axis: its first output differs by {error:.1g} of its size, where rounding explains {allowed:.1g}; "
+                    "code between a 'colwise' and a 'rowwise' layer must compute each head, or each feature, from itself alone: write "
+                    "query.view(batch, length, -1, head_dim), with -1 for the heads; no norm or softmax over the features; query, key and "
+                    "value from layers of their own; or give these layers 'colwise_gathered' and 'rowwise_split'"
+                )
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    modes = [(each, each.training) for each in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for each, training in modes:
+            each.training = training
+
+
+@contextmanager
+def _same_numbers(given: Any) -> Iterator[Callable[[], bool]]:
+    """Leaves torch's generators as they were. Gives a function that tells whether they have been drawn from within."""
+    devices = {leaf.device for leaf in tree_leaves(given) if isinstance(leaf, Tensor) and leaf.is_cuda}
+
+    def states() -> list[Tensor]:
+        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in sorted(devices, key=str))]
+
+    with torch.random.fork_rng(devices):
+        before = states()
+        yield lambda: any(not torch.equal(one, other) for one, other in zip(before, states(), strict=True))
+
+
+def _plain(item: Any) -> Any:
+    """A call's arguments, without objects that a forward may change."""
+    if isinstance(item, dict):
+        return {name: _plain(member) for name, member in item.items()}
+    if type(item) in (list, tuple):
+        return type(item)(map(_plain, item))
+    return item if isinstance(item, Tensor | int | float | str | torch.dtype | torch.device | nn.Module) else None
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]

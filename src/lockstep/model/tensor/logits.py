@@ -1,0 +1,148 @@
+"""Logits whose classes are cut over the tensor axis: what the style `loss` gives.
+
+Their cross-entropy is computed on each rank's part, with three numbers a token sent. Whatever else a loss or a metric does with them, it
+does with the whole logits, which are gathered for it.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._prims_common import make_contiguous_strides_for
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn import functional as F
+from torch.utils._pytree import tree_map
+
+from lockstep.base.errors import LossError
+
+KEEPS_CLASSES = frozenset(
+    {
+        *("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "transpose", "permute", "movedim", "contiguous"),
+        *("float", "double", "to", "detach", "__getitem__", "__get__", "size", "dim", "numel", "stride", "__len__"),
+        *("register_hook", "retain_grad", "is_floating_point", "_is_view"),
+    }
+)
+"""Names of functions that compute nothing: what they give is still cut, or no tensor."""
+WRITES = re.compile(r".*[^_]_|__(setitem|i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor))__")
+"""Names of functions that change a tensor in place."""
+
+
+class Logits(DTensor):
+    """Cut along one dim, its classes, over one mesh axis. To code outside of this package, a tensor with all classes."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is F.cross_entropy and (loss := _cross_entropy(*args, **kwargs)) is not None:
+                return loss
+            name = getattr(func, "__name__", "")
+            if WRITES.fullmatch(name) and isinstance(args[0], Logits):
+                raise LossError(
+                    f"Tensor.{name} changes logits in place that the style 'loss' has cut over the tensor axis; each rank has some of the "
+                    "classes; write it without changing in place, or give the output layer the style 'vocabulary'"
+                )
+            if name in KEEPS_CLASSES and _is_simple(args[1:]):
+                return tree_map(as_logits, func(*args, **kwargs))
+            args, kwargs = tree_map(whole_of, (args, kwargs))
+            return func(*args, **kwargs)
+
+
+def as_logits(item: Any) -> Any:
+    """A distributed tensor that is cut along one dim, as `Logits`; another one whole; anything else as it is."""
+    if not isinstance(item, DTensor):
+        return item
+    if not (len(item.placements) == 1 and item.placements[0].is_shard()):
+        return whole_of(item)
+    item.__class__ = Logits
+    return item
+
+
+def whole_of(item: Any) -> Any:
+    """The plain whole tensor of a distributed one, with a gradient; anything else as it is."""
+    if not isinstance(item, DTensor):
+        return item
+    return plain(item.redistribute(placements=[Replicate()] * item.device_mesh.ndim))
+
+
+def plain(tensor: DTensor) -> Tensor:
+    """This rank's part, with a gradient. No view as that of `to_local`, which loses FSDP2's hooks where a user changes it in place."""
+    held: Tensor = _Plain.apply(tensor)  # type: ignore[no-untyped-call]
+    return held
+
+
+class _Plain(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor) -> Tensor:
+        ctx.mesh, ctx.placements, ctx.shape = tensor.device_mesh, tensor.placements, tensor.shape
+        return tensor._local_tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        gradient = gradients[0].contiguous()  # where the code after the layer transposes, it is not; layers' own backwards count on it
+        stride = make_contiguous_strides_for(ctx.shape)
+        return DTensor.from_local(gradient, ctx.mesh, ctx.placements, run_check=False, shape=ctx.shape, stride=stride)
+
+
+def _is_simple(arguments: tuple[Any, ...]) -> bool:
+    """Whether no tensor, nor what torch makes one of (a list of indices), is among a function's further arguments."""
+    return not any(isinstance(item, Tensor | list) or (isinstance(item, tuple) and not _is_simple(item)) for item in arguments)
+
+
+def _cross_entropy(
+    input: Any,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor | None:
+    """As `torch.nn.functional.cross_entropy`, of cut logits. None: not of this kind; it takes the whole logits."""
+    dim = 1 if isinstance(input, Logits) and input.dim() > 1 else 0
+    indices = isinstance(target, Tensor) and not isinstance(target, DTensor) and not target.is_floating_point()
+    usual = weight is None and size_average is None and reduce is None and not label_smoothing
+    if not (isinstance(input, Logits) and input.placements == (Shard(dim),) and indices and usual):
+        return None
+    part = plain(input).movedim(dim, -1)
+    if torch.is_autocast_enabled(part.device.type):
+        part = part.float()
+    counts = target != ignore_index
+    losses: Tensor = _CrossEntropy.apply(part, target, counts, input.device_mesh)  # type: ignore[no-untyped-call]
+    if reduction == "none":
+        return losses
+    return losses.sum() if reduction == "sum" else losses.sum() / counts.sum()
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """(..., this rank's classes) logits, (...) classes of all, (...) which of them count -> (...) losses, 0 where they do not count."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, target: Tensor, counts: Tensor, mesh: Any) -> Tensor:
+        group, own = mesh.get_group(), part.shape[-1]
+        most = part.amax(-1)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+        shifted = part - most.unsqueeze(-1)
+        place = target - mesh.get_local_rank() * own
+        held = counts & (place >= 0) & (place < own)
+        inside = (target >= 0) & (target < own * mesh.size()) | ~counts
+        torch._assert_async(inside.all(), f"a target of the cross entropy is not one of its {own * mesh.size()} classes")
+        place = place.where(held, 0).unsqueeze(-1)
+        exponentials = shifted.exp()
+        sums = torch.stack([exponentials.sum(-1), shifted.gather(-1, place).squeeze(-1).where(held, 0.0)])
+        dist.all_reduce(sums, group=group)
+        ctx.save_for_backward(exponentials / sums[0].unsqueeze(-1), place, held, counts)
+        return (sums[0].log() - sums[1]) * counts
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        probabilities, place, held, counts = ctx.saved_tensors
+        slope = probabilities.scatter_add(-1, place, -held.to(probabilities.dtype).unsqueeze(-1))
+        return slope * (gradients[0] * counts).unsqueeze(-1), None, None, None

@@ -1,0 +1,269 @@
+"""How the `tensor` axis cuts each layer: from patterns of module names to a style for each module. Nothing here touches a process."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+from torch import nn
+
+from lockstep.base.errors import RecipeError
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """What one layer's ranks hold, take and give. A *cut* tensor is this rank's part of the features (or of the heads)."""
+
+    kinds: tuple[str, ...]
+    """The kinds of module that it is for: `linear` (also `Conv1D` of transformers), `embedding`, `any`."""
+    cuts: Literal["outputs", "inputs", "nothing"]
+    """The dim of the weight that is cut: that of the layer's outputs, or of its inputs (an embedding's: its vocabulary)."""
+    takes: Literal["whole", "cut", "sequence"]
+    """What it computes on. `sequence`: this rank's part of dim 1."""
+    gives: Literal["whole", "cut", "sequence", "classes"]
+    """`sequence` and `classes` are distributed tensors, cut along dim 1 and along the last dim."""
+    slices: bool = False
+    """It is given a whole input, of which it takes this rank's part."""
+
+    @property
+    def leaves_parts(self) -> bool:
+        """Whether the user's code sees a part of what it was written for, before the layer or after it."""
+        return self.gives == "cut" or (self.takes == "cut" and not self.slices)
+
+
+STYLES = {
+    "colwise": Style(("linear", "embedding"), "outputs", "whole", "cut"),
+    "colwise_gathered": Style(("linear", "embedding"), "outputs", "whole", "whole"),
+    "rowwise": Style(("linear",), "inputs", "cut", "whole"),
+    "rowwise_split": Style(("linear",), "inputs", "cut", "whole", slices=True),
+    "rowwise_sequence": Style(("linear",), "inputs", "cut", "sequence"),
+    "embedding": Style(("embedding",), "inputs", "whole", "whole"),
+    "embedding_sequence": Style(("embedding",), "inputs", "whole", "sequence"),
+    "sequence": Style(("any",), "nothing", "sequence", "sequence"),
+    "vocabulary": Style(("linear",), "outputs", "whole", "whole"),
+    "loss": Style(("linear",), "outputs", "whole", "classes"),
+    "replicated": Style(("any",), "nothing", "whole", "whole"),
+}
+"""By the names that a recipe gives them."""
+
+HUGGING_FACE = {
+    "colwise": "colwise",
+    "colwise_rep": "colwise_gathered",
+    "colwise_gather_output": "colwise_gathered",
+    "rowwise": "rowwise",
+    "rowwise_rep": "rowwise_split",
+    "rowwise_split_input": "rowwise_split",
+    "embedding_rowwise": "embedding",
+    "embedding_colwise": "colwise_gathered",
+    "sequence_parallel": "sequence",
+    "replicated": "replicated",
+    "replicated_with_grad_allreduce": "replicated",
+}
+"""What transformers calls them. Under `replicated` a gradient is summed over the axis wherever a whole tensor meets a cut one."""
+
+HEADS = re.compile(r"(n|num|number_of)?_?((attention|key_value|kv|q|query)_)?n?heads?")
+FUSED = re.compile(r"(^|[._])(qkv|w?qkv_?proj|query_key_value|c_attn|in_proj|gate_up(_proj)?)$", re.IGNORECASE)
+"""Names of layers that hold several matrices, one below the other."""
+
+
+def styles_of(model: nn.Module, given: Mapping[str, str] | None, size: int) -> dict[str, str]:
+    """The style of each module that the axis cuts, by its name, in the order of the model's modules.
+
+    `given`: the recipe's patterns of names, with `*` for any text, and their styles; of several patterns that match a module, the last
+    counts. None: the model's own `tensor_plan`, else the plan that a Hugging Face model brings. A layer that shares its weight with a
+    mapped one (tied embeddings) gets the style that fits. `size`: of the axis. Raises `RecipeError`.
+    """
+    source, patterns = _source(model, given)
+    chosen = _matched(model, source, patterns)
+    _add_tied(model, chosen)
+    for name, style in chosen.items():
+        _check(model, name, style, size)
+        if source and STYLES[style].gives == "cut" and FUSED.search(name):  # transformers knows how its own layers lie
+            raise RecipeError(
+                f"the style {style!r} for {name!r}, by its name a layer of several matrices one below the other; cut in {size} as one, "
+                "it gives a rank parts of some and none of others; make them layers of their own (query, key and value), or give this one "
+                "'colwise_gathered' and the layer that follows 'rowwise_split'"
+            )
+    for name, module in model.named_modules():
+        _check_heads(name, module, chosen, size)
+    return {name: chosen[name] for name, _ in model.named_modules() if chosen.get(name, "replicated") != "replicated"}
+
+
+def check_inside(styles: Mapping[str, str], stages: Sequence[str]) -> None:
+    """Raises `RecipeError` where the code between two cut layers is no code of one module that a pipeline calls."""
+    for name, style in styles.items():
+        if name in stages and STYLES[style].leaves_parts:
+            raise RecipeError(
+                f"the layer {name!r} is cut {style!r}, and is called as a stage's part by itself; what lies between a layer that gives a "
+                "cut output and the one that takes it must be in one part; put both layers into a module of their own, and name that in "
+                "Recipe.stages"
+            )
+
+
+def _source(model: nn.Module, given: Mapping[str, str] | None) -> tuple[str, Mapping[str, str]]:
+    """Where the patterns are from, in words, and the patterns. Those of Hugging Face are given our names of styles."""
+    if given is not None:
+        return "Recipe.tensor", given
+    own = getattr(model, "tensor_plan", None)
+    if own is not None:
+        return f"{type(model).__name__}.tensor_plan", own
+    theirs = _hugging_face(model)
+    if not theirs:
+        raise RecipeError(
+            "tensor parallelism on a model without a map of its layers; the axis cuts only what it is told to; give "
+            "Recipe(tensor={'blocks.*.query': 'colwise', 'blocks.*.projection': 'rowwise', ...}), or set `tensor_plan` on the model"
+        )
+    for pattern, style in theirs.items():
+        if style not in HUGGING_FACE:
+            raise RecipeError(
+                f"the plan of {type(model).__name__} has {pattern!r}: {style!r}, a style that lockstep does not know; known are "
+                f"{', '.join(HUGGING_FACE)}; give Recipe.tensor a map of your own, which may leave these layers whole"
+            )
+    return "", {pattern: HUGGING_FACE[style] for pattern, style in theirs.items()}
+
+
+def _hugging_face(model: nn.Module) -> dict[str, str]:
+    """A transformers model's own plan, whose names are the whole model's."""
+    complete = getattr(model, "_tp_plan", None)
+    prefix = getattr(model, "base_model_prefix", "")
+    prefix = f"{prefix}." if prefix and hasattr(model, prefix) else ""
+    inner = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
+    return {**{prefix + pattern: style for pattern, style in inner.items()}, **(complete or {})}
+
+
+def _matched(model: nn.Module, source: str, patterns: Mapping[str, str]) -> dict[str, str]:
+    names = [name for name, _ in model.named_modules() if name]
+    chosen: dict[str, str] = {}
+    for pattern, style in patterns.items():
+        if style not in STYLES:
+            raise RecipeError(f"{source} has {pattern!r}: {style!r}, an unknown style; known are {', '.join(STYLES)}")
+        found = [name for name in names if fnmatchcase(name, pattern)]
+        if not found and source:  # a plan of transformers is a family's: not every model has every layer
+            raise RecipeError(
+                f"{source} has {pattern!r}, which matches no module of the model; modules are {', '.join(names[:12])}"
+                f"{', ...' if len(names) > 12 else ''}; give names or patterns such as 'blocks.*.query'"
+            )
+        chosen.update(dict.fromkeys(found, style))
+    if not chosen:
+        raise RecipeError(f"the plan of {type(model).__name__} matches none of its modules; give Recipe.tensor a map of names to styles")
+    return chosen
+
+
+def _add_tied(model: nn.Module, chosen: dict[str, str]) -> None:
+    """Cut what shares a weight with a mapped layer like that layer."""
+    owners: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                owners.setdefault(id(parameter), []).append(name)
+    for names in owners.values():
+        mapped = [name for name in names if name in chosen and STYLES[chosen[name]].cuts != "nothing"]
+        if not mapped or len(names) == 1:
+            continue
+        dims = {cut_dim(model.get_submodule(name), "weight", chosen[name]) for name in mapped}
+        for name in names:
+            if name in chosen:
+                continue
+            kind = kind_of(model.get_submodule(name))
+            style = {"embedding": {0: "embedding", 1: "colwise_gathered"}, "linear": {0: "vocabulary", 1: "rowwise_split"}}.get(kind, {})
+            if len(dims) == 1 and (dim := next(iter(dims))) in style:
+                chosen[name] = style[dim]
+        dims = {cut_dim(model.get_submodule(name), "weight", chosen[name]) if name in chosen else None for name in names}
+        if len(dims) > 1:
+            raise RecipeError(
+                f"modules {', '.join(map(repr, names))} share a weight, and the styles {[chosen.get(name) for name in names]} would cut it "
+                "in different ways; give an embedding 'embedding' and the output layer tied to it 'vocabulary'"
+            )
+
+
+def _check(model: nn.Module, name: str, style: str, size: int) -> None:
+    module = model.get_submodule(name)
+    kind = kind_of(module)
+    parent = model.get_submodule(name.rpartition(".")[0])
+    if isinstance(parent, nn.MultiheadAttention):
+        raise RecipeError(
+            f"the style {style!r} for {name!r}, which is inside a torch.nn.MultiheadAttention; that module computes with its parameters "
+            "and does not call its layers; write the attention with four torch.nn.Linear, and cut those"
+        )
+    wanted = STYLES[style].kinds
+    if style == "replicated":
+        return
+    if style == "sequence" and (any(module.children()) or list(module.buffers())):
+        raise RecipeError(
+            f"the style 'sequence' for {name!r} ({type(module).__name__}), with modules or buffers inside; it is for what treats every "
+            "place of the sequence alike; name a norm or a dropout"
+        )
+    if "any" not in wanted and (kind not in wanted or set(module._parameters) - {"weight", "bias"} or any(module.children())):
+        raise RecipeError(
+            f"the style {style!r} for {name!r} ({type(module).__name__}); it is for {' or '.join(wanted)} layers; map the layers inside "
+            "of it, or leave it whole"
+        )
+    if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse or module.scale_grad_by_freq):
+        raise RecipeError(f"the style {style!r} for {name!r}, an embedding with max_norm, sparse or scale_grad_by_freq; leave it whole")
+    for parameter, tensor in module._parameters.items():
+        dim = cut_dim(module, parameter, style)
+        if tensor is not None and dim is not None and tensor.shape[dim] % size:
+            raise RecipeError(
+                f"{name}.{parameter} of shape {tuple(tensor.shape)} with tensor={size}; the style {style!r} cuts its dim {dim}, and "
+                f"{tensor.shape[dim]} is not a multiple of {size}; choose a tensor axis that divides it (a vocabulary may be padded), or "
+                "leave the layer whole"
+            )
+
+
+def _check_heads(name: str, module: nn.Module, chosen: Mapping[str, str], size: int) -> None:
+    """The heads are shared out whole. Where an attention says how many it has, the axis must divide them."""
+    children = [
+        child
+        for own, child in module.named_children()
+        if chosen.get(f"{name}.{own}".lstrip(".")) == "colwise" and kind_of(child) == "linear"
+    ]
+    for attribute, heads in _head_counts(module) if children else ():
+        depth = getattr(module, "head_dim", None)
+        for child in children:
+            outputs, inputs = sizes_of(child)
+            if heads % size and (outputs == heads * depth if isinstance(depth, int) else outputs in (inputs, 3 * inputs)):
+                raise RecipeError(
+                    f"{name or type(module).__name__} has {attribute}={heads} with tensor={size}; each rank computes whole heads, and "
+                    f"{heads} is not a multiple of {size}; choose a tensor axis that divides the heads, or leave this attention whole"
+                )
+
+
+def _head_counts(module: nn.Module) -> Iterator[tuple[str, int]]:
+    config = getattr(module, "config", None)
+    for where in (vars(module), vars(config) if hasattr(config, "__dict__") else {}):
+        for attribute, value in where.items():
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0 and HEADS.fullmatch(attribute):
+                yield attribute, value
+
+
+def kind_of(module: nn.Module) -> str:
+    """`linear`, `embedding`, or the name of its class."""
+    if isinstance(module, nn.Linear) or is_transposed(module):
+        return "linear"
+    return "embedding" if isinstance(module, nn.Embedding) else type(module).__name__
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether it is the linear layer of GPT-2 in transformers, whose weight is (inputs, outputs)."""
+    kinds = type(module).__mro__  # a layer that FSDP2 gathers alone is of a class that FSDP2 derives from its own
+    return any(kind.__name__ == "Conv1D" for kind in kinds) and hasattr(module, "nf")
+
+
+def sizes_of(module: Any) -> tuple[int, int]:
+    """A linear layer's numbers of outputs and inputs."""
+    shape = tuple(module.weight.shape)
+    return (shape[1], shape[0]) if is_transposed(module) else (shape[0], shape[1])
+
+
+def cut_dim(module: nn.Module, parameter: str, style: str) -> int | None:
+    """The dim along which a parameter of a module is cut under a style. None: it stays whole."""
+    cuts = STYLES[style].cuts
+    if cuts == "nothing" or (parameter == "bias" and cuts == "inputs"):
+        return None
+    if parameter == "bias":
+        return 0
+    transposed = is_transposed(module) or isinstance(module, nn.Embedding)
+    return int((cuts == "inputs") != transposed)

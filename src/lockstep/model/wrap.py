@@ -1,0 +1,72 @@
+"""What a plan wraps around each block's forward: recomputation and compilation. Names, parameters and hooks stay as they are."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+
+from lockstep.base.errors import RecipeError
+from lockstep.plan import Checkpointing
+
+
+def recompute(block: nn.Module, mode: Checkpointing) -> None:
+    """Have the block keep few of its activations, and compute the others again in its backward, under the same random numbers.
+
+    `full`: it keeps its inputs only. `selective`: also the results of matrix products, convolutions and attention, which cost most to
+    compute again. (Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016; Korthikanti et al., Reducing Activation
+    Recomputation in Large Transformer Models, 2022.) An empty cache of keys and values, which models of transformers make unless told not
+    to, is kept from it; a filled one is a `RecipeError` in the forward. A block that is a BatchNorm layer stays as it is: it keeps its
+    input only in any case, and its running statistics would see it twice.
+    """
+    if isinstance(block, _BatchNorm):
+        return
+    forward: Callable[..., Any] = block.forward
+    contexts = noop_context_fn if mode == "full" else functools.partial(create_selective_checkpoint_contexts, _expensive())
+
+    @functools.wraps(forward)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        args, kwargs = (tree_map(_without_cache, given, is_leaf=_is_cache) for given in (args, kwargs))
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+    block.forward = wrapped
+
+
+def _is_cache(item: Any) -> bool:
+    """Whether it is a cache of keys and values of transformers, which a second forward would lengthen."""
+    return any(kind.__name__ == "Cache" and kind.__module__.startswith("transformers.") for kind in type(item).__mro__)
+
+
+def _without_cache(item: Any) -> Any:
+    if not _is_cache(item):
+        return item
+    if length := item.get_seq_length():
+        raise RecipeError(
+            f"a block is given a cache of {length} keys (a {type(item).__name__}) with activation checkpointing; computing the block again "
+            "would lengthen it; call the model without past_key_values and with use_cache=False, or choose checkpointing=none"
+        )
+    return None
+
+
+def compile_forward(block: nn.Module) -> None:
+    """Compile the block's forward, once for each shape: ranks then run the same code for the same shape, whatever shapes came before.
+
+    It draws its random numbers as uncompiled code does, so that dropout has the same masks.
+    """
+    block.forward = torch.compile(block.forward, dynamic=False, options={"fallback_random": True})
+
+
+@functools.cache
+def _expensive() -> list[Any]:
+    aten = torch.ops.aten
+    attention = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+    named = ["mm", "addmm", "bmm", "baddbmm", "convolution", *(f"_scaled_dot_product_{kind}" for kind in attention)]
+    return [getattr(aten, name).default for name in named]
