@@ -22,18 +22,19 @@ Weights = dict[str, float]
 
 
 class Contribution(NamedTuple):
-    """One microbatch's part of a step: the gradient of `seed * total` belongs to it, and `value` and `weight` go to its record."""
+    """The part of one microbatch in a step: the gradient of `grad_output * total`, and the numbers to record."""
 
     total: Tensor
     """Scalar with a gradient."""
-    seed: Tensor
-    """Scalar. NaN where the loss is not finite, so that the summed gradient shows it to every rank."""
+    grad_output: Tensor
+    """Scalar: the gradient that the backward of `total` starts with. NaN if the loss is not finite, so that every rank sees it in the
+    summed gradient."""
     value: Tensor | float
-    """Scalar: this microbatch's part of the step's loss; its raw total where only the forward knows the weight."""
+    """Scalar: the part of the microbatch in the step's loss; its raw total if only the forward knows the weight."""
     weight: Tensor | None
-    """Scalar: the weight, where only the forward knows it."""
+    """Scalar: the weight, if only the forward knows it."""
     terms: dict[str, Tensor]
-    """Each term's part of the step's loss, where there are several."""
+    """Each term's part of the step's loss, if there are several."""
 
 
 def contribution(loss: Any, *, samples: int, step_samples: int, batch: Any, weights: Weights | None, prescale: Tensor) -> Contribution:
@@ -52,14 +53,14 @@ def contribution(loss: Any, *, samples: int, step_samples: int, batch: Any, weig
             number = total.item()
             return Contribution(total, _constant(scale if math.isfinite(number) else math.nan, total.dtype), number * scale, None, {})
         value = _recorded(total) * scale
-        return Contribution(total, _seed(total, value, scale), value, None, {})
+        return Contribution(total, _grad_output(total, value, scale), value, None, {})
     scaled = {}
     for name, term in loss.items():
         scaled[name] = _term(name, term, batch=batch, weights=weights) * _scale(name, term, samples / step_samples, weights)
     total = sum(scaled.values(), start=torch.zeros((), device=next(iter(scaled.values())).device))
     value = _recorded(total)
     terms = {name: term.detach() for name, term in scaled.items()}
-    return Contribution(total, _seed(total, value, 1.0), value, None, terms)
+    return Contribution(total, _grad_output(total, value, 1.0), value, None, terms)
 
 
 def measured(loss: Any, *, samples: int, batch: Any, weights: Weights | None) -> dict[str, tuple[float, float]]:
@@ -170,7 +171,7 @@ def _forward_known(loss: Loss, weights: Weights | None, prescale: Tensor, *, lea
         weight = loss.weight.detach().to(total.device, value.dtype, non_blocking=True).reshape(())
     else:
         weight = torch.full((), _number(SINGLE, loss.weight), dtype=value.dtype, device=total.device)
-    return Contribution(total, _seed(total, value, 1.0 / prescale), value, weight, {})
+    return Contribution(total, _grad_output(total, value, 1.0 / prescale), value, weight, {})
 
 
 @lru_cache(maxsize=64)
@@ -184,7 +185,7 @@ def _recorded(total: Tensor) -> Tensor:
     return value if value.dtype in (torch.float32, torch.float64) else value.float()
 
 
-def _seed(total: Tensor, value: Tensor, scale: float | Tensor) -> Tensor:
+def _grad_output(total: Tensor, value: Tensor, scale: float | Tensor) -> Tensor:
     return ((value - value) + scale).to(total.dtype)
 
 

@@ -1,336 +1,308 @@
-"""The step as a transaction: accumulate, reduce, scale, clip, apply. Nothing of the model changes before the reduced gradient is known."""
+"""The step as a transaction: accumulate, reduce, scale, clip, apply. The model changes only after the reduced gradient is known."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from copy import copy
-from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lockstep.base.errors import DataError, LossError, RecipeError
+from lockstep.data.loader import Microbatch
 from lockstep.logging.metrics import as_number
-from lockstep.logging.phases import Phases
 from lockstep.logging.recorder import NAMES_OF_A_ROW
-from lockstep.model.pipeline.pipeline import Item, Pipeline, Scored
 from lockstep.model.sync_batchnorm import Exchange
-from lockstep.model.threads import Threads
 from lockstep.recipe import check_clip_norm
-from lockstep.train.forward import given_to, output_of
+from lockstep.train.hook import Run
 from lockstep.train.loss import Contribution, contribution
-from lockstep.train.reducers.reducer import Engine
+from lockstep.train.microbatches import Microbatches
 from lockstep.train.reducers.step_stats import Number
-from lockstep.train.step_result import Outcome
-from lockstep.train.train_module import Pair
-
-if TYPE_CHECKING:
-    from lockstep.data.loader import Microbatch
-    from lockstep.train.microbatches import Microbatches
+from lockstep.train.step_result import StepResult
+from lockstep.train.train_module import TrainModule
 
 
 class Step:
     """One optimizer step under way, the same on all ranks. Made by `Session.steps`."""
 
-    def __init__(
-        self,
-        index: int,
-        source: Microbatches,
-        pairs: Sequence[Pair],
-        exchange: Exchange,
-        *,
-        logs: bool,
-        asks: Callable[[], bool],
-        phases: Phases,
-    ) -> None:
-        self.index = index
-        """0 for the first."""
+    def __init__(self, source: Microbatches, run: Run, exchange: Exchange) -> None:
+        self.index = source.step
+        """0 for the first step of the loop."""
         self.samples = source.samples
         """Samples of the global batch."""
         self.count = source.count
-        """Microbatches of the global batch, over all ranks; their slices where SyncBatchNorm splits them."""
-        self.committed: dict[int, Outcome] = {}
-        """What each pair's commit came to, by its place in the session."""
-        self.logged: dict[str, float] = {}
-        self._pairs = pairs
+        """Microbatches of the global batch over all ranks; the slices of them if SyncBatchNorm splits them."""
         self.source = source
-        self._mesh = pairs[0].mesh
-        self._exchange = exchange
-        self._statistics = [statistics for pair in pairs for statistics in pair.statistics]
-        self._streams = [(pair.streams, place) for place, pair in enumerate(pairs) if pair.streams is not None]
-        self._poll = self._mesh.world.device.type == "cpu"
-        self._logs = logs
-        self._compares = logs or index == 0
-        self._asks = asks
-        self._phases = phases
-        self.touched = False
-        """Whether a commit has begun to change the state."""
-        self.ended = False
-        """Whether all that the script does in the step is done."""
+        self.committed: dict[int, StepResult] = {}
+        """The result of each model's commit, by its number in the session."""
+        self.exchange = exchange
+        self._run = run
+        self._modules = run.modules
+        self._mesh = run.modules[0].mesh
+        self._statistics = [statistics for module in run.modules for statistics in module.statistics]
+        self._streams = [(module.parallel.streams, number) for number, module in enumerate(run.modules)]
+        self._polls = run.context.device.type == "cpu"
+        self._compares = run.is_logging_step or self.index == 0
+        self._phases = run.context.phases
+        self._probe = run.context.overrides.probe
         self._computed = False
-        self._phase: _Phase | None = None
         self._current: Microbatch | None = None
+        self._accumulation: _Accumulation | None = None
 
     def compute(self, inputs: Callable[[Any], Any] | None, loss: Callable[[Any, Any], Any]) -> None:
-        """Forward and backward of this rank's whole share, under every plan; pipelines and threads have no other way. Every rank calls it.
+        """Forward and backward of all of this rank's microbatches, under every plan. A pipeline has no other way. Every rank calls it.
 
-        `inputs` and `loss`: as in `Recipe`. For the one pair that is prepared. Raises `LossError`, `RecipeError`.
+        `inputs` and `loss`: as in `Recipe`. Only if one model is prepared. Raises `LossError`, `RecipeError`.
         """
-        pair = self._pairs[self._place(None)]
+        number = self._number(None)
         if self._computed:
             raise LossError(
-                f"step {self.index}: a second step.compute; one computes all microbatches; let its loss return the sum of both losses, or "
-                "a dict of terms"
+                f"after step {self.index}: a second step.compute; one computes all microbatches; let its loss return the sum of both losses, "
+                "or a dict of terms"
             )
         self._computed = True
-        if pair.pipeline is not None:
-            self._through_stages(pair, pair.pipeline, inputs, loss)
-            return
-        if pair.threads is not None:
-            self._in_threads(pair, pair.threads, inputs, loss)
-            return
-        for batch in self.microbatches():
-            assert self._current is not None
-            with pair.autocast, pair.flops.counting(self._current.size):
-                value = loss(output_of(inputs, pair.model, batch), batch)
-            self.backward(value)
+        self._modules[number].executor.train(self._begun(number), inputs, loss)
 
     def microbatches(self) -> Iterator[Any]:
-        """This rank's share of the batch, one microbatch after another, each under its own random generators. Perhaps none.
+        """The batches of this rank, one microbatch after another, each under its own random generators. A rank may have none.
 
-        May be run through again after a `commit`, for another pair: the same batches then, with generators of their own.
+        May be run through again after a `commit`, for another model: with the same batches, and generators of their own.
         """
-        for pair in self._pairs:
-            self._check_loop(pair)
-            pair.engine(self.source.most)  # which may have to see the first forward
-        for statistics in self._statistics:
-            statistics.begin(compare=self._compares)
-        passes = len(self.committed)
-        for current, batch in self._phases.during("data", self.source.batches(passes)):
-            self._current = current
-            self._exchange.counts = current.counts
-            for statistics in self._statistics:
-                statistics.discard()  # what no backward took down: recomputations, forwards without one
-            for streams, place in self._streams:
-                streams.begun((*self.source.position(current, passes), place) if place else self.source.position(current, passes))
-            yield batch
+        for module in self._modules:
+            _check_loop(module)
+        return (batch for _, batch in self.batches())
 
     def backward(self, loss: Any, optimizer: Any = None) -> None:
-        """Add the gradient of this microbatch's loss. Called once for each microbatch, on the rank that has it.
+        """Accumulate the gradient of this microbatch's loss. Called once for each microbatch, on the rank that has it.
 
         `loss`: a scalar (the mean over this microbatch's samples), an `ls.Loss`, or with `weight` given to `steps`, an `ls.Sum` or a
-        dict. `optimizer`: which of several prepared pairs it is for; other models that the loss reaches get no gradient.
+        dict. `optimizer`: names the model if several are prepared; other models that the loss reaches get no gradient.
         Raises `LossError`.
         """
-        pair = self._pairs[self._place(optimizer)]
-        self._check_loop(pair)
-        phase = self._begun(pair)
-        if self._current is None:
-            raise LossError(f"step {self.index}: backward outside of a loop over step.microbatches(); the loss is a microbatch's")
-        current = self._current
-        if current.counts and phase.seen and phase.seen[-1] >= current.index:
-            raise LossError(
-                f"step {self.index}, microbatch {current.index}: a second backward; each microbatch has one: "
-                "add the losses, and call it on their sum"
-            )
-        part = self._contribution(pair, loss, current)
-        if current.counts:
-            for statistics in self._statistics:  # a forward of one model may run others
-                statistics.note_microbatch()
-            phase.take(current.index, part)
-        seed = part.seed if pair.loss_scale is None else part.seed * pair.loss_scale.value
-        phase.engine.backward(part.total, seed, only_these=len(self._pairs) > 1, counts=current.counts)
+        number = self._number(optimizer)
+        _check_loop(self._modules[number])
+        self._begun(number).backward(loss)
 
     def commit(self, optimizer: Any = None, *, clip_norm: float | None = None) -> None:
-        """Reduce, scale, clip, apply: on all ranks or on none. Every rank calls it once a step, for each prepared pair.
+        """Reduce, scale, clip, apply: on all ranks or on none. Every rank calls it once a step, for each prepared model.
 
-        `clip_norm`: largest global norm of the gradient. Raises `LossError` where the loss or gradient is not finite (at the next logging
-        step on a GPU, with the model not updated by such a step where the optimizer is `fused`).
+        `clip_norm`: the largest global norm of the gradient. Raises `LossError` if the loss or the gradient is not finite (on a GPU at
+        the next logging step; the model is not updated by such a step if the optimizer is `fused`).
         """
         check_clip_norm(clip_norm)
-        number = self._place(optimizer)
+        number = self._number(optimizer)
         if number in self.committed:
-            raise LossError(f"step {self.index}: a second commit for one pair; each pair has one commit a step; leave the second one out")
-        pair = self._pairs[number]
-        phase = self._begun(pair)
-        if len(phase.seen) < self.source.mine:
-            missing = [place for place in self._mesh.deal.share(self.count, self._mesh.data.rank) if place not in phase.seen]
-            raise LossError(
-                f"step {self.index}: commit without a backward for microbatches {missing} of this rank; call step.backward once for each "
-                "microbatch; for one that is to count for nothing, give a loss multiplied by 0"
-            )
-        self._check_kind(pair, phase)
+            raise LossError(f"after step {self.index}: a second commit for one model; each has one commit a step; leave the second one out")
+        module, accumulation = self._modules[number], self._begun(number)
+        accumulation.check_complete()
         self._phases.enter("exchange")
-        _, values, weights, stops = phase.engine.finish(
-            phase.values,
-            [weight for weight in phase.weights if weight is not None] if pair.forward_knows else None,
-            flag=self._asks(),
+        stats = module.reducer.reduce(
+            accumulation.values, accumulation.weights, flag=self._run.consensus.flag(may_stop=self._run.is_logging_step)
         )
         self._phases.enter("update")
         for statistics in self._statistics:
             statistics.check(compare=self._compares)
-        if self._poll and not (all(map(math.isfinite, values)) if isinstance(values, list) else np.isfinite(values.numpy()).all()):
-            # It need not show in the gradient: torch.where lets none through to what it leaves out.
-            Outcome(self.source.layout, pair, values, weights, math.nan, False, stops, []).check()
-        self.touched = True
-        if weights is not None:
-            pair.rescale(weights, self._prescale(pair))
-        norm, applied = pair.apply(self.index, clip_norm, measure=self._logs)
+        terms = [part.terms for part in accumulation.parts]
+        if self._polls and not _all_finite(stats.values):  # torch.where, say, may keep it out of the gradient
+            StepResult(self.source.layout, module, stats.values, stats.weights, math.nan, False, stats.flags, [], clip_norm).check()
+        self._run.is_whole = False
+        module.divide_by_weight(stats.weights)
+        self._run.hooks.call("after_backward", self._run)
+        norm, applied = module.apply(self.index, clip_norm, measure=self._run.is_logging_step)
         for statistics in self._statistics:
             statistics.commit(self.count, apply=torch.isfinite(torch.as_tensor(norm)) if applied is None else applied)
-        outcome = Outcome(self.source.layout, pair, values, weights, norm, applied, stops, [part.terms for part in phase.parts])
-        self.committed[number] = outcome
-        self._phase = self._current = self._exchange.counts = None
-        if self._poll:
-            outcome.check()
-        self._phases.enter("compute" if len(self.committed) < len(self._pairs) else "script")
-
-    def _check_loop(self, pair: Pair) -> None:
-        """Raises `RecipeError` where the plan has no loop over microbatches."""
-        if pair.pipeline is not None:
-            plan, why = f"pipeline={pair.pipeline.world.size}", "microbatches go through the stages one behind another"
-        elif pair.threads is not None:
-            plan, why = f"data_parallel={pair.threads.count} on a CPU", "threads compute several microbatches at the same time"
-        else:
-            return
-        raise RecipeError(
-            f"step.microbatches or step.backward with {plan}; {why}; call step.compute(inputs, loss), with inputs and loss as in a Recipe"
-        )
-
-    def _through_stages(self, pair: Pair, pipeline: Pipeline, inputs: Callable[[Any], Any] | None, loss: Callable[[Any, Any], Any]) -> None:
-        """All microbatches' forwards and backwards, in the order of the pipeline's schedule."""
-        if inputs is None:
-            raise RecipeError("step.compute(None, loss) with a pipeline; it must call the model's parts itself; give inputs")
-        phase = self._begun(pair)
-        for statistics in self._statistics:
-            statistics.begin(compare=self._compares)
-        share = list(self._phases.during("data", self.source.batches(passes=0)))
-        parts: dict[int, Contribution] = {}
-
-        def score(current: Microbatch, batch: Any, output: Any) -> Scored:
-            part = self._contribution(pair, loss(output, batch), current)
-            if current.counts:
-                parts[current.index] = part._replace(total=part.total.detach())
-            seed = part.seed if current.counts else torch.zeros_like(part.seed)
-            seed = seed if pair.loss_scale is None else seed * pair.loss_scale.value
-            return Scored(part.total, seed, [part.value, 0.0 if part.weight is None else part.weight])
-
-        items = [
-            Item(self.source.position(current, 0), partial(given_to, inputs, batch), partial(score, current, batch), current.counts)
-            for current, batch in share
-        ]
-        rows = pipeline.run(items, columns=2)
-        for (current, _), (value, weight) in zip(share, rows, strict=True):
-            if current.counts:
-                phase.seen.append(current.index)
-                phase.values.append(value.item() if self._poll else value)
-                phase.weights.append(weight)
-        phase.parts = [parts[place] for place in phase.seen if place in parts]
-
-    def _in_threads(self, pair: Pair, threads: Threads, inputs: Callable[[Any], Any] | None, loss: Callable[[Any, Any], Any]) -> None:
-        """Forwards and backwards of as many microbatches at once as there are threads."""
-        phase = self._begun(pair)
-        for statistics in self._statistics:
-            statistics.begin(compare=self._compares)
-        replicas = threads.replicate()
-
-        def compute(model: nn.Module, current: Microbatch, batch: Any) -> Contribution:
-            with copy(pair.autocast):
-                value = loss(output_of(inputs, model, batch), batch)
-            part = self._contribution(pair, value, current)
-            part.total.backward(part.seed if pair.loss_scale is None else part.seed * pair.loss_scale.value)  # type: ignore[no-untyped-call]
-            return part._replace(total=part.total.detach())
-
-        for group in threads.groups(self._phases.during("data", self.source.batches(passes=0))):
-            for (current, _), part in zip(group, replicas.run(compute, group), strict=True):
-                phase.take(current.index, part)
-        replicas.collect()
-
-    def _contribution(self, pair: Pair, loss: Any, current: Microbatch) -> Contribution:
-        return contribution(
-            loss,
-            samples=current.size,
-            step_samples=self.samples,
-            batch=current.batch,
-            weights=self.source.weights,
-            prescale=self._prescale(pair),
-        )
+        result = StepResult(self.source.layout, module, stats.values, stats.weights, norm, applied, stats.flags, terms, clip_norm)
+        self._end_commit(number, result)
 
     def log(self, values: dict[str, float]) -> None:
-        """Numbers of the user's own for this step's line in metrics.jsonl and the progress display; rank 0's are written.
+        """Add numbers to this step's line in metrics.jsonl and to the progress display; rank 0's are written.
 
         Raises `DataError` for a value that is no number, or a name that the line has already.
         """
         for name, value in values.items():
             if name in NAMES_OF_A_ROW:
                 raise DataError(f"step.log({{{name!r}: ...}}); the run itself writes {name!r} in every line; choose another name")
-            self.logged[name] = as_number(name, value)
+            self._run.logged[name] = as_number(name, value)
 
-    def _begun(self, pair: Pair) -> _Phase:
-        if self._phase is None:
-            engine = pair.engine(self.source.most)
-            self._prescale(pair)
-            pair.begin_step(engine, self.count)
-            self._phase = _Phase(pair, engine)
-        if self._phase.pair is not pair:
+    def batches(self) -> Iterator[tuple[Microbatch, Any]]:
+        """This rank's microbatches with their batches on the device, each under its own random generators."""
+        self._begin_statistics()
+        passes = len(self.committed)
+        for current, batch in self._phases.during("data", self.source.batches(passes)):
+            self._current = current
+            self.exchange.counts = current.counts
+            for statistics in self._statistics:
+                statistics.discard()  # updates without a backward: by recomputation, or by forwards that are no microbatch's
+            position = self.source.position(current, passes)
+            for streams, number in self._streams:
+                if streams is not None:
+                    streams.begun((*position, number) if number else position)
+            with self._probed():
+                yield current, self._changed(batch)
+
+    def fetched(self) -> list[tuple[Microbatch, Any]]:
+        """All of this rank's microbatches at once."""
+        self._begin_statistics()
+        return [(current, self._changed(batch)) for current, batch in self._phases.during("data", self.source.batches(0))]
+
+    @property
+    def current(self) -> Microbatch:
+        """The microbatch that `batches` gave last. Raises `LossError` if there is none."""
+        if self._current is None:
+            raise LossError(f"after step {self.index}: backward outside of a loop over step.microbatches(); the loss is a microbatch's")
+        return self._current
+
+    def _probed(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._probe is None else self._probe.forward()
+
+    def _changed(self, batch: Any) -> Any:
+        change = self._run.context.overrides.change_batch
+        return batch if change is None else change(batch)
+
+    def _begin_statistics(self) -> None:
+        for statistics in self._statistics:
+            statistics.begin(compare=self._compares)
+
+    def _end_commit(self, number: int, result: StepResult) -> None:
+        self.committed[number] = result
+        self._accumulation = self._current = self.exchange.counts = None
+        if len(self.committed) == len(self._modules):
+            self._run.results = [self.committed[each] for each in range(len(self._modules))]
+            self._run.step += 1
+        if self._polls:
+            result.check()
+        self._phases.enter("compute" if len(self.committed) < len(self._modules) else "script")
+
+    def _begun(self, number: int) -> _Accumulation:
+        """The accumulation of model `number`, begun if it is not yet."""
+        if self._accumulation is None:
+            self._modules[number].begin_step(self.count, self.samples)
+            self._accumulation = _Accumulation(self, number, self._modules[number], alone=len(self._modules) == 1, probe=self._probe)
+        if self._accumulation.number != number:
             raise LossError(
-                f"step {self.index}: backward for a second model before the first one's commit; run through step.microbatches() and commit "
-                "for one (model, optimizer) pair, then for the next"
+                f"after step {self.index}: backward for a second model before the first one's commit; run through step.microbatches() and "
+                "commit for one (model, optimizer) pair, then for the next"
             )
-        return self._phase
+        return self._accumulation
 
-    def _prescale(self, pair: Pair) -> Tensor:
-        if pair.prescale is None:
-            pair.prescale = torch.tensor(2.0 ** round(math.log2(self.samples)), dtype=torch.float64, device=pair.device)
-        return pair.prescale
+    def note_forward(self) -> None:
+        """Note the running statistics that the latest forward has updated."""
+        for statistics in self._statistics:  # a forward of one model may call others
+            statistics.note_microbatch()
 
-    def _check_kind(self, pair: Pair, phase: _Phase) -> None:
-        kinds = {part.weight is not None for part in phase.parts}
-        if pair.forward_knows is None:
-            pair.agree_on_loss(phase.parts)
-        if kinds - {pair.forward_knows}:
+    def _number(self, optimizer: Any) -> int:
+        """The number of the model that `optimizer` updates."""
+        if optimizer is None and len(self._modules) == 1:
+            return 0
+        for number, module in enumerate(self._modules):
+            if optimizer is module.optimizers or any(optimizer is each for each in module.optimizers):
+                return number
+        given = "no optimizer" if optimizer is None else f"an optimizer ({type(optimizer).__name__}) that this session did not prepare"
+        raise LossError(
+            f"after step {self.index}: {given}, with {len(self._modules)} models prepared; name one that session.prepare returned"
+        )
+
+
+class _Accumulation:
+    """Gradient accumulation of one model in a step, from its first microbatch to its commit. See `executor.Accumulation`."""
+
+    def __init__(self, step: Step, number: int, module: TrainModule, *, alone: bool, probe: Any) -> None:
+        self.number = number
+        self.values: list[Number] = []
+        self.parts: list[Contribution] = []
+        """One for each microbatch whose loss was computed here: not on the earlier stages of a pipeline."""
+        self.microbatches = step.batches
+        self.fetched = step.fetched
+        self.grad_output = module.grad_output
+        self._step = step
+        self._module = module
+        self._alone = alone
+        self._probe = probe
+        self._seen: list[int] = []
+        self._weights: list[Tensor | None] = []
+
+    @property
+    def weights(self) -> Sequence[Number] | None:
+        """One for each microbatch, if only the forward knows them."""
+        return [weight for weight in self._weights if weight is not None] if self._module.forward_knows_weight else None
+
+    def random_position(self, microbatch: Microbatch) -> tuple[int, ...]:
+        return self._step.source.position(microbatch, 0)
+
+    def contribution(self, loss: Any, microbatch: Microbatch) -> Contribution:
+        assert self._module.prescale is not None, "begin_step comes first"
+        return contribution(
+            loss,
+            samples=microbatch.size,
+            step_samples=self._step.samples,
+            batch=microbatch.batch,
+            weights=self._step.source.weights,
+            prescale=self._module.prescale,
+        )
+
+    def backward(self, loss: Any) -> None:
+        current = self._step.current
+        is_dummy = not current.counts
+        if not is_dummy and self._seen and self._seen[-1] >= current.index:
             raise LossError(
-                f"step {self.index}: the loss is an ls.Loss for some microbatches and not for others; it must be the same kind for all: "
-                "return ls.Loss(total, weight) always, or never"
+                f"after step {self._step.index}, microbatch {current.index}: a second backward; each microbatch has one: add the losses, and "
+                "call it on their sum"
             )
-        for place, part in zip(phase.seen, phase.parts, strict=False):  # where a later stage has the losses, none are here
-            if part.terms.keys() != set(pair.terms):
+        part = self.contribution(loss, current)
+        grad_output = self.grad_output(part)
+        if not is_dummy:
+            self._step.note_forward()
+            self._note(current, part.value, part.weight, part)
+            if self._probe is not None:
+                self._probe.before_backward(self.number, current.index, part.total, grad_output)
+        self._module.reducer.backward(part.total, grad_output, own_parameters_only=not self._alone, is_dummy=is_dummy)
+
+    def record(self, microbatch: Microbatch, value: Number, weight: Tensor | None, part: Contribution | None) -> None:
+        self._note(microbatch, value, weight, part)
+        if self._probe is not None:
+            self._probe.without_backward(self.number, microbatch.index)
+
+    def _note(self, microbatch: Microbatch, value: Number, weight: Tensor | None, part: Contribution | None) -> None:
+        self._seen.append(microbatch.index)
+        self.values.append(value)
+        self._weights.append(weight)
+        if part is not None:
+            self.parts.append(part)
+
+    def check_complete(self) -> None:
+        """Raise `LossError` unless all microbatches of this rank are here, with losses of one kind. Every rank calls it."""
+        step, mesh = self._step, self._module.mesh
+        if len(self._seen) < step.source.mine:
+            missing = [place for place in mesh.deal.share(step.count, mesh.data.rank) if place not in self._seen]
+            raise LossError(
+                f"after step {step.index}: commit without a backward for microbatches {missing} of this rank; call step.backward once for "
+                "each microbatch; for one that is to count for nothing, give a loss multiplied by 0"
+            )
+        if self._module.forward_knows_weight is None:
+            self._module.agree_on_loss(self.parts)
+        if {part.weight is not None for part in self.parts} - {self._module.forward_knows_weight}:
+            raise LossError(
+                f"after step {step.index}: the loss is an ls.Loss for some microbatches and not for others; it must be the same kind for "
+                "all: return ls.Loss(total, weight) always, or never"
+            )
+        for place, part in zip(self._seen, self.parts, strict=False):  # earlier stages of a pipeline have no parts
+            if part.terms.keys() != set(self._module.terms):
                 raise LossError(
-                    f"step {self.index}, microbatch {place}: the loss has terms {list(part.terms)} and had {pair.terms} before; it must "
-                    "have the same terms for every microbatch: give one that does not apply as a zero, (output * 0).sum()"
+                    f"after step {step.index}, microbatch {place}: the loss has terms {list(part.terms)} and had {self._module.terms} "
+                    "before; it must have the same terms for every microbatch: give one that does not apply as a zero, (output * 0).sum()"
                 )
 
-    def _place(self, optimizer: Any) -> int:
-        if optimizer is None and len(self._pairs) == 1:
-            return 0
-        for place, pair in enumerate(self._pairs):
-            if optimizer is pair.optimizers or any(optimizer is o for o in pair.optimizers):
-                return place
-        given = "no optimizer" if optimizer is None else f"an optimizer ({type(optimizer).__name__}) that this session did not prepare"
-        raise LossError(f"step {self.index}: {given}, with {len(self._pairs)} pairs prepared; name one that session.prepare returned")
+
+def _check_loop(module: TrainModule) -> None:
+    """Raise `RecipeError` if the plan has no loop over microbatches."""
+    if (why := module.executor.why_no_loop) is not None:
+        raise RecipeError(
+            f"step.microbatches or step.backward with {why}; call step.compute(inputs, loss), with inputs and loss as in a Recipe"
+        )
 
 
-@dataclass(slots=True)
-class _Phase:
-    """One pair's part of a step, from its first backward to its commit."""
-
-    pair: Pair
-    engine: Engine
-    seen: list[int] = field(default_factory=list)
-    """This rank's microbatches, so far."""
-    values: list[Number] = field(default_factory=list)
-    weights: list[Tensor | None] = field(default_factory=list)
-    """What is told of each of them."""
-    parts: list[Contribution] = field(default_factory=list)
-    """Of each where its loss is computed here: not on a pipeline's earlier stages."""
-
-    def take(self, index: int, part: Contribution) -> None:
-        """What a microbatch of this rank came to."""
-        self.seen.append(index)
-        self.values.append(part.value)
-        self.weights.append(part.weight)
-        self.parts.append(part)
+def _all_finite(values: Tensor | list[float]) -> bool:
+    return all(map(math.isfinite, values)) if isinstance(values, list) else bool(np.isfinite(values.numpy()).all())

@@ -1,15 +1,15 @@
-"""The `replicate` axis: every rank holds the whole model, and gradients are summed over ranks by DistributedDataParallel.
+"""Gradient reduction by DistributedDataParallel: every rank holds the whole model, buckets are summed while the backward computes.
 
-DDP is given the *loss*, not the model: its forward is an identity on the last microbatch's loss that touches every parameter. So the
+DDP wraps the *loss*, not the model: its forward is an identity on the last microbatch's loss that touches every parameter. So the
 user's model keeps its own class and may be called as often as they like; a parameter that the loss does not reach still reports to DDP
-(its hook fires, without a gradient), and no `find_unused_parameters` pass is needed; and a rank without a microbatch takes part by
-handing in a zero.
+(its hook fires, without a gradient), so that no `find_unused_parameters` pass is needed; and a rank without a microbatch takes part
+with a loss of zero.
 
-One more parameter rides along, `slots`. Its gradient is set after the backward, by hand, and carries what a step has to say beyond
-gradients (`lockstep.train.reducers.step_stats`). It is ready last, so it completes the last bucket, and a step costs no collective beyond the
-gradients' own. What is said is exact, but for the last digit where `sum_factor` is no power of two.
+DDP gets one more parameter, `stats`. Its gradient is set after the backward and carries the step's numbers
+(`lockstep.train.reducers.step_stats`). It is ready last, so it completes the last bucket. The numbers arrive exactly, except for the
+last digit if `loss_factor` is no power of two.
 
-(No `from __future__ import annotations` here: DDP looks at its hooks' annotations, and wants classes.)
+(No `from __future__ import annotations` here: DDP inspects the annotations of its hooks and needs classes.)
 """
 
 import time
@@ -27,7 +27,7 @@ from lockstep.comm.mesh import Mesh
 from lockstep.comm.ordered_sum import OrderedSum, Shares
 from lockstep.comm.wait_times import waits
 from lockstep.train.reducers.compression import Compression, gradients_of
-from lockstep.train.reducers.step_stats import Number, Slots, Told, forget_unused
+from lockstep.train.reducers.step_stats import Number, StepStats, StepStatsVector, clear_unused
 from lockstep.tree import Counter
 
 
@@ -44,12 +44,12 @@ class _Touch(torch.autograd.Function):
         return (*gradients, *[None] * ctx.parameters)
 
 
-class _Touched(nn.Module):
-    """What DDP wraps: the parameters and the slots, and `_Touch` as the forward. It holds no buffers, so DDP synchronises none."""
+class _LossModule(nn.Module):
+    """The module that DDP wraps: the parameters and `stats`, with `_Touch` as its forward. Without buffers, DDP synchronizes none."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], slots: int, dtype: torch.dtype) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], length: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.slots = nn.Parameter(torch.zeros(slots, dtype=dtype, device=parameters[0].device))
+        self.stats = nn.Parameter(torch.zeros(length, dtype=dtype, device=parameters[0].device))
         self.touched = nn.ParameterList(parameters)
         self._parameters_once = list(parameters)
 
@@ -58,13 +58,13 @@ class _Touched(nn.Module):
         return touched
 
 
-def sum_factor(mesh: Mesh, *, bitwise: bool, compression: Compression | None) -> int:
-    """What is sent is multiplied by it: DDP's own all-reduce, which no Python slows down, gives the mean over ranks instead of the sum."""
+def loss_factor(mesh: Mesh, *, bitwise: bool, compression: Compression | None) -> int:
+    """The factor for the loss: DDP's own all-reduce, which runs without Python, computes the mean over ranks instead of the sum."""
     return 1 if bitwise or compression is not None or mesh.data.hosts is not None else mesh.data.size
 
 
-class Replica:
-    """An `Engine` for a model that is whole on every rank, or as whole as other axes leave it."""
+class DdpReducer:
+    """A `GradientReducer` for a model that every rank holds whole."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Replica:
         max_microbatches: int,
         compression: Compression | None = None,
     ) -> None:
-        """`compression`: what sends the gradients; None: as they are. Not with `bitwise`."""
+        """`compression` sends the gradients in fewer bytes; None sends them as they are. Not with `bitwise`."""
         world = mesh.data
         self._memory = world.memory
         self._waits_in_torch = world.hosts is None and compression is None
@@ -86,17 +86,17 @@ class Replica:
         self._bitwise = bitwise
         self._used = [0.0] * len(parameters)
         self._dtype = torch.float64 if any(p.dtype is torch.float64 for p in parameters) else torch.float32
-        self._slots = Slots(len(parameters), max_microbatches, dtype=self._dtype, device=parameters[0].device)
+        self._vector = StepStatsVector(len(parameters), max_microbatches, dtype=self._dtype, device=parameters[0].device)
         self._ddp: DistributedDataParallel | None = None
         self._hooks: list[Any] = []
-        self._factor = sum_factor(mesh, bitwise=bitwise, compression=compression)
+        self._factor = loss_factor(mesh, bitwise=bitwise, compression=compression)
         if world.size > 1:
-            self._touched = _Touched(self._parameters, self._slots.length, self._dtype)
-            self._ddp = DistributedDataParallel(self._touched, gradient_as_bucket_view=True, init_sync=False)
+            self._wrapped = _LossModule(self._parameters, self._vector.length, self._dtype)
+            self._ddp = DistributedDataParallel(self._wrapped, gradient_as_bucket_view=True, init_sync=False)
             if bitwise:
                 self._ddp.register_comm_hook(None, self._ordered_bucket)
             elif compression is not None:
-                self._ddp.register_comm_hook(self._touched.slots, compression.sum_bucket)
+                self._ddp.register_comm_hook(self._wrapped.stats, compression.sum_bucket)
             elif world.hosts is not None:
                 self._ddp.register_comm_hook(None, world.hosts.sum_bucket)
             self._hooks = [p.register_post_accumulate_grad_hook(self._note_use(i)) for i, p in enumerate(self._parameters)]  # type: ignore[no-untyped-call]
@@ -106,14 +106,13 @@ class Replica:
             hook.remove()
         self._ddp = None
 
-    def begin(self, count: int) -> None:
-        """Start a step of `count` microbatches in all."""
+    def begin_step(self, count: int) -> None:
         for parameter in self._parameters:
             parameter.grad = None
         self._count = count
         self._share = self._deal.share(count, self._world.rank)
         self._left = len(self._share)
-        self._synchronised = False
+        self._synchronized = False
         if self._bitwise:
             self._counter: Counter[list[Tensor]] = Counter(_add_into_left, start=self._share.start, count=count)
             self._shares = Shares.of(count, self._world.size)
@@ -121,58 +120,58 @@ class Replica:
         self._used[:] = [0.0] * len(self._used)
         self._complete_at = time.perf_counter()
 
-    def backward(self, total: Tensor, seed: Tensor, *, only_these: bool, counts: bool) -> None:
-        """See `Engine.backward`. Where ranks exchange in the midst of a backward, gradients are not sent before the last one is done."""
-        if not counts:
-            torch.autograd.grad(total, self._parameters, seed, allow_unused=True)
+    def backward(self, total: Tensor, grad_output: Tensor, *, own_parameters_only: bool, is_dummy: bool) -> None:
+        """See `GradientReducer.backward`. If the ranks have collectives inside the backward, no bucket is sent before the last backward ends."""
+        if is_dummy:
+            torch.autograd.grad(total, self._parameters, grad_output, allow_unused=True)
             return
         self._left -= 1
         if self._factor > 1:
-            seed = seed * self._factor
-        inputs = self._parameters if only_these else None
+            grad_output = grad_output * self._factor
+        inputs = self._parameters if own_parameters_only else None
         if self._ddp is not None and self._left == 0 and not self._deal.in_turn:
-            self._synchronise(total, seed, inputs)
+            self._synchronize(total, grad_output, inputs)
             return
-        torch.autograd.backward(total, seed, inputs=inputs)
+        torch.autograd.backward(total, grad_output, inputs=inputs)
         if self._bitwise:
             self._counter.push(self._take_leaf())
 
-    def finish(self, values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool) -> Told:
-        """Sum over all ranks. `values`, `weights`: one number for each of this rank's microbatches; no weights on any rank, or on all."""
+    def reduce(self, values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool) -> StepStats:
         if self._ddp is None:
             if self._bitwise:
                 self._put_root()
-            recorded = self._slots.column(values) if isinstance(values[0], Tensor) else [self._rounded(value) for value in values]
-            return Told(self._used, recorded, None if weights is None else self._slots.column(weights), flag)
-        if not self._synchronised:
-            zero = torch.zeros((), device=self._touched.slots.device, requires_grad=True)
-            self._synchronise(zero, torch.zeros_like(zero), None)
-        slots = self._touched.slots
-        torch.autograd.backward(slots.view_as(slots), self._slots.say(self._used, self._share, values, weights, flag) * self._factor)
-        assert slots.grad is not None
-        received, slots.grad = slots.grad, None
-        told = self._slots.read(received, self._count, weighted=weights is not None)
+            recorded = self._vector.column(values) if isinstance(values[0], Tensor) else [self._rounded(value) for value in values]
+            return StepStats(self._used, recorded, None if weights is None else self._vector.column(weights), flag)
+        if not self._synchronized:
+            zero = torch.zeros((), device=self._wrapped.stats.device, requires_grad=True)
+            self._synchronize(zero, torch.zeros_like(zero), None)
+        stats = self._wrapped.stats
+        packed = self._vector.pack(self._used, self._share, values, weights, flag)
+        torch.autograd.backward(stats.view_as(stats), packed * self._factor)
+        assert stats.grad is not None
+        summed, stats.grad = stats.grad, None
+        received = self._vector.unpack(summed, self._count, weighted=weights is not None)
         if not all(self._used):
-            forget_unused(self._parameters, told)
-        return told
+            clear_unused(self._parameters, received)
+        return received
 
-    def _synchronise(self, total: Tensor, seed: Tensor, inputs: list[nn.Parameter] | None) -> None:
+    def _synchronize(self, total: Tensor, grad_output: Tensor, inputs: list[nn.Parameter] | None) -> None:
         assert self._ddp is not None
-        self._synchronised = True
+        self._synchronized = True
         try:
-            torch.autograd.backward(self._ddp(total), seed, inputs=inputs)
-            if self._waits_in_torch:  # it does so in C++, for the reductions of what it has computed
+            torch.autograd.backward(self._ddp(total), grad_output, inputs=inputs)
+            if self._waits_in_torch:  # DDP waits for its last all-reduces in C++
                 waits.seconds += time.perf_counter() - self._complete_at
         except RuntimeError as error:
             if "mark a variable ready only once" not in str(error):
                 raise
             raise RecipeError(
-                "a parameter's gradient was complete twice in one backward, as reentrant activation checkpoints make it; ranks sum a "
-                "gradient once; give torch.utils.checkpoint.checkpoint use_reentrant=False"
+                "a parameter's gradient was ready twice in one backward, as with reentrant activation checkpointing; ranks sum each "
+                "gradient once; pass use_reentrant=False to torch.utils.checkpoint.checkpoint"
             ) from error
 
     def _rounded(self, value: Number) -> float:
-        """As it comes out of a slot: a world of one records what any other does."""
+        """The value as it would arrive from another rank, so that a single rank records the same bits."""
         return float(np.float32(value)) if self._dtype is torch.float32 else float(value)
 
     def _note_use(self, index: int) -> Callable[[Tensor], None]:
@@ -200,7 +199,7 @@ class Replica:
             parameter.grad = gradient if used else None
 
     def _ordered_bucket(self, _: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Start this bucket's ordered sum; once the last bucket is here, end all of them in their order, which is the same on all ranks."""
+        """Start this bucket's ordered sum; at the last bucket, finish all sums in bucket order, which is the same on all ranks."""
         members = [self._places.get(id(parameter)) for parameter in bucket.parameters()]
         buffer, last_leaf = bucket.buffer(), gradients_of(bucket)
         counter: Counter[list[Tensor]] = Counter(_add_into_right, start=self._share.start, count=self._count)
@@ -222,7 +221,7 @@ class Replica:
 
 
 def _flatten(value: Sequence[Tensor], like: GradBucket) -> Tensor:
-    """The tensors laid out as the bucket lays out its gradients, strides and all."""
+    """The tensors in one flat buffer, with the offsets and strides of the bucket's gradients."""
     buffer = like.buffer()
     flat = torch.zeros_like(buffer)
     start = buffer.storage_offset()

@@ -1,65 +1,75 @@
-"""Gradients that are summed once, after the last backward: of what a rank holds of a model under `tensor` and `pipeline`, without shards,
-alone or under `replicate`; and of whole replicas that share memory.
+"""Gradient reduction in one exchange after the last backward of the step.
 
-DistributedDataParallel takes no distributed tensors, and no schedule of many backwards. The bytes are the same as DDP's, but not sent while
-the backward still computes. Where memory is shared it is the processors that exchange, so that nothing could go on beside it; and what DDP
-does besides, a copy of every gradient into its buckets above all, took longer than the exchange.
+This is the fastest way for replicas that share the memory of one host: the processors themselves do the exchange, so nothing could
+overlap with it, and DistributedDataParallel's copy of every gradient into its buckets takes longer than the exchange. It also serves
+parameters that DistributedDataParallel does not take, such as DTensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.comm.mesh import Mesh, held
-from lockstep.model.tensor.apply import settle
-from lockstep.train.reducers.step_stats import Number, Slots, Told, forget_unused
+from lockstep.train.reducers.step_stats import Number, StepStats, StepStatsVector, clear_unused
 
 
-class Parts:
-    """An `Engine` for a model of which every rank of `data` holds the same part."""
+class PostBackwardReducer:
+    """A `GradientReducer` for a model of which every data rank holds the same part, or the whole."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], mesh: Mesh, *, max_microbatches: int) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        mesh: Mesh,
+        *,
+        max_microbatches: int,
+        complete: Callable[[Sequence[nn.Parameter]], None] | None = None,
+    ) -> None:
+        """`complete` is called with the parameters after the last backward, to complete gradients that are still partial sums."""
         self._parameters = list(parameters)
         self._mesh = mesh
+        self._complete = complete
         dtype = torch.float64 if any(p.dtype is torch.float64 for p in parameters) else torch.float32
-        self._slots = Slots(len(parameters), max_microbatches, dtype=dtype, device=mesh.world.device)
+        self._vector = StepStatsVector(len(parameters), max_microbatches, dtype=dtype, device=mesh.world.device)
 
-    def close(self) -> None:
-        """See `Engine.close`. There are no hooks."""
-
-    def begin(self, count: int) -> None:
+    def begin_step(self, count: int) -> None:
         self._count = count
         for parameter in self._parameters:
             parameter.grad = None
 
-    def backward(self, total: Tensor, seed: Tensor, *, only_these: bool, counts: bool) -> None:
-        if counts:
-            torch.autograd.backward(total, seed, inputs=self._parameters if only_these else None)
+    def backward(self, total: Tensor, grad_output: Tensor, *, own_parameters_only: bool, is_dummy: bool) -> None:
+        if is_dummy:
+            torch.autograd.grad(total, self._parameters, grad_output, allow_unused=True)
         else:
-            torch.autograd.grad(total, self._parameters, seed, allow_unused=True)
+            torch.autograd.backward(total, grad_output, inputs=self._parameters if own_parameters_only else None)
 
-    def finish(self, values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool) -> Told:
-        return self.sum_up(self.used(), values, weights, flag=flag)
+    def reduce(self, values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool) -> StepStats:
+        return self.reduce_used(self.used(), values, weights, flag=flag)
 
     def used(self) -> list[float]:
-        """See `Inner.used`."""
-        settle(self._parameters)
+        """Complete the gradients of the last backward. Returns 1 for each parameter that a microbatch of this rank used, else 0."""
+        if self._complete is not None:
+            self._complete(self._parameters)
         return [float(parameter.grad is not None) for parameter in self._parameters]
 
-    def sum_up(self, used: Sequence[float], values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool) -> Told:
-        """See `Inner.sum_up`."""
+    def reduce_used(
+        self, used: Sequence[float], values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool
+    ) -> StepStats:
+        """`reduce`, given what `used` returned."""
         data = self._mesh.data
         share = self._mesh.deal.share(self._count, data.rank)
-        said = self._slots.say(used, share, values, weights, flag)
+        packed = self._vector.pack(used, share, values, weights, flag)
         if data.size > 1:
             for parameter in self._parameters:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-            data.sum_each([*(held(p.grad) for p in self._parameters if p.grad is not None), said])
-        told = self._slots.read(said, self._count, weighted=weights is not None)
+            data.sum_each([*(held(p.grad) for p in self._parameters if p.grad is not None), packed])
+        stats = self._vector.unpack(packed, self._count, weighted=weights is not None)
         if data.size > 1 and not all(used):
-            forget_unused(self._parameters, told)
-        return told
+            clear_unused(self._parameters, stats)
+        return stats
+
+    def close(self) -> None:
+        """Nothing to do: there are no hooks on the model."""

@@ -1,60 +1,83 @@
-"""What keeps a model's gradients through a step, and which one a mesh needs."""
+"""How a model's gradients are accumulated on a rank and summed over all ranks: the protocol, and which reducer a mesh needs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor, nn
 
 from lockstep.comm.mesh import Mesh
-from lockstep.model.shard import Shards
-from lockstep.train.reducers import ddp as replicate
+from lockstep.train.reducers import ddp
 from lockstep.train.reducers.compression import Compression
-from lockstep.train.reducers.ddp import Replica
-from lockstep.train.reducers.pipeline import Piped
-from lockstep.train.reducers.post_backward import Parts
-from lockstep.train.reducers.step_stats import Number, Told
+from lockstep.train.reducers.ddp import DdpReducer
+from lockstep.train.reducers.fsdp import FsdpReducer
+from lockstep.train.reducers.pipeline import PipelineReducer
+from lockstep.train.reducers.post_backward import PostBackwardReducer
+from lockstep.train.reducers.step_stats import Number, StepStats
 from lockstep.train.reducers.tied_gradients import TiedGradients
 
 
-class Engine(Protocol):
+class GradientReducer(Protocol):
     """One model's gradients on one rank, from the first microbatch of a step to the sum over all ranks.
 
-    In every step, on every rank: `begin`, then `backward` for each of this rank's microbatches, then `finish`. After it each `.grad` is
-    the sum over all microbatches of all ranks (this rank's part of it, where it holds a part of the parameter), or None where no
-    microbatch used the parameter.
+    In every step, on every rank: `begin_step`, then `backward` for each microbatch of this rank, then `reduce`.
     """
 
-    def begin(self, count: int) -> None:
-        """Start a step of `count` microbatches in all."""
+    def begin_step(self, count: int) -> None:
+        """Clear the gradients, for a step of `count` microbatches over all ranks."""
 
-    def backward(self, total: Tensor, seed: Tensor, *, only_these: bool, counts: bool) -> None:
-        """Add the gradient of `seed * total`, the next microbatch's.
+    def backward(self, total: Tensor, grad_output: Tensor, *, own_parameters_only: bool, is_dummy: bool) -> None:
+        """Accumulate the gradient of `grad_output * total`, the loss of the next microbatch.
 
-        `only_these`: leave other models' parameters that the graph reaches alone. `counts`: False where the microbatch is computed for
-        the sake of the exchanges only: its gradient is thrown away.
+        `own_parameters_only`: other models' parameters in the graph get no gradient. `is_dummy`: the microbatch is computed only so
+        that every rank takes part in the collectives of its backward; its gradient is discarded.
         """
 
-    def finish(self, values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool) -> Told:
-        """Sum over all ranks. `values`, `weights`: one number for each of this rank's microbatches; no weights on any rank, or on all."""
+    def reduce(self, values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool) -> StepStats:
+        """Sum over all ranks. Each `.grad` then is the sum over the step's microbatches, or this rank's shard of it, or None if no
+        microbatch used the parameter.
+
+        `values`, `weights`: one number for each microbatch of this rank; `weights` is None on all ranks or on none.
+        """
 
     def close(self) -> None:
-        """Take its hooks off the model."""
+        """Remove the reducer's hooks from the model."""
 
 
-def sum_factor(mesh: Mesh, *, bitwise: bool, compression: Compression | None) -> int:
-    """What a loss is multiplied by on its way through the engine, which a loss scale must leave room for."""
-    ddp = _uses_ddp(mesh, bitwise=bitwise, compression=compression)
-    return replicate.sum_factor(mesh, bitwise=bitwise, compression=compression) if ddp else 1
+@dataclass(frozen=True, slots=True)
+class ReducerChoice:
+    """The reducer that a mesh needs."""
+
+    reducer: type[DdpReducer | FsdpReducer | PostBackwardReducer]
+    """For a pipeline's stages: the one that sums over the data axes."""
+    reason: str
 
 
-def _uses_ddp(mesh: Mesh, *, bitwise: bool, compression: Compression | None) -> bool:
-    """Every rank holds the whole model, and memory is not what gradients are simply added in."""
-    return mesh.torch_mesh is None and (mesh.data.memory is None or bitwise or compression is not None)
+def choose_reducer(mesh: Mesh, *, bitwise: bool, compressed: bool) -> ReducerChoice:
+    """The reducer for a model parallelized on `mesh`. `compressed`: gradients are sent in fewer bytes. Pure: from values to a value."""
+    if mesh.axis("shard").size > 1:
+        return ReducerChoice(FsdpReducer, "the shard axis has more than one rank")
+    if mesh.torch_mesh is not None:
+        return ReducerChoice(PostBackwardReducer, "DistributedDataParallel takes no DTensors and no pipeline schedules")
+    if bitwise:
+        return ReducerChoice(DdpReducer, "numerics=bitwise: buckets are summed in the canonical order")
+    if compressed:
+        return ReducerChoice(DdpReducer, "gradient_compression: buckets are sent in fewer bytes")
+    if mesh.data.memory is not None:
+        return ReducerChoice(PostBackwardReducer, "all replicas share the memory of one host")
+    return ReducerChoice(DdpReducer, "buckets are summed while the backward computes")
 
 
-def engine_for(
+def loss_factor(mesh: Mesh, *, bitwise: bool, compression: Compression | None) -> int:
+    """The factor by which the reducer multiplies a loss before its backward. A loss scale must leave room for it."""
+    chosen = choose_reducer(mesh, bitwise=bitwise, compressed=compression is not None)
+    return ddp.loss_factor(mesh, bitwise=bitwise, compression=compression) if chosen.reducer is DdpReducer else 1
+
+
+def build_reducer(
+    choice: ReducerChoice,
     model: nn.Module,
     parameters: Sequence[nn.Parameter],
     mesh: Mesh,
@@ -63,16 +86,17 @@ def engine_for(
     bitwise: bool,
     max_microbatches: int,
     compression: Compression | None,
-) -> Engine:
-    """The gradients' keeper of a model that is laid out on `mesh`. Every rank makes it alike. `tied`: where there is a pipeline.
+    complete: Callable[[Sequence[nn.Parameter]], None] | None,
+) -> GradientReducer:
+    """Build the reducer of a model that is parallelized on `mesh`. Every rank calls it. `tied`: the tied parameters of a pipeline.
 
-    `compression`: only where there is no other axis than `replicate`.
+    `compression`: only if the mesh has no other axis than `replicate`. `complete`: see `PostBackwardReducer`.
     """
-    if _uses_ddp(mesh, bitwise=bitwise, compression=compression):
-        return Replica(parameters, mesh, bitwise=bitwise, max_microbatches=max_microbatches, compression=compression)
-    inner: Shards | Parts
-    if mesh.axis("shard").size > 1:
-        inner = Shards(model, parameters, mesh, bitwise=bitwise, max_microbatches=max_microbatches)
+    if choice.reducer is DdpReducer:
+        return DdpReducer(parameters, mesh, bitwise=bitwise, max_microbatches=max_microbatches, compression=compression)
+    inner: PostBackwardReducer | FsdpReducer
+    if choice.reducer is FsdpReducer:
+        inner = FsdpReducer(model, parameters, mesh, bitwise=bitwise, max_microbatches=max_microbatches)
     else:
-        inner = Parts(parameters, mesh, max_microbatches=max_microbatches)
-    return inner if tied is None else Piped(inner, tied)
+        inner = PostBackwardReducer(parameters, mesh, max_microbatches=max_microbatches, complete=complete)
+    return inner if tied is None else PipelineReducer(inner, tied)
