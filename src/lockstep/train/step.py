@@ -133,7 +133,7 @@ class Step:
         passes = len(self.committed)
         for current, batch in self._phases.during("data", self.source.batches(passes)):
             self._current = current
-            self.exchange.counts = current.counts
+            self.exchange.is_dummy = current.is_dummy
             for statistics in self._statistics:
                 statistics.discard()  # updates without a backward: by recomputation, or by forwards that are no microbatch's
             position = self.source.position(current, passes)
@@ -168,7 +168,7 @@ class Step:
 
     def _end_commit(self, number: int, result: StepResult) -> None:
         self.committed[number] = result
-        self._accumulation = self._current = self.exchange.counts = None
+        self._accumulation = self._current = self.exchange.is_dummy = None
         if len(self.committed) == len(self._modules):
             self._run.results = [self.committed[each] for each in range(len(self._modules))]
             self._run.step += 1
@@ -245,7 +245,7 @@ class _Accumulation:
 
     def backward(self, loss: Any) -> None:
         current = self._step.current
-        is_dummy = not current.counts
+        is_dummy = current.is_dummy
         if not is_dummy and self._seen and self._seen[-1] >= current.index:
             raise LossError(
                 f"after step {self._step.index}, microbatch {current.index}: a second backward; each microbatch has one: add the losses, and "
@@ -276,7 +276,7 @@ class _Accumulation:
         """Raise `LossError` unless all microbatches of this rank are here, with losses of one kind. Every rank calls it."""
         step, mesh = self._step, self._module.mesh
         if len(self._seen) < step.source.mine:
-            missing = [place for place in mesh.deal.share(step.count, mesh.data.rank) if place not in self._seen]
+            missing = [place for place in mesh.assignment.indices(step.count, mesh.data.rank) if place not in self._seen]
             raise LossError(
                 f"after step {step.index}: commit without a backward for microbatches {missing} of this rank; call step.backward once for "
                 "each microbatch; for one that is to count for nothing, give a loss multiplied by 0"

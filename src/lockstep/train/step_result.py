@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lockstep.base.errors import LossError
-from lockstep.comm.mesh import held
+from lockstep.comm.mesh import to_local
 from lockstep.comm.world import exact_sum
 from lockstep.train.microbatches import Layout
 from lockstep.train.train_module import TrainModule
@@ -101,7 +101,7 @@ class StepResult:
         found = [
             (order[name.rpartition(".")[0]], place, name)
             for place, (name, parameter) in enumerate(zip(module.names, module.parameters, strict=True))
-            if parameter.grad is not None and not bool(torch.isfinite(held(parameter.grad)).all())
+            if parameter.grad is not None and not bool(torch.isfinite(to_local(parameter.grad)).all())
         ]
         everyone = [first for firsts in module.mesh.world.gather_values(found[:1]) for first in firsts]
         return f"parameter {min(everyone)[-1]!r}" if everyone else "the norm over all parameters (it overflows)"

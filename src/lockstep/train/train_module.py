@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.comm.mesh import Mesh, held
+from lockstep.comm.mesh import Mesh, to_local
 from lockstep.logging.flops import Flops, peak_of
 from lockstep.model.parallelize import LaidOut
 from lockstep.model.running_statistics import RunningStatistics
@@ -88,11 +88,11 @@ class TrainModule:
             self.statistics = [RunningStatistics(module, context.mesh) for module in parallel.pipeline.modules]
             parallel.pipeline.watch(self._around_stage, self._after_stage)
         fused = all(group.get("fused") for optimizer in optimizers for group in optimizer.param_groups)
-        self._gates_on_device = fused and all(held(parameter).is_cuda for parameter in self.parameters)
+        self._gates_on_device = fused and all(to_local(parameter).is_cuda for parameter in self.parameters)
         self._optimizer_unscales = (
             fused
             and all(getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in optimizers)
-            and all(held(parameter) is parameter and parameter.dtype is torch.float32 for parameter in self.parameters)
+            and all(to_local(parameter) is parameter and parameter.dtype is torch.float32 for parameter in self.parameters)
         )
         """True if the optimizers divide the gradient while they read it, as for torch's GradScaler. It saves a pass over the gradient."""
 
@@ -102,7 +102,7 @@ class TrainModule:
         `mesh`: the context's, with the assignment of microbatches to ranks that this loop uses.
         """
         choice = choose_reducer(mesh, bitwise=self._bitwise, compressed=self._compression is not None)
-        if self._reducer is None or mesh.deal != self.mesh.deal or max_microbatches > self._max_microbatches:
+        if self._reducer is None or mesh.assignment != self.mesh.assignment or max_microbatches > self._max_microbatches:
             self._close_reducer()
             self.mesh, self._max_microbatches = mesh, max_microbatches
             for statistics in self.statistics:

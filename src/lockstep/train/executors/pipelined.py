@@ -36,9 +36,9 @@ class PipelineExecutor:
 
         def score(microbatch: Microbatch, batch: Any, output: Any) -> Scored:
             part = step.contribution(loss(output, batch), microbatch)
-            if microbatch.counts:
+            if not microbatch.is_dummy:
                 parts[microbatch.index] = part._replace(total=part.total.detach())
-            grad_output = step.grad_output(part if microbatch.counts else part._replace(grad_output=torch.zeros_like(part.grad_output)))
+            grad_output = step.grad_output(part._replace(grad_output=torch.zeros_like(part.grad_output)) if microbatch.is_dummy else part)
             return Scored(part.total, grad_output, [part.value, 0.0 if part.weight is None else part.weight])
 
         rows = self._pipeline.run(
@@ -47,14 +47,14 @@ class PipelineExecutor:
                     step.random_position(microbatch),
                     partial(model_arguments, inputs, batch),
                     partial(score, microbatch, batch),
-                    microbatch.counts,
+                    is_dummy=microbatch.is_dummy,
                 )
                 for microbatch, batch in share
             ],
             columns=2,
         )
         for (microbatch, _), (value, weight) in zip(share, rows, strict=True):
-            if microbatch.counts:
+            if not microbatch.is_dummy:
                 step.record(microbatch, value.item() if value.is_cpu else value, weight, parts.get(microbatch.index))
 
     def evaluate(

@@ -82,7 +82,7 @@ class DdpReducer:
         self._parameters = list(parameters)
         self._places = {id(parameter): place for place, parameter in enumerate(parameters)}
         self._world = world
-        self._deal = mesh.deal
+        self._assignment = mesh.assignment
         self._bitwise = bitwise
         self._used = [0.0] * len(parameters)
         self._dtype = torch.float64 if any(p.dtype is torch.float64 for p in parameters) else torch.float32
@@ -110,7 +110,7 @@ class DdpReducer:
         for parameter in self._parameters:
             parameter.grad = None
         self._count = count
-        self._share = self._deal.share(count, self._world.rank)
+        self._share = self._assignment.indices(count, self._world.rank)
         self._left = len(self._share)
         self._synchronized = False
         if self._bitwise:
@@ -129,7 +129,7 @@ class DdpReducer:
         if self._factor > 1:
             grad_output = grad_output * self._factor
         inputs = self._parameters if own_parameters_only else None
-        if self._ddp is not None and self._left == 0 and not self._deal.in_turn:
+        if self._ddp is not None and self._left == 0 and not self._assignment.round_robin:
             self._synchronize(total, grad_output, inputs)
             return
         torch.autograd.backward(total, grad_output, inputs=inputs)

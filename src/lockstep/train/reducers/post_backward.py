@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from lockstep.comm.mesh import Mesh, held
+from lockstep.comm.mesh import Mesh, to_local
 from lockstep.train.reducers.step_stats import Number, StepStats, StepStatsVector, clear_unused
 
 
@@ -59,13 +59,13 @@ class PostBackwardReducer:
     ) -> StepStats:
         """`reduce`, given what `used` returned."""
         data = self._mesh.data
-        share = self._mesh.deal.share(self._count, data.rank)
+        share = self._mesh.assignment.indices(self._count, data.rank)
         packed = self._vector.pack(used, share, values, weights, flag)
         if data.size > 1:
             for parameter in self._parameters:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-            data.sum_each([*(held(p.grad) for p in self._parameters if p.grad is not None), packed])
+            data.sum_each([*(to_local(p.grad) for p in self._parameters if p.grad is not None), packed])
         stats = self._vector.unpack(packed, self._count, weighted=weights is not None)
         if data.size > 1 and not all(used):
             clear_unused(self._parameters, stats)
