@@ -23,9 +23,9 @@ from lockstep.model.pipeline.stages import Stages, keep_only, parts_of
 from lockstep.model.random_streams import Streams
 from lockstep.model.running_statistics import RunningStatistics
 from lockstep.plan import Plan, Schedule
-from lockstep.train.reducers.pipeline import Piped
-from lockstep.train.reducers.post_backward import Parts
-from lockstep.train.reducers.tied_gradients import TiedGradients
+from lockstep.training.reducers.pipeline import Piped
+from lockstep.training.reducers.post_backward import Parts
+from lockstep.training.reducers.tied_gradients import TiedGradients
 
 KEY, WIDTH, CONTEXT = 3, 8, 6
 

@@ -25,9 +25,9 @@ from lockstep.model.shard import Shards, shard
 from lockstep.model.tensor.apply import tensor_parallel
 from lockstep.model.tensor.styles import styles_of
 from lockstep.testing.pool import WorkerPool
-from lockstep.train.optimizer_meshes import separate_meshes
-from lockstep.train.precision import clip
-from lockstep.train.reducers.post_backward import Parts
+from lockstep.training.optimizer_meshes import separate_meshes
+from lockstep.training.precision import clip
+from lockstep.training.reducers.post_backward import Parts
 
 MICROBATCHES = 3
 SUBJECTS: dict[str, tuple[dict[str, Any], Mapping[str, str]]] = {

@@ -17,9 +17,9 @@ from lockstep.base.errors import RecipeError
 from lockstep.checkpoint import foreign
 from lockstep.comm.mesh import to_local
 from lockstep.model.deferred_init import Deferred
-from lockstep.train import pretrained as starting
-from lockstep.train.pretrained import Start
-from lockstep.train.state import aliases, tensors_of
+from lockstep.training import pretrained as starting
+from lockstep.training.pretrained import Start
+from lockstep.training.state import aliases, tensors_of
 
 GIVEN = recipe()
 

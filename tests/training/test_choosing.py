@@ -24,7 +24,7 @@ from lockstep.autotune.trial import Trial
 from lockstep.base.errors import LockstepError
 from lockstep.launch.termination import Preempted
 from lockstep.testing.pool import WorkerPool
-from lockstep.train import precision as precisions
+from lockstep.training import precision as precisions
 
 EVERYTHING = "workers=auto,threads=auto,prefetch=auto"
 

@@ -21,7 +21,7 @@ from lockstep.base.errors import LossError, PlanError, RecipeError
 from lockstep.comm.mesh import Mesh
 from lockstep.launch.termination import Preempted
 from lockstep.plan import Plan
-from lockstep.train.set_up import Remark, remarks
+from lockstep.training.set_up import Remark, remarks
 
 
 def features(batch: Sequence[Tensor]) -> Tensor:

@@ -21,7 +21,7 @@ from training.subjects import network, recipe, rows, same, squared_error, state_
 import lockstep as ls
 from lockstep.base.errors import DataError, LockstepError, LossError, PlanError, RecipeError, RunDirectoryError
 from lockstep.testing.pool import WorkerPool
-from lockstep.train.set_up import check_same
+from lockstep.training.set_up import check_same
 
 
 class Final(ls.Hook):

@@ -8,7 +8,7 @@ from lockstep.assignment import MicrobatchAssignment
 from lockstep.comm.mesh import Mesh
 from lockstep.comm.world import World
 from lockstep.data.loader import Loader
-from lockstep.train.microbatches import Length, from_data, from_indices
+from lockstep.training.microbatches import Length, from_data, from_indices
 
 CPU = torch.device("cpu")
 

@@ -23,7 +23,7 @@ from lockstep.base.errors import CheckpointError, DataError, LossError, RecipeEr
 from lockstep.data.loader import StreamLoader
 from lockstep.data.shards import Position
 from lockstep.testing.pool import WorkerPool
-from lockstep.train.microbatches import Length, from_stream, positions_in
+from lockstep.training.microbatches import Length, from_stream, positions_in
 from lockstep.verify import records
 from lockstep.verify.trace_request import Tracing
 

@@ -38,8 +38,8 @@ from lockstep.model.sync_batchnorm import training_layers
 from lockstep.plan import MEASURED
 from lockstep.recipe import Recipe
 from lockstep.session import Session
-from lockstep.train import precision as precisions
-from lockstep.train.set_up import use_threads
+from lockstep.training import precision as precisions
+from lockstep.training.set_up import use_threads
 
 OF_THE_RECIPE = ("precision", "microbatch")
 TIMED = ("threads", "precision", "microbatch")

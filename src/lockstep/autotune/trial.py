@@ -23,11 +23,11 @@ from lockstep.launch.failure import out_of_memory
 from lockstep.plan import Plan
 from lockstep.recipe import Precision, Recipe
 from lockstep.recipe import Stream as DataStream
-from lockstep.train import precision as precisions
-from lockstep.train.forward import output_of
-from lockstep.train.loss import contribution, weights_of
-from lockstep.train.microbatches import Length
-from lockstep.train.train_module import Pair
+from lockstep.training import precision as precisions
+from lockstep.training.forward import output_of
+from lockstep.training.loss import contribution, weights_of
+from lockstep.training.microbatches import Length
+from lockstep.training.train_module import Pair
 
 SECONDS = 4.0
 """For all timings of forwards and backwards together, of which each gets its share: two repetitions at least, or a quarter of it all."""

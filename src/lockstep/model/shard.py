@@ -20,8 +20,8 @@ from lockstep.base.errors import RecipeError
 from lockstep.comm.mesh import Mesh, to_local
 from lockstep.model.shared_parameters import tie, ties
 from lockstep.model.skipped_blocks import Visits
-from lockstep.train.reducers.fsdp_exchange import Gather, OrderedScatter, Scatter
-from lockstep.train.reducers.step_stats import Number, Slots, Told, forget_unused
+from lockstep.training.reducers.fsdp_exchange import Gather, OrderedScatter, Scatter
+from lockstep.training.reducers.step_stats import Number, Slots, Told, forget_unused
 
 
 def reshard(model: nn.Module) -> None:

@@ -17,10 +17,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lockstep.comm.mesh import Mesh, full_tensor
 from lockstep.plan import Plan
 from lockstep.recipe import Precision
-from lockstep.train.reducers.reducer import Engine
-from lockstep.train.step import Step
-from lockstep.train.step_result import Outcome
-from lockstep.train.train_module import Pair
+from lockstep.training.reducers.reducer import Engine
+from lockstep.training.step import Step
+from lockstep.training.step_result import Outcome
+from lockstep.training.train_module import Pair
 from lockstep.verify.perturb import Islands, change_batch, change_defaults, change_model, move_parameters
 from lockstep.verify.trace import Named, Tracer
 from lockstep.verify.trace_request import Tracing

@@ -29,7 +29,7 @@ from lockstep.model.pipeline.stages import Stages, calls
 from lockstep.model.random_streams import Streams
 from lockstep.model.sync_batchnorm import Exchange
 from lockstep.plan import Schedule
-from lockstep.train.reducers.step_stats import Number
+from lockstep.training.reducers.step_stats import Number
 
 if TYPE_CHECKING:
     from lockstep.model.pipeline.torch_stage import Stage

@@ -19,7 +19,7 @@ from lockstep.comm.mesh import to_local
 from lockstep.comm.world import World
 from lockstep.model.consistency import checksum
 from lockstep.recipe import Weights
-from lockstep.train.state import aliases, listed, tensors_of
+from lockstep.training.state import aliases, listed, tensors_of
 
 T = TypeVar("T")
 Kinds = Mapping[str, tuple[str, tuple[int, ...]]]

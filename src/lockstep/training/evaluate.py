@@ -3,41 +3,34 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from copy import copy
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from operator import itemgetter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lockstep import assignment
+from lockstep.assignment import microbatch_spans, split_spans
 from lockstep.base.errors import DataError, LossError
 from lockstep.comm.mesh import Mesh
 from lockstep.comm.world import exact_sum
-from lockstep.data.device import to_device
-from lockstep.data.generators import seed_generators
 from lockstep.data.loader import Loader, Microbatch, Span
-from lockstep.keys import RandomStream, key
+from lockstep.keys import RandomStream
 from lockstep.logging.metrics import as_number
-from lockstep.model.pipeline.pipeline import Item, Pipeline
 from lockstep.model.shard import reshard
-from lockstep.plan import Plan
 from lockstep.recipe import Evaluation, Gathered, Mean, Recipe
-from lockstep.train.forward import given_to, output_of
-from lockstep.train.loss import SINGLE, measured, weights_of
-from lockstep.train.train_module import Pair
+from lockstep.training.context import Context
+from lockstep.training.loss import SINGLE, measured, weights_of
+from lockstep.training.train_module import TrainModule
 
 Row = dict[str, tuple[float, float]]
 """One microbatch's (total, weight) of each loss term and each metric that adds up."""
 Columns = tuple[Tensor, ...]
 """What a metric collected from one microbatch, each with one row a sample."""
 Measured = tuple[Row, dict[str, Columns]]
-TOGETHER = 2
-"""So many microbatches a stage go through a pipeline in one go: what is handed on for them is in memory together."""
 
 
 @dataclass(slots=True)
@@ -48,112 +41,64 @@ class Evaluator:
     evaluation: Evaluation
     mesh: Mesh
     loader: Loader
-    pair: Pair
-    halvings: int
-    """Of its microbatches, as the plan has them."""
+    module: TrainModule
+    microbatch_splits: int
+    """See `Plan.microbatch_splits`: evaluation microbatches are split too."""
 
     @classmethod
-    def of(cls, recipe: Recipe, evaluation: Evaluation, mesh: Mesh, plan: Plan, pair: Pair) -> Evaluator:
-        device = mesh.world.device
+    def of(cls, recipe: Recipe, evaluation: Evaluation, context: Context, module: TrainModule) -> Evaluator:
+        """The evaluator of one of the run's models."""
         loader = Loader(
             evaluation.data,
             collate=recipe.collate,
             seed=recipe.seed,
             shuffle=False,
-            workers=int(plan.workers),
-            prefetch=int(plan.prefetch),
-            device=device,
+            workers=int(context.plan.workers),
+            prefetch=int(context.plan.prefetch),
+            device=context.device,
         )
-        return cls(recipe, evaluation, mesh, loader, pair, plan.halvings)
+        return cls(recipe, evaluation, context.mesh, loader, module, context.plan.microbatch_splits)
 
-    def measure(self, model: nn.Module, step: int) -> dict[str, float]:
-        """The loss and every metric after `step` steps, the same on every rank. Every rank calls it.
+    def measure(self, step: int) -> dict[str, float]:
+        """Return the loss and every metric after `step` steps, the same on every rank. Every rank calls it.
 
-        Leaves every module in the mode it was in. Seeds the default generators anew before each microbatch.
+        Leaves every module in the mode it was in. Seeds the default generators before each microbatch.
         """
+        model = self.module.model
         modes = [(module, module.training) for module in model.modules()]
         model.eval()
         try:
             with torch.no_grad():
-                return self._measure(model, step)
+                return self._measure(step)
         finally:
-            model.train(modes[0][1])  # which some models override, to do more
+            model.train(modes[0][1])  # some models override it to do more
             for module, training in modes:
                 module.training = training
             reshard(model)
 
-    def _measure(self, model: nn.Module, step: int) -> dict[str, float]:
-        whole = assignment.microbatch_spans(len(self.evaluation.data), self._microbatch(), self.mesh.assignment.ranks)
-        cuts = assignment.split_spans(whole, 2**self.halvings)
+    def _measure(self, step: int) -> dict[str, float]:
+        whole = microbatch_spans(len(self.evaluation.data), self._microbatch(), self.mesh.assignment.ranks)
+        cuts = split_spans(whole, 2**self.microbatch_splits)
         spans = [
             Span(step=0, index=index, start=cuts[index][0], stop=cuts[index][1], is_dummy=is_dummy)
             for index, is_dummy in self.mesh.assignment.with_dummies(len(cuts), self.mesh.data.rank)
         ]
         rows: dict[int, Row] = {}
         collected: dict[str, dict[int, Columns]] = {name: {} for name in self._metrics(Gathered)}
-        pipeline, items = self.pair.pipeline, self.loader.fetch(spans)
-        through = self._through(model, items, step) if pipeline is None else self._through_stages(pipeline, items, step)
-        for item, (sums, parts) in through:
+        executor, items = self.module.executor, self.loader.fetch(spans)
+        for item, (sums, parts) in executor.evaluate(
+            items, partial(self._position, step), self.recipe.inputs, self.recipe.loss, self._measured
+        ):
             if item.is_dummy:
                 continue
             for name, part in parts.items():
                 collected[name][item.index] = part
             rows[item.index] = sums
-        found: dict[str, float] = self.pair.from_last_stage(lambda: {**self._added_up(rows, cuts), **self._gathered(collected, cuts)})
+        found: dict[str, float] = executor.on_output_rank(lambda: {**self._added_up(rows, cuts), **self._gathered(collected, cuts)})
         return found
 
-    def _through(self, model: nn.Module, items: Iterator[Microbatch], step: int) -> Iterator[tuple[Microbatch, Measured]]:
-        """Each microbatch and what was measured on it."""
-        threads = self.pair.threads
-        if threads is None:
-            for item, batch in self._begun(items, step):
-                yield item, self._measured(item, batch, *self._scored(model, item, batch))
-            return
-        replicas = threads.replicate()
-        for group in threads.groups(self._begun(items, step)):
-            for (item, batch), scored in zip(group, replicas.run(self._scored, group), strict=True):
-                seed_generators(key(*self._position(step, item)), self.pair.device)
-                yield item, self._measured(item, batch, *scored)
-        replicas.check()
-
-    def _begun(self, items: Iterator[Microbatch], step: int) -> Iterator[tuple[Microbatch, Any]]:
-        """Each microbatch and its batch on the device, under its own random generators."""
-        for item in items:
-            batch = to_device(item.batch, self.pair.device)
-            position = self._position(step, item)
-            seed_generators(key(*position), self.pair.device)
-            if self.pair.streams is not None:
-                self.pair.streams.begun(position)
-            yield item, batch
-
-    def _scored(self, model: nn.Module, _: Microbatch, batch: Any) -> tuple[Any, Any]:
-        """Output and loss."""
-        with torch.no_grad(), copy(self.pair.autocast):
-            output = output_of(self.recipe.inputs, model, batch)
-            return output, self.recipe.loss(output, batch)
-
-    def _through_stages(self, pipeline: Pipeline, items: Iterator[Microbatch], step: int) -> Iterator[tuple[Microbatch, Measured]]:
-        """The same, on the rank with the last stage; nothing on the others."""
-        inputs = self.recipe.inputs
-        assert inputs is not None, "a pipeline is refused without"
-
-        def score(item: Microbatch, batch: Any, output: Any) -> Measured:
-            loss = self.recipe.loss(output, batch)
-            with torch.autocast(self.pair.device.type, enabled=False):
-                return self._measured(item, batch, output, loss)
-
-        while several := list(islice(items, TOGETHER * len(pipeline.stages.cuts))):
-            batches = [to_device(item.batch, self.pair.device) for item in several]
-            results = pipeline.forward(
-                [
-                    Item(self._position(step, item), partial(given_to, inputs, batch), partial(score, item, batch))
-                    for item, batch in zip(several, batches, strict=True)
-                ]
-            )
-            yield from zip(several, results, strict=False)
-
     def _position(self, step: int, item: Microbatch) -> tuple[int, ...]:
-        """Of its random streams."""
+        """The key of a microbatch's random streams."""
         return self.recipe.seed, RandomStream.EVALUATION, step, item.index
 
     def _measured(self, item: Microbatch, batch: Any, output: Any, loss: Any) -> Measured:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.comm.mesh import Mesh, to_local
-from lockstep.train.reducers.step_stats import Number, StepStats, StepStatsVector, clear_unused
+from lockstep.training.reducers.step_stats import Number, StepStats, StepStatsVector, clear_unused
 
 
 class PostBackwardReducer:

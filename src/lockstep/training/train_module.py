@@ -17,16 +17,16 @@ from lockstep.model.parallelize import LaidOut
 from lockstep.model.running_statistics import RunningStatistics
 from lockstep.model.tensor.apply import settle
 from lockstep.recipe import keeps_rest
-from lockstep.train import optim, precision
-from lockstep.train.context import Context
-from lockstep.train.executors.executor import Executor
-from lockstep.train.executors.pipelined import PipelineExecutor
-from lockstep.train.executors.serial import SerialExecutor
-from lockstep.train.loss import Contribution
-from lockstep.train.optim import Schedule
-from lockstep.train.reducers.compression import compression_for
-from lockstep.train.reducers.reducer import GradientReducer, ReducerChoice, build_reducer, choose_reducer, loss_factor
-from lockstep.train.reducers.tied_gradients import TiedGradients
+from lockstep.training import optim, precision
+from lockstep.training.context import Context
+from lockstep.training.executors.executor import Executor
+from lockstep.training.executors.pipelined import PipelineExecutor
+from lockstep.training.executors.serial import SerialExecutor
+from lockstep.training.loss import Contribution
+from lockstep.training.optim import Schedule
+from lockstep.training.reducers.compression import compression_for
+from lockstep.training.reducers.reducer import GradientReducer, ReducerChoice, build_reducer, choose_reducer, loss_factor
+from lockstep.training.reducers.tied_gradients import TiedGradients
 
 
 class TrainModule:

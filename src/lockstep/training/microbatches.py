@@ -21,7 +21,7 @@ from lockstep.data.loader import Loader, Microbatch, Span, StreamLoader
 from lockstep.data.shards import Origin, Position
 from lockstep.keys import RandomStream, key
 from lockstep.order import Order
-from lockstep.train.loss import Weights, weights_of
+from lockstep.training.loss import Weights, weights_of
 
 Spans = tuple[tuple[int, int], ...]
 """Of each microbatch, [start, stop) inside its batch."""

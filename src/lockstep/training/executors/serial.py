@@ -15,7 +15,7 @@ from lockstep.data.loader import Microbatch
 from lockstep.keys import key
 from lockstep.logging.flops import Flops
 from lockstep.model.random_streams import Streams
-from lockstep.train.executors.executor import Accumulation, Inputs, Loss, Score, T, call_model
+from lockstep.training.executors.executor import Accumulation, Inputs, Loss, Score, T, call_model
 
 
 class SerialExecutor:

@@ -9,14 +9,14 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from lockstep.comm.mesh import Mesh
-from lockstep.train.reducers import ddp
-from lockstep.train.reducers.compression import Compression
-from lockstep.train.reducers.ddp import DdpReducer
-from lockstep.train.reducers.fsdp import FsdpReducer
-from lockstep.train.reducers.pipeline import PipelineReducer
-from lockstep.train.reducers.post_backward import PostBackwardReducer
-from lockstep.train.reducers.step_stats import Number, StepStats
-from lockstep.train.reducers.tied_gradients import TiedGradients
+from lockstep.training.reducers import ddp
+from lockstep.training.reducers.compression import Compression
+from lockstep.training.reducers.ddp import DdpReducer
+from lockstep.training.reducers.fsdp import FsdpReducer
+from lockstep.training.reducers.pipeline import PipelineReducer
+from lockstep.training.reducers.post_backward import PostBackwardReducer
+from lockstep.training.reducers.step_stats import Number, StepStats
+from lockstep.training.reducers.tied_gradients import TiedGradients
 
 
 class GradientReducer(Protocol):

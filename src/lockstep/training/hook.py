@@ -12,13 +12,14 @@ from torch.optim import Optimizer
 from lockstep.base.errors import CheckpointError, RecipeError
 from lockstep.base.events import Event
 from lockstep.recipe import Recipe
-from lockstep.train.consensus import NOTHING, Consensus, Request, merge
-from lockstep.train.context import Context
-from lockstep.train.loop_state import LoopState
-from lockstep.train.microbatches import Microbatches
-from lockstep.train.state import Stateful
-from lockstep.train.step_result import StepResult
-from lockstep.train.train_module import TrainModule
+from lockstep.training.consensus import NOTHING, Consensus, Request, merge
+from lockstep.training.context import Context
+from lockstep.training.loop_state import LoopState
+from lockstep.training.microbatches import Microbatches
+from lockstep.training.set_up import Remark
+from lockstep.training.state import Stateful
+from lockstep.training.step_result import StepResult
+from lockstep.training.train_module import TrainModule
 
 
 class Hook:
@@ -69,8 +70,14 @@ class ControlHook(Hook):
         """What this rank asks of all ranks. Called in each step."""
         return NOTHING
 
+    def before_steps(self, run: Run) -> None:
+        """Before the first step of a loop of steps, and after a checkpoint was loaded."""
+
     def between_steps(self, run: Run) -> None:
         """After each step, after all hooks' `after_step`: the script's part of the step has ended."""
+
+    def after_steps(self, run: Run) -> None:
+        """After the last step of a loop of steps."""
 
     def on_agreement(self, run: Run, agreed: Request) -> None:
         """After `between_steps`, with what all ranks agreed on. Every rank calls it."""
@@ -126,14 +133,18 @@ class Run:
         """`step` at that evaluation."""
         self.logged: dict[str, float] = {}
         """More numbers for the current step's line of metrics.jsonl."""
+        self.measured: dict[str, float] = {}
+        """Numbers that lockstep's own hooks measured, for the same line."""
         self.is_logging_step = False
         """True if the current step is written to metrics.jsonl."""
         self.is_whole = True
-        """False from the first change of the model in a step until the step has ended."""
+        """False from the first change of the model in a step until the script's part of the step has ended."""
         self.is_whole_in_a_step = True
         """False if the script itself changes what is saved, at moments that lockstep does not know."""
         self.stopping: str | None = None
         """Why no further step is taken, once all ranks have agreed to stop."""
+        self.is_committed = False
+        """True from the commit of all models in a step until the next step begins."""
         self.loop = LoopState()
         self.source: Microbatches | None = None
         """The microbatches of the current step on this rank."""
@@ -166,6 +177,12 @@ class Run:
         event = self.context.recorder.event(name, self.step if step is None else step, **details)
         self.hooks.call("on_event", self, event)
 
+    def remark(self, remark: Remark) -> None:
+        """Record an event, and show its line to the user if it has one."""
+        self.event(remark.event, **remark.details)
+        if remark.line is not None:
+            self.context.recorder.message(remark.line)
+
     def save(self, name: str, state_dict: Mapping[str, Any]) -> None:
         """Write tensors to a safetensors file in the run directory. Every rank calls it; rank 0 writes all ranks' tensors."""
         self.context.recorder.save_tensors(name, self.context.mesh.union(state_dict))
@@ -180,7 +197,7 @@ class Run:
 
     def begin_step(self, source: Microbatches) -> None:
         """A step begins, with `source`'s microbatches."""
-        self.source, self.logged = source, {}
+        self.source, self.logged, self.is_committed = source, {}, False
         self.hooks.call("before_step", self)
 
     def end_step(self, source: Microbatches) -> None:

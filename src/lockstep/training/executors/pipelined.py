@@ -13,8 +13,8 @@ from lockstep.base.errors import RecipeError
 from lockstep.data.device import to_device
 from lockstep.data.loader import Microbatch
 from lockstep.model.pipeline.pipeline import Item, Pipeline, Scored
-from lockstep.train.executors.executor import Accumulation, Inputs, Loss, Score, T, model_arguments
-from lockstep.train.loss import Contribution
+from lockstep.training.executors.executor import Accumulation, Inputs, Loss, Score, T, model_arguments
+from lockstep.training.loss import Contribution
 
 EVALUATED_TOGETHER = 2
 """Microbatches for each stage in one forward pass of an evaluation. Their activations between stages are in memory together."""

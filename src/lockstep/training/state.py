@@ -19,7 +19,7 @@ from lockstep.checkpoint.json_state import decode, encode, tensors_in
 from lockstep.checkpoint.load import Reader
 from lockstep.checkpoint.pieces import torch_dtype
 from lockstep.comm.mesh import Mesh
-from lockstep.train.train_module import Pair
+from lockstep.training.train_module import Pair
 
 _LISTED = 5
 _OF_THE_PLAN = {"params", "foreach", "fused", "capturable", "differentiable"}

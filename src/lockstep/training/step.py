@@ -17,12 +17,12 @@ from lockstep.logging.metrics import as_number
 from lockstep.logging.recorder import NAMES_OF_A_ROW
 from lockstep.model.sync_batchnorm import Exchange
 from lockstep.recipe import check_clip_norm
-from lockstep.train.hook import Run
-from lockstep.train.loss import Contribution, contribution
-from lockstep.train.microbatches import Microbatches
-from lockstep.train.reducers.step_stats import Number
-from lockstep.train.step_result import StepResult
-from lockstep.train.train_module import TrainModule
+from lockstep.training.hook import Run
+from lockstep.training.loss import Contribution, contribution
+from lockstep.training.microbatches import Microbatches
+from lockstep.training.reducers.step_stats import Number
+from lockstep.training.step_result import StepResult
+from lockstep.training.train_module import TrainModule
 
 
 class Step:
@@ -172,6 +172,7 @@ class Step:
         if len(self.committed) == len(self._modules):
             self._run.results = [self.committed[each] for each in range(len(self._modules))]
             self._run.step += 1
+            self._run.is_committed = True
         if self._polls:
             result.check()
         self._phases.enter("compute" if len(self.committed) < len(self._modules) else "script")

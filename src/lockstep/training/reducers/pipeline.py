@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from lockstep.train.reducers.fsdp import FsdpReducer
-from lockstep.train.reducers.post_backward import PostBackwardReducer
-from lockstep.train.reducers.step_stats import Number, StepStats
-from lockstep.train.reducers.tied_gradients import TiedGradients
+from lockstep.training.reducers.fsdp import FsdpReducer
+from lockstep.training.reducers.post_backward import PostBackwardReducer
+from lockstep.training.reducers.step_stats import Number, StepStats
+from lockstep.training.reducers.tied_gradients import TiedGradients
 
 
 class PipelineReducer:

@@ -19,9 +19,9 @@ from lockstep.comm.world import World
 from lockstep.model.sync_batchnorm import training_layers
 from lockstep.plan import MEASURED, Plan
 from lockstep.recipe import Precision
-from lockstep.train import precision as precisions
-from lockstep.train.allocator import expand_segments, keep_freed_memory
-from lockstep.train.microbatches import Length
+from lockstep.training import precision as precisions
+from lockstep.training.allocator import expand_segments, keep_freed_memory
+from lockstep.training.microbatches import Length
 
 
 class Remark(NamedTuple):

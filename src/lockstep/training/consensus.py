@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.mesh import Mesh
-from lockstep.train.step_result import StepResult
+from lockstep.training.step_result import StepResult
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ user's model keeps its own class and may be called as often as they like; a para
 with a loss of zero.
 
 DDP gets one more parameter, `stats`. Its gradient is set after the backward and carries the step's numbers
-(`lockstep.train.reducers.step_stats`). It is ready last, so it completes the last bucket. The numbers arrive exactly, except for the
+(`lockstep.training.reducers.step_stats`). It is ready last, so it completes the last bucket. The numbers arrive exactly, except for the
 last digit if `loss_factor` is no power of two.
 
 (No `from __future__ import annotations` here: DDP inspects the annotations of its hooks and needs classes.)
@@ -26,8 +26,8 @@ from lockstep.base.errors import RecipeError
 from lockstep.comm.mesh import Mesh
 from lockstep.comm.ordered_sum import OrderedSum, Shares
 from lockstep.comm.wait_times import waits
-from lockstep.train.reducers.compression import Compression, gradients_of
-from lockstep.train.reducers.step_stats import Number, StepStats, StepStatsVector, clear_unused
+from lockstep.training.reducers.compression import Compression, gradients_of
+from lockstep.training.reducers.step_stats import Number, StepStats, StepStatsVector, clear_unused
 from lockstep.tree import Counter
 
 

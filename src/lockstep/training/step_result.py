@@ -12,8 +12,8 @@ from torch import Tensor
 from lockstep.base.errors import LossError
 from lockstep.comm.mesh import to_local
 from lockstep.comm.world import exact_sum
-from lockstep.train.microbatches import Layout
-from lockstep.train.train_module import TrainModule
+from lockstep.training.microbatches import Layout
+from lockstep.training.train_module import TrainModule
 
 
 @dataclass(slots=True)
