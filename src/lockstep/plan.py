@@ -76,14 +76,12 @@ class Plan:
     """Devices of this one process that share out the layers, balanced by bytes; on a CPU all of them are the CPU. Or how many layers each
     of them has, in the model's order: `(3, 5)`, as text `3+5`."""
     data_parallel: int = 1
-    """On GPUs: those of this one process that share out each microbatch (`torch.nn.DataParallel`); `replicate`, a process a GPU, is faster.
-    On a CPU: threads of this one process that compute a microbatch each at the same time."""
+    """GPUs of this one process that share out each microbatch (`torch.nn.DataParallel`). `replicate`, a process a GPU, is faster."""
     transport: Transport = "auto"
     """What carries gradients between processes on CPUs. `auto`: shared memory where all are on one host, else torch's own (Gloo); `torch`:
     always torch's own."""
     threads: Size | None = None
-    """Intra-op threads a process, which `data_parallel` on a CPU shares out. None: what OMP_NUM_THREADS says, else cores ÷ processes;
-    1 in `bitwise` on a CPU. `auto`: measured."""
+    """Intra-op threads a process. None: what OMP_NUM_THREADS says, else cores ÷ processes; 1 in `bitwise` on a CPU. `auto`: measured."""
     workers: Size = 0
     """Loader processes a rank. 0: the data are fetched in the training process. `auto`: measured."""
     prefetch: Size = 2
@@ -150,8 +148,8 @@ class Plan:
         layers = self.split if isinstance(self.split, tuple) else ()
         if not (_counts(self.split, 1) or (len(layers) > 1 and any(layers) and all(_counts(number, 0) for number in layers))):
             raise PlanError(f"split={self.split}; it is a number of devices, at least 1, or how many layers each device has, such as 3+5")
-        if not _counts(self.data_parallel, 1, MOST):
-            raise PlanError(f"data_parallel={self.data_parallel}; it counts GPUs, or threads, of one process and is 1 to {MOST}")
+        if not _counts(self.data_parallel, 1):
+            raise PlanError(f"data_parallel={self.data_parallel}; it counts GPUs of one process and is at least 1")
         for name, instead in (("split", "pipeline"), ("data_parallel", "replicate")):
             value, axes = getattr(self, name), [axis for axis, size in given.items() if size != 1]
             if value != 1 and axes:
@@ -164,13 +162,9 @@ class Plan:
                 if getattr(self, name) != _default(name):
                     said = _text_of(getattr(self, name))
                     raise PlanError(
-                        f"data_parallel={self.data_parallel} with {name}={said}; it computes on copies of the model at the same time; "
-                        f"leave {name} out, or use replicate={self.data_parallel}, which goes with everything"
+                        f"data_parallel={self.data_parallel} with {name}={said}; it computes each microbatch in parts, on copies of the "
+                        f"model; leave {name} out, or use replicate={self.data_parallel}, which goes with everything"
                     )
-            if self.threads == "auto":
-                raise PlanError(
-                    f"data_parallel={self.data_parallel} with threads=auto; what is timed is one microbatch at a time; leave threads out"
-                )
 
     @property
     def split_devices(self) -> int:

@@ -67,7 +67,6 @@ from lockstep.train.pretrained import Start
 from lockstep.train.set_up import (
     Remark,
     batchnorm,
-    check_busy,
     check_comm_fits,
     check_microbatch_is_fixed,
     check_same,
@@ -281,10 +280,13 @@ class Session:
 
         Returns what the two functions returned, the model on this rank's device. Its initial values follow from the session's seed,
         whatever the plan, or are `weights`. `blocks`, `tensor`, `stages` and `weights`: as in `Recipe`. May be called again, for another
-        pair, unless the plan has a pipeline, or threads (`data_parallel` on a CPU). Raises `RecipeError`.
+        pair, unless the plan has a pipeline. Raises `RecipeError`.
         """
-        if self.pairs:
-            self._check_several()
+        if self.pairs and self.mesh.axis("pipeline").size > 1:
+            raise RecipeError(
+                f"a second session.prepare with pipeline={self.plan.pipeline}; a pipeline computes one model's stages; use another "
+                "plan, or make the two one model"
+            )
         if self._traced is not None:
             build_model = self._traced.factory(build_model)
         built = Built.of(build_model, key(self.seed, Stream.MODEL, len(self.pairs)), self.mesh)
@@ -330,19 +332,6 @@ class Session:
             )
         )
         return model, made if len(made) > 1 else made[0]
-
-    def _check_several(self) -> None:
-        """Raises `RecipeError` where the plan takes one model only."""
-        if self.mesh.axis("pipeline").size > 1:
-            raise RecipeError(
-                f"a second session.prepare with pipeline={self.plan.pipeline}; a pipeline computes one model's stages; use another "
-                "plan, or make the two one model"
-            )
-        if self.pairs[0].threads is not None:
-            raise RecipeError(
-                f"a second session.prepare with data_parallel={self.plan.data_parallel} on a CPU; its threads compute one model's "
-                f"microbatches; use replicate={self.plan.data_parallel}, or make the two one model"
-            )
 
     def steps(
         self,
@@ -393,10 +382,8 @@ class Session:
             steps=steps,
             epochs=epochs,
             mesh=mesh,
-            at_once=self.pairs[0].at_once,
             halvings=self.plan.halvings,
         )
-        check_busy(self.plan, self.pairs[0].at_once, length.most_microbatches)
         self._memory.begin([pair.model for pair in self.pairs], data, largest=length.largest)
         if not self._told_of_batchnorm and (remark := batchnorm([pair.model for pair in self.pairs], length)) is not None:
             self._told_of_batchnorm = True

@@ -86,7 +86,6 @@ class Trial:
             steps=recipe.steps,
             epochs=recipe.epochs,
             mesh=self.mesh,
-            at_once=self.pair.at_once,
             halvings=self.plan.halvings,
         )
 

@@ -15,14 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 from lockstep.comm.world import World
 from lockstep.hooks.stragglers import peak_bytes
 from lockstep.hooks.timeline import Parts, heaviest, merged, parts
 from lockstep.logging.phases import Phases
-from lockstep.train.train_module import Pair
 
 OPERATORS = 10
 """In the table."""
@@ -38,20 +36,12 @@ class Profiling:
     """Of one rank. Every rank makes one, and makes the same calls on it."""
 
     def __init__(
-        self,
-        steps: range,
-        run_dir: Path,
-        world: World,
-        pairs: Sequence[Pair],
-        phases: Phases,
-        event: Callable[..., None],
-        show: Callable[[str], None],
+        self, steps: range, run_dir: Path, world: World, phases: Phases, event: Callable[..., None], show: Callable[[str], None]
     ) -> None:
         """`show`: prints lines."""
         self._steps = steps
         self._folder = run_dir / "profile"
         self._world = world
-        self._pairs = pairs
         self._phases = phases
         self._event = event
         self._show = show
@@ -67,8 +57,7 @@ class Profiling:
         if self._world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self._world.device.type == "cuda" else [])
-        everything = _ExperimentalConfig(profile_all_threads=any(pair.threads is not None for pair in self._pairs))
-        self._profiler = profile(activities=activities, experimental_config=everything)
+        self._profiler = profile(activities=activities)
         self._profiler.__enter__()  # type: ignore[no-untyped-call]
         self._phases.log = []
         self._began = time.time()
@@ -94,13 +83,13 @@ class Profiling:
             with suppress(OSError):  # it shows where the first trace is written
                 self._folder.mkdir(exist_ok=True)
         ahead = self._clocks()
-        threads = {threading.get_native_id()}.union(*(pair.threads.numbers() for pair in self._pairs if pair.threads is not None))
+        thread = threading.get_native_id()
         trace: dict[str, Any] = {}
         found: dict[str, float] | None = None
         failure = None
         try:
             trace, base = self._export(profiler, seen)
-            found = asdict(parts(trace, (self._began - base, ended - base), threads))
+            found = asdict(parts(trace, (self._began - base, ended - base), thread))
         except _FAILURES as error:
             failure = str(error)
         peak = peak_bytes(self._world.device)
@@ -108,7 +97,7 @@ class Profiling:
         failures = [f"rank {rank}: {failure}" for rank, (*_, failure) in enumerate(everyone) if failure is not None]
         if self._world.rank == 0 and not failures:
             try:
-                self._write([each[:3] for each in everyone], ahead, heaviest(trace, threads, OPERATORS))
+                self._write([each[:3] for each in everyone], ahead, heaviest(trace, thread, OPERATORS))
             except _FAILURES as error:
                 failures = [f"rank 0: {error}"]
         if failures:

@@ -51,7 +51,7 @@ class Watching:
             stack.callback(self._watchdog.close)
         if environment.profile is not None:
             steps = steps_of(environment.profile)
-            self._profiling = Profiling(steps, recorder.path, mesh.world, pairs, phases, event, recorder.message)
+            self._profiling = Profiling(steps, recorder.path, mesh.world, phases, event, recorder.message)
             stack.callback(self._profiling.close)
         stack.enter_context(counted())
         if mesh.world.device.type == "cuda":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
@@ -104,33 +103,16 @@ class Evaluator:
 
     def _through(self, model: nn.Module, items: Iterator[Microbatch], step: int) -> Iterator[tuple[Microbatch, Measured]]:
         """Each microbatch and what was measured on it."""
-        threads = self.pair.threads
-        if threads is None:
-            for item, batch in self._begun(items, step):
-                yield item, self._measured(item, batch, *self._scored(model, item, batch))
-            return
-        replicas = threads.replicate()
-        for group in threads.groups(self._begun(items, step)):
-            for (item, batch), scored in zip(group, replicas.run(self._scored, group), strict=True):
-                seed_generators(key(*self._position(step, item)), self.pair.device)
-                yield item, self._measured(item, batch, *scored)
-        replicas.check()
-
-    def _begun(self, items: Iterator[Microbatch], step: int) -> Iterator[tuple[Microbatch, Any]]:
-        """Each microbatch and its batch on the device, under its own random generators."""
         for item in items:
             batch = to_device(item.batch, self.pair.device)
             position = self._position(step, item)
             seed_generators(key(*position), self.pair.device)
             if self.pair.streams is not None:
                 self.pair.streams.begun(position)
-            yield item, batch
-
-    def _scored(self, model: nn.Module, _: Microbatch, batch: Any) -> tuple[Any, Any]:
-        """Output and loss."""
-        with torch.no_grad(), copy(self.pair.autocast):
-            output = output_of(self.recipe.inputs, model, batch)
-            return output, self.recipe.loss(output, batch)
+            with self.pair.autocast:
+                output = output_of(self.recipe.inputs, model, batch)
+                loss = self.recipe.loss(output, batch)
+            yield item, self._measured(item, batch, output, loss)
 
     def _through_stages(self, pipeline: Pipeline, items: Iterator[Microbatch], step: int) -> Iterator[tuple[Microbatch, Measured]]:
         """The same, on the rank with the last stage; nothing on the others."""

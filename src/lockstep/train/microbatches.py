@@ -39,14 +39,11 @@ class Length:
         steps: int | None,
         epochs: int | None,
         mesh: Mesh,
-        at_once: int = 1,
         halvings: int = 0,
     ) -> None:
-        """`at_once`: microbatches that each data rank computes at the same time. `halvings`: how often each microbatch is halved; the
-        halves are microbatches then."""
+        """`halvings`: how often each microbatch is halved; the halves are microbatches then."""
         self.samples = samples
         self.mesh = mesh
-        self._at_once = at_once
         self._parts = 2**halvings
         self.steps = assignment.steps_of(length=samples, global_batch=global_batch, steps=steps, epochs=epochs)
         self._global_batch = global_batch
@@ -64,7 +61,7 @@ class Length:
         """How a batch of `size` samples is cut, into slices where microbatches are split; there are at most two sizes in a run."""
         if size not in self._cuts:
             deal = self.mesh.deal
-            whole = assignment.microbatches(size, self._microbatch, 1 if deal.slices else deal.ranks * self._at_once)
+            whole = assignment.microbatches(size, self._microbatch, 1 if deal.slices else deal.ranks)
             self._cuts[size] = tuple(assignment.slices(whole, deal.slices or self._parts))
         return self._cuts[size]
 

@@ -36,7 +36,7 @@ def remarks(plan: Plan, mesh: Mesh, precision: Precision) -> Iterator[Remark]:
     """What makes this run slower than it need be."""
     for axis, reason in mesh.apart.items():
         yield Remark("no-shared-memory", {"axis": axis, "reason": reason})
-    if (gpus := plan.data_parallel) > 1 and mesh.world.device.type != "cpu":
+    if (gpus := plan.data_parallel) > 1:
         better = f"replicate={gpus}, one process a GPU, is faster: nothing copies the model in each step, and each has a Python of its own"
         yield Remark("data-parallel", {"gpus": gpus, "better": better}, f"warning: data_parallel={gpus}; {better}")
     if warning := precisions.slow_on_this_cpu(precision, mesh.world.device):
@@ -63,15 +63,6 @@ def check_microbatch_is_fixed(plan: Plan, global_batch: int, microbatch: int | N
         raise RecipeError(
             "numerics=bitwise with microbatch=None; without a fixed microbatch each number of processes computes others; "
             f"give a microbatch, for example microbatch={max(1, global_batch // 8)}"
-        )
-
-
-def check_busy(plan: Plan, at_once: int, microbatches: int) -> None:
-    """Raises `RecipeError` where a step has fewer `microbatches` than the process could compute at the same time."""
-    if microbatches < at_once:
-        raise RecipeError(
-            f"data_parallel={plan.data_parallel} and {microbatches} microbatch{'' if microbatches == 1 else 'es'} in a step; each thread "
-            "computes one of its own; give a smaller microbatch, or none, so that the global batch is shared out"
         )
 
 
@@ -143,8 +134,6 @@ def set_up_computation(plan: Plan, world: World, threads: int, stack: ExitStack)
         )
     given = plan.threads if isinstance(plan.threads, int) else threads
     stack.callback(use_threads, torch.get_num_threads())
-    if world.device.type == "cpu":
-        given = max(1, given // plan.data_parallel)
     use_threads(1 if pinned else given)
     if world.device.type == "cpu":
         keep_freed_memory(os.environ)

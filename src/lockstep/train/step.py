@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lockstep.base.errors import DataError, LossError, RecipeError
 from lockstep.logging.metrics import as_number
@@ -19,7 +18,6 @@ from lockstep.logging.phases import Phases
 from lockstep.logging.recorder import NAMES_OF_A_ROW
 from lockstep.model.pipeline.pipeline import Item, Pipeline, Scored
 from lockstep.model.sync_batchnorm import Exchange
-from lockstep.model.threads import Threads
 from lockstep.recipe import check_clip_norm
 from lockstep.train.forward import given_to, output_of
 from lockstep.train.loss import Contribution, contribution
@@ -76,7 +74,7 @@ class Step:
         self._current: Microbatch | None = None
 
     def compute(self, inputs: Callable[[Any], Any] | None, loss: Callable[[Any, Any], Any]) -> None:
-        """Forward and backward of this rank's whole share, under every plan; pipelines and threads have no other way. Every rank calls it.
+        """Forward and backward of this rank's whole share, under every plan; a pipeline has no other way. Every rank calls it.
 
         `inputs` and `loss`: as in `Recipe`. For the one pair that is prepared. Raises `LossError`, `RecipeError`.
         """
@@ -89,9 +87,6 @@ class Step:
         self._computed = True
         if pair.pipeline is not None:
             self._through_stages(pair, pair.pipeline, inputs, loss)
-            return
-        if pair.threads is not None:
-            self._in_threads(pair, pair.threads, inputs, loss)
             return
         for batch in self.microbatches():
             assert self._current is not None
@@ -192,14 +187,10 @@ class Step:
     def _check_loop(self, pair: Pair) -> None:
         """Raises `RecipeError` where the plan has no loop over microbatches."""
         if pair.pipeline is not None:
-            plan, why = f"pipeline={pair.pipeline.world.size}", "microbatches go through the stages one behind another"
-        elif pair.threads is not None:
-            plan, why = f"data_parallel={pair.threads.count} on a CPU", "threads compute several microbatches at the same time"
-        else:
-            return
-        raise RecipeError(
-            f"step.microbatches or step.backward with {plan}; {why}; call step.compute(inputs, loss), with inputs and loss as in a Recipe"
-        )
+            raise RecipeError(
+                f"step.microbatches or step.backward with pipeline={pair.pipeline.world.size}; microbatches go through the stages one "
+                "behind another; call step.compute(inputs, loss), with inputs and loss as in a Recipe"
+            )
 
     def _through_stages(self, pair: Pair, pipeline: Pipeline, inputs: Callable[[Any], Any] | None, loss: Callable[[Any, Any], Any]) -> None:
         """All microbatches' forwards and backwards, in the order of the pipeline's schedule."""
@@ -230,25 +221,6 @@ class Step:
                 phase.values.append(value.item() if self._poll else value)
                 phase.weights.append(weight)
         phase.parts = [parts[place] for place in phase.seen if place in parts]
-
-    def _in_threads(self, pair: Pair, threads: Threads, inputs: Callable[[Any], Any] | None, loss: Callable[[Any, Any], Any]) -> None:
-        """Forwards and backwards of as many microbatches at once as there are threads."""
-        phase = self._begun(pair)
-        for statistics in self._statistics:
-            statistics.begin(compare=self._compares)
-        replicas = threads.replicate()
-
-        def compute(model: nn.Module, current: Microbatch, batch: Any) -> Contribution:
-            with copy(pair.autocast):
-                value = loss(output_of(inputs, model, batch), batch)
-            part = self._contribution(pair, value, current)
-            part.total.backward(part.seed if pair.loss_scale is None else part.seed * pair.loss_scale.value)  # type: ignore[no-untyped-call]
-            return part._replace(total=part.total.detach())
-
-        for group in threads.groups(self._phases.during("data", self.source.batches(passes=0))):
-            for (current, _), part in zip(group, replicas.run(compute, group), strict=True):
-                phase.take(current.index, part)
-        replicas.collect()
 
     def _contribution(self, pair: Pair, loss: Any, current: Microbatch) -> Contribution:
         return contribution(

@@ -60,7 +60,6 @@ class Pair:
         self.schedule = Schedule(schedule, optimizers)
         self.streams = laid.streams
         self.pipeline = laid.pipeline
-        self.threads = laid.threads
         self.compute_in(precision)
         self._tied: TiedGradients | None = None
         if self.pipeline is None:
@@ -87,11 +86,6 @@ class Pair:
             and all(held(parameter) is parameter and parameter.dtype is torch.float32 for parameter in self.parameters)
         )
         """Whether the optimizers divide the gradient by a number while they read it, as for torch's GradScaler: a pass over it less."""
-
-    @property
-    def at_once(self) -> int:
-        """Microbatches that this rank computes at the same time."""
-        return 1 if self.threads is None else self.threads.count
 
     def compute_in(self, precision: Precision) -> None:
         """From the first step on."""
@@ -141,8 +135,6 @@ class Pair:
             statistics.close()
         if self.streams is not None:
             self.streams.close()
-        if self.threads is not None:
-            self.threads.close()
         self._close_engine()
         for parameter in self.parameters:
             parameter.grad = None

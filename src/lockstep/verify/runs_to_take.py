@@ -122,8 +122,8 @@ def microbatch_jobs(global_batch: int, microbatch: int) -> list[Job]:
 
 
 def common_microbatch(global_batch: int, plans: Sequence[tuple[Plan, int]]) -> int:
-    """Where a recipe leaves the size to the plan: one for all plans: the one with the most processes, or threads, has one for each."""
-    return max(1, -(-global_batch // max(processes * plan.data_parallel for plan, processes in plans)))
+    """Where a recipe leaves the size to the plan: one for all plans, so that the plan with the most processes has one for each."""
+    return max(1, -(-global_batch // max(processes for _, processes in plans)))
 
 
 def _file_name(plan: Plan) -> str:
