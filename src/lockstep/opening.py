@@ -57,7 +57,7 @@ class Request:
             run_dir=environment.run_dir or self.run_dir,
             saving=saving,
             resume=resume,
-            allow_change=self.allow_change | environment.may_differ,
+            allow_change=self.allow_change | environment.allow_change,
         )
 
     def compared(self, launched: str | None) -> dict[str, Any]:

@@ -27,8 +27,8 @@ from lockstep.logging.recorder import Pace
 from lockstep.model.sync_batchnorm import Exchange
 from lockstep.opening import Opened, Request, open_run, read_probe, record_start
 from lockstep.plan import Plan
-from lockstep.recipe import Evaluation, Precision, Weights, check_comm, check_count, check_precision, check_seed
-from lockstep.saving import Resume, Saving, check_may_differ, check_resume
+from lockstep.recipe import Evaluation, Precision, Weights, check_compression, check_count, check_precision, check_seed
+from lockstep.saving import Resume, Saving, check_allow_change, check_resume
 from lockstep.training import precision as precisions
 from lockstep.training.context import Context
 from lockstep.training.hook import Hook, Run, check_hooks

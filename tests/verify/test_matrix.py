@@ -16,7 +16,6 @@ from lockstep.verify.runs_to_take import parse_plans
 
 CUT = {
     ("gpt-dropout", "fp32"): ["shard=2", "tensor=2", "pipeline=2", "split=2"],
-    ("gpt", "bf16"): ["data_parallel=2"],
     ("convolutions", "bf16"): ["replicate=3", "shard=2,pipeline=2"],
 }
 

@@ -57,7 +57,7 @@ class InProcess:
         self.folder = folder
         self.jobs: list[Job] = []
         self.failing: dict[str, tuple[int, str]] = {}
-        self.facts: dict[str, Any] = {"microbatch": 4, "global_batch": 24, "precision": "fp32", "comm": "exact"}
+        self.facts: dict[str, Any] = {"microbatch": 4, "global_batch": 24, "precision": "fp32", "gradient_compression": "none"}
         self.kinds = kinds
 
     def start(self, job: Job) -> Future[Ended]:
@@ -116,7 +116,7 @@ class Nudged(Engine):
 
 def test_what_compression_changes_is_said_and_fails_no_plan(tmp_path: Path) -> None:
     runner = InProcess(tmp_path, lambda job: Engine if job.exact or job.processes == 1 else Nudged)
-    runner.facts["comm"] = "int8"
+    runner.facts["gradient_compression"] = "int8"
     report = verify(runner, wanted("replicate=2", "replicate=1"))
     assert report.passed
     assert [job.name for job in runner.jobs if job.name.endswith("-compressed")] == [
@@ -128,11 +128,11 @@ def test_what_compression_changes_is_said_and_fails_no_plan(tmp_path: Path) -> N
     assert 0 < two.loss < 1
     assert 0 < two.parameters < 1
     assert two.text().startswith(
-        f"comm=int8: after 3 steps the loss differs by {two.loss:.2g} of its size from comm=exact, the parameters by "
+        f"gradient_compression=int8: after 3 steps the loss differs by {two.loss:.2g} of its size from gradient_compression=none, the parameters by "
     )
     assert (one.gradient, one.parameters, one.loss) == (0.0, 0.0, 0.0)
     assert json.loads(json.dumps(report.as_json()))["plans"][0]["compressed"] == [
-        {"comm": "int8", "steps": 3, "gradient": two.gradient, "parameters": two.parameters, "loss": two.loss}
+        {"gradient_compression": "int8", "steps": 3, "gradient": two.gradient, "parameters": two.parameters, "loss": two.loss}
     ]
     assert two.text() in page(report)
 
@@ -143,7 +143,7 @@ def test_what_compression_changes_is_said_and_fails_no_plan(tmp_path: Path) -> N
 )
 def test_ranks_that_differ_under_compression_fail(tmp_path: Path, kind: type[Engine], text: str) -> None:
     runner = InProcess(tmp_path, of_plan(kind, "plan-replicate2-numericsfast-compressed"))
-    runner.facts["comm"] = "int8"
+    runner.facts["gradient_compression"] = "int8"
     (verdict,) = verify(runner, wanted("replicate=2")).verdicts
     assert not verdict.passed
     assert verdict.failure is not None
@@ -152,8 +152,8 @@ def test_ranks_that_differ_under_compression_fail(tmp_path: Path, kind: type[Eng
 
 def test_a_plan_that_cannot_compress_did_not_run(tmp_path: Path) -> None:
     runner = InProcess(tmp_path)
-    runner.facts["comm"] = "int8"
-    runner.failing["plan-replicate2-numericsbitwise-compressed"] = (2, "lockstep: RecipeError: comm='int8' with numerics=bitwise")
+    runner.facts["gradient_compression"] = "int8"
+    runner.failing["plan-replicate2-numericsbitwise-compressed"] = (2, "lockstep: RecipeError: gradient_compression='int8' with numerics=bitwise")
     (verdict,) = verify(runner, wanted("replicate=2", bitwise=True, float64=False)).verdicts
     assert (verdict.ran, verdict.status, verdict.passed) == (False, 2, False)
 
@@ -328,7 +328,7 @@ def test_plans_are_read_with_their_processes() -> None:
     ("texts", "bitwise", "message"),
     [
         ([], False, "no plan to verify; --plans takes at least one; give for example --plans replicate=2"),
-        (["replicate=2,halvings=1"], False, "halvings=1 in plan 'replicate=2,halvings=1'; verify compares microbatch by microbatch"),
+        (["replicate=2,microbatch_splits=1"], False, "microbatch_splits=1 in plan 'replicate=2,microbatch_splits=1'; verify compares microbatch by microbatch"),
         (["numerics=bitwise"], False, "replicate=auto in plan 'numerics=bitwise'; verify starts as many processes as the axes multiply to"),
         (["replicate=2", "replicate=2,numerics=fast"], False, "plan 'replicate=2,numerics=fast' stands twice in --plans; give it once"),
         (

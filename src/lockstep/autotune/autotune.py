@@ -156,11 +156,6 @@ class _Choosing:
                     "a value, such as the one that a run under replicate chose (its run.json says which)"
                 )
 
-    @property
-    def _places(self) -> int:
-        """Microbatches that are computed at the same time, over all ranks."""
-        return self.session.mesh.data.size * self.session.pairs[0].at_once
-
     def _precisions(self) -> list[Any]:
         return precisions.choices(self.session.device)
 
@@ -168,7 +163,7 @@ class _Choosing:
         """Up to one a rank."""
         recipe = self.recipe
         batch = recipe.global_batch if recipe.epochs is None else min(recipe.global_batch, len(recipe.data))
-        return doubling(-(-batch // self._places))
+        return doubling(-(-batch // self.session.mesh.data.size))
 
     def _threads(self) -> list[Any]:
         """On a GPU, and in bitwise numerics, as they are."""
@@ -269,7 +264,7 @@ class _Choosing:
                 raise
             if sizes and seconds is not None:
                 count = trial.length(each).most_microbatches
-                found[each] = step_seconds(seconds, microbatches=count, at_once=self._places)
+                found[each] = step_seconds(seconds, microbatches=count, ranks=self.session.mesh.data.size)
         return found
 
     def _loading(self, mean: float, most: float, computed: float | None) -> dict[str, int]:

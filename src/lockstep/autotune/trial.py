@@ -86,8 +86,7 @@ class Trial:
             steps=recipe.steps,
             epochs=recipe.epochs,
             mesh=self.mesh,
-            at_once=self.pair.at_once,
-            halvings=self.plan.halvings,
+            microbatch_splits=self.plan.microbatch_splits,
         )
 
     def fetched(self, microbatch: int | None) -> Iterator[Microbatch]:

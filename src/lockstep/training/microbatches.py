@@ -39,15 +39,12 @@ class Length:
         steps: int | None,
         epochs: int | None,
         mesh: Mesh,
-        at_once: int = 1,
-        halvings: int = 0,
+        microbatch_splits: int = 0,
     ) -> None:
-        """`at_once`: microbatches that each data rank computes at the same time. `halvings`: how often each microbatch is halved; the
-        halves are microbatches then."""
+        """`microbatch_splits`: how often each microbatch is halved; the halves are microbatches then."""
         self.samples = samples
         self.mesh = mesh
-        self._at_once = at_once
-        self._parts = 2**halvings
+        self._parts = 2**microbatch_splits
         self.steps = assignment.total_steps(length=samples, global_batch=global_batch, steps=steps, epochs=epochs)
         self._global_batch = global_batch
         self._in_epochs = epochs is not None
@@ -64,7 +61,7 @@ class Length:
         """How a batch of `size` samples is cut, into slices where microbatches are split; there are at most two sizes in a run."""
         if size not in self._cuts:
             assigned = self.mesh.assignment
-            whole = assignment.microbatch_spans(size, self._microbatch, 1 if assigned.slices else assigned.ranks * self._at_once)
+            whole = assignment.microbatch_spans(size, self._microbatch, 1 if assigned.slices else assigned.ranks)
             self._cuts[size] = tuple(assignment.split_spans(whole, assigned.slices or self._parts))
         return self._cuts[size]
 

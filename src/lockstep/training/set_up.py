@@ -36,7 +36,7 @@ def remarks(plan: Plan, mesh: Mesh, precision: Precision) -> Iterator[Remark]:
     """What makes this run slower than it need be."""
     for axis, reason in mesh.apart.items():
         yield Remark("no-shared-memory", {"axis": axis, "reason": reason})
-    if (gpus := plan.data_parallel) > 1 and mesh.world.device.type != "cpu":
+    if (gpus := plan.data_parallel) > 1:
         better = f"replicate={gpus}, one process a GPU, is faster: nothing copies the model in each step, and each has a Python of its own"
         yield Remark("data-parallel", {"gpus": gpus, "better": better}, f"warning: data_parallel={gpus}; {better}")
     if warning := precisions.slow_on_this_cpu(precision, mesh.world.device):
@@ -66,15 +66,6 @@ def check_microbatch_is_fixed(plan: Plan, global_batch: int, microbatch: int | N
         )
 
 
-def check_busy(plan: Plan, at_once: int, microbatches: int) -> None:
-    """Raises `RecipeError` where a step has fewer `microbatches` than the process could compute at the same time."""
-    if microbatches < at_once:
-        raise RecipeError(
-            f"data_parallel={plan.data_parallel} and {microbatches} microbatch{'' if microbatches == 1 else 'es'} in a step; each thread "
-            "computes one of its own; give a smaller microbatch, or none, so that the global batch is shared out"
-        )
-
-
 def check_settled(plan: Plan, microbatch: object) -> None:
     """Raises `PlanError` and `RecipeError` where a setting is left to measurement and nothing has measured it."""
     why = "in a loop of your own; only ls.train has a loss to measure with; give a number"
@@ -85,20 +76,20 @@ def check_settled(plan: Plan, microbatch: object) -> None:
         raise RecipeError(f"microbatch='auto' {why} of samples: microbatch=8")
 
 
-def check_comm_fits(plan: Plan, comm: str) -> None:
+def check_compression_fits(plan: Plan, gradient_compression: str) -> None:
     """Raises `RecipeError` where gradients cannot be sent in fewer bytes under this plan."""
-    if comm == "exact":
+    if gradient_compression == "none":
         return
     if plan.numerics == "bitwise":
         raise RecipeError(
-            f"comm={comm!r} with numerics=bitwise; each process rounds what it sends, so that their number shows in the bits; take "
-            "comm='exact', or numerics=fast"
+            f"gradient_compression={gradient_compression!r} with numerics=bitwise; each process rounds what it sends, so that their number shows in the bits; take "
+            "gradient_compression='none', or numerics=fast"
         )
     for axis in ("shard", "tensor", "pipeline", "split"):
         if getattr(plan, axis) != 1:
             raise RecipeError(
-                f"comm={comm!r} with {axis}={getattr(plan, axis)}; only whole replicas send their gradients in fewer bytes; take a plan of "
-                "replicate alone, or comm='exact'"
+                f"gradient_compression={gradient_compression!r} with {axis}={getattr(plan, axis)}; only whole replicas send their gradients in fewer bytes; take a plan of "
+                "replicate alone, or gradient_compression='none'"
             )
 
 
@@ -143,8 +134,6 @@ def set_up_computation(plan: Plan, world: World, threads: int, stack: ExitStack)
         )
     given = plan.threads if isinstance(plan.threads, int) else threads
     stack.callback(use_threads, torch.get_num_threads())
-    if world.device.type == "cpu":
-        given = max(1, given // plan.data_parallel)
     use_threads(1 if pinned else given)
     if world.device.type == "cpu":
         keep_freed_memory(os.environ)

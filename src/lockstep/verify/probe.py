@@ -50,9 +50,9 @@ class Traced:
         """In float64 nothing is cast to a shorter type."""
         return "fp32" if self._tracing.float64 else asked
 
-    def comm(self, asked: str) -> str:
+    def gradient_compression(self, asked: str) -> str:
         """Where no more than rounding is to be seen, nothing is compressed."""
-        return "exact" if self._tracing.exact or self._tracing.float64 else asked
+        return "none" if self._tracing.exact or self._tracing.float64 else asked
 
     def factory(self, build_model: Callable[[], Any]) -> Callable[[], Any]:
         """What builds the twin of the model that `build_model` builds."""
@@ -202,11 +202,11 @@ class TracedStep(Step):
 
     def compute(self, inputs: Callable[[Any], Any] | None, loss: Callable[[Any, Any], Any]) -> None:
         pair = _traced(self._pairs)[0]
-        if pair.pipeline is None and pair.threads is None:
+        if pair.pipeline is None or inputs is None:
             super().compute(inputs, loss)
             return
         twin = pair.traced.batch
-        super().compute(None if inputs is None else lambda batch: inputs(twin(batch)), lambda output, batch: loss(output, twin(batch)))
+        super().compute(lambda batch: inputs(twin(batch)), lambda output, batch: loss(output, twin(batch)))
         assert self._phase is not None
         for index in self._phase.seen:
             pair.note_microbatch(*self.source.layout.whole(index), None)

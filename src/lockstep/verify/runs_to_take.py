@@ -29,7 +29,7 @@ class Job:
     microbatch: int | None = None
     eval_mode: bool = False
     exact: bool = False
-    """Whether gradients are sent as they are, whatever the recipe's `comm`."""
+    """Whether gradients are sent as they are, whatever the recipe's `gradient_compression`."""
 
 
 def parse_plans(texts: Sequence[str], *, bitwise: bool) -> list[tuple[Plan, int]]:
@@ -49,10 +49,10 @@ def parse_plans(texts: Sequence[str], *, bitwise: bool) -> list[tuple[Plan, int]
             raise PlanError(
                 f"{axis}=auto in plan {text!r}; verify starts as many processes as the axes multiply to; give a number, such as {axis}=2"
             )
-        if plan.halvings:
+        if plan.microbatch_splits:
             raise PlanError(
-                f"halvings={plan.halvings} in plan {text!r}; verify compares microbatch by microbatch, and halves are other ones; leave "
-                "halvings out, or give the recipe a smaller microbatch"
+                f"microbatch_splits={plan.microbatch_splits} in plan {text!r}; verify compares microbatch by microbatch, and halves are other ones; leave "
+                "microbatch_splits out, or give the recipe a smaller microbatch"
             )
         if bitwise and "fast" in text:
             raise PlanError(
@@ -122,8 +122,8 @@ def microbatch_jobs(global_batch: int, microbatch: int) -> list[Job]:
 
 
 def common_microbatch(global_batch: int, plans: Sequence[tuple[Plan, int]]) -> int:
-    """Where a recipe leaves the size to the plan: one for all plans: the one with the most processes, or threads, has one for each."""
-    return max(1, -(-global_batch // max(processes * plan.data_parallel for plan, processes in plans)))
+    """Where a recipe leaves the size to the plan: one for all plans, so that the plan with the most processes has one for each."""
+    return max(1, -(-global_batch // max(processes for _, processes in plans)))
 
 
 def _file_name(plan: Plan) -> str:

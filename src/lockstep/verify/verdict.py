@@ -68,7 +68,7 @@ class Failure:
 class Compressed:
     """By how much a run differs from itself with gradients sent as they are: each relative, tensors pooled."""
 
-    comm: str
+    gradient_compression: str
     steps: int
     gradient: float
     """In the first step."""
@@ -78,7 +78,7 @@ class Compressed:
 
     def text(self) -> str:
         return (
-            f"comm={self.comm}: after {self.steps} steps the loss differs by {self.loss:.2g} of its size from comm=exact, the "
+            f"gradient_compression={self.gradient_compression}: after {self.steps} steps the loss differs by {self.loss:.2g} of its size from gradient_compression=none, the "
             f"parameters by {self.parameters:.2g}; the first gradient by {self.gradient:.2g}"
         )
 
@@ -102,7 +102,7 @@ class Verdict:
     float64: list[Comparison] = field(default_factory=list)
     """The first step in float64, one for each pair. Empty: not done."""
     compressed: list[Compressed] = field(default_factory=list)
-    """What the recipe's `comm` changes, one for each pair. Empty where that is "exact"."""
+    """What the recipe's `gradient_compression` changes, one for each pair. Empty where that is "none"."""
     remarks: list[str] = field(default_factory=list)
 
     @property
@@ -234,7 +234,7 @@ class Verification:
         wanted, start = self._wanted, self._runner.start
         jobs = [twins.plan_job(plan, processes, wanted.steps, self._microbatch) for plan, processes in wanted.plans]
         started = _Started(plans=[start(job) for job in jobs])
-        started.compressed = [None if facts["comm"] == "exact" else start(twins.compressed(job)) for job in jobs]
+        started.compressed = [None if facts["gradient_compression"] == "none" else start(twins.compressed(job)) for job in jobs]
         if self._fast:
             started.twins = [start(job) for job in twins.noise_jobs(wanted.steps, self._microbatch)]
         exact = wanted.float64 and self._fast
@@ -297,7 +297,7 @@ class Verification:
             away = comparison.curves
             verdict.compressed.append(
                 Compressed(
-                    comm=trace.facts["comm"],
+                    gradient_compression=trace.facts["gradient_compression"],
                     steps=comparison.steps,
                     gradient=away["gradients"][0],
                     parameters=away["parameters"][-1],

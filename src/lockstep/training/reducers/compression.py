@@ -1,4 +1,4 @@
-"""Gradients of replicas in fewer bytes, as `Recipe.comm` asks for it: communication hooks for DDP, and what they keep between steps.
+"""Gradients of replicas in fewer bytes, as `Recipe.gradient_compression` asks for it: communication hooks for DDP, and what they keep between steps.
 
 (No `from __future__ import annotations` here: DDP looks at its hooks' annotations, and wants classes.)
 """
@@ -261,20 +261,20 @@ class _Matrices:
         return True
 
 
-def compression_for(comm: str, world: World, parameters: Sequence[nn.Parameter], names: Sequence[str]) -> Compression | None:
-    """What `comm`, as in `Recipe`, asks for; None where gradients are sent as they are, or to nobody. Raises `RecipeError`."""
-    if comm == "exact":
+def compression_for(gradient_compression: str, world: World, parameters: Sequence[nn.Parameter], names: Sequence[str]) -> Compression | None:
+    """What `gradient_compression`, as in `Recipe`, asks for; None where gradients are sent as they are, or to nobody. Raises `RecipeError`."""
+    if gradient_compression == "none":
         return None
     for name, parameter in zip(names, parameters, strict=True):
         if parameter.dtype is not torch.float32:
             raise RecipeError(
-                f"comm={comm!r} with the parameter {name!r} of {parameter.dtype}; what is sent in fewer bytes is a gradient of float32; "
-                "make the model float32 (precision='bf16' computes in bf16 all the same), or leave comm='exact'"
+                f"gradient_compression={gradient_compression!r} with the parameter {name!r} of {parameter.dtype}; what is sent in fewer bytes is a gradient of float32; "
+                "make the model float32 (precision='bf16' computes in bf16 all the same), or leave gradient_compression='none'"
             )
     if world.size == 1:
         return None
-    rank = powersgd_rank(comm)
-    return Rounded(world, Rounding(comm), parameters) if rank is None else LowRank(world, rank, parameters)
+    rank = powersgd_rank(gradient_compression)
+    return Rounded(world, Rounding(gradient_compression), parameters) if rank is None else LowRank(world, rank, parameters)
 
 
 def gradients_of(bucket: GradBucket) -> list[Tensor]:
