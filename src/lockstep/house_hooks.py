@@ -42,10 +42,10 @@ class HouseHooks:
         audit = ReplicaAudit(every=environment.compare_every)
         self.metrics = Metrics()
         self.evaluation = None if evaluation is None else Evaluation(evaluation, self.metrics)
-        self.checkpointing = Checkpointing(request.saving, request.resume, allow_change=request.allow_change, audit=audit)
-        self.out_of_memory = OutOfMemory(
-            opened.given_plan, opened.remembered, setting, is_restarted=environment.launcher == "lockstep"
+        self.checkpointing = Checkpointing(
+            request.saving, request.resume, request.checkpoints(opened.context), allow_change=request.allow_change, audit=audit
         )
+        self.out_of_memory = OutOfMemory(opened.given_plan, opened.remembered, setting, is_restarted=environment.launcher == "lockstep")
         self.hang = HangHook(timeouts, opened.context, self.checkpointing.rescue)
         evaluating = [] if self.evaluation is None else [self.evaluation]
         if bare:

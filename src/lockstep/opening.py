@@ -10,6 +10,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lockstep.checkpoint.folder import Storage
+from lockstep.checkpoint.store import folder_at
 from lockstep.comm.mesh import Mesh
 from lockstep.comm.world import World, join
 from lockstep.hooks.fallbacks import Remembered, recall
@@ -59,6 +61,10 @@ class Request:
             resume=resume,
             allow_change=self.allow_change | environment.allow_change,
         )
+
+    def checkpoints(self, context: Context) -> Storage:
+        """Where the run's checkpoints are."""
+        return folder_at(self.saving.folder or context.run_dir / "checkpoints")
 
     def compared(self, launched: str | None) -> dict[str, Any]:
         """JSON of everything that the script must give alike on all ranks. Its plan counts only if none is `launched`."""
@@ -119,6 +125,7 @@ def open_run(
         plan=plan,
         precision=precision,
         gradient_compression=compression,
+        requested_compression=request.gradient_compression,
         seed=request.seed,
         log_every=request.log_every,
         recipe=request.recipe,

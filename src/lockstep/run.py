@@ -17,7 +17,7 @@ from lockstep.recipe import Recipe
 from lockstep.saving import Resume, Saving
 from lockstep.session import Session
 from lockstep.training.context import Context
-from lockstep.training.hook import Hook, Run
+from lockstep.training.hook import Hook
 from lockstep.training.set_up import check_microbatch_is_fixed
 from lockstep.training.state import Stateful
 

@@ -40,7 +40,6 @@ from lockstep.training.state import Stateful
 from lockstep.training.step import Step
 
 
-
 class Session:
     """The processes, the run directory and the models of one run. Every rank makes one, and makes the same calls on it.
 

@@ -71,7 +71,8 @@ class Checkpointer:
     @property
     def attempt(self) -> str:
         """Eight hexadecimal digits that name this start of the run, in the names of its checkpoints."""
-        return self.run.context.recorder.attempt
+        attempt: str = self.run.context.recorder.attempt
+        return attempt
 
     def begin(self, step: int) -> None:
         """Before the first of the steps, at `step` steps done. Every rank calls it. Raises `CheckpointError` where nothing can be saved."""
@@ -158,7 +159,9 @@ class Checkpointer:
         for name in reversed(names):
             try:
                 reader = together(partial(Reader, self.folder, name), self.world)
-                if found := differences(reader.manifest.facts["recipe"] or {}, self.run.context.recorder.facts["recipe"] or {}, allow_change=allow_change):
+                if found := differences(
+                    reader.manifest.facts["recipe"] or {}, self.run.context.recorder.facts["recipe"] or {}, allow_change=allow_change
+                ):
                     raise CheckpointError(
                         f"the recipe is not that of checkpoint {name}: {'; '.join(found)}; go on with the one it was saved with, say which "
                         "fields may differ (--may-differ, allow_change=), or choose another run directory"

@@ -6,7 +6,6 @@ from functools import partial
 
 from lockstep.base.errors import DivergenceError
 from lockstep.checkpoint.folder import Storage
-from lockstep.checkpoint.store import folder_at
 from lockstep.hooks.checkpointer import Checkpointer
 from lockstep.hooks.replica_audit import ReplicaAudit
 from lockstep.launch.grace import needing_time
@@ -15,34 +14,30 @@ from lockstep.plan import Plan
 from lockstep.recipe import keeps_rest
 from lockstep.saving import Resume, Saving
 from lockstep.training.consensus import NOTHING, Request
-from lockstep.training.context import Context
 from lockstep.training.hook import ControlHook, Run
 
 
 class Checkpointing(ControlHook):
     """Saves the run behind the training, after an error, and when it is asked to end; loads the newest checkpoint at the start."""
 
-    def __init__(self, saving: Saving, resume: Resume, *, allow_change: frozenset[str], audit: ReplicaAudit) -> None:
-        """`audit` compares the replicas before each save."""
+    def __init__(self, saving: Saving, resume: Resume, folder: Storage, *, allow_change: frozenset[str], audit: ReplicaAudit) -> None:
+        """`folder` has the run's checkpoints. `audit` compares the replicas before each save."""
         self.rescued = False
         """True if the last whole step was saved after an error."""
         self._saving = saving
         self._resume = resume
+        self._folder = folder
         self._allow_change = allow_change
         self._audit = audit
         self._checkpointer: Checkpointer | None = None
 
-    def folder(self, context: Context) -> Storage:
-        """The run's checkpoints."""
-        return folder_at(self._saving.folder or context.run_dir / "checkpoints")
-
     def resume(self, run: Run) -> None:
         """Load the newest checkpoint, if there is one. Every rank calls it once, before the first step. Raises `CheckpointError`."""
         context = run.context
-        checkpointer = self._checkpointer = Checkpointer(run, self.folder(context), self._saving, compare=partial(self._audit.compare, run))
+        checkpointer = self._checkpointer = Checkpointer(run, self._folder, self._saving, compare=partial(self._audit.compare, run))
         found = checkpointer.restore(self._resume, allow_change=self._allow_change)
         step = 0 if found is None else found.manifest.step
-        context.recorder.go_on(step, str(checkpointer.folder), run.event)
+        context.recorder.go_on(step, str(checkpointer.folder))
         checkpointer.begin(step)
         if found is None:
             return

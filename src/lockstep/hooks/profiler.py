@@ -78,13 +78,13 @@ class Profiler(ControlHook):
             with suppress(OSError):  # it shows where the first trace is written
                 self._folder.mkdir(exist_ok=True)
         ahead = self._clocks()
-        threads = {threading.get_native_id()}
+        thread = threading.get_native_id()
         trace: dict[str, Any] = {}
         found: dict[str, float] | None = None
         failure = None
         try:
             trace, base = self._export(profiler, seen)
-            found = asdict(parts(trace, (self._began - base, ended - base), threads))
+            found = asdict(parts(trace, (self._began - base, ended - base), thread))
         except _FAILURES as error:
             failure = str(error)
         peak = peak_bytes(self._world.device)
@@ -92,7 +92,7 @@ class Profiler(ControlHook):
         failures = [f"rank {rank}: {failure}" for rank, (*_, failure) in enumerate(everyone) if failure is not None]
         if self._world.rank == 0 and not failures:
             try:
-                self._write([each[:3] for each in everyone], ahead, heaviest(trace, threads, OPERATORS))
+                self._write([each[:3] for each in everyone], ahead, heaviest(trace, thread, OPERATORS))
             except _FAILURES as error:
                 failures = [f"rank 0: {error}"]
         if failures:

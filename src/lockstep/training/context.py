@@ -59,6 +59,8 @@ class Context:
     plan: Plan
     precision: Precision
     gradient_compression: str
+    requested_compression: str
+    """As the script asked for it; the overrides may have changed it."""
     seed: int
     log_every: int
     """Steps between two lines of metrics.jsonl."""

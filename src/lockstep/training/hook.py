@@ -35,8 +35,9 @@ class Hook:
     def before_step(self, run: Run) -> None:
         """Before the first forward of each step."""
 
-    def after_backward(self, run: Run) -> None:
-        """After the last backward of a step. Every `.grad` is summed over all ranks, but not yet clipped (nor unscaled, in fp16)."""
+    def after_backward(self, run: Run, model: nn.Module) -> None:
+        """After the last backward of a step. Every `.grad` of `model` is summed over all ranks, but not yet clipped, nor unscaled in fp16.
+        Called for each model if several are prepared."""
 
     def after_step(self, run: Run) -> None:
         """After each step, even if fp16 overflowed and the model was not updated."""
@@ -146,6 +147,10 @@ class Run:
         self.is_committed = False
         """True from the commit of all models in a step until the next step begins."""
         self.loop = LoopState()
+        self.global_batch = 0
+        """Samples of a step of the current loop."""
+        self.microbatch: int | None = None
+        """Samples of a microbatch; None: one microbatch for each rank."""
         self.source: Microbatches | None = None
         """The microbatches of the current step on this rank."""
         self.consensus = Consensus(context.mesh, self._request)

@@ -53,6 +53,7 @@ def lay_out_loop(run: Run, options: LoopOptions, exchange: Exchange) -> Length:
             f"SyncBatchNorm on {mesh.data.size} data ranks with an ls.Stream; it splits each microbatch over the ranks, and a shard is "
             "read by one of them; use plain BatchNorm, whose statistics are one microbatch's, or a map-style dataset"
         )
+    run.global_batch, run.microbatch = options.global_batch, microbatch
     length = Length(
         samples=options.global_batch if data is None or isinstance(data, Stream) else len(data),
         global_batch=options.global_batch,
@@ -88,13 +89,21 @@ def _microbatch(run: Run, options: LoopOptions) -> int | None:
     return override
 
 
-def sources(run: Run, options: LoopOptions, length: Length, first: int, close: Callable[[Callable[[], object]], object]) -> Iterator[Microbatches]:
+def sources(
+    run: Run, options: LoopOptions, length: Length, first: int, close: Callable[[Callable[[], object]], object]
+) -> Iterator[Microbatches]:
     """Each step's microbatches on this rank, from step `first` on. `close` is given what must be called when the run ends."""
     context, data = run.context, options.data
     if data is None:
         return from_indices(length, seed=context.seed, first=first)
     workers, prefetch = int(context.plan.workers), int(context.plan.prefetch)
-    how: dict[str, Any] = {"collate": options.collate, "seed": context.seed, "workers": workers, "prefetch": prefetch, "device": context.device}
+    how: dict[str, Any] = {
+        "collate": options.collate,
+        "seed": context.seed,
+        "workers": workers,
+        "prefetch": prefetch,
+        "device": context.device,
+    }
     if isinstance(data, Stream):
         streamed = StreamLoader(data, **how)
         close(streamed.close)
@@ -105,7 +114,9 @@ def sources(run: Run, options: LoopOptions, length: Length, first: int, close: C
     return from_data(loader, length, seed=context.seed, first=first)
 
 
-def steps(run: Run, batches: Iterator[Microbatches], *, total: int, weight: Callable[[Any], Any] | None, exchange: Exchange) -> Iterator[Step]:
+def steps(
+    run: Run, batches: Iterator[Microbatches], *, total: int, weight: Callable[[Any], Any] | None, exchange: Exchange
+) -> Iterator[Step]:
     """Give each step to the script, which computes and commits it; then call the hooks and do what the ranks agree on.
 
     `batches`: each step's microbatches. `total`: the number of steps. `weight`: as in `Recipe`.

@@ -1,6 +1,6 @@
 """What a session is, apart from its plan: tensors by name, and JSON. The names do not depend on how a plan lays the tensors out.
 
-`0/model/fc.weight` is a parameter or buffer of the first pair, `0/optimizer/0/fc.weight/exp_avg` what its first optimizer keeps of it,
+`0/model/fc.weight` is a parameter or buffer of the first module, `0/optimizer/0/fc.weight/exp_avg` what its first optimizer keeps of it,
 `state/average/...` what somebody else's state_dict has.
 """
 
@@ -19,7 +19,7 @@ from lockstep.checkpoint.json_state import decode, encode, tensors_in
 from lockstep.checkpoint.load import Reader
 from lockstep.checkpoint.pieces import torch_dtype
 from lockstep.comm.mesh import Mesh
-from lockstep.training.train_module import Pair
+from lockstep.training.train_module import TrainModule
 
 _LISTED = 5
 _OF_THE_PLAN = {"params", "foreach", "fused", "capturable", "differentiable"}
@@ -49,54 +49,54 @@ class State:
     """JSON. A rank of a pipeline has its own part."""
 
 
-def state_of(pairs: Sequence[Pair], others: Mapping[str, Stateful]) -> State:
+def state_of(modules: Sequence[TrainModule], others: Mapping[str, Stateful]) -> State:
     """The state of a session. Raises `CheckpointError` where a part of it cannot be saved."""
     state = State()
-    state.values["pairs"] = {str(number): _pair(pair, number, state.tensors) for number, pair in enumerate(pairs)}
+    state.values["pairs"] = {str(number): _module(module, number, state.tensors) for number, module in enumerate(modules)}
     state.values["state"] = {name: encode(other.state_dict(), f"state/{name}", state.tensors) for name, other in others.items()}
     return state
 
 
-def restore(reader: Reader, pairs: Sequence[Pair], others: Mapping[str, Stateful], mesh: Mesh) -> None:
+def restore(reader: Reader, modules: Sequence[TrainModule], others: Mapping[str, Stateful], mesh: Mesh) -> None:
     """Give everything its saved values. Every rank calls it.
 
     Raises `CheckpointError` where the checkpoint is of something else, and `Damaged`, both on every rank alike; what was restored by then
     is of no use.
     """
     values = reader.manifest.values
-    _check_same_parts(values, pairs, others)
-    targets = {f"{number}/model/{name}": tensor for number, pair in enumerate(pairs) for name, tensor in tensors_of(pair.model)}
-    for number, pair in enumerate(pairs):
-        for place, optimizer in enumerate(pair.optimizers):
-            _make_room(optimizer, dict(_named(pair)), f"{number}/optimizer/{place}", reader.tensors)
-            targets |= _optimizer(optimizer, _named(pair), f"{number}/optimizer/{place}")[0]
+    _check_same_parts(values, modules, others)
+    targets = {f"{number}/model/{name}": tensor for number, module in enumerate(modules) for name, tensor in tensors_of(module.model)}
+    for number, module in enumerate(modules):
+        for place, optimizer in enumerate(module.optimizers):
+            _make_room(optimizer, dict(_named(module)), f"{number}/optimizer/{place}", reader.tensors)
+            targets |= _optimizer(optimizer, _named(module), f"{number}/optimizer/{place}")[0]
     apart = set(tensors_in(values))
     _check_tensors(targets, {name: kind for name, kind in reader.tensors.items() if name not in apart}, mesh)
     now = state_of((), others).tensors
     targets |= {name: _like(now.get(name), *reader.tensors[name]) for name in tensors_in(values)}
     reader.fill(targets, mesh.world)
-    for number, pair in enumerate(pairs):
-        _restore_pair(pair, values["pairs"][str(number)], targets)
+    for number, module in enumerate(modules):
+        _restore_module(module, values["pairs"][str(number)], targets)
     for name, other in others.items():
         other.load_state_dict(decode(values["state"][name], targets.__getitem__))
 
 
-def _pair(pair: Pair, number: int, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    tensors.update((f"{number}/model/{name}", tensor) for name, tensor in tensors_of(pair.model))
+def _module(module: TrainModule, number: int, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    tensors.update((f"{number}/model/{name}", tensor) for name, tensor in tensors_of(module.model))
     optimizers: dict[str, Any] = {}
-    for place, optimizer in enumerate(pair.optimizers):
+    for place, optimizer in enumerate(module.optimizers):
         prefix = f"{number}/optimizer/{place}"
-        found, rest = _optimizer(optimizer, _named(pair), prefix)
+        found, rest = _optimizer(optimizer, _named(module), prefix)
         tensors.update(found)
         groups = [{key: _number(value) for key, value in group.items() if key not in _OF_THE_PLAN} for group in optimizer.param_groups]
         said = {"class": type(optimizer).__qualname__, "groups": groups, "rest": rest}
         optimizers[str(place)] = encode(said, prefix, tensors)
-    training = encode(pair.state_dict(), f"{number}/training", tensors)
-    return {"optimizers": optimizers, "training": training, "tied": aliases(pair.model)}
+    training = encode(module.state_dict(), f"{number}/training", tensors)
+    return {"optimizers": optimizers, "training": training, "tied": aliases(module.model)}
 
 
-def _restore_pair(pair: Pair, saved: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    for optimizer, encoded in zip(pair.optimizers, saved["optimizers"].values(), strict=True):
+def _restore_module(module: TrainModule, saved: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    for optimizer, encoded in zip(module.optimizers, saved["optimizers"].values(), strict=True):
         its = decode(encoded, tensors.__getitem__)
         for group, values in zip(optimizer.param_groups, its["groups"], strict=True):
             for key, value in values.items():
@@ -104,10 +104,10 @@ def _restore_pair(pair: Pair, saved: Mapping[str, Any], tensors: Mapping[str, Te
                     group[key].fill_(value)
                 else:
                     group[key] = value
-        for name, parameter in _named(pair):
+        for name, parameter in _named(module):
             if name in its["rest"]:
                 optimizer.state[parameter].update(its["rest"][name])
-    pair.load_state_dict(decode(saved["training"], tensors.__getitem__))
+    module.load_state_dict(decode(saved["training"], tensors.__getitem__))
 
 
 def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -130,8 +130,8 @@ def _saved(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield from ((name, tensor) for name, tensor in named(remove_duplicate=False) if name in saved)
 
 
-def _named(pair: Pair) -> Iterator[tuple[str, nn.Parameter]]:
-    return zip(pair.names, pair.parameters, strict=True)
+def _named(module: TrainModule) -> Iterator[tuple[str, nn.Parameter]]:
+    return zip(module.names, module.parameters, strict=True)
 
 
 def _optimizer(
@@ -180,15 +180,15 @@ def _like(template: Tensor | None, dtype: str, shape: tuple[int, ...]) -> Tensor
     return torch.empty(shape, dtype=torch_dtype(dtype))
 
 
-def _check_same_parts(values: Mapping[str, Any], pairs: Sequence[Pair], others: Mapping[str, Stateful]) -> None:
-    if len(values["pairs"]) != len(pairs):
-        raise CheckpointError(f"the checkpoint holds {len(values['pairs'])} (model, optimizer) pairs and this run prepared {len(pairs)}")
-    for number, pair in enumerate(pairs):
+def _check_same_parts(values: Mapping[str, Any], modules: Sequence[TrainModule], others: Mapping[str, Stateful]) -> None:
+    if len(values["pairs"]) != len(modules):
+        raise CheckpointError(f"the checkpoint holds {len(values['pairs'])} (model, optimizer) pairs and this run prepared {len(modules)}")
+    for number, module in enumerate(modules):
         saved = values["pairs"][str(number)]["optimizers"]
-        theirs, ours = [each["class"] for each in saved.values()], [type(optimizer).__qualname__ for optimizer in pair.optimizers]
+        theirs, ours = [each["class"] for each in saved.values()], [type(optimizer).__qualname__ for optimizer in module.optimizers]
         if theirs != ours:
             raise CheckpointError(f"the checkpoint's optimizers are {theirs} and this run's are {ours}; go on with those it was saved with")
-        for place, (optimizer, its) in enumerate(zip(pair.optimizers, saved.values(), strict=True)):
+        for place, (optimizer, its) in enumerate(zip(module.optimizers, saved.values(), strict=True)):
             if len(its["groups"]) != len(optimizer.param_groups):
                 raise CheckpointError(
                     f"optimizer {place} has {len(optimizer.param_groups)} parameter groups and had {len(its['groups'])} in the checkpoint"

@@ -110,7 +110,7 @@ class Step:
             StepResult(self.source.layout, module, stats.values, stats.weights, math.nan, False, stats.flags, [], clip_norm).check()
         self._run.is_whole = False
         module.divide_by_weight(stats.weights)
-        self._run.hooks.call("after_backward", self._run)
+        self._run.hooks.call("after_backward", self._run, module.model)
         norm, applied = module.apply(self.index, clip_norm, measure=self._run.is_logging_step)
         for statistics in self._statistics:
             statistics.commit(self.count, apply=torch.isfinite(torch.as_tensor(norm)) if applied is None else applied)

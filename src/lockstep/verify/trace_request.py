@@ -57,6 +57,7 @@ class Tracing:
     def variables(self) -> dict[str, str]:
         """What `read` reads: the other direction."""
         given: dict[str, object | None] = {
+            "LOCKSTEP_PROBE": "lockstep.verify.probe",
             FOLDER: self.folder,
             STEPS: self.steps,
             NOISE: self.noise,

@@ -21,9 +21,9 @@ from lockstep.hooks.hang.watchdog import StoreMailbox, Watchdog
 from lockstep.launch.failure import describe
 from lockstep.launch.grace import is_over, needing_time, tell_failure
 from lockstep.launch.termination import HUNG_STATUS
+from lockstep.timeouts import Patience
 from lockstep.training.context import Context
 from lockstep.training.hook import Hook, Run
-from lockstep.timeouts import Patience
 
 SAVING_SECONDS = 300.0
 """At most, for the last save of a rank that is stuck."""

@@ -48,8 +48,9 @@ class Accumulation(Protocol):
 class Executor(Protocol):
     """Computes this rank's microbatches of one model. Every rank makes the same calls."""
 
-    why_no_loop: str | None
-    """The plan, and why a loop over microbatches in the user's code cannot compute them; None if it can."""
+    @property
+    def why_no_loop(self) -> str | None:
+        """The plan, and why a loop over microbatches in the user's code cannot compute them; None if it can."""
 
     def train(self, step: Accumulation, inputs: Inputs, loss: Loss) -> None:
         """Forward and backward of all microbatches of a step. `inputs`, `loss`: as in `Recipe`."""

@@ -24,7 +24,7 @@ class PipelineExecutor:
     """An `Executor` for a model whose stages are on several ranks."""
 
     def __init__(self, pipeline: Pipeline) -> None:
-        self.why_no_loop = f"pipeline={pipeline.world.size}; microbatches go through the stages one behind another"
+        self.why_no_loop: str | None = f"pipeline={pipeline.world.size}; microbatches go through the stages one behind another"
         self._pipeline = pipeline
         self._device = pipeline.world.device
 

@@ -21,7 +21,7 @@ from lockstep.training.executors.executor import Accumulation, Inputs, Loss, Sco
 class SerialExecutor:
     """An `Executor` for every plan without a pipeline."""
 
-    why_no_loop = None
+    why_no_loop: str | None = None
 
     def __init__(
         self, model: nn.Module, device: torch.device, autocast: AbstractContextManager[Any], flops: Flops, streams: Streams | None

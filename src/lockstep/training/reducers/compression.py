@@ -261,7 +261,9 @@ class _Matrices:
         return True
 
 
-def compression_for(gradient_compression: str, world: World, parameters: Sequence[nn.Parameter], names: Sequence[str]) -> Compression | None:
+def compression_for(
+    gradient_compression: str, world: World, parameters: Sequence[nn.Parameter], names: Sequence[str]
+) -> Compression | None:
     """What `gradient_compression`, as in `Recipe`, asks for; None where gradients are sent as they are, or to nobody. Raises `RecipeError`."""
     if gradient_compression == "none":
         return None

@@ -54,9 +54,7 @@ class PostBackwardReducer:
             self._complete(self._parameters)
         return [float(parameter.grad is not None) for parameter in self._parameters]
 
-    def reduce_used(
-        self, used: Sequence[float], values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool
-    ) -> StepStats:
+    def reduce_used(self, used: Sequence[float], values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool) -> StepStats:
         """`reduce`, given what `used` returned."""
         data = self._mesh.data
         share = self._mesh.assignment.indices(self._count, data.rank)
