@@ -32,7 +32,7 @@ from lockstep.hooks.out_of_memory import Memory
 from lockstep.hooks.preemption import Wishes
 from lockstep.hooks.watching import Watching
 from lockstep.keys import Stream, key
-from lockstep.launch.environment import Environment, check_alike, check_run_dir
+from lockstep.launch.environment import Environment
 from lockstep.launch.failure import account
 from lockstep.launch.grace import needing_time
 from lockstep.launch.slurm.commands import set_task_variables
@@ -43,6 +43,7 @@ from lockstep.logging.recorder import Recorder
 from lockstep.model.parallelize import Built, check_devices, lay_out
 from lockstep.model.pipeline.stages import check_microbatches
 from lockstep.model.sync_batchnorm import Exchange, adopt, split_microbatches
+from lockstep.options import check_run_dir, check_shared_options
 from lockstep.plan import Plan
 from lockstep.recipe import (
     Precision,
@@ -156,8 +157,8 @@ class Session:
                 local_rank=environment.local_rank,
                 local_size=environment.local_world_size,
             )
-            everyone = self.world.gather_values([environment.alike(), self._given(environment.plan)])
-            check_alike([told for told, _ in everyone])
+            everyone = self.world.gather_values([environment.shared(), self._given(environment.plan)])
+            check_shared_options([told for told, _ in everyone])
             check_same([given for _, given in everyone])
             launched = Plan.parse(environment.plan) if environment.plan is not None else None
             given = (launched or self._given_plan or Plan()).resolve(self.world.size)
@@ -172,7 +173,7 @@ class Session:
                 self._resume = check_resume(environment.resume, "LOCKSTEP_RESUME")
             if environment.save_every is not None:
                 self._saving = replace(self._saving, every=interval(environment.save_every, "LOCKSTEP_SAVE_EVERY"))
-            self._may_differ |= environment.may_differ
+            self._may_differ |= environment.allow_change
             stack.enter_context(self._termination)
             self.recorder = Recorder(
                 environment.run_dir or self._given_run_dir,

@@ -171,7 +171,7 @@ class Keeper:
                 if found := differences(reader.manifest.facts["recipe"] or {}, self.facts["recipe"] or {}, may_differ=may_differ):
                     raise CheckpointError(
                         f"the recipe is not that of checkpoint {name}: {'; '.join(found)}; go on with the one it was saved with, say which "
-                        "fields may differ (--may-differ, may_differ=), or choose another run directory"
+                        "fields may differ (--allow-change, may_differ=), or choose another run directory"
                     )
                 if name == names[0]:
                     reader.fill({}, self.world)  # before anything of the state is touched: there is no other to fall back on

@@ -20,7 +20,7 @@ from lockstep.launch.environment import Environment
 from lockstep.logging.phases import Phases
 from lockstep.logging.recorder import Recorder
 from lockstep.logging.stream_times import StreamTimes
-from lockstep.timeouts import Patience
+from lockstep.timeouts import WatchdogTimeouts
 from lockstep.train.step import Step
 from lockstep.train.train_module import Pair
 
@@ -45,8 +45,8 @@ class Watching:
         self._replicas = Replicas(mesh, pairs)
         self._watchdog: Watchdog | None = None
         self._profiling: Profiling | None = None
-        if (patience := Patience.parse(environment.hang_after, environment.on_hang)) is not None:
-            standstill = Standstill(patience, recorder.path, mesh.world, event, rescue)
+        if (timeouts := WatchdogTimeouts.parse(environment.hang_after, environment.on_hang)) is not None:
+            standstill = Standstill(timeouts, recorder.path, mesh.world, event, rescue)
             self._watchdog = standstill.watch(phases, recorder.attempt)
             stack.callback(self._watchdog.close)
         if environment.profile is not None:

@@ -25,7 +25,7 @@ from lockstep.launch.failure import describe
 from lockstep.launch.grace import is_over, needing_time, tell_failure
 from lockstep.launch.termination import HUNG_STATUS
 from lockstep.logging.phases import Phases
-from lockstep.timeouts import Patience
+from lockstep.timeouts import WatchdogTimeouts
 
 SAVING_SECONDS = 300.0
 """At most, for the last save of a rank that is stuck."""
@@ -37,7 +37,7 @@ NEWS_SECONDS = 0.5
 class Standstill:
     """Of one rank."""
 
-    patience: Patience
+    timeouts: WatchdogTimeouts
     run_dir: Path
     world: World
     event: Callable[..., None]
@@ -50,7 +50,7 @@ class Standstill:
             mailbox = StoreMailbox(dist.distributed_c10d._get_default_store(), f"lockstep/watch/{attempt}")
         watchdog = Watchdog(
             phases,
-            self.patience,
+            self.timeouts,
             rank=self.world.rank,
             size=self.world.size,
             mailbox=mailbox,
@@ -63,7 +63,7 @@ class Standstill:
 
     def act(self, hang: Hang, places: Mapping[int, Place], gathered: bool, mine: Place) -> None:
         """In the watchdog's thread, on every rank."""
-        ends = self.patience.on_hang == "end"
+        ends = self.timeouts.on_hang == "end"
         if gathered:
             path = self.run_dir / f"hang-{mine.step:08d}.txt"
             where = f"all stacks: {path}"
