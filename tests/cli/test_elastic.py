@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 from doctor.network import Network, network
+from processes import started
 
 LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 SCRIPT = str(Path(__file__).parent.parent / "scripts" / "elastic.py")
