@@ -16,7 +16,8 @@ from lockstep.comm.mesh import Mesh
 from lockstep.comm.world import World, join
 from lockstep.hooks.fallbacks import Remembered, recall
 from lockstep.hooks.hang.collective_check import Checked
-from lockstep.launch.environment import Environment, check_alike
+from lockstep.launch.environment import Environment
+from lockstep.options import check_shared_options
 from lockstep.launch.termination import Termination
 from lockstep.logging.loggers import Logger
 from lockstep.logging.phases import Phases
@@ -144,8 +145,8 @@ def _join(request: Request, environment: Environment) -> World:
         local_rank=environment.local_rank,
         local_size=environment.local_world_size,
     )
-    everyone = world.gather_values([environment.alike(), request.compared(environment.plan)])
-    check_alike([launched for launched, _ in everyone])
+    everyone = world.gather_values([environment.shared(), request.compared(environment.plan)])
+    check_shared_options([launched for launched, _ in everyone])
     check_same([given for _, given in everyone])
     return world
 

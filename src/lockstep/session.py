@@ -17,7 +17,8 @@ from lockstep.base.errors import CheckpointError, PlanError
 from lockstep.comm.world import World, exact_sum
 from lockstep.hooks.evaluation import Evaluation as EvaluationHook
 from lockstep.house_hooks import HouseHooks
-from lockstep.launch.environment import Environment, check_run_dir
+from lockstep.launch.environment import Environment
+from lockstep.options import check_run_dir
 from lockstep.launch.failure import account
 from lockstep.launch.slurm.commands import set_task_variables
 from lockstep.launch.termination import Preempted, Termination

@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+from processes import started
 
 from lockstep.doctor.definitions import COLLECTIVES, DATA_TYPES
 
@@ -117,10 +118,10 @@ def test_mistakes_are_told_before_anything_starts(tmp_path: Path, options: list[
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_ends_it_with_one_line(tmp_path: Path, number: signal.Signals) -> None:
     line = [LOCKSTEP, "doctor", "--nproc", "2"]
-    with subprocess.Popen(line, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as started:
-        while not psutil.Process(started.pid).children():
+    with started(line, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as doctor:
+        while not psutil.Process(doctor.pid).children():
             time.sleep(0.05)
-        started.send_signal(number)
-        output, told = started.communicate()
-    assert started.returncode == 128 + number
+        doctor.send_signal(number)
+        output, told = doctor.communicate()
+    assert doctor.returncode == 128 + number
     assert (output, told) == ("", f"lockstep: stopped by {number.name}; no worker is left\n")

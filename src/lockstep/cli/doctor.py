@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from lockstep.cli.arguments import launch_option, options_from
 from lockstep.launch.count import count_processes
-from lockstep.launch.environment import check_run_dir
-from lockstep.launch.machines import Machines, Place
+from lockstep.launch.machines import Machines
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,12 +30,12 @@ _WIDTH = 100
 
 
 @click.command("doctor")
-@click.option("--nproc", default="auto", metavar="N|auto", help="Processes, as for lockstep run. auto: one a GPU, or 2.")
-@click.option("--nnodes", default="1", metavar="N|A:B", help="Machines, as for lockstep run. On each, the same command.")
-@click.option("--rdzv", metavar="HOST:PORT", help="Where they meet: one of them, and a free port there.")
-@click.option("--run-dir", metavar="DIR", envvar="LOCKSTEP_RUN_DIR", help="Where runs will write; the working directory, if left out.")
+@launch_option("nproc", metavar="N|auto", help="Processes, as for lockstep run. auto (default): one per GPU, or 2.")
+@launch_option("nnodes", help="Machines, as for lockstep run. Give the same command on each. Default: 1.")
+@launch_option("rdzv")
+@launch_option("run_dir", help="The directory that runs will write to. Default: the working directory.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON for programs instead of tables.")
-def command(nproc: str, nnodes: str, rdzv: str | None, run_dir: str | None, as_json: bool) -> int:
+def command(as_json: bool, **given: Any) -> int:
     """Say whether this machine, or these machines, are fit to train.
 
     Looks at versions, devices, shared memory, threads, limits, clocks, the network interface, variables that bite, and the file system of
@@ -51,13 +51,15 @@ def command(nproc: str, nnodes: str, rdzv: str | None, run_dir: str | None, as_j
     Exit status: 0 where all is well, 1 where something is wrong or slow, 2 for a mistake in what lockstep was given.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what torch's sockets would say in 20 lines, a line of ours says
-    check_run_dir(run_dir, "--run-dir")
-    machines = Machines.parse(nnodes, Place(rdzv))
-    count = count_processes(nproc, None, _count_gpus, name="--nproc ") if nproc != "auto" else _count_gpus() or 2
+    options = options_from(given)
+    options.validate()
+    machines = Machines.parse(options)
+    automatic = options.nproc == "auto"
+    count = (_count_gpus() or 2) if automatic else count_processes(options.nproc, None, _count_gpus, name="--nproc ")
 
     from lockstep.doctor.examine import examine  # imports torch: after all that can be checked without it
 
-    found = examine(nproc=count, machines=machines, run_dir=Path(run_dir) if run_dir is not None else None)
+    found = examine(nproc=count, machines=machines, run_dir=Path(options.run_dir) if options.run_dir is not None else None)
     if found.ending.signal is not None:
         print(f"lockstep: {found.ending.report()}", file=sys.stderr)
         return found.ending.status

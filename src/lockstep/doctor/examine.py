@@ -19,6 +19,7 @@ from lockstep.doctor.line import Line, Verdict, worst
 from lockstep.launch.failure import Ending
 from lockstep.launch.local import run_workers
 from lockstep.launch.machines import Machines
+from lockstep.options import RunOptions
 
 DEADLINE_SECONDS = 20.0
 """For each probe."""
@@ -85,7 +86,7 @@ def examine(
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-        ending = run_workers(start, count=nproc, launcher="lockstep", given={}, machines=machines, command="lockstep doctor")
+        ending = run_workers(start, count=nproc, launcher="lockstep", options=RunOptions(), machines=machines, command="lockstep doctor")
         results = _results(folder)
     results.setdefault("machines", [about])
     return Examination(lines=lines_of_results(results, ending), results=results, ending=ending)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from lockstep.options import LaunchOptions
 from lockstep.verify.records import Trace, read
 from lockstep.verify.runs_to_take import Job
 from lockstep.verify.trace_request import Tracing
@@ -131,8 +132,8 @@ class Runner:
         )
 
     def _command(self, job: Job, run_dir: Path) -> list[str]:
-        start = [sys.executable, "-m", "lockstep", "run", "--nproc", str(job.processes), "--plan", str(job.plan), "--run-dir", str(run_dir)]
-        return [*start, *self._script]
+        options = LaunchOptions(nproc=str(job.processes), plan=str(job.plan), run_dir=str(run_dir))
+        return [sys.executable, "-m", "lockstep", "run", *options.arguments(), *self._script]
 
 
 def asked(job: Job, trace: Path) -> Tracing:

@@ -21,7 +21,7 @@ from lockstep.hooks.hang.watchdog import StoreMailbox, Watchdog
 from lockstep.launch.failure import describe
 from lockstep.launch.grace import is_over, needing_time, tell_failure
 from lockstep.launch.termination import HUNG_STATUS
-from lockstep.timeouts import Patience
+from lockstep.timeouts import WatchdogTimeouts
 from lockstep.training.context import Context
 from lockstep.training.hook import Hook, Run
 
@@ -34,7 +34,7 @@ NEWS_SECONDS = 0.5
 class HangHook(Hook):
     """Watches this rank's training thread; when the run hangs, reports it, saves the last whole step, and ends the process."""
 
-    def __init__(self, timeouts: Patience | None, context: Context, rescue: Callable[[Run, BaseException], bool]) -> None:
+    def __init__(self, timeouts: WatchdogTimeouts | None, context: Context, rescue: Callable[[Run, BaseException], bool]) -> None:
         """Begins to watch. Every rank calls it. `timeouts`: None: there is no watchdog. `rescue`: saves without the other ranks' help."""
         self._timeouts = timeouts
         self._context = context
