@@ -31,7 +31,7 @@ from lockstep.hooks.metrics import Reports
 from lockstep.hooks.out_of_memory import Memory
 from lockstep.hooks.preemption import Wishes
 from lockstep.hooks.watching import Watching
-from lockstep.keys import Stream, key
+from lockstep.keys import RandomStream, key
 from lockstep.launch.environment import Environment, check_alike, check_run_dir
 from lockstep.launch.failure import account
 from lockstep.launch.grace import needing_time
@@ -289,7 +289,7 @@ class Session:
             )
         if self._traced is not None:
             build_model = self._traced.factory(build_model)
-        built = Built.of(build_model, key(self.seed, Stream.MODEL, len(self.pairs)), self.mesh)
+        built = Built.of(build_model, key(self.seed, RandomStream.MODEL, len(self.pairs)), self.mesh)
         if built.reason is not None:
             self.event("model-built-whole", reason=built.reason)
         model = built.module
@@ -367,10 +367,10 @@ class Session:
                 )
         check_microbatch_is_fixed(self.plan, global_batch, microbatch)
         mesh = split_microbatches([pair.model for pair in self.pairs], self.mesh, self.plan, microbatch=microbatch or global_batch)
-        self._exchange.world = mesh.data if mesh.deal.slices else None
+        self._exchange.world = mesh.data if mesh.assignment.slices else None
         for pair in self.pairs:
             pair.deal(mesh)
-        if isinstance(data, DataStream) and mesh.deal.slices:
+        if isinstance(data, DataStream) and mesh.assignment.slices:
             raise RecipeError(
                 f"SyncBatchNorm on {mesh.data.size} data ranks with an ls.Stream; it splits each microbatch over the ranks, and a shard is "
                 "read by one of them; use plain BatchNorm, whose statistics are one microbatch's, or a map-style dataset"
@@ -389,8 +389,8 @@ class Session:
             self._told_of_batchnorm = True
             self._tell(remark)
         if (pipeline := self.pairs[0].pipeline) is not None:
-            pipeline.exchange = self._exchange if mesh.deal.slices else None
-            rounds = [len(mesh.deal.rounds(length.most_microbatches, rank)) for rank in range(mesh.deal.ranks)]
+            pipeline.exchange = self._exchange if mesh.assignment.slices else None
+            rounds = [len(mesh.assignment.with_dummies(length.most_microbatches, rank)) for rank in range(mesh.assignment.ranks)]
             check_microbatches(min(rounds), pipeline.stages)
         first = self.course.begin_loop(self._keep)
         if self._watching is not None:

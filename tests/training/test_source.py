@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
-from lockstep.assignment import Deal
+from lockstep.assignment import MicrobatchAssignment
 from lockstep.comm.mesh import Mesh
 from lockstep.comm.world import World
 from lockstep.data.loader import Loader
@@ -27,15 +27,15 @@ class Noted(Dataset):
         return torch.tensor([index, torch.randint(2**40, ()).item()])
 
 
-def a_mesh(rank=0, size=1, deal=None):
+def a_mesh(rank=0, size=1, assignment=None):
     """The mesh of one of `size` ranks on the replicate axis, which exchanges nothing."""
     world = World(rank=rank, size=size, local_rank=rank, local_size=size, device=CPU, owns_group=False)
-    return Mesh(world, world, deal or Deal(size), None, {}, {})
+    return Mesh(world, world, assignment or MicrobatchAssignment(size), None, {}, {})
 
 
 def plain(source):
     """What is in a step."""
-    batches = [(item.index, item.counts, item.size, repr(item.batch)) for item, _ in source.batches(0)]
+    batches = [(item.index, item.is_dummy, item.size, repr(item.batch)) for item, _ in source.batches(0)]
     return source.step, source.samples, source.layout.samples_of(0), batches
 
 

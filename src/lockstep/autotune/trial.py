@@ -18,7 +18,7 @@ from lockstep.data.device import to_device
 from lockstep.data.generators import seed_generators
 from lockstep.data.isolation import Isolation
 from lockstep.data.loader import Loader, Microbatch, StreamLoader
-from lockstep.keys import Stream, key
+from lockstep.keys import RandomStream, key
 from lockstep.launch.failure import out_of_memory
 from lockstep.plan import Plan
 from lockstep.recipe import Precision, Recipe
@@ -141,7 +141,7 @@ class Trial:
     def _once(self, item: Microbatch, given: Any, precision: Precision) -> float:
         recipe, device = self.recipe, self.pair.device
         weights = None if recipe.weight is None else {name: value or 1.0 for name, value in weights_of(recipe.weight(given)).items()}
-        seed_generators(key(recipe.seed, Stream.FORWARD, 0, item.index), device)
+        seed_generators(key(recipe.seed, RandomStream.FORWARD, 0, item.index), device)
         _finish(device)
         began = time.perf_counter()
         batch = to_device(given, device)

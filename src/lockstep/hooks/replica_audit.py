@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lockstep.base.errors import DivergenceError
-from lockstep.comm.mesh import Mesh, held
+from lockstep.comm.mesh import Mesh, to_local
 from lockstep.comm.world import World
 from lockstep.train.state import state_of
 from lockstep.train.train_module import Pair
@@ -35,7 +35,7 @@ class Replicas:
         if replicas.size == 1:
             return
         state = state_of(self.pairs, {}).tensors
-        sums = torch.stack([checksum(held(tensor)) for tensor in state.values()]).cpu()
+        sums = torch.stack([checksum(to_local(tensor)) for tensor in state.values()]).cpu()
         everyone = replicas.gather_rows(mixed(sums).reshape(1), [1] * replicas.size)
         differs = bool((everyone != everyone[0]).any())
         if self.mesh.world.any(differs):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep.base.errors import RecipeError
-from lockstep.comm.mesh import held
+from lockstep.comm.mesh import to_local
 
 if TYPE_CHECKING:
     from lockstep.base.events import Event
@@ -136,9 +136,9 @@ class ExponentialMovingAverage(Hook):
             torch._foreach_copy_(parts, own)
 
     def _held(self) -> list[Tensor]:
-        return [held(average) for average in self._averages.values()]
+        return [to_local(average) for average in self._averages.values()]
 
 
 def _parts(run: Run) -> list[Tensor]:
     """What this rank holds of the parameters."""
-    return [held(parameter.detach()) for parameter in run.model.parameters()]
+    return [to_local(parameter.detach()) for parameter in run.model.parameters()]

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
 from lockstep.base.errors import RecipeError
-from lockstep.comm.mesh import Mesh, held
+from lockstep.comm.mesh import Mesh, to_local
 from lockstep.model.shared_parameters import tie, ties
 from lockstep.model.skipped_blocks import Visits
 from lockstep.train.reducers.fsdp_exchange import Gather, OrderedScatter, Scatter
@@ -126,19 +126,19 @@ class Shards:
 
     def begin(self, count: int) -> None:
         self._count = count
-        self._rounds = -(-count // self._mesh.deal.at_once)
+        self._rounds = -(-count // self._mesh.assignment.per_round)
         self._round = 0
         self._clear()
         self._used.clear()
         for scatter in self._scatters:
             scatter.begin(count)
-            scatter.next_round(counts=True)
+            scatter.next_round(is_dummy=False)
 
-    def backward(self, total: Tensor, seed: Tensor, *, only_these: bool, counts: bool) -> None:
+    def backward(self, total: Tensor, seed: Tensor, *, only_these: bool, is_dummy: bool) -> None:
         del only_these  # what reaches another pair's parameters is cleared when that pair's turn begins
-        self._used.counts = counts
+        self._used.is_dummy = is_dummy
         for scatter in self._scatters:
-            scatter.next_round(counts=counts)
+            scatter.next_round(is_dummy=is_dummy)
         torch.autograd.backward(total, seed)
         self._round += 1
         for scatter in self._scatters:
@@ -155,14 +155,14 @@ class Shards:
 
     def sum_up(self, used: Sequence[float], values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool) -> Told:
         """See `Inner.sum_up`."""
-        share = self._mesh.deal.share(self._count, self._mesh.data.rank)
+        share = self._mesh.assignment.indices(self._count, self._mesh.data.rank)
         said = self._slots.say(used, share, values, weights, flag)
         self._mesh.data.all_reduce(said)
         told = self._slots.read(said, self._count, weighted=weights is not None)
         for scatter in self._scatters:
             scatter.end()
         if not self._bitwise and self._replicas.size > 1:
-            self._replicas.sum_each([held(parameter.grad) for parameter in self._parameters if parameter.grad is not None])
+            self._replicas.sum_each([to_local(parameter.grad) for parameter in self._parameters if parameter.grad is not None])
         forget_unused(self._parameters, told)
         return told
 
@@ -175,7 +175,7 @@ class _Used:
     """Which parameters some microbatch of this rank has used: FSDP2 fills in zeros for the others."""
 
     def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
-        self.counts = True
+        self.is_dummy = False
         self.flags = [0.0] * len(parameters)
         self._hooks: dict[int, Any] = {}
         places = {id(parameter): place for place, parameter in enumerate(parameters)}
@@ -209,7 +209,7 @@ class _Used:
 
     def _note(self, place: int) -> Any:
         def hook(parameter: Tensor) -> None:
-            if self.counts and parameter.grad is not None:
+            if not self.is_dummy and parameter.grad is not None:
                 self.flags[place] = 1.0
 
         return hook

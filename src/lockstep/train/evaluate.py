@@ -20,7 +20,7 @@ from lockstep.comm.world import exact_sum
 from lockstep.data.device import to_device
 from lockstep.data.generators import seed_generators
 from lockstep.data.loader import Loader, Microbatch, Span
-from lockstep.keys import Stream, key
+from lockstep.keys import RandomStream, key
 from lockstep.logging.metrics import as_number
 from lockstep.model.pipeline.pipeline import Item, Pipeline
 from lockstep.model.shard import reshard
@@ -82,18 +82,18 @@ class Evaluator:
             reshard(model)
 
     def _measure(self, model: nn.Module, step: int) -> dict[str, float]:
-        whole = assignment.microbatches(len(self.evaluation.data), self._microbatch(), self.mesh.deal.ranks)
-        cuts = assignment.slices(whole, 2**self.halvings)
+        whole = assignment.microbatch_spans(len(self.evaluation.data), self._microbatch(), self.mesh.assignment.ranks)
+        cuts = assignment.split_spans(whole, 2**self.halvings)
         spans = [
-            Span(step=0, index=index, start=cuts[index][0], stop=cuts[index][1], counts=counts)
-            for index, counts in self.mesh.deal.rounds(len(cuts), self.mesh.data.rank)
+            Span(step=0, index=index, start=cuts[index][0], stop=cuts[index][1], is_dummy=is_dummy)
+            for index, is_dummy in self.mesh.assignment.with_dummies(len(cuts), self.mesh.data.rank)
         ]
         rows: dict[int, Row] = {}
         collected: dict[str, dict[int, Columns]] = {name: {} for name in self._metrics(Gathered)}
         pipeline, items = self.pair.pipeline, self.loader.fetch(spans)
         through = self._through(model, items, step) if pipeline is None else self._through_stages(pipeline, items, step)
         for item, (sums, parts) in through:
-            if not item.counts:
+            if item.is_dummy:
                 continue
             for name, part in parts.items():
                 collected[name][item.index] = part
@@ -136,7 +136,7 @@ class Evaluator:
 
     def _position(self, step: int, item: Microbatch) -> tuple[int, ...]:
         """Of its random streams."""
-        return self.recipe.seed, Stream.EVALUATION, step, item.index
+        return self.recipe.seed, RandomStream.EVALUATION, step, item.index
 
     def _measured(self, item: Microbatch, batch: Any, output: Any, loss: Any) -> Measured:
         weights = None if self.recipe.weight is None else weights_of(self.recipe.weight(item.batch))

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from lockstep import assignment
-from lockstep.assignment import shard_of
+from lockstep.assignment import stream_shard
 from lockstep.base.errors import CheckpointError, LossError
 from lockstep.comm.mesh import Mesh
 from lockstep.comm.world import exact_sum
@@ -19,7 +19,7 @@ from lockstep.data.device import to_device
 from lockstep.data.generators import seed_generators
 from lockstep.data.loader import Loader, Microbatch, Span, StreamLoader
 from lockstep.data.shards import Origin, Position
-from lockstep.keys import Stream, key
+from lockstep.keys import RandomStream, key
 from lockstep.order import Order
 from lockstep.train.loss import Weights, weights_of
 
@@ -45,7 +45,7 @@ class Length:
         self.samples = samples
         self.mesh = mesh
         self._parts = 2**halvings
-        self.steps = assignment.steps_of(length=samples, global_batch=global_batch, steps=steps, epochs=epochs)
+        self.steps = assignment.total_steps(length=samples, global_batch=global_batch, steps=steps, epochs=epochs)
         self._global_batch = global_batch
         self._in_epochs = epochs is not None
         self._microbatch = microbatch
@@ -60,9 +60,9 @@ class Length:
     def cut(self, size: int) -> Spans:
         """How a batch of `size` samples is cut, into slices where microbatches are split; there are at most two sizes in a run."""
         if size not in self._cuts:
-            deal = self.mesh.deal
-            whole = assignment.microbatches(size, self._microbatch, 1 if deal.slices else deal.ranks)
-            self._cuts[size] = tuple(assignment.slices(whole, deal.slices or self._parts))
+            assigned = self.mesh.assignment
+            whole = assignment.microbatch_spans(size, self._microbatch, 1 if assigned.slices else assigned.ranks)
+            self._cuts[size] = tuple(assignment.split_spans(whole, assigned.slices or self._parts))
         return self._cuts[size]
 
     @property
@@ -72,9 +72,9 @@ class Length:
         return max(stop - start for start, stop in self.cut(stop - start))
 
     def dealt(self, size: int) -> list[tuple[int, bool]]:
-        """What this rank computes of a batch of `size` samples, as (microbatch, whether it counts)."""
+        """What this rank computes of a batch of `size` samples, as (microbatch, is_dummy)."""
         if size not in self._dealt:
-            self._dealt[size] = self.mesh.deal.rounds(len(self.cut(size)), self.mesh.data.rank)
+            self._dealt[size] = self.mesh.assignment.with_dummies(len(self.cut(size)), self.mesh.data.rank)
         return self._dealt[size]
 
     def rounds(self, step: int) -> list[Span]:
@@ -82,8 +82,8 @@ class Length:
         start, stop = self.span(step)
         spans = self.cut(stop - start)
         return [
-            Span(step=step, index=index, start=start + spans[index][0], stop=start + spans[index][1], counts=counts)
-            for index, counts in self.dealt(stop - start)
+            Span(step=step, index=index, start=start + spans[index][0], stop=start + spans[index][1], is_dummy=is_dummy)
+            for index, is_dummy in self.dealt(stop - start)
         ]
 
 
@@ -102,19 +102,19 @@ class Layout:
 
     def name(self, place: int) -> str:
         """Of microbatch `place`, in words."""
-        split = self.mesh.deal.slices
+        split = self.mesh.assignment.slices
         return f"slice {place % split} of microbatch {place // split}" if split else f"microbatch {place}"
 
     def owner(self, place: int) -> str:
         """Who computes microbatch `place`, in words."""
-        rank = next(rank for rank, share in enumerate(self.mesh.deal.shares(len(self.spans))) if place in share)
+        rank = next(rank for rank, share in enumerate(self.mesh.assignment.indices_by_rank(len(self.spans))) if place in share)
         return f"rank {rank}" if self.mesh.data.size == self.mesh.world.size else f"data rank {rank}"
 
     def whole(self, place: int) -> tuple[int, Sequence[int | str]]:
         """The microbatch that `place` is, or is a slice of, and all its samples; of a stream, in words, where it is this rank's."""
         if self.origins is not None:
             return place, self.origins[place].names()
-        split = self.mesh.deal.slices or 1
+        split = self.mesh.assignment.slices or 1
         number = place // split
         places = range(number * split, min((number + 1) * split, len(self.spans)))
         return number, [sample for each in places for sample in self.samples_of(each)]
@@ -154,7 +154,7 @@ class Microbatches:
         self.samples = stop - start
         self.layout = Layout(step, start, length.cut(self.samples), length.mesh, order, None if positions is None else {})
         self.count = len(self.layout.spans)
-        self.mine = sum(counts for _, counts in length.dealt(self.samples))
+        self.mine = sum(not is_dummy for _, is_dummy in length.dealt(self.samples))
         """How many of them this rank computes."""
         self.most = length.most_microbatches
         self.weights: Weights | None = None
@@ -169,7 +169,7 @@ class Microbatches:
     def weigh(self, weight: Callable[[Any], Any], names: Sequence[str] | None) -> list[str]:
         """Fetch this rank's share and add up its weights with the other ranks'. Every rank calls it. Returns the names of the terms."""
         self._kept = list(self._items)
-        mine = [weights_of(weight(item.batch)) for item in self._kept if item.counts]
+        mine = [weights_of(weight(item.batch)) for item in self._kept if not item.is_dummy]
         if names is None:
             names = next(found for found in self._mesh.data.gather_values(list(mine[0]) if mine else None) if found is not None)
         for item, weights in zip(self._kept, mine, strict=False):
@@ -198,13 +198,13 @@ class Microbatches:
     def _noted(self, item: Microbatch) -> Microbatch:
         if item.origin is not None and self.layout.origins is not None and self.positions is not None:
             self.layout.origins[item.index] = item.origin
-            if item.counts:
+            if not item.is_dummy:
                 self.positions[item.origin.shard] = item.origin.after
         return item
 
     def position(self, item: Microbatch, passes: int) -> tuple[int, ...]:
         """Of a microbatch's random streams. `passes`: how often it was run through before in this step."""
-        return self._seed, Stream.FORWARD, self.step, item.index, passes
+        return self._seed, RandomStream.FORWARD, self.step, item.index, passes
 
 
 def from_data(loader: Loader, length: Length, *, seed: int, first: int = 0) -> Iterator[Microbatches]:
@@ -222,7 +222,7 @@ def from_indices(length: Length, *, seed: int, first: int = 0) -> Iterator[Micro
     for step in range(first, length.steps):
         start, _ = length.span(step)
         items = (
-            Microbatch(step, span.index, span.counts, span.stop - span.start, range(span.start - start, span.stop - start))
+            Microbatch(step, span.index, span.is_dummy, span.stop - span.start, range(span.start - start, span.stop - start))
             for span in length.rounds(step)
         )
         yield Microbatches(step, length, items, seed=seed, order=None)
@@ -240,7 +240,8 @@ def from_stream(
         (span for step in range(first, length.steps) for span in length.rounds(step)), microbatches=count, positions=begin
     )
     turns = range(loader.shards // count)
-    read = [shard_of(turn, index, microbatches=count, shards=loader.shards) for turn in turns for index, counts in dealt if counts]
+    own = [index for index, is_dummy in dealt if not is_dummy]
+    read = [stream_shard(turn, index, microbatches=count, shards=loader.shards) for turn in turns for index in own]
     at: Mapping[int, Position] = {shard: begin.get(shard, Position()) for shard in sorted(read)}
     for step in range(first, length.steps):
         source = Microbatches(step, length, islice(fetched, len(dealt)), seed=seed, order=None, positions=at)

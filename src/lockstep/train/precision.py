@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.comm.mesh import Mesh, held
+from lockstep.comm.mesh import Mesh, to_local
 from lockstep.recipe import Precision
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -46,7 +46,7 @@ class LossScale:
     def unscale(self, gradients: Sequence[Tensor]) -> None:
         """Divide the gradients by it, in place."""
         if gradients:
-            torch._foreach_mul_([held(gradient) for gradient in gradients], 1.0 / self.value)
+            torch._foreach_mul_([to_local(gradient) for gradient in gradients], 1.0 / self.value)
 
     def update(self, *, overflowed: bool) -> None:
         """Once a step, with what came of it."""
@@ -95,7 +95,7 @@ class Norm:
 
     def of(self, gradients: Sequence[Tensor]) -> Tensor | float:
         """The norm. In bitwise numerics it does not depend on how the gradients are cut."""
-        parts = [held(gradient) for gradient in gradients]
+        parts = [to_local(gradient) for gradient in gradients]
         if self._bitwise:
             return self._number(self._sum_of_rows(gradients, parts).sqrt())
         if not self._in_parts:
@@ -215,11 +215,11 @@ def clip(gradients: Sequence[Tensor], norm: Tensor | float, limit: float) -> Non
         factor = torch.clamp(limit / norm, max=1.0)
         scale(gradients, torch.where(torch.isfinite(norm), factor, 1.0))
     elif gradients and limit < norm < math.inf:
-        torch._foreach_mul_([held(gradient) for gradient in gradients], limit / norm)
+        torch._foreach_mul_([to_local(gradient) for gradient in gradients], limit / norm)
 
 
 def scale(gradients: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply the gradients, which may be on several devices, by a scalar tensor, in place."""
-    parts = [held(gradient) for gradient in gradients]
+    parts = [to_local(gradient) for gradient in gradients]
     for device in dict.fromkeys(part.device for part in parts):
         torch._foreach_mul_([part for part in parts if part.device == device], factor.to(device))

@@ -15,7 +15,7 @@ from lockstep.base.errors import RecipeError
 from lockstep.checkpoint.block_hashes import digest
 from lockstep.checkpoint.foreign import Tensors, open_tensors
 from lockstep.checkpoint.pieces import Copy, Piece, copies, torch_dtype
-from lockstep.comm.mesh import held
+from lockstep.comm.mesh import to_local
 from lockstep.comm.world import World
 from lockstep.model.consistency import checksum
 from lockstep.recipe import Weights
@@ -104,11 +104,11 @@ class Start:
         filled: Counter[str] = Counter()
         for copy in copies(state, list(whole.values())):
             part = self._read(copy)
-            held(state[copy.piece.name])[copy.target].copy_(part)
+            to_local(state[copy.piece.name])[copy.target].copy_(part)
             filled[copy.piece.name] += part.numel()
             checksums[_place(copy)] = checksum(part)
         for name, tensor in state.items():
-            assert filled[name] == held(tensor).numel(), f"{name} was filled in part"
+            assert filled[name] == to_local(tensor).numel(), f"{name} was filled in part"
         return checksums
 
     def _read(self, copy: Copy) -> Tensor:

@@ -107,7 +107,7 @@ class Step:
         passes = len(self.committed)
         for current, batch in self._phases.during("data", self.source.batches(passes)):
             self._current = current
-            self._exchange.counts = current.counts
+            self._exchange.is_dummy = current.is_dummy
             for statistics in self._statistics:
                 statistics.discard()  # what no backward took down: recomputations, forwards without one
             for streams, place in self._streams:
@@ -127,18 +127,18 @@ class Step:
         if self._current is None:
             raise LossError(f"step {self.index}: backward outside of a loop over step.microbatches(); the loss is a microbatch's")
         current = self._current
-        if current.counts and phase.seen and phase.seen[-1] >= current.index:
+        if not current.is_dummy and phase.seen and phase.seen[-1] >= current.index:
             raise LossError(
                 f"step {self.index}, microbatch {current.index}: a second backward; each microbatch has one: "
                 "add the losses, and call it on their sum"
             )
         part = self._contribution(pair, loss, current)
-        if current.counts:
+        if not current.is_dummy:
             for statistics in self._statistics:  # a forward of one model may run others
                 statistics.note_microbatch()
             phase.take(current.index, part)
         seed = part.seed if pair.loss_scale is None else part.seed * pair.loss_scale.value
-        phase.engine.backward(part.total, seed, only_these=len(self._pairs) > 1, counts=current.counts)
+        phase.engine.backward(part.total, seed, only_these=len(self._pairs) > 1, is_dummy=current.is_dummy)
 
     def commit(self, optimizer: Any = None, *, clip_norm: float | None = None) -> None:
         """Reduce, scale, clip, apply: on all ranks or on none. Every rank calls it once a step, for each prepared pair.
@@ -153,7 +153,7 @@ class Step:
         pair = self._pairs[number]
         phase = self._begun(pair)
         if len(phase.seen) < self.source.mine:
-            missing = [place for place in self._mesh.deal.share(self.count, self._mesh.data.rank) if place not in phase.seen]
+            missing = [place for place in self._mesh.assignment.indices(self.count, self._mesh.data.rank) if place not in phase.seen]
             raise LossError(
                 f"step {self.index}: commit without a backward for microbatches {missing} of this rank; call step.backward once for each "
                 "microbatch; for one that is to count for nothing, give a loss multiplied by 0"
@@ -179,7 +179,7 @@ class Step:
             statistics.commit(self.count, apply=torch.isfinite(torch.as_tensor(norm)) if applied is None else applied)
         outcome = Outcome(self.source.layout, pair, values, weights, norm, applied, stops, [part.terms for part in phase.parts])
         self.committed[number] = outcome
-        self._phase = self._current = self._exchange.counts = None
+        self._phase = self._current = self._exchange.is_dummy = None
         if self._poll:
             outcome.check()
         self._phases.enter("compute" if len(self.committed) < len(self._pairs) else "script")
@@ -204,19 +204,19 @@ class Step:
 
         def score(current: Microbatch, batch: Any, output: Any) -> Scored:
             part = self._contribution(pair, loss(output, batch), current)
-            if current.counts:
+            if not current.is_dummy:
                 parts[current.index] = part._replace(total=part.total.detach())
-            seed = part.seed if current.counts else torch.zeros_like(part.seed)
+            seed = torch.zeros_like(part.seed) if current.is_dummy else part.seed
             seed = seed if pair.loss_scale is None else seed * pair.loss_scale.value
             return Scored(part.total, seed, [part.value, 0.0 if part.weight is None else part.weight])
 
         items = [
-            Item(self.source.position(current, 0), partial(given_to, inputs, batch), partial(score, current, batch), current.counts)
+            Item(self.source.position(current, 0), partial(given_to, inputs, batch), partial(score, current, batch), current.is_dummy)
             for current, batch in share
         ]
         rows = pipeline.run(items, columns=2)
         for (current, _), (value, weight) in zip(share, rows, strict=True):
-            if current.counts:
+            if not current.is_dummy:
                 phase.seen.append(current.index)
                 phase.values.append(value.item() if self._poll else value)
                 phase.weights.append(weight)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep.base.errors import LossError
-from lockstep.comm.mesh import held
+from lockstep.comm.mesh import to_local
 from lockstep.comm.world import exact_sum
 from lockstep.train.microbatches import Layout
 
@@ -99,7 +99,7 @@ class Outcome:
         found = [
             (modules[name.rpartition(".")[0]], place, name)
             for place, (name, parameter) in enumerate(zip(pair.names, pair.parameters, strict=True))
-            if parameter.grad is not None and not bool(torch.isfinite(held(parameter.grad)).all())
+            if parameter.grad is not None and not bool(torch.isfinite(to_local(parameter.grad)).all())
         ]
         everyone = [first for firsts in pair.mesh.world.gather_values(found[:1]) for first in firsts]
         return f"parameter {min(everyone)[-1]!r}" if everyone else "the norm over all parameters (it overflows)"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.comm.mesh import Mesh, held
+from lockstep.comm.mesh import Mesh, to_local
 from lockstep.logging.flops import Flops, peak_of
 from lockstep.model.parallelize import LaidOut
 from lockstep.model.running_statistics import RunningStatistics
@@ -79,11 +79,11 @@ class Pair:
         self._engine: Engine | None = None
         self._room = 0
         fused = all(group.get("fused") for optimizer in optimizers for group in optimizer.param_groups)
-        self._gates_on_device = fused and all(held(parameter).is_cuda for parameter in self.parameters)
+        self._gates_on_device = fused and all(to_local(parameter).is_cuda for parameter in self.parameters)
         self._divides = (
             fused
             and all(getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in optimizers)
-            and all(held(parameter) is parameter and parameter.dtype is torch.float32 for parameter in self.parameters)
+            and all(to_local(parameter) is parameter and parameter.dtype is torch.float32 for parameter in self.parameters)
         )
         """Whether the optimizers divide the gradient by a number while they read it, as for torch's GradScaler: a pass over it less."""
 
@@ -119,7 +119,7 @@ class Pair:
 
     def deal(self, mesh: Mesh) -> None:
         """Another `mesh` of the same processes: who computes which microbatches from now on."""
-        if mesh.deal != self.mesh.deal:
+        if mesh.assignment != self.mesh.assignment:
             self._close_engine()
             self.mesh = mesh
             for statistics in self.statistics:

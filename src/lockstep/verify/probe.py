@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lockstep.comm.mesh import Mesh, whole
+from lockstep.comm.mesh import Mesh, full_tensor
 from lockstep.plan import Plan
 from lockstep.recipe import Precision
 from lockstep.train.reducers.reducer import Engine
@@ -159,7 +159,7 @@ class TracedPair(Pair):
         Not where this rank has no more than a slice of it.
         """
         gradients = None
-        if _is_whole(self.mesh) and not self.mesh.deal.slices:
+        if _is_whole(self.mesh) and not self.mesh.assignment.slices:
             gradients = self._unscaled(torch.autograd.grad(total, self.parameters, seed, retain_graph=True, allow_unused=True))
         self.note_microbatch(self._index, self._samples, gradients)
 
@@ -243,10 +243,10 @@ class _TracedEngine:
         self.finish = engine.finish
         self.close = engine.close
 
-    def backward(self, total: Tensor, seed: Tensor, *, only_these: bool, counts: bool) -> None:
-        if counts:
+    def backward(self, total: Tensor, seed: Tensor, *, only_these: bool, is_dummy: bool) -> None:
+        if not is_dummy:
             self._pair.take(total, seed)
-        self._engine.backward(total, seed, only_these=only_these, counts=counts)
+        self._engine.backward(total, seed, only_these=only_these, is_dummy=is_dummy)
 
 
 def _traced(pairs: Sequence[Pair]) -> list[TracedPair]:
@@ -262,4 +262,4 @@ def _is_whole(mesh: Mesh) -> bool:
 def _gathered(tensors: Named) -> Named:
     """One at a time, whole: every rank runs through them alike."""
     for name, tensor in tensors:
-        yield name, tensor if tensor is None else whole(tensor)
+        yield name, tensor if tensor is None else full_tensor(tensor)

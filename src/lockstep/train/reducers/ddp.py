@@ -82,7 +82,7 @@ class Replica:
         self._parameters = list(parameters)
         self._places = {id(parameter): place for place, parameter in enumerate(parameters)}
         self._world = world
-        self._deal = mesh.deal
+        self._assignment = mesh.assignment
         self._bitwise = bitwise
         self._used = [0.0] * len(parameters)
         self._dtype = torch.float64 if any(p.dtype is torch.float64 for p in parameters) else torch.float32
@@ -111,7 +111,7 @@ class Replica:
         for parameter in self._parameters:
             parameter.grad = None
         self._count = count
-        self._share = self._deal.share(count, self._world.rank)
+        self._share = self._assignment.indices(count, self._world.rank)
         self._left = len(self._share)
         self._synchronised = False
         if self._bitwise:
@@ -121,16 +121,16 @@ class Replica:
         self._used[:] = [0.0] * len(self._used)
         self._complete_at = time.perf_counter()
 
-    def backward(self, total: Tensor, seed: Tensor, *, only_these: bool, counts: bool) -> None:
+    def backward(self, total: Tensor, seed: Tensor, *, only_these: bool, is_dummy: bool) -> None:
         """See `Engine.backward`. Where ranks exchange in the midst of a backward, gradients are not sent before the last one is done."""
-        if not counts:
+        if is_dummy:
             torch.autograd.grad(total, self._parameters, seed, allow_unused=True)
             return
         self._left -= 1
         if self._factor > 1:
             seed = seed * self._factor
         inputs = self._parameters if only_these else None
-        if self._ddp is not None and self._left == 0 and not self._deal.in_turn:
+        if self._ddp is not None and self._left == 0 and not self._assignment.round_robin:
             self._synchronise(total, seed, inputs)
             return
         torch.autograd.backward(total, seed, inputs=inputs)

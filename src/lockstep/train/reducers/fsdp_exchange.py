@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from lockstep.comm.mesh import Mesh, held
+from lockstep.comm.mesh import Mesh, to_local
 from lockstep.comm.ordered_sum import add
 from lockstep.comm.shared_memory import SharedGroup
 from lockstep.tree import Counter
@@ -51,9 +51,9 @@ class Scatter(ReduceScatter):
         """A step of `count` microbatches starts."""
         self._in_step = True
 
-    def next_round(self, *, counts: bool) -> None:
-        """The next backward is another round's. `counts` is False where this rank computes it for nothing."""
-        self._counts = counts
+    def next_round(self, *, is_dummy: bool) -> None:
+        """The next backward is another round's. `is_dummy`: its gradient is discarded."""
+        self._is_dummy = is_dummy
 
     def end_round(self, *, last: bool) -> None:
         """The backward is done. After the last one the gradients of FSDP2's parameters are the sum."""
@@ -71,7 +71,7 @@ class Scatter(ReduceScatter):
         if not self._in_step:
             output_tensor.zero_()
             return None
-        if not self._counts:
+        if self._is_dummy:
             input_tensor.zero_()
         return self._sum(output_tensor, input_tensor, group, async_op)
 
@@ -105,8 +105,8 @@ class OrderedScatter(Scatter):
         self._left = count
         self._counter: Counter[Tensor] = Counter(add, start=0, count=count)
 
-    def next_round(self, *, counts: bool) -> None:
-        super().next_round(counts=counts)
+    def next_round(self, *, is_dummy: bool) -> None:
+        super().next_round(is_dummy=is_dummy)
         self._leaves: Tensor | None = None
 
     def _sum(self, output: Tensor, sent: Tensor, group: dist.ProcessGroup, async_op: bool) -> dist.Work | None:
@@ -145,7 +145,7 @@ class OrderedScatter(Scatter):
     def _hand_over(self, flat: Tensor) -> None:
         """Write the sum, this rank's shards one after another, over the gradients."""
         trainable = [each for each in self._parameters.fsdp_params if each.sharded_param.requires_grad]
-        gradients = [held(each.sharded_param.grad) for each in trainable]
+        gradients = [to_local(each.sharded_param.grad) for each in trainable]
         flat = flat.to(gradients[0].device)
         padded = [each.padded_sharded_param_size.numel() for each in trainable]
         for gradient, part in zip(gradients, torch.split(flat, padded), strict=True):

@@ -39,7 +39,7 @@ class Piped:
     def begin(self, count: int) -> None:
         self._inner.begin(count)
 
-    def backward(self, total: Tensor, seed: Tensor, *, only_these: bool, counts: bool) -> None:
+    def backward(self, total: Tensor, seed: Tensor, *, only_these: bool, is_dummy: bool) -> None:
         raise AssertionError("the backwards of a pipeline are its schedule's")
 
     def finish(self, values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool) -> Told:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from lockstep.comm.mesh import Mesh, held
+from lockstep.comm.mesh import Mesh, to_local
 from lockstep.model.tensor.apply import settle
 from lockstep.train.reducers.step_stats import Number, Slots, Told, forget_unused
 
@@ -35,11 +35,11 @@ class Parts:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def backward(self, total: Tensor, seed: Tensor, *, only_these: bool, counts: bool) -> None:
-        if counts:
-            torch.autograd.backward(total, seed, inputs=self._parameters if only_these else None)
-        else:
+    def backward(self, total: Tensor, seed: Tensor, *, only_these: bool, is_dummy: bool) -> None:
+        if is_dummy:
             torch.autograd.grad(total, self._parameters, seed, allow_unused=True)
+        else:
+            torch.autograd.backward(total, seed, inputs=self._parameters if only_these else None)
 
     def finish(self, values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool) -> Told:
         return self.sum_up(self.used(), values, weights, flag=flag)
@@ -52,13 +52,13 @@ class Parts:
     def sum_up(self, used: Sequence[float], values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool) -> Told:
         """See `Inner.sum_up`."""
         data = self._mesh.data
-        share = self._mesh.deal.share(self._count, data.rank)
+        share = self._mesh.assignment.indices(self._count, data.rank)
         said = self._slots.say(used, share, values, weights, flag)
         if data.size > 1:
             for parameter in self._parameters:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-            data.sum_each([*(held(p.grad) for p in self._parameters if p.grad is not None), said])
+            data.sum_each([*(to_local(p.grad) for p in self._parameters if p.grad is not None), said])
         told = self._slots.read(said, self._count, weighted=weights is not None)
         if data.size > 1 and not all(used):
             forget_unused(self._parameters, told)

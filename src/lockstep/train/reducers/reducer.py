@@ -29,11 +29,11 @@ class Engine(Protocol):
     def begin(self, count: int) -> None:
         """Start a step of `count` microbatches in all."""
 
-    def backward(self, total: Tensor, seed: Tensor, *, only_these: bool, counts: bool) -> None:
+    def backward(self, total: Tensor, seed: Tensor, *, only_these: bool, is_dummy: bool) -> None:
         """Add the gradient of `seed * total`, the next microbatch's.
 
-        `only_these`: leave other models' parameters that the graph reaches alone. `counts`: False where the microbatch is computed for
-        the sake of the exchanges only: its gradient is thrown away.
+        `only_these`: leave other models' parameters that the graph reaches alone. `is_dummy`: the microbatch is computed only
+        for the collectives in it, and its gradient is discarded.
         """
 
     def finish(self, values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool) -> Told:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.comm.mesh import held
+from lockstep.comm.mesh import to_local
 from lockstep.comm.world import World
 from lockstep.model.pipeline.stages import Tied
 
@@ -34,10 +34,10 @@ class TiedGradients:
         Every rank of the pipeline calls it, once a step, after the last backward and before clipping.
         """
         for at, parameter, ranks in self._mine:
-            place = held(parameter.detach())
+            place = to_local(parameter.detach())
             mine = torch.zeros(place.numel() + 1, dtype=place.dtype, device=self._pipeline.device)
             if used[at] and parameter.grad is not None:
-                mine[:-1] = held(parameter.grad).reshape(-1)
+                mine[:-1] = to_local(parameter.grad).reshape(-1)
                 mine[-1] = 1.0
             self._sum(mine, ranks)
             used[at] = float(mine[-1] > 0)
@@ -45,7 +45,7 @@ class TiedGradients:
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            held(parameter.grad).copy_(mine[:-1].view_as(place))
+            to_local(parameter.grad).copy_(mine[:-1].view_as(place))
 
     def _sum(self, mine: Tensor, ranks: Sequence[int]) -> None:
         """The first of `ranks` adds in their order, and tells the others."""
