@@ -8,10 +8,10 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from lockstep.comm.mesh import Mesh
-from lockstep.model.shard import Shards
 from lockstep.train.reducers import ddp as replicate
 from lockstep.train.reducers.compression import Compression
 from lockstep.train.reducers.ddp import Replica
+from lockstep.train.reducers.fsdp import FsdpReducer
 from lockstep.train.reducers.pipeline import Piped
 from lockstep.train.reducers.post_backward import Parts
 from lockstep.train.reducers.step_stats import Number, Told
@@ -70,9 +70,9 @@ def engine_for(
     """
     if _uses_ddp(mesh, bitwise=bitwise, compression=compression):
         return Replica(parameters, mesh, bitwise=bitwise, max_microbatches=max_microbatches, compression=compression)
-    inner: Shards | Parts
+    inner: FsdpReducer | Parts
     if mesh.axis("shard").size > 1:
-        inner = Shards(model, parameters, mesh, bitwise=bitwise, max_microbatches=max_microbatches)
+        inner = FsdpReducer(model, parameters, mesh, bitwise=bitwise, max_microbatches=max_microbatches)
     else:
         inner = Parts(parameters, mesh, max_microbatches=max_microbatches)
     return inner if tied is None else Piped(inner, tied)
