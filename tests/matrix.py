@@ -89,9 +89,8 @@ def main() -> int:
             for note in report.notes + [f"{verdict.plan}: {note}" for verdict in report.verdicts for note in verdict.notes]:
                 print(f"  note: {note}")
     print(*wrong, sep="\n")
-    print(
-        f"{cells} cells, {len(wrong)} wrong, {(time.monotonic() - began) / 60:.0f} minutes. × rounding: multiple of what rounding alone does; above 10 fails"
-    )
+    minutes = (time.monotonic() - began) / 60
+    print(f"{cells} cells, {len(wrong)} wrong, {minutes:.0f} minutes. × rounding: multiple of what rounding alone does; above 10 fails")
     return 1 if wrong else 0
 
 
