@@ -22,7 +22,7 @@ SCRIPT = str(Path(__file__).parent / "scripts" / "models.py")
 
 PLANS = [
     *("replicate=2", "replicate=3", "replicate=4", "shard=2", "shard=3", "shard=4", "replicate=2,shard=2"),
-    *("tensor=2", "shard=2,tensor=2", "split=2", "data_parallel=2"),
+    *("tensor=2", "shard=2,tensor=2", "split=2"),
     *("pipeline=2,schedule=gpipe", "pipeline=2", "pipeline=2,schedule=interleaved", "pipeline=2,schedule=zero-bubble", "pipeline=4"),
     *("replicate=2,pipeline=2", "shard=2,pipeline=2", "tensor=2,pipeline=2", "replicate=2,tensor=2,pipeline=2"),
 ]
@@ -30,11 +30,8 @@ MODELS = (
     *("gpt", "gpt-dropout", "perceptron-batchnorm", "perceptron-syncbatchnorm", "convolutions"),
     *("gpt2", "gpt2-in-stages", "llama", "llama-in-stages"),
 )
-_THREADS = [plan for plan in PLANS if "data_parallel" in plan]
 _PIPELINES = [plan for plan in PLANS if "pipeline" in plan]
 REFUSED = [
-    *((model, _THREADS, "draws random numbers") for model in ("gpt-dropout", "gpt2", "gpt2-in-stages")),
-    *((model, _THREADS, "a model with BatchNorm") for model in ("perceptron-batchnorm", "perceptron-syncbatchnorm", "convolutions")),
     # Their forwards do more than call one part after another. The models in stages are the same, written for a
     # pipeline.
     *((model, _PIPELINES, "that is no nn.Sequential") for model in ("gpt2", "llama")),

@@ -60,14 +60,13 @@ NEEDED = ("accelerate", "lightning", "transformers", "ignite", "lockstep", "PIL"
 def speeds(workload: str, processes: int, launch: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A row for each contender: steps/s."""
     turn = options.steps or SIZES[workload].turn
-    names = [name for name in options.contenders if processes == 1 or not CONTENDERS[name].one_process]
-    turns: dict[str, list[Turn]] = {name: [] for name in names}
-    distances = dict.fromkeys(names, 0.0)
+    turns: dict[str, list[Turn]] = {name: [] for name in options.contenders}
+    distances = dict.fromkeys(options.contenders, 0.0)
     threads = {}
     with tempfile.TemporaryDirectory(prefix="peers-") as folder:
         task = prepared(workload, processes, launch, folder, steps=1 + (1 + options.rounds) * turn)
         for cast in range(options.casts):
-            with started(names, task) as found:
+            with started(options.contenders, task) as found:
                 contenders = {name: contender for name, (contender, _) in found.items()}
                 check_threads(contenders, task)
                 for name, own in take_turns(contenders, options.rounds, turn, random.Random(cast)).items():
@@ -123,7 +122,7 @@ def take_turns(contenders: dict[str, Contender], rounds: int, steps: int, chance
 
 def starts(processes: int, launch: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A row for each contender: seconds to the first step."""
-    names, chance = started_alike(options), random.Random(SEED)
+    names, chance = options.contenders, random.Random(SEED)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     compile_lockstep()
     with tempfile.TemporaryDirectory(prefix="peers-") as folder:
@@ -139,7 +138,7 @@ def starts(processes: int, launch: str, options: argparse.Namespace) -> Iterator
 
 def imports(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A row for each contender: seconds of an interpreter that imports what it needs."""
-    names, chance = started_alike(options), random.Random(SEED)
+    names, chance = options.contenders, random.Random(SEED)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     compile_lockstep()
     for _ in range(options.rounds):
@@ -148,11 +147,6 @@ def imports(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             subprocess.run([sys.executable, "-c", CONTENDERS[name].imports], check=True, stderr=subprocess.DEVNULL)
             seconds[name].append(time.perf_counter() - began)
     yield from timed_rows("import", 1, "equal", seconds)
-
-
-def started_alike(options: argparse.Namespace) -> list[str]:
-    """Without those that are another way to compute, and start as another does."""
-    return [name for name in options.contenders if not CONTENDERS[name].one_process]
 
 
 def compile_lockstep() -> None:

@@ -19,15 +19,10 @@ class Baton:
         """`address`: the Unix socket where the conductor listens. `accumulated`: microbatches of a step in this process."""
         self._address = address
         self._accumulated = accumulated
-        self._at_once = 1
         self._channel: Any = None
         self._losses: list[Tensor] = []
         self._steps = 0
         self._until = 1
-
-    def compute_at_once(self, count: int) -> None:
-        """Before the first step: this process computes so many microbatches at the same time, the whole of a step or a part of it."""
-        self._at_once, self._accumulated = count, max(count, self._accumulated)
 
     def saw(self, loss: Tensor) -> Tensor:
         """Note a microbatch's loss, which is only read when the last turn is over, and give it back."""
@@ -45,7 +40,7 @@ class Baton:
             connection = socket.socket(socket.AF_UNIX)
             connection.connect(self._address)
             self._channel = connection.makefile("rw")
-            self._say(rank=dist.get_rank() if dist.is_initialized() else 0, threads=self._at_once * torch.get_num_threads())
+            self._say(rank=dist.get_rank() if dist.is_initialized() else 0, threads=torch.get_num_threads())
         else:
             self._say(processor=time.process_time() - self._processor)
         self._until = self._steps + int(self._channel.readline())

@@ -22,8 +22,6 @@ class Contender:
     """What a script of its users begins with."""
     launcher: str = "torchrun"
     """What its documentation starts several processes on CPUs with."""
-    one_process: bool = False
-    """It is a way to train in one process, and no other."""
 
 
 CONTENDERS = {
@@ -37,7 +35,6 @@ CONTENDERS = {
     "with_ignite": Contender("Ignite", "import ignite.distributed, ignite.engine", "itself"),
     # `train` is named because names are imported when first used.
     "with_lockstep": Contender("lockstep", "import lockstep; lockstep.train", "lockstep"),
-    "with_lockstep_threads": Contender("lockstep, data_parallel", "import lockstep; lockstep.train", "lockstep", one_process=True),
 }
 
 

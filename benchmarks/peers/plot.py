@@ -49,7 +49,7 @@ def fill(panel: Any, rows: list[dict[str, Any]], names: list[str]) -> None:
             continue
         aside, style = LAUNCHES[row["launch"]]
         place, ratio = names.index(row["contender"]) + aside, row["ratio"]
-        color = OURS if row["contender"].startswith("with_lockstep") else OTHERS
+        color = OURS if row["contender"] == "with_lockstep" else OTHERS
         panel.plot([ratio["low"], ratio["high"]], [place, place], color=color, linewidth=1.5)
         panel.plot(ratio["median"], place, marker="o", markersize=5, color=color, fillstyle=style)
     panel.set_xscale("log")

@@ -10,7 +10,7 @@ MIX_FIRST = 0xBF58476D1CE4E5B9
 MIX_SECOND = 0x94D049BB133111EB
 
 
-class Stream(IntEnum):
+class RandomStream(IntEnum):
     """What a key is for. It stands second, after the seed, so that no two uses of one seed share a stream."""
 
     MODEL = 1

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.base.errors import DataError
-from lockstep.keys import GOLDEN, MIX_FIRST, MIX_SECOND, Stream, key
+from lockstep.keys import GOLDEN, MIX_FIRST, MIX_SECOND, RandomStream, key
 
 # Every two rounds divide the bias by about the square root of the domain. Measured over 10 million epochs of 4 and of 5 samples, and
 # 200 million samples of 513 to 1024: 8 rounds show no bias from a domain of 2**10 on, and 16 none from 2**4 on, where 12 do.
@@ -37,7 +37,7 @@ class Order:
         self._low_mask = np.uint64((1 << bits // 2) - 1)
         self._high_mask = np.uint64((1 << bits - bits // 2) - 1)
         self._rounds = ROUNDS_OF_SMALL_DOMAINS if bits <= SMALL_DOMAIN_BITS else ROUNDS
-        self._key = np.uint64(key(seed, Stream.ORDER))
+        self._key = np.uint64(key(seed, RandomStream.ORDER))
 
     def samples(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The epoch and the sample of each position (0 to 2**63 - 1): two arrays of the shape of `positions`.

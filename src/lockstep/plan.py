@@ -25,7 +25,7 @@ WORDS: dict[str, tuple[str, ...]] = {
 }
 """The settings whose value is a word."""
 SETTINGS = (
-    *("sharding", "offload", "checkpointing", "halvings", "schedule", "compile", "split", "data_parallel", "transport"),
+    *("sharding", "offload", "checkpointing", "microbatch_splits", "schedule", "compile", "split", "data_parallel", "transport"),
     *("threads", "workers", "prefetch"),
 )
 """Those that a plan's text has only where they are not the default."""
@@ -63,7 +63,7 @@ class Plan:
     checkpointing: Checkpointing = "none"
     """Activations: `full` keeps each block's inputs and computes the rest again in its backward; `selective` also keeps the results of
     matrix products, convolutions and attention."""
-    halvings: int = 0
+    microbatch_splits: int = 0
     """How often each microbatch of the recipe is halved, for memory; a part has at least one sample. The model is the same to rounding, as
     far as no random numbers are drawn: random streams belong to what is computed at once. Refused with BatchNorm, whose statistics do."""
     schedule: Schedule = "1f1b"
@@ -76,14 +76,12 @@ class Plan:
     """Devices of this one process that share out the layers, balanced by bytes; on a CPU all of them are the CPU. Or how many layers each
     of them has, in the model's order: `(3, 5)`, as text `3+5`."""
     data_parallel: int = 1
-    """On GPUs: those of this one process that share out each microbatch (`torch.nn.DataParallel`); `replicate`, a process a GPU, is faster.
-    On a CPU: threads of this one process that compute a microbatch each at the same time."""
+    """GPUs of this one process that share out each microbatch (`torch.nn.DataParallel`). `replicate`, a process a GPU, is faster."""
     transport: Transport = "auto"
     """What carries gradients between processes on CPUs. `auto`: shared memory where all are on one host, else torch's own (Gloo); `torch`:
     always torch's own."""
     threads: Size | None = None
-    """Intra-op threads a process, which `data_parallel` on a CPU shares out. None: what OMP_NUM_THREADS says, else cores ÷ processes;
-    1 in `bitwise` on a CPU. `auto`: measured."""
+    """Intra-op threads a process. None: what OMP_NUM_THREADS says, else cores ÷ processes; 1 in `bitwise` on a CPU. `auto`: measured."""
     workers: Size = 0
     """Loader processes a rank. 0: the data are fetched in the training process. `auto`: measured."""
     prefetch: Size = 2
@@ -107,8 +105,8 @@ class Plan:
                 f"offload=yes with shard={given.get('shard', 1)}; what is kept on the CPU is what the shard axis cuts; give shard two "
                 "processes or more, or leave offload=yes out"
             )
-        if not _counts(self.halvings, 0, 32):
-            raise PlanError(f"halvings={self.halvings}; it counts how often each microbatch is halved and is 0 to 32")
+        if not _counts(self.microbatch_splits, 0, 32):
+            raise PlanError(f"microbatch_splits={self.microbatch_splits}; it counts how often each microbatch is halved and is 0 to 32")
         if self.workers != "auto" and not _counts(self.workers, 0, MOST):
             raise PlanError(f"workers={self.workers}; it counts loader processes a rank and is 0 to {MOST}, or auto")
         if self.threads not in ("auto", None) and not _counts(self.threads, 1, MOST):
@@ -150,8 +148,8 @@ class Plan:
         layers = self.split if isinstance(self.split, tuple) else ()
         if not (_counts(self.split, 1) or (len(layers) > 1 and any(layers) and all(_counts(number, 0) for number in layers))):
             raise PlanError(f"split={self.split}; it is a number of devices, at least 1, or how many layers each device has, such as 3+5")
-        if not _counts(self.data_parallel, 1, MOST):
-            raise PlanError(f"data_parallel={self.data_parallel}; it counts GPUs, or threads, of one process and is 1 to {MOST}")
+        if not _counts(self.data_parallel, 1):
+            raise PlanError(f"data_parallel={self.data_parallel}; it counts GPUs of one process and is at least 1")
         for name, instead in (("split", "pipeline"), ("data_parallel", "replicate")):
             value, axes = getattr(self, name), [axis for axis, size in given.items() if size != 1]
             if value != 1 and axes:
@@ -164,13 +162,9 @@ class Plan:
                 if getattr(self, name) != _default(name):
                     said = _text_of(getattr(self, name))
                     raise PlanError(
-                        f"data_parallel={self.data_parallel} with {name}={said}; it computes on copies of the model at the same time; "
-                        f"leave {name} out, or use replicate={self.data_parallel}, which goes with everything"
+                        f"data_parallel={self.data_parallel} with {name}={said}; it computes each microbatch in parts, on copies of the "
+                        f"model; leave {name} out, or use replicate={self.data_parallel}, which goes with everything"
                     )
-            if self.threads == "auto":
-                raise PlanError(
-                    f"data_parallel={self.data_parallel} with threads=auto; what is timed is one microbatch at a time; leave threads out"
-                )
 
     @property
     def split_devices(self) -> int:

@@ -13,7 +13,7 @@ from lockstep.checkpoint.load import Reader
 from lockstep.checkpoint.manifest import Damaged
 from lockstep.checkpoint.saver import Ended, Saver
 from lockstep.checkpoint.store import folder_at
-from lockstep.comm.mesh import Mesh, whole
+from lockstep.comm.mesh import Mesh, full_tensor
 from lockstep.comm.world import World, join
 from lockstep.plan import Plan
 
@@ -71,6 +71,6 @@ def load(folder: str, turned: bool = False) -> list[str]:
             said.append(str(error))
             continue
         truth = values(name.step)
-        same = all(torch.equal(whole(state[key]), truth[key]) for key in truth)
+        same = all(torch.equal(full_tensor(state[key]), truth[key]) for key in truth)
         said.append("same" if same and reader.manifest.values == {"step": name.step} else "other")
     return said

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
-from lockstep.assignment import microbatches
+from lockstep.assignment import microbatch_spans
 from lockstep.base.errors import DataError, WorkerError
 from lockstep.data.fetch import ALIGNMENT_BYTES, Fetcher
 from lockstep.data.loader import CHUNK_POSITIONS, Loader, Span
@@ -48,7 +48,7 @@ def drawn():
 def spans(count, size, steps=3) -> Iterator[Span]:
     """`steps` global batches of `count` samples, in microbatches of `size`."""
     for step in range(steps):
-        for index, (start, stop) in enumerate(microbatches(count, size, 1)):
+        for index, (start, stop) in enumerate(microbatch_spans(count, size, 1)):
             yield Span(step=step, index=index, start=step * count + start, stop=step * count + stop)
 
 

@@ -280,11 +280,11 @@ def test_a_microbatch_says_which_samples_it_has_and_where_its_shard_goes_on(load
 def test_a_microbatch_that_is_computed_again_is_not_read_again_and_not_what_was_made_of_the_first(load):
     again = [
         Span(step=0, index=1, start=4, stop=8),
-        Span(step=0, index=1, start=4, stop=8, counts=False),
+        Span(step=0, index=1, start=4, stop=8, is_dummy=True),
         Span(step=1, index=1, start=16, stop=20),
     ]
     first, second, third = load(lambda shard, epoch, start: (torch.tensor(n) for n in range(start, 99)), again, window=1, shards=3)
-    assert [each.counts for each in (first, second, third)] == [True, False, True]
+    assert [each.is_dummy for each in (first, second, third)] == [False, True, False]
     first.batch.zero_()
     assert second.batch.tolist() == [0, 1, 2, 3]
     assert third.batch.tolist() == [4, 5, 6, 7]

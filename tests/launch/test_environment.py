@@ -48,8 +48,8 @@ def test_how_a_run_is_looked_after_is_read() -> None:
             Environment.read({name: value})
 
 
-def test_fields_that_may_differ_are_a_list() -> None:
-    assert Environment.read({"LOCKSTEP_MAY_DIFFER": "steps, schedule,"}).may_differ == {"steps", "schedule"}
+def test_fields_that_allow_change_are_a_list() -> None:
+    assert Environment.read({"LOCKSTEP_MAY_DIFFER": "steps, schedule,"}).allow_change == {"steps", "schedule"}
 
 
 def test_an_empty_plan_or_run_directory_is_none() -> None:

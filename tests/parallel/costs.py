@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
-from lockstep.comm.mesh import held
+from lockstep.comm.mesh import to_local
 
 WIDTH, HIDDEN, WORDS, BLOCKS = 48, 192, 480, 4
 """Multiples of 12, so that 2, 3 and 4 ranks cut them evenly."""
@@ -148,4 +148,4 @@ def costs(plan: str, run_dir: str, model: type[Model], styles: Mapping[str, str]
 
 
 def _bytes(tensors: Sequence[Any]) -> int:
-    return sum(held(tensor).nbytes for tensor in tensors)
+    return sum(to_local(tensor).nbytes for tensor in tensors)

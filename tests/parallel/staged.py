@@ -23,9 +23,9 @@ from lockstep.model.pipeline.stages import Stages, keep_only, parts_of
 from lockstep.model.random_streams import Streams
 from lockstep.model.running_statistics import RunningStatistics
 from lockstep.plan import Plan, Schedule
-from lockstep.train.reducers.pipeline import Piped
-from lockstep.train.reducers.post_backward import Parts
-from lockstep.train.reducers.tied_gradients import TiedGradients
+from lockstep.training.reducers.pipeline import Piped
+from lockstep.training.reducers.post_backward import Parts
+from lockstep.training.reducers.tied_gradients import TiedGradients
 
 KEY, WIDTH, CONTEXT = 3, 8, 6
 
@@ -234,7 +234,7 @@ def in_two_pipelines(name: str, schedule: Schedule, steps: list[list[int]]) -> l
     for step, sizes in enumerate(steps):
         engine.begin(len(sizes))
         given = items(name, sizes, torch.float32)
-        rows = pipeline.run([given[place] for place in mesh.deal.share(len(sizes), mesh.data.rank)], columns=2)
+        rows = pipeline.run([given[place] for place in mesh.assignment.indices(len(sizes), mesh.data.rank)], columns=2)
         told = engine.finish(list(rows[:, 0]), list(rows[:, 1]), flag=dist.get_rank() == 1 and step == 0)
         gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
         assert told.weights is not None

@@ -86,9 +86,7 @@ def test_the_forward_is_cut_and_the_model_stays_the_users_own(monkeypatch: pytes
 def test_batchnorm_would_see_parts_of_a_microbatch_and_is_refused() -> None:
     with pytest.raises(RecipeError) as caught:
         cut_over(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), [0, 1])
-    assert str(caught.value).startswith(
-        "data_parallel=2 and a model with BatchNorm ('1'); each copy of the model would take statistics of its own"
-    )
+    assert str(caught.value).startswith("data_parallel=2 and a model with BatchNorm ('1'); each GPU would take the statistics of its part")
 
 
 def test_it_needs_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

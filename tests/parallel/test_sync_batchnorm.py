@@ -19,9 +19,9 @@ from torch.utils.data import TensorDataset
 from training.subjects import FEATURES, OUTPUTS, recipe, rows, same, samples_at, sgd, squared_error, state_of
 
 import lockstep as ls
-from lockstep.assignment import batch_span, microbatches
+from lockstep.assignment import batch_span, microbatch_spans
 from lockstep.base.errors import RecipeError
-from lockstep.comm.mesh import whole
+from lockstep.comm.mesh import full_tensor
 from lockstep.model.sync_batchnorm import Exchange, adopt
 from lockstep.testing.pool import WorkerPool
 
@@ -122,7 +122,7 @@ class Record(ls.Hook):
         self.first = state_of(run.model)
 
     def on_step(self, run: Any) -> None:
-        self.gradients.append(torch.cat([whole(p.grad).reshape(-1) for p in run.model.parameters() if p.grad is not None]).clone())
+        self.gradients.append(torch.cat([full_tensor(p.grad).reshape(-1) for p in run.model.parameters() if p.grad is not None]).clone())
         self.losses.append(run.last.committed[0].loss())
         self.states.append(state_of(run.model))
 
@@ -147,7 +147,7 @@ def by_hand(case: Case, first: dict[str, Tensor], dtype: torch.dtype) -> Found:
         chosen = samples_at(*span, of=SAMPLES)
         optimizer.zero_grad()
         losses.append(0.0)
-        for start, stop in microbatches(len(chosen), case.microbatch, 1):
+        for start, stop in microbatch_spans(len(chosen), case.microbatch, 1):
             loss = squared_error(model, [column[chosen[start:stop]] for column in columns]) * (stop - start) / len(chosen)
             loss.backward()
             losses[-1] += loss.item()
@@ -210,8 +210,8 @@ def test_every_rank_ends_with_the_same_bits(trained: Callable[[str], Any], plan:
 
 
 def test_the_cases_are_what_they_are_called() -> None:
-    assert [stop - start for start, stop in microbatches(8, 3, 1)] == [3, 3, 2]
-    assert [stop - start for start, stop in microbatches(9, 4, 1)] == [4, 4, 1]
+    assert [stop - start for start, stop in microbatch_spans(8, 3, 1)] == [3, 3, 2]
+    assert [stop - start for start, stop in microbatch_spans(9, 4, 1)] == [4, 4, 1]
     assert max(PLANS.values()) > 3 > 2
     assert batch_span(STEPS - 1, length=SAMPLES, global_batch=12, epochs=True) == (24, 31)
 

@@ -18,16 +18,16 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from lockstep.base.errors import RecipeError
-from lockstep.comm.mesh import Mesh, whole
+from lockstep.comm.mesh import Mesh, full_tensor
 from lockstep.model.deferred_init import build
 from lockstep.model.parallelize import Built
 from lockstep.model.shard import Shards, shard
 from lockstep.model.tensor.apply import tensor_parallel
 from lockstep.model.tensor.styles import styles_of
 from lockstep.testing.pool import WorkerPool
-from lockstep.train.optimizer_meshes import separate_meshes
-from lockstep.train.precision import clip
-from lockstep.train.reducers.post_backward import Parts
+from lockstep.training.optimizer_meshes import separate_meshes
+from lockstep.training.precision import clip
+from lockstep.training.reducers.post_backward import Parts
 
 MICROBATCHES = 3
 SUBJECTS: dict[str, tuple[dict[str, Any], Mapping[str, str]]] = {
@@ -100,22 +100,22 @@ def one_step(subject: str, dtype: torch.dtype, sizes: dict[str, int]) -> Found:
     optimizer = torch.optim.AdamW(parameters, lr=1e-2, foreach=True)
     separate_meshes(optimizer)
     engine.begin(MICROBATCHES)
-    share = list(mesh.deal.share(MICROBATCHES, mesh.data.rank))
-    rounds = -(-MICROBATCHES // mesh.deal.ranks) if sizes.get("shard", 1) > 1 else len(share)
+    share = list(mesh.assignment.indices(MICROBATCHES, mesh.data.rank))
+    rounds = -(-MICROBATCHES // mesh.assignment.ranks) if sizes.get("shard", 1) > 1 else len(share)
     values = []
     for turn in range(rounds):
-        counts = turn < len(share)
-        loss = total(model, share[turn] if counts else 0)
-        engine.backward(loss, torch.ones((), dtype=dtype), only_these=False, counts=counts)
-        values += [loss.detach()] if counts else []
+        is_dummy = turn >= len(share)
+        loss = total(model, 0 if is_dummy else share[turn])
+        engine.backward(loss, torch.ones((), dtype=dtype), only_these=False, is_dummy=is_dummy)
+        values += [] if is_dummy else [loss.detach()]
     told = engine.finish(values, None, flag=False)
     gradients = [parameter.grad for parameter in parameters]
     norm = norm_of(gradients, mesh)
     found: Found = {"loss": torch.as_tensor(told.values, dtype=torch.float64).sum().item(), "norm": norm}
-    found["gradients"] = {name: whole(parameter.grad).clone() for name, parameter in model.named_parameters()}
+    found["gradients"] = {name: full_tensor(parameter.grad).clone() for name, parameter in model.named_parameters()}
     clip(gradients, norm, norm / 2)
     optimizer.step()
-    found["parameters"] = {name: whole(parameter.detach()).clone() for name, parameter in model.named_parameters()}
+    found["parameters"] = {name: full_tensor(parameter.detach()).clone() for name, parameter in model.named_parameters()}
     found["held"] = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in parameters)
     engine.close()
     mesh.close()
@@ -217,7 +217,7 @@ def filled() -> list[Any]:
     tensor_parallel(made.module, mesh.torch_mesh["tensor"], styles_of(made.module, TIED, 2), fill=lambda layer: made.fill(layer, device))
     made.fill(made.module, device)
     parameters = dict(made.module.named_parameters())
-    same = all(torch.equal(whole(parameters[name]), parameter) for name, parameter in values.named_parameters())
+    same = all(torch.equal(full_tensor(parameters[name]), parameter) for name, parameter in values.named_parameters())
     words, held = made.module.words.weight, parameters["blocks.1.perceptron.3.weight"]
     storages = [parameter.to_local().untyped_storage().nbytes() // 4 for parameter in (words, held)]
     return [made.reason, same, made.module.head.weight is words, storages]
@@ -284,7 +284,7 @@ def llama_gradients(ranks: int, **changes: Any) -> list[tuple[str, Tensor]]:
     torch.manual_seed(3)
     words = torch.randint(32, (2, 7), generator=torch.Generator().manual_seed(2))
     model.train()(input_ids=words, labels=words).loss.backward()
-    return [(name, whole(parameter.grad)) for name, parameter in model.named_parameters()]
+    return [(name, full_tensor(parameter.grad)) for name, parameter in model.named_parameters()]
 
 
 HUGGING_FACE: list[dict[str, Any]] = [{}, {"tie_word_embeddings": True, "attention_dropout": 0.1}]

@@ -15,11 +15,11 @@ from training.kept import recipe, run
 import lockstep as ls
 from lockstep.base.errors import RecipeError
 from lockstep.checkpoint import foreign
-from lockstep.comm.mesh import held
+from lockstep.comm.mesh import to_local
 from lockstep.model.deferred_init import Deferred
-from lockstep.train import pretrained as starting
-from lockstep.train.pretrained import Start
-from lockstep.train.state import aliases, tensors_of
+from lockstep.training import pretrained as starting
+from lockstep.training.pretrained import Start
+from lockstep.training.state import aliases, tensors_of
 
 GIVEN = recipe()
 
@@ -66,7 +66,7 @@ def read_bytes(plan: str, run_dir: str, weights: Any) -> tuple[int, int]:
     try:
         with ls.Session(plan=plan, run_dir=run_dir) as session:
             model, _ = session.prepare(GIVEN.model, GIVEN.optimizer, stages=GIVEN.stages, tensor=GIVEN.tensor, weights=weights)
-            return read, sum(held(tensor).nbytes for _, tensor in tensors_of(model))
+            return read, sum(to_local(tensor).nbytes for _, tensor in tensors_of(model))
     finally:
         Start.fill = original  # type: ignore[method-assign]
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
-from lockstep.comm.mesh import whole
+from lockstep.comm.mesh import full_tensor
 from lockstep.order import Order
 
 FEATURES = 6
@@ -83,7 +83,7 @@ def learned(run_dir: Path | str) -> list[dict[str, float]]:
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: whole(value.detach()).clone() for name, value in model.state_dict().items()}
+    return {name: full_tensor(value.detach()).clone() for name, value in model.state_dict().items()}
 
 
 def same(one: Any, other: Any) -> bool:

@@ -51,8 +51,7 @@ def test_the_first_is_preferred_that_none_is_much_faster_than(timed: dict[int, f
 
 @given(st.integers(1, 1000), st.integers(1, 64))
 def test_a_step_takes_as_long_as_the_rank_with_the_most_microbatches(microbatches: int, ranks: int) -> None:
-    seconds = step_seconds(1.0, microbatches=microbatches, at_once=ranks)
-    assert seconds == max(len(range(rank, microbatches, ranks)) for rank in range(ranks))
+    assert step_seconds(1.0, microbatches=microbatches, ranks=ranks) == max(len(range(rank, microbatches, ranks)) for rank in range(ranks))
 
 
 @given(TIMES, TIMES, st.integers(1, 64))

@@ -17,11 +17,11 @@ from torch.utils.data import TensorDataset
 from training.subjects import DATA_PLANS, network, recipe, rows, samples_at
 
 import lockstep as ls
-from lockstep.assignment import batch_span, microbatches, steps_of
-from lockstep.comm.mesh import whole
+from lockstep.assignment import batch_span, microbatch_spans, total_steps
+from lockstep.comm.mesh import full_tensor
 from lockstep.recipe import Precision
 from lockstep.testing.pool import WorkerPool
-from lockstep.train.precision import autocast
+from lockstep.training.precision import autocast
 
 Batch = Sequence[Tensor]
 
@@ -67,7 +67,7 @@ class Case:
 
     def steps(self) -> int:
         length = {"steps": None, "epochs": 1} if self.epochs else {"steps": 2, "epochs": None}
-        return steps_of(length=self.samples, global_batch=self.global_batch, **length)
+        return total_steps(length=self.samples, global_batch=self.global_batch, **length)
 
     def batches(self, dtype: torch.dtype) -> list[list[list[Tensor]]]:
         """Of each step, its microbatches on one process."""
@@ -75,7 +75,7 @@ class Case:
         for step in range(self.steps()):
             start, stop = batch_span(step, length=self.samples, global_batch=self.global_batch, epochs=self.epochs)
             samples = samples_at(start, stop, of=self.samples)
-            spans = microbatches(stop - start, self.microbatch, 1)
+            spans = microbatch_spans(stop - start, self.microbatch, 1)
             cut.append([[tensor[samples[a:b]].to(dtype) for tensor in self.data().tensors] for a, b in spans])
         return cut
 
@@ -135,12 +135,12 @@ class Gradients(ls.Hook):
         self.steps: list[Tensor] = []
 
     def on_step(self, run: Any) -> None:
-        self.steps.append(torch.cat([whole(p.grad).reshape(-1) for p in run.model.parameters()]))
+        self.steps.append(torch.cat([full_tensor(p.grad).reshape(-1) for p in run.model.parameters()]))
 
 
 class FirstWeights(ls.Hook):
     def on_start(self, run: Any) -> None:
-        self.weights = {name: whole(value.detach()).clone() for name, value in run.model.state_dict().items()}
+        self.weights = {name: full_tensor(value.detach()).clone() for name, value in run.model.state_dict().items()}
 
 
 def gradients_of_all_cases(plan: str, run_dir: str) -> dict[str, tuple[dict[str, Tensor], list[Tensor]]]:

@@ -15,7 +15,7 @@ from torch.nn.functional import softplus
 from training.subjects import FEATURES, adamw, network, recipe, rows, same, sgd, squared_error, state_of
 
 import lockstep as ls
-from lockstep.base.errors import LockstepError, RecipeError, RunDirectoryError
+from lockstep.base.errors import LockstepError, LossError, RecipeError, RunDirectoryError
 from lockstep.base.events import EventLog
 from lockstep.testing.pool import WorkerPool
 
@@ -156,6 +156,16 @@ def name_the_pair(run_dir: str, several: bool) -> list[str]:
                 step.commit(name(made))
         fingerprints.append(ls.fingerprint(model))
     return fingerprints
+
+
+def test_a_second_compute_in_a_step_is_refused(tmp_path: Path) -> None:
+    with ls.Session(run_dir=str(tmp_path / "run")) as session:
+        session.prepare(network, sgd)
+        for step in session.steps(rows(16), global_batch=8, microbatch=4, steps=1):
+            step.compute(None, squared_error)
+            with pytest.raises(LossError, match=r"step 0: a second step.compute; one computes all microbatches"):
+                step.compute(None, squared_error)
+            step.commit()
 
 
 @pytest.mark.parametrize("several", [False, True])

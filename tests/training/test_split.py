@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 from training.subjects import recipe
 
 import lockstep as ls
-from lockstep.base.errors import RecipeError
+from lockstep.base.errors import PlanError, RecipeError
 from lockstep.model import parallelize as layout
 
 WIDTH, VOCABULARY, LENGTH = 8, 11, 5
@@ -182,16 +182,34 @@ def test_a_loss_scale_reaches_the_gradients_of_both_devices(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("plan", "text"),
+    ("plan", "kind", "text"),
     [
-        ("split=5", "split=5 and a model of 4 layers that can be placed (early.0, early.1, late.0, late.1)"),
-        ("split=2+3", "split=2+3 places 5 layers, and the model has 4"),
+        ("split=5", RecipeError, "split=5 and a model of 4 layers that can be placed (early.0, early.1, late.0, late.1)"),
+        ("split=2+3", RecipeError, "split=2+3 places 5 layers, and the model has 4"),
+        ("data_parallel=2", PlanError, "data_parallel=2 and 0 GPUs"),
     ],
 )
-def test_what_a_model_does_not_allow_is_refused(tmp_path: Path, plan: str, text: str) -> None:
-    with pytest.raises(RecipeError) as caught:
+def test_what_a_model_or_machine_does_not_allow_is_refused(tmp_path: Path, plan: str, kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind) as caught:
         ls.train(tagging(), plan=plan, run_dir=str(tmp_path / "run"))
     assert str(caught.value).startswith(text)
+    assert kind is RecipeError or not (tmp_path / "run").exists()
+
+
+def test_data_parallel_says_in_the_run_that_replicate_is_better(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Without GPUs torch's DataParallel calls the module as it is, so the model that comes out is that of one process."""
+    expected = ls.train(recipe(), run_dir=str(tmp_path / "whole"))
+    monkeypatch.setattr(layout, "gpus_of", lambda home, count: list(range(count)))
+    monkeypatch.setattr(torch.cuda, "default_generators", [torch.Generator(), torch.Generator()])
+    capfd.readouterr()
+    result = ls.train(recipe(), plan="data_parallel=2", run_dir=str(tmp_path / "cut"))
+    assert result.fingerprint == expected.fingerprint
+    (event,) = [event for event in result.events if event.name == "data-parallel"]
+    assert event.details["gpus"] == 2
+    assert "replicate=2, one process a GPU, is faster" in event.details["better"]
+    assert "warning: data_parallel=2; replicate=2, one process a GPU, is faster" in capfd.readouterr().err
 
 
 class Unmoved(Tagger):

@@ -18,12 +18,12 @@ from training.subjects import DATA_PLANS, FEATURES, OUTPUTS, adamw, recipe, rows
 from training.test_source import CPU, a_mesh
 
 import lockstep as ls
-from lockstep.assignment import Deal
+from lockstep.assignment import MicrobatchAssignment
 from lockstep.base.errors import CheckpointError, DataError, LossError, RecipeError
 from lockstep.data.loader import StreamLoader
 from lockstep.data.shards import Position
 from lockstep.testing.pool import WorkerPool
-from lockstep.train.microbatches import Length, from_stream, positions_in
+from lockstep.training.microbatches import Length, from_stream, positions_in
 from lockstep.verify import trace_reader
 from lockstep.verify.trace_request import Tracing
 
@@ -45,10 +45,16 @@ def named_by(sample: Any) -> str:
 
 
 class Segment:
-    """Some steps of a run, on all of `deal`'s ranks, one after another."""
+    """Some steps of a run, on all of `assigned.ranks`, one after another."""
 
     def __init__(
-        self, deal: Deal, batches: tuple[int, int], stream: ls.Stream, first: int, stop: int, positions: dict[int, Position]
+        self,
+        assigned: MicrobatchAssignment,
+        batches: tuple[int, int],
+        stream: ls.Stream,
+        first: int,
+        stop: int,
+        positions: dict[int, Position],
     ) -> None:
         self.batches: dict[tuple[int, int], list[Any]] = {}
         """(step, microbatch) -> its samples."""
@@ -59,17 +65,17 @@ class Segment:
         self.computed: list[list[tuple[int, int, bool]]] = []
         """Of each rank, what it computes."""
         global_batch, microbatch = batches
-        for rank in range(deal.ranks):
-            mesh = a_mesh(rank, deal.ranks, deal)
+        for rank in range(assigned.ranks):
+            mesh = a_mesh(rank, assigned.ranks, assigned)
             length = Length(samples=global_batch, global_batch=global_batch, microbatch=microbatch, steps=stop, epochs=None, mesh=mesh)
             loader = StreamLoader(stream, collate=list, seed=3, device=CPU)
             self.computed.append([])
             for source in from_stream(loader, length, seed=3, first=first, positions=positions):
                 before = source.positions.copy()
                 for item, batch in source.batches(0):
-                    self.computed[rank].append((source.step, item.index, item.counts))
+                    self.computed[rank].append((source.step, item.index, item.is_dummy))
                     assert source.layout.whole(item.index) == (item.index, [named_by(sample) for sample in batch])
-                    if item.counts:
+                    if not item.is_dummy:
                         assert (source.step, item.index) not in self.batches
                         self.batches[source.step, item.index] = batch
                 assert source.mine == 0 or before != source.positions
@@ -80,14 +86,14 @@ class Segment:
 
 
 @st.composite
-def runs(draw: st.DrawFn) -> tuple[tuple[int, int], ls.Stream, list[tuple[Deal, int]]]:
-    """Batches, a stream that fits them, and segments of a run: (how it is dealt, the step that ends it)."""
+def runs(draw: st.DrawFn) -> tuple[tuple[int, int], ls.Stream, list[tuple[MicrobatchAssignment, int]]]:
+    """Batches, a stream that fits them, and segments of a run: (the assignment, the step that ends it)."""
     global_batch = draw(st.integers(1, 12))
     microbatch = draw(st.integers(1, global_batch))
     stream = ls.Stream(numbered, shards=-(-global_batch // microbatch) * draw(st.integers(1, 3)), window=draw(st.integers(1, 9)))
-    deals = st.builds(Deal, st.integers(1, 5), in_turn=st.booleans())
+    assignments = st.builds(MicrobatchAssignment, st.integers(1, 5), round_robin=st.booleans())
     stops = sorted(draw(st.sets(st.integers(1, 25), min_size=1, max_size=4)))
-    return (global_batch, microbatch), stream, [(draw(deals), stop) for stop in stops]
+    return (global_batch, microbatch), stream, [(draw(assignments), stop) for stop in stops]
 
 
 @given(runs())
@@ -96,15 +102,15 @@ def test_each_sample_is_seen_exactly_once_an_epoch_over_any_world_sizes_and_resu
     batches, stream, segments = run
     found: dict[tuple[int, int], list[Any]] = {}
     first, positions = 0, dict[int, Position]()
-    for deal, stop in segments:
-        segment = Segment(deal, batches, stream, first, stop, positions)
+    for assigned, stop in segments:
+        segment = Segment(assigned, batches, stream, first, stop, positions)
         assert all(len(ranks) == 1 for ranks in segment.readers.values())
         assert sorted(segment.positions) == list(range(stream.shards))
-        if deal.in_turn:
+        if assigned.round_robin:
             assert len({tuple(step for step, _, _ in mine) for mine in segment.computed}) == 1
         found |= segment.batches
         first, positions = stop, positions_in(json.loads(json.dumps({"shards": segment.positions})), stream.shards)
-    alone = Segment(Deal(1), batches, stream, 0, first, {})
+    alone = Segment(MicrobatchAssignment(1), batches, stream, 0, first, {})
     assert found == alone.batches
     assert positions == alone.positions
     assert len(found) == first * -(-batches[0] // batches[1])
@@ -124,11 +130,11 @@ def test_each_sample_is_seen_exactly_once_an_epoch_over_any_world_sizes_and_resu
             epoch += 1
 
 
-@pytest.mark.parametrize("in_turn", [False, True])
-def test_a_rank_without_microbatches_says_nothing_of_positions(in_turn: bool) -> None:
-    segment = Segment(Deal(3, in_turn=in_turn), (4, 2), ls.Stream(numbered, shards=4), 0, 3, {})
+@pytest.mark.parametrize("round_robin", [False, True])
+def test_a_rank_without_microbatches_says_nothing_of_positions(round_robin: bool) -> None:
+    segment = Segment(MicrobatchAssignment(3, round_robin=round_robin), (4, 2), ls.Stream(numbered, shards=4), 0, 3, {})
     assert segment.readers == {0: {0}, 2: {0}, 1: {1}, 3: {1}}
-    assert segment.computed[2] == ([(step, 0, False) for step in range(3)] if in_turn else [])
+    assert segment.computed[2] == ([(step, 0, True) for step in range(3)] if round_robin else [])
 
 
 # Whole runs
@@ -189,7 +195,7 @@ def train_with_nan(run_dir: str) -> None:
 def test_a_loss_that_is_not_finite_names_shard_epoch_and_samples(pool: WorkerPool, tmp_path: Path, processes: int) -> None:
     with pytest.raises(LossError) as caught:
         pool.run(processes, train_with_nan, str(tmp_path / "run"))
-    segment = Segment(Deal(1), (12, 4), streamed().data, 0, 2, {})
+    segment = Segment(MicrobatchAssignment(1), (12, 4), streamed().data, 0, 2, {})
     numbers = [int(sample[0][2]) for sample in segment.batches[1, 2]]
     assert str(caught.value).startswith(
         f"step 1: the loss is nan in microbatch 2, computed by rank {processes - 1} from samples {numbers} of shard 5 in epoch 0; "
@@ -319,7 +325,7 @@ def test_a_trace_names_the_samples_of_a_stream_alike_at_any_world_size(pool: Wor
         pool.run(processes, traced, str(tmp_path / str(processes)), None)
         (trace,) = trace_reader.read_traces(tmp_path / str(processes))
         written.append({(each.step, each.index): each.samples for each in trace.microbatches})
-    batches = Segment(Deal(1), (12, 4), streamed().data, 0, 2, {}).batches
+    batches = Segment(MicrobatchAssignment(1), (12, 4), streamed().data, 0, 2, {}).batches
     named = {at: tuple(named_by(sample) for sample in batch) for at, batch in batches.items()}
     assert written == [named, named]
 

@@ -17,7 +17,7 @@ from training.subjects import recipe, rows, squared_error, state_of
 
 import lockstep as ls
 from lockstep.base.errors import RecipeError
-from lockstep.comm.mesh import held
+from lockstep.comm.mesh import to_local
 from lockstep.testing.pool import WorkerPool
 
 PLANS = {"tensor=2": 2, "tensor=3": 3, "replicate=2,tensor=2": 4, "shard=2,tensor=2": 4, "tensor=2,checkpointing=full": 2}
@@ -245,7 +245,7 @@ class Gradients(ls.Hook):
 
     def on_step(self, run: Any) -> None:
         (pair,) = run.session.pairs
-        self.seen.append((pair.loss_scale.value, all(bool(torch.isfinite(held(gradient)).all()) for gradient in pair.gradients())))
+        self.seen.append((pair.loss_scale.value, all(bool(torch.isfinite(to_local(gradient)).all()) for gradient in pair.gradients())))
 
 
 def overflow(plan: str, run_dir: str) -> tuple[list[int], list[tuple[float, bool]], str]:

@@ -14,8 +14,8 @@ from training.subjects import network, recipe, rows, sgd
 
 import lockstep as ls
 from lockstep.testing.pool import WorkerPool
-from lockstep.train.step import Step
-from lockstep.train.train_module import Pair
+from lockstep.training.step import Step
+from lockstep.training.train_module import Pair
 from lockstep.verify import trace_reader
 from lockstep.verify.compare import compare
 from lockstep.verify.distance import distance

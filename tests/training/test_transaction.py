@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 from training.subjects import adamw, recipe, rows, same, samples_at, squared_error, state_of
 
 import lockstep as ls
-from lockstep.assignment import share
+from lockstep.assignment import contiguous_range
 from lockstep.base.errors import LossError
 from lockstep.testing.pool import WorkerPool
 
@@ -143,7 +143,7 @@ def test_a_loss_that_is_not_finite_is_named_on_all_ranks_and_changes_nothing(
     pool: WorkerPool, tmp_path: Path, world_size: int, numerics: str, name: str
 ) -> None:
     changes, value = NOT_FINITE[name]
-    owner = next(rank for rank in range(world_size) if BAD_MICROBATCH in share(GLOBAL_BATCH // MICROBATCH, rank, world_size))
+    owner = next(rank for rank in range(world_size) if BAD_MICROBATCH in contiguous_range(GLOBAL_BATCH // MICROBATCH, rank, world_size))
     for text, unchanged, steps in pool.run(world_size, fail, str(tmp_path / "run"), numerics, changes):
         assert text.startswith(
             f"step {BAD_STEP}: the loss is {value} in microbatch {BAD_MICROBATCH}, computed by rank {owner} from samples {BAD_SAMPLES}; "

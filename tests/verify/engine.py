@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from lockstep.assignment import share
+from lockstep.assignment import contiguous_range
 from lockstep.keys import key
 from lockstep.verify import trace_reader
 from lockstep.verify.perturb import change_model
@@ -101,7 +101,7 @@ class Engine:
 
     def mine(self, rank: int) -> Sequence[int]:
         """Return the rank's microbatches in the order in which it computes them."""
-        return share(self.count, rank, self.size)
+        return contiguous_range(self.count, rank, self.size)
 
     def stream(self, step: int, index: int, rank: int) -> int:
         return self.key(3, step, index)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from verify.engine import Engine, Gradients, added, total_norm
 
-from lockstep.assignment import share
+from lockstep.assignment import contiguous_range
 
 
 class MeanOfMeans(Engine):
@@ -14,7 +14,7 @@ class MeanOfMeans(Engine):
 
     def factor(self, step: int, index: int, rank: int) -> float:
         mask = self.data[2]
-        mine = [sample for i in share(self.count, rank, self.size) for sample in self.samples(step, i)]
+        mine = [sample for i in contiguous_range(self.count, rank, self.size) for sample in self.samples(step, i)]
         return self.weight / float(mask[mine].sum()) / self.size
 
 
@@ -64,7 +64,7 @@ class StatisticsOfOneRank(Engine):
     """BatchNorm's running statistics are updated from the rank's own microbatches."""
 
     def running(self, rank: int) -> list[int]:
-        return list(share(self.count, rank, self.size))
+        return list(contiguous_range(self.count, rank, self.size))
 
 
 class BatchNormInEvalMode(Engine):
@@ -81,7 +81,7 @@ class SameDropoutMask(Engine):
     """Every rank counts its own microbatches from 0."""
 
     def stream(self, step: int, index: int, rank: int) -> int:
-        return self.key(3, step, index - share(self.count, rank, self.size).start)
+        return self.key(3, step, index - contiguous_range(self.count, rank, self.size).start)
 
 
 class MaskOfTheRank(Engine):
@@ -182,7 +182,7 @@ class LossOfOneRank(Engine):
     """Rank 0 logs its own loss."""
 
     def loss(self, rank: int, parts: dict[int, float]) -> float:
-        mine = share(self.count, rank, self.size)
+        mine = contiguous_range(self.count, rank, self.size)
         return sum(parts[index] for index in mine) * self.size
 
 

@@ -16,7 +16,6 @@ from lockstep.verify.jobs import parse_plans
 
 PART = {
     ("gpt-dropout", "fp32"): ["shard=2", "tensor=2", "pipeline=2", "split=2"],
-    ("gpt", "bf16"): ["data_parallel=2"],
     ("convolutions", "bf16"): ["replicate=3", "shard=2,pipeline=2"],
 }
 

@@ -58,7 +58,7 @@ class InProcess:
         self.folder = folder
         self.jobs: list[Job] = []
         self.failing: dict[str, tuple[int, str]] = {}
-        self.facts: dict[str, Any] = {"microbatch": 4, "global_batch": 24, "precision": "fp32", "comm": "exact"}
+        self.facts: dict[str, Any] = {"microbatch": 4, "global_batch": 24, "precision": "fp32", "gradient_compression": "none"}
         self.kinds = kinds
 
     def start(self, job: Job) -> Future[JobResult]:
@@ -125,7 +125,7 @@ class Nudged(Engine):
 
 def test_the_effect_of_compression_is_reported_and_fails_no_plan(tmp_path: Path) -> None:
     runner = InProcess(tmp_path, lambda job: Engine if job.uncompressed or job.processes == 1 else Nudged)
-    runner.facts["comm"] = "int8"
+    runner.facts["gradient_compression"] = "int8"
     report = verify(runner, options("replicate=2", "replicate=1"))
     assert report.passed
     assert [job.name for job in runner.jobs if job.name.endswith("-compressed")] == [
@@ -152,7 +152,7 @@ def test_the_effect_of_compression_is_reported_and_fails_no_plan(tmp_path: Path)
 )
 def test_ranks_that_differ_under_compression_fail(tmp_path: Path, kind: type[Engine], text: str) -> None:
     runner = InProcess(tmp_path, of_plan(kind, "plan-replicate2-numericsfast-compressed"))
-    runner.facts["comm"] = "int8"
+    runner.facts["gradient_compression"] = "int8"
     (verdict,) = verify(runner, options("replicate=2")).verdicts
     assert not verdict.passed
     assert verdict.mismatch is not None
@@ -161,8 +161,11 @@ def test_ranks_that_differ_under_compression_fail(tmp_path: Path, kind: type[Eng
 
 def test_a_plan_that_cannot_compress_did_not_run(tmp_path: Path) -> None:
     runner = InProcess(tmp_path)
-    runner.facts["comm"] = "int8"
-    runner.failing["plan-replicate2-numericsbitwise-compressed"] = (2, "lockstep: RecipeError: comm='int8' with numerics=bitwise")
+    runner.facts["gradient_compression"] = "int8"
+    runner.failing["plan-replicate2-numericsbitwise-compressed"] = (
+        2,
+        "lockstep: RecipeError: gradient_compression='int8' with numerics=bitwise",
+    )
     (verdict,) = verify(runner, options("replicate=2", bitwise=True, float64=False)).verdicts
     assert (verdict.ran, verdict.exit_status, verdict.passed) == (False, 2, False)
 
@@ -337,7 +340,7 @@ def test_plans_are_read_with_their_processes() -> None:
     ("texts", "bitwise", "message"),
     [
         ([], False, "no plan to verify; --plans takes at least one; give for example --plans replicate=2"),
-        (["replicate=2,halvings=1"], False, "halvings=1 in plan 'replicate=2,halvings=1'; verify compares microbatch by microbatch"),
+        (["replicate=2,microbatch_splits=1"], False, "microbatch_splits=1 in plan 'replicate=2,microbatch_splits=1'; verify compares"),
         (["numerics=bitwise"], False, "replicate=auto in plan 'numerics=bitwise'; verify starts as many processes as the axes multiply to"),
         (["replicate=2", "replicate=2,numerics=fast"], False, "plan 'replicate=2,numerics=fast' is given twice in --plans; give it once"),
         (

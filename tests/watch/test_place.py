@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-from concurrent.futures import ThreadPoolExecutor, wait
-
 import torch.distributed.distributed_c10d as torch_exchanges
 
 from lockstep.comm import wait_times as waits
-from lockstep.hooks.hang.snapshot import Frame, called_in, look
+from lockstep.hooks.hang.snapshot import Frame, called_in
 
 MINE = Frame("train.py", 3, "main")
 RECV = Frame(torch_exchanges.__file__, 1, "recv")
@@ -25,21 +22,3 @@ def test_what_goes_from_one_rank_to_another_is_named_by_its_stack_while_waits_ar
 def test_a_stack_that_has_left_torchs_exchanges_is_in_none() -> None:
     for stack in ((MINE,), (MINE, RECV, MINE), (MINE, RECV, MINE, COUNTED), ()):
         assert called_in(stack) is None
-
-
-def test_who_waits_for_a_pool_of_threads_stands_where_the_one_that_is_not_done_does() -> None:
-    ended = threading.Event()
-
-    def stand() -> None:
-        ended.wait(60)
-
-    with ThreadPoolExecutor(3) as pool:
-        stands = pool.submit(stand)
-        wait([pool.submit(int), pool.submit(int)])
-        waiting = threading.Thread(target=wait, args=([stands],))
-        waiting.start()
-        place = look(0, waiting, phase="compute", step=1, seconds=5.0, limit_seconds=5.0, is_first=False)
-        ended.set()
-        waiting.join()
-    assert place.line is not None
-    assert place.line.function.endswith("stand")

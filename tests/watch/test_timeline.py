@@ -60,35 +60,28 @@ def test_exchanges_behind_a_computation_are_told_from_those_that_are_waited_for(
             event("aten::mm", 0, 100, thread=OTHER),
         ),
         WINDOW,
-        {TRAINS},
+        TRAINS,
     )
     assert found == Parts(whole=100.0, compute=40.0, exposed=20.0, overlapped=10.0)
     assert found.idle == 40.0
 
 
 def test_what_is_added_in_shared_memory_belongs_to_the_exchange() -> None:
-    found = parts(of(event("shared:all_reduce", 0, 30, cat="user_annotation"), event("aten::add", 5, 10)), WINDOW, {TRAINS})
+    found = parts(of(event("shared:all_reduce", 0, 30, cat="user_annotation"), event("aten::add", 5, 10)), WINDOW, TRAINS)
     assert (found.compute, found.exposed, found.overlapped) == (0.0, 30.0, 0.0)
 
 
 def test_kernels_are_computations_and_nccls_are_exchanges() -> None:
     found = parts(
-        of(event("gemm", 0, 30, cat="kernel", thread=20), event("ncclAllReduce", 20, 50, cat="kernel", thread=21)), WINDOW, {TRAINS}
+        of(event("gemm", 0, 30, cat="kernel", thread=20), event("ncclAllReduce", 20, 50, cat="kernel", thread=21)), WINDOW, TRAINS
     )
     assert (found.compute, found.exposed, found.overlapped) == (30.0, 20.0, 10.0)
 
 
 def test_the_time_of_an_operator_is_without_what_it_called() -> None:
     trace = of(event("linear", 0, 10), event("mm", 2, 8.5), event("linear", 10, 12), event("elsewhere", 0, 50, thread=OTHER))
-    assert heaviest(trace, {TRAINS}, 5) == [("mm", 1, 6.5), ("linear", 2, 5.5)]
-    assert heaviest(trace, {TRAINS}, 1) == [("mm", 1, 6.5)]
-
-
-def test_of_several_threads_that_train_each_calls_what_it_calls() -> None:
-    trace = of(event("linear", 0, 20), event("mm", 2, 18), event("linear", 4, 14, thread=OTHER), event("mm", 6, 12, thread=OTHER))
-    both = {TRAINS, OTHER}
-    assert parts(trace, WINDOW, both).compute == 16.0
-    assert heaviest(trace, both, 5) == [("mm", 2, 22.0), ("linear", 2, 8.0)]
+    assert heaviest(trace, TRAINS, 5) == [("mm", 1, 6.5), ("linear", 2, 5.5)]
+    assert heaviest(trace, TRAINS, 1) == [("mm", 1, 6.5)]
 
 
 def test_all_ranks_are_processes_of_one_trace_by_one_clock() -> None:

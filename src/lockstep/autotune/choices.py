@@ -39,9 +39,9 @@ def preferred(candidates: Sequence[T], seconds: Mapping[T, float], worth: float)
     return next((each for each in candidates if each in seconds and seconds[each] <= worth * fastest), candidates[0])
 
 
-def step_seconds(seconds: float, *, microbatches: int, at_once: int) -> float:
-    """Of a step of so many `microbatches`, of which so many are computed at the same time, in `seconds` each."""
-    return seconds * -(-microbatches // at_once)
+def step_seconds(seconds: float, *, microbatches: int, ranks: int) -> float:
+    """Of a step in which the rank with the most of `microbatches`, dealt to `ranks`, takes `seconds` for each."""
+    return seconds * -(-microbatches // ranks)
 
 
 def loader_workers(fetch_seconds: float, compute_seconds: float, most: int) -> int:

@@ -22,7 +22,7 @@ from lockstep.checkpoint.folder import Name, Storage
 from lockstep.checkpoint.manifest import Damaged, Unreachable, Unreadable
 from lockstep.checkpoint.pieces import Copy, Piece, copies, torch_dtype
 from lockstep.checkpoint.reading import read_block, read_manifest
-from lockstep.comm.mesh import held
+from lockstep.comm.mesh import to_local
 from lockstep.comm.world import World
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ class _Span:
         self._dtype = torch_dtype(piece.dtype)
         self._strides = [math.prod(piece.lengths[dim + 1 :]) for dim in range(len(piece.lengths))]
         self._wanted = wanted
-        self._target = held(state[piece.name]).detach()
+        self._target = to_local(state[piece.name]).detach()
         ends = [self._ends(copy) for copy in wanted]
         self._first, last = min(first for first, _ in ends), max(last for _, last in ends)
         self.start = at + self._first * self._dtype.itemsize

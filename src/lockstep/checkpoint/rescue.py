@@ -19,7 +19,7 @@ from lockstep.checkpoint.folder import Name, Storage
 from lockstep.checkpoint.manifest import File, Manifest, Place, merged
 from lockstep.checkpoint.pieces import pieces_of
 from lockstep.checkpoint.writer import note
-from lockstep.comm.mesh import held
+from lockstep.comm.mesh import to_local
 
 _COMMIT = "commit"
 
@@ -61,7 +61,7 @@ def _write(folder: Storage, name: Name, file: str, tensors: Mapping[str, Tensor]
     content[: len(image.header)] = torch.frombuffer(bytearray(image.header), dtype=torch.uint8)
     for piece in pieces:
         start, stop = image.span(piece)
-        part = held(tensors[piece.name]).detach().to("cpu").resolve_conj().resolve_neg().contiguous()
+        part = to_local(tensors[piece.name]).detach().to("cpu").resolve_conj().resolve_neg().contiguous()
         content[start:stop] = part.reshape(-1).view(torch.uint8)
     data = content.numpy().data
     folder.write(name, file, cut(data))

@@ -21,7 +21,7 @@ from torch import Tensor
 from lockstep.checkpoint.file_layout import Image
 from lockstep.checkpoint.pieces import Piece, dealt, pieces_of, torch_dtype
 from lockstep.checkpoint.store import folder_at
-from lockstep.comm.mesh import held
+from lockstep.comm.mesh import to_local
 from lockstep.comm.world import World
 
 END_SECONDS = 5.0
@@ -167,7 +167,7 @@ class _Memory:
     @torch.no_grad()
     def copy(self, state: Mapping[str, Tensor]) -> None:
         for name, target in self._targets.items():
-            target.copy_(held(state[name]))
+            target.copy_(to_local(state[name]))
 
     def close(self) -> None:
         self._targets = {}

@@ -78,7 +78,7 @@ def command(
     compare_every: int | None,
     profile: str | None,
     check: bool,
-    may_differ: str | None,
+    allow_change: str | None,
     max_restarts: int,
     nnodes: str | None,
     rdzv: str | None,
@@ -166,7 +166,7 @@ def command(
         "compare_every": str(compare_every) if compare_every is not None else None,
         "profile": profile,
         "check": "1" if check else None,
-        "may_differ": may_differ,
+        "allow_change": allow_change,
         "default_run_dir": str(default_run_path(script, datetime.now()).absolute()),
     }
     number = machines.number if machines is not None else None

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.assignment import Deal
+from lockstep.assignment import MicrobatchAssignment
 from lockstep.comm.hosts import Hosts, forget_hosts
 from lockstep.comm.shared_memory import SharedGroup
 from lockstep.comm.world import World
@@ -33,7 +33,7 @@ class Mesh:
     """All processes."""
     data: World
     """Those with which this one shares out the microbatches: at the same place of the other axes."""
-    deal: Deal
+    assignment: MicrobatchAssignment
     """Who of `data` takes which microbatches."""
     torch_mesh: DeviceMesh | None
     """Torch's, of the axes that are larger than 1, by name. None where that is only `replicate`, or none."""
@@ -58,7 +58,7 @@ class Mesh:
                 axes["data"] = _part(world, shared)
         axes, apart = _with_memory(world, plan, axes)
         data = axes.pop("data", None) or next((axes[axis] for axis in DATA_AXES if axis in axes), _alone(world))
-        return cls(world, data, Deal(data.size, in_turn="shard" in sizes), torch_mesh, axes, apart)
+        return cls(world, data, MicrobatchAssignment(data.size, round_robin="shard" in sizes), torch_mesh, axes, apart)
 
     def close(self) -> None:
         """Give up the shared memory."""
@@ -73,12 +73,16 @@ class Mesh:
 
     def split(self, slices: int) -> Mesh:
         """The same processes, each microbatch split into `slices` among the ranks of `data`."""
-        return replace(self, deal=Deal(self.data.size, in_turn=True, slices=slices))
+        return replace(self, assignment=MicrobatchAssignment(self.data.size, round_robin=True, slices=slices))
 
     def in_order(self, rows: Tensor, count: int) -> Tensor:
         """All microbatches' rows in their order, (count, ...), from each rank's own, one a microbatch. Every rank of `data` calls it."""
-        everyone = self.data.gather_rows(rows, [len(share) for share in self.deal.shares(count)])
-        return everyone[torch.tensor(self.deal.places(count), device=everyone.device)] if self.deal.in_turn else everyone
+        everyone = self.data.gather_rows(rows, [len(share) for share in self.assignment.indices_by_rank(count)])
+        return (
+            everyone[torch.tensor(self.assignment.gathered_positions(count), device=everyone.device)]
+            if self.assignment.round_robin
+            else everyone
+        )
 
     def union(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """The state dict of the whole model, where a rank of a pipeline has part of it; see `Union`. Every rank calls it."""
@@ -91,10 +95,10 @@ class Mesh:
         `sizes`: the samples of each microbatch.
         """
         everyone = self.data.gather_ragged(rows)
-        if not self.deal.in_turn:
+        if not self.assignment.round_robin:
             return everyone
-        parts = torch.split(everyone, [sizes[place] for share in self.deal.shares(len(sizes)) for place in share])
-        return torch.cat([parts[place] for place in self.deal.places(len(sizes))])
+        parts = torch.split(everyone, [sizes[place] for share in self.assignment.indices_by_rank(len(sizes)) for place in share])
+        return torch.cat([parts[place] for place in self.assignment.gathered_positions(len(sizes))])
 
 
 class Union(Mapping[str, Tensor]):
@@ -115,7 +119,7 @@ class Union(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         owner, dtype, shape = self._owners[name]
         if self._pipeline.rank == owner:
-            tensor = whole(self._mine[name].detach()).to(self._pipeline.device).contiguous()
+            tensor = full_tensor(self._mine[name].detach()).to(self._pipeline.device).contiguous()
         else:
             tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self._pipeline.device)
         sent = torch.view_as_real(tensor) if tensor.is_complex() else tensor
@@ -190,13 +194,13 @@ def _part(world: World, part: DeviceMesh) -> World:
     return replace(world, rank=part.get_local_rank(), size=part.size(), owns_group=False, group=part.get_group())
 
 
-def held(tensor: Tensor) -> Tensor:
+def to_local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor that may be distributed, sharing its memory."""
     part: Tensor = tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor
     return part
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """The full tensor, of which this rank may hold a part. Every rank of the tensor's mesh calls it, in the same order."""
     if not hasattr(tensor, "full_tensor"):
         return tensor

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep import tree
-from lockstep.assignment import share
+from lockstep.assignment import contiguous_range
 from lockstep.comm.shared_memory import SharedGroup
 from lockstep.comm.world import all_gather_single
 
@@ -29,7 +29,7 @@ class Shares:
 
     @classmethod
     def of(cls, count: int, world_size: int) -> Shares:
-        spans = [share(count, rank, world_size) for rank in range(world_size)]
+        spans = [contiguous_range(count, rank, world_size) for rank in range(world_size)]
         return cls(count, tuple(tuple(tree.cover(span.start, span.stop, count)) for span in spans))
 
 

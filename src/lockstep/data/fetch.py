@@ -17,7 +17,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from lockstep.base.errors import DataError
 from lockstep.data.generators import seed_generators
-from lockstep.keys import Stream, key
+from lockstep.keys import RandomStream, key
 
 CPU = torch.device("cpu")
 GATHERED_BYTES = 2**20
@@ -33,8 +33,8 @@ class Request(NamedTuple):
     step: int
     microbatch: int
     """Its index in the step."""
-    counts: bool
-    """Whether it is part of the step, see `Span`."""
+    is_dummy: bool
+    """See `Span`."""
     epochs: NDArray[np.int64]
     """The epoch of each sample, of shape (samples,)."""
     samples: NDArray[np.int64]
@@ -103,7 +103,7 @@ class Fetcher:
     def _at_once(self, request: Request) -> Any:
         indices = request.samples.tolist()
         if self._seed_of_samples is not None:
-            seed_generators(key(self._seed_of_samples, Stream.SAMPLE, int(request.epochs[0]), indices[0]), CPU)
+            seed_generators(key(self._seed_of_samples, RandomStream.SAMPLE, int(request.epochs[0]), indices[0]), CPU)
         try:
             fetched = self._data.__getitems__(indices)
         except Exception as error:
@@ -123,7 +123,7 @@ class Fetcher:
         samples = []
         for epoch, index in zip(request.epochs.tolist(), request.samples.tolist(), strict=True):
             if seed is not None:
-                seed_generators(key(seed, Stream.SAMPLE, epoch, index), CPU)
+                seed_generators(key(seed, RandomStream.SAMPLE, epoch, index), CPU)
             try:
                 samples.append(data[index])
             except Exception as error:
@@ -157,7 +157,7 @@ def batch_of(
                 f"({said()})"
             ) from error
     if seed is not None:
-        seed_generators(key(seed, Stream.COLLATE, step, microbatch), CPU)
+        seed_generators(key(seed, RandomStream.COLLATE, step, microbatch), CPU)
     try:
         return collate(samples)
     except Exception as error:

@@ -36,8 +36,8 @@ class Span:
     start: int
     """Its positions are [start, stop)."""
     stop: int
-    counts: bool = True
-    """False: it is computed so that this rank takes part in the others' exchanges, and is no part of the step."""
+    is_dummy: bool = False
+    """True if it is computed only so that a collective has all its ranks; its gradient is discarded."""
 
 
 @dataclass(slots=True)
@@ -46,7 +46,8 @@ class Microbatch:
 
     step: int
     index: int
-    counts: bool
+    is_dummy: bool
+    """See `Span`."""
     size: int
     """Samples."""
     batch: Any
@@ -85,7 +86,7 @@ class Loader:
         is made otherwise than the first one; and whatever the dataset or `collate` raises.
         """
         for request, batch in self._fetched(self._requests(spans)):
-            yield Microbatch(request.step, request.microbatch, request.counts, len(request.samples), self._delivery.pinned(batch))
+            yield Microbatch(request.step, request.microbatch, request.is_dummy, len(request.samples), self._delivery.pinned(batch))
 
     def close(self) -> None:
         """End the worker processes."""
@@ -111,7 +112,7 @@ class Loader:
             stop = 0
             for span in chunk:
                 start, stop = stop, stop + span.stop - span.start
-                yield Request(span.step, span.index, span.counts, epochs[start:stop], samples[start:stop])
+                yield Request(span.step, span.index, span.is_dummy, epochs[start:stop], samples[start:stop])
 
 
 class StreamLoader:
@@ -142,14 +143,14 @@ class StreamLoader:
         `microbatches`: of a global batch. `positions`: where each shard goes on; one that is not there starts. One call at a time. Raises
         what `StreamFetcher` does, and `DataError` where a batch is made otherwise than the first one.
         """
-        for request, made in self._delivery(self._in_turn(self._requests(spans, microbatches, positions))):
+        for request, made in self._delivery(self._round_robin(self._requests(spans, microbatches, positions))):
             if request is None:
                 continue
             batch, origin = made
             self._alike.check(batch, f"step {request.step}, microbatch {request.microbatch}")
-            batches = [batch, *(copy.deepcopy(batch) for _ in request.counts[1:])]  # before anyone changes it in place
-            for counts, each in zip(request.counts, batches, strict=True):
-                yield Microbatch(request.step, request.microbatch, counts, request.size, self._delivery.pinned(each), origin)
+            batches = [batch, *(copy.deepcopy(batch) for _ in request.are_dummies[1:])]  # before anyone changes it in place
+            for is_dummy, each in zip(request.are_dummies, batches, strict=True):
+                yield Microbatch(request.step, request.microbatch, is_dummy, request.size, self._delivery.pinned(each), origin)
 
     def close(self) -> None:
         """End the worker processes, and let go of the stream's iterators."""
@@ -160,13 +161,13 @@ class StreamLoader:
         begun: set[int] = set()
         for (step, index), several in groupby(spans, key=lambda span: (span.step, span.index)):
             span, *again = several
-            counts = (span.counts, *(each.counts for each in again))
-            shard = assignment.shard_of(step, index, microbatches=microbatches, shards=self.shards)
+            are_dummies = (span.is_dummy, *(each.is_dummy for each in again))
+            shard = assignment.stream_shard(step, index, microbatches=microbatches, shards=self.shards)
             begin = None if shard in begun else positions.get(shard, shards.Position())
             begun.add(shard)
-            yield shards.Request(step, index, counts, shard, span.stop - span.start, begin)
+            yield shards.Request(step, index, are_dummies, shard, span.stop - span.start, begin)
 
-    def _in_turn(self, requests: Iterator[shards.Request]) -> Iterator[shards.Request | None]:
+    def _round_robin(self, requests: Iterator[shards.Request]) -> Iterator[shards.Request | None]:
         """With nothing in between, so that each shard's come to one worker: workers take what is asked for in turn."""
         places: dict[int, int] = {}
         turn = 0

@@ -44,8 +44,8 @@ class Request(NamedTuple):
     step: int
     microbatch: int
     """Its index in the step."""
-    counts: tuple[bool, ...]
-    """Of each time that it is computed, whether it is part of the step, see `Span`."""
+    are_dummies: tuple[bool, ...]
+    """One `is_dummy` (see `Span`) for each time that the microbatch is computed."""
     shard: int
     size: int
     begin: Position | None
@@ -114,7 +114,7 @@ def samples(stream: Stream, shard: int, *, seed: int, epoch: int, position: int)
         first = position - position % stream.window
         opened = _opened(stream, shard, seed, epoch, first)
         while window := list(islice(opened, stream.window)):
-            for place in _order(len(window), key(seed, keys.Stream.WINDOW, shard, epoch, first // stream.window))[position - first :]:
+            for place in _order(len(window), key(seed, keys.RandomStream.WINDOW, shard, epoch, first // stream.window))[position - first :]:
                 value, window[place] = window[place], None
                 yield Sample(epoch, position, first + place, value)
                 position += 1
@@ -141,7 +141,7 @@ def _order(count: int, seed: int) -> list[int]:
 
 def _opened(stream: Stream, shard: int, seed: int, epoch: int, start: int) -> Iterator[Any]:
     """The shard's own samples in one epoch, each under its own generators."""
-    seed_generators(key(seed, keys.Stream.SAMPLE, epoch, shard), CPU)
+    seed_generators(key(seed, keys.RandomStream.SAMPLE, epoch, shard), CPU)
     number = start
     try:
         given = stream.open(shard, epoch, start)
@@ -152,7 +152,7 @@ def _opened(stream: Stream, shard: int, seed: int, epoch: int, start: int) -> It
             )
         iterator = iter(given)
         while True:
-            seed_generators(key(seed, keys.Stream.SAMPLE, epoch, shard, number), CPU)
+            seed_generators(key(seed, keys.RandomStream.SAMPLE, epoch, shard, number), CPU)
             try:
                 value = next(iterator)
             except StopIteration:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,10 +47,10 @@ class Parts:
         return self.whole - self.compute - self.exposed
 
 
-def parts(trace: Mapping[str, Any], window: Span, threads: Collection[int]) -> Parts:
-    """`window`: what is looked at, by the trace's clock; `threads`: the numbers of those that train."""
+def parts(trace: Mapping[str, Any], window: Span, thread: int) -> Parts:
+    """`window`: what is looked at, by the trace's clock; `thread`: the number of the one that trains."""
     timed = [event for event in trace["traceEvents"] if event.get("ph") == "X" and "dur" in event]
-    operators = [event for event in timed if event.get("cat") == "cpu_op" and event["tid"] in threads]
+    operators = [event for event in timed if event.get("cat") == "cpu_op" and event["tid"] == thread]
     kernels = [event for event in timed if event.get("cat") == "kernel"]
     exchanges = [event for event in timed if event["name"].startswith(_EXCHANGES)]
     exchanges += [event for event in kernels if event["name"].startswith("nccl")]
@@ -63,14 +63,13 @@ def parts(trace: Mapping[str, Any], window: Span, threads: Collection[int]) -> P
 
 
 def _innermost(operators: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Those that called no other in their thread: the time of one that did may be a wait."""
-    by_thread: defaultdict[int, list[Mapping[str, Any]]] = defaultdict(list)
+    """Those that called no other: the time of one that did may be a wait."""
+    found: list[Mapping[str, Any]] = []
     for event in sorted(operators, key=lambda event: (float(event["ts"]), -float(event["dur"]))):
-        found = by_thread[event["tid"]]
         if found and _span(event)[1] <= _span(found[-1])[1]:
             found.pop()
         found.append(event)
-    return [event for found in by_thread.values() for event in found]
+    return found
 
 
 def _span(event: Mapping[str, Any]) -> Span:
@@ -136,14 +135,14 @@ def _named(rank: int, host: str) -> list[dict[str, Any]]:
     ]
 
 
-def heaviest(trace: Mapping[str, Any], threads: Collection[int], count: int) -> list[tuple[str, int, float]]:
+def heaviest(trace: Mapping[str, Any], thread: int, count: int) -> list[tuple[str, int, float]]:
     """The operators in which the most time was spent, without what they called: name, calls, seconds."""
     calls: Counter[str] = Counter()
     seconds: defaultdict[str, float] = defaultdict(float)
-    by_thread: defaultdict[int, list[tuple[str, float]]] = defaultdict(list)
-    events = [event for event in trace["traceEvents"] if event.get("ph") == "X" and _is_operator(event, threads)]
+    open_: list[tuple[str, float]] = []
+    events = [event for event in trace["traceEvents"] if event.get("ph") == "X" and _is_operator(event, thread)]
     for event in sorted(events, key=lambda event: (float(event["ts"]), -float(event["dur"]))):
-        (start, stop), open_ = _span(event), by_thread[event["tid"]]
+        start, stop = _span(event)
         while open_ and open_[-1][1] <= start:
             open_.pop()
         if open_ and event["cat"] != "kernel":
@@ -155,5 +154,5 @@ def heaviest(trace: Mapping[str, Any], threads: Collection[int], count: int) -> 
     return [(name, calls[name], seconds[name]) for name in sorted(seconds, key=lambda name: -seconds[name])[:count]]
 
 
-def _is_operator(event: Mapping[str, Any], threads: Collection[int]) -> bool:
-    return event.get("cat") == "kernel" or (event.get("cat") == "cpu_op" and event["tid"] in threads)
+def _is_operator(event: Mapping[str, Any], thread: int) -> bool:
+    return event.get("cat") == "kernel" or (event.get("cat") == "cpu_op" and event["tid"] == thread)

@@ -9,7 +9,7 @@ from typing import Literal, cast, get_args
 
 from lockstep.base.errors import LaunchError, RunDirectoryError
 
-ALIKE = ("plan", "resume", "save_every", "out_of_memory", "may_differ", "hang_after", "on_hang", "compare_every", "profile", "check")
+ALIKE = ("plan", "resume", "save_every", "out_of_memory", "allow_change", "hang_after", "on_hang", "compare_every", "profile", "check")
 """What is the same for all processes of a run: by it they know which exchanges come."""
 COMPARE_EVERY = 100
 """Steps between two comparisons of replicas, unless the launcher was told otherwise."""
@@ -42,7 +42,7 @@ class Environment:
     """The steps or the time between checkpoints, given at launch. None: none was given."""
     out_of_memory: str | None = None
     """What was said at launch of running out of memory. None: nothing."""
-    may_differ: frozenset[str] = frozenset()
+    allow_change: frozenset[str] = frozenset()
     """Fields of the recipe that may be others than those of the run that goes on, given at launch."""
     stop_at: float | None = None
     """When the run is to save and end, in seconds since 1970. None: at its end."""
@@ -105,7 +105,7 @@ class Environment:
             resume=environ.get("LOCKSTEP_RESUME") or None,
             save_every=environ.get("LOCKSTEP_SAVE_EVERY") or None,
             out_of_memory=environ.get("LOCKSTEP_OUT_OF_MEMORY") or None,
-            may_differ=frozenset(filter(None, map(str.strip, environ.get("LOCKSTEP_MAY_DIFFER", "").split(",")))),
+            allow_change=frozenset(filter(None, map(str.strip, environ.get("LOCKSTEP_MAY_DIFFER", "").split(",")))),
             stop_at=_time(environ, "LOCKSTEP_STOP_AT"),
             hang_after=environ.get("LOCKSTEP_HANG_AFTER") or None,
             compare_every=_whole(environ, "LOCKSTEP_COMPARE_EVERY", COMPARE_EVERY),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.base.errors import RecipeError
-from lockstep.comm.mesh import whole
+from lockstep.comm.mesh import full_tensor
 from lockstep.logging.fingerprint_bytes import Record, digest
 
 _PIECE_BYTES = 64 << 20
@@ -49,7 +49,7 @@ def _records(state: Mapping[str, Any]) -> Iterator[Record]:
         value = state[name]
         if not isinstance(value, Tensor):
             continue
-        tensor = whole(value.detach())
+        tensor = full_tensor(value.detach())
         if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
             raise RecipeError(
                 f"state dict entry {name!r} is a tensor of layout {tensor.layout}, type {tensor.dtype}, on device {tensor.device}; "

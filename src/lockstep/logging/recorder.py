@@ -18,7 +18,7 @@ from torch import Tensor
 import lockstep.base.errors
 from lockstep.base.errors import RunDirectoryError, UserError, cannot_write, say
 from lockstep.base.events import Event, EventLog
-from lockstep.comm.mesh import whole
+from lockstep.comm.mesh import full_tensor
 from lockstep.comm.world import World
 from lockstep.logging.loggers import Logger, Loggers
 from lockstep.logging.metrics import RESERVED_NAMES, MetricsLog
@@ -176,7 +176,7 @@ class Recorder:
         """Every rank calls it: what is distributed is gathered, one tensor after another."""
         gathered = {}
         for key, value in state_dict.items():
-            tensor = whole(value)
+            tensor = full_tensor(value)
             if self._directory is not None:
                 gathered[key] = tensor.cpu() if isinstance(tensor, Tensor) else tensor  # a GPU need not have room for all
         if self._directory is not None:

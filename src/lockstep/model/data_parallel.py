@@ -25,13 +25,13 @@ def gpus_of(home: torch.device, count: int) -> list[int]:
     return list(range(count))
 
 
-def check_copyable(model: nn.Module, count: int) -> None:
-    """Raises `RecipeError` where what a model's forward does to it counts, and would be done to a copy."""
+def check_cuttable(model: nn.Module, count: int) -> None:
+    """Raises `RecipeError` where a model's forward on parts of a microbatch would compute something else than on the whole."""
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm):
             raise RecipeError(
-                f"data_parallel={count} and a model with BatchNorm ({name!r}); each copy of the model would take statistics of its own, "
-                f"which are lost with it; use replicate={count}"
+                f"data_parallel={count} and a model with BatchNorm ({name!r}); each GPU would take the statistics of its part of a "
+                f"microbatch, and those of all but the first be lost; use replicate={count}"
             )
 
 
@@ -40,7 +40,7 @@ def cut_over(model: nn.Module, gpus: list[int]) -> None:
 
     The model is on the first GPU, where the whole output comes back. Raises `RecipeError`.
     """
-    check_copyable(model, len(gpus))
+    check_cuttable(model, len(gpus))
     parallel = nn.DataParallel(_Forward(model), device_ids=gpus)
 
     def forward(*args: Any, **kwargs: Any) -> Any:

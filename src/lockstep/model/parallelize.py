@@ -23,7 +23,6 @@ from lockstep.model.random_streams import Streams
 from lockstep.model.shard import shard, shard_parts
 from lockstep.model.tensor.apply import tensor_parallel
 from lockstep.model.tensor.styles import check_inside, styles_of
-from lockstep.model.threads import Threads
 from lockstep.model.wrap import compile_forward, recompute
 from lockstep.plan import Plan
 
@@ -116,8 +115,6 @@ class LaidOut:
     pipeline: Pipeline | None
     tied: Sequence[Tied]
     """Parameters that several ranks of the pipeline hold."""
-    threads: Threads | None
-    """Where several of this process compute microbatches at the same time."""
 
 
 def lay_out(
@@ -141,11 +138,7 @@ def lay_out(
     model = built.module
     names = blocks_of(model, blocks)
     parts = parts_of(model, stages)
-    laid = LaidOut(None, None, (), None)
-    if plan.data_parallel != 1 and mesh.world.device.type == "cpu":
-        laid.threads = Threads(model, plan.data_parallel)
-    elif parts:
-        laid.streams = Streams(model, parts, begin)
+    laid = LaidOut(Streams(model, parts, begin) if parts else None, None, ())
     styles = styles_of(model, tensor, mesh.axis("tensor").size) if mesh.axis("tensor").size > 1 else {}
     roots = [""]
     if (pipeline := mesh.axis("pipeline")).size > 1:
@@ -181,7 +174,7 @@ def lay_out(
     fill(model)
     if plan.split != 1:
         split(model, layers, devices_of(mesh.world.device, plan.split_devices), plan.split)
-    if plan.data_parallel != 1 and laid.threads is None:
+    if plan.data_parallel != 1:
         cut_over(model, gpus_of(mesh.world.device, plan.data_parallel))
     return laid
 
@@ -193,7 +186,7 @@ def check_devices(plan: Plan, home: torch.device) -> None:
             "offload=yes on a CPU; it keeps on the CPU what a GPU has no room for; parameters are on the CPU already; leave offload=yes out"
         )
     devices_of(home, plan.split_devices)
-    if plan.data_parallel != 1 and home.type != "cpu":
+    if plan.data_parallel != 1:
         gpus_of(home, plan.data_parallel)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.base.errors import RecipeError
-from lockstep.comm.mesh import Mesh, held
+from lockstep.comm.mesh import Mesh, to_local
 
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -177,7 +177,7 @@ class RunningStatistics:
         widths = [2 + 2 * len(scratch.kept["running_mean"]) for scratch in self._scratches]
         mine = torch.stack(self._rows) if self._rows else torch.zeros((0, sum(widths)), dtype=torch.float64, device=self._world.device)
         self._rows = []
-        everyone = self.mesh.in_order(mine, count)[:: self.mesh.deal.slices or 1]  # all slices of a microbatch say the same
+        everyone = self.mesh.in_order(mine, count)[:: self.mesh.assignment.slices or 1]  # all slices of a microbatch say the same
         if apply is not False:
             for scratch, rows in zip(self._scratches, torch.split(everyone, widths, dim=1), strict=True):
                 scratch.apply(rows, None if apply is True else apply)
@@ -185,7 +185,7 @@ class RunningStatistics:
 
 def _bits(tensor: Tensor) -> Tensor:
     """A copy of this rank's part of the tensor, as bytes. Empty for what has no dense bytes."""
-    part = held(tensor)
+    part = to_local(tensor)
     if part.layout != torch.strided or part.is_quantized:
         return torch.empty(0, dtype=torch.uint8)
     return part.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)

@@ -33,8 +33,8 @@ class Exchange:
     def __init__(self) -> None:
         self.world: World | None = None
         """Those among whom microbatches are split. None: they are whole."""
-        self.counts: bool | None = None
-        """Whether the slice at hand is part of its microbatch; a rank without a slice computes another for nothing. None: no slice is."""
+        self.is_dummy: bool | None = None
+        """True if this rank has no slice of the microbatch and computes a dummy. None: no slice is being computed."""
 
     def __deepcopy__(self, _: Any) -> Exchange:
         """A copy of a model is a model of the same session."""
@@ -48,10 +48,10 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         exchange = self._exchange
-        if exchange.world is None or exchange.counts is None or not self.training:
+        if exchange.world is None or exchange.is_dummy is None or not self.training:
             return _BatchNorm.forward(self, input)
         self._check_input_dim(input)
-        output, mean, variance, number = _Normalise.apply(input, self.weight, self.bias, self.eps, exchange.world, exchange.counts)  # type: ignore[no-untyped-call]
+        output, mean, variance, number = _Normalise.apply(input, self.weight, self.bias, self.eps, exchange.world, exchange.is_dummy)  # type: ignore[no-untyped-call]
         if self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
             factor = 1.0 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
@@ -113,9 +113,9 @@ class _Normalise(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, world: World, counts: bool) -> Any:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, world: World, is_dummy: bool) -> Any:
         channels, kind = x.shape[1], torch.float64 if x.dtype is torch.float64 else torch.float32
-        values = x.numel() // channels if counts else 0
+        values = 0 if is_dummy else x.numel() // channels
         mine = torch.zeros(2 * channels + 1, dtype=torch.float64, device=x.device)
         if values:
             variance, mean = torch.var_mean(x.to(kind), [0, *range(2, x.dim())], correction=0)
@@ -130,7 +130,7 @@ class _Normalise(torch.autograd.Function):
             )
         mean = (numbers * means).sum(0) / number
         variance = (numbers * (variances + (means - mean) ** 2)).sum(0) / number
-        ctx.world, ctx.counts, ctx.eps = world, counts, eps
+        ctx.world, ctx.is_dummy, ctx.eps = world, is_dummy, eps
         ctx.save_for_backward(x, weight, mean, variance, number)
         ctx.mark_non_differentiable(mean, variance, number)
         scale, shift = (None if each is None else each.to(kind) for each in (weight, bias))
@@ -147,7 +147,7 @@ class _Normalise(torch.autograd.Function):
             gradient.to(kind), wide, scale, mean, variance, None, None, False, ctx.eps, [True, True, True]
         )
         sums = torch.stack([for_scale, for_shift]).double()
-        if not ctx.counts:
+        if ctx.is_dummy:
             sums.zero_()
         dist.all_reduce(sums, group=ctx.world.group)
         deviation = torch.rsqrt(variance + ctx.eps)
@@ -156,7 +156,7 @@ class _Normalise(torch.autograd.Function):
         for_x = with_fixed_statistics.sub_(by_shift.view(shape)).addcmul_(
             wide - mean.view(shape), (by_scale * deviation).view(shape), value=-1
         )
-        if not ctx.counts:
+        if ctx.is_dummy:
             for_x.zero_()  # not the microbatch's, though its sums reach it
         needs = ctx.needs_input_grad
         return (

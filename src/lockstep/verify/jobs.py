@@ -52,10 +52,10 @@ def parse_plans(texts: Sequence[str], *, bitwise: bool) -> list[tuple[Plan, int]
             raise PlanError(
                 f"{axis}=auto in plan {text!r}; verify starts as many processes as the axes multiply to; give a number, such as {axis}=2"
             )
-        if plan.halvings:
+        if plan.microbatch_splits:
             raise PlanError(
-                f"halvings={plan.halvings} in plan {text!r}; verify compares microbatch by microbatch, and halves are other ones; leave "
-                "halvings out, or give the recipe a smaller microbatch"
+                f"microbatch_splits={plan.microbatch_splits} in plan {text!r}; verify compares microbatch by microbatch, and parts of "
+                "microbatches are other ones; leave microbatch_splits out, or give the recipe a smaller microbatch"
             )
         if bitwise and "fast" in text:
             raise PlanError(
@@ -137,9 +137,9 @@ def microbatch_size_jobs(global_batch: int, microbatch: int) -> list[Job]:
 def microbatch_for_all(global_batch: int, plans: Sequence[tuple[Plan, int]]) -> int:
     """Return a microbatch size for all plans, for a recipe that leaves it to the plan.
 
-    The plan with the most processes (or threads) then has one microbatch for each.
+    The plan with the most processes then has one microbatch for each.
     """
-    return max(1, -(-global_batch // max(processes * plan.data_parallel for plan, processes in plans)))
+    return max(1, -(-global_batch // max(processes for _, processes in plans)))
 
 
 def _file_name(plan: Plan) -> str:

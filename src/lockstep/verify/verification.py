@@ -111,7 +111,7 @@ class Verification:
         options, start = self._options, self._runner.start
         plan_jobs = [jobs.plan_job(plan, processes, options.steps, self._microbatch) for plan, processes in options.plans]
         started = _StartedRuns(plans=[start(job) for job in plan_jobs])
-        started.compressed = [None if facts["comm"] == "exact" else start(jobs.compressed(job)) for job in plan_jobs]
+        started.compressed = [None if facts["gradient_compression"] == "none" else start(jobs.compressed(job)) for job in plan_jobs]
         if self._fast:
             started.perturbed = [start(job) for job in jobs.perturbed_jobs(options.steps, self._microbatch)]
         float64 = options.float64 and self._fast
@@ -176,7 +176,7 @@ class Verification:
             divergence = comparison.divergence
             verdict.compression.append(
                 CompressionEffect(
-                    gradient_compression=trace.facts["comm"],
+                    gradient_compression=trace.facts["gradient_compression"],
                     steps=comparison.steps,
                     gradient=divergence["gradients"][0],
                     parameters=divergence["parameters"][-1],

@@ -10,7 +10,6 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent import futures
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -128,7 +127,6 @@ def look(
     sleep: Callable[[float], object] = time.sleep,
 ) -> Place:
     """Where this process stands, its training being done by `thread`. Takes a fifth of a second."""
-    thread = _at_work(thread)
     assert thread.ident is not None
     before, seen = _processor_seconds(thread), []
     for _ in range(LOOKS):
@@ -155,16 +153,6 @@ def look(
         stack=stack,
         threads={names.get(ident, str(ident)): frames for ident, frames in stacks.items() if ident != threading.get_ident()},
     )
-
-
-def _at_work(thread: threading.Thread) -> threading.Thread:
-    """The thread itself; where it waits for a pool of threads, the first of them that is not done."""
-    frames = sys._current_frames()
-    if any(frame.file == futures._base.__file__ for frame in stack_of(frames.get(thread.ident or 0))):
-        for each in threading.enumerate():
-            if any(frame.function == "_WorkItem.run" for frame in stack_of(frames.get(each.ident or 0))):
-                return each
-    return thread
 
 
 def doing(stack: Sequence[Frame], *, calls: Sequence[Call], moves: bool, processor: float) -> Doing:

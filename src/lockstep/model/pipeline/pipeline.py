@@ -29,7 +29,7 @@ from lockstep.model.pipeline.stages import Stages, calls
 from lockstep.model.random_streams import Streams
 from lockstep.model.sync_batchnorm import Exchange
 from lockstep.plan import Schedule
-from lockstep.train.reducers.step_stats import Number
+from lockstep.training.reducers.step_stats import Number
 
 if TYPE_CHECKING:
     from lockstep.model.pipeline.torch_stage import Stage
@@ -65,8 +65,8 @@ class Item:
     """What the first part is called with: a tuple of arguments, a dict of keywords, or one tensor. Called twice, on the first rank."""
     score: Callable[[Any], Any]
     """(the last part's output) -> `Scored`; anything where only the forward is computed. Called on the last rank."""
-    counts: bool = True
-    """False: it is computed for the sake of other ranks' exchanges."""
+    is_dummy: bool = False
+    """True if it is computed only for other ranks' collectives."""
 
 
 class Pipeline:
@@ -241,7 +241,7 @@ class Pipeline:
             if stage == len(route):
                 value = item.score(value)
                 self._results[place] = value.record if torch.is_grad_enabled() else value  # the graph is torch's to let go of
-        if torch.is_grad_enabled() and item.counts:
+        if torch.is_grad_enabled() and not item.is_dummy:
             self._ran(local)
         if stage < len(route):
             route[stage].check(value, self._name(stage))
@@ -382,11 +382,11 @@ class Pipeline:
         if exchange is None:
             yield
             return
-        exchange.counts = item.counts
+        exchange.is_dummy = item.is_dummy
         try:
             yield
         finally:
-            exchange.counts = None
+            exchange.is_dummy = None
 
     def _name(self, stage: int) -> str:
         return self.stages.parts[self.stages.cuts[stage].stop - 1]

@@ -1,0 +1,186 @@
+"""Open a run: join the processes, agree on the plan, open the run directory, and fix all of it in one `Context`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any
+
+import torch.distributed as dist
+
+from lockstep.checkpoint.folder import Storage
+from lockstep.checkpoint.store import folder_at
+from lockstep.comm.mesh import Mesh
+from lockstep.comm.world import World, join
+from lockstep.hooks.fallbacks import Remembered, recall
+from lockstep.hooks.hang.collective_check import Checked
+from lockstep.launch.environment import Environment, check_alike
+from lockstep.launch.termination import Termination
+from lockstep.logging.loggers import Logger
+from lockstep.logging.phases import Phases
+from lockstep.logging.recorder import Recorder
+from lockstep.model.parallelize import check_devices
+from lockstep.plan import Plan
+from lockstep.recipe import Precision
+from lockstep.saving import Resume, Saving, check_resume, interval
+from lockstep.training.context import Context, Overrides
+from lockstep.training.hook import Hook
+from lockstep.training.set_up import check_compression_fits, check_same, resolved, set_up_computation
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """A run as the script asks for it: the arguments of `Session`. The launcher's go first."""
+
+    run_dir: str | None
+    seed: int
+    plan: Plan | None
+    precision: Precision
+    gradient_compression: str
+    log_every: int
+    recipe: dict[str, Any] | None
+    saving: Saving
+    resume: Resume
+    allow_change: frozenset[str]
+    loggers: Sequence[Logger]
+
+    def over(self, environment: Environment) -> Request:
+        """This request with what the launcher gives instead."""
+        saving, resume = self.saving, self.resume
+        if environment.save_every is not None:
+            saving = replace(saving, every=interval(environment.save_every, "LOCKSTEP_SAVE_EVERY"))
+        if environment.resume is not None:
+            resume = check_resume(environment.resume, "LOCKSTEP_RESUME")
+        return replace(
+            self,
+            plan=self.plan if environment.plan is None else Plan.parse(environment.plan),
+            run_dir=environment.run_dir or self.run_dir,
+            saving=saving,
+            resume=resume,
+            allow_change=self.allow_change | environment.allow_change,
+        )
+
+    def checkpoints(self, context: Context) -> Storage:
+        """Where the run's checkpoints are."""
+        return folder_at(self.saving.folder or context.run_dir / "checkpoints")
+
+    def compared(self, launched: str | None) -> dict[str, Any]:
+        """JSON of everything that the script must give alike on all ranks. Its plan counts only if none is `launched`."""
+        learned = {
+            "seed": self.seed,
+            "precision": self.precision,
+            "gradient_compression": self.gradient_compression,
+            **(self.recipe or {}),
+        }
+        executed = {"plan": launched or str(self.plan or Plan()), "log_every": self.log_every, "resume": self.resume}
+        return {**learned, **executed, "saving": str(self.saving), "allow_change": sorted(self.allow_change)}
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A run that is open on this rank."""
+
+    context: Context
+    request: Request
+    """As it was with the launcher's settings."""
+    given_plan: Plan
+    """The plan that was asked for, before what an earlier failure made of it."""
+    remembered: Remembered
+    """Changes to the plan after earlier failures for want of memory."""
+
+
+def open_run(
+    request: Request, environment: Environment, overrides: Overrides, phases: Phases, termination: Termination, stack: ExitStack
+) -> Opened:
+    """Every rank calls it. `stack` closes what it opens. Raises `PlanError`, `LaunchError` and `RunDirectoryError`."""
+    world = _join(request, environment)
+    asked = request.over(environment)
+    precision = overrides.precision or request.precision
+    compression = overrides.gradient_compression or request.gradient_compression
+    given = (asked.plan or Plan()).resolve(world.size)
+    check_devices(given, world.device)
+    check_compression_fits(given, compression)
+    if environment.check and world.size > 1:
+        given = replace(given, transport="torch")  # only torch's collectives can be compared
+        stack.enter_context(Checked(dist.distributed_c10d._get_default_store(), world.rank))
+    mesh = Mesh.of(world, given)
+    stack.callback(mesh.close)
+    stack.enter_context(termination)
+    recorder = Recorder(
+        asked.run_dir,
+        world,
+        resume=asked.resume,
+        default=environment.default_run_dir,
+        loggers=() if overrides.bare else request.loggers,
+    )
+    stack.callback(recorder.close)
+    remembered = recall(world, recorder.path, goes_on=recorder.goes_on)
+    plan = remembered.over(given, world.device.type)
+    set_up_computation(plan, world, environment.threads, stack)
+    context = Context(
+        world=world,
+        mesh=mesh,
+        plan=plan,
+        precision=precision,
+        gradient_compression=compression,
+        requested_compression=request.gradient_compression,
+        seed=request.seed,
+        log_every=request.log_every,
+        recipe=request.recipe,
+        recorder=recorder,
+        phases=phases,
+        overrides=overrides,
+    )
+    return Opened(context, asked, given, remembered)
+
+
+def _join(request: Request, environment: Environment) -> World:
+    """Join the process group. Raises if the ranks were launched, or called, with other settings."""
+    world = join(
+        rank=environment.rank,
+        size=environment.world_size,
+        local_rank=environment.local_rank,
+        local_size=environment.local_world_size,
+    )
+    everyone = world.gather_values([environment.alike(), request.compared(environment.plan)])
+    check_alike([launched for launched, _ in everyone])
+    check_same([given for _, given in everyone])
+    return world
+
+
+def record_start(opened: Opened, request: Request, environment: Environment) -> None:
+    """Write run.json, and the events and messages that say how this run differs from what was asked for. `request`: the script's."""
+    context = opened.context
+    recorder = context.recorder
+    recorder.start(
+        plan=context.plan,
+        world=context.world,
+        launcher=environment.launcher,
+        seed=context.seed,
+        recipe=context.recipe,
+        checkpoints=opened.request.saving.folder,
+    )
+    recorder.event("run-started", 0, plan=str(context.plan), world_size=context.world.size)
+    if environment.restarted is not None:
+        recorder.event("restarted", 0, reason=environment.restarted, restarts=environment.restarts)
+    launched_plan = str(opened.given_plan) if environment.plan is not None else None
+    for name, by_script, launched in (
+        ("plan", request.plan and resolved(request.plan, context.world.size), launched_plan),
+        ("run_dir", request.run_dir, environment.run_dir),
+    ):
+        if by_script and launched and by_script != launched:
+            recorder.event("launcher-overrides-script", 0, what=name, script=by_script, launcher=launched)
+
+
+def read_probe(environ: Mapping[str, str]) -> tuple[Overrides, tuple[Hook, ...]]:
+    """The overrides and hooks of the module that LOCKSTEP_PROBE names; none without it.
+
+    `lockstep verify` sets the variable. The module's function `install(environ)` returns both.
+    """
+    name = environ.get("LOCKSTEP_PROBE")
+    if name is None:
+        return Overrides(), ()
+    overrides, hooks = import_module(name).install(environ)
+    return overrides, tuple(hooks)

@@ -1,0 +1,62 @@
+"""Parameters that stages on several ranks hold: their gradients are summed over those ranks, and counted on one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.comm.mesh import to_local
+from lockstep.comm.world import World
+from lockstep.model.pipeline.stages import Tied
+
+
+class TiedGradients:
+    """The tied parameters of one model on one rank of a pipeline. `pipeline`: its ranks, of which this is one."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], tied: Sequence[Tied], pipeline: World) -> None:
+        """`parameters`: the trainable ones of this rank's stages, by name, in the engine's order."""
+        self._pipeline = pipeline
+        places = {name: place for place, name in enumerate(parameters)}
+        mine = [each for each in tied if pipeline.rank in each.ranks and each.name in parameters]
+        self._mine = [(places[each.name], parameters[each.name], each.ranks) for each in mine]
+        self._elsewhere = {id(parameter) for _, parameter, ranks in self._mine if ranks[0] != pipeline.rank}
+
+    def counts(self, parameter: nn.Parameter) -> bool:
+        """Whether this rank counts the parameter in the gradient's norm."""
+        return id(parameter) not in self._elsewhere
+
+    def sum(self, used: list[float]) -> None:
+        """Make each tied `.grad` the sum over the stages that hold it, with the same bits on each, and note in `used` whether one used it.
+
+        Every rank of the pipeline calls it, once a step, after the last backward and before clipping.
+        """
+        for at, parameter, ranks in self._mine:
+            place = to_local(parameter.detach())
+            mine = torch.zeros(place.numel() + 1, dtype=place.dtype, device=self._pipeline.device)
+            if used[at] and parameter.grad is not None:
+                mine[:-1] = to_local(parameter.grad).reshape(-1)
+                mine[-1] = 1.0
+            self._sum(mine, ranks)
+            used[at] = float(mine[-1] > 0)
+            if not used[at]:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            to_local(parameter.grad).copy_(mine[:-1].view_as(place))
+
+    def _sum(self, mine: Tensor, ranks: Sequence[int]) -> None:
+        """The first of `ranks` adds in their order, and tells the others."""
+        group = self._pipeline.group or dist.group.WORLD
+        if self._pipeline.rank != ranks[0]:
+            dist.send(mine, group=group, group_dst=ranks[0])
+            dist.recv(mine, group=group, group_src=ranks[0])
+            return
+        other = torch.empty_like(mine)
+        for rank in ranks[1:]:
+            dist.recv(other, group=group, group_src=rank)
+            mine += other
+        for rank in ranks[1:]:
+            dist.send(mine, group=group, group_dst=rank)
