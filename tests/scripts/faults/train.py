@@ -64,7 +64,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--mistake", default="")
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--gradient_compression", default="none")
+    parser.add_argument("--gradient-compression", default="none")
     options = parser.parse_args()
     mistake = options.mistake
     if mistake == "fails":

@@ -1,4 +1,4 @@
-"""What makes a run a twin: noise, float64, eval mode."""
+"""Perturbed runs: noise, float64, eval mode."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def test_noise_is_the_same_for_one_seed_and_draws_from_no_default_generator() ->
     x = torch.randn(16, 4)
     found = []
     for seed in (0, 0, 1):
-        twin = model()
+        perturbed = model()
         state = torch.default_generator.get_state()
-        add_noise(twin, seed)
+        add_noise(perturbed, seed)
         assert torch.equal(torch.default_generator.get_state(), state)
-        found.append(gradient(twin, x))
+        found.append(gradient(perturbed, x))
     assert torch.equal(found[0], found[1])
     assert not torch.equal(found[0], found[2])
     apart = (found[0] - found[2]).norm() / found[0].norm()
@@ -77,20 +77,20 @@ def test_noise_is_of_the_type_that_a_layer_computes_in() -> None:
     for autocast in (False, True):
         found = []
         for seed in (0, 1):
-            twin = model()
-            add_noise(twin, seed)
+            perturbed = model()
+            add_noise(perturbed, seed)
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-                found.append(gradient(twin, x))
+                found.append(gradient(perturbed, x))
         apart.append(float((found[0] - found[1]).norm() / found[0].norm()))
     assert apart[1] > 1e3 * apart[0]
 
 
 def test_float64_keeps_the_values_and_widens_the_batch(tmp_path: Path) -> None:
-    twin, original = model(), model()
-    change_model(twin, Tracing(folder=tmp_path, float64=True))
+    perturbed, original = model(), model()
+    change_model(perturbed, Tracing(folder=tmp_path, float64=True))
     assert all(
         after.dtype is torch.float64 and torch.equal(after, before.double())
-        for before, after in zip(original.parameters(), twin.parameters(), strict=True)
+        for before, after in zip(original.parameters(), perturbed.parameters(), strict=True)
     )
     assert torch.zeros(1).dtype is torch.float32
     change_defaults(Tracing(folder=tmp_path))
@@ -99,7 +99,7 @@ def test_float64_keeps_the_values_and_widens_the_batch(tmp_path: Path) -> None:
     assert torch.zeros(1).dtype is torch.float64
     batch = change_batch([torch.ones(2, 4, dtype=torch.float32), torch.arange(2)], Tracing(folder=tmp_path, float64=True))
     assert [part.dtype for part in batch] == [torch.float64, torch.int64]
-    assert twin(batch[0]).dtype is torch.float64
+    assert perturbed(batch[0]).dtype is torch.float64
 
 
 def test_nests_keep_their_shape() -> None:
@@ -112,10 +112,10 @@ def test_nests_keep_their_shape() -> None:
 
 
 def test_a_model_in_eval_mode_stays_in_it(tmp_path: Path) -> None:
-    twin = model()
-    change_model(twin, Tracing(folder=tmp_path, eval_mode=True))
-    assert twin.train() is twin
-    assert not any(module.training for module in twin.modules())
+    perturbed = model()
+    change_model(perturbed, Tracing(folder=tmp_path, eval_mode=True))
+    assert perturbed.train() is perturbed
+    assert not any(module.training for module in perturbed.modules())
 
 
 class Island(nn.Module):

@@ -1,4 +1,4 @@
-"""Runs of the user's script as subprocesses, each leaving a trace."""
+"""Runs jobs: the user's script as subprocesses, each of which writes a trace."""
 
 from __future__ import annotations
 
@@ -16,32 +16,33 @@ from pathlib import Path
 from types import TracebackType
 
 from lockstep.options import LaunchOptions
-from lockstep.verify.records import Trace, read
-from lockstep.verify.runs_to_take import Job
+from lockstep.verify.jobs import Job
+from lockstep.verify.trace_reader import Trace, read_traces
 from lockstep.verify.trace_request import Tracing
 
 STOP_SECONDS = 10.0
-"""From asking a run to stop to killing it."""
+"""Seconds from asking a run to stop to killing it."""
 TAIL_LINES = 30
+"""Lines of a failed run's output that are kept."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ended:
-    """How a run ended."""
+class JobResult:
+    """A run that has ended."""
 
     job: Job
     status: int
-    """As a shell shows it."""
+    """Exit status as a shell shows it: 128 + N after signal N."""
     traces: list[Trace]
-    """One for each pair; empty where the run failed or never trained."""
+    """One for each train module; empty if the run failed or never trained."""
     error: str
-    """The end of what it wrote to stderr, or to stdout where it wrote nothing there. Empty where it went well."""
+    """Last lines of its stderr, or of its stdout if stderr is empty. Empty if the run succeeded."""
     seconds: float
     timed_out: bool = False
 
 
 class Runner:
-    """Runs jobs, several at once where there are processors for it. Use it in a `with`: leaving it ends every run."""
+    """Runs jobs, several at once if there is room. Use it in a `with`: leaving the block ends every run."""
 
     def __init__(
         self,
@@ -50,10 +51,13 @@ class Runner:
         *,
         timeout_seconds: float,
         slots: int,
-        tell: Callable[[str], None] = lambda _: None,
+        report_progress: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`script`: `[-m] SCRIPT ARGS...`. `folder`: where runs leave their files. `slots`: processes at once; a job that needs more
-        of them runs alone. `tell` is given a line when a run ends."""
+        """`script`: `[-m] SCRIPT ARGS...`.
+
+        `folder`: the directory for all runs' files. `slots`: processes at once; a job that needs more of them runs
+        alone. `report_progress` is called with a line when a run ends.
+        """
         self._script = list(script)
         self._folder = folder
         self._timeout_seconds = timeout_seconds
@@ -63,7 +67,7 @@ class Runner:
         self._pool = ThreadPoolExecutor(max_workers=self._slots)
         self._running: set[subprocess.Popen[bytes]] = set()
         self._ending = False
-        self._tell = tell
+        self._report_progress = report_progress
 
     def __enter__(self) -> Runner:
         return self
@@ -77,37 +81,37 @@ class Runner:
             _stop(process)
         self._pool.shutdown(cancel_futures=True)
 
-    def start(self, job: Job) -> Future[Ended]:
-        """Run it when there is room. The future's result raises nothing of the run's own."""
+    def start(self, job: Job) -> Future[JobResult]:
+        """Run `job` when there is room. A run that fails is a result, not an exception of the future."""
         return self._pool.submit(self._run, job)
 
-    def run(self, jobs: Sequence[Job]) -> list[Ended]:
-        """Run them all; in the order of `jobs`."""
+    def run(self, jobs: Sequence[Job]) -> list[JobResult]:
+        """Run all jobs and return their results in the order of `jobs`."""
         return [future.result() for future in [self.start(job) for job in jobs]]
 
-    def _run(self, job: Job) -> Ended:
+    def _run(self, job: Job) -> JobResult:
         needed = min(job.processes, self._slots)
         with self._changed:
             self._changed.wait_for(lambda: self._free >= needed or self._ending)
             self._free -= needed
         try:
-            ended = self._ended(job)
+            result = self._result(job)
         finally:
             with self._changed:
                 self._free += needed
                 self._changed.notify_all()
-        outcome = "did not end in time" if ended.timed_out else "done" if ended.status == 0 else f"failed (exit status {ended.status})"
-        self._tell(f"{job.name}: {outcome}, {ended.seconds:.0f} s")
-        return ended
+        outcome = "timed out" if result.timed_out else "done" if result.status == 0 else f"failed (exit status {result.status})"
+        self._report_progress(f"{job.name}: {outcome}, {result.seconds:.0f} s")
+        return result
 
-    def _ended(self, job: Job) -> Ended:
+    def _result(self, job: Job) -> JobResult:
         folder = self._folder / job.name
         trace = folder / "trace"
         trace.mkdir(parents=True)
-        began = time.monotonic()
+        started = time.monotonic()
         with (folder / "stdout").open("wb") as output, (folder / "stderr").open("wb") as errors, self._changed:
             if self._ending:
-                return Ended(job=job, status=1, traces=[], error="", seconds=0.0)
+                return JobResult(job=job, status=1, traces=[], error="", seconds=0.0)
             process = subprocess.Popen(
                 self._command(job, folder / "run"), env=_environment(job, trace), stdin=subprocess.DEVNULL, stdout=output, stderr=errors
             )
@@ -122,12 +126,12 @@ class Runner:
             with self._changed:
                 self._running.discard(process)
         failed = status != 0 or timed_out
-        return Ended(
+        return JobResult(
             job=job,
             status=status if status >= 0 else 128 - status,
-            traces=[] if failed else read(trace),
+            traces=[] if failed else read_traces(trace),
             error=_tail(folder) if failed else "",
-            seconds=time.monotonic() - began,
+            seconds=time.monotonic() - started,
             timed_out=timed_out,
         )
 
@@ -136,26 +140,26 @@ class Runner:
         return [sys.executable, "-m", "lockstep", "run", *options.arguments(), *self._script]
 
 
-def asked(job: Job, trace: Path) -> Tracing:
-    """What a run is told to trace. `trace`: its folder."""
+def tracing_of(job: Job, trace: Path) -> Tracing:
+    """Return the trace request that `job` is started with. `trace`: the folder of the trace."""
     return Tracing(
         folder=trace,
         steps=job.steps,
-        noise=job.noise,
+        noise=job.noise_seed,
         float64=job.float64,
         microbatch=job.microbatch,
         eval_mode=job.eval_mode,
-        exact=job.exact,
+        exact=job.uncompressed,
     )
 
 
 def _environment(job: Job, trace: Path) -> dict[str, str]:
-    """One thread a process: on CPUs their number changes bits."""
-    return {**os.environ, **asked(job, trace).variables(), "OMP_NUM_THREADS": "1"}
+    """Return the job's environment. One thread per process: on CPUs the number of threads changes bits."""
+    return {**os.environ, **tracing_of(job, trace).variables(), "OMP_NUM_THREADS": "1"}
 
 
 def _stop(process: subprocess.Popen[bytes]) -> int:
-    """End a `lockstep run`: it ends its workers, and where it is killed the kernel does."""
+    """End a `lockstep run`. It ends its workers; if it is killed, the kernel does."""
     with suppress(ProcessLookupError):
         process.send_signal(signal.SIGTERM)
     try:

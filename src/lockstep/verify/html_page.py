@@ -1,4 +1,7 @@
-"""The page of a verification: verdicts, and each plan's divergence against the twins' band. One file, no network, light and dark. Pure."""
+"""The HTML page of a verification: the verdicts, and each plan's divergence beside that of the perturbed runs. Pure.
+
+One file that needs no network, for light and dark displays.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from lockstep.verify.verdict import COLUMNS, Report, Verdict
 
 WIDTH, HEIGHT = 320, 180
 LEFT, RIGHT, TOP, BOTTOM = 46, 8, 10, 24
-TITLES = {"gradients": "gradients", "parameters": "parameters", "loss": "loss"}
+KINDS = ("gradients", "parameters", "loss")
 
 _STYLE = """
 :root { --ground: #fff; --text: #1b1f24; --faint: #6a737d; --line: #d0d7de; --band: #9ec5f0; --plan: #0b57a4 }
@@ -33,19 +36,19 @@ pre { overflow-x: auto; background: color-mix(in srgb, var(--line) 30%, transpar
 
 
 def page(report: Report) -> str:
-    """The whole HTML document."""
+    """Return the whole HTML document."""
     title = f"lockstep verify {report.script}"
     parts = [
         f"<h1>{escape(title)}</h1>",
         f'<p>{report.steps} steps: <strong class="{_colour(report.passed)}">{report.summary()}</strong>.</p>',
         _table(report),
-        _recipe(report),
-        *(f'<p class="faint">{escape(remark)}</p>' for remark in report.remarks),
+        _microbatch_size(report),
+        *(f'<p class="faint">{escape(note)}</p>' for note in report.notes),
         *(_plan(report, verdict) for verdict in report.verdicts),
-        "<h2>How to read it</h2><p>A curve is the distance from the run on one process, all tensors pooled, relative to their size. On the "
-        "lower edge it is zero: the same bits. The band is how far apart runs on one process come that differ by noise of one unit in the "
-        "last place: rounding alone does that to this model. A curve in, near or below the band is right; a plan fails where some tensor "
-        f"is more than {report.limit:g} times as far, and a bitwise one where any bit differs.</p>",
+        "<h2>How to read it</h2><p>A curve is the distance from the run on one process, all tensors pooled, relative to their size. The "
+        "lower edge is zero: the same bits. The band is the distance between runs on one process that differ by noise of one unit in the "
+        "last place: it is what rounding alone does to this model. A curve in, near or below the band is right. A plan fails if some "
+        f"tensor is more than {report.tolerance:g} × rounding away; a plan with numerics=bitwise fails if any bit differs.</p>",
     ]
     head = f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
     head += '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">'
@@ -55,40 +58,41 @@ def page(report: Report) -> str:
 def _table(report: Report) -> str:
     rows = []
     for verdict in report.verdicts:
-        plan, processes, said, *rest = map(escape, verdict.row(report.limit))
-        cells = f'<td>{plan}</td><td class="number">{processes}</td><td class="{_colour(verdict.passed)}">{said}</td>'
+        plan, processes, outcome, *rest = map(escape, verdict.row(report.tolerance))
+        cells = f'<td>{plan}</td><td class="number">{processes}</td><td class="{_colour(verdict.passed)}">{outcome}</td>'
         rows.append(f"<tr>{cells}{''.join(f'<td>{cell}</td>' for cell in rest)}</tr>")
     head = "".join(f'<th class="number">{name}</th>' if name == "processes" else f"<th>{name}</th>" for name in COLUMNS)
     return f'<div class="wide"><table><tr>{head}</tr>{"".join(rows)}</table></div>'
 
 
-def _recipe(report: Report) -> str:
-    if report.recipe is not None:
-        said = f'<p class="bad">The same batch cut into other microbatches: {escape(report.recipe.text())}</p>'
-        return f"{said}<p>{escape(report.recipe.why())}</p>"
-    if report.recipe_checked:
-        return "<p>The same batch cut into other microbatches has the same gradient.</p>"
+def _microbatch_size(report: Report) -> str:
+    mismatch = report.microbatch_size_mismatch
+    if mismatch is not None:
+        text = f'<p class="bad">The same batch with another microbatch size: {escape(mismatch.text())}</p>'
+        return f"{text}<p>{escape(mismatch.why())}</p>"
+    if report.microbatch_size_checked:
+        return "<p>The same batch has the same gradient with another microbatch size.</p>"
     return ""
 
 
 def _plan(report: Report, verdict: Verdict) -> str:
     parts = [f"<h2>{escape(verdict.plan)}</h2>"]
     if not verdict.ran:
-        parts.append(f'<p class="bad">The run failed (exit status {verdict.status}).</p><pre>{escape(verdict.error)}</pre>')
-    if verdict.failure is not None:
-        parts.append(f'<p class="bad">{escape(verdict.failure.text())}</p>')
-        parts.append(f"<p>{escape(verdict.failure.why())}</p>")
-    parts += [f"<p>{escape(each.text())}</p>" for each in verdict.compressed]
-    parts += [f'<p class="faint">{escape(remark)}</p>' for remark in verdict.remarks]
+        parts.append(f'<p class="bad">The run failed (exit status {verdict.exit_status}).</p><pre>{escape(verdict.error)}</pre>')
+    if verdict.mismatch is not None:
+        parts.append(f'<p class="bad">{escape(verdict.mismatch.text())}</p>')
+        parts.append(f"<p>{escape(verdict.mismatch.why())}</p>")
+    parts += [f"<p>{escape(each.text())}</p>" for each in verdict.compression]
+    parts += [f'<p class="faint">{escape(note)}</p>' for note in verdict.notes]
     if verdict.comparisons:
-        curves = verdict.comparisons[0].curves
-        charts = [chart(TITLES[kind], curves[kind], report.bands.get(kind, []), passed=verdict.passed) for kind in TITLES]
+        curves = verdict.comparisons[0].divergence
+        charts = [chart(kind, curves[kind], report.rounding_spread.get(kind, []), passed=verdict.passed) for kind in KINDS]
         parts.append(f'<div class="charts">{"".join(charts)}</div>')
     return "".join(parts)
 
 
 def chart(title: str, curve: Sequence[float], band: Sequence[tuple[float, float]], *, passed: bool) -> str:
-    """An SVG figure: distance over steps on a logarithmic scale. What is zero, and so has no logarithm, stands on the lower edge."""
+    """Return an SVG figure of the distance over the steps, on a logarithmic scale. Zero is on the lower edge."""
     numbers = [value for value in [*curve, *(value for pair in band for value in pair)] if value > 0 and math.isfinite(value)]
     low = math.floor(math.log10(min(numbers, default=1e-8)))
     high = max(math.ceil(math.log10(max(numbers, default=1e-7))), low + 1)
@@ -97,8 +101,8 @@ def chart(title: str, curve: Sequence[float], band: Sequence[tuple[float, float]
         return LEFT + (WIDTH - LEFT - RIGHT) * (step / max(1, len(curve) - 1))
 
     def y(value: float) -> float:
-        place = 0.0 if value <= 0 else 1.0 if math.isinf(value) else (math.log10(value) - low) / (high - low)
-        return HEIGHT - BOTTOM - (HEIGHT - BOTTOM - TOP) * min(1.0, max(0.0, place))
+        position = 0.0 if value <= 0 else 1.0 if math.isinf(value) else (math.log10(value) - low) / (high - low)
+        return HEIGHT - BOTTOM - (HEIGHT - BOTTOM - TOP) * min(1.0, max(0.0, position))
 
     parts = []
     for power in range(low, high + 1, -(-(high - low) // 4)):
