@@ -13,11 +13,11 @@ from types import TracebackType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.base.errors import LossError, PlanError, RecipeError
 from lockstep.base.events import Event
+from lockstep.base.torch_private import default_store
 from lockstep.checkpoint.folder import Storage
 from lockstep.checkpoint.load import Reader
 from lockstep.checkpoint.store import folder_at
@@ -165,7 +165,7 @@ class Session:
             check_comm_fits(given, self.comm)
             if environment.check and self.world.size > 1:
                 given = replace(given, transport="torch")  # which is what can be compared
-                stack.enter_context(Checked(dist.distributed_c10d._get_default_store(), self.world.rank))
+                stack.enter_context(Checked(default_store(), self.world.rank))
             self.mesh = Mesh.of(self.world, given)
             stack.callback(self.mesh.close)
             if environment.resume is not None:

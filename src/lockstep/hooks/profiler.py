@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
+from lockstep.base.torch_private import ProfilerConfig
 from lockstep.comm.world import World
 from lockstep.hooks.stragglers import peak_bytes
 from lockstep.hooks.timeline import Parts, heaviest, merged, parts
@@ -67,7 +67,7 @@ class Profiling:
         if self._world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self._world.device.type == "cuda" else [])
-        everything = _ExperimentalConfig(profile_all_threads=any(pair.threads is not None for pair in self._pairs))
+        everything = ProfilerConfig(profile_all_threads=any(pair.threads is not None for pair in self._pairs))
         self._profiler = profile(activities=activities, experimental_config=everything)
         self._profiler.__enter__()  # type: ignore[no-untyped-call]
         self._phases.log = []

@@ -13,10 +13,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-_REFRESHED = frozenset({"_flat_weights", "_flat_weight_refs"})
-"""What recurrent modules of torch make anew where their parameters are others."""
+from lockstep.base.torch_private import MODULE_DICTS, RECURRENT_CACHES, gradient_hooks, own_modules, own_parameters
+
 _MISSING = object()
-_PARTS = ("_parameters", "_buffers", "_modules")
 
 
 @dataclass(slots=True)
@@ -50,8 +49,8 @@ class _Made:
 
     def _moved(self) -> str | None:
         """The name of a parameter that is elsewhere in memory than the model's."""
-        for name, parameter in self.own._parameters.items():
-            if parameter is not None and _place(self.module._parameters[name]) != _place(parameter):
+        for name, parameter in own_parameters(self.own).items():
+            if parameter is not None and _place(own_parameters(self.module)[name]) != _place(parameter):
                 return name
         return None
 
@@ -76,18 +75,18 @@ class Copy:
         if id(own) in self._made:
             return self._made[id(own)].module
         made = self._made[id(own)] = _Made.of(own)
-        for name, parameter in own._parameters.items():
+        for name, parameter in own_parameters(own).items():
             if parameter is not None and id(parameter) not in self.parameters:
                 self.parameters[id(parameter)] = _alias(parameter)
-            made.module._parameters[name] = None if parameter is None else self.parameters[id(parameter)]
-        for name, child in own._modules.items():
-            made.module._modules[name] = None if child is None else self._module(child)
+            own_parameters(made.module)[name] = None if parameter is None else self.parameters[id(parameter)]
+        for name, child in own_modules(own).items():
+            own_modules(made.module)[name] = None if child is None else self._module(child)
         made.note()
         return made.module
 
     def is_current(self) -> bool:
         """Whether it is a copy of the model as it is now."""
-        plain = not any(parameter._backward_hooks or vars(parameter) for made in self._made.values() for parameter in _parameters(made.own))
+        plain = not any(gradient_hooks(parameter) or vars(parameter) for made in self._made.values() for parameter in _parameters(made.own))
         return plain and all(made.is_current() for made in self._made.values())
 
     def left_behind(self) -> str | None:
@@ -104,19 +103,19 @@ def _alias(parameter: nn.Parameter) -> nn.Parameter:
     alias = nn.Parameter(parameter.detach(), parameter.requires_grad)
     alias.__class__ = parameter.__class__
     alias.__dict__.update(parameter.__dict__)
-    for hook in (parameter._backward_hooks or {}).values():
+    for hook in gradient_hooks(parameter).values():
         alias.register_hook(hook)  # type: ignore[no-untyped-call]
     return alias
 
 
 def _with_own_containers(attributes: dict[str, Any]) -> dict[str, Any]:
     """Attributes of a module, of which dicts, lists and sets are copies. Hooks are in dicts of another type, and stay the model's."""
-    return {name: value.copy() if type(value) in (dict, list, set) or name in _PARTS else value for name, value in attributes.items()}
+    return {name: value.copy() if type(value) in (dict, list, set) or name in MODULE_DICTS else value for name, value in attributes.items()}
 
 
 def _first_other(now: dict[str, Any], before: dict[str, Any]) -> str | None:
     """The first attribute of a module, parameter, buffer or child that is not what it was."""
-    for part in _PARTS:
+    for part in MODULE_DICTS:
         same = len(now[part]) == len(before[part]) and all(map(is_, now[part].values(), before[part].values()))
         if not same and (found := _other(now[part], before[part], is_)) is not None:
             return found
@@ -126,7 +125,9 @@ def _first_other(now: dict[str, Any], before: dict[str, Any]) -> str | None:
 def _other(now: dict[str, Any], before: dict[str, Any], same: Callable[[Any, Any], bool]) -> str | None:
     """The first name under which there is something else."""
     names = now.keys() | before.keys() if now.keys() != before.keys() else now
-    return next((name for name in names if name not in _REFRESHED and not same(now.get(name, _MISSING), before.get(name, _MISSING))), None)
+    return next(
+        (name for name in names if name not in RECURRENT_CACHES and not same(now.get(name, _MISSING), before.get(name, _MISSING))), None
+    )
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -138,7 +139,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    return (parameter for parameter in module._parameters.values() if parameter is not None)
+    return (parameter for parameter in own_parameters(module).values() if parameter is not None)
 
 
 def _place(parameter: Tensor | None) -> tuple[Any, ...]:

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.base.errors import PlanError, RecipeError
+from lockstep.base.torch_private import BatchNormBase
 
 
 def gpus_of(home: torch.device, count: int) -> list[int]:
@@ -28,7 +28,7 @@ def gpus_of(home: torch.device, count: int) -> list[int]:
 def check_copyable(model: nn.Module, count: int) -> None:
     """Raises `RecipeError` where what a model's forward does to it counts, and would be done to a copy."""
     for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm):
+        if isinstance(module, BatchNormBase):
             raise RecipeError(
                 f"data_parallel={count} and a model with BatchNorm ({name!r}); each copy of the model would take statistics of its own, "
                 f"which are lost with it; use replicate={count}"

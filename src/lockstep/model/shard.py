@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
 from lockstep.base.errors import RecipeError
+from lockstep.base.torch_private import DefaultAllGather, fsdp_parameter_group, own_parameters, set_unshard_async
 from lockstep.comm.mesh import Mesh, to_local
 from lockstep.model.shared_parameters import tie, ties
 from lockstep.model.skipped_blocks import Visits
@@ -69,7 +69,7 @@ def shard(
     fill(model)
     root = fully_shard(model, mesh=axis, reshard_after_forward=free_root, offload_policy=policy)
     # In the backward it gathers a block ahead by itself, on a CPU only then without waiting for it.
-    root._set_unshard_async_op(on_cpu)
+    set_unshard_async(root, on_cpu)
     visits.enter()
 
 
@@ -109,7 +109,7 @@ class Shards:
         self._groups = _groups(model)
         memory = mesh.axis("shard").memory
         for group in self._groups:
-            scatter = OrderedScatter(mesh, group._get_fsdp_state()._fsdp_param_group) if bitwise else Scatter(memory)
+            scatter = OrderedScatter(mesh, fsdp_parameter_group(group)) if bitwise else Scatter(memory)
             group.set_custom_reduce_scatter(scatter)
             if memory is not None:
                 group.set_custom_all_gather(Gather(memory))
@@ -184,7 +184,7 @@ class _Used:
             own = [
                 (module, name, places[id(parameter)])
                 for module in _modules_of(group)
-                for name, parameter in module._parameters.items()
+                for name, parameter in own_parameters(module).items()
                 if id(parameter) in places
             ]
             self._handles.append(group.register_forward_pre_hook(self._watch(own)))
@@ -201,7 +201,7 @@ class _Used:
 
         def before(_: nn.Module, __: Any) -> None:
             for module, name, place in own:
-                parameter = module._parameters[name]
+                parameter = own_parameters(module)[name]
                 if place not in self._hooks and parameter is not None and parameter.requires_grad:
                     self._hooks[place] = parameter.register_post_accumulate_grad_hook(self._note(place))  # type: ignore[no-untyped-call]
 

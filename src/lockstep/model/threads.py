@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from lockstep.base.errors import RecipeError
+from lockstep.base.torch_private import is_compiled_in_place, post_accumulate_hooks, wraps_compiled
 from lockstep.model.copies import Copy
 from lockstep.model.data_parallel import check_copyable
 
@@ -129,12 +130,12 @@ class Replicas:
 def _check_leaves(model: nn.Module, count: int) -> None:
     """Raises `RecipeError` where gradients would not be left on the copies' parameters, or something would look for them elsewhere."""
     for name, module in model.named_modules():
-        if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
+        if is_compiled_in_place(module) or wraps_compiled(module):
             raise RecipeError(
                 f"data_parallel={count} and a compiled module ({name or 'the model'!r}); compiled code computes with the model itself, not "
                 f"with copies of it; leave torch.compile out, or use replicate={count}"
             )
-    hooked = next((name for name, parameter in model.named_parameters() if parameter._post_accumulate_grad_hooks), None)
+    hooked = next((name for name, parameter in model.named_parameters() if post_accumulate_hooks(parameter)), None)
     if hooked is not None:
         raise RecipeError(
             f"data_parallel={count} and a hook of register_post_accumulate_grad_hook on {hooked!r}; gradients add up on copies of the "

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from lockstep.base.torch_private import BatchNormBase
 from lockstep.comm.mesh import Mesh, full_tensor
 from lockstep.plan import Plan
 from lockstep.recipe import Precision
@@ -83,7 +83,7 @@ class Traced:
             writes = all(mesh.axis(axis).rank == 0 for axis in ("replicate", "shard", "tensor"))
             self._tracer = Tracer(self._tracing, rank=rank, world_size=world_size, plan=str(plan), whole=_is_whole(mesh), writes=writes)
             self._looks_for_islands &= world_size == 1
-        batchnorm = any(isinstance(module, _BatchNorm) for pair in pairs for module in pair.model.modules())
+        batchnorm = any(isinstance(module, BatchNormBase) for pair in pairs for module in pair.model.modules())
         self._tracer.facts(**facts, microbatch=microbatch, batchnorm=batchnorm)
         for number, pair in enumerate(_traced(pairs)):
             if pair.committed == 0:

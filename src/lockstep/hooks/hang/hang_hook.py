@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from lockstep.base.errors import HangError, cannot_write, say
+from lockstep.base.torch_private import default_store
 from lockstep.comm.world import World
 from lockstep.hooks.hang.report import Hang
 from lockstep.hooks.hang.snapshot import Place
@@ -47,7 +47,7 @@ class Standstill:
         """Begin to watch this thread, which trains. Every rank calls it. `attempt`: of this start of the run, the same on all."""
         mailbox = None
         if self.world.size > 1:
-            mailbox = StoreMailbox(dist.distributed_c10d._get_default_store(), f"lockstep/watch/{attempt}")
+            mailbox = StoreMailbox(default_store(), f"lockstep/watch/{attempt}")
         watchdog = Watchdog(
             phases,
             self.patience,
