@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
-import torch.distributed as dist
-
+from lockstep.base.torch_private import default_store
 from lockstep.checkpoint.folder import Storage
 from lockstep.checkpoint.store import folder_at
 from lockstep.comm.mesh import Mesh
@@ -105,7 +104,7 @@ def open_run(
     check_compression_fits(given, compression)
     if environment.check and world.size > 1:
         given = replace(given, transport="torch")  # only torch's collectives can be compared
-        stack.enter_context(Checked(dist.distributed_c10d._get_default_store(), world.rank))
+        stack.enter_context(Checked(default_store(), world.rank))
     mesh = Mesh.of(world, given)
     stack.callback(mesh.close)
     stack.enter_context(termination)

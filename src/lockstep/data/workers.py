@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lockstep.base.errors import LaunchError, WorkerError
 from lockstep.base.parent_death import die_with_parent
+from lockstep.base.torch_private import shut_down_workers
 from lockstep.data.fetch import Fetcher
 from lockstep.data.shards import StreamFetcher
 
@@ -80,10 +81,9 @@ class Workers:
 
     def close(self) -> None:
         """End the processes. One that is busy may finish its microbatch; after 5 seconds it is terminated."""
-        batches, self._batches, self._loader._iterator = self._batches, None, None
+        batches, self._batches = self._batches, None
         try:
-            if batches is not None:
-                batches._shutdown_workers()
+            shut_down_workers(self._loader, batches)
         finally:
             shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -12,9 +12,9 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from lockstep.base.errors import HangError, cannot_write, say
+from lockstep.base.torch_private import default_store
 from lockstep.hooks.hang.report import Hang
 from lockstep.hooks.hang.snapshot import Place
 from lockstep.hooks.hang.watchdog import StoreMailbox, Watchdog
@@ -45,7 +45,7 @@ class HangHook(Hook):
             return
         world, mailbox = context.world, None
         if world.size > 1:
-            mailbox = StoreMailbox(dist.distributed_c10d._get_default_store(), f"lockstep/watch/{context.recorder.attempt}")
+            mailbox = StoreMailbox(default_store(), f"lockstep/watch/{context.recorder.attempt}")
         self._watchdog = Watchdog(
             context.phases,
             timeouts,
