@@ -16,12 +16,12 @@ from lockstep.comm.world import World, join
 from lockstep.hooks.fallbacks import Remembered, recall
 from lockstep.hooks.hang.collective_check import Checked
 from lockstep.launch.environment import Environment
-from lockstep.options import check_shared_options
 from lockstep.launch.termination import Termination
 from lockstep.logging.loggers import Logger
 from lockstep.logging.phases import Phases
 from lockstep.logging.recorder import Recorder
 from lockstep.model.parallelize import check_devices
+from lockstep.options import check_shared_options
 from lockstep.plan import Plan
 from lockstep.recipe import Precision
 from lockstep.saving import Resume, Saving, check_resume, interval
