@@ -39,7 +39,7 @@ class HouseHooks:
         setting = check_out_of_memory(environment.out_of_memory or "retry", "LOCKSTEP_OUT_OF_MEMORY")
         timeouts = None if bare else WatchdogTimeouts.parse(environment.hang_after, environment.on_hang)
         steps = None if environment.profile is None else steps_of(environment.profile)
-        audit = ReplicaAudit(every=environment.compare_every)
+        audit = ReplicaAudit(every=environment.compare_every or 0)
         self.metrics = Metrics()
         self.evaluation = None if evaluation is None else Evaluation(evaluation, self.metrics)
         self.checkpointing = Checkpointing(
