@@ -14,7 +14,6 @@ from lockstep.hooks.profiler import Profiler
 from lockstep.hooks.replica_audit import ReplicaAudit
 from lockstep.hooks.stragglers import Stragglers
 from lockstep.hooks.timeline import steps_of
-from lockstep.launch.environment import Environment
 from lockstep.launch.termination import Termination
 from lockstep.opening import Opened
 from lockstep.recipe import Evaluation as EvaluationSettings
@@ -29,13 +28,14 @@ class HouseHooks:
     def __init__(
         self,
         opened: Opened,
-        environment: Environment,
         termination: Termination,
         *,
-        user_hooks: Sequence[Hook],
+        hooks: Sequence[Hook],
         evaluation: EvaluationSettings | None,
     ) -> None:
-        request, bare = opened.request, opened.context.overrides.bare
+        """`hooks`: the user's."""
+        environment, request, bare = opened.environment, opened.request, opened.context.overrides.bare
+        user_hooks = [*hooks, *opened.hooks]
         setting = check_out_of_memory(environment.out_of_memory or "retry", "LOCKSTEP_OUT_OF_MEMORY")
         timeouts = None if bare else WatchdogTimeouts.parse(environment.hang_after, environment.on_hang)
         steps = None if environment.profile is None else steps_of(environment.profile)

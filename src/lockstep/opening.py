@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
+from lockstep.base.errors import PlanError
 from lockstep.base.torch_private import default_store
 from lockstep.checkpoint.folder import Storage
 from lockstep.checkpoint.store import folder_at
@@ -16,18 +18,19 @@ from lockstep.comm.world import World, join
 from lockstep.hooks.fallbacks import Remembered, recall
 from lockstep.hooks.hang.collective_check import Checked
 from lockstep.launch.environment import Environment
+from lockstep.launch.slurm.commands import set_task_variables
 from lockstep.launch.termination import Termination
 from lockstep.logging.loggers import Logger
 from lockstep.logging.phases import Phases
 from lockstep.logging.recorder import Recorder
 from lockstep.model.parallelize import check_devices
-from lockstep.options import check_shared_options
+from lockstep.options import check_run_dir, check_shared_options
 from lockstep.plan import Plan
-from lockstep.recipe import Precision
-from lockstep.saving import Resume, Saving, check_resume, interval
+from lockstep.recipe import Precision, check_compression, check_count, check_precision, check_seed
+from lockstep.saving import Resume, Saving, check_allow_change, check_resume, interval
 from lockstep.training.context import Context, Overrides
 from lockstep.training.hook import Hook
-from lockstep.training.set_up import check_compression_fits, check_same, resolved, set_up_computation
+from lockstep.training.set_up import check_compression_fits, check_same, remarks, resolved, set_up_computation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +48,32 @@ class Request:
     resume: Resume
     allow_change: frozenset[str]
     loggers: Sequence[Logger]
+
+    @classmethod
+    def checked(
+        cls,
+        *,
+        plan: str | Plan | None,
+        saving: Saving | None,
+        resume: Resume,
+        allow_change: Collection[str],
+        **given: Any,
+    ) -> Request:
+        """The request with these arguments of `Session`. Raises the children of `UserError` for values that are none."""
+        check_count("log_every", given["log_every"], "steps")
+        check_precision(given["precision"])
+        check_compression(given["gradient_compression"])
+        check_seed(given["seed"])
+        check_run_dir(given["run_dir"], "run_dir")
+        if not isinstance(plan, Plan | str | None):
+            raise PlanError(f"plan={plan!r} (a {type(plan).__name__}); it is an ls.Plan, or text such as 'replicate=2,numerics=bitwise'")
+        return cls(
+            plan=Plan.parse(plan) if isinstance(plan, str) else plan,
+            saving=Saving() if saving is None else saving,
+            resume=check_resume(resume, "resume"),
+            allow_change=check_allow_change(allow_change),
+            **given,
+        )
 
     def over(self, environment: Environment) -> Request:
         """This request with what the launcher gives instead."""
@@ -83,6 +112,9 @@ class Opened:
     """A run that is open on this rank."""
 
     context: Context
+    environment: Environment
+    hooks: Sequence[Hook]
+    """The probe's."""
     request: Request
     """As it was with the launcher's settings."""
     given_plan: Plan
@@ -91,10 +123,11 @@ class Opened:
     """Changes to the plan after earlier failures for want of memory."""
 
 
-def open_run(
-    request: Request, environment: Environment, overrides: Overrides, phases: Phases, termination: Termination, stack: ExitStack
-) -> Opened:
+def open_run(request: Request, termination: Termination, stack: ExitStack) -> Opened:
     """Every rank calls it. `stack` closes what it opens. Raises `PlanError`, `LaunchError` and `RunDirectoryError`."""
+    set_task_variables(os.environ)
+    environment = Environment.read(os.environ)
+    overrides, hooks = read_probe(os.environ)
     world = _join(request, environment)
     asked = request.over(environment)
     precision = overrides.precision or request.precision
@@ -130,10 +163,12 @@ def open_run(
         log_every=request.log_every,
         recipe=request.recipe,
         recorder=recorder,
-        phases=phases,
+        phases=Phases(),
         overrides=overrides,
     )
-    return Opened(context, asked, given, remembered)
+    opened = Opened(context, environment, hooks, asked, given, remembered)
+    _record_start(opened, request)
+    return opened
 
 
 def _join(request: Request, environment: Environment) -> World:
@@ -150,10 +185,9 @@ def _join(request: Request, environment: Environment) -> World:
     return world
 
 
-def record_start(opened: Opened, request: Request, environment: Environment) -> None:
+def _record_start(opened: Opened, request: Request) -> None:
     """Write run.json, and the events and messages that say how this run differs from what was asked for. `request`: the script's."""
-    context = opened.context
-    recorder = context.recorder
+    context, environment, recorder = opened.context, opened.environment, opened.context.recorder
     recorder.start(
         plan=context.plan,
         world=context.world,
@@ -172,6 +206,10 @@ def record_start(opened: Opened, request: Request, environment: Environment) -> 
     ):
         if by_script and launched and by_script != launched:
             recorder.event("launcher-overrides-script", 0, what=name, script=by_script, launcher=launched)
+    for remark in remarks(context.plan, context.mesh, context.precision):
+        recorder.event(remark.event, 0, **remark.details)
+        if remark.line is not None:
+            recorder.message(remark.line)
 
 
 def read_probe(environ: Mapping[str, str]) -> tuple[Overrides, tuple[Hook, ...]]:

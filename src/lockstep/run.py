@@ -100,7 +100,7 @@ def train(
 
 
 def _train(recipe: Recipe, session: Session) -> Result:
-    run, evaluation = session.run, session.evaluation
+    run, evaluation = session.run, session.house.evaluation
     _prepare(recipe, session)
     assert recipe.microbatch != "auto", "_resolve has chosen one"
     for step in session.steps(
@@ -116,7 +116,7 @@ def _train(recipe: Recipe, session: Session) -> Result:
         step.commit(clip_norm=recipe.clip_norm)
     if evaluation is not None:
         evaluation.measure(run)
-    seconds = session.pace.seconds()
+    seconds = session.house.metrics.pace.seconds()
     session.finish()
     return _result(session, seconds)
 
@@ -157,10 +157,10 @@ def _prepare(recipe: Recipe, session: Session) -> None:
         check()
     else:
         pipeline.together(check)
-    if session.evaluation is not None:
-        session.evaluation.prepare(run, recipe)
+    if session.house.evaluation is not None:
+        session.house.evaluation.prepare(run, recipe)
     run.include("run", run)
-    for place, hook in enumerate(session.user_hooks):
+    for place, hook in enumerate(session.hooks):
         if isinstance(hook, Stateful):
             run.include(f"{place}-{type(hook).__qualname__}", hook)
 
@@ -181,7 +181,7 @@ def _result(session: Session, seconds: float) -> Result:
         rank=session.rank,
         world_size=session.world_size,
         seconds=seconds,
-        samples_per_second=session.pace.total_samples / seconds,
+        samples_per_second=session.house.metrics.pace.total_samples / seconds,
         events=list(recorder.events.events),
     )
     recorder.end({name: value for name, value in asdict(result).items() if name not in ("rank", "events")})

@@ -13,30 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.base.errors import CheckpointError, PlanError
+from lockstep.base.errors import CheckpointError
 from lockstep.comm.world import World, exact_sum
-from lockstep.hooks.evaluation import Evaluation as EvaluationHook
 from lockstep.house_hooks import HouseHooks
-from lockstep.launch.environment import Environment
 from lockstep.launch.failure import account
-from lockstep.launch.slurm.commands import set_task_variables
 from lockstep.launch.termination import Preempted, Termination
 from lockstep.logging.loggers import Logger
-from lockstep.logging.phases import Phases
-from lockstep.logging.recorder import Pace
-from lockstep.model.sync_batchnorm import Exchange
-from lockstep.opening import Opened, Request, open_run, read_probe, record_start
-from lockstep.options import check_run_dir
+from lockstep.opening import Opened, Request, open_run
 from lockstep.plan import Plan
-from lockstep.recipe import Evaluation, Precision, Weights, check_compression, check_count, check_precision, check_seed
-from lockstep.saving import Resume, Saving, check_allow_change, check_resume
+from lockstep.recipe import Evaluation, Precision, Weights
+from lockstep.saving import Resume, Saving
+from lockstep.training import loop
 from lockstep.training import precision as precisions
 from lockstep.training.context import Context
 from lockstep.training.hook import Hook, Run, check_hooks
-from lockstep.training.loop import LoopOptions, lay_out_loop, sources
-from lockstep.training.loop import steps as step_loop
 from lockstep.training.prepare import ModelOptions, prepare
-from lockstep.training.set_up import remarks
 from lockstep.training.state import Stateful
 from lockstep.training.step import Step
 
@@ -73,57 +64,41 @@ class Session:
         `allow_change`: fields of the recipe that may be others than when it was saved. `evaluation` and `resolve` are for `train`: the
         second one replaces the settings that depend on a measurement, before anything is built from them.
         """
-        check_count("log_every", log_every, "steps")
-        check_precision(precision)
-        check_compression(gradient_compression)
-        check_seed(seed)
-        check_run_dir(run_dir, "run_dir")
         check_hooks(hooks)
-        if not isinstance(plan, Plan | str | None):
-            raise PlanError(f"plan={plan!r} (a {type(plan).__name__}); it is an ls.Plan, or text such as 'replicate=2,numerics=bitwise'")
-        self._request = Request(
+        self.hooks = hooks
+        self._request = Request.checked(
             run_dir=run_dir,
             seed=seed,
-            plan=Plan.parse(plan) if isinstance(plan, str) else plan,
+            plan=plan,
             precision=precision,
             gradient_compression=gradient_compression,
             log_every=log_every,
             recipe=recipe,
-            saving=Saving() if saving is None else saving,
-            resume=check_resume(resume, "resume"),
-            allow_change=check_allow_change(allow_change),
+            saving=saving,
+            resume=resume,
+            allow_change=allow_change,
             loggers=loggers,
         )
-        self._user_hooks = hooks
         self._evaluation = evaluation
-        self._exchange = Exchange()
-        self._finished = False
         self._resolve = resolve
+        self._finished = False
         self._stack = ExitStack()
         self._termination = Termination()
 
     def __enter__(self) -> Session:
-        set_task_variables(os.environ)
-        environment, phases = Environment.read(os.environ), Phases()
-        overrides, probe_hooks = read_probe(os.environ)
         with ExitStack() as stack:
-            opened = open_run(self._request, environment, overrides, phases, self._termination, stack)
-            record_start(opened, self._request, environment)
-            user_hooks = [*self._user_hooks, *probe_hooks]
-            house = HouseHooks(opened, environment, self._termination, user_hooks=user_hooks, evaluation=self._evaluation)
-            stack.callback(house.hang.close)
-            self.run = Run(opened.context if self._resolve is None else self._resolve(opened), house.in_order)
-            stack.callback(self._close)
-            house.hang.watch(self.run)
-            house.out_of_memory.report_change(self.run)
-            for remark in remarks(self.context.plan, self.context.mesh, self.context.precision):
-                self.run.remark(remark)
-            self._house = house
+            opened = open_run(self._request, self._termination, stack)
+            self.house = HouseHooks(opened, self._termination, hooks=self.hooks, evaluation=self._evaluation)
+            stack.callback(self.house.hang.close)
+            self.run = Run(opened.context if self._resolve is None else self._resolve(opened), self.house.in_order)
+            stack.callback(self.run.close)
+            self.house.hang.watch(self.run)
+            self.house.out_of_memory.report_change(self.run)
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        house, run = self._house, self.run
+        house, run = self.house, self.run
         if house.hang.ends_the_process:
             threading.Event().wait()
         self._termination.hold()
@@ -182,20 +157,6 @@ class Session:
         return self.run.step
 
     @property
-    def user_hooks(self) -> Sequence[Hook]:
-        return self._user_hooks
-
-    @property
-    def evaluation(self) -> EvaluationHook | None:
-        """The hook that evaluates the model; None in a loop of the script's own."""
-        return self._house.evaluation
-
-    @property
-    def pace(self) -> Pace:
-        """The samples and seconds of training so far."""
-        return self._house.metrics.pace
-
-    @property
     def stopping(self) -> str | None:
         """Why no further step is taken, once `stop` has taken effect."""
         return self.run.stopping
@@ -218,9 +179,7 @@ class Session:
         model, unless the plan has a pipeline. Raises `RecipeError`.
         """
         options = ModelOptions(blocks=blocks, tensor=tensor, stages=stages)
-        module = prepare(
-            self.run, build_model, build_optimizer, options, schedule=schedule, weights=Weights.of(weights), exchange=self._exchange
-        )
+        module = prepare(self.run, build_model, build_optimizer, options, schedule=schedule, weights=Weights.of(weights))
         optimizers = module.optimizers
         return module.model, optimizers if len(optimizers) > 1 else optimizers[0]
 
@@ -241,19 +200,19 @@ class Session:
         of reinforcement learning). In each step all models must be committed. Raises `DataError`, `RecipeError`, `LossError`.
         """
         run = self.run
-        options = LoopOptions(
+        options = loop.LoopOptions(
             data=data, global_batch=global_batch, microbatch=microbatch, steps=steps, epochs=epochs, collate=collate, weight=weight
         )
-        length = lay_out_loop(run, options, self._exchange)
+        length = loop.lay_out_loop(run, options)
         models = [module.model for module in run.modules]
-        self._house.out_of_memory.begin_loop(run, models, data, largest=length.largest)
+        self.house.out_of_memory.begin_loop(run, models, data, largest=length.largest)
         if not run.loop.loops:
             run.hooks.call("on_start", run)
             if not self.context.overrides.bare:
-                self._house.checkpointing.resume(run)
+                self.house.checkpointing.resume(run)
         first = run.loop.begin_loop(run.step)
-        batches = sources(run, options, length, first, self._stack.callback)
-        return step_loop(run, batches, total=length.steps, weight=weight, exchange=self._exchange)
+        batches = loop.sources(run, options, length, first, self._stack.callback)
+        return loop.steps(run, batches, total=length.steps, weight=weight)
 
     def include(self, name: str, state: Stateful) -> None:
         """Save something of the user's own with the run, and load it when the run is resumed. Before `steps`. Every rank calls it.
@@ -281,11 +240,3 @@ class Session:
     def event(self, name: str, step: int | None = None, **details: Any) -> None:
         """Record an event; rank 0's are in events.jsonl. `step`: optimizer steps done then; None: those done now."""
         self.run.event(name, step, **details)
-
-    def _close(self) -> None:
-        try:
-            self.run.hooks.call_every("on_end", self.run)
-        finally:
-            for module in self.run.modules:
-                module.close()
-            self._exchange.world = None

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from lockstep.base.errors import CheckpointError, RecipeError
 from lockstep.base.events import Event
+from lockstep.model.sync_batchnorm import Exchange
 from lockstep.recipe import Recipe
 from lockstep.training.consensus import NOTHING, Consensus, Request, merge
 from lockstep.training.context import Context
@@ -153,6 +154,8 @@ class Run:
         """Samples of a microbatch; None: one microbatch for each rank."""
         self.source: Microbatches | None = None
         """The microbatches of the current step on this rank."""
+        self.exchange = Exchange()
+        """What SyncBatchNorm layers exchange their statistics with."""
         self.consensus = Consensus(context.mesh, self._request)
         self._stop: str | None = None
         self._saved_loss = math.nan
@@ -219,6 +222,15 @@ class Run:
     def agree_to_stop(self) -> None:
         """Let a request to stop take effect now. Every rank calls it."""
         self.stopping = self.consensus.agree_to_stop()
+
+    def close(self) -> None:
+        """The end, however the run ended."""
+        try:
+            self.hooks.call_every("on_end", self)
+        finally:
+            for module in self.modules:
+                module.close()
+            self.exchange.world = None
 
     def state_dict(self) -> dict[str, Any]:
         """The run's own numbers, besides its models and hooks."""

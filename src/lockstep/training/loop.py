@@ -9,7 +9,7 @@ from typing import Any
 from lockstep.base.errors import LossError, RecipeError
 from lockstep.data.loader import Loader, StreamLoader
 from lockstep.model.pipeline.stages import check_microbatches
-from lockstep.model.sync_batchnorm import Exchange, split_microbatches
+from lockstep.model.sync_batchnorm import split_microbatches
 from lockstep.recipe import Stream, check_batch, check_data, check_length
 from lockstep.training.hook import Run
 from lockstep.training.microbatches import Length, Microbatches, from_data, from_indices, from_stream, positions_in
@@ -31,7 +31,7 @@ class LoopOptions:
     weight: Callable[[Any], Any] | None
 
 
-def lay_out_loop(run: Run, options: LoopOptions, exchange: Exchange) -> Length:
+def lay_out_loop(run: Run, options: LoopOptions) -> Length:
     """Check a loop's options, decide which rank computes which microbatch, and build the reducers. Every rank calls it.
 
     Raises `DataError` and `RecipeError`.
@@ -47,7 +47,7 @@ def lay_out_loop(run: Run, options: LoopOptions, exchange: Exchange) -> Length:
     microbatch = _microbatch(run, options)
     check_microbatch_is_fixed(plan, options.global_batch, microbatch)
     mesh = split_microbatches(models, run.context.mesh, plan, microbatch=microbatch or options.global_batch)
-    exchange.world = mesh.data if mesh.assignment.slices else None
+    run.exchange.world = mesh.data if mesh.assignment.slices else None
     if isinstance(data, Stream) and mesh.assignment.slices:
         raise RecipeError(
             f"SyncBatchNorm on {mesh.data.size} data ranks with an ls.Stream; it splits each microbatch over the ranks, and a shard is "
@@ -64,7 +64,7 @@ def lay_out_loop(run: Run, options: LoopOptions, exchange: Exchange) -> Length:
         microbatch_splits=plan.microbatch_splits,
     )
     if (pipeline := run.modules[0].parallel.pipeline) is not None:
-        pipeline.exchange = exchange if mesh.assignment.slices else None
+        pipeline.exchange = run.exchange if mesh.assignment.slices else None
         rounds = [len(mesh.assignment.with_dummies(length.most_microbatches, rank)) for rank in range(mesh.assignment.ranks)]
         check_microbatches(min(rounds), pipeline.stages)
     if run.loop.loops == 0 and (remark := batchnorm(models, length)) is not None:
@@ -114,9 +114,7 @@ def sources(
     return from_data(loader, length, seed=context.seed, first=first)
 
 
-def steps(
-    run: Run, batches: Iterator[Microbatches], *, total: int, weight: Callable[[Any], Any] | None, exchange: Exchange
-) -> Iterator[Step]:
+def steps(run: Run, batches: Iterator[Microbatches], *, total: int, weight: Callable[[Any], Any] | None) -> Iterator[Step]:
     """Give each step to the script, which computes and commits it; then call the hooks and do what the ranks agree on.
 
     `batches`: each step's microbatches. `total`: the number of steps. `weight`: as in `Recipe`.
@@ -132,7 +130,7 @@ def steps(
             source.keep()
         run.is_logging_step = (source.step + 1) % context.log_every == 0 or source.step + 1 == total
         run.begin_step(source)
-        step = Step(source, run, exchange)
+        step = Step(source, run)
         context.phases.enter("compute")
         yield step
         _check_committed(step, run)

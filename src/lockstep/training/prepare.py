@@ -84,7 +84,6 @@ def prepare(
     *,
     schedule: Callable[[Any], Any] | None,
     weights: Weights | None,
-    exchange: Exchange,
 ) -> TrainModule:
     """Build a model, parallelize it, load its weights, and build its optimizers. Every rank calls it. Raises `RecipeError`."""
     context = run.context
@@ -93,7 +92,7 @@ def prepare(
             f"a second session.prepare with pipeline={context.plan.pipeline}; a pipeline computes one model's stages; use another "
             "plan, or make the two one model"
         )
-    made = build_model(context, factory, options, number=len(run.modules), exchange=exchange, weights=weights)
+    made = build_model(context, factory, options, number=len(run.modules), exchange=run.exchange, weights=weights)
     model, parallel = made.built.module, made.parallel
     if made.built.reason is not None:
         run.event("model-built-whole", reason=made.built.reason)

@@ -15,7 +15,6 @@ from lockstep.base.errors import DataError, LossError, RecipeError
 from lockstep.data.loader import Microbatch
 from lockstep.logging.metrics import as_number
 from lockstep.logging.recorder import NAMES_OF_A_ROW
-from lockstep.model.sync_batchnorm import Exchange
 from lockstep.recipe import check_clip_norm
 from lockstep.training.hook import Run
 from lockstep.training.loss import Contribution, contribution
@@ -28,7 +27,7 @@ from lockstep.training.train_module import TrainModule
 class Step:
     """One optimizer step under way, the same on all ranks. Made by `Session.steps`."""
 
-    def __init__(self, source: Microbatches, run: Run, exchange: Exchange) -> None:
+    def __init__(self, source: Microbatches, run: Run) -> None:
         self.index = source.step
         """0 for the first step of the loop."""
         self.samples = source.samples
@@ -38,7 +37,6 @@ class Step:
         self.source = source
         self.committed: dict[int, StepResult] = {}
         """The result of each model's commit, by its number in the session."""
-        self.exchange = exchange
         self._run = run
         self._modules = run.modules
         self._mesh = run.modules[0].mesh
@@ -133,7 +131,7 @@ class Step:
         passes = len(self.committed)
         for current, batch in self._phases.during("data", self.source.batches(passes)):
             self._current = current
-            self.exchange.is_dummy = current.is_dummy
+            self._run.exchange.is_dummy = current.is_dummy
             for statistics in self._statistics:
                 statistics.discard()  # updates without a backward: by recomputation, or by forwards that are no microbatch's
             position = self.source.position(current, passes)
@@ -168,7 +166,7 @@ class Step:
 
     def _end_commit(self, number: int, result: StepResult) -> None:
         self.committed[number] = result
-        self._accumulation = self._current = self.exchange.is_dummy = None
+        self._accumulation = self._current = self._run.exchange.is_dummy = None
         if len(self.committed) == len(self._modules):
             self._run.results = [self.committed[each] for each in range(len(self._modules))]
             self._run.step += 1
