@@ -17,7 +17,7 @@ from lockstep.comm.mesh import Mesh
 from lockstep.comm.world import join
 from lockstep.plan import Plan
 from lockstep.testing.pool import WorkerPool
-from lockstep.training import precision
+from lockstep.training.optim import gradient_norm
 
 SHAPES = [(40, 7), (40,), (3, 2**16), (1, 5), (), (0, 4), (700, 200)]
 
@@ -34,16 +34,16 @@ def test_clipping_is_torchs_to_within_its_epsilon(rows: list[list[float]], limit
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient.clone()
     expected = float(nn.utils.clip_grad_norm_(parameters, limit))
-    found = precision.Norm(mesh(), bitwise=False).of(gradients)
+    found = gradient_norm.GradientNorm(mesh(), bitwise=False).of(gradients)
     assert found == pytest.approx(expected, rel=1e-5, abs=1e-30)
-    precision.clip(gradients, found, limit)
+    gradient_norm.clip(gradients, found, limit)
     for gradient, parameter in zip(gradients, parameters, strict=True):
         torch.testing.assert_close(gradient, parameter.grad, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("bitwise", [False, True])
 def test_the_norm_of_no_gradients_is_0(bitwise: bool) -> None:
-    alone = precision.Norm(mesh(bitwise=bitwise), bitwise=bitwise)
+    alone = gradient_norm.GradientNorm(mesh(bitwise=bitwise), bitwise=bitwise)
     assert alone.of([]) == alone.check([]) == 0.0
 
 
@@ -51,7 +51,7 @@ def test_the_norm_of_no_gradients_is_0(bitwise: bool) -> None:
 def test_the_squares_are_summed_in_float64_and_leave_the_gradient_as_it_is(dtype: torch.dtype) -> None:
     for shape in SHAPES:
         part = torch.full(shape, 3.0, dtype=dtype)
-        sums = precision.squares_of_rows(part)
+        sums = gradient_norm.squares_of_rows(part)
         assert sums.dtype is torch.float64
         assert sums.tolist() == [9.0 * math.prod(shape[1:])] * (shape[0] if shape else 1)
         assert part.eq(3).all()
@@ -64,44 +64,44 @@ def test_the_squares_of_a_row_do_not_depend_on_the_rows_beside_it(shape: tuple[i
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        each = [precision.squares_of_rows(rows) for rows in gradient.split(1)]
-        torch.testing.assert_close(precision.squares_of_rows(gradient), torch.cat(each), rtol=0, atol=0)
+        each = [gradient_norm.squares_of_rows(rows) for rows in gradient.split(1)]
+        torch.testing.assert_close(gradient_norm.squares_of_rows(gradient), torch.cat(each), rtol=0, atol=0)
     finally:
         torch.set_num_threads(threads)
 
 
 @given(st.lists(st.integers(0, 100), max_size=20).map(tuple), st.integers(1, 5))
 def test_gradients_are_shared_out_about_evenly(sizes: tuple[int, ...], ranks: int) -> None:
-    takers = precision.shared_out(sizes, ranks)
+    takers = gradient_norm.balanced_assignment(sizes, ranks)
     loads = [sum(size for size, taker in zip(sizes, takers, strict=True) if taker == rank) for rank in range(ranks)]
     assert sum(loads) == sum(sizes)
     assert max(loads) - min(loads) <= max(sizes, default=0)
 
 
 def test_the_largest_gradient_is_shared_out_first() -> None:
-    assert precision.shared_out((1, 1, 1, 1, 4), 2) == [1, 1, 1, 1, 0]
+    assert gradient_norm.balanced_assignment((1, 1, 1, 1, 4), 2) == [1, 1, 1, 1, 0]
 
 
 def norms(bitwise: bool, hosts: str, odd: float | None) -> tuple[float, float, float, list[int]]:
     """As one process has it, as these have it together, as they check it; and the sizes of the gradients that this one read for it."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     segment._host = lambda: [hosts[rank], 1]  # type: ignore[assignment]
-    precision.LEAST_SHARED_BYTES = 8
+    gradient_norm.MIN_SHARED_BYTES = 8
     gradients = [torch.randn(shape, generator=torch.Generator().manual_seed(0)) for shape in SHAPES]
     if odd is not None:
         gradients[0][0, 0] = odd
-    alone = precision.Norm(mesh(bitwise=bitwise), bitwise=bitwise).of(gradients)
+    alone = gradient_norm.GradientNorm(mesh(bitwise=bitwise), bitwise=bitwise).of(gradients)
     laid_out = mesh(rank, size, bitwise=bitwise)
-    together = precision.Norm(laid_out, bitwise=bitwise)
+    together = gradient_norm.GradientNorm(laid_out, bitwise=bitwise)
     read: list[int] = []
-    compute = {True: precision.squares_of_rows, False: torch._foreach_norm}[bitwise]
+    compute = {True: gradient_norm.squares_of_rows, False: torch._foreach_norm}[bitwise]
 
     def noting(given: Tensor | list[Tensor]) -> object:
         read.extend(each.numel() for each in ([given] if isinstance(given, Tensor) else given))
         return compute(given)  # type: ignore[operator]
 
     if bitwise:
-        precision.squares_of_rows = noting  # type: ignore[assignment]
+        gradient_norm.squares_of_rows = noting  # type: ignore[assignment]
     else:
         torch._foreach_norm = noting  # type: ignore[assignment]
     found = float(alone), float(together.of(gradients)), float(together.check(gradients)), read

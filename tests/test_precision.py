@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lockstep.training import precision
+from lockstep.training.optim import gradient_norm
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -62,18 +63,18 @@ def test_a_precision_that_is_slow_on_this_cpu_says_so(
 
 def test_a_gradient_within_the_limit_keeps_its_bits() -> None:
     gradient = torch.tensor([3.0, 4.0])
-    precision.clip([gradient], 5.0, 5.0)
+    gradient_norm.clip([gradient], 5.0, 5.0)
     assert gradient.tolist() == [3.0, 4.0]
-    precision.clip([gradient], 5.0, 2.5)
+    gradient_norm.clip([gradient], 5.0, 2.5)
     assert gradient.tolist() == [1.5, 2.0]
 
 
 def test_a_gradient_that_is_not_finite_is_left_to_be_looked_at() -> None:
     gradients = [torch.tensor([1.0, 2.0]), torch.tensor([math.inf, 0.0])]
-    precision.clip(gradients, math.inf, 1.0)
+    gradient_norm.clip(gradients, math.inf, 1.0)
     assert [gradient.tolist() for gradient in gradients] == [[1.0, 2.0], [math.inf, 0.0]]
 
 
 def test_a_rank_whose_stage_got_no_gradient_clips_nothing() -> None:
-    precision.clip([], 5.0, 1.0)
-    precision.clip([], torch.tensor(5.0), 1.0)
+    gradient_norm.clip([], 5.0, 1.0)
+    gradient_norm.clip([], torch.tensor(5.0), 1.0)

@@ -25,8 +25,8 @@ from lockstep.model.shard import shard
 from lockstep.model.tensor.apply import tensor_parallel
 from lockstep.model.tensor.styles import styles_of
 from lockstep.testing.pool import WorkerPool
-from lockstep.training.optimizer_meshes import separate_meshes
-from lockstep.training.precision import clip
+from lockstep.training.optim.meshes import separate_meshes
+from lockstep.training.optim.gradient_norm import clip
 from lockstep.training.reducers.fsdp import FsdpReducer
 from lockstep.training.reducers.post_backward import Parts
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -11,11 +13,11 @@ from torch.optim import Optimizer
 
 from lockstep.base.errors import CheckpointError, RecipeError
 from lockstep.base.events import Event
+from lockstep.data.shards import Position
 from lockstep.model.sync_batchnorm import Exchange
 from lockstep.recipe import Recipe
 from lockstep.training.consensus import NOTHING, Consensus, Request, merge
 from lockstep.training.context import Context
-from lockstep.training.loop_state import LoopState
 from lockstep.training.microbatches import Microbatches
 from lockstep.training.set_up import Remark
 from lockstep.training.state import Stateful
@@ -111,6 +113,34 @@ class Hooks:
                 failure = failure or error
         if failure is not None:
             raise failure
+
+
+@dataclass(slots=True)
+class LoopState:
+    """Where a run stands among its loops of steps. The same on every rank, and saved with the run as JSON."""
+
+    loops: int = 0
+    """Loops begun."""
+    steps_before: int = 0
+    """Optimizer steps done in earlier loops."""
+    shards: dict[str, Position] = field(default_factory=dict)
+    """Where each shard of a stream that this rank reads goes on."""
+    resumed: Mapping[str, Any] | None = None
+    """The JSON values of the checkpoint that the run was resumed from, with `step`; None if it was not."""
+
+    def begin_loop(self, steps_done: int) -> int:
+        """Begin another loop. Returns its first step: a huge number if the whole loop was done before the checkpoint."""
+        self.loops += 1
+        self.steps_before = steps_done
+        saved = 0 if self.resumed is None else self.resumed["loop"]
+        if self.resumed is None or self.loops != saved:
+            return 0 if self.loops > saved else sys.maxsize
+        self.steps_before = self.resumed["steps_before"]
+        return int(self.resumed["step"]) - self.steps_before
+
+    def values(self) -> dict[str, Any]:
+        """The JSON that is saved."""
+        return {"loop": self.loops, "steps_before": self.steps_before, "shards": self.shards}
 
 
 class Run:

@@ -13,10 +13,10 @@ from lockstep.keys import RandomStream, key
 from lockstep.model.parallelize import Built, LaidOut, lay_out
 from lockstep.model.sync_batchnorm import Exchange, adopt
 from lockstep.recipe import Weights
-from lockstep.training import optim
 from lockstep.training.context import Context
 from lockstep.training.hook import Run
-from lockstep.training.optimizer_meshes import separate_meshes
+from lockstep.training.optim import optimizers as optim
+from lockstep.training.optim.meshes import separate_meshes
 from lockstep.training.pretrained import Start
 from lockstep.training.train_module import TrainModule
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import sys
@@ -14,14 +15,22 @@ import torch
 from torch import nn
 
 from lockstep.base.errors import PlanError, RecipeError
+from lockstep.base.torch_private import set_allocator_settings
 from lockstep.comm.mesh import Mesh
 from lockstep.comm.world import World
 from lockstep.model.sync_batchnorm import training_layers
 from lockstep.plan import MEASURED, Plan
 from lockstep.recipe import Precision
 from lockstep.training import precision as precisions
-from lockstep.training.allocator import expand_segments, keep_freed_memory
 from lockstep.training.microbatches import Length
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""Parameters of mallopt(3)."""
+_KEPT_BYTES = 2**31 - 1
+_MOST_FROM_HEAP_BYTES = 2**25
+"""The largest values that glibc accepts."""
+OWN_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
+OWN_GPU_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
 class Remark(NamedTuple):
@@ -151,3 +160,28 @@ def set_up_computation(plan: Plan, world: World, threads: int, stack: ExitStack)
     stack.callback(random.setstate, random.getstate())
     stack.callback(np.random.set_state, np.random.get_state())
     stack.callback(torch.default_generator.set_state, torch.default_generator.get_state())
+
+
+def keep_freed_memory(environ: Mapping[str, str]) -> bool:
+    """Make this process keep up to 2 GiB of freed memory, for tensors of up to 32 MiB. Returns True if it does from now on.
+
+    By default glibc returns a step's gradients to the system and gets them back page by page in the next step, which takes up to a
+    fifth of a step. It does nothing if the environment has the user's own settings, or if the C library is another.
+    """
+    if any(name in environ for name in OWN_SETTINGS):
+        return False
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return False
+    return bool(mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)) and bool(mallopt(_MMAP_THRESHOLD, _MOST_FROM_HEAP_BYTES))
+
+
+def expand_segments(environ: Mapping[str, str]) -> bool:
+    """Make torch's GPU allocator use expandable segments, against fragmentation. Returns True if it does from now on.
+
+    It does nothing if the environment has the user's own settings.
+    """
+    if any(name in environ for name in OWN_GPU_SETTINGS):
+        return False
+    return set_allocator_settings("expandable_segments:True")

@@ -18,13 +18,15 @@ from lockstep.model.parallelize import LaidOut
 from lockstep.model.running_statistics import RunningStatistics
 from lockstep.model.tensor.apply import settle
 from lockstep.recipe import keeps_rest
-from lockstep.training import optim, precision
+from lockstep.training import precision
 from lockstep.training.context import Context
 from lockstep.training.executors.executor import Executor
 from lockstep.training.executors.pipelined import PipelineExecutor
 from lockstep.training.executors.serial import SerialExecutor
 from lockstep.training.loss import Contribution
-from lockstep.training.optim import Schedule
+from lockstep.training.optim import gradient_norm
+from lockstep.training.optim import optimizers as optim
+from lockstep.training.optim.schedule import Schedule
 from lockstep.training.reducers.compression import compression_for
 from lockstep.training.reducers.reducer import GradientReducer, ReducerChoice, build_reducer, choose_reducer, loss_factor
 from lockstep.training.reducers.tied_gradients import TiedGradients
@@ -52,7 +54,7 @@ class TrainModule:
         self.device = context.device
         self.parallel = parallel
         self.schedule = Schedule(schedule, optimizers)
-        self.norm = precision.Norm(context.mesh, bitwise=context.bitwise)
+        self.norm = gradient_norm.GradientNorm(context.mesh, bitwise=context.bitwise)
         self.flops = Flops(model, peak_of(context.device, context.precision))
         self.autocast = precision.autocast(context.precision, context.device)
         """The context manager for forwards."""
@@ -159,7 +161,7 @@ class TrainModule:
         self.gain = torch.where(valid, self.prescale / total, math.nan)
         gradients = self.gradients()
         if gradients:
-            precision.scale(gradients, self.gain.to(gradients[0].dtype))
+            gradient_norm.scale(gradients, self.gain.to(gradients[0].dtype))
         self.prescale = torch.where(valid, torch.exp2(torch.round(torch.log2(total))), self.prescale)
 
     def gradients(self) -> list[Tensor]:
@@ -183,9 +185,9 @@ class TrainModule:
         norm = (self.norm.of(counted) if measure or clip_norm is not None else self.norm.check(counted)) / divisor
         if clip_norm is not None:
             if self._optimizer_unscales:
-                divisor = divisor * precision.excess(norm, clip_norm)
+                divisor = divisor * gradient_norm.clip_divisor(norm, clip_norm)
             else:
-                precision.clip(gradients, norm, clip_norm)
+                gradient_norm.clip(gradients, norm, clip_norm)
         self.schedule.before_step(step)
         applied = self._step_optimizers(norm, divisor)
         if applied is not False:

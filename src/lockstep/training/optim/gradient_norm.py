@@ -1,0 +1,164 @@
+"""The global norm of a gradient, and clipping by it."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from lockstep.comm.mesh import Mesh, to_local
+
+PIECE_ELEMENTS = 2**15 - 1
+"""Elements whose squares are summed at once. torch sums this many in one thread, and so in one order."""
+MIN_SHARED_BYTES = 8 << 20
+"""Bytes of gradients. For fewer, computing their norms takes less time than receiving them from another rank."""
+
+
+class GradientNorm:
+    """The global 2-norm of a model's gradients, the same on every rank, even if each rank holds a part of them.
+
+    On a CPU it is a number. On a GPU it is a scalar tensor, for which the host does not wait. Every rank makes the same calls.
+    """
+
+    def __init__(self, mesh: Mesh, *, bitwise: bool) -> None:
+        self._shards = mesh.axis("shard")
+        self._in_parts = mesh.torch_mesh is not None
+        self._memory = None if self._in_parts else mesh.data.memory_here
+        self._cutting = {name: axis for name in ("shard", "tensor") if (axis := mesh.axis(name)).size > 1}
+        self._pipeline = mesh.axis("pipeline")
+        self._bitwise = bitwise
+
+    def of(self, gradients: Sequence[Tensor]) -> Tensor | float:
+        """Return the norm. In bitwise numerics it does not depend on how the gradients are sharded."""
+        parts = [to_local(gradient) for gradient in gradients]
+        if self._bitwise:
+            return self._number(self._sum_of_rows(gradients, parts).sqrt())
+        if not self._in_parts:
+            return combined(self._of_each(parts, torch._foreach_norm))
+        squares = torch.zeros((), dtype=torch.float64, device=self._shards.device)
+        mine = [part for gradient, part in zip(gradients, parts, strict=True) if self._counts(gradient)]
+        if mine:
+            squares += torch.linalg.vector_norm(torch.stack(torch._foreach_norm(mine)).double()).square().to(squares.device)
+        for axis in (*self._cutting.values(), self._pipeline):
+            axis.all_reduce(squares)
+        return self._number(squares.sqrt())
+
+    def check(self, gradients: Sequence[Tensor]) -> Tensor | float:
+        """Return a number that is finite only if every gradient is. On a CPU it takes half the time of the norm."""
+        if self._in_parts or self._bitwise or not gradients or not gradients[0].is_cpu:
+            return self.of(gradients)
+        sums = self._of_each(gradients, lambda mine: [gradient.sum().abs() for gradient in mine])
+        return sum([total.item() for total in sums])
+
+    def _of_each(
+        self, parts: Sequence[Tensor], compute: Callable[[list[Tensor]], Sequence[Tensor]], lengths: Sequence[int] | None = None
+    ) -> Sequence[Tensor]:
+        """Return what `compute` returns for each part: a tensor of `lengths` numbers, by default one.
+
+        Replicas that share memory each compute some of the parts, if that is faster.
+        """
+        if self._memory is None or not parts or not parts[0].is_cpu or sum(part.nbytes for part in parts) < MIN_SHARED_BYTES:
+            return compute(list(parts)) if parts else []
+        takers = balanced_assignment(tuple(part.nbytes for part in parts), self._memory.size)
+        mine = [place for place, taker in enumerate(takers) if taker == self._memory.rank]
+        lengths = [1] * len(parts) if lengths is None else lengths
+        numbers = torch.zeros(sum(lengths), dtype=torch.float64)
+        each = numbers.split_with_sizes(list(lengths))
+        for place, computed in zip(mine, compute([parts[place] for place in mine]) if mine else [], strict=True):
+            each[place].copy_(computed)
+        self._memory.all_reduce(numbers)
+        return each
+
+    def _counts(self, gradient: Tensor) -> bool:
+        """True if this rank adds its part of a gradient: of ranks that hold the same part, only the first of each axis does."""
+        mesh = getattr(gradient, "device_mesh", None)
+        names = () if mesh is None else mesh.mesh_dim_names
+        cut = {name for name, placement in zip(names, getattr(gradient, "placements", ()), strict=True) if not placement.is_replicate()}
+        return all(name in cut or axis.rank == 0 for name, axis in self._cutting.items())
+
+    def _number(self, value: Tensor) -> Tensor | float:
+        return value.item() if value.is_cpu else value
+
+    def _sum_of_rows(self, gradients: Sequence[Tensor], parts: Sequence[Tensor]) -> Tensor:
+        """Return Σ squares in float64: summed in each row of each gradient (a shard has whole rows), then over all rows."""
+        empty = torch.zeros(0, dtype=torch.float64, device=self._shards.device)
+        rows = [gradient.shape[0] if gradient.shape else 1 for gradient in gradients]
+        squares = self._of_each(parts, lambda some: [squares_of_rows(part) for part in some], rows)
+        mine = torch.cat([empty, *[square.to(empty.device) for square in squares]])
+        if self._shards.size == 1:
+            return mine.sum()
+        held = [[_rows_held(count, rank, self._shards.size) for count in rows] for rank in range(self._shards.size)]
+        everyone = self._shards.gather_rows(mine, [sum(counts) for counts in held])
+        pieces = torch.split(everyone, [count for counts in held for count in counts])
+        return torch.cat([pieces[rank * len(rows) + place] for place in range(len(rows)) for rank in range(self._shards.size)]).sum()
+
+
+def squares_of_rows(part: Tensor) -> Tensor:
+    """Return Σ squares of each row, shape (rows,), float64. On a CPU a row's bits do not depend on the rows beside it.
+
+    On a CPU it works in pieces that fit the cache: for 16 MB that takes a tenth of the time of whole operations.
+    """
+    rows = part.reshape(part.shape[0] if part.dim() else 1, math.prod(part.shape[1:]))
+    if rows.numel() <= PIECE_ELEMENTS or not part.is_cpu:
+        return _summed_squares(rows)
+    if (width := rows.shape[1]) <= PIECE_ELEMENTS:
+        return torch.cat([_summed_squares(some) for some in torch.split(rows, PIECE_ELEMENTS // width)])
+    pieces = [torch.split(row, PIECE_ELEMENTS) for row in rows.unbind()]
+    return torch.stack([torch.cat([_summed_squares(piece[None]) for piece in row]).sum() for row in pieces])
+
+
+def _summed_squares(rows: Tensor) -> Tensor:
+    return rows.to(torch.float64, copy=True).square_().sum(dim=1)
+
+
+def _rows_held(rows: int, rank: int, ranks: int) -> int:
+    """The rows that `rank` holds of a tensor sharded over `ranks` by `torch.chunk`."""
+    each = -(-rows // ranks)
+    return max(0, min(rows - rank * each, each))
+
+
+@lru_cache(maxsize=16)
+def balanced_assignment(sizes: tuple[int, ...], ranks: int) -> list[int]:
+    """Return the rank that takes each size: the largest first, each to the rank that has the least so far."""
+    takers = [0] * len(sizes)
+    taken = [(0, rank) for rank in range(ranks)]
+    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
+        least, takers[place] = taken[0]
+        heapq.heapreplace(taken, (least + sizes[place], takers[place]))
+    return takers
+
+
+def combined(norms: Sequence[Tensor]) -> Tensor | float:
+    """Return the norm of all gradients as one vector from the norm of each: a number on a CPU, a scalar tensor on a GPU.
+
+    Two steps make the order of the sum independent of the gradients' memory layout.
+    """
+    if all(norm.is_cpu for norm in norms):
+        return math.hypot(*[norm.item() for norm in norms])
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+    return total
+
+
+def clip_divisor(norm: Tensor | float, limit: float) -> Tensor | float:
+    """Return the divisor that brings a gradient of norm `norm` to at most `limit`: 1 or more; NaN if the norm is NaN."""
+    return torch.clamp(norm / limit, min=1.0) if isinstance(norm, Tensor) else max(norm / limit, 1.0)
+
+
+def clip(gradients: Sequence[Tensor], norm: Tensor | float, limit: float) -> None:
+    """Scale the gradients, whose global norm is `norm`, so that it is at most `limit`. If it is not finite, do nothing."""
+    if isinstance(norm, Tensor):
+        factor = torch.clamp(limit / norm, max=1.0)
+        scale(gradients, torch.where(torch.isfinite(norm), factor, 1.0))
+    elif gradients and limit < norm < math.inf:
+        torch._foreach_mul_([to_local(gradient) for gradient in gradients], limit / norm)
+
+
+def scale(gradients: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply the gradients by a scalar tensor, in place. They may be on several devices."""
+    parts = [to_local(gradient) for gradient in gradients]
+    for device in dict.fromkeys(part.device for part in parts):
+        torch._foreach_mul_([part for part in parts if part.device == device], factor.to(device))

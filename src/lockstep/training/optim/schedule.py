@@ -1,0 +1,92 @@
+"""Learning-rate schedules of a run: a function of the step, or torch's schedulers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from lockstep.base.errors import CheckpointError, RecipeError
+
+
+class Schedule:
+    """Sets the learning rates of each step: base rate times multiplier, or by a torch LRScheduler stepped once a step."""
+
+    def __init__(self, schedule: Callable[[Any], Any] | None, optimizers: Sequence[Optimizer]) -> None:
+        self._multiplier: Callable[[int], float] | None = None
+        self._schedulers: list[LRScheduler] = []
+        self._groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        self._rate: Tensor | float = self._groups[0]["lr"]
+        if schedule is None:
+            return
+        try:
+            multiplier = schedule(0)
+        except Exception as error:
+            self._schedulers = [_scheduler(schedule, optimizer, error) for optimizer in optimizers]
+            return
+        if isinstance(multiplier, bool) or not isinstance(multiplier, int | float):
+            raise RecipeError(
+                f"schedule(0) returned {multiplier!r} (a {type(multiplier).__name__}); a schedule is step -> multiplier of the learning "
+                "rate, a number; or optimizer -> torch LRScheduler"
+            )
+        self._multiplier = schedule
+        self._base = [float(group["lr"]) for group in self._groups]
+
+    def before_step(self, step: int) -> None:
+        if self._multiplier is not None:
+            self._set(step, self._multiplier(step))
+        rate = self._groups[0]["lr"]
+        self._rate = rate.clone() if isinstance(rate, Tensor) else rate
+
+    def _set(self, step: int, multiplier: float) -> None:
+        if not math.isfinite(multiplier):
+            raise RecipeError(f"schedule({step}) returned {multiplier}; a multiplier of the learning rate is finite; correct the schedule")
+        for group, base in zip(self._groups, self._base, strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(base * multiplier)
+            else:
+                group["lr"] = base * multiplier
+
+    def after_step(self) -> None:
+        for scheduler in self._schedulers:
+            scheduler.step()
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Of the torch schedulers; a function of the step needs none."""
+        return [scheduler.state_dict() for scheduler in self._schedulers]
+
+    def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
+        """Raises `CheckpointError` where the schedule was of the other kind."""
+        if len(states) != len(self._schedulers):
+            raise CheckpointError(
+                f"the checkpoint has {len(states)} torch LRSchedulers and this run has {len(self._schedulers)}; a schedule that is a "
+                "function of the step needs none; go on with the schedule that it was saved with"
+            )
+        for scheduler, state in zip(self._schedulers, states, strict=True):
+            scheduler.load_state_dict(state)
+
+    def rate(self) -> float:
+        """The first parameter group's learning rate, as it was in the last step."""
+        return float(self._rate)
+
+
+def _scheduler(factory: Callable[[Any], Any], optimizer: Optimizer, as_function: Exception) -> LRScheduler:
+    try:
+        made = factory(optimizer)
+    except Exception as error:
+        raise RecipeError(
+            f"schedule is neither step -> multiplier (schedule(0) raised {type(as_function).__name__}: {as_function}) nor optimizer -> "
+            f"torch LRScheduler (that raised {type(error).__name__}: {error})"
+        ) from error
+    if not isinstance(made, LRScheduler):
+        raise RecipeError(f"schedule(optimizer) returned {made!r} (a {type(made).__name__}); it must return a torch LRScheduler")
+    if isinstance(made, ReduceLROnPlateau):
+        raise RecipeError(
+            "schedule(optimizer) returned a ReduceLROnPlateau, whose step() needs a metric; a schedule is stepped once a step without one; "
+            "choose another, or change the rates of run.optimizers in a hook's on_evaluation"
+        )
+    return made
