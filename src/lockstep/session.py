@@ -33,10 +33,10 @@ from lockstep.hooks.preemption import Wishes
 from lockstep.hooks.watching import Watching
 from lockstep.keys import Stream, key
 from lockstep.launch.environment import Environment
-from lockstep.launch.failure import account
-from lockstep.launch.grace import needing_time
+from lockstep.launch.failures import error_details
 from lockstep.launch.slurm.commands import set_task_variables
 from lockstep.launch.termination import Preempted, Termination
+from lockstep.launch.worker_files import defer_kill
 from lockstep.logging.loggers import Logger
 from lockstep.logging.phases import Phases
 from lockstep.logging.recorder import Recorder
@@ -238,7 +238,7 @@ class Session:
         if isinstance(error, Preempted):
             self.event("preempted", reason=error.reason)
         elif error is not None:
-            self.event("run-failed", **account(error))
+            self.event("run-failed", **error_details(error))
             in_a_step = self.course.step is not None
             found = self._memory.after(error, self.steps_done, in_a_step=in_a_step) if self._traced is None else None
             kept = self.course.rescue(error)
@@ -526,7 +526,7 @@ class Session:
         if asked.end is not None:
             self.reports.read()
             if keeper is not None:
-                with needing_time():
+                with defer_kill():
                     keeper.save_now(self.steps_done)
             raise Preempted(asked.end)
         self._compare(self.steps_done, now=False)

@@ -10,7 +10,7 @@ from doctor.test_machine import WELL
 
 from lockstep.doctor.findings import lines_of_results
 from lockstep.doctor.line import Line
-from lockstep.launch.failure import Ending, Failure
+from lockstep.launch.failures import Ending, WorkerFailure
 
 DOWN = {"wrong": "holds 1 at place 0 of 13, and must hold 2"}
 
@@ -68,7 +68,7 @@ def test_machines_with_other_versions_and_variables_are_named() -> None:
 @pytest.mark.parametrize(
     ("ending", "text"),
     [
-        (Ending(failures=[Failure(rank=1, time=0.0, returncode=-9)]), "rank 1 was killed by SIGKILL"),
+        (Ending(failures=[WorkerFailure(rank=1, time=0.0, returncode=-9)]), "rank 1 was killed by SIGKILL"),
         (Ending(elsewhere="the rendezvous is gone; the same command goes on"), "the rendezvous is gone"),
     ],
 )

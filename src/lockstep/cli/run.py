@@ -80,7 +80,7 @@ def _run(
 ) -> int:
     """Run `count` workers on this machine to their end. Returns the exit status. `script`: `[-m] SCRIPT`. `began`: when, since 1970."""
     with collector_paused(), _without_warnings_of_stores() if machines is not None else nullcontext():
-        from lockstep.launch.local import run_workers  # imports torch: after all that can be checked without it
+        from lockstep.launch.agent import run_workers  # imports torch: after all that can be checked without it
         from lockstep.logging.run_directory import default_run_path
 
     def start(environment: Mapping[str, str]) -> subprocess.Popen[bytes]:

@@ -14,11 +14,11 @@ from lockstep.base.errors import LaunchError
 from lockstep.base.units import seconds
 from lockstep.cli import run as run_command
 from lockstep.launch.script import check_script
-from lockstep.launch.slurm.batch_script import Batch
+from lockstep.launch.slurm.batch_script import BatchScript
 from lockstep.launch.slurm.commands import follow, submit
 
 _BEGINS = "#!/bin/bash\n#SBATCH "
-"""Batch scripts."""
+"""BatchScript scripts."""
 
 
 @click.command("slurm")
@@ -81,7 +81,7 @@ def command(
     name = name if name is not None else Path(script).stem
     if not re.fullmatch(r"[\w.-]+", name):
         raise LaunchError(f"--name {name}; files are called by it; give one of letters, digits, dots, - and _")
-    batch = Batch(
+    batch = BatchScript(
         script=script,
         arguments=arguments,
         run=given,

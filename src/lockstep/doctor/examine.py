@@ -16,8 +16,8 @@ from typing import Any
 from lockstep.doctor import directory, environment, facts, machine
 from lockstep.doctor.findings import lines_of_results
 from lockstep.doctor.line import Line, Verdict, worst
-from lockstep.launch.failure import Ending
-from lockstep.launch.local import run_workers
+from lockstep.launch.agent import run_workers
+from lockstep.launch.failures import Ending
 from lockstep.launch.machines import Machines
 from lockstep.options import RunOptions
 

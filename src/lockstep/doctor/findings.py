@@ -9,7 +9,7 @@ from typing import Any
 from lockstep.doctor import environment, late, links, machine
 from lockstep.doctor.definitions import COLLECTIVES, OPERATIONS
 from lockstep.doctor.line import Line, Verdict, names_of_machines, on
-from lockstep.launch.failure import Ending
+from lockstep.launch.failures import Ending
 
 
 def lines_of_results(results: Mapping[str, Any], ending: Ending) -> list[Line]:

@@ -13,8 +13,8 @@ from lockstep.base.errors import RecipeError
 from lockstep.comm.mesh import Mesh
 from lockstep.hooks.fallbacks import Remembered, changes, climb, more_to_change, next_plan, recall, said
 from lockstep.launch.environment import Environment
-from lockstep.launch.failure import out_of_memory
-from lockstep.launch.grace import ask_again
+from lockstep.launch.failures import out_of_memory
+from lockstep.launch.worker_files import request_restart
 from lockstep.logging.recorder import Recorder
 from lockstep.model.sync_batchnorm import training_layers
 from lockstep.plan import Plan
@@ -89,7 +89,7 @@ class Memory:
             told: dict[str, Any] = {"why_not": found} if isinstance(found, str) else {"then": changes(self.plan, found)}
             self.event("out-of-memory", **told)
         if self._is_started_again and (why := more_to_change(self._remembered, self._folder)):
-            ask_again(why)
+            request_restart(why)
         return found
 
     def advice(self, found: Plan | str, *, step: int | None) -> str:

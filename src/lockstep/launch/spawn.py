@@ -1,4 +1,4 @@
-"""Call a function in several processes of this machine, from a script or a notebook."""
+"""SpawnedCall a function in several processes of this machine, from a script or a notebook."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 
 from lockstep.base.errors import LaunchError, UserError, WorkerError
+from lockstep.launch.agent import run_workers
 from lockstep.launch.count import count_processes
-from lockstep.launch.failure import Ending, Record
-from lockstep.launch.local import run_workers
-from lockstep.launch.spawned_call import PASSED_ON, Call, work
+from lockstep.launch.failures import Ending, FailureRecord
+from lockstep.launch.spawned_call import PASSED_ON, SpawnedCall, work
 from lockstep.launch.termination import Preempted
 from lockstep.options import RunOptions, check_run_dir
 from lockstep.plan import Plan
@@ -37,7 +37,7 @@ def spawn(
     plan: str | None = None,
     run_dir: str | None = None,
 ) -> T:
-    """Call `main(*args)` in `nproc` new processes of this machine, and return what it returned on rank 0.
+    """SpawnedCall `main(*args)` in `nproc` new processes of this machine, and return what it returned on rank 0.
 
     `nproc="auto"` is what the plan says where all its axes have a size, and otherwise one process a GPU, or one where there is none.
     `plan` and `run_dir` hold for every run that `main` trains. The result must be picklable.
@@ -104,7 +104,7 @@ def _raise_failure(ending: Ending) -> None:
     raise WorkerError(ending.report())
 
 
-def _rebuild(record: Record) -> UserError:
+def _rebuild(record: FailureRecord) -> UserError:
     """The error as it was raised in the worker: its own class where that is known here, with its text."""
     module, _, name = record.kind.partition(":")
     home = sys.modules.get("__main__" if module == "__mp_main__" else module)
@@ -124,7 +124,7 @@ class _Starter:
     def __init__(self, method: Literal["spawn", "fork"], main: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self._forked = method == "fork"
         self._context: Any = multiprocessing.get_context(method)
-        self._call = Call(main, args)
+        self._call = SpawnedCall(main, args)
         self._started: list[_FunctionProcess] = []
 
     def start(self, environment: Mapping[str, str]) -> _FunctionProcess:
@@ -151,7 +151,7 @@ class _Starter:
 
 
 class _FunctionProcess:
-    """A `lockstep.launch.workers.Process` made by multiprocessing."""
+    """A `lockstep.launch.worker_processes.WorkerProcess` made by multiprocessing."""
 
     def __init__(self, process: BaseProcess, result: Connection | None) -> None:
         self._process = process

@@ -21,7 +21,7 @@ PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signa
 """The signals that a launcher passes on to its workers."""
 
 
-class Call:
+class SpawnedCall:
     """The function and its arguments, on their way to a worker; unpickled where a failure of that is recorded."""
 
     def __init__(self, main: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -43,8 +43,8 @@ class Call:
         return ForkingPickler.loads(self._content) if isinstance(self._content, bytes) else self._content
 
 
-def work(call: Call, result: Connection | None, forked: bool) -> None:
-    """Call the function, in a process that multiprocessing has just started; the value goes through `result` where there is one.
+def work(call: SpawnedCall, result: Connection | None, forked: bool) -> None:
+    """SpawnedCall the function, in a process that multiprocessing has just started; the value goes through `result` where there is one.
 
     The process comes here with the signals of `PASSED_ON` blocked.
     """

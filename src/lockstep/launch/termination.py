@@ -12,7 +12,7 @@ import signal
 import threading
 from types import FrameType, TracebackType
 
-from lockstep.launch.grace import is_over, is_passed_on
+from lockstep.launch.worker_files import is_shutting_down, was_signal_forwarded
 
 PREEMPTED_STATUS = 75
 """Of a process that saved and ended because it was asked to: EX_TEMPFAIL, run it again."""
@@ -86,10 +86,10 @@ class Termination:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         is_first = self.asked is None and self._got is None and os.getpid() == self._process
-        if number in PREEMPTING and is_first and not is_over():
+        if number in PREEMPTING and is_first and not is_shutting_down():
             self.asked = signal.Signals(number).name
             return
-        if number in PREEMPTING and self._got is None and not self._repeated and is_passed_on() and not is_over():
+        if number in PREEMPTING and self._got is None and not self._repeated and was_signal_forwarded() and not is_shutting_down():
             self._repeated = True  # the same wish, once from whoever signals every process of a job, and once by the launcher
             return
         if self._got is not None or os.getpid() != self._process:

@@ -32,18 +32,12 @@ from typing import Any, NoReturn
 
 from lockstep.base.errors import LaunchError
 from lockstep.base.parent_death import die_with_parent
-from lockstep.launch import grace
-from lockstep.launch.failure import describe, exit_status
+from lockstep.launch.failures import exit_status, failure_record
 from lockstep.launch.termination import PREEMPTED_STATUS, Preempted, Terminated, in_a_worker
+from lockstep.launch.worker_files import take_files
 
-RECORD = "LOCKSTEP_WORKER_RECORD"
-CRASH = "LOCKSTEP_WORKER_CRASH"
 AGENT = "LOCKSTEP_WORKER_AGENT"
-NEEDS_TIME = "LOCKSTEP_WORKER_NEEDS_TIME"
-IS_OVER = "LOCKSTEP_WORKER_IS_OVER"
-AGAIN = "LOCKSTEP_WORKER_AGAIN"
-PASSED_ON = "LOCKSTEP_WORKER_PASSED_ON"
-
+"""The variable that holds the process id of the launcher."""
 _INTERRUPTED_STATUS = 128 + signal.SIGINT
 
 
@@ -60,24 +54,21 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def begin() -> Path | None:
-    """Tie this process to its launcher. Returns where the record of a failure goes; None: nobody asked for one.
+    """Tie this process to its launcher. Returns the path for the record of a failure; None if no launcher asked for one.
 
     Takes the launcher's own variables out of the environment, so that what the user's code starts does not write in our place.
     """
-    names = (RECORD, CRASH, AGENT, NEEDS_TIME, IS_OVER, AGAIN, PASSED_ON)
-    record, crash, agent, needs_time, is_over, again, passed_on = (os.environ.pop(name, None) for name in names)
-    if needs_time and is_over and again and passed_on and record:
-        grace.tell_by(Path(needs_time), Path(is_over), Path(again), Path(passed_on), Path(record))
-    if agent is not None:
+    files = take_files(os.environ)
+    if (agent := os.environ.pop(AGENT, None)) is not None:
         die_with_parent(int(agent))
-    if crash is not None and not faulthandler.is_enabled():
+    if files is not None and not faulthandler.is_enabled():
         # Kept open for as long as the process lives: faulthandler writes to the descriptor.
-        faulthandler.enable(open(crash, "w", encoding="utf-8"), all_threads=False)  # noqa: SIM115
-    return Path(record) if record is not None else None
+        faulthandler.enable(open(files.crash, "w", encoding="utf-8"), all_threads=False)  # noqa: SIM115
+    return files.failure if files is not None else None
 
 
 def run(body: Callable[[], object], record: Path | None) -> NoReturn:
-    """Call `body` and end the process. Where `body` does not return or exit with status 0, write the record first."""
+    """SpawnedCall `body` and end the process. Where `body` does not return or exit with status 0, write the record first."""
     process = os.getpid()
     hook = sys.excepthook
     in_a_worker()
@@ -95,7 +86,7 @@ def run(body: Callable[[], object], record: Path | None) -> NoReturn:
             _leave_as_asked(error, record)
         status = _INTERRUPTED_STATUS if isinstance(error, KeyboardInterrupt) else exit_status(error)
         frames = _user_frames(error.__traceback__)
-        describe(error, frames, status).write(record)
+        failure_record(error, frames, status).write(record)
         if sys.excepthook is not hook and not isinstance(error, KeyboardInterrupt):
             _call_hook(error, frames)
         _leave(status)
@@ -103,7 +94,7 @@ def run(body: Callable[[], object], record: Path | None) -> NoReturn:
 
 
 def _call_hook(error: BaseException, frames: TracebackType | None) -> None:
-    """Call the hook that the user's code has put in, as Python would; what it prints, the launcher's report says already."""
+    """SpawnedCall the hook that the user's code has put in, as Python would; what it prints, the launcher's report says already."""
     with suppress(Exception, SystemExit), redirect_stderr(io.StringIO()):
         sys.excepthook(type(error), error, frames)
 
@@ -114,7 +105,7 @@ def _leave_as_asked(error: SystemExit, record: Path) -> NoReturn:
     if not isinstance(error.code, int):
         print(error.code, file=sys.stderr)
     status = error.code & 0xFF if isinstance(error.code, int) else 1
-    replace(describe(error, None, status), traceback="").write(record)
+    replace(failure_record(error, None, status), traceback="").write(record)
     _leave(status)
 
 

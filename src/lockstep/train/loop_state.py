@@ -11,8 +11,8 @@ from lockstep.checkpoint.load import Reader
 from lockstep.comm.mesh import Mesh
 from lockstep.data.shards import Position
 from lockstep.hooks.checkpointing import Keeper
-from lockstep.launch.grace import needing_time
 from lockstep.launch.termination import Terminated
+from lockstep.launch.worker_files import defer_kill
 from lockstep.train.microbatches import positions_in
 from lockstep.train.state import Stateful
 from lockstep.train.step import Step
@@ -111,7 +111,7 @@ class Course:
         if self.step.touched and not self.step.ended:
             return False
         try:
-            with needing_time():
+            with defer_kill():
                 name = self.keeper.rescue(self.steps_done)
         except Exception as failure:  # whatever it is, it must not hide the error that ended the run
             self.event("rescue-failed", reason=f"{type(failure).__name__}: {failure}")

@@ -21,9 +21,9 @@ from lockstep.comm.world import World
 from lockstep.hooks.hang.report import Hang
 from lockstep.hooks.hang.snapshot import Place
 from lockstep.hooks.hang.watchdog import StoreMailbox, Watchdog
-from lockstep.launch.failure import describe
-from lockstep.launch.grace import is_over, needing_time, tell_failure
+from lockstep.launch.failures import failure_record
 from lockstep.launch.termination import HUNG_STATUS
+from lockstep.launch.worker_files import defer_kill, is_shutting_down, write_failure
 from lockstep.logging.phases import Phases
 from lockstep.timeouts import WatchdogTimeouts
 
@@ -55,7 +55,7 @@ class Standstill:
             size=self.world.size,
             mailbox=mailbox,
             told=self.act,
-            is_over=is_over,
+            is_over=is_shutting_down,
             ended=self.end,
         )
         watchdog.start()
@@ -83,7 +83,7 @@ class Standstill:
         time.sleep(NEWS_SECONDS)
         if mine.doing == "waits":  # what moves may be changing the state
             self._save(error)
-        tell_failure(describe(error, None, HUNG_STATUS))
+        write_failure(failure_record(error, None, HUNG_STATUS))
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):
                 stream.flush()
@@ -100,7 +100,7 @@ class Standstill:
 
     def _save(self, error: HangError) -> None:
         with ExitStack() as stack:
-            stack.enter_context(needing_time())
+            stack.enter_context(defer_kill())
             if self.world.device.type == "cuda":  # the stream at hand may wait for what does not come
                 apart = torch.cuda.Stream(self.world.device)  # type: ignore[no-untyped-call]
                 stack.enter_context(torch.cuda.stream(apart))

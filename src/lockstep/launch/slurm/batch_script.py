@@ -18,7 +18,7 @@ _ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_ME
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Batch:
+class BatchScript:
     """What a batch script is written from. Made by `lockstep slurm`."""
 
     script: str

@@ -16,7 +16,7 @@ _ALIVE = "alive"
 
 
 @contextmanager
-def folder_of_a_launcher() -> Iterator[Path]:
+def launcher_folder() -> Iterator[Path]:
     """An empty folder, while inside. First removes those whose launcher lives no more."""
     _remove_dead(Path(tempfile.gettempdir()))
     with tempfile.TemporaryDirectory(prefix=_PREFIX) as folder:

@@ -54,7 +54,7 @@ _SIGNALS = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Record:
+class FailureRecord:
     """A failure as the worker saw it; written by the worker, read by the launcher, as JSON."""
 
     time: float
@@ -79,7 +79,7 @@ class Record:
         part.replace(path)
 
     @classmethod
-    def read(cls, path: Path) -> Record | None:
+    def read(cls, path: Path) -> FailureRecord | None:
         """None where there is no record."""
         try:
             return cls(**json.loads(path.read_text(encoding="utf-8")))
@@ -95,7 +95,7 @@ class Record:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Failure:
+class WorkerFailure:
     """A failure as the launcher saw it."""
 
     rank: int
@@ -103,7 +103,7 @@ class Failure:
     """Seconds since the epoch: the record's, or else when the launcher noticed the process's end."""
     returncode: int
     """As `subprocess` gives it: the exit status, or minus the signal's number."""
-    record: Record | None = None
+    record: FailureRecord | None = None
     crash: str = ""
     """The Python stack at a fatal signal, where there was one."""
 
@@ -138,14 +138,14 @@ class Failure:
 class Ending:
     """How all workers of this machine ended."""
 
-    failures: Sequence[Failure] = ()
+    failures: Sequence[WorkerFailure] = ()
     stopped: Sequence[int] = ()
     """Ranks that the launcher stopped because of a failure or a signal."""
     finished: Sequence[int] = ()
     """Ranks that ended by themselves with status 0."""
     preempted: Sequence[int] = ()
     """Ranks that were asked to save and end, and did."""
-    left: Sequence[int] = ()
+    unkillable: Sequence[int] = ()
     """Ranks that not even SIGKILL ended in time: the kernel holds them."""
     signal: int | None = None
     """The signal that the launcher got and passed on. Failures after it are its consequence."""
@@ -153,14 +153,14 @@ class Ending:
     """What ended the run on other machines, or between this one and them. Empty: nothing of the kind."""
 
     @property
-    def first(self) -> Failure | None:
+    def first(self) -> WorkerFailure | None:
         """The failure that the others follow from: the earliest that is not the loss of a peer, or else the earliest."""
         return min(self.failures, key=lambda f: (f.lost_a_peer, f.time, f.rank), default=None)
 
     @property
     def was_preempted(self) -> bool:
         """Whether all that ran has saved and ended."""
-        return bool(self.preempted) and not (self.failures or self.stopped or self.left)
+        return bool(self.preempted) and not (self.failures or self.stopped or self.unkillable)
 
     @property
     def status(self) -> int:
@@ -201,7 +201,7 @@ class Ending:
         after = "; ".join(self._others(first))
         return "\n".join(filter(None, (head + (":" if body else ""), body.rstrip(), f"The others: {after}." if after else "")))
 
-    def _others(self, first: Failure) -> Iterator[str]:
+    def _others(self, first: WorkerFailure) -> Iterator[str]:
         later = sorted((f for f in self.failures if f is not first), key=lambda f: (f.time, f.rank))
         lost = [f.rank for f in later if f.lost_a_peer]
         if lost:
@@ -214,17 +214,17 @@ class Ending:
             yield f"{_ranks(self.stopped)} {'was' if len(self.stopped) == 1 else 'were'} stopped"
         if self.finished:
             yield f"{_ranks(self.finished)} had finished"
-        if self.left:
+        if self.unkillable:
             yield self._remaining()
 
     def _remaining(self) -> str:
-        return f"{_ranks(self.left)} did not end, not even by SIGKILL: the kernel holds it" if self.left else ""
+        return f"{_ranks(self.unkillable)} did not end, not even by SIGKILL: the kernel holds it" if self.unkillable else ""
 
 
-def describe(error: BaseException, frames: TracebackType | None, status: int) -> Record:
+def failure_record(error: BaseException, frames: TracebackType | None, status: int) -> FailureRecord:
     """The record of an exception; `frames` is its traceback from the user's first frame on."""
     kind = type(error)
-    return Record(
+    return FailureRecord(
         time=time.time(),
         status=status,
         kind=f"{kind.__module__}:{kind.__qualname__}",
@@ -235,7 +235,7 @@ def describe(error: BaseException, frames: TracebackType | None, status: int) ->
     )
 
 
-def account(error: BaseException) -> dict[str, Any]:
+def error_details(error: BaseException) -> dict[str, Any]:
     """What a run's event says of the error that ended it: `error`, and `detail` where that says it in our words."""
     text = f"{type(error).__name__}: {_text(error)}"
     if _lost_a_peer(error) and not isinstance(error, LockstepError):
@@ -268,12 +268,12 @@ def read_crash(path: Path) -> str:
     return "\n".join(line for line in lines if not any(text in line for text in ours)).strip()
 
 
-def read_torch_record(path: Path, returncode: int) -> Record | None:
+def read_torch_record(path: Path, returncode: int) -> FailureRecord | None:
     """What torch's `@record` wrote, for a script that failed past our own wrapper; None where it wrote nothing."""
     try:
         message = json.loads(path.read_text(encoding="utf-8"))["message"]
         extra = message["extraInfo"]
-        return Record(
+        return FailureRecord(
             time=os.stat(path).st_mtime,
             status=returncode if returncode >= 0 else 128 - returncode,
             kind=f":{message['message'].partition(':')[0]}",
