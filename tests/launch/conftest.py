@@ -1,4 +1,4 @@
-"""WorkerProcesses of a script, without torch in them, so that each starts in 0.1 s."""
+"""Workers of a script, without torch in them, so that each starts in 0.1 s."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""WorkerProcesses are started, watched and ended by the agent. No torch in the workers here, so that each starts in 0.1 s."""
+"""Workers are started, watched and ended by the agent. No torch in the workers here, so that each starts in 0.1 s."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from lockstep.launch.slurm.batch_script import BatchScript
 from lockstep.launch.slurm.commands import follow, submit
 
 _BEGINS = "#!/bin/bash\n#SBATCH "
-"""BatchScript scripts."""
+"""The beginning of every batch script."""
 
 
 @click.command("slurm")

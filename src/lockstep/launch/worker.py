@@ -1,11 +1,11 @@
-"""Inside a worker process: run the user's code as Python itself would, and leave a record of how it failed.
+"""A worker process: run the user's code as Python itself would, and write a record if it fails.
 
 `python -P -m lockstep.launch.worker [-m] SCRIPT ARGS...` is what `lockstep run` starts. Nothing here imports torch or multiprocessing
-before the user's code does: the first would be felt, the second would remember the wrong `__main__`.
+before the user's code does: torch takes seconds, and multiprocessing would remember the wrong `__main__`.
 
-[Note: leaving] A worker does all that Python does at its end, except to take its modules and objects down. With a process group, that
-aborts ("terminate called without an active exception", 4 of 15 runs of a DDP script that had done its work: a thread of the group asks
-for the interpreter when there is none any more), or waits for peers that are gone.
+[Note: exit] A worker does all that Python does at its end, except that it does not destroy its modules and objects. With a process group
+alive, that step aborts or waits for peers that are gone. ("terminate called without an active exception" in 4 of 15 runs of a DDP script
+that had done its work: a thread of the group asks for the interpreter when it is gone.)
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _INTERRUPTED_STATUS = 128 + signal.SIGINT
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run a script, or with `-m` a module, as `__main__`. A line is written whole: ranks share the terminal."""
+    """Run a script, or with `-m` a module, as `__main__`. Output is written line by line, because ranks share the terminal."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)
@@ -68,14 +68,14 @@ def begin() -> Path | None:
 
 
 def run(body: Callable[[], object], record: Path | None) -> NoReturn:
-    """SpawnedCall `body` and end the process. Where `body` does not return or exit with status 0, write the record first."""
+    """Call `body` and end the process. If `body` raises, or exits with a status other than 0, write the record first."""
     process = os.getpid()
     hook = sys.excepthook
     in_a_worker()
     try:
         body()
     except BaseException as error:
-        # A child that the user's code forked may come back up to here: it is not this worker.
+        # A child that the user's code forked may return to here. It is not this worker.
         if record is None or os.getpid() != process:
             raise
         if isinstance(error, Terminated):
@@ -94,7 +94,7 @@ def run(body: Callable[[], object], record: Path | None) -> NoReturn:
 
 
 def _call_hook(error: BaseException, frames: TracebackType | None) -> None:
-    """SpawnedCall the hook that the user's code has put in, as Python would; what it prints, the launcher's report says already."""
+    """Call the excepthook of the user's code, as Python would. Drop what it prints: the launcher's report has it."""
     with suppress(Exception, SystemExit), redirect_stderr(io.StringIO()):
         sys.excepthook(type(error), error, frames)
 
@@ -110,7 +110,7 @@ def _leave_as_asked(error: SystemExit, record: Path) -> NoReturn:
 
 
 def _leave(status: int, *, by: int | None = None) -> NoReturn:
-    """End the process, where `by` is given by that signal. See [Note: leaving]."""
+    """End the process; by the signal `by` if it is given. See [Note: exit]."""
     try:
         if status == 0:
             threading._shutdown()  # type: ignore[attr-defined]  # waits for the threads that are not daemons
@@ -125,14 +125,14 @@ def _leave(status: int, *, by: int | None = None) -> NoReturn:
 
 
 def _close_files() -> None:
-    """What is written and not closed goes to its file, as it does when Python takes its objects down."""
+    """Flush and close all open files, as Python does when it destroys its objects."""
     kept = set()
     stream: Any
     for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
         with suppress(Exception):
             stream.flush()
         kept |= {id(stream), id(getattr(stream, "buffer", None))}
-    # By its type: to ask an object itself could run its code.
+    # By type: isinstance could run an object's own code.
     layered = (_io._TextIOBase, _io._BufferedIOBase)
     files: list[Any] = [found for found in gc.get_objects() if issubclass(type(found), layered) and id(found) not in kept]
     # The outer layer first: text, then what Python code lays over a file (gzip), then the file's own buffer.
