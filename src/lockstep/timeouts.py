@@ -1,4 +1,5 @@
-"""How long a rank may make no progress before the watchdog acts, and what it does then. Part of how a run is executed."""
+"""How long a rank may make no progress before the watchdog acts, and what it does then. Part of how a run is
+executed."""
 
 from __future__ import annotations
 
@@ -9,14 +10,16 @@ from lockstep.base.errors import LaunchError
 from lockstep.base.units import seconds
 
 OnHang = Literal["end", "report"]
-"""`end`: report the hang, save the last whole step, and end with an exit status of its own. `report`: report it and wait on."""
+"""`end`: report the hang, save the last whole step, and end with an exit status of its own. `report`: report it and
+wait on."""
 
 TIMES_USUAL = 20.0
 """A phase may take this many times what it usually takes."""
 LEAST_STEP_SECONDS = 60.0
 """Smallest timeout of `STEP_PHASES`."""
 LEAST_OTHER_SECONDS = 300.0
-"""Smallest timeout of all other phases. Data, saves and evaluations depend on disks, networks and users' code, whose times vary."""
+"""Smallest timeout of all other phases. Data, saves and evaluations depend on disks, networks and users' code, whose
+times vary."""
 FIRST_SECONDS = 540.0
 """Timeout of a phase that has never ended yet. Gloo and NCCL give up after 600 seconds."""
 STEP_PHASES = ("compute", "exchange", "update")

@@ -1,8 +1,8 @@
 """Start, watch, end and restart the workers of this machine, with torch's elastic agent.
 
-[Note: restarts] Torch's loop decides. It asks `_monitor_workers`; if that reports a failure and restarts are left, or if another machine
-waits to join, the loop stops the workers, meets the other machines and starts new workers. Each start has a new store and port, a new
-folder for the workers' files, and new `WorkerProcesses`.
+[Note: restarts] Torch's loop decides. It asks `_monitor_workers`; if that reports a failure and restarts are left, or
+if another machine waits to join, the loop stops the workers, meets the other machines and starts new workers. Each
+start has a new store and port, a new folder for the workers' files, and new `WorkerProcesses`.
 """
 
 from __future__ import annotations
@@ -60,10 +60,11 @@ def run_workers(
 ) -> Ending:
     """Start `count` workers, wait for all of them, and return how they ended. If one fails, the others are stopped.
 
-    After a failure all are started again, up to `max_restarts` times, unless it was a `UserError`. Workers get the `options` in their
-    environment. In the main thread, SIGINT, SIGTERM, SIGUSR1, SIGHUP and SIGQUIT are passed on to the workers, except those that this
-    process ignores; the handlers from before are put back at the end. `machines`: the run is on several machines. Its workers also start
-    again when a machine is lost or joins. Each machine calls this with the same `command`. Raises `LaunchError` if they cannot meet.
+    After a failure all are started again, up to `max_restarts` times, unless it was a `UserError`. Workers get the
+    `options` in their environment. In the main thread, SIGINT, SIGTERM, SIGUSR1, SIGHUP and SIGQUIT are passed on to
+    the workers, except those that this process ignores; the handlers from before are put back at the end. `machines`:
+    the run is on several machines. Its workers also start again when a machine is lost or joins. Each machine calls
+    this with the same `command`. Raises `LaunchError` if they cannot meet.
     """
     with launcher_folder() as folder, _quiet_torch():
         rendezvous = LoopbackRendezvous() if machines is None else ElasticRendezvous.at(machines)
@@ -280,7 +281,8 @@ class Agent(SimpleElasticAgent):
             self._elsewhere = line
 
     def _lost_a_machine(self) -> bool:
-        """True if another machine has left, and the workers here were not asked to save: they may wait for its workers for minutes."""
+        """True if another machine has left, and the workers here were not asked to save: they may wait for its workers
+        for minutes."""
         group = self._worker_group
         rendezvous = group.spec.rdzv_handler
         self._lost = rendezvous.lost_machines() if isinstance(rendezvous, ElasticRendezvous) else ()
@@ -340,8 +342,8 @@ class Agent(SimpleElasticAgent):
 def restart_reason(everyone: Sequence[Any], machines: Sequence[str]) -> str | None:
     """The reason for a restart; None at the first start.
 
-    `everyone`: from each machine its restarts, the addresses of the machines before, and the kind and the words of its own reason.
-    `machines`: the addresses of the machines now.
+    `everyone`: from each machine its restarts, the addresses of the machines before, and the kind and the words of its
+    own reason. `machines`: the addresses of the machines now.
     """
     reasons = [why for _, _, why in everyone if why is not None]
     if not reasons:

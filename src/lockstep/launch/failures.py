@@ -17,8 +17,8 @@ from typing import Any
 from lockstep.base.errors import USER_ERROR_STATUS, LockstepError, UserError
 from lockstep.launch.termination import HUNG_STATUS, PREEMPTED_STATUS
 
-# Errors of a process that was healthy until another one ended or reported a failure. They are never the cause if another rank has an
-# error of another kind.
+# Errors of a process that was healthy until another one ended or reported a failure. They are never the cause if
+# another rank has an error of another kind.
 _PEER_ERRORS = {
     "DistBackendError",
     "DistNetworkError",
@@ -237,7 +237,8 @@ def failure_record(error: BaseException, frames: TracebackType | None, status: i
 
 
 def error_details(error: BaseException) -> dict[str, Any]:
-    """The fields of the event for the error that ended a run: `error`, and if that is in our words, torch's text as `detail`."""
+    """The fields of the event for the error that ended a run: `error`, and if that is in our words, torch's text as
+    `detail`."""
     text = f"{type(error).__name__}: {_text(error)}"
     if _lost_a_peer(error) and not isinstance(error, LockstepError):
         return {"error": "a peer was lost: another process of this run ended, or the connection to it broke", "detail": text}

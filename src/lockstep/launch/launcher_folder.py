@@ -12,7 +12,8 @@ from pathlib import Path
 
 _PREFIX = "lockstep-"
 _ALIVE = "alive"
-"""A file in the folder that the launcher keeps locked. The system releases the lock when the launcher ends, in whatever way."""
+"""A file in the folder that the launcher keeps locked. The system releases the lock when the launcher ends, in whatever
+way."""
 
 
 @contextmanager

@@ -1,9 +1,10 @@
 """The rendezvous of a run: on one machine, or torch's rendezvous of several.
 
-[Note: listening] On one machine everything listens on loopback alone: the store on a socket bound here, Gloo and NCCL by their
-interface variables. On several machines, the stores listen on the one address by which the machines reach each other, and Gloo and NCCL on
-its interface. A store authenticates nobody: whoever can connect may read and write it. Torch's rendezvous keeps pickles in its store, so
-that whoever can connect to the store of several machines can run code on them.
+[Note: listening] On one machine everything listens on loopback alone: the store on a socket bound here, Gloo and NCCL
+by their interface variables. On several machines, the stores listen on the one address by which the machines reach each
+other, and Gloo and NCCL on its interface. A store authenticates nobody: whoever can connect may read and write it.
+Torch's rendezvous keeps pickles in its store, so that whoever can connect to the store of several machines can run code
+on them.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ NOTICE_SECONDS = 5
 LAST_CALL_SECONDS = 5
 """Seconds that the smallest number of machines waits for more, up to the largest."""
 HEARTBEAT_SECONDS, HEARTBEATS = 2, 5
-"""Seconds between the heartbeats of a machine, and the number of missing heartbeats after which it is lost. Clocks are compared."""
+"""Seconds between the heartbeats of a machine, and the number of missing heartbeats after which it is lost. Clocks are
+compared."""
 SILENCE_SECONDS = HEARTBEAT_SECONDS * HEARTBEATS
 """Seconds of silence after which a machine is lost for the others, and the store's machine for it."""
 STORE_SECONDS = 60
@@ -47,7 +49,8 @@ _RUN_ID = "lockstep"
 
 
 class LoopbackRendezvous(RendezvousHandler):
-    """The rendezvous of one machine: for each start of the workers, a store on a free port of loopback, which they use too."""
+    """The rendezvous of one machine: for each start of the workers, a store on a free port of loopback, which they use
+    too."""
 
     def __init__(self) -> None:
         self._run_id = f"lockstep-{secrets.token_hex(8)}"
@@ -128,7 +131,8 @@ class ElasticRendezvous(DynamicRendezvousHandler):
         return bytes(self._store.compare_set(f"{_RUN_ID}.{name}", "", value)).decode()
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Meet the other machines. Each time the workers get a new store: torch would keep the first, even if its machine is gone."""
+        """Meet the other machines. Each time the workers get a new store: torch would keep the first, even if its
+        machine is gone."""
         say(f"lockstep: waits at {self.machines.endpoint} for the machines of the run ({self.machines.count})")
         self._bootstrap_store_info = self._shared_tcp_store_server = None
         found = super().next_rendezvous()
@@ -160,7 +164,8 @@ class ElasticRendezvous(DynamicRendezvousHandler):
             time.sleep(0.5)
 
     def lost_machines(self) -> list[str]:
-        """Addresses of machines that have left since the last meeting, or sent no heartbeat for too long. Raises `RendezvousError`."""
+        """Addresses of machines that have left since the last meeting, or sent no heartbeat for too long. Raises
+        `RendezvousError`."""
         with self._heartbeat_lock:
             self._state_holder.sync()
             here = Counter(node.addr for node in self._state_holder.state.participants)
@@ -173,7 +178,8 @@ class ElasticRendezvous(DynamicRendezvousHandler):
 def check_machines(everyone: Sequence[tuple[int, str, str | None]]) -> None:
     """Raise `LaunchError` unless each machine has a number of its own, and reaches the others.
 
-    `everyone`: the number and the address of each machine, and what keeps it from the others. All machines call it with the same values.
+    `everyone`: the number and the address of each machine, and what keeps it from the others. All machines call it with
+    the same values.
     """
     by_number: dict[int, str] = {}
     for number, address, obstacle in everyone:
@@ -198,7 +204,8 @@ def _store_on(listener: socket.socket) -> TCPStore:
 
 
 def _host_store(machines: Machines, address: str) -> TCPStore | None:
-    """A store in this process; None if the address is not this machine's, or another process hosts the store already."""
+    """A store in this process; None if the address is not this machine's, or another process hosts the store
+    already."""
     try:
         return _store_on(socket.create_server((address, machines.port), family=_family(address)))
     except OSError as error:

@@ -39,16 +39,17 @@ def spawn(
 ) -> T:
     """Call `main(*args)` in `nproc` new processes of this machine, and return what it returned on rank 0.
 
-    `nproc="auto"`: as many as the plan's axes multiply to, if all have a size; otherwise one per GPU, or one if there is no GPU. `plan` and
-    `run_dir` apply to every run that `main` trains. The result must be picklable.
+    `nproc="auto"`: as many as the plan's axes multiply to, if all have a size; otherwise one per GPU, or one if there
+    is no GPU. `plan` and `run_dir` apply to every run that `main` trains. The result must be picklable.
 
-    If `main` can be imported (it is in a file), the processes are fresh interpreters: `args` must be picklable, and a script calls this
-    under `if __name__ == "__main__":`. If it cannot (a notebook, a prompt), they are forks of this process: CUDA must not be in use yet,
-    and each computes with one thread, because a fork has none of the threads that torch has started.
+    If `main` can be imported (it is in a file), the processes are fresh interpreters: `args` must be picklable, and a
+    script calls this under `if __name__ == "__main__":`. If it cannot (a notebook, a prompt), they are forks of this
+    process: CUDA must not be in use yet, and each computes with one thread, because a fork has none of the threads that
+    torch has started.
 
-    A `UserError` in any process is raised here as its own type, with its text. Any other failure is raised as `WorkerError`, whose text has
-    the traceback of the rank that failed first. On a failure the other processes are stopped. Raises `LaunchError` and `PlanError` before
-    it starts any.
+    A `UserError` in any process is raised here as its own type, with its text. Any other failure is raised as
+    `WorkerError`, whose text has the traceback of the rank that failed first. On a failure the other processes are
+    stopped. Raises `LaunchError` and `PlanError` before it starts any.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         # A worker that imports the script calls this again. Its parent reports that, once.
@@ -185,7 +186,8 @@ class _FunctionProcess:
 
 @contextmanager
 def _environment(added: Mapping[str, str]) -> Iterator[None]:
-    """Add variables to the environment, so that a worker has them from its first instruction on, when libraries read them."""
+    """Add variables to the environment, so that a worker has them from its first instruction on, when libraries read
+    them."""
     before = {name: os.environ.get(name) for name in added}
     os.environ.update(added)
     try:
@@ -200,7 +202,8 @@ def _environment(added: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Block these signals, so that a worker starts with them blocked, until it has a session and handlers of its own."""
+    """Block these signals, so that a worker starts with them blocked, until it has a session and handlers of its
+    own."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
     try:
         yield

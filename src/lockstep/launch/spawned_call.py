@@ -1,4 +1,5 @@
-"""The part of `ls.spawn` inside a worker: receive the function, call it, send back its result. Does not import torch."""
+"""The part of `ls.spawn` inside a worker: receive the function, call it, send back its result. Does not import
+torch."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signa
 
 
 class SpawnedCall:
-    """The function and its arguments, on their way to a worker. Unpickled late, so that a failure to do so is recorded."""
+    """The function and its arguments, on their way to a worker. Unpickled late, so that a failure to do so is
+    recorded."""
 
     def __init__(self, main: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self._content: tuple[Callable[..., Any], tuple[Any, ...]] | bytes = (main, args)
@@ -44,7 +46,8 @@ class SpawnedCall:
 
 
 def work(call: SpawnedCall, result: Connection | None, forked: bool) -> None:
-    """Call the function, in a process that multiprocessing has just started. Its value is sent through `result`, if there is one.
+    """Call the function, in a process that multiprocessing has just started. Its value is sent through `result`, if
+    there is one.
 
     The process starts with the signals of `PASSED_ON` blocked.
     """

@@ -1,9 +1,9 @@
 """Signals that ask a training process to save and end, or to end at once.
 
-SIGTERM and SIGUSR1 ask it to save and end, under every launcher: it finishes its current step first. A second signal asks it to end at
-once. If the launcher has passed a signal on, it takes a third, because the first two may be one request. In a process that lockstep
-started, SIGHUP asks to end at once too, and so does SIGTERM after another worker has failed. A signal that the user's code handles or
-ignores is left alone.
+SIGTERM and SIGUSR1 ask it to save and end, under every launcher: it finishes its current step first. A second signal
+asks it to end at once. If the launcher has passed a signal on, it takes a third, because the first two may be one
+request. In a process that lockstep started, SIGHUP asks to end at once too, and so does SIGTERM after another worker
+has failed. A signal that the user's code handles or ignores is left alone.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def in_a_worker() -> None:
 
 
 class Preempted(SystemExit):
-    """The run was asked to end early, and has saved. Not an `Exception`, so that it also ends loops that continue after errors."""
+    """The run was asked to end early, and has saved. Not an `Exception`, so that it also ends loops that continue after
+    errors."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(PREEMPTED_STATUS)
@@ -55,8 +56,9 @@ class Terminated(SystemExit):
 class Termination:
     """A context that handles the signals of `PREEMPTING` and `ENDING`, in the main thread.
 
-    The first of `PREEMPTING` is noted in `asked`. One of `ENDING`, or a second signal, raises `Terminated`; after `hold` not before the
-    exit. One more kills the process. Signals that the user's code handles or ignores are left alone.
+    The first of `PREEMPTING` is noted in `asked`. One of `ENDING`, or a second signal, raises `Terminated`; after
+    `hold` not before the exit. One more kills the process. Signals that the user's code handles or ignores are left
+    alone.
     """
 
     def __init__(self) -> None:
@@ -93,14 +95,15 @@ class Termination:
             self.asked = signal.Signals(number).name
             return
         if number in PREEMPTING and self._got is None and not self._repeated and was_signal_forwarded() and not is_shutting_down():
-            self._repeated = True  # the same request, once from whoever signals every process of a job, and once from the launcher
+            # The same request twice: from whoever signals every process of a job, and from the launcher.
+            self._repeated = True
             return
         if self._got is not None or os.getpid() != self._process:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
         self._got = number
-        # The signal often goes to loader workers too, whose end torch raises from its handler of SIGCHLD, wherever this process is then.
+        # The signal often goes to loader workers too. Torch's handler of SIGCHLD would raise an error for their end.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         if not self._held:
             self._raised = True

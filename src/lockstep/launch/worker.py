@@ -1,11 +1,13 @@
 """A worker process: run the user's code as Python itself would, and write a record if it fails.
 
-`python -P -m lockstep.launch.worker [-m] SCRIPT ARGS...` is what `lockstep run` starts. Nothing here imports torch or multiprocessing
-before the user's code does: torch takes seconds, and multiprocessing would remember the wrong `__main__`.
+`python -P -m lockstep.launch.worker [-m] SCRIPT ARGS...` is what `lockstep run` starts. Nothing here imports torch or
+multiprocessing before the user's code does: torch takes seconds, and multiprocessing would remember the wrong
+`__main__`.
 
-[Note: exit] A worker does all that Python does at its end, except that it does not destroy its modules and objects. With a process group
-alive, that step aborts or waits for peers that are gone. ("terminate called without an active exception" in 4 of 15 runs of a DDP script
-that had done its work: a thread of the group asks for the interpreter when it is gone.)
+[Note: exit] A worker does all that Python does at its end, except that it does not destroy its modules and objects.
+With a process group alive, that step aborts or waits for peers that are gone. ("terminate called without an active
+exception" in 4 of 15 runs of a DDP script that had done its work: a thread of the group asks for the interpreter when
+it is gone.)
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ _INTERRUPTED_STATUS = 128 + signal.SIGINT
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run a script, or with `-m` a module, as `__main__`. Output is written line by line, because ranks share the terminal."""
+    """Run a script, or with `-m` a module, as `__main__`. Output is written line by line, because ranks share the
+    terminal."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)
@@ -54,9 +57,11 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def begin() -> Path | None:
-    """Tie this process to its launcher. Returns the path for the record of a failure; None if no launcher asked for one.
+    """Tie this process to its launcher. Returns the path for the record of a failure; None if no launcher asked for
+    one.
 
-    Takes the launcher's own variables out of the environment, so that what the user's code starts does not write in our place.
+    Takes the launcher's own variables out of the environment, so that what the user's code starts does not write in our
+    place.
     """
     files = take_files(os.environ)
     if (agent := os.environ.pop(AGENT, None)) is not None:
@@ -68,7 +73,8 @@ def begin() -> Path | None:
 
 
 def run(body: Callable[[], object], record: Path | None) -> NoReturn:
-    """Call `body` and end the process. If `body` raises, or exits with a status other than 0, write the record first."""
+    """Call `body` and end the process. If `body` raises, or exits with a status other than 0, write the record
+    first."""
     process = os.getpid()
     hook = sys.excepthook
     in_a_worker()
@@ -176,7 +182,8 @@ def _module_code(name: str) -> tuple[ModuleSpec, CodeType]:
 
 
 def _execute(code: CodeType, **attributes: Any) -> None:
-    """Run code in a fresh `__main__` that stays in place, for what runs after it (atexit functions, threads) and for pickle."""
+    """Run code in a fresh `__main__` that stays in place, for what runs after it (atexit functions, threads) and for
+    pickle."""
     module = ModuleType("__main__")
     module.__dict__.update({"__builtins__": builtins, "__cached__": None, **attributes})
     sys.modules["__main__"] = module

@@ -1,9 +1,9 @@
 """The worker processes of one start on this machine: which of them run, which have failed, and how they are ended.
 
-[Note: the end] A worker has failed when its process ends with a status other than 0 or its failure record is there, whichever is seen
-first. What follows takes at most PEER_FAILURES_SECONDS + STOP_SECONDS + KILL_SECONDS. First the launcher waits a moment for failures that
-come with the first; longer while all failures so far are lost peers, so that it does not miss the cause. Then it stops the other workers,
-and kills those that are still there.
+[Note: the end] A worker has failed when its process ends with a status other than 0 or its failure record is there,
+whichever is seen first. What follows takes at most PEER_FAILURES_SECONDS + STOP_SECONDS + KILL_SECONDS. First the
+launcher waits a moment for failures that come with the first; longer while all failures so far are lost peers, so that
+it does not miss the cause. Then it stops the other workers, and kills those that are still there.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ STOP_SECONDS = 3.0
 SAVE_SECONDS = 600.0
 """The same for a worker that is saving."""
 KILL_SECONDS = 2.0
-"""How long the launcher waits for a killed process. One that the kernel holds (a device that hangs) may not end; it is left behind."""
+"""How long the launcher waits for a killed process. One that the kernel holds (a device that hangs) may not end; it is
+left behind."""
 
 
 class WorkerProcess(Protocol):
@@ -52,7 +53,8 @@ class WorkerProcesses:
     """The workers of one start."""
 
     def __init__(self, folder: Path, is_impatient: Callable[[], bool]) -> None:
-        """`folder`: an empty one, for the workers' files. `is_impatient`: true once a second signal asks to end without waiting."""
+        """`folder`: an empty one, for the workers' files. `is_impatient`: true once a second signal asks to end without
+        waiting."""
         self._folder = folder
         self._is_impatient = is_impatient
         self._processes: dict[int, WorkerProcess] = {}
@@ -101,7 +103,8 @@ class WorkerProcesses:
         return bool(self._failures)
 
     def end_after_loss(self) -> None:
-        """End the workers that are left once one has failed, or another machine is lost. They may save what they have."""
+        """End the workers that are left once one has failed, or another machine is lost. They may save what they
+        have."""
         self._shutdown = True
         self._files(0).shutdown.touch()
         self._wait_for_later_failures()
@@ -120,7 +123,8 @@ class WorkerProcesses:
             self.stop(signal.SIGTERM, 0.0)
 
     def stop(self, number: signal.Signals, grace_seconds: float) -> None:
-        """End every worker: send `number` to those that run, have not failed and were not asked; then SIGKILL to all that are left."""
+        """End every worker: send `number` to those that run, have not failed and were not asked; then SIGKILL to all
+        that are left."""
         self._look()
         self._files(0).signal_forwarded.touch()
         for rank in self.running:
@@ -199,6 +203,7 @@ def _signal_group(leader: int, number: signal.Signals) -> None:
 
 
 def _kill_what_is_left(leader: int) -> None:
-    """Kill what a worker started and left behind. Call it right after the end of the worker was seen: later its id may be another's."""
+    """Kill what a worker started and left behind. Call it right after the end of the worker was seen: later its id may
+    be another's."""
     with suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGKILL)
