@@ -91,7 +91,7 @@ def variable(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunOptions:
-    """What the processes of a run are told: options of `lockstep run`, which workers find in their environment.
+    """Options that the processes of a run are told. Workers find them in their environment.
 
     The variables hold under every launcher, and for `lockstep run` too, where its command line goes before them. A
     field that has its default was not given.

@@ -1,5 +1,4 @@
-"""How long a rank may make no progress before the watchdog acts, and what it does then. Part of how a run is
-executed."""
+"""Timeouts of the watchdog, which acts when a rank makes no progress. Part of how a run is executed."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ STEP_PHASES = ("compute", "exchange", "update")
 
 @dataclass(frozen=True, slots=True)
 class WatchdogTimeouts:
-    """How long each phase of a rank may last."""
+    """The timeout of each phase of a rank."""
 
     fixed_seconds: float | None = None
     """The timeout of every phase. None: a multiple of what the phase usually takes."""

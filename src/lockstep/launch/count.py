@@ -1,4 +1,4 @@
-"""How many processes to start on this machine."""
+"""The number of processes to start on this machine."""
 
 from __future__ import annotations
 

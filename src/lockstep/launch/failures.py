@@ -116,7 +116,7 @@ class WorkerFailure:
 
     @property
     def end(self) -> str:
-        """How the process ended, as a predicate: "failed (exit status 1)"."""
+        """A predicate for the end of the process: "failed (exit status 1)"."""
         if self.record is None and self.returncode < 0:
             name = _signal_name(-self.returncode)
             return f"was killed by {name}" + (f" ({_SIGNALS[name]})" if name in _SIGNALS else "")
@@ -137,7 +137,7 @@ class WorkerFailure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ending:
-    """How the workers of this machine ended."""
+    """The end of a run on this machine: which workers failed, were stopped, finished."""
 
     failures: Sequence[WorkerFailure] = ()
     stopped: Sequence[int] = ()
@@ -151,7 +151,7 @@ class Ending:
     signal: int | None = None
     """The signal that the launcher got and passed on. Failures after it are its consequences. None: it got none."""
     elsewhere: str = ""
-    """What ended the run on other machines, or between this one and them. Empty if nothing did."""
+    """The cause that ended the run on other machines, or between this one and them. Empty if there was none."""
 
     @property
     def first(self) -> WorkerFailure | None:

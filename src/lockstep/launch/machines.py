@@ -17,7 +17,7 @@ _SIOCGIFADDR = 0x8915
 
 @dataclass(frozen=True, slots=True)
 class Machines:
-    """How many machines a run is on, and where they meet."""
+    """The number of machines of a run, and their rendezvous."""
 
     least: int
     most: int

@@ -20,7 +20,7 @@ class WorkerFiles:
     """The paths of one worker's files, and of those that all workers of a start share."""
 
     stem: Path
-    """What the names of this worker's own files begin with; the shared ones are in the same folder."""
+    """Common beginning of the paths of this worker's own files. The shared files are in the same folder."""
 
     def _own(self, suffix: str) -> Path:
         return self.stem.with_name(f"{self.stem.name}.{suffix}")

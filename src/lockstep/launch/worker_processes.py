@@ -23,7 +23,7 @@ from lockstep.launch.worker_files import FILES, WorkerFiles
 
 POLL_SECONDS = 0.05
 FAILURES_SECONDS = 0.3
-"""How long the launcher waits, after a failure, for others that come with it."""
+"""Seconds that the launcher waits, after a failure, for others that come with it."""
 PEER_FAILURES_SECONDS = 3.0
 """The same, while every failure so far is the loss of a peer."""
 STOP_SECONDS = 3.0
@@ -31,8 +31,8 @@ STOP_SECONDS = 3.0
 SAVE_SECONDS = 600.0
 """The same for a worker that is saving."""
 KILL_SECONDS = 2.0
-"""How long the launcher waits for a killed process. One that the kernel holds (a device that hangs) may not end; it is
-left behind."""
+"""Seconds that the launcher waits for a killed process. One that the kernel holds (a device that hangs) may not end; it
+is left behind."""
 
 
 class WorkerProcess(Protocol):
@@ -82,7 +82,7 @@ class WorkerProcesses:
         return list(self._processes)
 
     def ending(self) -> Ending:
-        """How the workers ended, as far as is known."""
+        """The end of the workers, as far as is known."""
         failed = self._failures.keys()
         return Ending(
             failures=list(self._failures.values()),
@@ -142,11 +142,11 @@ class WorkerProcesses:
         for rank, process in self._processes.items():
             if rank not in self._returncodes and (returncode := process.poll()) is not None:
                 self._returncodes[rank] = returncode
-                self._sort(rank, process.pid, returncode)
+                self._classify(rank, process.pid, returncode)
             if rank not in self._failures and rank not in self._stopped | self._preempted:
                 self._judge(rank)
 
-    def _sort(self, rank: int, pid: int, returncode: int) -> None:
+    def _classify(self, rank: int, pid: int, returncode: int) -> None:
         """Note whether a worker that has just ended was preempted or stopped."""
         if returncode != 0 or rank in self._stopped:
             _kill_what_is_left(pid)

@@ -36,7 +36,7 @@ class BatchScript:
     time: str
     """The time limit, as Slurm writes times."""
     signal_seconds: int = 120
-    """How long before the limit the run is asked to save and end."""
+    """Seconds before the limit at which the run is asked to save and end."""
     path: str | None = None
     """The folder that contains `lockstep`, for PATH. None: PATH stays as it is."""
     setup: Sequence[str] = ()
