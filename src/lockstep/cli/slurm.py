@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -71,17 +72,10 @@ def command(
     1.
     """
     given = _words(run_options)
-    asked = run_command.command.make_context("lockstep run", [*given, script, *arguments])
-    if asked.params["script"] != script:
-        raise LaunchError(
-            f"--run {run_options!r} has {asked.params['script']!r}, which is no option; it is options of lockstep run; give the script and "
-            "its arguments after those of lockstep slurm"
-        )
+    _check_run(given, run_options, script, arguments, must_exist=is_sent)
     for option in sbatch:
         if not option.startswith("-") or "\n" in option:
             raise LaunchError(f'--sbatch {option!r}; it is one option of sbatch; give one as in --sbatch "--partition=gpu", each by itself')
-    if is_sent and not asked.params["is_module"]:
-        check_script(script)
     name = name if name is not None else Path(script).stem
     if not re.fullmatch(r"[\w.-]+", name):
         raise LaunchError(f"--name {name}; files are called by it; give one of letters, digits, dots, - and _")
@@ -105,6 +99,19 @@ def command(
     elif not is_sent:
         click.echo(text, nl=False)
     return _send(text, name) if is_sent else 0
+
+
+def _check_run(given: Sequence[str], run_options: str, script: str, arguments: Sequence[str], *, must_exist: bool) -> None:
+    """Raise `LaunchError` or a usage error if `--run` has other things than options of `lockstep run`, or SCRIPT is
+    missing."""
+    asked = run_command.command.make_context("lockstep run", [*given, script, *arguments])
+    if asked.params["script"] != script:
+        raise LaunchError(
+            f"--run {run_options!r} has {asked.params['script']!r}, which is no option; it is options of lockstep run; give the script and "
+            "its arguments after those of lockstep slurm"
+        )
+    if must_exist and not asked.params["is_module"]:
+        check_script(script)
 
 
 def _words(run_options: str) -> list[str]:
