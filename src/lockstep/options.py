@@ -1,8 +1,8 @@
 """The options of a launch, each declared once.
 
-The command line of `lockstep run`, the environment that a launcher gives to its workers and what a worker reads from it are all derived
-from the fields of `RunOptions` and `LaunchOptions`. A field `save_every` is `--save-every` on the command line and LOCKSTEP_SAVE_EVERY in
-the environment. An option of the launcher goes before what the script says.
+The command line of `lockstep run`, the environment that a launcher gives to its workers and what a worker reads from it
+are all derived from the fields of `RunOptions` and `LaunchOptions`. A field `save_every` is `--save-every` on the
+command line and LOCKSTEP_SAVE_EVERY in the environment. An option of the launcher goes before what the script says.
 """
 
 from __future__ import annotations
@@ -91,10 +91,10 @@ def variable(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunOptions:
-    """What the processes of a run are told: options of `lockstep run`, which workers find in their environment.
+    """Options that the processes of a run are told. Workers find them in their environment.
 
-    The variables hold under every launcher, and for `lockstep run` too, where its command line goes before them. A field that has its
-    default was not given.
+    The variables hold under every launcher, and for `lockstep run` too, where its command line goes before them. A
+    field that has its default was not given.
     """
 
     plan: str | None = _option(
@@ -235,7 +235,8 @@ class LaunchOptions(RunOptions):
         return plan
 
     def for_workers(self, *, default_run_dir: str, now_seconds: float) -> RunOptions:
-        """The options that workers are told: paths are absolute, and `--stop-after` is a moment. `now_seconds`: since 1970."""
+        """The options that workers are told: paths are absolute, and `--stop-after` is a moment. `now_seconds`: since
+        1970."""
         values = {each.name: getattr(self, each.name) for each in fields(RunOptions)} | {"default_run_dir": default_run_dir}
         if self.run_dir is not None:
             values["run_dir"] = os.path.abspath(self.run_dir)
@@ -276,7 +277,8 @@ def whole_number(text: str, name: str) -> int:
 
 
 def check_run_dir(run_dir: str | None, name: str) -> None:
-    """Raise `RunDirectoryError` for an empty path: it would name the working directory. `name`: the option or keyword that it came by."""
+    """Raise `RunDirectoryError` for an empty path: it would name the working directory. `name`: the option or keyword
+    that it came by."""
     if run_dir == "":
         raise RunDirectoryError(
             f"{name} is empty; it names the folder that the run writes to (is a shell variable unset?); give a path, or leave {name} out"

@@ -16,7 +16,7 @@ from torch import Tensor
 from lockstep.base.errors import CheckpointError
 from lockstep.comm.world import World, exact_sum
 from lockstep.house_hooks import HouseHooks
-from lockstep.launch.failure import account
+from lockstep.launch.failures import error_details
 from lockstep.launch.termination import Preempted, Termination
 from lockstep.logging.loggers import Logger
 from lockstep.opening import Opened, Request, open_run
@@ -106,7 +106,7 @@ class Session:
         if isinstance(error, Preempted):
             run.event("preempted", reason=error.reason)
         elif error is not None:
-            run.event("run-failed", **account(error))
+            run.event("run-failed", **error_details(error))
             run.hooks.call_every("on_error", run, error)
             house.out_of_memory.advise(run, error, saved=house.checkpointing.rescued)
         elif run.loop.loops:

@@ -1,4 +1,4 @@
-"""How long a rank may make no progress before the watchdog acts, and what it does then. Part of how a run is executed."""
+"""Timeouts of the watchdog, which acts when a rank makes no progress. Part of how a run is executed."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from lockstep.base.errors import LaunchError
 from lockstep.base.units import seconds
 
 OnHang = Literal["end", "report"]
-"""`end`: report the hang, save the last whole step, and end with an exit status of its own. `report`: report it and wait on."""
+"""`end`: report the hang, save the last whole step, and end with an exit status of its own. `report`: report it and
+wait on."""
 
 TIMES_USUAL = 20.0
 """A phase may take this many times what it usually takes."""
 LEAST_STEP_SECONDS = 60.0
 """Smallest timeout of `STEP_PHASES`."""
 LEAST_OTHER_SECONDS = 300.0
-"""Smallest timeout of all other phases. Data, saves and evaluations depend on disks, networks and users' code, whose times vary."""
+"""Smallest timeout of all other phases. Data, saves and evaluations depend on disks, networks and users' code, whose
+times vary."""
 FIRST_SECONDS = 540.0
 """Timeout of a phase that has never ended yet. Gloo and NCCL give up after 600 seconds."""
 STEP_PHASES = ("compute", "exchange", "update")
@@ -24,7 +26,7 @@ STEP_PHASES = ("compute", "exchange", "update")
 
 @dataclass(frozen=True, slots=True)
 class WatchdogTimeouts:
-    """How long each phase of a rank may last."""
+    """The timeout of each phase of a rank."""
 
     fixed_seconds: float | None = None
     """The timeout of every phase. None: a multiple of what the phase usually takes."""

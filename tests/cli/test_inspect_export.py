@@ -22,7 +22,7 @@ from training.started import started
 import lockstep as ls
 from lockstep.checkpoint.folder import MANIFEST, Folder, Name
 from lockstep.checkpoint.manifest import Manifest, _hash
-from lockstep.cli.inspect import looked_at
+from lockstep.cli.inspect import inspect_all
 from lockstep.testing.pool import WorkerPool
 
 LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
@@ -154,7 +154,7 @@ def test_damage_is_named_and_the_status_is_1(copied: Path, tmp_path: Path, damag
 def test_a_checkpoint_that_a_live_run_has_deleted_is_not_a_damaged_one(copied: Path) -> None:
     storage = Folder(copied / "checkpoints")
     (there,) = storage.names()
-    assert [found.name for found in looked_at(storage, [Name(1, "00000000"), there])] == [str(there)]
+    assert [found.name for found in inspect_all(storage, [Name(1, "00000000"), there])] == [str(there)]
 
 
 def test_the_newest_whole_checkpoint_of_a_run_that_has_not_ended_is_exported(pool: WorkerPool, tmp_path: Path) -> None:

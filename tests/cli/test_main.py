@@ -87,13 +87,13 @@ def test_the_version_of_lockstep_torch_and_python_is_printed() -> None:
         ),
         (
             ["run", "--nproc", "0", "train.py"],
-            "LaunchError: --nproc 0; it is a whole number of processes, at least 1, or auto (what the plan says, or one a GPU, or 1), or "
-            "gpu (one a GPU); give one of those",
+            "LaunchError: --nproc 0; it is a whole number of processes, at least 1, or auto (what the plan says, or one per GPU, or 1), "
+            "or gpu (one per GPU); give one of those",
         ),
         (
             ["run", "--nproc", "two", "train.py"],
-            "LaunchError: --nproc two; it is a whole number of processes, at least 1, or auto (what the plan says, or one a GPU, or 1), or "
-            "gpu (one a GPU); give one of those",
+            "LaunchError: --nproc two; it is a whole number of processes, at least 1, or auto (what the plan says, or one per GPU, or 1), "
+            "or gpu (one per GPU); give one of those",
         ),
         (
             ["run", "--nproc", "3", "--plan", "replicate=2", "train.py"],

@@ -155,7 +155,7 @@ def test_one_process_a_gpu_is_refused_without_a_gpu(tmp_path: Path) -> None:
     assert (ended.returncode, ended.stdout) == (2, "")
     assert (
         ended.stderr
-        == "lockstep: LaunchError: --nproc gpu; it starts one process a GPU, and torch sees no GPU here; give a number, or auto\n"
+        == "lockstep: LaunchError: --nproc gpu; it starts one process per GPU, and torch sees no GPU here; give a number, or auto\n"
     )
 
 

@@ -10,7 +10,7 @@ from doctor.test_machine_checks import HEALTHY
 
 from lockstep.doctor.check_result import CheckResult
 from lockstep.doctor.summary import summarize
-from lockstep.launch.failure import Ending, Failure
+from lockstep.launch.failures import Ending, Failure
 
 WRONG = {"wrong": "has 1 at index 0 of 13, and must have 2"}
 

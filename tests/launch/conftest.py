@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from lockstep.launch.failure import Ending
-from lockstep.launch.local import run_workers
+from lockstep.launch.agent import run_workers
+from lockstep.launch.failures import Ending
 from lockstep.options import RunOptions
 
 Starter = Callable[..., Ending]

@@ -46,15 +46,15 @@ def test_what_is_not_a_number_of_processes_is_refused(asked: str | int) -> None:
     with pytest.raises(LaunchError) as refused:
         count(asked)
     assert str(refused.value) == (
-        f"--nproc {asked}; it is a whole number of processes, at least 1, or auto (what the plan says, or one a GPU, or 1), or gpu "
-        "(one a GPU); give one of those"
+        f"--nproc {asked}; it is a whole number of processes, at least 1, or auto (what the plan says, or one per GPU, or 1), or gpu "
+        "(one per GPU); give one of those"
     )
 
 
 def test_one_process_a_gpu_is_refused_without_a_gpu() -> None:
     with pytest.raises(LaunchError) as refused:
         count("gpu")
-    assert str(refused.value) == "--nproc gpu; it starts one process a GPU, and torch sees no GPU here; give a number, or auto"
+    assert str(refused.value) == "--nproc gpu; it starts one process per GPU, and torch sees no GPU here; give a number, or auto"
 
 
 @pytest.mark.parametrize(("asked", "gpus"), [("3", 0), ("gpu", 3)])

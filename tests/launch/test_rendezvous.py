@@ -9,9 +9,9 @@ import psutil
 import pytest
 
 from lockstep.base.errors import LaunchError
-from lockstep.launch.local import run_workers
+from lockstep.launch.agent import run_workers
 from lockstep.launch.machines import Machines
-from lockstep.launch.rendezvous import Meeting, check_machines
+from lockstep.launch.rendezvous import ElasticRendezvous, check_machines
 from lockstep.options import RunOptions
 
 
@@ -23,8 +23,8 @@ def machines() -> Machines:
 
 
 def test_the_stores_listen_on_the_address_alone_and_the_first_that_comes_keeps_one(machines: Machines) -> None:
-    keeper = Meeting.at(machines)
-    visitor = Meeting.at(machines)
+    keeper = ElasticRendezvous.at(machines)
+    visitor = ElasticRendezvous.at(machines)
     assert keeper.agree("name", "first") == "first"
     assert visitor.agree("name", "second") == "first"
     of_workers = keeper._create_tcp_store_server("127.0.0.2", 0)
@@ -34,7 +34,7 @@ def test_the_stores_listen_on_the_address_alone_and_the_first_that_comes_keeps_o
 
 
 def test_another_command_at_the_same_place_is_refused(machines: Machines) -> None:
-    keeper = Meeting.at(machines)
+    keeper = ElasticRendezvous.at(machines)
     keeper.agree("command", "train.py")
     with pytest.raises(LaunchError, match=r"'other\.py'.*'train\.py'"):
         run_workers(
@@ -48,7 +48,7 @@ def test_a_port_that_may_not_be_used_is_named(machines: Machines, monkeypatch: p
 
     monkeypatch.setattr(socket, "create_server", create_server)
     with pytest.raises(LaunchError, match=rf"--rdzv 127.0.0.2:{machines.port}: cannot listen there \(Permission denied\)"):
-        Meeting.at(machines)
+        ElasticRendezvous.at(machines)
 
 
 def test_where_nobody_keeps_it_the_wait_ends_with_what_was_tried_and_the_remedy(
@@ -59,11 +59,11 @@ def test_where_nobody_keeps_it_the_wait_ends_with_what_was_tried_and_the_remedy(
 
     monkeypatch.setattr(socket, "create_connection", create_connection)
     monkeypatch.setattr("lockstep.launch.rendezvous.address_towards", lambda *_: "127.0.0.1")
-    monkeypatch.setattr("lockstep.launch.rendezvous.SAY_SECONDS", 0)
+    monkeypatch.setattr("lockstep.launch.rendezvous.NOTICE_SECONDS", 0)
     monkeypatch.setattr("lockstep.launch.rendezvous.JOIN_SECONDS", 1)
     tried = r"\(tried 192\.0\.2\.1 port 29400 from 127\.0\.0\.1 on lo: \[Errno 111\] Connection refused\)"
     with pytest.raises(LaunchError, match=rf"nobody at --rdzv 192\.0\.2\.1:29400 for 1 s {tried}; .*start it there"):
-        Meeting.at(Machines(2, 2, "192.0.2.1", 29400))
+        ElasticRendezvous.at(Machines(2, 2, "192.0.2.1", 29400))
     (said,) = capsys.readouterr().err.splitlines()
     assert re.fullmatch(rf"lockstep: no answer yet at --rdzv 192\.0\.2\.1:29400 {tried}; goes on trying for 1 s", said)
 
@@ -72,7 +72,7 @@ def test_number_0_is_where_the_others_look_for_it() -> None:
     with pytest.raises(
         LaunchError, match=r"--master-addr 192\.0\.2\.1:29400: 192\.0\.2\.1 is no address of this machine, whose number is 0"
     ):
-        Meeting.at(Machines(2, 2, "192.0.2.1", 29400, 0, "lo", "--master-addr"))
+        ElasticRendezvous.at(Machines(2, 2, "192.0.2.1", 29400, 0, "lo", "--master-addr"))
 
 
 def test_each_machine_has_a_number_of_its_own() -> None:

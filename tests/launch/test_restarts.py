@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousInfo
 
-from lockstep.launch import local, workers
-from lockstep.launch.failure import Ending
+from lockstep.launch import agent, worker_processes
+from lockstep.launch.failures import Ending
 from lockstep.launch.rendezvous import LoopbackRendezvous
 
 Starter = Callable[..., Ending]
@@ -115,16 +115,16 @@ def test_what_no_restart_mends_is_not_tried_again(
 
 
 def test_one_that_saves_when_another_fails_is_waited_for_before_all_start_again(run: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "STOP_SECONDS", 0.2)
+    monkeypatch.setattr(worker_processes, "STOP_SECONDS", 0.2)
     ending = run(
         f"""
-        from lockstep.launch.grace import needing_time
+        from lockstep.launch.worker_files import defer_kill
         if not {FIRST}: sys.exit(0 if os.path.exists("saved") else 9)
         if rank == 1:
             while not os.path.exists("ready"): pass
             os.kill(os.getpid(), signal.SIGKILL)
         def save(*_):
-            with needing_time():
+            with defer_kill():
                 time.sleep(0.6)
                 open("saved", "w").close()
             sys.exit(143)
@@ -140,9 +140,9 @@ def test_one_that_saves_when_another_fails_is_waited_for_before_all_start_again(
 def test_one_that_ends_itself_because_the_run_is_over_has_not_failed(run: Starter) -> None:
     ending = run(
         """
-        from lockstep.launch.grace import is_over
+        from lockstep.launch.worker_files import is_shutting_down
         if rank == 1: sys.exit(5)
-        while not is_over(): time.sleep(0.01)
+        while not is_shutting_down(): time.sleep(0.01)
         os._exit(143)
         """
     )
@@ -166,7 +166,7 @@ def test_workers_that_saved_because_another_machine_asked_start_again(run: Start
             self.waiting += 1
             return int(self.starts == 1 and self.waiting > 40)
 
-    monkeypatch.setattr(local, "LoopbackRendezvous", Regrouping)
+    monkeypatch.setattr(agent, "LoopbackRendezvous", Regrouping)
     ending = run(
         """
         from lockstep.launch.termination import Preempted
@@ -194,4 +194,4 @@ TWO, THREE = ["a", "b"], ["a", "a", "b"]
     ids=["first start", "a cause elsewhere", "peers alone", "a machine lost", "a machine joined"],
 )
 def test_the_machines_agree_on_why_the_workers_start_again(everyone: list[Any], now: list[str], why: str | None) -> None:
-    assert local.why_again(everyone, now) == why
+    assert agent.restart_reason(everyone, now) == why

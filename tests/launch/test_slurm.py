@@ -9,7 +9,7 @@ import pytest
 from lockstep.base.errors import LaunchError
 from lockstep.launch.machines import Machines
 from lockstep.launch.slurm import commands as sbatch
-from lockstep.launch.slurm.batch_script import Batch, JobState, SlurmStep, expand_counts, expand_nodes, limit_seconds
+from lockstep.launch.slurm.batch_script import BatchScript, JobState, SlurmStep, expand_counts, expand_nodes, limit_seconds
 from lockstep.options import LaunchOptions
 
 STEP = {
@@ -56,7 +56,7 @@ exit "$status"
 
 
 def test_a_batch_script_is_as_expected() -> None:
-    batch = Batch(
+    batch = BatchScript(
         script="train.py",
         arguments=["--text", "a b"],
         run=["--plan", "shard=32"],
@@ -74,7 +74,7 @@ def test_a_batch_script_is_as_expected() -> None:
 
 
 def test_what_was_not_asked_for_is_not_in_a_batch_script() -> None:
-    lines = Batch(script="train.py", name="a", nodes=1, time="30", run=["--run-dir", "/shared/a"]).text().splitlines()
+    lines = BatchScript(script="train.py", name="a", nodes=1, time="30", run=["--run-dir", "/shared/a"]).text().splitlines()
     assert "#SBATCH --exclusive" in lines
     assert not any("gpus" in line or "cpus" in line or "PATH" in line or "environment" in line for line in lines)
     assert "    lockstep run --run-dir /shared/a train.py" in lines
@@ -105,7 +105,7 @@ def test_limits_that_slurm_does_not_know_are_refused(time: str) -> None:
 
 def test_the_signal_comes_after_the_beginning() -> None:
     with pytest.raises(LaunchError, match="--signal-before 120s with --time 2;"):
-        Batch(script="train.py", name="a", nodes=1, time="2").text()
+        BatchScript(script="train.py", name="a", nodes=1, time="2").text()
 
 
 @pytest.mark.parametrize(

@@ -128,8 +128,8 @@ def test_a_signal_reaches_the_handler_that_was_there_after_the_processes_ended()
         (
             {"nproc": 0},
             LaunchError,
-            "nproc=0; it is a whole number of processes, at least 1, or auto (what the plan says, or one a GPU, or 1), or gpu (one a GPU); "
-            "give one of those",
+            "nproc=0; it is a whole number of processes, at least 1, or auto (what the plan says, or one per GPU, or 1), or gpu "
+            "(one per GPU); give one of those",
         ),
         (
             {"nproc": 3, "plan": "replicate=2"},

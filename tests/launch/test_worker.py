@@ -13,16 +13,17 @@ from textwrap import dedent
 import pytest
 
 from lockstep.launch import worker
-from lockstep.launch.failure import Record
+from lockstep.launch.failures import FailureRecord
+from lockstep.launch.worker_files import FILES, WorkerFiles
 
 PYTHON = [sys.executable, "-u", "-P", "-m", "lockstep.launch.worker"]
 
 
-def work(folder: Path, *arguments: str, **environment: str) -> tuple[subprocess.CompletedProcess[str], Record | None]:
-    path = folder / "rank-0.record"
-    added = {worker.RECORD: str(path), worker.AGENT: str(os.getpid()), worker.CRASH: str(folder / "rank-0.crash"), **environment}
+def work(folder: Path, *arguments: str, **environment: str) -> tuple[subprocess.CompletedProcess[str], FailureRecord | None]:
+    files = WorkerFiles(folder / "rank-0")
+    added = {FILES: str(files.stem), worker.AGENT: str(os.getpid()), **environment}
     ended = subprocess.run([*PYTHON, *arguments], cwd=folder, env={**os.environ, **added}, capture_output=True, text=True, check=False)
-    return ended, Record.read(path)
+    return ended, FailureRecord.read(files.failure)
 
 
 def script(folder: Path, source: str, name: str = "train.py") -> str:

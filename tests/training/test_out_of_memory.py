@@ -21,7 +21,7 @@ from training.subjects import network, recipe, rows, sgd, squared_error
 import lockstep as ls
 from lockstep.base.errors import PlanError, RecipeError, RunDirectoryError
 from lockstep.hooks.fallbacks import FILE
-from lockstep.launch.failure import out_of_memory
+from lockstep.launch.failures import out_of_memory
 from lockstep.testing.pool import WorkerPool
 
 AT = 3

@@ -19,7 +19,7 @@ from lockstep.data.generators import seed_generators
 from lockstep.data.isolation import Isolation
 from lockstep.data.loader import Loader, Microbatch, StreamLoader
 from lockstep.keys import RandomStream, key
-from lockstep.launch.failure import out_of_memory
+from lockstep.launch.failures import out_of_memory
 from lockstep.recipe import Precision, Recipe
 from lockstep.recipe import Stream as DataStream
 from lockstep.training import precision as precisions

@@ -1,4 +1,4 @@
-"""`lockstep export`: the model in a checkpoint as a plain file of weights, for anyone's code."""
+"""`lockstep export`: the model of a checkpoint as a plain file of weights, for any code."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ from lockstep.cli.target import MODEL, Target, fingerprint, reachable
 def command(pair: int | None, source: str, out: str) -> int:
     """Write the model in a checkpoint as a plain state dict, in the safetensors format.
 
-    OUT has the model's own names, parameters and buffers, in the types that they were trained in; a tied parameter is there under each of
-    its names. Of a run directory it is the final model, or of a run that has not ended the newest checkpoint that is not damaged. Every
-    byte is checked first. No more than one tensor is in memory at a time. Nothing is overwritten.
+    OUT has the model's own names, parameters and buffers, in the types in which they were trained. A tied parameter is
+    there under each of its names. From a run directory, the final model is exported; if the run has not ended, the
+    newest checkpoint that is not damaged. Every byte is checked first. At most one tensor is in memory at a time.
+    Nothing is overwritten.
 
     \b
     Examples:
@@ -34,8 +35,8 @@ def command(pair: int | None, source: str, out: str) -> int:
       lockstep export runs/a/checkpoints/step-00000500-1c9e02d4 model.safetensors
       lockstep export --pair 1 runs/gan critic.safetensors
 
-    In Python: model.load_state_dict(safetensors.torch.load_file("model.safetensors")). There is no export to .pt: such a file is a pickle,
-    which runs code when it is read.
+    In Python: model.load_state_dict(safetensors.torch.load_file("model.safetensors")). There is no export to .pt: such
+    a file is a pickle, which runs code when it is read.
     """
     path = Path(out)
     _check_out(path)
@@ -60,7 +61,7 @@ def _check_out(path: Path) -> None:
 
 
 def _final_model(at: Target, pair: int | None) -> tuple[Model, str] | None:
-    """What a run ended with, where it wrote that. Raises `CheckpointError` where it is damaged."""
+    """The final model of a run; None if it has none. Raises `CheckpointError` if it is damaged."""
     result = at.result()
     if at.run is None or result is None or "fingerprint" not in result:
         return None
@@ -77,7 +78,7 @@ def _final_model(at: Target, pair: int | None) -> tuple[Model, str] | None:
 
 
 def _saved_model(at: Target, pair: int | None) -> tuple[Model, str]:
-    """The newest checkpoint that is whole, each that is not named."""
+    """The model of the newest whole checkpoint. Prints a warning for each damaged one."""
     for name in reversed(at.names):
         try:
             stored = Stored(at.storage, name)
@@ -105,7 +106,7 @@ def _choose(pairs: list[int], pair: int | None) -> int:
 
 
 def _write(model: Model, path: Path) -> tuple[int, int]:
-    """Write all of it, whole or not at all. Returns how many tensors, and how many bytes."""
+    """Write the file atomically. Returns the number of tensors, and of bytes."""
     pieces = [Piece(name, dtype, shape, (0,) * len(shape), shape) for name, (dtype, shape) in model.kinds.items()]
     image = Image(pieces)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")

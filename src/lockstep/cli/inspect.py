@@ -1,4 +1,4 @@
-"""`lockstep inspect`: what a run has saved, and whether every byte of it is right."""
+"""`lockstep inspect`: the checkpoints of a run, with every byte checked."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ from lockstep.checkpoint.reading import check
 from lockstep.checkpoint.whole_tensors import SavedModel, Stored
 from lockstep.cli.target import MODEL, Target, fingerprint, reachable
 
-_TOLD = {
+_EVENT_WORDS = {
     "run-started": "started", "resumed": "resumed", "weights-loaded": "took others' weights", "rescued": "rescued",
     "preempted": "asked to end", "stopped": "stopped", "run-failed": "failed", "run-ended": "ended",
     "checkpoint-failed": "could not save", "checkpoint-damaged": "found a damaged checkpoint",
 }  # fmt: skip
-"""Events of a run's life, and the words for them."""
+"""The events that are shown, and the words for them."""
 _DIGITS = 12
-"""Of a fingerprint, in the table."""
+"""Digits of a fingerprint in the table."""
 
 
 @dataclass(slots=True)
-class Found:
-    """A checkpoint, as far as it can be read; or the model that a run ended with."""
+class InspectedCheckpoint:
+    """A checkpoint, as far as it can be read, or the final model of a run."""
 
     name: str
     step: int
     state: str = "whole"
-    """Or damaged, unreadable, unreachable."""
+    """`whole`, `damaged`, `unreadable` or `unreachable`."""
     reasons: list[str] = field(default_factory=list)
-    """Why it is not whole."""
+    """Reasons why it is not whole. Empty if it is."""
     saved: str | None = None
-    """When, with its time zone."""
+    """Time of the save, with its time zone."""
     size_bytes: int = 0
     plan: str | None = None
-    """That it was saved under."""
+    """The plan under which it was saved."""
     processes: int | None = None
     fingerprints: dict[str, str] = field(default_factory=dict)
-    """Of the model of each (model, optimizer) pair, by its number."""
+    """Fingerprint of each model, by its number."""
     remembers: list[str] = field(default_factory=list)
-    """What else is in it: hooks, and what `session.include` was given."""
+    """Names of the other states in it: of hooks, and of `session.include`."""
 
 
 @click.command("inspect")
@@ -56,8 +56,9 @@ class Found:
 def command(as_json: bool, target: str) -> int:
     """Show the checkpoints of a run, and check every byte of them.
 
-    Of a run directory, of one checkpoint, or of the URL of a folder of them. Says of each when and under which plan it was saved, what is
-    damaged and where, and the fingerprint of the model in it: the one that result.json would have.
+    TARGET is a run directory, one checkpoint, or the URL of a folder of checkpoints. Shows for each when and under
+    which plan it was saved, what is damaged and where, and the fingerprint of its model: the one that result.json would
+    have.
 
     \b
     Examples:
@@ -65,30 +66,31 @@ def command(as_json: bool, target: str) -> int:
       lockstep inspect runs/a/checkpoints/step-00000500-1c9e02d4
       lockstep inspect --json s3://bucket/run
 
-    Exit status: 0 where all is whole, 1 where something is damaged or cannot be read, 2 for a mistake (nothing there, no driver).
+    Exit status: 0 if all is whole, 1 if something is damaged or cannot be read, 2 for a mistake (nothing there, no
+    driver).
     """
     at = Target.find(target)
     with reachable(target):
-        found = looked_at(at.storage, at.names)
+        found = inspect_all(at.storage, at.names)
     model = _final_model(at)
-    life = [] if at.run is None else list(_life(at.run / "events.jsonl"))
+    events = [] if at.run is None else list(_events(at.run / "events.jsonl"))
     if as_json:
         checkpoints = [asdict(each) for each in found]
-        print(json.dumps({"target": target, "checkpoints": checkpoints, "model": model and asdict(model), "events": life}, indent=2))
+        print(json.dumps({"target": target, "checkpoints": checkpoints, "model": model and asdict(model), "events": events}, indent=2))
     else:
-        _show(target, [*found, *([model] if model else [])], life)
+        _show(target, [*found, *([model] if model else [])], events)
     return 0 if all(each.state == "whole" for each in (*found, *([model] if model else []))) else 1
 
 
-def looked_at(storage: Storage, names: list[Name]) -> list[Found]:
-    """All of them, but for those that a live run has deleted meanwhile. Raises `OSError`."""
-    found = {name: _look_at(storage, name) for name in names}
+def inspect_all(storage: Storage, names: list[Name]) -> list[InspectedCheckpoint]:
+    """Inspect all checkpoints, except those that a live run has deleted meanwhile. Raises `OSError`."""
+    found = {name: _inspect(storage, name) for name in names}
     there = storage.names() if any(each.state != "whole" for each in found.values()) else names
     return [each for name, each in found.items() if name in there]
 
 
-def _look_at(storage: Storage, name: Name) -> Found:
-    found = Found(str(name), name.step)
+def _inspect(storage: Storage, name: Name) -> InspectedCheckpoint:
+    found = InspectedCheckpoint(str(name), name.step)
     try:
         stored = Stored(storage, name)
         facts = stored.manifest.facts
@@ -107,12 +109,12 @@ def _look_at(storage: Storage, name: Name) -> Found:
     return found
 
 
-def _final_model(at: Target) -> Found | None:
-    """What the run ended with. Its bytes are right where they have the fingerprint that result.json says."""
+def _final_model(at: Target) -> InspectedCheckpoint | None:
+    """The final model of a run; None if there is none. It is whole if it has the fingerprint of result.json."""
     result = at.result()
     if at.run is None or result is None or "fingerprint" not in result:
         return None
-    found = Found(MODEL, result["steps"], plan=result["plan"], processes=result["world_size"])
+    found = InspectedCheckpoint(MODEL, result["steps"], plan=result["plan"], processes=result["world_size"])
     path = at.run / MODEL
     try:
         found.size_bytes = path.stat().st_size
@@ -126,8 +128,8 @@ def _final_model(at: Target) -> Found | None:
     return found
 
 
-def _life(path: Path) -> Iterator[dict[str, Any]]:
-    """The events of a run that say how it went. A last line that was being written is left out."""
+def _events(path: Path) -> Iterator[dict[str, Any]]:
+    """The events of a run that are shown. Skips a last line that is still being written."""
     if not path.is_file():
         return
     with reachable(str(path)):
@@ -137,11 +139,11 @@ def _life(path: Path) -> Iterator[dict[str, Any]]:
             row = json.loads(line)
         except ValueError:
             continue
-        if row.get("event") in _TOLD:
+        if row.get("event") in _EVENT_WORDS:
             yield row
 
 
-def _show(target: str, found: list[Found], life: list[dict[str, Any]]) -> None:
+def _show(target: str, found: list[InspectedCheckpoint], events: list[dict[str, Any]]) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -164,20 +166,20 @@ def _show(target: str, found: list[Found], life: list[dict[str, Any]]) -> None:
     remembered = sorted({name for each in found for name in each.remembers})
     if remembered:
         console.print(Text(f"saved with the models: {', '.join(remembered)}"))
-    for row in life:
-        console.print(Text(_told(row)))
+    for row in events:
+        console.print(Text(_event_line(row)))
     if any(each.fingerprints for each in found):
         console.print(Text(f"fingerprints are cut to {_DIGITS} digits; --json has them whole", style="dim"))
 
 
-def _row(found: Found) -> list[str]:
+def _row(found: InspectedCheckpoint) -> list[str]:
     saved = (found.saved or "").replace("T", " ")[:19]
     plan = "" if found.plan is None else f"{found.plan.replace(',', ', ')} on {_processes(found.processes)}"
     prints = "\n".join(digits[:_DIGITS] for digits in found.fingerprints.values())
     return [str(found.step), found.name, saved, size(found.size_bytes), plan, found.state, prints]
 
 
-def _told(row: dict[str, Any]) -> str:
+def _event_line(row: dict[str, Any]) -> str:
     name = row["event"]
     more = {
         "run-started": f" under {row.get('plan')} on {_processes(row.get('world_size'))}",
@@ -190,7 +192,7 @@ def _told(row: dict[str, Any]) -> str:
         "stopped": f": {row.get('reason')}",
         "run-failed": f": {row.get('error', '')}",
     }
-    return f"step {row.get('step')}: {_TOLD[name]}{more.get(name, '')}"
+    return f"step {row.get('step')}: {_EVENT_WORDS[name]}{more.get(name, '')}"
 
 
 def _processes(count: int | None) -> str:

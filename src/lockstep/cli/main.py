@@ -1,4 +1,4 @@
-"""The command `lockstep`: a group of commands, each in a module of its own that is imported when it is used."""
+"""The command `lockstep`: a group of commands. The module of each is imported when the command is used."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ def _commands() -> None:
 def main() -> None:
     """Run the command line, and end the process with its status: 2 and one message for a user's mistake.
 
-    A `UserError` goes through: `lockstep.base.errors.install_excepthook` has seen to it.
+    A `UserError` is not caught here: the hook of `lockstep.base.errors.install_excepthook` prints it.
     """
     _open_closed_streams()
     if isinstance(getattr(sys.stdout, "buffer", None), io.RawIOBase):
-        # Under PYTHONUNBUFFERED, of a write that a signal interrupts the rest would be lost.
+        # Under PYTHONUNBUFFERED, a write that a signal interrupts would lose its rest.
         sys.stdout = open(1, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors, buffering=1, closefd=False)  # noqa: SIM115
     try:
         status = _commands.main(prog_name="lockstep", standalone_mode=False)
@@ -74,16 +74,17 @@ def main() -> None:
     except (click.Abort, KeyboardInterrupt):
         sys.exit(130)
     if "torch" in sys.modules:
-        # All that was started has been ended: without this, taking torch's modules down takes half a second more.
+        # Nothing that was started is left. Without this, Python takes half a second more to destroy torch's modules.
         sys.stdout.flush()
-        with suppress(OSError):  # what was said there has no reader
+        with suppress(OSError):  # nobody reads it any more
             sys.stderr.flush()
         os._exit(status or 0)
     sys.exit(status or 0)
 
 
 def _open_closed_streams() -> None:
-    """A stream that the shell closed (`2>&-`) leads nowhere, here and in workers. Left closed, its number goes to the next file opened."""
+    """Open streams that the shell closed (`2>&-`) on the null device, here and in workers. The next file opened would
+    get their number."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             descriptor = os.open(os.devnull, os.O_RDWR)

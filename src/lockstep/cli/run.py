@@ -31,20 +31,27 @@ from lockstep.options import LaunchOptions
 def command(is_module: bool, script: str, arguments: tuple[str, ...], **given: Any) -> int:
     """Run SCRIPT on several processes, of this machine or of several.
 
-    SCRIPT may be written for lockstep, or for torchrun, and runs unchanged. What follows it goes to the script untouched. When one process
-    fails, all stop, and the first failing one's traceback is shown.
+    SCRIPT is written for lockstep or for torchrun, and runs unchanged. All arguments after it are the script's. If one
+    process fails, all are stopped, and the traceback of the process that failed first is shown.
 
-    With --max-restarts R they then start again, and a script of lockstep's goes on from the last step that one of them could save: R times
-    in all, however far they came. A mistake in what lockstep was given is not tried again, and a run that was asked to end stays ended.
+    With --max-restarts R they are then started again, at most R times in the whole run. A script that uses lockstep
+    continues from the last step that one of its processes could save. The run is not started again after a mistake in
+    what lockstep was given, nor after a request to end.
 
-    Where memory runs out, they start again under a plan that needs less, as far as --out-of-memory allows; that is none of those R times.
+    If memory runs out, the processes are started again under a plan that needs less of it, as far as --out-of-memory
+    allows. These restarts do not count.
 
-    With --nnodes the run is on several machines, each given this command and the same files. It begins when A are there. One that comes
-    later joins: all save, and start again with it. Where one is lost, that is a failure, after which the rest start again, if they are A.
-    The machine HOST keeps the rendezvous: without it the others save and end. Let no one else reach that port: who can may run code as
-    you. --nproc is for each machine: auto is one a GPU, or 1; it may differ. With --node-rank, --master-addr and --master-port instead of
-    --rdzv, ranks are in the order of those numbers, and the number of machines is fixed. srun lockstep run, with one task a node, needs
-    none of these: the machines are the nodes of the job, and auto is one process for each GPU that the job has on its node, or 1.
+    With --nnodes the run is on several machines. Give each machine this command and the same files. The run begins when
+    A machines are there. A machine that comes later joins: all save, and start again with it. A lost machine is a
+    failure, after which the others start again if at least A are left. The machine HOST hosts the rendezvous: if it is
+    lost, the others save and end. Whoever can connect to that port can run code as you, so let only the machines of the
+    run reach it. --nproc is for each machine, auto is one per GPU, or 1; machines may have different numbers. With
+    --node-rank, --master-addr and --master-port instead of --rdzv, ranks are in the order of the machines' numbers, and
+    the number of machines is fixed. srun lockstep run, with one task per node, needs none of these: the machines are
+    the nodes of the job, and auto is one process for each GPU that the job has on its node, or 1.
+
+    SIGTERM and SIGUSR1 ask the run to save and end. Signals that are ignored when lockstep starts, as SIGHUP under
+    nohup, stay ignored.
 
     \b
     Examples:
@@ -56,10 +63,10 @@ def command(is_module: bool, script: str, arguments: tuple[str, ...], **given: A
       lockstep run --nnodes 2:4 --rdzv node1:29400 --max-restarts 10 --run-dir /shared/runs/a train.py
       lockstep run --nnodes 2 --node-rank 1 --master-addr node0 --master-port 29400 --run-dir /shared/runs/a train.py
 
-    Exit status: 0, or that of the process that failed first (2 for a mistake in what lockstep was given, 128 + the signal's number for a
-    death by signal). 75 where the run was asked to end (SIGTERM, SIGUSR1, --stop-after) and has saved: the same command goes on with it.
-    76 where it stood still for longer than --hang-after allows. 130 or 143 where lockstep itself got SIGINT or SIGTERM, and the script is
-    none that saves.
+    Exit status: 0, or that of the process that failed first (2 for a mistake in what lockstep was given, 128 + the
+    signal's number if a signal killed it). 75 if the run was asked to end (SIGTERM, SIGUSR1, --stop-after) and has
+    saved: the same command continues it. 76 if it hung for longer than --hang-after allows. 130 or 143 if lockstep
+    itself got SIGINT or SIGTERM and the script does not save.
     """
     began = time.time()
     options = options_from(given)
@@ -78,9 +85,10 @@ def command(is_module: bool, script: str, arguments: tuple[str, ...], **given: A
 def _run(
     script: Sequence[str], arguments: Sequence[str], options: LaunchOptions, *, count: int, machines: Machines | None, began: float
 ) -> int:
-    """Run `count` workers on this machine to their end. Returns the exit status. `script`: `[-m] SCRIPT`. `began`: when, since 1970."""
+    """Run `count` workers on this machine to their end. Returns the exit status. `script`: `[-m] SCRIPT`. `began`:
+    when, since 1970."""
     with collector_paused(), _without_warnings_of_stores() if machines is not None else nullcontext():
-        from lockstep.launch.local import run_workers  # imports torch: after all that can be checked without it
+        from lockstep.launch.agent import run_workers  # imports torch: after all checks that do not need it
         from lockstep.logging.run_directory import default_run_path
 
     def start(environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -107,7 +115,8 @@ def _run(
 
 @contextmanager
 def _without_warnings_of_stores() -> Iterator[None]:
-    """Where torch is imported in it: what its store would say in 20 lines when its host is gone, we say in one. Not for the workers."""
+    """Import torch in it, to silence its store, which prints 20 lines when its host is gone. Workers do not inherit
+    this."""
     name = "TORCH_CPP_LOG_LEVEL"
     if name in os.environ:
         yield

@@ -1,4 +1,4 @@
-"""`lockstep slurm`: the batch script of a run, and its way to Slurm."""
+"""`lockstep slurm`: write the batch script of a run, and submit it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -14,25 +15,27 @@ from lockstep.base.errors import LaunchError
 from lockstep.base.units import seconds
 from lockstep.cli import run as run_command
 from lockstep.launch.script import check_script
-from lockstep.launch.slurm.batch_script import Batch
+from lockstep.launch.slurm.batch_script import BatchScript
 from lockstep.launch.slurm.commands import follow, submit
 
 _BEGINS = "#!/bin/bash\n#SBATCH "
-"""Batch scripts."""
+"""The beginning of every batch script."""
 
 
 @click.command("slurm")
 @click.option("--nodes", type=click.IntRange(min=1), default=1, show_default=True, metavar="N", help="Nodes of the job.")
-@click.option("--gpus-per-node", type=click.IntRange(min=1), metavar="N", help="GPUs on each, one for each process.")
-@click.option("--cpus-per-task", type=click.IntRange(min=1), metavar="N", help="CPUs on each, for all its processes. All, if not given.")
-@click.option("--time", required=True, metavar="LIMIT", help="The job's limit, as Slurm writes times: 2:00:00.")
-@click.option("--signal-before", default="2m", show_default=True, metavar="TIME", help="The run is to save and end so long before it.")
-@click.option("--name", metavar="NAME", help="The job's. That of SCRIPT, if none is given.")
+@click.option("--gpus-per-node", type=click.IntRange(min=1), metavar="N", help="GPUs on each node, one for each process.")
+@click.option("--cpus-per-task", type=click.IntRange(min=1), metavar="N", help="CPUs on each node, for all its processes. Default: all.")
+@click.option("--time", required=True, metavar="LIMIT", help="The time limit of the job, as Slurm writes times: 2:00:00.")
+@click.option("--signal-before", default="2m", show_default=True, metavar="TIME", help="How long before the limit the run saves and ends.")
+@click.option("--name", metavar="NAME", help="The name of the job. Default: that of SCRIPT.")
 @click.option("--run", "run_options", default="", metavar="OPTIONS", help='Options of lockstep run: "--plan shard=8 --max-restarts 3".')
-@click.option("--setup", multiple=True, metavar="LINE", help='A line of shell before the run: "module load cuda". Any number of times.')
-@click.option("--sbatch", multiple=True, metavar="OPTION", help='One more of sbatch: "--partition=gpu". Any number of times.')
-@click.option("-o", "--output", type=click.Path(dir_okay=False), metavar="FILE", help="Write it there, not to the terminal.")
-@click.option("--submit", "is_sent", is_flag=True, help="Send it, and follow the job to its end.")
+@click.option("--setup", multiple=True, metavar="LINE", help='A line of shell before the run: "module load cuda". May be repeated.')
+@click.option("--sbatch", multiple=True, metavar="OPTION", help='One more of sbatch: "--partition=gpu". May be repeated.')
+@click.option(
+    "-o", "--output", type=click.Path(dir_okay=False), metavar="FILE", help="Write the batch script to FILE, not to the terminal."
+)
+@click.option("--submit", "is_sent", is_flag=True, help="Submit the job, and follow it to its end.")
 @click.argument("script")
 @click.argument("arguments", metavar="[-- ARGS...]", nargs=-1, type=click.UNPROCESSED)
 def command(
@@ -52,11 +55,12 @@ def command(
 ) -> int:
     """Write a batch script that runs SCRIPT on the nodes of a Slurm job.
 
-    Before the job's time limit, and where it has to make room for another, the run saves and ends, and the job is requeued: it goes on
-    from there. What nodes print is in files NAME-JOB-NODE.txt; the run directory is runs/NAME-JOB, unless --run says another.
+    Before the job's time limit, and if the job has to make room for another, the run saves and ends, and the job is
+    requeued: then it continues. The output of the nodes is in files NAME-JOB-NODE.txt. The run directory is
+    runs/NAME-JOB, unless --run names another.
 
-    With --submit the script is sent to Slurm, and the job followed to its end: its states, and what it prints. Ctrl-C ends the following,
-    not the job.
+    With --submit the script is submitted to Slurm, and the job is followed to its end: its states, and its output.
+    Ctrl-C ends only the following, not the job.
 
     \b
     Examples:
@@ -64,24 +68,18 @@ def command(
       lockstep slurm train.py --nodes 2 --gpus-per-node 8 --time 30 --run "--plan shard=16" --submit -- --lr 0.1
       lockstep slurm train.py --time 1-0 --sbatch "--partition=long" --setup "module load cuda"
 
-    Exit status: 0; 2 for a mistake; with --submit that of the job: 0 where it completed, else that of its batch script, or 1.
+    Exit status: 0; 2 for a mistake; with --submit that of the job: 0 if it completed, else that of its batch script, or
+    1.
     """
     given = _words(run_options)
-    asked = run_command.command.make_context("lockstep run", [*given, script, *arguments])
-    if asked.params["script"] != script:
-        raise LaunchError(
-            f"--run {run_options!r} has {asked.params['script']!r}, which is no option; it is options of lockstep run; give the script and "
-            "its arguments after those of lockstep slurm"
-        )
+    _check_run(given, run_options, script, arguments, must_exist=is_sent)
     for option in sbatch:
         if not option.startswith("-") or "\n" in option:
             raise LaunchError(f'--sbatch {option!r}; it is one option of sbatch; give one as in --sbatch "--partition=gpu", each by itself')
-    if is_sent and not asked.params["is_module"]:
-        check_script(script)
     name = name if name is not None else Path(script).stem
     if not re.fullmatch(r"[\w.-]+", name):
         raise LaunchError(f"--name {name}; files are called by it; give one of letters, digits, dots, - and _")
-    batch = Batch(
+    batch = BatchScript(
         script=script,
         arguments=arguments,
         run=given,
@@ -103,6 +101,19 @@ def command(
     return _send(text, name) if is_sent else 0
 
 
+def _check_run(given: Sequence[str], run_options: str, script: str, arguments: Sequence[str], *, must_exist: bool) -> None:
+    """Raise `LaunchError` or a usage error if `--run` has other things than options of `lockstep run`, or SCRIPT is
+    missing."""
+    asked = run_command.command.make_context("lockstep run", [*given, script, *arguments])
+    if asked.params["script"] != script:
+        raise LaunchError(
+            f"--run {run_options!r} has {asked.params['script']!r}, which is no option; it is options of lockstep run; give the script and "
+            "its arguments after those of lockstep slurm"
+        )
+    if must_exist and not asked.params["is_module"]:
+        check_script(script)
+
+
 def _words(run_options: str) -> list[str]:
     try:
         return shlex.split(run_options)
@@ -111,7 +122,7 @@ def _words(run_options: str) -> list[str]:
 
 
 def _write(path: Path, text: str) -> None:
-    """Raises `LaunchError` where it cannot go there, or something else would be lost."""
+    """Write the batch script. Raises `LaunchError` if that fails, or would overwrite another kind of file."""
     try:
         if path.exists() and not path.read_bytes().startswith(_BEGINS.encode()):
             raise LaunchError(

@@ -1,4 +1,4 @@
-"""What a command is pointed at: a run directory, a folder of checkpoints, or one checkpoint, at a path or a URL."""
+"""The target of a command: a run directory, a folder of checkpoints, or one checkpoint, at a path or a URL."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ MODEL = "model.safetensors"
 class Target:
     storage: Storage
     names: list[Name]
-    """Of its checkpoints, in order of their steps."""
+    """Names of its checkpoints, in order of their steps."""
     run: Path | None
-    """The run directory, where it is one."""
+    """The run directory. None if the target is not one."""
 
     @classmethod
     def find(cls, text: str) -> Target:
@@ -34,13 +34,13 @@ class Target:
             return _at_url(text) if "://" in text else _at_path(text)
 
     def result(self) -> dict[str, Any] | None:
-        """What `result.json` says, where it is a run that has ended."""
+        """The contents of `result.json`; None unless the target is a run that has ended."""
         return None if self.run is None or not (self.run / RESULT).is_file() else _read_json(self.run / RESULT)
 
 
 @contextmanager
 def reachable(what: str) -> Iterator[None]:
-    """Within it, what the system or a store says becomes a `CheckpointError`."""
+    """Turn an error of the system or of a store into a `CheckpointError`."""
     try:
         yield
     except OSError as error:
@@ -48,7 +48,7 @@ def reachable(what: str) -> Iterator[None]:
 
 
 def fingerprint(model: Model) -> str:
-    """As `ls.fingerprint` takes it. Raises `Damaged`, `Unreachable`."""
+    """The fingerprint of a saved model, as `ls.fingerprint` computes it. Raises `Damaged`, `Unreachable`."""
 
     def records() -> Iterator[Record]:
         for name in sorted(model.kinds, key=str.encode):

@@ -12,7 +12,7 @@ from lockstep.doctor.expected_results import COLLECTIVES, OPERATIONS
 from lockstep.doctor.machine_checks import clock_check, version_differences
 from lockstep.doctor.point_to_point import PairMeasurement, point_to_point_checks
 from lockstep.doctor.stalled_probe import RankStatus, stalled_check
-from lockstep.launch.failure import Ending
+from lockstep.launch.failures import Ending
 
 
 def summarize(results: Mapping[str, Any], ending: Ending) -> list[CheckResult]:

@@ -8,7 +8,7 @@ from lockstep.base.errors import DivergenceError
 from lockstep.checkpoint.folder import Storage
 from lockstep.hooks.checkpointer import Checkpointer
 from lockstep.hooks.replica_audit import ReplicaAudit
-from lockstep.launch.grace import needing_time
+from lockstep.launch.worker_files import defer_kill
 from lockstep.launch.termination import Terminated
 from lockstep.plan import Plan
 from lockstep.recipe import keeps_rest
@@ -57,7 +57,7 @@ class Checkpointing(ControlHook):
         if self._checkpointer is None:
             return
         if agreed.end is not None:
-            with needing_time():
+            with defer_kill():
                 self._checkpointer.save_now(run.step)
         else:
             run.context.phases.enter("saving")
@@ -87,7 +87,7 @@ class Checkpointing(ControlHook):
         if run.source.positions is not None and run.context.mesh.axis("replicate").size > 1:
             return False  # only the other replicas know where their shards of the stream stand
         try:
-            with needing_time():
+            with defer_kill():
                 name = self._checkpointer.rescue(run.step)
         except Exception as failure:  # no failure here may hide the error that ended the run
             run.event("rescue-failed", reason=f"{type(failure).__name__}: {failure}")

@@ -14,7 +14,7 @@ from typing import Any
 
 from lockstep.base.errors import PlanError, RunDirectoryError
 from lockstep.comm.world import World
-from lockstep.launch.failure import account
+from lockstep.launch.failures import error_details
 from lockstep.plan import WORDS, Plan
 from lockstep.saving import OutOfMemory
 
@@ -123,7 +123,7 @@ def climb(plan: Plan, found: Plan | str, remembered: Remembered, error: BaseExce
     """Write down what `next_plan` has `found`, for the next start. Returns it, or why that could not be."""
     if isinstance(found, str):
         return found
-    failure = {"step": step, "rank": rank, "error": account(error)["error"], "then": changes(plan, found)}
+    failure = {"step": step, "rank": rank, "error": error_details(error)["error"], "then": changes(plan, found)}
     try:
         remembered.with_plan(found, failure).write(folder / FILE)
     except OSError as problem:

@@ -9,8 +9,8 @@ from torch import nn
 
 from lockstep.base.errors import RecipeError
 from lockstep.hooks.fallbacks import Remembered, changes, climb, more_to_change, next_plan, said
-from lockstep.launch.failure import out_of_memory
-from lockstep.launch.grace import ask_again
+from lockstep.launch.failures import out_of_memory
+from lockstep.launch.worker_files import request_restart
 from lockstep.model.sync_batchnorm import training_layers
 from lockstep.plan import Plan
 from lockstep.recipe import Stream
@@ -80,7 +80,7 @@ class OutOfMemory(ControlHook):
             run.event("out-of-memory", **details)
             self._fallback = found
         if self._is_restarted and (why := more_to_change(self._remembered, context.run_dir)):
-            ask_again(why)
+            request_restart(why)
 
     def advise(self, run: Run, error: BaseException, *, saved: bool) -> None:
         """Add to the error what the user can do. `saved`: the last step was saved after the error."""

@@ -1,4 +1,4 @@
-"""How many processes to start on this machine."""
+"""The number of processes to start on this machine."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from lockstep.plan import AXES, Plan, Size
 
 
 def count_processes(asked: str | int, plan: Plan | None, count_gpus: Callable[[], int], *, name: str) -> int:
-    """The number of processes for what was `asked`: a number, `auto` or `gpu`. `name` stands before it in errors, such as `--nproc `.
+    """The number of processes for `asked`: a number, `auto` or `gpu`. `name`: what errors put before it, such as
+    `--nproc `.
 
-    `auto` is the product of the plan's axes where all of them have a size; otherwise one process a GPU, or one where there is no GPU.
-    `count_gpus` is called only where it matters. Raises `LaunchError`, and `PlanError` where the plan's axes do not multiply to the number.
+    `auto` is the product of the plan's axes if all of them have a size; otherwise one process per GPU, or one if there
+    is no GPU. `count_gpus` is called only if needed. Raises `LaunchError`, and `PlanError` if the plan's axes do not
+    multiply to the number.
     """
     sizes: list[Size] = [getattr(plan, axis) for axis in AXES] if plan is not None else ["auto"]
     if asked == "auto":
@@ -21,7 +23,7 @@ def count_processes(asked: str | int, plan: Plan | None, count_gpus: Callable[[]
     elif asked == "gpu":
         number = count_gpus()
         if number == 0:
-            raise LaunchError(f"{name}gpu; it starts one process a GPU, and torch sees no GPU here; give a number, or auto")
+            raise LaunchError(f"{name}gpu; it starts one process per GPU, and torch sees no GPU here; give a number, or auto")
     else:
         number = _number(asked, name)
     if plan is not None:
@@ -36,7 +38,7 @@ def _number(asked: str | int, name: str) -> int:
         number = 0
     if number < 1 or isinstance(asked, bool):
         raise LaunchError(
-            f"{name}{asked}; it is a whole number of processes, at least 1, or auto (what the plan says, or one a GPU, or 1), or gpu "
-            "(one a GPU); give one of those"
+            f"{name}{asked}; it is a whole number of processes, at least 1, or auto (what the plan says, or one per GPU, or 1), or "
+            "gpu (one per GPU); give one of those"
         )
     return number

@@ -26,9 +26,11 @@ class Environment(RunOptions):
     local_world_size: int
     """Processes on this machine."""
     launcher: Launcher
-    """`python`: no launcher. `torchrun`: anything else that sets RANK and WORLD_SIZE. `srun`: each task of a Slurm step is a process."""
+    """`python`: no launcher. `torchrun`: anything else that sets RANK and WORLD_SIZE. `srun`: each task of a Slurm step
+    is a process."""
     threads: int
-    """Intra-op threads of this process: OMP_NUM_THREADS if it was set on purpose (torchrun sets 1 unasked), else cores ÷ processes."""
+    """Intra-op threads of this process: OMP_NUM_THREADS if it was set on purpose (torchrun sets 1 unasked), else cores
+    ÷ processes."""
     restarts: int = 0
     """Starts of the workers after the first, because one had failed."""
 
@@ -36,8 +38,8 @@ class Environment(RunOptions):
     def read(cls, environ: Mapping[str, str]) -> Environment:
         """Read RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, LOCKSTEP_LAUNCHER and the variables of `RunOptions`.
 
-        Without any of the first four this is rank 0 of 1. If the two local ones are missing, all processes are taken to be on this
-        machine. Raises `LaunchError` if the values contradict each other.
+        Without any of the first four this is rank 0 of 1. If the two local ones are missing, all processes are taken to
+        be on this machine. Raises `LaunchError` if the values contradict each other.
         """
         _both_or_neither(environ, "RANK", "WORLD_SIZE")
         _both_or_neither(environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -84,7 +86,8 @@ def _threads(environ: Mapping[str, str], local_world_size: int) -> int:
 
 
 def threads_per_process(count: int) -> int:
-    """Intra-op threads for each of `count` processes of this machine: its share of the cores that this process may use, at least 1."""
+    """Intra-op threads for each of `count` processes of this machine: its share of the cores that this process may use,
+    at least 1."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // count)
 

@@ -17,7 +17,7 @@ _SIOCGIFADDR = 0x8915
 
 @dataclass(frozen=True, slots=True)
 class Machines:
-    """How many machines a run is on, and where they meet."""
+    """The number of machines of a run, and their rendezvous."""
 
     least: int
     most: int
@@ -47,7 +47,8 @@ class Machines:
 
     @classmethod
     def parse(cls, options: LaunchOptions) -> Machines | None:
-        """Read `--nnodes` (`N` or `A:B`) and the options of the rendezvous. None for one machine. Raises `LaunchError`."""
+        """Read `--nnodes` (`N` or `A:B`) and the options of the rendezvous. None for one machine. Raises
+        `LaunchError`."""
         nnodes = options.nnodes if options.nnodes is not None else "1"
         found = re.fullmatch(r"(\d+)(?::(\d+))?", nnodes)
         least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)

@@ -1,9 +1,10 @@
-"""Where the agents of a run meet: one on a machine of its own, or torch's rendezvous of several.
+"""The rendezvous of a run: on one machine, or torch's rendezvous of several.
 
-[Note: what is heard] On one machine everything listens on loopback alone: the store on a socket bound here, Gloo and NCCL by their
-interface variables. On several, the stores listen on the one address by which the machines reach each other, and Gloo and NCCL on its
-interface. A store asks nobody for a name: whoever can connect may read and write it. Torch's rendezvous keeps pickles
-there, so that whoever can connect to the store of several machines can run code on them.
+[Note: listening] On one machine everything listens on loopback alone: the store on a socket bound here, Gloo and NCCL
+by their interface variables. On several machines, the stores listen on the one address by which the machines reach each
+other, and Gloo and NCCL on its interface. A store authenticates nobody: whoever can connect may read and write it.
+Torch's rendezvous keeps pickles in its store, so that whoever can connect to the store of several machines can run code
+on them.
 """
 
 from __future__ import annotations
@@ -32,22 +33,24 @@ from lockstep.launch.machines import Machines, address_on, address_towards, inte
 LOOPBACK = "127.0.0.1"
 
 JOIN_SECONDS = 600
-"""How long a machine waits for the others."""
-SAY_SECONDS = 5
-"""How long it waits for an answer before it says so."""
+"""Seconds that a machine waits for the others."""
+NOTICE_SECONDS = 5
+"""Seconds without an answer after which it prints that it is still trying."""
 LAST_CALL_SECONDS = 5
-"""How long those that are enough wait for more, up to the most."""
+"""Seconds that the smallest number of machines waits for more, up to the largest."""
 HEARTBEAT_SECONDS, HEARTBEATS = 2, 5
-"""A machine sends one every so many seconds. One of which as many in a row are missing is gone, by the clocks of all of them."""
+"""Seconds between the heartbeats of a machine, and the number of missing heartbeats after which it is lost. Clocks are
+compared."""
 SILENCE_SECONDS = HEARTBEAT_SECONDS * HEARTBEATS
-"""After which a machine is gone for the others, and the store's for it."""
+"""Seconds of silence after which a machine is lost for the others, and the store's machine for it."""
 STORE_SECONDS = 60
-"""For an answer of the store."""
+"""Timeout of a request to the store."""
 _RUN_ID = "lockstep"
 
 
 class LoopbackRendezvous(RendezvousHandler):
-    """One machine meets itself: for each start of the workers, a store on a free port of loopback, which they use too."""
+    """The rendezvous of one machine: for each start of the workers, a store on a free port of loopback, which they use
+    too."""
 
     def __init__(self) -> None:
         self._run_id = f"lockstep-{secrets.token_hex(8)}"
@@ -84,26 +87,26 @@ class LoopbackRendezvous(RendezvousHandler):
         return True
 
 
-class Meeting(DynamicRendezvousHandler):
-    """Torch's rendezvous, in a store that the agent on `--rdzv`'s host keeps. Made by `at`."""
+class ElasticRendezvous(DynamicRendezvousHandler):
+    """Torch's rendezvous, in a store that the agent on `--rdzv`'s host hosts. Made by `at`."""
 
     machines: Machines
     interface: str | None
     addresses: list[str]
-    """Of the machines that met last."""
-    keeps_the_store: bool
-    """Whether this process does."""
+    """Addresses of the machines that met last."""
+    hosts_store: bool
+    """True if this process hosts the store."""
 
     @classmethod
-    def at(cls, machines: Machines) -> Meeting:
-        """Join the store there, or keep it, where the address is this machine's. Raises `LaunchError`."""
+    def at(cls, machines: Machines) -> ElasticRendezvous:
+        """Host the store if the address is this machine's, or else connect to it. Raises `LaunchError`."""
         address = machines.resolve()
         own = address_on(machines.interface) if machines.interface is not None else address_towards(address, machines.port)
         try:
-            kept = _kept(machines, address)
-            store = kept or _joined(machines, address, own)
-            _give_up_in_time(address, machines.port)
-            meeting: Meeting = cls.from_backend(
+            hosted = _host_store(machines, address)
+            store = hosted or _connect_store(machines, address, own)
+            _set_tcp_timeouts(address, machines.port)
+            meeting: ElasticRendezvous = cls.from_backend(
                 _RUN_ID,
                 store,
                 C10dRendezvousBackend(store, _RUN_ID),
@@ -119,33 +122,34 @@ class Meeting(DynamicRendezvousHandler):
                 f"{machines.option} answers, and not as a rendezvous does ({error}); another program listens there; give another port"
             ) from error
         meeting.machines = machines
-        meeting.keeps_the_store = kept is not None
+        meeting.hosts_store = hosted is not None
         meeting.interface = machines.interface or interface_of(own)
         return meeting
 
     def agree(self, name: str, value: str) -> str:
-        """What the first machine that came here said of `name`."""
+        """The value that the first machine to call this gave for `name`."""
         return bytes(self._store.compare_set(f"{_RUN_ID}.{name}", "", value)).decode()
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """As torch's. Each time the workers get a new store: torch would keep the first, and its address where that machine is gone."""
+        """Meet the other machines. Each time the workers get a new store: torch would keep the first, even if its
+        machine is gone."""
         say(f"lockstep: waits at {self.machines.endpoint} for the machines of the run ({self.machines.count})")
         self._bootstrap_store_info = self._shared_tcp_store_server = None
         found = super().next_rendezvous()
         place = found.bootstrap_store_info
         assert place is not None
-        trouble = self._no_way(place.master_addr, place.master_port)
+        obstacle = self._obstacle(place.master_addr, place.master_port)
         number = found.rank if self.machines.node_rank is None else self.machines.node_rank
-        found.store.set(f"{_RUN_ID}.machine-{found.rank}", json.dumps([number, self._this_node.addr, trouble]))
+        found.store.set(f"{_RUN_ID}.machine-{found.rank}", json.dumps([number, self._this_node.addr, obstacle]))
         everyone = [json.loads(found.store.get(f"{_RUN_ID}.machine-{each}")) for each in range(found.world_size)]
         check_machines(everyone)
         self.addresses = [address for _, address, _ in everyone]
         return RendezvousInfo(found.store, number, found.world_size, place)
 
-    def _no_way(self, address: str, port: int) -> str | None:
-        """What keeps this machine from the store of the workers; None where it reaches it.
+    def _obstacle(self, address: str, port: int) -> str | None:
+        """The error that keeps this machine from the workers' store; None if it reaches it.
 
-        Meanwhile the others wait for it at the store by which they send heartbeats, so that it may take no longer than those.
+        The others wait meanwhile, so this takes less time than that after which a silent machine is lost.
         """
         began = time.monotonic()
         while True:
@@ -153,14 +157,15 @@ class Meeting(DynamicRendezvousHandler):
                 socket.create_connection((address, port), timeout=HEARTBEAT_SECONDS).close()
                 return None
             except ConnectionRefusedError:
-                return None  # there is a way, and the machine is about to be lost
+                return None  # the network is open, and the machine is about to be lost
             except OSError as error:
                 if time.monotonic() - began > SILENCE_SECONDS / 2:
                     return f"from {self._this_node.addr} on {self.interface} to {address} port {port}: {error}"
             time.sleep(0.5)
 
     def lost_machines(self) -> list[str]:
-        """Those that met last and have left since, or sent no heartbeat for too long. Raises `RendezvousError`."""
+        """Addresses of machines that have left since the last meeting, or sent no heartbeat for too long. Raises
+        `RendezvousError`."""
         with self._heartbeat_lock:
             self._state_holder.sync()
             here = Counter(node.addr for node in self._state_holder.state.participants)
@@ -171,15 +176,16 @@ class Meeting(DynamicRendezvousHandler):
 
 
 def check_machines(everyone: Sequence[tuple[int, str, str | None]]) -> None:
-    """From what each machine says: its number, its address and what keeps it from the others. All call it with the same.
+    """Raise `LaunchError` unless each machine has a number of its own, and reaches the others.
 
-    Raises `LaunchError` unless each has a number of its own, and reaches the others.
+    `everyone`: the number and the address of each machine, and what keeps it from the others. All machines call it with
+    the same values.
     """
     by_number: dict[int, str] = {}
-    for number, address, trouble in everyone:
-        if trouble is not None:
+    for number, address, obstacle in everyone:
+        if obstacle is not None:
             raise LaunchError(
-                f"a machine of the run reaches the rendezvous, and not the machine of rank 0 (tried {trouble}); the machines of a run "
+                f"a machine of the run reaches the rendezvous, and not the machine of rank 0 (tried {obstacle}); the machines of a run "
                 "reach each other on all ports; open the way, or give --interface where there is another network"
             )
         if number in by_number:
@@ -191,14 +197,15 @@ def check_machines(everyone: Sequence[tuple[int, str, str | None]]) -> None:
 
 
 def _store_on(listener: socket.socket) -> TCPStore:
-    """Left to itself TCPStore listens on all interfaces."""
+    """A store on this socket. By itself, TCPStore would listen on all interfaces."""
     address, port = listener.getsockname()[:2]
     timeout = timedelta(seconds=STORE_SECONDS)
     return TCPStore(address, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def _kept(machines: Machines, address: str) -> TCPStore | None:
-    """The store, kept by this process; None where the address is not this machine's, or another process keeps it already."""
+def _host_store(machines: Machines, address: str) -> TCPStore | None:
+    """A store in this process; None if the address is not this machine's, or another process hosts the store
+    already."""
     try:
         return _store_on(socket.create_server((address, machines.port), family=_family(address)))
     except OSError as error:
@@ -214,10 +221,10 @@ def _kept(machines: Machines, address: str) -> TCPStore | None:
         ) from None
 
 
-def _joined(machines: Machines, address: str, own: str) -> TCPStore:
-    """The store that another machine keeps, or will. `own`: this machine's address."""
+def _connect_store(machines: Machines, address: str, own: str) -> TCPStore:
+    """A connection to the store that another machine hosts, or will host. `own`: this machine's address."""
     began = time.monotonic()
-    is_said = False
+    has_said = False
     while True:
         try:
             socket.create_connection((address, machines.port), timeout=5).close()
@@ -230,15 +237,17 @@ def _joined(machines: Machines, address: str, own: str) -> TCPStore:
                     f"nobody at {machines.option} for {JOIN_SECONDS} s ({tried}); the same command runs on that machine too, and keeps the "
                     "rendezvous; start it there, or correct the address, or let this machine reach that port"
                 ) from None
-            if waited > SAY_SECONDS and not is_said:
+            if waited > NOTICE_SECONDS and not has_said:
                 say(f"lockstep: no answer yet at {machines.option} ({tried}); goes on trying for {JOIN_SECONDS} s")
-                is_said = True
+                has_said = True
         time.sleep(0.5)
 
 
-def _give_up_in_time(address: str, port: int) -> None:
-    """Have the kernel end this process's connections to a place that is silent. Torch would wait for its answer, deaf to signals, for as
-    long as the kernel tries: a quarter of an hour."""
+def _set_tcp_timeouts(address: str, port: int) -> None:
+    """Have the kernel close this process's connections to a silent host after SILENCE_SECONDS.
+
+    Torch would wait for an answer for as long as the kernel tries, a quarter of an hour, and not react to signals.
+    """
     if sys.platform != "linux":
         return
     options = {
@@ -248,7 +257,7 @@ def _give_up_in_time(address: str, port: int) -> None:
         (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT): SILENCE_SECONDS * 1000,
     }
     for number in map(int, os.listdir("/proc/self/fd")):
-        with suppress(OSError):  # what is no connection, or is closed by now
+        with suppress(OSError):  # not a connection, or closed by now
             if stat.S_ISSOCK(os.fstat(number).st_mode):
                 with socket.socket(fileno=os.dup(number)) as each:
                     peer = each.getpeername() if each.family in (socket.AF_INET, socket.AF_INET6) else ("", 0)

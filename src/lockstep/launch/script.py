@@ -1,4 +1,4 @@
-"""What a launcher is asked to run: is it there? Checked before anything starts."""
+"""Checks, before anything starts, that the script or module exists."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lockstep.base.errors import LaunchError
 
 
 def check_script(script: str) -> None:
-    """Raises `LaunchError` unless it is the path of a file that can be read."""
+    """Raise `LaunchError` unless `script` is the path of a readable file."""
     if not os.path.exists(script):
         raise LaunchError(f"{script!r} is not there; SCRIPT is the path of a Python file; correct it, or give -m before a module's name")
     if not os.path.isfile(script):
@@ -20,7 +20,7 @@ def check_script(script: str) -> None:
 
 
 def check_module(name: str) -> None:
-    """Raises `LaunchError` where Python finds no such module from the working directory. Only its top package is looked for."""
+    """Raise `LaunchError` if Python does not find the top package of the module from the working directory."""
     top = name.partition(".")[0]
     if top not in sys.builtin_module_names and PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is None:
         raise LaunchError(f"no module named {name!r}; -m takes the name of a module that Python can import from here; correct the name")

@@ -16,10 +16,10 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 
 from lockstep.base.errors import LaunchError, UserError, WorkerError
+from lockstep.launch.agent import run_workers
 from lockstep.launch.count import count_processes
-from lockstep.launch.failure import Ending, Record
-from lockstep.launch.local import run_workers
-from lockstep.launch.spawned_call import PASSED_ON, Call, work
+from lockstep.launch.failures import Ending, FailureRecord
+from lockstep.launch.spawned_call import PASSED_ON, SpawnedCall, work
 from lockstep.launch.termination import Preempted
 from lockstep.options import RunOptions, check_run_dir
 from lockstep.plan import Plan
@@ -39,18 +39,20 @@ def spawn(
 ) -> T:
     """Call `main(*args)` in `nproc` new processes of this machine, and return what it returned on rank 0.
 
-    `nproc="auto"` is what the plan says where all its axes have a size, and otherwise one process a GPU, or one where there is none.
-    `plan` and `run_dir` hold for every run that `main` trains. The result must be picklable.
+    `nproc="auto"`: as many as the plan's axes multiply to, if all have a size; otherwise one per GPU, or one if there
+    is no GPU. `plan` and `run_dir` apply to every run that `main` trains. The result must be picklable.
 
-    Where `main` can be imported (it stands in a file), the processes are fresh interpreters: `args` must be picklable, and a script calls
-    this under `if __name__ == "__main__":`. Where it cannot (a notebook, a prompt) they are forks of this process: CUDA must not be in use
-    yet, and each computes with one thread, because threads that torch has started here do not exist there.
+    If `main` can be imported (it is in a file), the processes are fresh interpreters: `args` must be picklable, and a
+    script calls this under `if __name__ == "__main__":`. If it cannot (a notebook, a prompt), they are forks of this
+    process: CUDA must not be in use yet, and each computes with one thread, because a fork has none of the threads that
+    torch has started.
 
-    A `UserError` in any process is raised here as its own type, with its text; any other failure as `WorkerError`, whose text holds the
-    first failing rank's traceback. On a failure the other processes are stopped. Raises `LaunchError` and `PlanError` before it starts any.
+    A `UserError` in any process is raised here as its own type, with its text. Any other failure is raised as
+    `WorkerError`, whose text has the traceback of the rank that failed first. On a failure the other processes are
+    stopped. Raises `LaunchError` and `PlanError` before it starts any.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        # A worker that imports the script comes by here again; what it should say, its parent says once.
+        # A worker that imports the script calls this again. Its parent reports that, once.
         os._exit(_UNGUARDED_STATUS)
     _refuse_in_worker()
     check_run_dir(run_dir, "run_dir")
@@ -88,7 +90,7 @@ def _raise_failure(ending: Ending) -> None:
     if ending.signal == signal.SIGINT:
         raise KeyboardInterrupt
     if ending.signal is not None:
-        # The handler that was there before is back: what it does about the signal, or death, is what was asked for.
+        # The handler from before is back: the signal does what it would have done without lockstep.
         os.kill(os.getpid(), ending.signal)
         raise WorkerError(ending.report())
     first = ending.first
@@ -104,27 +106,27 @@ def _raise_failure(ending: Ending) -> None:
     raise WorkerError(ending.report())
 
 
-def _rebuild(record: Record) -> UserError:
-    """The error as it was raised in the worker: its own class where that is known here, with its text."""
+def _rebuild(record: FailureRecord) -> UserError:
+    """The error as it was raised in the worker: of the same class if this process knows it, with the same text."""
     module, _, name = record.kind.partition(":")
     home = sys.modules.get("__main__" if module == "__mp_main__" else module)
     found: Any = home
     for part in name.split("."):
         found = getattr(found, part, None)
     kind: type[UserError] = found if isinstance(found, type) and issubclass(found, UserError) else UserError
-    # Not through __init__: a class may take other arguments than its text.
+    # Without __init__, whose parameters may be others than the text.
     error = kind.__new__(kind)
     error.args = (record.message,)
     return error
 
 
 class _Starter:
-    """Starts the workers, and receives the result of the first."""
+    """Starts the workers, and receives the result of rank 0."""
 
     def __init__(self, method: Literal["spawn", "fork"], main: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self._forked = method == "fork"
         self._context: Any = multiprocessing.get_context(method)
-        self._call = Call(main, args)
+        self._call = SpawnedCall(main, args)
         self._started: list[_FunctionProcess] = []
 
     def start(self, environment: Mapping[str, str]) -> _FunctionProcess:
@@ -151,7 +153,7 @@ class _Starter:
 
 
 class _FunctionProcess:
-    """A `lockstep.launch.workers.Process` made by multiprocessing."""
+    """A `lockstep.launch.worker_processes.WorkerProcess` made by multiprocessing."""
 
     def __init__(self, process: BaseProcess, result: Connection | None) -> None:
         self._process = process
@@ -175,16 +177,17 @@ class _FunctionProcess:
             self.received = None  # it ended without a result, or in the middle of one
 
     def close(self) -> None:
-        """Of the process's descriptors, at the end."""
+        """Close the descriptors of the process, at the end."""
         if self._result is not None:
             self._result.close()
-        with suppress(ValueError):  # it runs on, where not even SIGKILL ended it
+        with suppress(ValueError):  # it still runs: not even SIGKILL ended it
             self._process.close()
 
 
 @contextmanager
 def _environment(added: Mapping[str, str]) -> Iterator[None]:
-    """A worker has its variables from its first instruction on, when the libraries read them."""
+    """Add variables to the environment, so that a worker has them from its first instruction on, when libraries read
+    them."""
     before = {name: os.environ.get(name) for name in added}
     os.environ.update(added)
     try:
@@ -199,7 +202,8 @@ def _environment(added: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """A worker starts with these signals blocked, until it stands on its own and has handlers of its own."""
+    """Block these signals, so that a worker starts with them blocked, until it has a session and handlers of its
+    own."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
     try:
         yield

@@ -1,4 +1,5 @@
-"""Inside a process of `ls.spawn`: receive the function, call it, send back what it returned. Does not import torch."""
+"""The part of `ls.spawn` inside a worker: receive the function, call it, send back its result. Does not import
+torch."""
 
 from __future__ import annotations
 
@@ -21,8 +22,9 @@ PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signa
 """The signals that a launcher passes on to its workers."""
 
 
-class Call:
-    """The function and its arguments, on their way to a worker; unpickled where a failure of that is recorded."""
+class SpawnedCall:
+    """The function and its arguments, on their way to a worker. Unpickled late, so that a failure to do so is
+    recorded."""
 
     def __init__(self, main: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self._content: tuple[Callable[..., Any], tuple[Any, ...]] | bytes = (main, args)
@@ -43,17 +45,18 @@ class Call:
         return ForkingPickler.loads(self._content) if isinstance(self._content, bytes) else self._content
 
 
-def work(call: Call, result: Connection | None, forked: bool) -> None:
-    """Call the function, in a process that multiprocessing has just started; the value goes through `result` where there is one.
+def work(call: SpawnedCall, result: Connection | None, forked: bool) -> None:
+    """Call the function, in a process that multiprocessing has just started. Its value is sent through `result`, if
+    there is one.
 
-    The process comes here with the signals of `PASSED_ON` blocked.
+    The process starts with the signals of `PASSED_ON` blocked.
     """
     if forked:
-        # What the parent registered and opened is the parent's to run and to close.
+        # The parent runs what it registered, and closes what it opened.
         atexit._clear()
         atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
         gc.freeze()
-        # OpenMP's other threads did not come along, and it hangs where it waits for them.
+        # A fork has none of OpenMP's other threads, and would hang waiting for them.
         sys.modules["torch"].set_num_threads(1)
     os.setsid()
     for number in PASSED_ON:

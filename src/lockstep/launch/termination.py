@@ -1,8 +1,9 @@
-"""Signals to a process that trains: to save and end, or to end at once, with what is open closed and written down.
+"""Signals that ask a training process to save and end, or to end at once.
 
-SIGTERM and SIGUSR1 ask for the first, under every launcher: the step at hand is finished. A second signal asks for the other (a third,
-where the launcher has passed one on: that and the first may be one wish), and so do, in a process that lockstep started, SIGHUP, and
-SIGTERM where another worker has failed. A signal that the user's code handles, or ignores, stays the user's.
+SIGTERM and SIGUSR1 ask it to save and end, under every launcher: it finishes its current step first. A second signal
+asks it to end at once. If the launcher has passed a signal on, it takes a third, because the first two may be one
+request. In a process that lockstep started, SIGHUP asks to end at once too, and so does SIGTERM after another worker
+has failed. A signal that the user's code handles or ignores is left alone.
 """
 
 from __future__ import annotations
@@ -12,26 +13,29 @@ import signal
 import threading
 from types import FrameType, TracebackType
 
-from lockstep.launch.grace import is_over, is_passed_on
+from lockstep.launch.worker_files import is_shutting_down, was_signal_forwarded
 
 PREEMPTED_STATUS = 75
-"""Of a process that saved and ended because it was asked to: EX_TEMPFAIL, run it again."""
+"""Exit status of a process that saved and ended because it was asked to: EX_TEMPFAIL, "run it again"."""
 HUNG_STATUS = 76
-"""Of a process that ended because the run stood still."""
+"""Exit status of a process that ended because the run hung."""
 PREEMPTING = (signal.SIGTERM, signal.SIGUSR1)
+"""Signals that ask a process to save and end."""
 ENDING = (signal.SIGHUP,)
+"""Signals that ask one of lockstep's workers to end at once."""
 
 _is_worker = False
 
 
 def in_a_worker() -> None:
-    """Say that this process is one of lockstep's workers. Called once, before the user's code runs."""
+    """Note that this process is one of lockstep's workers. Called once, before the user's code runs."""
     global _is_worker
     _is_worker = True
 
 
 class Preempted(SystemExit):
-    """The run was asked to end before its time, and has saved. Not an `Exception`, so that a loop that goes on after an error ends too."""
+    """The run was asked to end early, and has saved. Not an `Exception`, so that it also ends loops that continue after
+    errors."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(PREEMPTED_STATUS)
@@ -39,7 +43,7 @@ class Preempted(SystemExit):
 
 
 class Terminated(SystemExit):
-    """A signal asked this process to end. Not an `Exception`, so that a loop that goes on after an error ends too."""
+    """A signal asked this process to end. Not an `Exception`, so that it also ends loops that continue after errors."""
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
@@ -50,10 +54,11 @@ class Terminated(SystemExit):
 
 
 class Termination:
-    """Within it, the first of `PREEMPTING` is noted in `asked`, and one of `ENDING`, or a second one, raises `Terminated` in the main
-    thread; after `hold`, only at the exit. One more kills.
+    """A context that handles the signals of `PREEMPTING` and `ENDING`, in the main thread.
 
-    Only in the main thread, and only for signals that the user's code has left alone.
+    The first of `PREEMPTING` is noted in `asked`. One of `ENDING`, or a second signal, raises `Terminated`; after
+    `hold` not before the exit. One more kills the process. Signals that the user's code handles or ignores are left
+    alone.
     """
 
     def __init__(self) -> None:
@@ -63,7 +68,7 @@ class Termination:
         self._raised = False
         self._repeated = False
         self.asked: str | None = None
-        """The signal that asked this process to save and end, by name."""
+        """Name of the signal that asked this process to save and end. None: none did."""
 
     def __enter__(self) -> Termination:
         if threading.current_thread() is threading.main_thread():
@@ -81,23 +86,24 @@ class Termination:
             raise Terminated(self._got)
 
     def hold(self) -> None:
-        """Let nothing interrupt this process from here to the exit."""
+        """Raise nothing from here to the exit."""
         self._held = True
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         is_first = self.asked is None and self._got is None and os.getpid() == self._process
-        if number in PREEMPTING and is_first and not is_over():
+        if number in PREEMPTING and is_first and not is_shutting_down():
             self.asked = signal.Signals(number).name
             return
-        if number in PREEMPTING and self._got is None and not self._repeated and is_passed_on() and not is_over():
-            self._repeated = True  # the same wish, once from whoever signals every process of a job, and once by the launcher
+        if number in PREEMPTING and self._got is None and not self._repeated and was_signal_forwarded() and not is_shutting_down():
+            # The same request twice: from whoever signals every process of a job, and from the launcher.
+            self._repeated = True
             return
         if self._got is not None or os.getpid() != self._process:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
         self._got = number
-        # The signal often goes to loader workers too, whose end torch raises from its handler of SIGCHLD, wherever this process is then.
+        # The signal often goes to loader workers too. Torch's handler of SIGCHLD would raise an error for their end.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         if not self._held:
             self._raised = True

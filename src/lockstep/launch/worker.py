@@ -1,11 +1,13 @@
-"""Inside a worker process: run the user's code as Python itself would, and leave a record of how it failed.
+"""A worker process: run the user's code as Python itself would, and write a record if it fails.
 
-`python -P -m lockstep.launch.worker [-m] SCRIPT ARGS...` is what `lockstep run` starts. Nothing here imports torch or multiprocessing
-before the user's code does: the first would be felt, the second would remember the wrong `__main__`.
+`python -P -m lockstep.launch.worker [-m] SCRIPT ARGS...` is what `lockstep run` starts. Nothing here imports torch or
+multiprocessing before the user's code does: torch takes seconds, and multiprocessing would remember the wrong
+`__main__`.
 
-[Note: leaving] A worker does all that Python does at its end, except to take its modules and objects down. With a process group, that
-aborts ("terminate called without an active exception", 4 of 15 runs of a DDP script that had done its work: a thread of the group asks
-for the interpreter when there is none any more), or waits for peers that are gone.
+[Note: exit] A worker does all that Python does at its end, except that it does not destroy its modules and objects.
+With a process group alive, that step aborts or waits for peers that are gone. ("terminate called without an active
+exception" in 4 of 15 runs of a DDP script that had done its work: a thread of the group asks for the interpreter when
+it is gone.)
 """
 
 from __future__ import annotations
@@ -32,23 +34,18 @@ from typing import Any, NoReturn
 
 from lockstep.base.errors import LaunchError
 from lockstep.base.parent_death import die_with_parent
-from lockstep.launch import grace
-from lockstep.launch.failure import describe, exit_status
+from lockstep.launch.failures import exit_status, failure_record
 from lockstep.launch.termination import PREEMPTED_STATUS, Preempted, Terminated, in_a_worker
+from lockstep.launch.worker_files import take_files
 
-RECORD = "LOCKSTEP_WORKER_RECORD"
-CRASH = "LOCKSTEP_WORKER_CRASH"
 AGENT = "LOCKSTEP_WORKER_AGENT"
-NEEDS_TIME = "LOCKSTEP_WORKER_NEEDS_TIME"
-IS_OVER = "LOCKSTEP_WORKER_IS_OVER"
-AGAIN = "LOCKSTEP_WORKER_AGAIN"
-PASSED_ON = "LOCKSTEP_WORKER_PASSED_ON"
-
+"""The variable that holds the process id of the launcher."""
 _INTERRUPTED_STATUS = 128 + signal.SIGINT
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run a script, or with `-m` a module, as `__main__`. A line is written whole: ranks share the terminal."""
+    """Run a script, or with `-m` a module, as `__main__`. Output is written line by line, because ranks share the
+    terminal."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)
@@ -60,31 +57,31 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def begin() -> Path | None:
-    """Tie this process to its launcher. Returns where the record of a failure goes; None: nobody asked for one.
+    """Tie this process to its launcher. Returns the path for the record of a failure; None if no launcher asked for
+    one.
 
-    Takes the launcher's own variables out of the environment, so that what the user's code starts does not write in our place.
+    Takes the launcher's own variables out of the environment, so that what the user's code starts does not write in our
+    place.
     """
-    names = (RECORD, CRASH, AGENT, NEEDS_TIME, IS_OVER, AGAIN, PASSED_ON)
-    record, crash, agent, needs_time, is_over, again, passed_on = (os.environ.pop(name, None) for name in names)
-    if needs_time and is_over and again and passed_on and record:
-        grace.tell_by(Path(needs_time), Path(is_over), Path(again), Path(passed_on), Path(record))
-    if agent is not None:
+    files = take_files(os.environ)
+    if (agent := os.environ.pop(AGENT, None)) is not None:
         die_with_parent(int(agent))
-    if crash is not None and not faulthandler.is_enabled():
+    if files is not None and not faulthandler.is_enabled():
         # Kept open for as long as the process lives: faulthandler writes to the descriptor.
-        faulthandler.enable(open(crash, "w", encoding="utf-8"), all_threads=False)  # noqa: SIM115
-    return Path(record) if record is not None else None
+        faulthandler.enable(open(files.crash, "w", encoding="utf-8"), all_threads=False)  # noqa: SIM115
+    return files.failure if files is not None else None
 
 
 def run(body: Callable[[], object], record: Path | None) -> NoReturn:
-    """Call `body` and end the process. Where `body` does not return or exit with status 0, write the record first."""
+    """Call `body` and end the process. If `body` raises, or exits with a status other than 0, write the record
+    first."""
     process = os.getpid()
     hook = sys.excepthook
     in_a_worker()
     try:
         body()
     except BaseException as error:
-        # A child that the user's code forked may come back up to here: it is not this worker.
+        # A child that the user's code forked may return to here. It is not this worker.
         if record is None or os.getpid() != process:
             raise
         if isinstance(error, Terminated):
@@ -95,7 +92,7 @@ def run(body: Callable[[], object], record: Path | None) -> NoReturn:
             _leave_as_asked(error, record)
         status = _INTERRUPTED_STATUS if isinstance(error, KeyboardInterrupt) else exit_status(error)
         frames = _user_frames(error.__traceback__)
-        describe(error, frames, status).write(record)
+        failure_record(error, frames, status).write(record)
         if sys.excepthook is not hook and not isinstance(error, KeyboardInterrupt):
             _call_hook(error, frames)
         _leave(status)
@@ -103,7 +100,7 @@ def run(body: Callable[[], object], record: Path | None) -> NoReturn:
 
 
 def _call_hook(error: BaseException, frames: TracebackType | None) -> None:
-    """Call the hook that the user's code has put in, as Python would; what it prints, the launcher's report says already."""
+    """Call the excepthook of the user's code, as Python would. Drop what it prints: the launcher's report has it."""
     with suppress(Exception, SystemExit), redirect_stderr(io.StringIO()):
         sys.excepthook(type(error), error, frames)
 
@@ -114,12 +111,12 @@ def _leave_as_asked(error: SystemExit, record: Path) -> NoReturn:
     if not isinstance(error.code, int):
         print(error.code, file=sys.stderr)
     status = error.code & 0xFF if isinstance(error.code, int) else 1
-    replace(describe(error, None, status), traceback="").write(record)
+    replace(failure_record(error, None, status), traceback="").write(record)
     _leave(status)
 
 
 def _leave(status: int, *, by: int | None = None) -> NoReturn:
-    """End the process, where `by` is given by that signal. See [Note: leaving]."""
+    """End the process; by the signal `by` if it is given. See [Note: exit]."""
     try:
         if status == 0:
             threading._shutdown()  # type: ignore[attr-defined]  # waits for the threads that are not daemons
@@ -134,14 +131,14 @@ def _leave(status: int, *, by: int | None = None) -> NoReturn:
 
 
 def _close_files() -> None:
-    """What is written and not closed goes to its file, as it does when Python takes its objects down."""
+    """Flush and close all open files, as Python does when it destroys its objects."""
     kept = set()
     stream: Any
     for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
         with suppress(Exception):
             stream.flush()
         kept |= {id(stream), id(getattr(stream, "buffer", None))}
-    # By its type: to ask an object itself could run its code.
+    # By type: isinstance could run an object's own code.
     layered = (_io._TextIOBase, _io._BufferedIOBase)
     files: list[Any] = [found for found in gc.get_objects() if issubclass(type(found), layered) and id(found) not in kept]
     # The outer layer first: text, then what Python code lays over a file (gzip), then the file's own buffer.
@@ -185,7 +182,8 @@ def _module_code(name: str) -> tuple[ModuleSpec, CodeType]:
 
 
 def _execute(code: CodeType, **attributes: Any) -> None:
-    """Run code in a fresh `__main__` that stays in place, for what runs after it (atexit functions, threads) and for pickle."""
+    """Run code in a fresh `__main__` that stays in place, for what runs after it (atexit functions, threads) and for
+    pickle."""
     module = ModuleType("__main__")
     module.__dict__.update({"__builtins__": builtins, "__cached__": None, **attributes})
     sys.modules["__main__"] = module

@@ -18,8 +18,8 @@ from lockstep.base.torch_private import default_store
 from lockstep.hooks.hang.report import Hang
 from lockstep.hooks.hang.snapshot import Place
 from lockstep.hooks.hang.watchdog import StoreMailbox, Watchdog
-from lockstep.launch.failure import describe
-from lockstep.launch.grace import is_over, needing_time, tell_failure
+from lockstep.launch.failures import failure_record
+from lockstep.launch.worker_files import is_shutting_down, defer_kill, write_failure
 from lockstep.launch.termination import HUNG_STATUS
 from lockstep.timeouts import WatchdogTimeouts
 from lockstep.training.context import Context
@@ -53,7 +53,7 @@ class HangHook(Hook):
             size=world.size,
             mailbox=mailbox,
             told=self._act,
-            is_over=is_over,
+            is_shutting_down=is_shutting_down,
             ended=self._end,
         )
         self._watchdog.start()
@@ -100,7 +100,7 @@ class HangHook(Hook):
         time.sleep(NEWS_SECONDS)
         if mine.doing == "waits":  # what moves may be changing the state
             self._save(error)
-        tell_failure(describe(error, None, HUNG_STATUS))
+        write_failure(failure_record(error, None, HUNG_STATUS))
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):
                 stream.flush()
@@ -117,7 +117,7 @@ class HangHook(Hook):
 
     def _save(self, error: HangError) -> None:
         with ExitStack() as stack:
-            stack.enter_context(needing_time())
+            stack.enter_context(defer_kill())
             if self._context.world.device.type == "cuda":  # the stream at hand may wait for what does not come
                 apart = torch.cuda.Stream(self._context.world.device)  # type: ignore[no-untyped-call]
                 stack.enter_context(torch.cuda.stream(apart))

@@ -1,4 +1,5 @@
-"""Slurm: the batch script of a run, and what Slurm says of a job and of its tasks. From values to values; nothing is asked or started."""
+"""The batch script of a run, and Slurm's descriptions of jobs and steps. Pure: asks Slurm nothing and starts
+nothing."""
 
 from __future__ import annotations
 
@@ -12,39 +13,39 @@ from lockstep.launch.termination import PREEMPTED_STATUS
 from lockstep.options import flag
 
 _FIRST_PORT, _PORTS = 10000, 20000
-"""Below those that Linux gives to whoever asks for any."""
+"""Ports below those that Linux gives to programs that ask for any."""
 _PORTS_BETWEEN_STEPS = 997
 _ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "PREEMPTED", "REVOKED"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Batch:
-    """What a batch script is written from. Made by `lockstep slurm`."""
+class BatchScript:
+    """The contents of a batch script. Made by `lockstep slurm`."""
 
     script: str
     arguments: Sequence[str] = ()
-    """Of the script."""
+    """Arguments of the script."""
     run: Sequence[str] = ()
     """Options of `lockstep run`."""
     name: str
     nodes: int
     gpus_per_node: int | None = None
-    """None: nothing is said of GPUs."""
+    """None: the script does not mention GPUs."""
     cpus_per_task: int | None = None
-    """For all processes of a node. None: the job has its nodes to itself, with all their CPUs."""
+    """CPUs for all processes of a node. None: the job has its nodes to itself, with all their CPUs."""
     time: str
-    """The limit, as Slurm writes times."""
+    """The time limit, as Slurm writes times."""
     signal_seconds: int = 120
-    """Before that limit the run is asked to save and end."""
+    """Seconds before the limit at which the run is asked to save and end."""
     path: str | None = None
-    """The folder that `lockstep` is in, for PATH."""
+    """The folder that contains `lockstep`, for PATH. None: PATH stays as it is."""
     setup: Sequence[str] = ()
     """Lines of shell before the run."""
     sbatch: Sequence[str] = ()
-    """More options of sbatch."""
+    """Further options of sbatch."""
 
     def text(self) -> str:
-        """The batch script. Raises `LaunchError` where the options contradict each other."""
+        """The batch script. Raises `LaunchError` if the options contradict each other."""
         limit = limit_seconds(self.time)
         if limit is not None and self.signal_seconds >= limit:
             raise LaunchError(
@@ -96,7 +97,7 @@ class Batch:
 
 
 def limit_seconds(time: str) -> int | None:
-    """Of a limit as Slurm writes it; None where there is none. Raises `LaunchError`."""
+    """Seconds of a time limit as Slurm writes it; None if it is unlimited. Raises `LaunchError`."""
     if time in ("infinite", "UNLIMITED"):
         return None
     found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
@@ -117,27 +118,27 @@ def limit_seconds(time: str) -> int | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlurmStep:
-    """What srun says, to each of its tasks, of them all."""
+    """A Slurm step, as srun describes it to each of its tasks."""
 
     nodes: Sequence[str]
     tasks: Sequence[int]
-    """On each of the nodes."""
+    """Number of tasks on each node."""
     node: int
-    """Which of them this one is."""
+    """Index of this node."""
     task: int
-    """This one's number among all."""
+    """Index of this task among all."""
     local_task: int
-    """This one's number on its node."""
+    """Index of this task on its node."""
     port: int
-    """For the meeting, at the first node."""
+    """Port of the rendezvous, at the first node."""
     cpus: int | None
-    """For each task, where that was asked for."""
+    """CPUs for each task. None: not asked for."""
     gpus: int | None
-    """On this node, where there are any."""
+    """GPUs of the job on this node. None: there are none."""
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> SlurmStep | None:
-        """None outside of srun: there, and in a batch script itself, what starts is one process. Raises `LaunchError`."""
+        """The step of this task; None outside of srun, as in a batch script itself. Raises `LaunchError`."""
         if "SLURM_STEP_ID" not in environ:
             return None
         try:
@@ -158,7 +159,7 @@ class SlurmStep:
             ) from None
 
     def check_launchers(self) -> None:
-        """Raises `LaunchError` unless there is one task on each node."""
+        """Raise `LaunchError` unless there is one task on each node."""
         if any(count != 1 for count in self.tasks):
             raise LaunchError(
                 f"srun started {sum(self.tasks)} times lockstep run on {len(self.nodes)} nodes; it starts the processes of its node "
@@ -166,7 +167,8 @@ class SlurmStep:
             )
 
     def variables(self, address: str) -> dict[str, str]:
-        """What a launcher would have set for this task, as one process of a run. `address`: the first node's."""
+        """The variables that a launcher would set if this task is one process of a run. `address`: that of the first
+        node."""
         values = {
             "RANK": self.task,
             "WORLD_SIZE": sum(self.tasks),
@@ -182,7 +184,7 @@ class SlurmStep:
 
 
 def expand_nodes(text: str) -> list[str]:
-    """The names in a list as Slurm writes it, in its order: `a[1-2,05],b` is a1, a2, a05, b. Raises `ValueError`."""
+    """The node names in a list as Slurm writes it: `a[1-2,05],b` is a1, a2, a05, b. Raises `ValueError`."""
     if re.fullmatch(r"(?:[^\[\],\s]|\[[\d,-]+\])+(?:,(?:[^\[\],\s]|\[[\d,-]+\])+)*", text) is None:
         raise ValueError(f"no list of nodes: {text!r}")
     return [name for each in re.findall(r"(?:[^\[\],]|\[[^\]]*\])+", text) for name in _names(each)]
@@ -201,7 +203,7 @@ def _names(pattern: str) -> list[str]:
 
 
 def expand_counts(text: str) -> list[int]:
-    """Numbers of tasks on nodes, as Slurm writes them: `2(x3),1` is 2, 2, 2, 1. Raises `ValueError`."""
+    """Numbers of tasks per node, as Slurm writes them: `2(x3),1` is 2, 2, 2, 1. Raises `ValueError`."""
     counts: list[int] = []
     for each in text.split(","):
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", each)
@@ -213,18 +215,18 @@ def expand_counts(text: str) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobState:
-    """What Slurm says of a job."""
+    """The state of a job."""
 
     state: str
     reason: str
     nodes: str
     restarts: int
     exit_status: int
-    """Of the batch script, as a shell shows it."""
+    """Exit status of the batch script, as a shell shows it."""
 
     @classmethod
     def read(cls, text: str) -> JobState:
-        """From one line of `scontrol show job --oneliner`. Raises `ValueError`."""
+        """Read one line of `scontrol show job --oneliner`. Raises `ValueError`."""
         fields = dict(re.findall(r"(?:^|\s)(\w+)=(\S*)", text))
         try:
             status, _, number = fields["ExitCode"].partition(":")
@@ -244,11 +246,11 @@ class JobState:
 
     @property
     def status(self) -> int:
-        """Of whoever followed it to its end: 0 where it has completed."""
+        """Exit status for a command that followed the job to its end: 0 if the job has completed."""
         return 0 if self.state == "COMPLETED" else self.exit_status or 1
 
     def __str__(self) -> str:
-        """In words: `runs on n[1-2] (restart 1)`."""
+        """The state in words: `runs on n[1-2] (restart 1)`."""
         again = f" (restart {self.restarts})" if self.restarts else ""
         if self.has_ended:
             return f"has ended: {self.state}, exit status {self.exit_status}"

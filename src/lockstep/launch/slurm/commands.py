@@ -1,4 +1,4 @@
-"""What is asked of Slurm's own programs: to take a job, what becomes of it, where a node is. No torch."""
+"""Calls of Slurm's programs: submit a job, follow it, find the address of a node. Does not import torch."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ POLL_SECONDS = 2.0
 
 
 def submit(script: str) -> int:
-    """Send a batch script. Returns the job's number. Raises `LaunchError`."""
+    """Submit a batch script. Returns the job's number. Raises `LaunchError`."""
     said = _ask(["sbatch", "--parsable"], stdin=script)
     return int(said.partition(";")[0])
 
 
 def follow(job: int, name: str, say: Callable[[str], None], show: Callable[[str], None]) -> int:
-    """Until the job has ended: `say` each change of its state, `show` what its files here get. Returns `JobState.status`.
+    """Follow a job to its end: `say` each change of its state, `show` each new line of its output. Returns
+    `JobState.status`.
 
-    Lines of a node's own file have its name before them. Raises `LaunchError` where Slurm knows the job no more.
+    Lines from a node's own file begin with its name. Raises `LaunchError` if Slurm no longer knows the job.
     """
     read: dict[str, int] = {}
     before = None
@@ -47,7 +48,7 @@ def follow(job: int, name: str, say: Callable[[str], None], show: Callable[[str]
 
 
 def _show_new(path: str, start: int, node: str, show: Callable[[str], None], *, to_the_end: bool) -> int:
-    """What is whole there from `start` on. Returns where it ends."""
+    """Show the complete lines of a file from the offset `start` on. Returns the offset after them."""
     with open(path, "rb") as file:
         file.seek(start)
         new = file.read()
@@ -58,7 +59,8 @@ def _show_new(path: str, start: int, node: str, show: Callable[[str], None], *, 
 
 
 def machines_of(step: SlurmStep, options: LaunchOptions) -> Machines | None:
-    """The nodes of a Slurm step that started one `lockstep run` on each of them; None for one node. Raises `LaunchError`."""
+    """The nodes of a Slurm step that started one `lockstep run` on each of them; None for one node. Raises
+    `LaunchError`."""
     step.check_launchers()
     count = len(step.nodes)
     if count == 1:
@@ -68,7 +70,7 @@ def machines_of(step: SlurmStep, options: LaunchOptions) -> Machines | None:
 
 
 def set_task_variables(environ: MutableMapping[str, str]) -> None:
-    """Where srun started this process as one of several, and no launcher stands between: set what a launcher would set."""
+    """Set the variables that a launcher would set, if srun itself started this process as one of several."""
     step = SlurmStep.read(environ) if "RANK" not in environ and "WORLD_SIZE" not in environ else None
     if step is not None and sum(step.tasks) > 1:
         for name, value in step.variables(address_of(step.nodes[0])).items():
@@ -76,9 +78,11 @@ def set_task_variables(environ: MutableMapping[str, str]) -> None:
 
 
 def address_of(node: str) -> str:
-    """By which the others reach a node: its name, where that is known, or else what Slurm has as its address. Raises `LaunchError`.
+    """The address by which other nodes reach a node: its name, or else the address that Slurm has. Raises
+    `LaunchError`.
 
-    On the node itself its name often stands for loopback, where nobody else would find it: what Slurm has goes before that.
+    On the node itself its name often resolves to loopback, which no other node can reach: then Slurm's address is
+    preferred.
     """
     found = _resolved(node)
     if found is not None and not ipaddress.ip_address(found).is_loopback:

@@ -16,10 +16,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lockstep.launch import local, workers
+from lockstep.launch import agent, worker_processes
+from lockstep.launch.agent import GRACE_SECONDS, run_workers
 from lockstep.launch.environment import threads_per_process
-from lockstep.launch.failure import Ending
-from lockstep.launch.local import GRACE_SECONDS, run_workers
+from lockstep.launch.failures import Ending
 from lockstep.launch.rendezvous import LoopbackRendezvous
 from lockstep.launch.spawned_call import PASSED_ON
 from lockstep.options import RunOptions
@@ -197,12 +197,12 @@ def test_ranks_that_lose_their_peer_do_not_hide_the_one_that_went(run: Starter) 
 
 
 def test_where_all_that_failed_lost_a_peer_the_cause_is_waited_for(run: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "LATER_SECONDS", 0.0)
-    monkeypatch.setattr(workers, "LATER_PEER_SECONDS", 30.0)
+    monkeypatch.setattr(worker_processes, "FAILURES_SECONDS", 0.0)
+    monkeypatch.setattr(worker_processes, "PEER_FAILURES_SECONDS", 30.0)
     ending = run(
         """
         if rank == 0: raise ConnectionResetError("Connection reset by peer")
-        record = os.environ["TORCHELASTIC_ERROR_FILE"].replace("rank-1.torch", "rank-0.record")
+        record = os.environ["TORCHELASTIC_ERROR_FILE"].replace("rank-1.torch", "rank-0.failure")
         while not os.path.exists(record): pass
         time.sleep(0.5)  # as a process dies that writes a core file
         raise ValueError("the cause")
@@ -339,12 +339,12 @@ def test_a_worker_that_cannot_be_started_stops_the_others(tmp_path: Path) -> Non
 
 
 def test_the_signals_that_are_passed_on_are_those_that_are_blocked_while_a_worker_starts() -> None:
-    assert set(local.GRACE_SECONDS) == set(PASSED_ON)
+    assert set(agent.GRACE_SECONDS) == set(PASSED_ON)
 
 
 def test_a_process_that_does_not_end_is_left_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "STOP_SECONDS", 0.1)
-    monkeypatch.setattr(workers, "KILL_SECONDS", 0.1)
+    monkeypatch.setattr(worker_processes, "STOP_SECONDS", 0.1)
+    monkeypatch.setattr(worker_processes, "KILL_SECONDS", 0.1)
     sleeper = subprocess.Popen(["sleep", "1000"], start_new_session=True)
 
     class Held:
@@ -355,9 +355,9 @@ def test_a_process_that_does_not_end_is_left_and_named(monkeypatch: pytest.Monke
         def poll(self) -> int | None:
             return None
 
-    def start(environment: Mapping[str, str]) -> workers.Process:
+    def start(environment: Mapping[str, str]) -> worker_processes.WorkerProcess:
         return Held() if environment["RANK"] == "1" else subprocess.Popen(["false"], start_new_session=True)
 
     ending = run_workers(start, count=2, launcher="lockstep", options=RunOptions())
     assert sleeper.wait() == -signal.SIGTERM
-    assert (ending.status, ending.stopped, ending.left) == (1, [1], [1])
+    assert (ending.status, ending.stopped, ending.unkillable) == (1, [1], [1])

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launch.folder import folder_of_a_launcher
+from lockstep.launch.launcher_folder import launcher_folder
 
 HOLD = """
 import time
-from lockstep.launch.folder import folder_of_a_launcher
-with folder_of_a_launcher() as folder:
+from lockstep.launch.launcher_folder import launcher_folder
+with launcher_folder() as folder:
     (folder / "rank-0.record").touch()
     print(folder, flush=True)
     time.sleep(60)
@@ -31,7 +31,7 @@ def test_a_killed_launchers_folder_is_removed_and_a_live_ones_stays(tmp_path: Pa
     launchers[0].send_signal(signal.SIGKILL)
     launchers[0].communicate()
     assert folders[0].exists()
-    with folder_of_a_launcher() as mine:
+    with launcher_folder() as mine:
         assert sorted(tmp_path.iterdir()) == sorted([folders[1], mine, tmp_path / "lockstep-of-somebody"])
     assert not mine.exists()
     launchers[1].kill()

@@ -1,4 +1,4 @@
-"""A launcher's own temporary folder, and those that launchers left that were killed."""
+"""The temporary folder of a launcher, and the folders that killed launchers left behind."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from pathlib import Path
 
 _PREFIX = "lockstep-"
 _ALIVE = "alive"
-"""A file in it, which its launcher holds locked: the system lets go of it however the launcher ends."""
+"""A file in the folder that the launcher keeps locked. The system releases the lock when the launcher ends, in whatever
+way."""
 
 
 @contextmanager
-def folder_of_a_launcher() -> Iterator[Path]:
-    """An empty folder, while inside. First removes those whose launcher lives no more."""
+def launcher_folder() -> Iterator[Path]:
+    """An empty folder, removed at the end. Removes folders of dead launchers first."""
     _remove_dead(Path(tempfile.gettempdir()))
     with tempfile.TemporaryDirectory(prefix=_PREFIX) as folder:
         descriptor = os.open(Path(folder, _ALIVE), os.O_WRONLY | os.O_CREAT)

@@ -1,4 +1,4 @@
-"""What a worker writes when it fails, and what the launcher says about it. Pure, apart from reading and writing the record."""
+"""Failures of workers: the record that a worker writes, and the report that the launcher makes of all records."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from typing import Any
 from lockstep.base.errors import USER_ERROR_STATUS, LockstepError, UserError
 from lockstep.launch.termination import HUNG_STATUS, PREEMPTED_STATUS
 
-# Errors of a process that was healthy until another one went away, or said that it failed. They are never the cause where another rank
-# failed otherwise.
+# Errors of a process that was healthy until another one ended or reported a failure. They are never the cause if
+# another rank has an error of another kind.
 _PEER_ERRORS = {
     "DistBackendError",
     "DistNetworkError",
@@ -54,33 +54,33 @@ _SIGNALS = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Record:
-    """A failure as the worker saw it; written by the worker, read by the launcher, as JSON."""
+class FailureRecord:
+    """A failure as the worker saw it. The worker writes it as JSON, the launcher reads it."""
 
     time: float
     """Seconds since the epoch."""
     status: int
-    """Exit status that the worker is about to end with."""
+    """The exit status with which the worker is about to end."""
     kind: str
-    """The exception's class, as `module:qualified name`."""
+    """The class of the exception, as `module:qualified name`."""
     message: str
     """str() of the exception."""
     traceback: str
-    """Python's full text, without the launcher's own frames."""
+    """Python's full text, without lockstep's launch frames."""
     user_error: bool
-    """A `lockstep.base.errors.UserError`: shown as its message alone."""
+    """True for a `lockstep.base.errors.UserError`, of which only the message is shown."""
     peer_lost: bool
-    """It, or what it was raised from, is an error of the connection to another process."""
+    """True if the exception, or one in its chain of causes, is an error of the connection to another process."""
 
     def write(self, path: Path) -> None:
-        """Write it so that a reader finds all of it or nothing."""
+        """Write the record atomically."""
         part = path.with_suffix(".part")
         part.write_text(json.dumps(asdict(self)), encoding="utf-8")
         part.replace(path)
 
     @classmethod
-    def read(cls, path: Path) -> Record | None:
-        """None where there is no record."""
+    def read(cls, path: Path) -> FailureRecord | None:
+        """The record in a file; None if there is no file."""
         try:
             return cls(**json.loads(path.read_text(encoding="utf-8")))
         except FileNotFoundError:
@@ -88,24 +88,24 @@ class Record:
 
     @property
     def title(self) -> str:
-        """The exception's last traceback line, cut to one line."""
+        """The last line of the traceback, shortened."""
         name = self.kind.rpartition(":")[2]
         first = self.message.partition("\n")[0]
         return f"{name}: {first}"[:160] if first else name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Failure:
+class WorkerFailure:
     """A failure as the launcher saw it."""
 
     rank: int
     time: float
-    """Seconds since the epoch: the record's, or else when the launcher noticed the process's end."""
+    """Seconds since the epoch: the time in the record, or else when the launcher saw the end of the process."""
     returncode: int
-    """As `subprocess` gives it: the exit status, or minus the signal's number."""
-    record: Record | None = None
+    """The exit status, or minus the number of the signal, as `subprocess` gives it."""
+    record: FailureRecord | None = None
     crash: str = ""
-    """The Python stack at a fatal signal, where there was one."""
+    """The Python stack at a fatal signal. Empty if there was none."""
 
     @property
     def status(self) -> int:
@@ -116,6 +116,7 @@ class Failure:
 
     @property
     def end(self) -> str:
+        """A predicate for the end of the process: "failed (exit status 1)"."""
         if self.record is None and self.returncode < 0:
             name = _signal_name(-self.returncode)
             return f"was killed by {name}" + (f" ({_SIGNALS[name]})" if name in _SIGNALS else "")
@@ -123,12 +124,12 @@ class Failure:
 
     @property
     def lost_a_peer(self) -> bool:
-        """Whether it follows from the end of another process."""
+        """True if the failure follows from the end of another process."""
         return self.record is not None and self.record.peer_lost
 
     @property
     def line(self) -> str:
-        """Who failed, and why, in one line."""
+        """The rank and the reason in one line."""
         if self.lost_a_peer:
             return f"rank {self.rank} lost a peer"
         return f"rank {self.rank} {self.end}" + (f": {self.record.title}" if self.record is not None and self.record.traceback else "")
@@ -136,31 +137,31 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ending:
-    """How all workers of this machine ended."""
+    """The end of a run on this machine: which workers failed, were stopped, finished."""
 
-    failures: Sequence[Failure] = ()
+    failures: Sequence[WorkerFailure] = ()
     stopped: Sequence[int] = ()
     """Ranks that the launcher stopped because of a failure or a signal."""
     finished: Sequence[int] = ()
-    """Ranks that ended by themselves with status 0."""
+    """Ranks that ended by themselves with exit status 0."""
     preempted: Sequence[int] = ()
     """Ranks that were asked to save and end, and did."""
-    left: Sequence[int] = ()
-    """Ranks that not even SIGKILL ended in time: the kernel holds them."""
+    unkillable: Sequence[int] = ()
+    """Ranks that did not end in time even after SIGKILL: the kernel holds them."""
     signal: int | None = None
-    """The signal that the launcher got and passed on. Failures after it are its consequence."""
+    """The signal that the launcher got and passed on. Failures after it are its consequences. None: it got none."""
     elsewhere: str = ""
-    """What ended the run on other machines, or between this one and them. Empty: nothing of the kind."""
+    """The cause that ended the run on other machines, or between this one and them. Empty if there was none."""
 
     @property
-    def first(self) -> Failure | None:
-        """The failure that the others follow from: the earliest that is not the loss of a peer, or else the earliest."""
+    def first(self) -> WorkerFailure | None:
+        """The failure that caused the others: the earliest that is not the loss of a peer, or else the earliest."""
         return min(self.failures, key=lambda f: (f.lost_a_peer, f.time, f.rank), default=None)
 
     @property
     def was_preempted(self) -> bool:
-        """Whether all that ran has saved and ended."""
-        return bool(self.preempted) and not (self.failures or self.stopped or self.left)
+        """True if all workers that were still running have saved and ended."""
+        return bool(self.preempted) and not (self.failures or self.stopped or self.unkillable)
 
     @property
     def status(self) -> int:
@@ -174,7 +175,7 @@ class Ending:
         return self.first.status
 
     def report(self) -> str:
-        """What is said of it, in lines, the first failure on top; empty where all went well."""
+        """The report for the user, the first failure on top. Empty if all went well."""
         if self.elsewhere and (self.first is None or self.first.lost_a_peer):
             return self.elsewhere
         return "\n".join(filter(None, (self.elsewhere, self._report())))
@@ -201,7 +202,7 @@ class Ending:
         after = "; ".join(self._others(first))
         return "\n".join(filter(None, (head + (":" if body else ""), body.rstrip(), f"The others: {after}." if after else "")))
 
-    def _others(self, first: Failure) -> Iterator[str]:
+    def _others(self, first: WorkerFailure) -> Iterator[str]:
         later = sorted((f for f in self.failures if f is not first), key=lambda f: (f.time, f.rank))
         lost = [f.rank for f in later if f.lost_a_peer]
         if lost:
@@ -214,17 +215,17 @@ class Ending:
             yield f"{_ranks(self.stopped)} {'was' if len(self.stopped) == 1 else 'were'} stopped"
         if self.finished:
             yield f"{_ranks(self.finished)} had finished"
-        if self.left:
+        if self.unkillable:
             yield self._remaining()
 
     def _remaining(self) -> str:
-        return f"{_ranks(self.left)} did not end, not even by SIGKILL: the kernel holds it" if self.left else ""
+        return f"{_ranks(self.unkillable)} did not end, not even by SIGKILL: the kernel holds it" if self.unkillable else ""
 
 
-def describe(error: BaseException, frames: TracebackType | None, status: int) -> Record:
-    """The record of an exception; `frames` is its traceback from the user's first frame on."""
+def failure_record(error: BaseException, frames: TracebackType | None, status: int) -> FailureRecord:
+    """The record of an exception. `frames`: its traceback, beginning at the user's first frame."""
     kind = type(error)
-    return Record(
+    return FailureRecord(
         time=time.time(),
         status=status,
         kind=f"{kind.__module__}:{kind.__qualname__}",
@@ -235,8 +236,9 @@ def describe(error: BaseException, frames: TracebackType | None, status: int) ->
     )
 
 
-def account(error: BaseException) -> dict[str, Any]:
-    """What a run's event says of the error that ended it: `error`, and `detail` where that says it in our words."""
+def error_details(error: BaseException) -> dict[str, Any]:
+    """The fields of the event for the error that ended a run: `error`, and if that is in our words, torch's text as
+    `detail`."""
     text = f"{type(error).__name__}: {_text(error)}"
     if _lost_a_peer(error) and not isinstance(error, LockstepError):
         return {"error": "a peer was lost: another process of this run ended, or the connection to it broke", "detail": text}
@@ -244,22 +246,22 @@ def account(error: BaseException) -> dict[str, Any]:
 
 
 def _lost_a_peer(error: BaseException) -> bool:
-    """Whether it, or what it was raised from, is an error of the connection to another process."""
+    """True if the error, or one in its chain of causes, is an error of the connection to another process."""
     return any(_is_peer_error(link) for link in _chain(error))
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether it, or what it was raised from, says that a device or this machine has no memory left."""
+    """True if the error, or one in its chain of causes, says that a device or this machine has run out of memory."""
     return any(_is_memory_error(link) for link in _chain(error))
 
 
 def exit_status(error: BaseException) -> int:
-    """What a worker that `error` ends exits with."""
+    """The exit status of a worker that `error` ends."""
     return USER_ERROR_STATUS if isinstance(error, UserError) else 1
 
 
 def read_crash(path: Path) -> str:
-    """The Python stack that faulthandler wrote at a fatal signal, without our own frames; empty where there is none."""
+    """The Python stack that faulthandler wrote at a fatal signal, without lockstep's frames. Empty if there is none."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
@@ -268,12 +270,12 @@ def read_crash(path: Path) -> str:
     return "\n".join(line for line in lines if not any(text in line for text in ours)).strip()
 
 
-def read_torch_record(path: Path, returncode: int) -> Record | None:
-    """What torch's `@record` wrote, for a script that failed past our own wrapper; None where it wrote nothing."""
+def read_torch_record(path: Path, returncode: int) -> FailureRecord | None:
+    """The record that torch's `@record` wrote, for a script that ended without ours. None if there is none."""
     try:
         message = json.loads(path.read_text(encoding="utf-8"))["message"]
         extra = message["extraInfo"]
-        return Record(
+        return FailureRecord(
             time=os.stat(path).st_mtime,
             status=returncode if returncode >= 0 else 128 - returncode,
             kind=f":{message['message'].partition(':')[0]}",
@@ -322,7 +324,7 @@ def _signal_name(number: int) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """`rank 3`, `ranks 0-2, 5`."""
+    """Ranks in words: "rank 3", "ranks 0-2, 5"."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:

@@ -12,34 +12,44 @@ from hypothesis import strategies as st
 
 from lockstep.base.errors import DataError, RecipeError
 from lockstep.comm.segment import PeerDied, PeerStopped
-from lockstep.launch.failure import Ending, Failure, Record, account, describe, exit_status, out_of_memory, read_crash, read_torch_record
+from lockstep.launch.failures import (
+    Ending,
+    FailureRecord,
+    WorkerFailure,
+    error_details,
+    exit_status,
+    failure_record,
+    out_of_memory,
+    read_crash,
+    read_torch_record,
+)
 from lockstep.model.pipeline.pipeline import StageFailed
 
 GLOO = "[pair.cc:553] Connection closed by peer [127.0.0.1]:41096. This is typically caused by a remote worker crashing."
 
 
-def record(error: BaseException, time: float = 0.0) -> Record:
+def record(error: BaseException, time: float = 0.0) -> FailureRecord:
     try:
         raise error
     except BaseException as caught:
-        made = describe(caught, caught.__traceback__, exit_status(caught))
-    return Record(**{field: getattr(made, field) for field in Record.__slots__} | {"time": time})
+        made = failure_record(caught, caught.__traceback__, exit_status(caught))
+    return FailureRecord(**{field: getattr(made, field) for field in FailureRecord.__slots__} | {"time": time})
 
 
-def failure(rank: int, time: float, error: BaseException) -> Failure:
-    return Failure(rank=rank, time=time, returncode=exit_status(error), record=record(error, time))
+def failure(rank: int, time: float, error: BaseException) -> WorkerFailure:
+    return WorkerFailure(rank=rank, time=time, returncode=exit_status(error), record=record(error, time))
 
 
-def killed(rank: int, time: float, number: signal.Signals, crash: str = "") -> Failure:
-    return Failure(rank=rank, time=time, returncode=-number, crash=crash)
+def killed(rank: int, time: float, number: signal.Signals, crash: str = "") -> WorkerFailure:
+    return WorkerFailure(rank=rank, time=time, returncode=-number, crash=crash)
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.record"
-    assert Record.read(path) is None
+    assert FailureRecord.read(path) is None
     written = record(DataError("the value 'é\ud800'; the rule; the remedy"))
     written.write(path)
-    assert Record.read(path) == written
+    assert FailureRecord.read(path) == written
     assert [entry.name for entry in tmp_path.iterdir()] == ["rank-0.record"]
 
 
@@ -88,12 +98,12 @@ def test_the_loss_of_a_peer_is_told_from_other_errors(error: Exception) -> None:
 
 
 def test_a_run_says_in_our_words_that_a_peer_was_lost_and_keeps_torchs_as_the_detail() -> None:
-    assert account(RuntimeError(GLOO)) == {
+    assert error_details(RuntimeError(GLOO)) == {
         "error": "a peer was lost: another process of this run ended, or the connection to it broke",
         "detail": f"RuntimeError: {GLOO}",
     }
-    assert account(PeerDied([1], "rank 1: its process ended")) == {"error": "PeerDied: rank 1: its process ended"}
-    assert account(KeyError("name")) == {"error": "KeyError: 'name'"}
+    assert error_details(PeerDied([1], "rank 1: its process ended")) == {"error": "PeerDied: rank 1: its process ended"}
+    assert error_details(KeyError("name")) == {"error": "KeyError: 'name'"}
 
 
 def test_the_first_failure_is_the_earliest_that_is_not_the_loss_of_a_peer() -> None:
@@ -196,8 +206,8 @@ def test_after_a_signal_to_the_launcher_failures_are_its_consequence() -> None:
 
 def test_a_process_that_the_kernel_holds_is_named() -> None:
     held = "rank 1 did not end, not even by SIGKILL: the kernel holds it"
-    assert Ending(stopped=[0, 1], left=[1], signal=signal.SIGTERM).report() == f"stopped by SIGTERM; {held}"
-    ending = Ending(failures=[killed(0, 1.0, signal.SIGUSR1)], stopped=[1], left=[1])
+    assert Ending(stopped=[0, 1], unkillable=[1], signal=signal.SIGTERM).report() == f"stopped by SIGTERM; {held}"
+    ending = Ending(failures=[killed(0, 1.0, signal.SIGUSR1)], stopped=[1], unkillable=[1])
     assert ending.report() == f"rank 0 was killed by SIGUSR1\nThe others: rank 1 was stopped; {held}."
 
 

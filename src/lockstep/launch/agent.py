@@ -1,8 +1,8 @@
-"""Start, watch, end and start again the workers of this machine, on torch's elastic agent.
+"""Start, watch, end and restart the workers of this machine, with torch's elastic agent.
 
-[Note: starting again] Torch's loop decides: it asks `_monitor_workers`, and where that says failed, and restarts are left, or another
-machine waits to join, it stops the workers, meets the other machines and starts new ones. All that a start has is new: its store and
-port, its folder of records, its `Workers`.
+[Note: restarts] Torch's loop decides. It asks `_monitor_workers`; if that reports a failure and restarts are left, or
+if another machine waits to join, the loop stops the workers, meets the other machines and starts new workers. Each
+start has a new store and port, a new folder for the workers' files, and new `WorkerProcesses`.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError, Rendezvo
 
 from lockstep.base.errors import LaunchError, say
 from lockstep.launch.environment import Launcher, threads_per_process
-from lockstep.launch.failure import Ending
-from lockstep.launch.folder import folder_of_a_launcher
+from lockstep.launch.failures import Ending
+from lockstep.launch.launcher_folder import launcher_folder
 from lockstep.launch.machines import Machines
-from lockstep.launch.rendezvous import JOIN_SECONDS, SILENCE_SECONDS, LoopbackRendezvous, Meeting
-from lockstep.launch.workers import POLL_SECONDS, Start, Workers
+from lockstep.launch.rendezvous import JOIN_SECONDS, SILENCE_SECONDS, ElasticRendezvous, LoopbackRendezvous
+from lockstep.launch.worker_processes import POLL_SECONDS, Start, WorkerProcesses
 from lockstep.options import RunOptions
 
 GRACE_SECONDS = {signal.SIGINT: 5.0, signal.SIGTERM: 30.0, signal.SIGUSR1: 30.0, signal.SIGHUP: 30.0, signal.SIGQUIT: 5.0}
-"""From a signal that the launcher got and passed on to SIGKILL. A second signal ends the wait."""
+"""Seconds from a signal, which the launcher passes on, to SIGKILL. A second signal ends the wait."""
 
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _REGROUPS = "lockstep/regroups"
-"""In the store of a start: workers that save and end do so for another start."""
+"""Key in the store of a start: the workers save and end because they are to be restarted."""
 _DONE, _KNOWN = "lockstep/done", "lockstep/known"
-"""There too: how many machines' workers are done, and how many machines know that all are."""
+"""Keys in the same store: the number of machines whose workers are done, and of machines that know that all are."""
 _FAILED, _LOST_A_PEER, _JOINED = range(3)
-"""Why a machine's workers start again; where machines differ, the first of these is the cause."""
+"""Why a machine restarts its workers. If machines differ, the first of these is the cause."""
 
 
 def run_workers(
@@ -58,20 +58,21 @@ def run_workers(
     machines: Machines | None = None,
     command: str = "",
 ) -> Ending:
-    """Start `count` workers, wait for all of them, and say how they ended. On a failure of any, the others are stopped.
+    """Start `count` workers, wait for all of them, and return how they ended. If one fails, the others are stopped.
 
-    After a failure all are started again, up to `max_restarts` times, unless it was a `UserError`. Workers get the `options` in their
-    environment. In the main thread, SIGINT, SIGTERM, SIGUSR1, SIGHUP and SIGQUIT are passed on to the workers, except those that this
-    process ignores; the handlers from before are put back at the end. `machines`: the run is on several machines. Its workers also start
-    again when a machine is lost or joins. Each machine calls this with the same `command`. Raises `LaunchError` if they cannot meet.
+    After a failure all are started again, up to `max_restarts` times, unless it was a `UserError`. Workers get the
+    `options` in their environment. In the main thread, SIGINT, SIGTERM, SIGUSR1, SIGHUP and SIGQUIT are passed on to
+    the workers, except those that this process ignores; the handlers from before are put back at the end. `machines`:
+    the run is on several machines. Its workers also start again when a machine is lost or joins. Each machine calls
+    this with the same `command`. Raises `LaunchError` if they cannot meet.
     """
-    with folder_of_a_launcher() as folder, _quiet_torch():
-        rendezvous = LoopbackRendezvous() if machines is None else Meeting.at(machines)
-        if isinstance(rendezvous, Meeting):
+    with launcher_folder() as folder, _quiet_torch():
+        rendezvous = LoopbackRendezvous() if machines is None else ElasticRendezvous.at(machines)
+        if isinstance(rendezvous, ElasticRendezvous):
             _check_command(rendezvous, command)
             if options.default_run_dir is not None:
                 options = replace(options, default_run_dir=rendezvous.agree("default_run_dir", options.default_run_dir))
-        # The entry point is a name for torch's own accounts: `start` is what starts a worker.
+        # The entry point is a name for torch's logs: `start` is what starts a worker.
         spec = WorkerSpec(
             role="default",
             local_world_size=count,
@@ -97,7 +98,7 @@ def run_workers(
                 rendezvous.shutdown()
 
 
-def _check_command(rendezvous: Meeting, command: str) -> None:
+def _check_command(rendezvous: ElasticRendezvous, command: str) -> None:
     first = rendezvous.agree("command", command)
     if first != command:
         raise LaunchError(
@@ -107,7 +108,7 @@ def _check_command(rendezvous: Meeting, command: str) -> None:
 
 
 class Agent(SimpleElasticAgent):
-    """torch's agent, with worker processes that we start, judge and end ourselves. See [Note: starting again]."""
+    """torch's agent, with worker processes that we start, judge and end ourselves. See [Note: restarts]."""
 
     def __init__(self, spec: WorkerSpec, start: Start, given: Mapping[str, str], folder: Path) -> None:
         super().__init__(spec)
@@ -121,10 +122,10 @@ class Agent(SimpleElasticAgent):
         self._lost: Sequence[str] = ()
         self._elsewhere = ""
         self._signal: signal.Signals | None = None
-        self._hurried = False
+        self._impatient = False
         self._starting = False
         self._ending = False
-        self._workers = Workers(folder, self._is_hurried)
+        self._workers = WorkerProcesses(folder, self._is_impatient)
 
     def run_to_the_end(self, machines: Machines | None) -> Ending:
         with self._handling_signals():
@@ -135,12 +136,12 @@ class Agent(SimpleElasticAgent):
             except (RendezvousError, DistError) as error:
                 if machines is None:
                     raise
-                self._elsewhere = _said(error, machines)
+                self._elsewhere = _rendezvous_error(error, machines)
         return replace(self._workers.ending(), signal=self._signal, elsewhere=self._elsewhere)
 
     @contextmanager
     def _handling_signals(self) -> Iterator[None]:
-        """Pass signals on to the workers while inside. Signals that were ignored (nohup, a background job) stay ignored."""
+        """Pass signals on to the workers. Signals that this process ignores (nohup, a background job) stay ignored."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -156,17 +157,17 @@ class Agent(SimpleElasticAgent):
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._ending or self._signal is not None:
-            self._hurried = True
+            self._impatient = True
             return
         self._signal = signal.Signals(number)
         if not self._starting:
             raise SignalException(self._signal.name, self._signal)
 
-    def _is_hurried(self) -> bool:
-        return self._hurried
+    def _is_impatient(self) -> bool:
+        return self._impatient
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        """Meet the other machines, and agree with them on how often, and why, the workers were started again."""
+        """Meet the other machines, and agree with them on the number of restarts and the reason of this one."""
         super()._rendezvous(worker_group)
         group: Any = worker_group  # torch says of its fields that they are None
         store, machines = group.store, group.spec.rdzv_handler.addresses
@@ -174,7 +175,7 @@ class Agent(SimpleElasticAgent):
         store.set(f"lockstep/agent-{group.group_rank}", json.dumps(mine))
         everyone = [json.loads(store.get(f"lockstep/agent-{each}")) for each in range(len(machines))]
         self._remaining_restarts = max(0, worker_group.spec.max_restarts - max(restarts for restarts, _, _ in everyone))
-        if why := why_again(everyone, machines):
+        if why := restart_reason(everyone, machines):
             # Whatever --resume was given: by now the run directory may hold an unfinished run.
             self._given |= RunOptions(restarted=why, resume="auto").to_environment()
         self._machines, self._why = machines, None
@@ -184,7 +185,7 @@ class Agent(SimpleElasticAgent):
         self._counted = frozenset[str]()
         records = self._folder / f"start-{self._starts}"
         records.mkdir()
-        self._workers = Workers(records, self._is_hurried)
+        self._workers = WorkerProcesses(records, self._is_impatient)
         self._starting = True
         try:
             pids = {
@@ -200,7 +201,7 @@ class Agent(SimpleElasticAgent):
         return pids
 
     def _torch_variables(self, group: WorkerGroup, member: Any) -> dict[str, str]:
-        """What torchrun sets."""
+        """The variables that torchrun sets."""
         spec = group.spec
         values = {
             "RANK": member.global_rank,
@@ -226,15 +227,15 @@ class Agent(SimpleElasticAgent):
         if self._workers.have_failed() or (self._workers.running and self._lost_a_machine()):
             return self._failed()
         if self._workers.running:
-            goes_on = True
+            continues = True
         elif self._workers.ending().was_preempted:
-            goes_on = self._regroups(worker_group.store)
-        elif goes_on := self._count(_DONE) < self._group_size:
+            continues = self._regroups(worker_group.store)
+        elif continues := self._count(_DONE) < self._group_size:
             if self._lost_a_machine():
                 return self._failed()
             if worker_group.spec.rdzv_handler.is_closed():
                 raise RendezvousClosedError
-        if goes_on:
+        if continues:
             return RunResult(state=WorkerState.HEALTHY)
         return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(self._workers.ranks))
 
@@ -251,23 +252,23 @@ class Agent(SimpleElasticAgent):
         return int(group.group_world_size)
 
     def _count(self, what: str) -> int:
-        """Of how many machines this is true, in this start: from the first call on, of this one."""
+        """The number of machines that have called this with `what` in this start, this one included."""
         store: Any = self._worker_group.store
         first, self._counted = what not in self._counted, self._counted | {what}
         return int(store.add(what, int(first)))
 
     def _count_failure(self) -> None:
-        """Say that the workers start again, or see to it that they do not."""
+        """Announce a restart, or make sure that there is none."""
         ending = self._workers.ending()
         first = ending.first
         by_mistake = first is not None and first.record is not None and first.record.user_error
-        if self._hurried or ending.left or ending.preempted or by_mistake:
+        if self._impatient or ending.unkillable or ending.preempted or by_mistake:
             self._remaining_restarts = 0
-        elif again := self._workers.again():
-            self._remaining_restarts += 1  # which torch's loop takes off: this start is none of those that are counted
-            self._why = (_FAILED, again)
+        elif reason := self._workers.restart_request():
+            self._remaining_restarts += 1  # torch's loop subtracts it: this restart does not count
+            self._why = (_FAILED, reason)
             self._ending = False
-            say(f"lockstep: {again}; starts again")
+            say(f"lockstep: {reason}; starts again")
             return
         silent = f"lost the machine {', '.join(self._lost)}: its workers failed, or it has been silent for {SILENCE_SECONDS} s"
         line = silent if first is None else first.line
@@ -280,10 +281,11 @@ class Agent(SimpleElasticAgent):
             self._elsewhere = line
 
     def _lost_a_machine(self) -> bool:
-        """Whether another machine has left, and these workers were not asked to save. They may wait for its workers for minutes."""
+        """True if another machine has left, and the workers here were not asked to save: they may wait for its workers
+        for minutes."""
         group = self._worker_group
         rendezvous = group.spec.rdzv_handler
-        self._lost = rendezvous.lost_machines() if isinstance(rendezvous, Meeting) else ()
+        self._lost = rendezvous.lost_machines() if isinstance(rendezvous, ElasticRendezvous) else ()
         return bool(self._lost) and not self._regroups(group.store)
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
@@ -295,7 +297,7 @@ class Agent(SimpleElasticAgent):
         super()._restart_workers(worker_group)
 
     def _regroup(self, worker_group: WorkerGroup) -> None:
-        """Have the workers of all machines save and end, for a start with one that waits."""
+        """Have the workers of all machines save and end, to start again with the machine that waits."""
         say("lockstep: another machine waits to join: the workers save, and start again with it")
         self._why = (_JOINED, "another machine joined")
         store: Any = worker_group.store
@@ -303,7 +305,7 @@ class Agent(SimpleElasticAgent):
         self._workers.ask(signal.SIGTERM, GRACE_SECONDS[signal.SIGTERM])
 
     def _regroups(self, store: Any) -> bool:
-        """Whether the workers of all machines save and end for another start."""
+        """True if the workers of all machines save and end because they are to be restarted."""
         try:
             return bool(store.check([_REGROUPS]))
         except DistError:
@@ -321,15 +323,15 @@ class Agent(SimpleElasticAgent):
             self._workers.end_after_loss()
 
     def _exit_barrier(self) -> None:
-        """All machines are done, as far as `_monitor_workers` says. Who keeps the store waits a moment until they know it too.
+        """Wait a moment, on the machine that hosts the store, until the others know too that all are done.
 
-        Torch's own barrier waits five minutes for a machine whose workers have failed, deaf to signals.
+        Torch's own barrier waits five minutes for a machine whose workers have failed, and does not react to signals.
         """
         rendezvous = self._worker_group.spec.rdzv_handler
-        if self._workers.ending().was_preempted or not isinstance(rendezvous, Meeting):
+        if self._workers.ending().was_preempted or not isinstance(rendezvous, ElasticRendezvous):
             return
         until = time.monotonic() + SILENCE_SECONDS
-        while self._count(_KNOWN) < self._group_size and rendezvous.keeps_the_store and time.monotonic() < until:
+        while self._count(_KNOWN) < self._group_size and rendezvous.hosts_store and time.monotonic() < until:
             time.sleep(POLL_SECONDS)
 
     def _construct_event(self, state: str, source: EventSource, *_: Any, **__: Any) -> Event:
@@ -337,10 +339,11 @@ class Agent(SimpleElasticAgent):
         return Event(f"torchelastic.worker.status.{state}", source)
 
 
-def why_again(everyone: Sequence[Any], machines: Sequence[str]) -> str | None:
-    """Why the workers start again, from what each machine says: restarts, the machines before, and the kind of its reason and its words.
+def restart_reason(everyone: Sequence[Any], machines: Sequence[str]) -> str | None:
+    """The reason for a restart; None at the first start.
 
-    `machines` are the addresses of those that are here now. None: it is the first start.
+    `everyone`: from each machine its restarts, the addresses of the machines before, and the kind and the words of its
+    own reason. `machines`: the addresses of the machines now.
     """
     reasons = [why for _, _, why in everyone if why is not None]
     if not reasons:
@@ -353,7 +356,7 @@ def why_again(everyone: Sequence[Any], machines: Sequence[str]) -> str | None:
     return str(words)
 
 
-def _said(error: Exception, machines: Machines) -> str:
+def _rendezvous_error(error: Exception, machines: Machines) -> str:
     if isinstance(error, RendezvousClosedError):
         return f"the run at {machines.endpoint} was ended by another machine, whose own output says why"
     if isinstance(error, RendezvousTimeoutError):
@@ -366,7 +369,7 @@ def _said(error: Exception, machines: Machines) -> str:
 
 @contextmanager
 def _quiet_torch() -> Iterator[None]:
-    """What the user sees is their script's output. Where LOGLEVEL is set they asked for torch's log too."""
+    """Keep torch's log out of the script's output, unless LOGLEVEL is set."""
     logger = logging.getLogger("torch.distributed.elastic")
     handler, propagate = logging.NullHandler(), logger.propagate
     if "LOGLEVEL" not in os.environ:

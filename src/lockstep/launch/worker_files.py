@@ -1,0 +1,116 @@
+"""Files in the launcher's temporary folder, by which a worker and its launcher tell each other how the worker ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lockstep.launch.failures import FailureRecord
+
+FILES = "LOCKSTEP_WORKER_FILES"
+"""The variable that gives a worker its `WorkerFiles.stem`."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFiles:
+    """The paths of one worker's files, and of those that all workers of a start share."""
+
+    stem: Path
+    """Common beginning of the paths of this worker's own files. The shared files are in the same folder."""
+
+    def _own(self, suffix: str) -> Path:
+        return self.stem.with_name(f"{self.stem.name}.{suffix}")
+
+    @property
+    def failure(self) -> Path:
+        """The `FailureRecord` that the worker writes."""
+        return self._own("failure")
+
+    @property
+    def torch_error(self) -> Path:
+        """The file that torch's `@record` writes."""
+        return self._own("torch")
+
+    @property
+    def crash(self) -> Path:
+        """The Python stack that faulthandler writes at a fatal signal."""
+        return self._own("crash")
+
+    @property
+    def saving(self) -> Path:
+        """A file that exists while the worker saves: the launcher does not kill it then."""
+        return self._own("saving")
+
+    @property
+    def restart_request(self) -> Path:
+        """The reason why the worker asks for a restart, if it does."""
+        return self._own("restart")
+
+    @property
+    def shutdown(self) -> Path:
+        """A file that exists once the launcher ends all workers, because one has failed or a machine is lost."""
+        return self.stem.with_name("shutdown")
+
+    @property
+    def signal_forwarded(self) -> Path:
+        """A file that exists once the launcher has passed a signal on to the workers."""
+        return self.stem.with_name("signal-forwarded")
+
+
+_files: WorkerFiles | None = None
+
+
+def take_files(environ: MutableMapping[str, str]) -> WorkerFiles | None:
+    """The files of this worker; None if no launcher named any. Called once, before the user's code runs.
+
+    Takes the variable out of the environment, so that what the user's code starts does not write in this worker's
+    place.
+    """
+    global _files
+    stem = environ.pop(FILES, None)
+    _files = WorkerFiles(Path(stem)) if stem is not None else None
+    return _files
+
+
+@contextmanager
+def defer_kill() -> Iterator[None]:
+    """Within it, the launcher does not kill this process for being slow to end."""
+    if _files is None:
+        yield
+        return
+    _files.saving.touch()
+    try:
+        yield
+    finally:
+        _files.saving.unlink(missing_ok=True)
+
+
+def request_restart(reason: str) -> None:
+    """Have the launcher start the workers again after the failure that ends this one, without counting it against
+    `--max-restarts`."""
+    if _files is not None:
+        part = _files.restart_request.with_suffix(".part")
+        part.write_text(reason, encoding="utf-8")
+        part.replace(_files.restart_request)
+
+
+def write_failure(record: FailureRecord) -> None:
+    """Write the record of a failure that ends this process from a thread other than its main one."""
+    if _files is not None:
+        record.write(_files.failure)
+
+
+def is_shutting_down() -> bool:
+    """True once the launcher ends all workers because one has failed or a machine is lost: no further step is worth its
+    time."""
+    return _files is not None and _files.shutdown.exists()
+
+
+def was_signal_forwarded() -> bool:
+    """True once the launcher has passed a signal on. This process may have got it before: Slurm signals all processes
+    of a job."""
+    return _files is not None and _files.signal_forwarded.exists()

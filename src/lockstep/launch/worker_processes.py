@@ -1,0 +1,209 @@
+"""The worker processes of one start on this machine: which of them run, which have failed, and how they are ended.
+
+[Note: the end] A worker has failed when its process ends with a status other than 0 or its failure record is there,
+whichever is seen first. What follows takes at most PEER_FAILURES_SECONDS + STOP_SECONDS + KILL_SECONDS. First the
+launcher waits a moment for failures that come with the first; longer while all failures so far are lost peers, so that
+it does not miss the cause. Then it stops the other workers, and kills those that are still there.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+from lockstep.launch import worker
+from lockstep.launch.failures import Ending, FailureRecord, WorkerFailure, read_crash, read_torch_record
+from lockstep.launch.termination import PREEMPTED_STATUS
+from lockstep.launch.worker_files import FILES, WorkerFiles
+
+POLL_SECONDS = 0.05
+FAILURES_SECONDS = 0.3
+"""Seconds that the launcher waits, after a failure, for others that come with it."""
+PEER_FAILURES_SECONDS = 3.0
+"""The same, while every failure so far is the loss of a peer."""
+STOP_SECONDS = 3.0
+"""Seconds from SIGTERM to SIGKILL for workers that are stopped because another failed."""
+SAVE_SECONDS = 600.0
+"""The same for a worker that is saving."""
+KILL_SECONDS = 2.0
+"""Seconds that the launcher waits for a killed process. One that the kernel holds (a device that hangs) may not end; it
+is left behind."""
+
+
+class WorkerProcess(Protocol):
+    """A worker process: `subprocess.Popen` is one."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None:
+        """None while it runs; then its exit status, or minus the number of the signal that killed it."""
+
+
+Start = Callable[[Mapping[str, str]], WorkerProcess]
+"""Starts one worker with these variables added to the environment. Called in order of local ranks."""
+
+
+class WorkerProcesses:
+    """The workers of one start."""
+
+    def __init__(self, folder: Path, is_impatient: Callable[[], bool]) -> None:
+        """`folder`: an empty one, for the workers' files. `is_impatient`: true once a second signal asks to end without
+        waiting."""
+        self._folder = folder
+        self._is_impatient = is_impatient
+        self._processes: dict[int, WorkerProcess] = {}
+        self._returncodes: dict[int, int] = {}
+        self._failures: dict[int, WorkerFailure] = {}
+        self._asked: set[int] = set()
+        self._stopped: set[int] = set()
+        self._preempted: set[int] = set()
+        self._shutdown = False
+
+    def add(self, rank: int, start: Start, environment: Mapping[str, str]) -> int:
+        """Start the worker of this global rank. Returns its process id."""
+        files = self._files(rank)
+        own = {FILES: str(files.stem), "TORCHELASTIC_ERROR_FILE": str(files.torch_error), worker.AGENT: str(os.getpid())}
+        self._processes[rank] = start({**environment, **own})
+        return self._processes[rank].pid
+
+    @property
+    def running(self) -> Sequence[int]:
+        """The ranks that were running when last looked at."""
+        return [rank for rank in self._processes if rank not in self._returncodes]
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        return list(self._processes)
+
+    def ending(self) -> Ending:
+        """The end of the workers, as far as is known."""
+        failed = self._failures.keys()
+        return Ending(
+            failures=list(self._failures.values()),
+            stopped=sorted(self._stopped - failed - self._preempted),
+            finished=sorted(rank for rank in self._returncodes if rank not in failed | self._stopped | self._preempted),
+            preempted=sorted(self._preempted),
+            unkillable=self.running,
+        )
+
+    def restart_request(self) -> str | None:
+        """The reason why a failed worker asks for a restart; None if none does."""
+        requests = (self._files(rank).restart_request for rank in sorted(self._processes))
+        return next((path.read_text(encoding="utf-8") for path in requests if path.exists()), None)
+
+    def have_failed(self) -> bool:
+        """Note which workers have ended. True if one has failed."""
+        self._look()
+        return bool(self._failures)
+
+    def end_after_loss(self) -> None:
+        """End the workers that are left once one has failed, or another machine is lost. They may save what they
+        have."""
+        self._shutdown = True
+        self._files(0).shutdown.touch()
+        self._wait_for_later_failures()
+        self.stop(signal.SIGTERM, STOP_SECONDS)
+
+    def ask(self, number: signal.Signals, grace_seconds: float) -> None:
+        """Have all workers save and end by themselves. Ends those that do not in time."""
+        self._files(0).signal_forwarded.touch()
+        for rank in self.running:
+            self._asked.add(rank)
+            _signal_group(self._processes[rank].pid, number)
+        self._wait(grace_seconds, until=lambda: bool(self._failures) or self._is_impatient())
+        if self._failures:
+            self.end_after_loss()
+        else:
+            self.stop(signal.SIGTERM, 0.0)
+
+    def stop(self, number: signal.Signals, grace_seconds: float) -> None:
+        """End every worker: send `number` to those that run, have not failed and were not asked; then SIGKILL to all
+        that are left."""
+        self._look()
+        self._files(0).signal_forwarded.touch()
+        for rank in self.running:
+            if rank not in self._failures:
+                self._stopped.add(rank)
+                if rank not in self._asked:
+                    _signal_group(self._processes[rank].pid, number)
+        self._wait(grace_seconds, until=self._is_impatient)
+        for rank in self.running:
+            _signal_group(self._processes[rank].pid, signal.SIGKILL)
+        self._wait(KILL_SECONDS, until=lambda: False)
+
+    def _look(self) -> None:
+        """Note which workers have ended and which have failed since the last look."""
+        for rank, process in self._processes.items():
+            if rank not in self._returncodes and (returncode := process.poll()) is not None:
+                self._returncodes[rank] = returncode
+                self._classify(rank, process.pid, returncode)
+            if rank not in self._failures and rank not in self._stopped | self._preempted:
+                self._judge(rank)
+
+    def _classify(self, rank: int, pid: int, returncode: int) -> None:
+        """Note whether a worker that has just ended was preempted or stopped."""
+        if returncode != 0 or rank in self._stopped:
+            _kill_what_is_left(pid)
+        if returncode == PREEMPTED_STATUS and not self._files(rank).failure.exists():
+            self._preempted.add(rank)
+        if returncode == -signal.SIGTERM and rank in self._asked:
+            self._stopped.add(rank)
+        if returncode == 128 + signal.SIGTERM and self._shutdown:  # it waited for a peer that is gone, and ended itself
+            self._stopped.add(rank)
+
+    def _judge(self, rank: int) -> None:
+        files, returncode = self._files(rank), self._returncodes.get(rank)
+        record = FailureRecord.read(files.failure)
+        if record is None and not returncode:
+            return
+        if record is None and returncode is not None:
+            record = read_torch_record(files.torch_error, returncode) if returncode > 0 else None
+        self._failures[rank] = WorkerFailure(
+            rank=rank,
+            time=record.time if record is not None else time.time(),
+            returncode=returncode if returncode is not None else 1,
+            record=record,
+            crash=read_crash(files.crash),
+        )
+
+    def _wait_for_later_failures(self) -> None:
+        began = time.monotonic()
+        while self.running:
+            only_peers = all(failure.lost_a_peer for failure in self._failures.values())
+            if time.monotonic() - began > (PEER_FAILURES_SECONDS if only_peers else FAILURES_SECONDS):
+                return
+            time.sleep(POLL_SECONDS)
+            self._look()
+
+    def _wait(self, seconds: float, until: Callable[[], bool]) -> None:
+        began = time.monotonic()
+        while self.running and not until():
+            is_saving = any(self._files(rank).saving.exists() for rank in self.running)
+            if time.monotonic() - began > (max(seconds, SAVE_SECONDS) if is_saving else seconds):
+                return
+            time.sleep(POLL_SECONDS)
+            self._look()
+
+    def _files(self, rank: int) -> WorkerFiles:
+        return WorkerFiles(self._folder / f"rank-{rank}")
+
+
+def _signal_group(leader: int, number: signal.Signals) -> None:
+    """Send a signal to a worker and what it started, or to the worker alone if it does not lead a process group yet."""
+    try:
+        os.killpg(leader, number)
+    except ProcessLookupError:
+        os.kill(leader, number)
+
+
+def _kill_what_is_left(leader: int) -> None:
+    """Kill what a worker started and left behind. Call it right after the end of the worker was seen: later its id may
+    be another's."""
+    with suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
