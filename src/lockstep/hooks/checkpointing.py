@@ -8,8 +8,8 @@ from lockstep.base.errors import DivergenceError
 from lockstep.checkpoint.folder import Storage
 from lockstep.hooks.checkpointer import Checkpointer
 from lockstep.hooks.replica_audit import ReplicaAudit
-from lockstep.launch.worker_files import defer_kill
 from lockstep.launch.termination import Terminated
+from lockstep.launch.worker_files import defer_kill
 from lockstep.plan import Plan
 from lockstep.recipe import keeps_rest
 from lockstep.saving import Resume, Saving

@@ -19,8 +19,8 @@ from lockstep.hooks.hang.report import Hang
 from lockstep.hooks.hang.snapshot import Place
 from lockstep.hooks.hang.watchdog import StoreMailbox, Watchdog
 from lockstep.launch.failures import failure_record
-from lockstep.launch.worker_files import is_shutting_down, defer_kill, write_failure
 from lockstep.launch.termination import HUNG_STATUS
+from lockstep.launch.worker_files import defer_kill, is_shutting_down, write_failure
 from lockstep.timeouts import WatchdogTimeouts
 from lockstep.training.context import Context
 from lockstep.training.hook import Hook, Run
@@ -53,7 +53,7 @@ class HangHook(Hook):
             size=world.size,
             mailbox=mailbox,
             told=self._act,
-            is_shutting_down=is_shutting_down,
+            is_over=is_shutting_down,
             ended=self._end,
         )
         self._watchdog.start()
