@@ -143,7 +143,10 @@ def test_axes_that_do_not_multiply_to_the_world_size_are_refused(world_size: int
         ("data_parallel=2,compile=yes", "data_parallel=2 with compile=yes; it computes each microbatch in parts"),
         ("data_parallel=2,checkpointing=full", "data_parallel=2 with checkpointing=full; it computes each microbatch in parts"),
         ("microbatch_splits=-1", "microbatch_splits=-1; it counts how often each microbatch is halved and is 0 to 32"),
-        ("microbatch_splits=99999999999999999999", "microbatch_splits=99999999999999999999; it counts how often each microbatch is halved and is 0 to 32"),
+        (
+            "microbatch_splits=99999999999999999999",
+            "microbatch_splits=99999999999999999999; it counts how often each microbatch is halved and is 0 to 32",
+        ),
         ("workers=-1", "workers=-1; it counts loader processes a rank and is 0 to 1024, or auto"),
         ("workers=1025", "workers=1025; it counts loader processes a rank and is 0 to 1024, or auto"),
         ("workers=some", "workers='some' in plan 'workers=some'; the value is a whole number or auto"),

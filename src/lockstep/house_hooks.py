@@ -19,7 +19,7 @@ from lockstep.launch.termination import Termination
 from lockstep.opening import Opened
 from lockstep.recipe import Evaluation as EvaluationSettings
 from lockstep.saving import check_out_of_memory
-from lockstep.timeouts import Patience
+from lockstep.timeouts import WatchdogTimeouts
 from lockstep.training.hook import Hook
 
 
@@ -37,9 +37,9 @@ class HouseHooks:
     ) -> None:
         request, bare = opened.request, opened.context.overrides.bare
         setting = check_out_of_memory(environment.out_of_memory or "retry", "LOCKSTEP_OUT_OF_MEMORY")
-        timeouts = None if bare else Patience.parse(environment.hang_after, environment.on_hang)
+        timeouts = None if bare else WatchdogTimeouts.parse(environment.hang_after, environment.on_hang)
         steps = None if environment.profile is None else steps_of(environment.profile)
-        audit = ReplicaAudit(every=environment.compare_every)
+        audit = ReplicaAudit(every=environment.compare_every or 0)
         self.metrics = Metrics()
         self.evaluation = None if evaluation is None else Evaluation(evaluation, self.metrics)
         self.checkpointing = Checkpointing(

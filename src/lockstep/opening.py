@@ -8,20 +8,20 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
-import torch.distributed as dist
-
+from lockstep.base.torch_private import default_store
 from lockstep.checkpoint.folder import Storage
 from lockstep.checkpoint.store import folder_at
 from lockstep.comm.mesh import Mesh
 from lockstep.comm.world import World, join
 from lockstep.hooks.fallbacks import Remembered, recall
 from lockstep.hooks.hang.collective_check import Checked
-from lockstep.launch.environment import Environment, check_alike
+from lockstep.launch.environment import Environment
 from lockstep.launch.termination import Termination
 from lockstep.logging.loggers import Logger
 from lockstep.logging.phases import Phases
 from lockstep.logging.recorder import Recorder
 from lockstep.model.parallelize import check_devices
+from lockstep.options import check_shared_options
 from lockstep.plan import Plan
 from lockstep.recipe import Precision
 from lockstep.saving import Resume, Saving, check_resume, interval
@@ -104,7 +104,7 @@ def open_run(
     check_compression_fits(given, compression)
     if environment.check and world.size > 1:
         given = replace(given, transport="torch")  # only torch's collectives can be compared
-        stack.enter_context(Checked(dist.distributed_c10d._get_default_store(), world.rank))
+        stack.enter_context(Checked(default_store(), world.rank))
     mesh = Mesh.of(world, given)
     stack.callback(mesh.close)
     stack.enter_context(termination)
@@ -144,8 +144,8 @@ def _join(request: Request, environment: Environment) -> World:
         local_rank=environment.local_rank,
         local_size=environment.local_world_size,
     )
-    everyone = world.gather_values([environment.alike(), request.compared(environment.plan)])
-    check_alike([launched for launched, _ in everyone])
+    everyone = world.gather_values([environment.shared(), request.compared(environment.plan)])
+    check_shared_options([launched for launched, _ in everyone])
     check_same([given for _, given in everyone])
     return world
 

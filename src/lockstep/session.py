@@ -17,7 +17,7 @@ from lockstep.base.errors import CheckpointError, PlanError
 from lockstep.comm.world import World, exact_sum
 from lockstep.hooks.evaluation import Evaluation as EvaluationHook
 from lockstep.house_hooks import HouseHooks
-from lockstep.launch.environment import Environment, check_run_dir
+from lockstep.launch.environment import Environment
 from lockstep.launch.failure import account
 from lockstep.launch.slurm.commands import set_task_variables
 from lockstep.launch.termination import Preempted, Termination
@@ -26,6 +26,7 @@ from lockstep.logging.phases import Phases
 from lockstep.logging.recorder import Pace
 from lockstep.model.sync_batchnorm import Exchange
 from lockstep.opening import Opened, Request, open_run, read_probe, record_start
+from lockstep.options import check_run_dir
 from lockstep.plan import Plan
 from lockstep.recipe import Evaluation, Precision, Weights, check_compression, check_count, check_precision, check_seed
 from lockstep.saving import Resume, Saving, check_allow_change, check_resume

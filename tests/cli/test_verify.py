@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from processes import started
 
 from lockstep.cli.verify import rearranged
 
@@ -135,11 +136,11 @@ def test_a_script_that_cannot_be_compared_is_a_mistake(tmp_path: Path, name: str
 def test_sigterm_leaves_no_process(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import os, time\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(1000)")
-    with subprocess.Popen([LOCKSTEP, "verify", str(script), "--plans", "replicate=2"], cwd=tmp_path) as started:
+    with started([LOCKSTEP, "verify", str(script), "--plans", "replicate=2"], cwd=tmp_path) as command:
         while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
             time.sleep(0.05)
-        started.terminate()
-    assert started.returncode == 143
+        command.terminate()
+    assert command.returncode == 143
     with suppress(psutil.NoSuchProcess):
         psutil.Process(int((tmp_path / "pid").read_text())).wait(10)
 

@@ -21,12 +21,13 @@ from lockstep.base.errors import RecipeError
 from lockstep.comm.mesh import Mesh, full_tensor
 from lockstep.model.deferred_init import build
 from lockstep.model.parallelize import Built
-from lockstep.model.shard import Shards, shard
+from lockstep.model.shard import shard
 from lockstep.model.tensor.apply import tensor_parallel
 from lockstep.model.tensor.styles import styles_of
 from lockstep.testing.pool import WorkerPool
 from lockstep.training.optimizer_meshes import separate_meshes
 from lockstep.training.precision import clip
+from lockstep.training.reducers.fsdp import FsdpReducer
 from lockstep.training.reducers.post_backward import Parts
 
 MICROBATCHES = 3
@@ -93,7 +94,7 @@ def one_step(subject: str, dtype: torch.dtype, sizes: dict[str, int]) -> Found:
         shard(model, mesh, [f"blocks.{place}" for place in range(2)], free_after_forward=True, offload=False, fill=keep)
     parameters = list(model.parameters())
     engine: Any = (
-        Shards(model, parameters, mesh, bitwise=False, max_microbatches=MICROBATCHES)
+        FsdpReducer(model, parameters, mesh, bitwise=False, max_microbatches=MICROBATCHES)
         if sizes.get("shard", 1) > 1
         else Parts(parameters, mesh, max_microbatches=MICROBATCHES)
     )

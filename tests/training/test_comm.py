@@ -52,7 +52,9 @@ class Way(ls.Hook):
 
 @pytest.mark.parametrize("size", [pytest.param(size, marks=tier(size)) for size in (2, 3)])
 @pytest.mark.parametrize("gradient_compression", NEAR)
-def test_ranks_stay_alike_and_near_the_exact_way_whatever_carries_it(pool: WorkerPool, tmp_path: Path, gradient_compression: str, size: int) -> None:
+def test_ranks_stay_alike_and_near_the_exact_way_whatever_carries_it(
+    pool: WorkerPool, tmp_path: Path, gradient_compression: str, size: int
+) -> None:
     ((_, exact, loss),) = pool.run(1, trained, str(tmp_path / "alone"), "replicate=1", "none")
     ways = {"memory": "auto", "gloo": "torch"}
     found = {
@@ -106,7 +108,9 @@ def late(step: int, rank: int) -> Tensor:
     return directions(step, rank) * (step >= 3)
 
 
-def stepped(run_dir: str, gradient_compression: str, steps: int, gradient: Callable[[int, int], Tensor], weights: Sequence[float] | None) -> Tensor:
+def stepped(
+    run_dir: str, gradient_compression: str, steps: int, gradient: Callable[[int, int], Tensor], weights: Sequence[float] | None
+) -> Tensor:
     """The matrix after so many steps of length 1 along the mean of the ranks' gradients. `weights`: each step's, if any."""
     with ls.Session(run_dir=run_dir, plan="replicate=auto,transport=torch", gradient_compression=gradient_compression) as session:
         model, optimizer = session.prepare(Table, lambda model: torch.optim.SGD(model.parameters(), lr=1.0, weight_decay=0.0))
@@ -122,7 +126,9 @@ def stepped(run_dir: str, gradient_compression: str, steps: int, gradient: Calla
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=tier(3))])
 @pytest.mark.parametrize("gradient_compression", ["int8", "powersgd:2"])
-def test_what_is_not_sent_in_one_step_is_sent_in_the_next_ones(pool: WorkerPool, tmp_path: Path, gradient_compression: str, size: int) -> None:
+def test_what_is_not_sent_in_one_step_is_sent_in_the_next_ones(
+    pool: WorkerPool, tmp_path: Path, gradient_compression: str, size: int
+) -> None:
     """So the way falls short by what the last steps lost, however many there were."""
     short = {}
     for steps in (1, 40):
@@ -176,7 +182,9 @@ def scaled(run_dir: str, gradient_compression: str, first: float) -> list[Tensor
     """The matrix after each of three steps in fp16. `first`: another parameter's gradient in the first step, in which the matrix has none
     where it is 0."""
     found = []
-    with ls.Session(run_dir=run_dir, plan="replicate=2,transport=torch", gradient_compression=gradient_compression, precision="fp16") as session:
+    with ls.Session(
+        run_dir=run_dir, plan="replicate=2,transport=torch", gradient_compression=gradient_compression, precision="fp16"
+    ) as session:
         model, optimizer = session.prepare(Table, lambda model: torch.optim.SGD(model.parameters(), lr=1.0))
         for step in session.steps(None, global_batch=2, microbatch=1, steps=3):
             for _ in step.microbatches():
@@ -188,7 +196,9 @@ def scaled(run_dir: str, gradient_compression: str, first: float) -> list[Tensor
 
 
 @pytest.mark.parametrize(("gradient_compression", "first", "behind"), [("int8", 0.0, 0), ("powersgd:1", 1.0, 1)])
-def test_a_step_that_is_skipped_leaves_nothing_behind(pool: WorkerPool, tmp_path: Path, gradient_compression: str, first: float, behind: int) -> None:
+def test_a_step_that_is_skipped_leaves_nothing_behind(
+    pool: WorkerPool, tmp_path: Path, gradient_compression: str, first: float, behind: int
+) -> None:
     """The steps after it are those of a run without it: the loss scale, half of what it was, changes no bits.
 
     DDP lays out its buckets anew after the first step, and so the blocks of int8: there that run begins with a step that sends nothing.
@@ -207,7 +217,10 @@ def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("gradient_compression", ALL)
 def test_a_run_goes_on_and_says_what_is_not_saved(pool: WorkerPool, tmp_path: Path, gradient_compression: str) -> None:
     whole = pool.run(2, kept.run, "replicate=2", str(tmp_path / "whole"), None, {"gradient_compression": gradient_compression})
-    assert pool.run(2, kept.run, "replicate=2", str(tmp_path / "run"), kept.STOPPED_AT, {"gradient_compression": gradient_compression})[0][0] == "preempted"
+    assert (
+        pool.run(2, kept.run, "replicate=2", str(tmp_path / "run"), kept.STOPPED_AT, {"gradient_compression": gradient_compression})[0][0]
+        == "preempted"
+    )
     ended = pool.run(2, kept.run, "replicate=2", str(tmp_path / "run"), None, {"gradient_compression": gradient_compression})
     assert ended[0] == ended[1]
     said = events(tmp_path / "run", "unsent-rest-dropped")
@@ -235,12 +248,27 @@ def refusing(run_dir: str, plan: str, changes: dict[str, Any]) -> None:
     ("plan", "size", "changes", "text"),
     [
         ("replicate=2,numerics=bitwise", 2, {}, "gradient_compression='int8' with numerics=bitwise; each process rounds what it sends"),
-        ("shard=2", 2, {}, "gradient_compression='int8' with shard=2; only whole replicas send their gradients in fewer bytes; take a plan of replicate"),
+        (
+            "shard=2",
+            2,
+            {},
+            "gradient_compression='int8' with shard=2; only whole replicas send their gradients in fewer bytes; take a plan of replicate",
+        ),
         ("tensor=2", 2, {}, "gradient_compression='int8' with tensor=2; only whole replicas"),
         ("pipeline=2", 2, {}, "gradient_compression='int8' with pipeline=2; only whole replicas"),
         ("split=2", 1, {}, "gradient_compression='int8' with split=2; only whole replicas"),
-        ("replicate=2", 2, {"model": double}, "gradient_compression='int8' with the parameter '0.weight' of torch.float64; what is sent in fewer bytes"),
-        ("replicate=1", 1, {"model": double}, "gradient_compression='int8' with the parameter '0.weight' of torch.float64; what is sent in fewer bytes"),
+        (
+            "replicate=2",
+            2,
+            {"model": double},
+            "gradient_compression='int8' with the parameter '0.weight' of torch.float64; what is sent in fewer bytes",
+        ),
+        (
+            "replicate=1",
+            1,
+            {"model": double},
+            "gradient_compression='int8' with the parameter '0.weight' of torch.float64; what is sent in fewer bytes",
+        ),
     ],
 )
 def test_what_cannot_be_sent_in_fewer_bytes_is_refused(
@@ -265,7 +293,12 @@ def on_one_rank(run_dir: str, gradient_compression: str) -> list[Tensor]:
             return (hidden @ model[2].weight.T - batch[2]).square().mean()  # type: ignore[index]
         return hidden.square().mean()
 
-    changes = {"loss": loss, "steps": 1, "gradient_compression": gradient_compression, "optimizer": lambda m: torch.optim.AdamW(m.parameters(), lr=0.1, weight_decay=0.5)}
+    changes = {
+        "loss": loss,
+        "steps": 1,
+        "gradient_compression": gradient_compression,
+        "optimizer": lambda m: torch.optim.AdamW(m.parameters(), lr=0.1, weight_decay=0.5),
+    }
     way = Way()
     ls.train(recipe(**changes), run_dir=run_dir, plan="replicate=auto", hooks=[way])
     return list(way.so_far.split([6 * 16, 16, 16 * 3, 3]))

@@ -88,9 +88,15 @@ def test_it_tries_down_to_single_samples_and_then_says_what_was_tried(tmp_path: 
     assert fired(run_dir) == 5
     assert [kind for kind, _ in ends] == ["OutOfMemoryError"] * 5
     tried = json.loads((run_dir / FILE).read_text())["failures"]
-    assert [(each["step"], each["then"]) for each in tried] == [(3, "checkpointing=full"), (3, "microbatch_splits=1"), (3, "microbatch_splits=2")]
+    assert [(each["step"], each["then"]) for each in tried] == [
+        (3, "checkpointing=full"),
+        (3, "microbatch_splits=1"),
+        (3, "microbatch_splits=2"),
+    ]
     assert ends[3] == ends[4]
-    assert ends[4][1][0].startswith("lockstep: memory ran out with checkpointing=full,microbatch_splits=2; microbatches have one sample each")
+    assert ends[4][1][0].startswith(
+        "lockstep: memory ran out with checkpointing=full,microbatch_splits=2; microbatches have one sample each"
+    )
 
 
 @pytest.mark.parametrize("setting", ["stop", "same-bits"])

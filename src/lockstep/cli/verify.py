@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import click
 
 from lockstep.base.errors import USER_ERROR_STATUS, LaunchError
-from lockstep.launch.script import check_module, check_script
+from lockstep.cli.arguments import check_target, script_arguments
 from lockstep.verify.jobs import parse_plans
 
 if TYPE_CHECKING:
@@ -49,9 +49,7 @@ class _Command(click.Command):
     "--jobs", type=click.IntRange(min=1), metavar="N", help="Processes at once. Default: the number of cores; with GPUs, one run."
 )
 @click.option("--keep", type=click.Path(file_okay=False), metavar="DIR", help="Keep the traces of all runs in this new directory.")
-@click.option("-m", "is_module", is_flag=True, help="SCRIPT is the name of a module, as in python -m.")
-@click.argument("script")
-@click.argument("arguments", metavar="[ARGS]...", nargs=-1, type=click.UNPROCESSED)
+@script_arguments
 def command(
     plans: tuple[str, ...],
     steps: int,
@@ -83,10 +81,7 @@ def command(
     trains).
     """
     parsed = parse_plans(plans, bitwise=bitwise)
-    if is_module:
-        check_module(script)
-    else:
-        check_script(script)
+    check_target(script, is_module=is_module)
     if html is not None and not Path(html).absolute().parent.is_dir():
         raise LaunchError(f"--html {html}; its directory is not there; name a file in a directory that is")
 

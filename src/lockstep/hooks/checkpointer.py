@@ -164,7 +164,7 @@ class Checkpointer:
                 ):
                     raise CheckpointError(
                         f"the recipe is not that of checkpoint {name}: {'; '.join(found)}; go on with the one it was saved with, say which "
-                        "fields may differ (--may-differ, allow_change=), or choose another run directory"
+                        "fields may differ (--allow-change, allow_change=), or choose another run directory"
                     )
                 if name == names[0]:
                     reader.fill({}, self.world)  # before anything of the state is touched: there is no other to fall back on

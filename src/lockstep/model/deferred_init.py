@@ -21,10 +21,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
 from lockstep.base.errors import LockstepError
+from lockstep.base.torch_private import (
+    FAKE_PARAMETER_MARK,
+    TorchDispatchMode,
+    gradient_hooks,
+    make_subclass,
+    post_accumulate_hooks,
+    schema,
+    storage_address,
+    swap_implementations,
+    tree_map,
+)
 from lockstep.model.recorded_init import Entry, Log, Numbered, View, tensors_of
 
 OWN_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
@@ -87,7 +96,7 @@ class _Recorder(_Keyed):  # type: ignore[no-untyped-call]
     def __init__(self, key: int) -> None:
         super().__init__(key)
         # Importing it takes a quarter of a second.
-        from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, FakeTensorMode
+        from lockstep.base.torch_private import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, FakeTensorMode
 
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.fake_class = FakeTensor
@@ -100,7 +109,7 @@ class _Recorder(_Keyed):  # type: ignore[no-untyped-call]
         return isinstance(item, self.fake_class)
 
     def view(self, fake: Any) -> View:
-        storage = fake.untyped_storage()._cdata
+        storage = storage_address(fake.untyped_storage())
         if not self.log.knows(storage):
             raise CannotDefer("it uses a tensor that no operation made")
         return View(storage, fake.dtype, tuple(fake.shape), fake.stride(), fake.storage_offset())
@@ -194,9 +203,9 @@ class _Recorder(_Keyed):  # type: ignore[no-untyped-call]
             if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
                 raise CannotDefer("it makes a tensor that is sparse, or a lazy conjugate or negative")
             storage = tensor.untyped_storage()
-            if self.log.is_constant(storage._cdata):
+            if self.log.is_constant(storage_address(storage)):
                 raise CannotDefer("it makes a view of a tensor with values")
-            known = self.log.knows(storage._cdata) and storage._cdata not in new
+            known = self.log.knows(storage_address(storage)) and storage_address(storage) not in new
             if not known:
                 new.add(self.log.keep(storage))
             outputs.append(None if known else self.view(tensor))
@@ -204,9 +213,9 @@ class _Recorder(_Keyed):  # type: ignore[no-untyped-call]
 
     def _overwritten(self, func: Any, written: list[View], inputs: list[Tensor]) -> set[int]:
         """The storage of which nothing is left, if any."""
-        if func._schema.name not in OVERWRITES or not self.log.is_whole(written[0]):
+        if schema(func).name not in OVERWRITES or not self.log.is_whole(written[0]):
             return set()
-        others = {tensor.untyped_storage()._cdata for tensor in inputs[1:]}
+        others = {storage_address(tensor.untyped_storage()) for tensor in inputs[1:]}
         return {written[0].storage} - others
 
 
@@ -314,9 +323,9 @@ def _check(recorder: _Recorder, tensors: list[tuple[str, Any]]) -> None:
             raise CannotDefer(f"{name} is on the device {tensor.device}, not on the CPU")
         if not tensor.is_leaf or tensor.grad is not None:
             raise CannotDefer(f"{name} is part of a graph of gradients, or has a gradient")
-        if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
+        if gradient_hooks(tensor) or post_accumulate_hooks(tensor):
             raise CannotDefer(f"{name} has hooks on its gradient")
-        storage = tensor.untyped_storage()._cdata
+        storage = storage_address(tensor.untyped_storage())
         if tensor.numel() and storage in seen:
             raise CannotDefer(f"{name} and {seen[storage]} are two tensors that share memory")
         seen[storage] = name
@@ -328,12 +337,12 @@ def _exchange(tensor: Any, new: Any) -> Any:
     """Give `tensor` the contents of `new`; it keeps its identity, its class and what was set on it. Returns its former self."""
     kind = _plain_class(tensor)
     if issubclass(kind, nn.Parameter):
-        new = torch.Tensor._make_subclass(kind, new, tensor.requires_grad)
+        new = make_subclass(kind, new, tensor.requires_grad)
     else:
         new.requires_grad_(tensor.requires_grad)
     kept = {name: value for name, value in vars(tensor).items() if name not in _fake_attributes()}
     former = vars(tensor).copy()
-    torch._C._swap_tensor_impl(tensor, new)
+    swap_implementations(tensor, new)
     tensor.__class__, new.__class__ = new.__class__, tensor.__class__
     vars(tensor).clear()
     vars(tensor).update(kept)
@@ -343,7 +352,7 @@ def _exchange(tensor: Any, new: Any) -> Any:
 
 def _plain_class(tensor: Any) -> Any:
     """The class of a tensor but for its being without values."""
-    from torch._subclasses.fake_tensor import FakeTensor
+    from lockstep.base.torch_private import FakeTensor
 
     if not isinstance(tensor, FakeTensor):
         return type(tensor)
@@ -354,10 +363,10 @@ def _plain_class(tensor: Any) -> Any:
 
 @cache
 def _fake_attributes() -> frozenset[str]:
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from lockstep.base.torch_private import FakeTensorMode
 
     with FakeTensorMode():
-        return frozenset(vars(torch.empty(1))) | {"_is_param"}
+        return frozenset(vars(torch.empty(1))) | {FAKE_PARAMETER_MARK}
 
 
 @contextmanager
@@ -429,7 +438,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
 @cache
 def _writes(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
     arguments = [
-        (place, argument) for place, argument in enumerate(func._schema.arguments) if argument.alias_info and argument.alias_info.is_write
+        (place, argument) for place, argument in enumerate(schema(func).arguments) if argument.alias_info and argument.alias_info.is_write
     ]
     return (
         tuple(place for place, argument in arguments if not argument.kwarg_only),

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.base.errors import RecipeError
+from lockstep.base.torch_private import BatchNormBase, own_buffers, version
 from lockstep.comm.mesh import Mesh, to_local
 
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
@@ -25,13 +25,13 @@ BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 class _Scratch:
     """One BatchNorm module's own buffers, kept safe while a microbatch updates the ones in their place."""
 
-    module: _BatchNorm
+    module: BatchNormBase
     kept: dict[str, Tensor]
     taken: dict[str, Tensor]
 
     @classmethod
-    def of(cls, module: _BatchNorm) -> _Scratch:
-        kept = {name: module._buffers[name] for name in BUFFERS}
+    def of(cls, module: BatchNormBase) -> _Scratch:
+        kept = {name: own_buffers(module)[name] for name in BUFFERS}
         scratch = cls(module, {name: buffer for name, buffer in kept.items() if buffer is not None}, {})
         scratch.renew()
         return scratch
@@ -42,10 +42,10 @@ class _Scratch:
 
     def swap_in(self, module: nn.Module, _: Any) -> None:
         if module.training:
-            module._buffers.update(self.taken)
+            own_buffers(module).update(self.taken)
 
     def swap_out(self, module: nn.Module, _: Any, __: Any) -> None:
-        module._buffers.update(self.kept)
+        own_buffers(module).update(self.kept)
 
     def row(self) -> Tensor:
         """(keep, calls, gain of the mean..., gain of the variance...) of the microbatch at hand, and scratch made ready for the next."""
@@ -87,7 +87,7 @@ class RunningStatistics:
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
         self.mesh = mesh
         """Who computes which microbatches."""
-        modules = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
+        modules = [m for m in model.modules() if isinstance(m, BatchNormBase) and m.running_mean is not None]
         self._scratches = [_Scratch.of(module) for module in modules]
         self._hooks = [scratch.module.register_forward_pre_hook(scratch.swap_in) for scratch in self._scratches]
         self._hooks += [scratch.module.register_forward_hook(scratch.swap_out, always_call=True) for scratch in self._scratches]
@@ -123,7 +123,7 @@ class RunningStatistics:
                 "model was prepared; ranks sum the gradients of what was trainable then; freeze in the model's factory, or give the "
                 "parameter a group of the optimizer with lr=0"
             )
-        self._versions = [tensor._version for tensor in self._watched]
+        self._versions = [version(tensor) for tensor in self._watched]
         self._bits = {name: _bits(buffer) for name, buffer in self._others.items()} if compare else {}
         self.discard()
 
@@ -156,7 +156,7 @@ class RunningStatistics:
 
     def _changed(self) -> str | None:
         """What is not as it was at `begin`, in words."""
-        versions = [tensor._version for tensor in self._watched]
+        versions = [version(tensor) for tensor in self._watched]
         if versions != self._versions:
             return next(name for name, now, then in zip(self._names, versions, self._versions, strict=True) if now != then)
         if not self._others:

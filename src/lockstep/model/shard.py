@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from lockstep.base.errors import RecipeError
+from lockstep.base.torch_private import set_unshard_async
 from lockstep.comm.mesh import Mesh
 from lockstep.model.shared_parameters import tie, ties
 from lockstep.model.skipped_blocks import Visits
@@ -65,7 +66,7 @@ def shard(
     fill(model)
     root = fully_shard(model, mesh=axis, reshard_after_forward=free_root, offload_policy=policy)
     # In the backward it gathers a block ahead by itself, on a CPU only then without waiting for it.
-    root._set_unshard_async_op(on_cpu)
+    set_unshard_async(root, on_cpu)
     visits.enter()
 
 

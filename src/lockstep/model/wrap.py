@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from lockstep.base.errors import RecipeError
+from lockstep.base.torch_private import BatchNormBase, tree_map
 from lockstep.plan import Checkpointing
 
 
@@ -25,7 +24,7 @@ def recompute(block: nn.Module, mode: Checkpointing) -> None:
     to, is kept from it; a filled one is a `RecipeError` in the forward. A block that is a BatchNorm layer stays as it is: it keeps its
     input only in any case, and its running statistics would see it twice.
     """
-    if isinstance(block, _BatchNorm):
+    if isinstance(block, BatchNormBase):
         return
     forward: Callable[..., Any] = block.forward
     contexts = noop_context_fn if mode == "full" else functools.partial(create_selective_checkpoint_contexts, _expensive())

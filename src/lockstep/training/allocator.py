@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping
 
-import torch
+from lockstep.base.torch_private import set_allocator_settings
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Of mallopt(3)."""
@@ -37,8 +37,6 @@ def expand_segments(environ: Mapping[str, str]) -> bool:
 
     For the life of the process. Not where the user has settings of their own in the environment.
     """
-    configure = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # what the deprecated public name calls
-    if configure is None or any(name in environ for name in OWN_GPU_SETTINGS):
+    if any(name in environ for name in OWN_GPU_SETTINGS):
         return False
-    configure("expandable_segments:True")
-    return True
+    return set_allocator_settings("expandable_segments:True")

@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import profiler
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from lockstep.base.errors import CheckpointError, RecipeError
 from lockstep.base.garbage import collector_paused
+from lockstep.base.torch_private import has_step_hooks, step_is_profiled
 
 STATE_IS_ZERO_AT_FIRST = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.RMSprop, torch.optim.Adadelta)
 
@@ -139,15 +138,7 @@ def allocate_state(optimizer: Optimizer) -> None:
 def apply(optimizer: Optimizer) -> None:
     """`optimizer.step()`. Where nobody profiles and no hook waits for it, without torch's note to the profiler: that takes 8 µs."""
     step = type(optimizer).step
-    if (
-        not getattr(step, "hooked", False)
-        or "step" in vars(optimizer)
-        or profiler._is_profiler_enabled
-        or optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-        or _global_optimizer_pre_hooks
-        or _global_optimizer_post_hooks
-    ):
+    if not getattr(step, "hooked", False) or "step" in vars(optimizer) or step_is_profiled() or has_step_hooks(optimizer):
         optimizer.step()
     else:
         step.__wrapped__(optimizer)  # type: ignore[attr-defined]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.base.torch_private import cpu_multiplies_bf16
 from lockstep.comm.mesh import Mesh, to_local
 from lockstep.recipe import Precision
 
@@ -74,7 +75,7 @@ def slow_on_this_cpu(precision: Precision, device: torch.device) -> str | None:
     """Why this precision is a bad choice here, or None."""
     if precision == "fp32" or device.type != "cpu":
         return None
-    if precision == "bf16" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()):
+    if precision == "bf16" and cpu_multiplies_bf16():
         return None
     return f"this CPU has no {precision} matrix instructions: expect {precision} to be many times slower than fp32"
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.base.torch_private import divides_gradients
 from lockstep.comm.mesh import Mesh, to_local
 from lockstep.logging.flops import Flops, peak_of
 from lockstep.model.parallelize import LaidOut
@@ -91,7 +92,7 @@ class TrainModule:
         self._gates_on_device = fused and all(to_local(parameter).is_cuda for parameter in self.parameters)
         self._optimizer_unscales = (
             fused
-            and all(getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in optimizers)
+            and all(divides_gradients(optimizer) for optimizer in optimizers)
             and all(to_local(parameter) is parameter and parameter.dtype is torch.float32 for parameter in self.parameters)
         )
         """True if the optimizers divide the gradient while they read it, as for torch's GradScaler. It saves a pass over the gradient."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from lockstep.options import LaunchOptions
 from lockstep.verify.jobs import Job
 from lockstep.verify.trace_reader import Trace, read_traces
 from lockstep.verify.trace_request import Tracing
@@ -135,8 +136,8 @@ class Runner:
         )
 
     def _command(self, job: Job, run_dir: Path) -> list[str]:
-        start = [sys.executable, "-m", "lockstep", "run", "--nproc", str(job.processes), "--plan", str(job.plan), "--run-dir", str(run_dir)]
-        return [*start, *self._script]
+        options = LaunchOptions(nproc=str(job.processes), plan=str(job.plan), run_dir=str(run_dir))
+        return [sys.executable, "-m", "lockstep", "run", *options.arguments(), *self._script]
 
 
 def tracing_of(job: Job, trace: Path) -> Tracing:

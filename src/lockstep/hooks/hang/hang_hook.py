@@ -12,16 +12,16 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from lockstep.base.errors import HangError, cannot_write, say
+from lockstep.base.torch_private import default_store
 from lockstep.hooks.hang.report import Hang
 from lockstep.hooks.hang.snapshot import Place
 from lockstep.hooks.hang.watchdog import StoreMailbox, Watchdog
 from lockstep.launch.failure import describe
 from lockstep.launch.grace import is_over, needing_time, tell_failure
 from lockstep.launch.termination import HUNG_STATUS
-from lockstep.timeouts import Patience
+from lockstep.timeouts import WatchdogTimeouts
 from lockstep.training.context import Context
 from lockstep.training.hook import Hook, Run
 
@@ -34,7 +34,7 @@ NEWS_SECONDS = 0.5
 class HangHook(Hook):
     """Watches this rank's training thread; when the run hangs, reports it, saves the last whole step, and ends the process."""
 
-    def __init__(self, timeouts: Patience | None, context: Context, rescue: Callable[[Run, BaseException], bool]) -> None:
+    def __init__(self, timeouts: WatchdogTimeouts | None, context: Context, rescue: Callable[[Run, BaseException], bool]) -> None:
         """Begins to watch. Every rank calls it. `timeouts`: None: there is no watchdog. `rescue`: saves without the other ranks' help."""
         self._timeouts = timeouts
         self._context = context
@@ -45,7 +45,7 @@ class HangHook(Hook):
             return
         world, mailbox = context.world, None
         if world.size > 1:
-            mailbox = StoreMailbox(dist.distributed_c10d._get_default_store(), f"lockstep/watch/{context.recorder.attempt}")
+            mailbox = StoreMailbox(default_store(), f"lockstep/watch/{context.recorder.attempt}")
         self._watchdog = Watchdog(
             context.phases,
             timeouts,

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from lockstep.base import errors
 from lockstep.base.errors import LockstepError, RecipeError, UserError
+from lockstep.base.torch_private import schedule_losses, tree_leaves
 from lockstep.comm.world import World
 from lockstep.model.pipeline.boundary import Boundary, arrive, leave
 from lockstep.model.pipeline.chain import Chain
@@ -186,7 +186,7 @@ class Pipeline:
             self._built[key] = self._build(stop - start, schedule, self._routes[start], backward)
         run, stages = self._built[key]
         for stage in stages:
-            stage.routes, stage.losses = self._routes[start:stop], run._internal_losses
+            stage.routes, stage.losses = self._routes[start:stop], schedule_losses(run)
             stage.around = lambda chunk: self._slice(self._items[start + chunk])
             stage.cut_off = partial(self._cut_off, stage.stage_index)
         places = torch.arange(start, stop)

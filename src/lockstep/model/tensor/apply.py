@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from lockstep.base.errors import RecipeError
+from lockstep.base.torch_private import own_parameters
 from lockstep.model.shared_parameters import tie, ties
 from lockstep.model.tensor.boundaries import Region, is_cut, leaving, mark_cut
 from lockstep.model.tensor.first_forward_check import Proof
@@ -87,7 +88,7 @@ class _Layer(ParallelStyle):
         return distribute_module(module, device_mesh, self._cut, before, after)
 
     def _cut(self, _: str, module: nn.Module, mesh: DeviceMesh) -> None:
-        for name, parameter in list(module._parameters.items()):
+        for name, parameter in list(own_parameters(module).items()):
             if parameter is None or isinstance(parameter, DTensor):
                 continue
             dim = cut_dim(module, name, self._style_name)

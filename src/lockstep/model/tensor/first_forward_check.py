@@ -17,10 +17,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.base.errors import RecipeError
+from lockstep.base.torch_private import disable_current_modes, own_parameters, tree_leaves, tree_map
 from lockstep.model.tensor.boundaries import is_cut
 from lockstep.model.tensor.logits import whole_of
 
@@ -68,7 +67,7 @@ class Proof:
             given = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, given)
             self._comparing = True
             try:
-                with torch.no_grad(), _disable_current_modes(), _evaluating(module), _same_numbers(given) as drawn:
+                with torch.no_grad(), disable_current_modes(), _evaluating(module), _same_numbers(given) as drawn:
                     cut = _tensors(forward(*given[0], **given[1]))
                     if any(map(is_cut, cut)):
                         return
@@ -93,10 +92,10 @@ class Proof:
     @contextmanager
     def _whole(self, names: list[str]) -> Iterator[None]:
         """Within it, these layers have their whole weights and do not know of other ranks."""
-        parts = {name: dict(self._modules[name]._parameters) for name in names}
+        parts = {name: dict(own_parameters(self._modules[name])) for name in names}
         try:
             for name in names:
-                self._modules[name]._parameters.update(
+                own_parameters(self._modules[name]).update(
                     {
                         each: None if part is None else nn.Parameter(whole_of(part), requires_grad=part.requires_grad)
                         for each, part in parts[name].items()
@@ -106,7 +105,7 @@ class Proof:
             yield
         finally:
             for name in names:
-                self._modules[name]._parameters.update(parts[name])
+                own_parameters(self._modules[name]).update(parts[name])
                 self._layers[name].bypassed = False
 
     def _check(self, name: str, layers: list[str], cut: list[Tensor], whole: list[Tensor]) -> None:

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import GradBucket
 
 from lockstep.base.errors import RecipeError
+from lockstep.base.torch_private import GradBucket
 from lockstep.comm.compressed_sum import RoundedSum, Senders
 from lockstep.comm.quantize import Rounding
 from lockstep.comm.wait_times import waits

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.base.errors import RecipeError
+from lockstep.base.torch_private import GradBucket
 from lockstep.comm.mesh import Mesh
 from lockstep.comm.ordered_sum import OrderedSum, Shares
 from lockstep.comm.wait_times import waits

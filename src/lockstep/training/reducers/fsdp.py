@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
+from lockstep.base.torch_private import DefaultAllGather, fsdp_parameter_group, own_parameters
 from lockstep.comm.mesh import Mesh, to_local
 from lockstep.model.shard import fsdp_groups, modules_of
 from lockstep.training.reducers.fsdp_exchange import Gather, OrderedScatter, Scatter
@@ -36,7 +36,7 @@ class FsdpReducer:
         self._groups = fsdp_groups(model)
         memory = mesh.axis("shard").memory
         for group in self._groups:
-            scatter = OrderedScatter(mesh, group._get_fsdp_state()._fsdp_param_group) if bitwise else Scatter(memory)
+            scatter = OrderedScatter(mesh, fsdp_parameter_group(group)) if bitwise else Scatter(memory)
             group.set_custom_reduce_scatter(scatter)
             if memory is not None:
                 group.set_custom_all_gather(Gather(memory))
@@ -111,7 +111,7 @@ class _Used:
             own = [
                 (module, name, places[id(parameter)])
                 for module in modules_of(group)
-                for name, parameter in module._parameters.items()
+                for name, parameter in own_parameters(module).items()
                 if id(parameter) in places
             ]
             self._handles.append(group.register_forward_pre_hook(self._watch(own)))
@@ -128,7 +128,7 @@ class _Used:
 
         def before(_: nn.Module, __: Any) -> None:
             for module, name, place in own:
-                parameter = module._parameters[name]
+                parameter = own_parameters(module)[name]
                 if place not in self._hooks and parameter is not None and parameter.requires_grad:
                     self._hooks[place] = parameter.register_post_accumulate_grad_hook(self._note(place))  # type: ignore[no-untyped-call]
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
+from lockstep.base.torch_private import AllGather, ReduceScatter
 from lockstep.comm.mesh import Mesh, to_local
 from lockstep.comm.ordered_sum import add
 from lockstep.comm.shared_memory import SharedGroup

@@ -1,4 +1,4 @@
-"""Read what is known of this machine: the thin side of `lockstep.doctor.machine`."""
+"""Read the properties of this machine that `lockstep.doctor.machine_checks` judges."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from pathlib import Path
 import torch
 
 from lockstep import __version__
-from lockstep.doctor.environment import relevant
-from lockstep.doctor.machine import Facts, parse_topology
+from lockstep.doctor.environment_variables import relevant_variables
+from lockstep.doctor.machine_checks import MachineInfo, parse_topology
 from lockstep.launch.machines import Machines, address_towards, interface_of
 
 _CGROUP = Path("/sys/fs/cgroup")
 _NVIDIA_SECONDS = 10.0
 _UNLIMITED = 2**60
-"""A limit of version 1's control groups that is none is about 2**63."""
+"""A limit of this size or above means no limit: version 1 of control groups reports about 2**63 then."""
 
 
-def read(machines: Machines | None, environ: Mapping[str, str]) -> Facts:
-    """Those of this machine. `machines`: where several meet. Raises `LaunchError` where there is no way there."""
+def read_machine_info(machines: Machines | None, environ: Mapping[str, str]) -> MachineInfo:
+    """Return the properties of this machine. Raises `LaunchError` if it cannot reach the rendezvous of `machines`."""
     address = address_towards(machines.resolve(), machines.port) if machines is not None else ""
     interface = interface_of(address) if address else None
     descriptors, hard_descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -36,27 +36,27 @@ def read(machines: Machines | None, environ: Mapping[str, str]) -> Facts:
     versions = {"python": platform.python_version(), "torch": torch.__version__, "lockstep": __version__}
     if torch.version.cuda is not None:
         versions |= {"CUDA": torch.version.cuda, "NCCL": ".".join(map(str, _nccl()))}
-    return Facts(
+    return MachineInfo(
         host=socket.gethostname(),
         address=address,
         interface=interface,
         interfaces=tuple(name for _, name in socket.if_nameindex()),
-        link=_link(interface) if interface is not None else "",
+        interface_details=_interface_details(interface) if interface is not None else "",
         versions=versions | ({"driver": driver} if driver else {}),
         gpus=torch.cuda.device_count(),
         gpu_names=names,
-        # With some GPUs hidden, torch's numbers are others than the driver's.
+        # If some GPUs are hidden, torch and the driver number them differently.
         topology=parse_topology(_nvidia_smi("topo", "-m")) if names and "CUDA_VISIBLE_DEVICES" not in environ else {},
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        quota=_quota(),
-        shared_bytes=_free("/dev/shm"),
-        memory_bytes=_memory(),
-        descriptors=_finite(descriptors),
-        hard_descriptors=_finite(hard_descriptors),
-        locked_bytes=None if locked == resource.RLIM_INFINITY else locked,
+        cpu_quota=_cpu_quota(),
+        shared_memory_bytes=_free("/dev/shm"),
+        available_memory_bytes=_available_memory(),
+        open_files_limit=_finite(descriptors),
+        open_files_hard_limit=_finite(hard_descriptors),
+        locked_memory_bytes=None if locked == resource.RLIM_INFINITY else locked,
         infiniband=tuple(sorted(os.listdir("/sys/class/infiniband"))) if os.path.isdir("/sys/class/infiniband") else (),
-        tasks=_tasks(),
-        variables=relevant(environ),
+        free_tasks=_free_tasks(),
+        variables=relevant_variables(environ),
     )
 
 
@@ -78,7 +78,7 @@ def _free(path: str) -> int | None:
 
 
 def _gpus() -> tuple[tuple[str, ...], str]:
-    """Names of the GPUs, and the driver's version; empty where there is no driver."""
+    """Return the names of the GPUs and the driver's version. Both are empty if there is no driver."""
     rows = [line.split(", ") for line in _nvidia_smi("--query-gpu=name,driver_version", "--format=csv,noheader").splitlines()]
     return tuple(row[0] for row in rows), rows[0][-1] if rows else ""
 
@@ -91,14 +91,14 @@ def _nvidia_smi(*arguments: str) -> str:
     return ""
 
 
-def _link(interface: str) -> str:
+def _interface_details(interface: str) -> str:
     folder = Path("/sys/class/net", interface)
     speed, mtu = _number(folder / "speed"), _number(folder / "mtu")
     return (f", {speed:g} Mbit/s" if speed is not None and speed > 0 else "") + (f", MTU {mtu:g}" if mtu is not None else "")
 
 
 def _number(path: Path) -> float | None:
-    """The number in a file. None: there is none, or no file."""
+    """Return the number in a file. None if there is no number, or no file."""
     try:
         return float(path.read_text().split()[0])
     except (OSError, ValueError, IndexError):
@@ -106,7 +106,10 @@ def _number(path: Path) -> float | None:
 
 
 def _cgroup_files(controller: str, name: str) -> list[Path]:
-    """A file of this process's control group and of those around it, innermost first. `controller`: of version 1; empty: version 2."""
+    """Return a file of this process's control group and of its ancestors, innermost first.
+
+    `controller`: name of a version 1 controller; empty for version 2.
+    """
     with suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
@@ -117,7 +120,7 @@ def _cgroup_files(controller: str, name: str) -> list[Path]:
     return []
 
 
-def _quota() -> float | None:
+def _cpu_quota() -> float | None:
     found = []
     for file in _cgroup_files("", "cpu.max"):
         with suppress(OSError, ValueError):
@@ -131,8 +134,8 @@ def _quota() -> float | None:
     return min(found, default=None)
 
 
-def _memory() -> int:
-    """Bytes that could be had now."""
+def _available_memory() -> int:
+    """Return the bytes that can be allocated now: the least of the machine's and the control groups'."""
     text = Path("/proc/meminfo").read_text() if os.path.exists("/proc/meminfo") else ""
     found = re.search(r"^MemAvailable:\s+(\d+) kB", text, flags=re.MULTILINE)
     free = [int(found[1]) * 1024 if found else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
@@ -148,7 +151,7 @@ def _memory() -> int:
 
 
 def _reclaimable(stat: Path, name: str) -> int:
-    """Bytes of the page cache that are given up when memory is short."""
+    """Return the bytes of the page cache that the kernel frees when memory is short."""
     with suppress(OSError):
         for line in stat.read_text().splitlines():
             if line.startswith(f"{name} "):
@@ -156,11 +159,11 @@ def _reclaimable(stat: Path, name: str) -> int:
     return 0
 
 
-def _tasks() -> int | None:
+def _free_tasks() -> int | None:
     free = []
     for controller in ("", "pids"):
         for file in _cgroup_files(controller, "pids.max"):
-            most, now = _number(file), _number(file.with_name("pids.current"))  # no limit is the word max: no number
+            most, now = _number(file), _number(file.with_name("pids.current"))  # without a limit the file has the word max
             if most is not None and now is not None:
                 free.append(int(most - now))
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)

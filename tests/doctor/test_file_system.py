@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from lockstep.base.errors import RunDirectoryError
-from lockstep.doctor.directory import existing, lines_of, probe, unusable
+from lockstep.doctor.file_system import existing, file_system_checks, probe, unusable
 
 
 def verdicts(path: Path) -> dict[str, str]:
-    return {line.check: line.verdict for line in lines_of(probe(path))}
+    return {check.check: check.verdict for check in file_system_checks(probe(path))}
 
 
 def copying(old: Path, new: Path) -> None:
@@ -47,16 +47,16 @@ def test_this_file_system_is_well_and_nothing_stays_in_it(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("rename", [copying, removing_first, copying_folders])
 def test_a_rename_that_is_not_atomic_is_seen(tmp_path: Path, rename: object) -> None:
-    (line,) = [line for line in lines_of(probe(tmp_path, rename=rename)) if line.check == "rename"]  # type: ignore[arg-type]
-    assert line.verdict == "wrong"
-    assert line.found.startswith("is not atomic: a f")
-    assert line.remedy
+    (check,) = [check for check in file_system_checks(probe(tmp_path, rename=rename)) if check.check == "rename"]  # type: ignore[arg-type]
+    assert check.verdict == "failed"
+    assert check.found.startswith("is not atomic: a f")
+    assert check.remedy
     assert list(tmp_path.iterdir()) == []
 
 
 def test_locks_that_do_not_exclude_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", lambda *_: None)
-    assert verdicts(tmp_path)["lock"] == "wrong"
+    assert verdicts(tmp_path)["lock"] == "failed"
 
 
 def test_syncs_that_fail_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,20 +64,20 @@ def test_syncs_that_fail_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         raise OSError(22, "Invalid argument")
 
     monkeypatch.setattr(os, "fsync", fsync)
-    assert verdicts(tmp_path)["sync"] == "wrong"
+    assert verdicts(tmp_path)["sync"] == "failed"
 
 
 def test_a_file_system_with_another_clock_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.time
     monkeypatch.setattr(time, "time", lambda: now() - 60)
-    (line,) = [line for line in lines_of(probe(tmp_path)) if line.check == "clock"]
-    assert line.verdict == "wrong"
-    assert line.found == "the file system's is 60 s ahead of this machine's"
+    (check,) = [check for check in file_system_checks(probe(tmp_path)) if check.check == "clock"]
+    assert check.verdict == "failed"
+    assert check.found == "the file system's is 60 s ahead of this machine's"
 
 
 def test_where_nothing_can_be_written_is_said(tmp_path: Path) -> None:
-    (line,) = unusable(tmp_path, OSError(30, "Read-only file system"))
-    assert (line.verdict, line.found) == ("wrong", f"{tmp_path}: Read-only file system")
+    (check,) = unusable(tmp_path, OSError(30, "Read-only file system"))
+    assert (check.verdict, check.found) == ("failed", f"{tmp_path}: Read-only file system")
 
 
 def test_a_run_directory_that_is_not_there_yet_is_tried_where_it_would_be_made(tmp_path: Path) -> None:
