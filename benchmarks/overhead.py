@@ -64,7 +64,7 @@ PREPARED = 64
 
 @dataclass(frozen=True)
 class Workload:
-    """What both sides train.
+    """The model and data that both sides train.
 
     A round has `steps` steps, a turn in it `turn` steps; `warmup` turns precede the first round.
     """

@@ -61,7 +61,7 @@ DESCRIPTIONS: Mapping[Check, str] = {
     "loss": "loss",
     "weight": "weight of the loss",
 }
-"""What each check compares. Of several differences at one step, the check that stands first here is reported first."""
+"""The compared value of each check. Differences at one step are reported in this order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

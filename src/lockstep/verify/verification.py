@@ -40,7 +40,7 @@ _WEIGHTED_LOSS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerifyOptions:
-    """What to verify."""
+    """The plans and checks of a verification."""
 
     plans: Sequence[tuple[Plan, int]]
     """Plans, each with its number of processes."""
