@@ -1,12 +1,12 @@
-"""How large the buckets are to be in which DDP sends gradients, and the first of them, which it sends while most of a backward is to come.
+"""Compares DDP's bucket sizes: that of all buckets, and that of the first one, which is sent early in the backward.
 
     python benchmarks/buckets.py [--only wide gpt] [--sizes 1 5 25 100] [--first 0.25 1 4] [--rounds 5] [--json FILE]
 
-Two processes of one thread, `ls.train` with `transport=torch`: Gloo over the loopback. (Processes that share memory have no buckets.) Every
-size is tried once in each round, in a run of its own, in an order that turns; steps/s are the median over rounds, each of the median step
-of the run. torch's own sizes are 25 MiB, and 1 MiB for the first.
+Two processes of one thread run `ls.train` with `transport=torch`: Gloo over the loopback. (Processes that share memory
+use no buckets.) Every round tries each size once, in a run of its own, in rotating order. A run's speed is that of its
+median step; the table has the median over the rounds. torch's defaults are 25 MiB, and 1 MiB for the first bucket.
 
-Quote numbers only of a machine that did nothing else.
+Quote numbers only from a machine that did nothing else.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from roofline import measured
 import lockstep as ls
 
 USUAL = 25.0
-"""MiB: torch's own."""
+"""MiB: torch's default."""
 
 
 def measure(case: str, size: float, first: float, steps: int) -> float:
-    """Runs in each process. Seconds of a step."""
+    """Return the seconds of a step. Runs in each process."""
     import lockstep.training.reducers.ddp as replicate
 
-    if first == size:  # as torch has it where a size is given
+    if first == size:  # as torch does if a size is given
         replicate.DistributedDataParallel = partial(replicate.DistributedDataParallel, bucket_cap_mb=size)
     else:
         dist._DEFAULT_FIRST_BUCKET_BYTES = int(first * 2**20)
@@ -44,10 +44,14 @@ def measure(case: str, size: float, first: float, steps: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=("wide", "gpt"), default=("wide", "gpt"))
-    parser.add_argument("--sizes", nargs="+", type=float, default=(1, 5, 25, 100), help="MiB, the first one too (default: %(default)s)")
-    parser.add_argument("--first", nargs="+", type=float, default=(0.25, 1, 4), help="MiB of the first, with 25 (default: %(default)s)")
+    parser.add_argument(
+        "--sizes", nargs="+", type=float, default=(1, 5, 25, 100), help="MiB, of the first bucket too (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--first", nargs="+", type=float, default=(0.25, 1, 4), help="MiB of the first bucket; the others have 25 (default: %(default)s)"
+    )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=40, help="of each run (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=40, help="steps of each run (default: %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="also write the rows to this file")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"

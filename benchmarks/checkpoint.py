@@ -1,27 +1,29 @@
-"""What a save costs a training run, beside `torch.save` on rank 0, as in tutorials, and beside DCP; and how fast loading is.
+"""Measures the cost of a save during training, beside `torch.save` on rank 0 and DCP, and the speed of loading.
 
     python benchmarks/checkpoint.py [--nproc 2] [--layers 14] [--width 768] [--rounds 9] [--steps 4] [--folder DIR] [--json FILE]
 
-The model is examples/gpt.py's GPT (100 million parameters by default) under DDP with fused AdamW, one thread a process; the state is its
-parameters and the optimizer's tensors, fp32. Every rank holds all of it. In a round each side saves once, and trains `--steps` steps behind
-that; one more side trains as many and saves nothing. Sides take turns, in another order each round.
+The model is examples/gpt.py's GPT (100 million parameters by default) under DDP with fused AdamW and one thread per
+process. The state is its parameters and the optimizer's tensors, in fp32. Every rank holds all of it. In a round each
+side saves once and then trains `--steps` steps. One more side trains the same steps and saves nothing. The order of the
+sides changes every round.
 
-- stopped: how long the call took, on the rank where it took longest;
-- lost: by how much the save and the steps behind it took longer than the steps of the same round without a save. A save that is not done
-  by then is waited for, inside that time;
-- a plain copy: copying what one rank of ours copies, as tensors, into memory that was written to before;
-- memory: by how much the most memory of all processes together (Linux's Pss: what several share counts once; the system's cache of files
-  does not count), the writing ones included, was more with two saves than without, as a multiple of the state. From processes of their own;
+- stopped: the duration of the save call, on the slowest rank;
+- lost: how much longer the save and the steps after it took than the same round's steps without a save. A save that is
+  still running then is waited for, and that time counts;
+- a plain copy: copying what one rank of lockstep copies, as tensors, into memory that was written to before;
+- memory: how much higher the peak memory of all processes together was with two saves than without, as a multiple of
+  the state. Writing processes count; shared memory counts once (Linux's Pss); the page cache does not count. Measured
+  in processes of their own;
 - disk: bytes of a checkpoint, as a multiple of the state.
 
-Then loading: every rank fills all of its state, and checks every byte. Beside it, in turn, every rank reads the same files with as many
-threads and hashes what it read: into memory as large as they are, as anyone must who wants to have them, and through a buffer a thread
-that never leaves the processor's cache. With the files in the system's cache, and without.
+Then loading: every rank fills all of its state and checks every byte. For comparison, every rank reads the same files
+with the same number of threads and hashes them: once into memory as large as the files, which any loader needs, and
+once through a buffer per thread that stays in the processor's cache. Both with the files in the page cache and without.
 
-Only ours syncs what it writes to the disk before it says that it is saved. Times are medians over the rounds; ratios are medians of the
-rounds' ratios, but for `lost`, where they are of the medians.
+Only lockstep syncs files to the disk before it reports them as saved. Times are medians over the rounds. Ratios are
+medians of the rounds' ratios, except for `lost`, where they are ratios of the medians.
 
-Quote numbers only of a machine that did nothing else; the folder should be on a disk.
+Quote numbers only from a machine that did nothing else. The folder should be on a disk.
 """
 
 from __future__ import annotations
@@ -96,7 +98,7 @@ class Training:
 
 
 class Saves:
-    """Each side's save, by its name; `finish` waits for what is under way."""
+    """Each side's save, by name. `finish` waits for a save that is still running."""
 
     def __init__(self, world: World, training: Training, folder: Path) -> None:
         self.folder = folder
@@ -104,11 +106,12 @@ class Saves:
         self._state = training.state()
         self._saver = Saver(world, folder / "lockstep", "00c0ffee")
         self._future: Any = None
-        self._group = dist.new_group(backend="gloo")  # what DCP exchanges behind the steps must not come between their collectives
+        # DCP's collectives in the background must not mix with those of the steps.
+        self._group = dist.new_group(backend="gloo")
         self._saves = 0
 
     def prepare(self) -> None:
-        """What ours does once, at the start of a run."""
+        """Do what lockstep does once, at the start of a run."""
         self._saver.prepare(self._state)
 
     def save(self, side: str) -> None:
@@ -133,7 +136,7 @@ class Saves:
                 raise SystemExit(f"the save failed: {ended}")
 
     def clear(self) -> int:
-        """Remove what was saved. Every rank. Returns its bytes."""
+        """Remove the checkpoint and return its bytes. Every rank calls it."""
         dist.barrier()
         size = sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
         dist.barrier()
@@ -149,7 +152,7 @@ class Saves:
 
 def here() -> World:
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # DCP's, of its own calls
+    warnings.simplefilter("ignore")  # DCP warns about its own calls
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     return join(rank=rank, size=size, local_rank=rank, local_size=size)
 
@@ -162,7 +165,7 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def plain_copy(world: World, state: Mapping[str, Tensor]) -> Callable[[], None]:
-    """Copies what this rank of ours would."""
+    """Copies what this rank of lockstep copies."""
     everyone = world.gather_values([piece.say() for piece in pieces_of(state).values()])
     mine = dealt([[Piece.read(said) for said in pieces] for pieces in everyone])[world.rank]
     targets = {piece.name: torch.zeros_like(state[piece.name]) for piece in mine}
@@ -193,7 +196,7 @@ def measure_saving(folder: str, layers: int, width: int, steps: int, rounds: int
         saves.finish(side)
         return stopped, time.perf_counter() - start
 
-    for number in range(-1, rounds):  # one more, the first, counts for nothing
+    for number in range(-1, rounds):  # the first round does not count
         for side in sides[number % len(sides) :] + sides[: number % len(sides)]:
             dist.barrier()
             stopped, whole = (max(each) for each in zip(*world.gather_values(turn(side)), strict=True))
@@ -210,7 +213,7 @@ def measure_saving(folder: str, layers: int, width: int, steps: int, rounds: int
 
 
 def measure_memory(folder: str, layers: int, width: int, steps: int, side: str) -> int:
-    """Runs on each rank. Returns the bytes that saving needs at most, of all processes together."""
+    """Return the peak memory that saving needs, in bytes over all processes. Runs on each rank."""
     world = here()
     training = Training(layers, width)
     saves = Saves(world, training, Path(folder))
@@ -232,7 +235,7 @@ def measure_memory(folder: str, layers: int, width: int, steps: int, side: str) 
 
 
 class Peak:
-    """The most memory of these processes and their children, looked at again and again, while this is entered."""
+    """Samples the memory of these processes and their children inside a `with`, and keeps the peak."""
 
     def __init__(self, processes: Sequence[int]) -> None:
         self._processes = processes
@@ -273,7 +276,7 @@ def shared_out_bytes(process: int) -> int:
 
 
 def measure_loading(folder: str, layers: int, width: int, rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Runs on each rank. Seconds of each side, with the files in the system's cache and without."""
+    """Return the seconds of each side, with the files in the page cache and without. Runs on each rank."""
     world = here()
     training = Training(layers, width)
     state = training.state()
@@ -304,7 +307,7 @@ def measure_loading(folder: str, layers: int, width: int, rounds: int) -> dict[s
 
 
 def read_and_hash(files: Sequence[Path], room: memoryview | None) -> None:
-    """`room`: for all of their bytes."""
+    """`room`: memory for all of their bytes."""
     places, at = [], 0
     for path in files:
         size = path.stat().st_size
@@ -325,7 +328,7 @@ def read_and_hash(files: Sequence[Path], room: memoryview | None) -> None:
 
 
 def forget(files: Sequence[Path]) -> None:
-    """Take files out of the system's cache."""
+    """Remove files from the page cache."""
     for path in files:
         opened = os.open(path, os.O_RDONLY)
         os.posix_fadvise(opened, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -386,9 +389,9 @@ def main() -> None:
     parser.add_argument("--nproc", type=int, default=2, help="processes (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=14)
     parser.add_argument("--width", type=int, default=768)
-    parser.add_argument("--rounds", type=int, default=9, help="in each, every side saves once (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=4, help="behind each save (default: %(default)s)")
-    parser.add_argument("--folder", metavar="DIR", help="where to save (default: where temporary files go)")
+    parser.add_argument("--rounds", type=int, default=9, help="rounds; every side saves once in each (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=4, help="steps after each save (default: %(default)s)")
+    parser.add_argument("--folder", metavar="DIR", help="directory for checkpoints (default: the one for temporary files)")
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the figures to this file")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"

@@ -1,13 +1,15 @@
-"""What `Recipe.gradient_compression` sends, how fast its steps are over slow wires, and what it does to the loss.
+"""Measures `Recipe.gradient_compression`: bytes sent, speed over slow links, and the effect on the loss.
 
-    python benchmarks/compression.py [--modes exact int8] [--wires 100 1000] [--milliseconds 10] [--steps 200] [--timed 20] [--json FILE]
+    python benchmarks/compression.py [--modes none int8] [--wires 100 1000] [--milliseconds 10] [--steps 200] [--timed 20] [--json FILE]
 
-The GPT of examples/gpt.py on two processes of one thread. For bytes and steps/s they are on two hosts, which are network namespaces: what
-either sends has the wire's rate, and a packet and its answer take the wire's delay together. Bytes are what the first host's network device
-has sent, headers and all, times are by its wall clock; both are over `--timed` steps, after a few that are not counted. Loss: that of the
-held-out text after `--steps` steps, of another run in which the two share memory; it does not depend on the wire.
+The model is examples/gpt.py's GPT on two processes of one thread. For bytes and steps/s, the processes are on two
+hosts, which are network namespaces joined by a link with the given rate and round-trip delay. Bytes are those that the
+first host's network device sent, headers included; times are by its wall clock. Both are over `--timed` steps, after a
+few warm-up steps. The loss is that of the held-out text after `--steps` steps, from another run in which the two
+processes share memory: it does not depend on the link.
 
-Needs root, and iproute2 and util-linux. Quote numbers only of a machine that did nothing else: the wire's delay is a process too.
+Needs root, iproute2 and util-linux. Quote numbers only from a machine that did nothing else: the link's delay is a
+process too.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ def recipe(gradient_compression: str, steps: int) -> ls.Recipe:
 
 
 class Meter(ls.Hook):
-    """Time and bytes sent between two steps."""
+    """Measures time and bytes sent between two steps."""
 
     def on_step(self, run: Any) -> None:
         if run.step == WARM_UP:
@@ -76,18 +78,20 @@ class Meter(ls.Hook):
 
 
 def sent_bytes() -> int:
-    """By the device eth0 of this namespace."""
+    """Return the bytes that device eth0 of this namespace has sent."""
     rows = Path("/proc/self/net/dev").read_text().splitlines()
     (row,) = [row.partition(":")[2].split() for row in rows if row.strip().startswith("eth0:")]
     return int(row[8])
 
 
 def timed(modes: Iterable[str], steps: int) -> None:
-    """Runs on each host."""
+    """Train on one host."""
     for gradient_compression in modes:
         meter = Meter()
         with tempfile.TemporaryDirectory() as folder:
-            result = ls.train(recipe(gradient_compression, WARM_UP + steps), run_dir=f"{folder}/run", plan="replicate=2,transport=torch", hooks=[meter])
+            result = ls.train(
+                recipe(gradient_compression, WARM_UP + steps), run_dir=f"{folder}/run", plan="replicate=2,transport=torch", hooks=[meter]
+            )
         if result.rank == 0:
             print(PREFIX + json.dumps({"mode": gradient_compression, **meter.figures}), flush=True)
 
@@ -116,7 +120,8 @@ def over_wire(modes: list[str], megabits: int, milliseconds: float, steps: int) 
 
 
 def environment(rank: int, address: str) -> dict[str, str]:
-    """As `lockstep run` gives it to one process a host; torchrun's one thread would count as not asked for."""
+    """Return the environment of one process per host, as `lockstep run` sets it. torchrun's one thread would not count
+    as requested."""
     place = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": address, "MASTER_PORT": PORT}
     settings = {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     settings |= {"LOCKSTEP_LAUNCHER": "lockstep", "COMPRESSION_HOST": "1"}
@@ -124,7 +129,7 @@ def environment(rank: int, address: str) -> dict[str, str]:
 
 
 def loss_of(gradient_compression: str, steps: int) -> float:
-    """Runs in each of two processes that share memory."""
+    """Train in one of two processes that share memory."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         return float(ls.train(recipe(gradient_compression, steps), run_dir=f"{folder}/run", plan="replicate=2").metrics["loss"])
@@ -145,11 +150,11 @@ def show(modes: list[str], rows: list[dict[str, Any]], losses: dict[str, float],
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--modes", nargs="+", default=list(MODES), help="of Recipe.gradient_compression (default: %(default)s)")
+    parser.add_argument("--modes", nargs="+", default=list(MODES), help="values of Recipe.gradient_compression (default: %(default)s)")
     parser.add_argument("--wires", nargs="+", type=int, default=[100, 1000], help="Mbit/s (default: %(default)s)")
-    parser.add_argument("--milliseconds", type=float, default=10.0, help="there and back (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=200, help="for the loss (default: %(default)s)")
-    parser.add_argument("--timed", type=int, default=20, help="steps (default: %(default)s)")
+    parser.add_argument("--milliseconds", type=float, default=10.0, help="round-trip delay (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=200, help="steps for the loss (default: %(default)s)")
+    parser.add_argument("--timed", type=int, default=20, help="timed steps (default: %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="also write the rows to this file")
     options = parser.parse_args()
     if "COMPRESSION_HOST" in os.environ:

@@ -1,17 +1,19 @@
-"""Tokens/s, MFU and memory of language models on one GPU: `ls.train` beside a plain loop as nanoGPT's.
+"""Measures tokens/s, MFU and memory of language models on one GPU: `ls.train` beside a plain loop like nanoGPT's.
 
     python benchmarks/gpu.py [--models gpt2-124m gpt2-350m llama-1b] [--rounds 2] [--json FILE] [--write docs/performance.md]
 
-Both train in bf16 autocast with fused AdamW, clipping, flash attention and the same batches, four microbatches a step. The plain loop
-compiles the whole model and computes all logits at once. `ls.train` runs with `compile=yes`, which compiles each block, and its model's
-loss is `linear_cross_entropy`, which never has the logits of all tokens in memory. Each turn is a process of its own; sides take turns;
-medians over rounds. Before it two processes train the first model on the one GPU, over Gloo, as if each were on a host of its own (NCCL has
-one process on a GPU): a check of what ranks do on GPUs, whose losses and norms must be those of one process.
+Both train in bf16 autocast with fused AdamW, clipping, flash attention and the same batches, four microbatches per
+step. The plain loop compiles the whole model and computes all logits at once. `ls.train` runs with `compile=yes`, which
+compiles each block; its model's loss is `linear_cross_entropy`, which never holds the logits of all tokens in memory.
+Each measurement is a process of its own, the sides alternate, and figures are medians over rounds.
 
-MFU = tokens/s x (6 N + 12 L H Q T) / what the GPU's data sheet says of dense bf16 (`language_models.flops_a_token`,
+Before that, two processes train the first model on the one GPU over Gloo, as if each were on its own host (NCCL allows
+one process per GPU). This checks ranks on GPUs: their losses and norms must be those of one process.
+
+MFU = tokens/s x (6 N + 12 L H Q T) / the GPU's dense bf16 peak from its data sheet (`language_models.flops_a_token`,
 `lockstep.logging.flops`).
 
-Without a GPU it says so, and ends with status 0. `--device cpu --models tiny` tries the script out.
+Without a GPU the script says so and ends with status 0. `--device cpu --models tiny` tries the script itself.
 """
 
 from __future__ import annotations
@@ -44,12 +46,13 @@ SIDES = ("plain", "ls.train")
 MICROBATCHES = 4
 WARMUP, STEPS = 10, 30
 CHECKED, OFF = 5, 4e-3
-"""Steps of two processes on the one GPU, and by how much a loss or norm may differ from that of one, relatively: as bf16 rounds."""
+"""Steps of two processes on the one GPU, and the largest relative difference of a loss or norm from one process's:
+bf16's rounding."""
 BEGIN, END = "<!-- benchmarks/gpu.py begins -->", "<!-- benchmarks/gpu.py ends -->"
 
 
 class Text:
-    """Random tokens: what they say costs nothing."""
+    """Random tokens. Their values do not affect the speed."""
 
     def __init__(self, size: Size) -> None:
         self.context = size.context
@@ -73,7 +76,7 @@ def synchronise(device: torch.device) -> float:
 
 
 def batches(size: Size, device: torch.device) -> Iterator[Tensor]:
-    """One ahead of the GPU, through pinned memory."""
+    """Yield batches through pinned memory, one ahead of the GPU."""
     text, rng = Text(size), torch.Generator().manual_seed(1)
     while True:
         batch = text.__getitems__(torch.randint(len(text), (size.batch,), generator=rng).tolist())
@@ -81,7 +84,7 @@ def batches(size: Size, device: torch.device) -> Iterator[Tensor]:
 
 
 def plain(size: Size, device: torch.device) -> tuple[float, LanguageModel]:
-    """Seconds a step."""
+    """Return the seconds per step."""
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     model = LanguageModel(size, chunked=False).to(device)
@@ -135,7 +138,7 @@ def recipe_of(size: Size, device: torch.device, steps: int) -> ls.Recipe:
 
 
 def lockstep(size: Size, device: torch.device) -> tuple[float, LanguageModel]:
-    """Seconds a step."""
+    """Return the seconds per step."""
     clock = Clock()
     recipe = recipe_of(size, device, WARMUP + STEPS)
     with tempfile.TemporaryDirectory() as folder:
@@ -144,7 +147,7 @@ def lockstep(size: Size, device: torch.device) -> tuple[float, LanguageModel]:
 
 
 def measure(name: str, side: str, device: torch.device) -> dict[str, float]:
-    """Runs in a process of its own."""
+    """Measure one side in a process of its own."""
     size = SIZES[name]
     seconds, model = (plain if side == "plain" else lockstep)(size, device)
     tokens = MICROBATCHES * size.batch * size.context / seconds
@@ -164,7 +167,7 @@ def measured(name: str, side: str, device: str) -> dict[str, float]:
 
 
 def first_steps(name: str, processes: int, device: str) -> list[float]:
-    """The loss and the gradient's norm of each, by so many processes on the one device."""
+    """Return each step's loss and gradient norm, from `processes` processes on the one device."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(Path(__file__).resolve()), "--device", device, "--member", name, folder]
         places = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": str(processes)}
@@ -177,7 +180,7 @@ def first_steps(name: str, processes: int, device: str) -> list[float]:
 
 
 def member(name: str, folder: str, device: torch.device) -> None:
-    """One of them."""
+    """Train as one of these processes."""
     processes = int(os.environ["WORLD_SIZE"])
     if processes > 1:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=int(os.environ["RANK"]), world_size=processes)
@@ -187,7 +190,7 @@ def member(name: str, folder: str, device: torch.device) -> None:
 
 
 def check_shared(name: str, device: str) -> str:
-    """What came of it, in words. Ends the benchmark where it is wrong."""
+    """Return the result in words. Ends the benchmark if it is wrong."""
     one, two = (first_steps(name, processes, device) for processes in (1, 2))
     off = max(abs(a - b) / abs(a) for a, b in zip(one, two, strict=True))
     if not off <= OFF:
@@ -239,7 +242,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="default: %(default)s")
     parser.add_argument("--device", default="cuda", help="default: %(default)s")
     parser.add_argument("--json", metavar="FILE", help="also write the figures to this file")
-    parser.add_argument("--write", metavar="PAGE", help="put the table into this page, between its marks")
+    parser.add_argument("--write", metavar="PAGE", help="put the table into this page, between its markers")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--member", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -1,8 +1,8 @@
-"""What importing lockstep costs beside importing torch, and how soon the command answers.
+"""Measures how long importing lockstep takes beside importing torch, and how soon the command line answers.
 
     .venv/bin/python benchmarks/imports.py [--rounds N] [--json FILE]
 
-Each row is the wall time of a whole fresh interpreter, in seconds: the median of N rounds, one of each in every round.
+Each row is the wall time of a new interpreter in seconds: the median of N rounds, with one of each in every round.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def measure(command: list[str]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What importing lockstep costs beside importing torch.")
-    parser.add_argument("--rounds", type=int, default=7, help="rounds, each with one measurement of every row (default: 7)")
-    parser.add_argument("--json", metavar="FILE", help="write the figures there too")
+    parser = argparse.ArgumentParser(description="Measure how long importing lockstep takes beside importing torch.")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds with one measurement of every row (default: 7)")
+    parser.add_argument("--json", metavar="FILE", help="also write the figures to this file")
     options = parser.parse_args()
     for command in SUBJECTS.values():
-        measure(command)  # fills the disk cache and writes byte code
+        measure(command)  # fills the disk cache and writes bytecode
     times: dict[str, list[float]] = {name: [] for name in SUBJECTS}
     for _ in range(options.rounds):
         for name, command in SUBJECTS.items():

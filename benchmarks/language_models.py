@@ -1,7 +1,7 @@
-"""The models of benchmarks/gpu.py, at their published sizes: GPT-2's, and a Llama's of about a billion parameters.
+"""The models of benchmarks/gpu.py at their published sizes: GPT-2 models, and a Llama of about a billion parameters.
 
-Called with tokens and targets, (batch, length) of int64, they give the mean cross-entropy. With `chunked=True` the logits of all tokens
-are never in memory together.
+Called with tokens and targets, int64 tensors of shape (batch, length), they return the mean cross-entropy. With
+`chunked=True` they never hold the logits of all tokens in memory together.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class Size:
     context: int
     vocabulary: int
     key_heads: int = 0
-    """0: a GPT-2. Otherwise a Llama, whose keys and values have so many heads."""
+    """Heads of keys and values in a Llama. 0: a GPT-2."""
     inner: int = 0
-    """Width of a Llama's perceptron."""
+    """Width of a Llama's MLP."""
     batch: int = 16
-    """Sequences of a microbatch."""
+    """Sequences in a microbatch."""
 
 
 SIZES = {
@@ -84,7 +84,7 @@ class LlamaBlock(nn.Module):
         return x + self.down(F.silu(gate) * up)
 
     def _rotated(self, x: Tensor) -> Tensor:
-        """Rotary positions (Su et al., 2021). (batch, length, heads, head) -> the same."""
+        """Apply rotary position embeddings (Su et al., 2021) to a tensor of shape (batch, length, heads, head)."""
         first, second = x.float().chunk(2, dim=-1)
         cosine, sine = self.cosine[: x.shape[1], None], self.sine[: x.shape[1], None]
         return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1).type_as(x)
@@ -121,10 +121,12 @@ class LanguageModel(nn.Module):
 
 
 def flops_a_token(model: LanguageModel, size: Size) -> float:
-    """Of a forward and a backward, as Chowdhery et al. count them (PaLM, 2022, appendix B), and nanoGPT: 6 N + 12 L H Q T.
+    """Return the FLOPs per token of a forward and a backward: 6 N + 12 L H Q T.
 
-    N: parameters, without the embedding of positions (a tied embedding of tokens counts once, for the head). L, H, Q, T: layers, heads,
-    width of a head, context; attention counts as if nothing were masked.
+    The formula is that of Chowdhery et al. (PaLM, 2022, appendix B) and of nanoGPT.
+
+    N: parameters, without the embedding of positions (a tied embedding of tokens counts once, for the head). L, H, Q,
+    T: layers, heads, width of a head, context; attention counts as if nothing were masked.
     """
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if model.positions is not None:

@@ -1,11 +1,12 @@
-"""What a rank holds of a model that is sharded, and what building it needs, beside one process that holds it whole.
+"""Measures a rank's memory for a sharded model, after a step and while it is built, beside one process with the whole
+model.
 
     python benchmarks/memory.py [--nproc 4] [--layers 12] [--width 1152] [--json FILE]
 
-The model is examples/gpt.py's GPT (191 million parameters by default) with AdamW. `held` counts the bytes of this rank's own parameters,
-gradients and optimizer state after a step, as tensors. `building` is the most memory that the process had resident from before the model's
-factory ran until the model and the optimizer were there, over what it had resident before (Linux's VmHWM, reset before). The figure of
-the sharded plan is that of the rank with most.
+The model is examples/gpt.py's GPT (191 million parameters by default) with AdamW. `held` counts the bytes of this
+rank's parameters, gradients and optimizer state after a step. `building` is the rise of the process's peak resident
+memory (Linux's VmHWM) from before the call of the model factory until the model and the optimizer are built. For the
+sharded plan it is that of the rank with the largest rise.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ MIB = 2**20
 
 
 def resident(field: str) -> int:
-    """Bytes. `field`: VmRSS, now; or VmHWM, the most since `reset`."""
+    """Return bytes of resident memory. `field`: VmRSS (now) or VmHWM (peak since `reset`)."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field):
             return int(line.split()[1]) * 1024
@@ -52,7 +53,7 @@ def own(tensor: Tensor) -> int:
 
 
 def measure(plan: str, layers: int, width: int) -> dict[str, Any]:
-    """Runs on each rank."""
+    """Measure one rank."""
     text = bytes(range(256)) * 4
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -60,7 +61,8 @@ def measure(plan: str, layers: int, width: int) -> dict[str, Any]:
         redirect_stderr(nowhere),
         ls.Session(run_dir=f"{folder}/run", plan=plan) as session,
     ):
-        session.prepare(lambda: gpt.GPT(layers=1, width=32, heads=1, context=CONTEXT, dropout=0.0), optimizer)  # what is imported late
+        # Import what is imported late.
+        session.prepare(lambda: gpt.GPT(layers=1, width=32, heads=1, context=CONTEXT, dropout=0.0), optimizer)
         session.pairs.clear()
         gc.collect()
         reset()

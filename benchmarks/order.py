@@ -1,10 +1,12 @@
-"""The time and memory that 4,096 positions of an order take, beside torch's DistributedSampler where its list of the epoch fits.
+"""Measures time and memory for 4,096 positions of an order, beside torch's DistributedSampler where its list fits in
+memory.
 
     python benchmarks/order.py [--json FILE] [--repeats 7]
 
-Sides take turns; times are medians. A sampler builds the list of an epoch when the epoch starts: `first` is the wait for its first 4,096
-samples, `each` what 4,096 samples take over the whole epoch. Memory is the peak that Python and numpy allocated; torch.randperm's 8 bytes
-a sample come on top. `DistributedSampler` is timed as one rank of one process.
+The sides alternate; times are medians. A sampler builds the list of an epoch when the epoch starts. `first` is the wait
+for its first 4,096 samples, `each` the time for 4,096 samples on average over the whole epoch. Memory is the peak that
+Python and numpy allocated; torch.randperm needs 8 more bytes per sample. `DistributedSampler` is timed as one rank in
+one process.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ POSITIONS = 4096
 LENGTHS = (10**6, 10**7, 10**9, 10**12)
 LONGEST_LIST = 10**7
 Side = tuple[Callable[[], object], Callable[[], object], float]
-"""What gives the first 4,096 samples, what gives `share` times 4,096 of them, and 1 / share."""
+"""A function for the first 4,096 samples, one for `share` times 4,096 samples, and 1 / share."""
 
 
 def sides() -> dict[tuple[int, str], Side]:
@@ -95,8 +97,8 @@ def measure(repeats: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures there too")
-    parser.add_argument("--repeats", type=int, default=7, help="timings of each side; the median counts")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="also write the figures to this file")
+    parser.add_argument("--repeats", type=int, default=7, help="measurements of each side; the median counts")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     rows = measure(arguments.repeats)

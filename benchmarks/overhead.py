@@ -1,19 +1,23 @@
-"""What `ls.train` costs beside a careful hand-written loop, and what bitwise numerics cost beside fast.
+"""Measures the overhead of `ls.train` over a careful hand-written loop, and of numerics=bitwise over fast.
 
     python benchmarks/overhead.py [--rounds 9] [--only mlp gpt shard bitwise] [--processes 1 2 4 8] [--width 256] [--json FILE]
 
-The hand-written loop has DistributedSampler, DataLoader, DDP with gradients as bucket views (bare at one process), fused AdamW,
-`zero_grad(set_to_none=True)` and, for the GPT, clipping; it never reads a loss. In the row `shard` it has FSDP2's `fully_shard` on each
-block and on the whole, in the place of DDP. `ls.train` runs as it comes: run directory, metrics,
-progress display, a check of every gradient. Both have the same model, optimizer and sizes, cores ÷ processes threads, no loader worker, the
-same process group and the same live processes. The sides take turns, so that what else the machine does meets all alike: one step of
-`ls.train` and one of each other with the GPT, 100 with the MLP, whose step is so short that a turn of one would time cold caches. Turns
-are timed on rank 0 by the wall clock. (`bitwise` compares two runs of `ls.train`, which take turns run by run.) A row's ratio is the median
-over rounds, of 1000 steps of the MLP or 30 of the GPT, of its steps/s over those of the case's first side in the same round; beside it is
-the middle half of those ratios. The last column is the same ratio by rank 0's processor time: it counts no waiting for the other ranks, and
-is steadier where the machine is shared.
+The hand-written loop has DistributedSampler, DataLoader, DDP with gradients as bucket views (no DDP on one process),
+fused AdamW, `zero_grad(set_to_none=True)` and, for the GPT, clipping. It never reads a loss. In the case `shard` it
+uses FSDP2's `fully_shard` on each block and on the whole model instead of DDP. `ls.train` runs with its defaults: run
+directory, metrics, progress display, a check of every gradient. Both have the same model, optimizer and sizes, cores ÷
+processes threads, no loader workers, and run in the same processes on the same process group.
 
-Quote numbers only of a machine that did nothing else.
+The sides alternate within a run, so that other load on the machine affects all of them: one step of `ls.train` and then
+one of each loop with the GPT; 100 steps with the MLP, whose steps are so short that one at a time would measure cold
+caches. Rank 0 measures the wall time. (`bitwise` alternates between whole runs of `ls.train`.)
+
+A round has 1000 steps of the MLP or 30 of the GPT. A row's ratio is the median over the rounds of its steps/s over
+those of the case's first side in the same round; the column beside it is the middle half of these ratios. The last
+column is the same ratio by rank 0's processor time: it does not count waiting for other ranks, and is steadier on a
+shared machine.
+
+Quote numbers only from a machine that did nothing else.
 """
 
 from __future__ import annotations
@@ -53,22 +57,25 @@ AT_ONCE = "by hand, __getitems__"
 NO_LOADER = "by hand, no loader"
 LOCKSTEP = "ls.train"
 SIZES = {"mlp": (1, 2), "gpt": (1, 2), "shard": (2,), "bitwise": (2, 3)}
-"""The cases, and the processes of each."""
+"""The cases, with the numbers of processes of each."""
 PREPARED = 64
-"""Batches that the loop without a loader goes through again and again."""
+"""Batches that the loop without a loader repeats."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What both sides train. A round has `steps`, a turn in it `turn`; `warmup` turns go before the first round."""
+    """The model and data that both sides train.
+
+    A round has `steps` steps, a turn in it `turn` steps; `warmup` turns precede the first round.
+    """
 
     build: Callable[[], nn.Module]
     data: Any
-    """As a user gives it to `ls.train`."""
+    """The dataset that a user gives to `ls.train`."""
     one_by_one: Any
-    """The same with `__getitem__` alone, as most datasets are written."""
+    """The same dataset with `__getitem__` alone, as most datasets are written."""
     at_once: Any
-    """The same with a `__getitems__` that gives a whole batch."""
+    """The same dataset with a `__getitems__` that returns a whole batch."""
     inputs: Callable[[Any], Tensor]
     loss: Callable[[Tensor, Any], Tensor]
     global_batch: int
@@ -134,14 +141,14 @@ def small_gpt(width: int, global_batch: int) -> Workload:
 
 
 class Speed(NamedTuple):
-    """Steps in a second of the wall clock, and in a second of this process's processor time."""
+    """Steps per second of wall time, and per second of this process's processor time."""
 
     wall: float
     processor: float
 
 
 class Spent(NamedTuple):
-    """Seconds, likewise."""
+    """Seconds of wall time and of processor time."""
 
     wall: float
     processor: float
@@ -155,12 +162,12 @@ class Spent(NamedTuple):
 
 
 def speed(steps: int, turns: Sequence[Spent]) -> Speed:
-    """Of so many steps in these turns."""
+    """Return the speed of `steps` steps in these turns."""
     return Speed(steps / sum(each.wall for each in turns), steps / sum(each.processor for each in turns))
 
 
 def hand_written(work: Workload, *, at_once: bool = False, loader: bool = True, sharded: bool = False) -> Iterator[None]:
-    """The loop that one would write. Each `next` is a step."""
+    """A careful hand-written loop. Each `next` is a step."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     torch.manual_seed(0)
     model = work.build()
@@ -196,7 +203,7 @@ def _loaded(work: Workload, rank: int, size: int, *, at_once: bool) -> Iterator[
 
 
 class Turns(ls.Hook):
-    """After each turn of `ls.train`, one of each loop by hand; times all of them."""
+    """Runs a turn of each hand-written loop after each turn of `ls.train`, and times them all."""
 
     def __init__(self, loops: dict[str, Iterator[None]], steps: int) -> None:
         self.loops = loops
@@ -225,7 +232,7 @@ class Turns(ls.Hook):
 def lockstep(
     work: Workload, *, microbatch: int, plan: str = "", rounds: int = 1, loops: dict[str, Iterator[None]]
 ) -> dict[str, list[Speed]]:
-    """`ls.train` and the loops in turns. Each side's speed in each round."""
+    """Alternate between `ls.train` and the loops. Return each side's speed in each round."""
     turns = Turns(loops, work.turn)
     recipe = ls.Recipe(
         model=work.build,
@@ -261,7 +268,7 @@ def loops_of(case: str, work: Workload) -> dict[str, Iterator[None]]:
 
 
 def measure(case: str, rounds: int, steps: int | None, threads: int, width: int) -> dict[str, list[Speed]]:
-    """Runs in each process. Each side's speed in each round, as this rank saw it."""
+    """Return each side's speed in each round, as this rank measured it. Runs in each process."""
     size = int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(threads)
     if size > 1:
@@ -280,7 +287,7 @@ def measure(case: str, rounds: int, steps: int | None, threads: int, width: int)
 
 
 def run_by_run(work: Workload, rounds: int) -> dict[str, list[Speed]]:
-    """`ls.train` under both numerics; the first round warms up."""
+    """Run `ls.train` with both numerics. The first round is the warm-up."""
     speeds: dict[str, list[Speed]] = {"fast": [], "bitwise": []}
     for turn in range(-1, rounds):
         for numerics in sorted(speeds, reverse=turn % 2 == 0):
@@ -329,10 +336,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9, help="default: %(default)s")
     parser.add_argument("--only", nargs="+", choices=tuple(SIZES), default=tuple(SIZES))
-    parser.add_argument("--processes", type=int, nargs="+", help="default: what the case is for")
-    parser.add_argument("--width", type=int, default=128, help="of the GPT, whose weights are 48 times its square (default: %(default)s)")
-    parser.add_argument("--steps", type=int, help="of each side in each round (default: 1000 for the MLP, 30 for the GPT)")
-    parser.add_argument("--threads", type=int, help="of each process, on all sides (default: cores ÷ processes, as ls.train sets them)")
+    parser.add_argument("--processes", type=int, nargs="+", help="default: those of the case")
+    parser.add_argument("--width", type=int, default=128, help="width of the GPT, which has 48 x width^2 weights (default: %(default)s)")
+    parser.add_argument("--steps", type=int, help="steps of each side in each round (default: 1000 for the MLP, 30 for the GPT)")
+    parser.add_argument("--threads", type=int, help="threads per process, on all sides (default: cores ÷ processes, as ls.train sets them)")
     parser.add_argument("--json", metavar="FILE", help="also write the rows, with every rate, to this file")
     options = parser.parse_args()
     rows = []

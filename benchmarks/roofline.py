@@ -1,16 +1,19 @@
-"""What limits a step: the least that its arithmetic, its memory and its exchange take on this machine, beside what `ls.train` takes.
+"""Computes lower bounds of a step's time (arithmetic, memory, gradient exchange) on this machine, beside `ls.train`'s
+time.
 
     python benchmarks/roofline.py [--only mlp wide gpt] [--processes 1 2] [--steps 300] [--json FILE]
 
-Each process first measures what it has, all at the same time: products of 1024 x 1024 matrices (FLOP/s), `b.add_(a)` of 64 MiB (bytes
-read and written a second), and the sum over processes of as many bytes as the model's gradient has, as a run exchanges them. Then
-`ls.train` takes its steps, of which the median counts. Arithmetic: the products of matrices in a forward and a backward, as torch's
-FlopCounterMode counts them. Memory: weights, gradient and AdamW's two moments, 4 bytes a weight each: the weights are read by the forward,
-the backward and the optimizer, and written; the gradient is written, read for its norm, and read by the optimizer; the moments are read
-and written: 11 passes. Activations are not in it. A process does one after the other, so the bound is the sum. What is left is
-python, calls of kernels, reading the samples, and activations.
+First all processes measure at the same time what each of them has: products of 1024 x 1024 matrices (FLOP/s),
+`b.add_(a)` on 64 MiB (bytes read and written per second), and an all-reduce of the model's gradient size, as a run does
+it. Then `ls.train` runs; its median step counts.
 
-Quote numbers only of a machine that did nothing else.
+Arithmetic: the matrix products of a forward and a backward, as torch's FlopCounterMode counts them. Memory: weights,
+gradients and AdamW's two moments, 4 bytes per weight each. The weights are read by the forward, the backward and the
+optimizer, and written; the gradient is written, read for its norm, and read by the optimizer; the moments are read and
+written: 11 passes. Activations are not counted. A process does one after the other, so the bound is the sum. The rest
+of a step is Python, kernel launches, reading samples, and activations.
+
+Quote numbers only from a machine that did nothing else.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import gpt
 
 PASSES = 11
-"""Over 4 bytes a weight, in a step."""
+"""Passes over 4 bytes per weight in a step."""
 SIDE = 1024
 COPIED_BYTES = 64 * 2**20
 WARMUP = 20
@@ -76,7 +79,7 @@ def work(case: str) -> Work:
 
 
 def fastest(call: Callable[[], object], repeats: int = 7) -> float:
-    """Seconds."""
+    """Return seconds."""
     times = []
     for _ in range(repeats):
         began = time.perf_counter()
@@ -86,7 +89,7 @@ def fastest(call: Callable[[], object], repeats: int = 7) -> float:
 
 
 class Measured(ls.Hook):
-    """What this process has, in the state in which it trains, and how long its steps take."""
+    """Measures this process's speed while it trains, and the time of its steps."""
 
     def __init__(self, flops: float) -> None:
         self.flops = flops
@@ -99,7 +102,7 @@ class Measured(ls.Hook):
         self.times.append(time.perf_counter())
 
     def measure(self, run: ls.Run) -> dict[str, float]:
-        """Seconds of a step, by what they are for."""
+        """Return the lower bounds in seconds of a step: arithmetic, memory, exchange."""
         weights = sum(parameter.numel() for parameter in run.model.parameters())
         left, right, out = torch.randn(SIDE, SIDE), torch.randn(SIDE, SIDE), torch.empty(SIDE, SIDE)
         product = fastest(lambda: torch.mm(left, right, out=out)) / (2 * SIDE**3)
@@ -116,7 +119,7 @@ class Measured(ls.Hook):
 
 
 def flops_of(made: Work) -> float:
-    """Of a step of one process."""
+    """Return the FLOPs of one process's step."""
     model = made.build()
     rows = list(range(made.batch))
     batch = made.data[rows] if isinstance(made.data, TensorDataset) else made.data.__getitems__(rows)
@@ -126,7 +129,7 @@ def flops_of(made: Work) -> float:
 
 
 def measured(case: str, steps: int, plan: str = "") -> dict[str, float]:
-    """Seconds of a step: the least, by what they are for, and as it is. Runs in each process."""
+    """Return the seconds of a step: the lower bounds and the measured time. Runs in each process."""
     made = work(case)
     seen = Measured(flops_of(made))
     recipe = ls.Recipe(

@@ -1,15 +1,16 @@
-"""What one rank of very many takes: time to set up, memory, and time a step, beside one of 16.
+"""Measures one rank of a very large world: set-up time, memory and time per step, beside a world of 16.
 
     python benchmarks/scale.py [--sizes 16 1024 16384] [--rounds 5] [--json FILE]
 
-The other ranks are torch's fake process group: it answers every collective at once, as if all had said what this rank said. So this is
-the cost that lockstep and torch have on each rank, without the network. The model is an MLP (784-256-10) with 4 samples a rank, AdamW: a
-step of about a millisecond, in which any cost shows. `replicate`, and `shard=8` within that. Each line is a process of its own, one after
-another in turn; medians over rounds. Set-up is from `ls.train` to the first step, without the time in which torch makes its meshes and
-their process groups, which is told beside it; memory is what the process had at most when it had done all steps; a step is the mean of
-300, so that logging steps count.
+The other ranks are torch's fake process group: it answers every collective at once, as if all ranks had sent the same.
+So this is the cost of lockstep and torch on each rank, without the network. The model is an MLP (784-256-10) with 4
+samples per rank and AdamW: its steps take about a millisecond, so any overhead shows. The plans are `replicate` alone,
+and with `shard=8`. Each measurement is a process of its own; figures are medians over rounds.
 
-Quote numbers only of a machine that did nothing else.
+Set-up is the time from `ls.train` to the first step, without torch's creation of meshes and process groups, which has
+its own column. Memory is the process's peak after all steps. A step is the mean of 300, so that logging counts.
+
+Quote numbers only from a machine that did nothing else.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ FIGURES = ("setup_seconds", "groups_seconds", "memory_mib", "step_ms")
 
 
 class Replicated(DistributedDataParallel):
-    """DDP asks for the result of its own all-reduce in a way that the fake group has no answer to."""
+    """Give DDP a result for its own all-reduce, which the fake group cannot give."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -86,7 +87,7 @@ def timed(function: Callable[..., Any], into: list[float]) -> Callable[..., Any]
 
 
 def measure(size: int, plan: str) -> dict[str, float]:
-    """Runs in a process of its own, as rank 0 of so many."""
+    """Measure rank 0 of `size` ranks, in a process of its own."""
     os.environ |= {"RANK": "0", "WORLD_SIZE": str(size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8"}
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=size)

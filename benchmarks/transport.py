@@ -1,12 +1,14 @@
-"""How long collectives take through shared memory (`lockstep.comm.shared_memory`), beside Gloo in the same processes.
+"""Measures collectives through shared memory (`lockstep.comm.shared_memory`) beside Gloo in the same processes.
 
     python benchmarks/transport.py [--nproc 2] [--operations all_reduce] [--rounds 9] [--json FILE]
 
-One thread a process, fp32. In a round both sides run every operation and size once, in turn; a turn is many calls, timed on rank 0 by the
-wall clock. Times are medians over the rounds, the ratio the median of the rounds' ratios; beside it is its middle half. Ranks come to
-each call at the same time, as they rarely do in training: this is the cost of the exchange, without the wait for a slower rank.
+One thread per process, fp32. In a round both sides run every operation and size once, in turn; a turn is many calls,
+timed on rank 0 by the wall clock. Times are medians over the rounds, the ratio is the median of the rounds' ratios, and
+beside it is their middle half. All ranks start each call at the same time, unlike in most training: this is the cost of
+the exchange without waiting for a slower rank.
 
-Quote numbers only of a machine that did nothing else; with more processes than cores the ranks wait for a processor, on both sides.
+Quote numbers only from a machine that did nothing else. With more processes than cores, ranks wait for a processor on
+both sides.
 """
 
 from __future__ import annotations
@@ -34,13 +36,16 @@ OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to
 TURN_BYTES = 64 << 20
 MOST_CALLS = 200
 SIDES = ("gloo", "shared")
-# Their names from torch 2.13 on; the old ones warn there.
+# The names since torch 2.13, where the old ones warn.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def call_of(operation: str, side: str, group: SharedGroup, size_bytes: int) -> Callable[[], object]:
-    """What is timed. `size_bytes` is that of the larger of input and output, rounded up to the same number for each rank."""
+    """A timed operation.
+
+    `size_bytes`: bytes of the larger of input and output, rounded up to a multiple of the ranks.
+    """
     length = -(-size_bytes // 4 // group.size)
     whole, other, part = torch.zeros(length * group.size), torch.zeros(length * group.size), torch.zeros(length)
     sizes = [length] * group.size
@@ -62,7 +67,7 @@ def call_of(operation: str, side: str, group: SharedGroup, size_bytes: int) -> C
 
 
 def seconds(call: Callable[[], object], size_bytes: int) -> float:
-    """Of one call, the mean of a turn."""
+    """Return the mean seconds of a call in one turn."""
     calls = max(3, min(MOST_CALLS, TURN_BYTES // size_bytes))
     for _ in range(2):
         call()
@@ -74,7 +79,7 @@ def seconds(call: Callable[[], object], size_bytes: int) -> float:
 
 
 def measure(operations: list[str], rounds: int) -> dict[tuple[str, int], dict[str, list[float]]]:
-    """Runs in each process."""
+    """Measure both sides in one process."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     group = SharedGroup.create()
@@ -124,7 +129,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nproc", type=int, default=2, help="processes (default: %(default)s)")
     parser.add_argument("--operations", nargs="+", choices=OPERATIONS, default=["all_reduce"], help="default: all_reduce")
-    parser.add_argument("--rounds", type=int, default=9, help="in each, both sides run once (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=9, help="rounds; both sides run once in each (default: %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="also write the rows to this file")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"

@@ -1,12 +1,14 @@
-"""What it costs that a run looks after itself: notes of phases, the watch for hangs, ranks.jsonl, replicas compared every 100 steps.
+"""Measures the cost of monitoring: progress notes, the hang watchdog, ranks.jsonl, and the replica audit every 100
+steps.
 
     python benchmarks/watching.py [--nproc 2] [--rounds 9] [--steps 100] [--json FILE]
 
-examples/gpt.py's model is trained by `ls.train` in new processes, one thread each, in turns: with all of it, as every run has it, and with
-none of it, which no user can ask for: what it is made of is taken out of lockstep here. The first 20 steps of each run do not count. The
-ratio is the median of the rounds' ratios. Beside it, what one note of a phase costs, and the share of a step of 5 ms that its notes are.
+`ls.train` trains examples/gpt.py's model in new processes of one thread, alternately with all monitoring, as in every
+run, and without. No user can switch it off: this script removes it from lockstep. The first 20 steps of each run do not
+count. The ratio is the median of the rounds' ratios. The table also has the cost of one progress note, and the share of
+a 5 ms step that its notes take.
 
-Quote numbers only of a machine that did nothing else.
+Quote numbers only from a machine that did nothing else.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ class Clock(ls.Hook):
 
 
 class Entered:
-    """How often a step notes a phase."""
+    """Counts the progress notes."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -60,11 +62,11 @@ class Entered:
 
 
 def nothing(*args: Any, **kwargs: Any) -> None:
-    """Instead of what looks after a run."""
+    """A stand-in for the monitoring."""
 
 
 def train(run_dir: str, steps: int, watched: bool, counts: bool) -> tuple[float, float]:
-    """Runs on each rank. Seconds a step, and notes a step."""
+    """Return seconds per step and progress notes per step. Runs on each rank."""
     torch.set_num_threads(1)
     entered = Entered() if counts else None
     if not watched:

@@ -2,8 +2,9 @@
 
 lockstep run --nproc 2 examples/cartpole.py
 
-Such a loop has no dataset: what it learns from, it plays itself. So it is written on `ls.Session`, and the atom that is dealt to the
-processes is the index of an environment. Each game is seeded by (seed, step, environment), so that it does not matter who plays it.
+Reinforcement learning has no dataset: the policy plays the games that it learns from. So this example is a loop on
+`ls.Session`, and its samples are environment indices. Each game is seeded by (seed, step, environment), so it does not
+depend on the rank that plays it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ EVALUATION_GAMES = 128
 
 
 class Policy(nn.Module):
-    """(..., 4) observations -> (..., 2) scores of the two actions, and (...) the value expected from there on."""
+    """(..., 4) observations -> (..., 2) logits of the two actions, and (...) state values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,23 +39,23 @@ class Policy(nn.Module):
 
 
 class Games(NamedTuple):
-    """Some games, played side by side until the last has ended."""
+    """Several games, played side by side until the last one ends."""
 
     observations: Tensor
     """(time, game, 4)"""
     actions: Tensor
     """(time, game)"""
     playing: Tensor
-    """(time, game): whether the game had not ended yet."""
+    """(time, game): True while the game runs."""
 
     def returns(self) -> Tensor:
-        """(game,): CartPole gives a reward of 1 for each step."""
+        """Return the games' returns, of shape (game,). CartPole gives a reward of 1 for each step."""
         return self.playing.float().sum(dim=0)
 
 
 @torch.no_grad()
 def play(policy: Policy, seeds: list[int], device: torch.device, *, greedy: bool = False) -> Games:
-    """One game for each seed. At each time the policy is asked once, for all of them."""
+    """Play one game for each seed. The policy is called once per time step, for all games."""
     environments = [gymnasium.make("CartPole-v1", disable_env_checker=True) for _ in seeds]
     states = np.stack([environment.reset(seed=seed)[0] for environment, seed in zip(environments, seeds, strict=True)])
     playing = np.ones(len(environments), dtype=bool)
@@ -72,10 +73,13 @@ def play(policy: Policy, seeds: list[int], device: torch.device, *, greedy: bool
 
 
 def policy_gradient(policy: Policy, games: Games) -> ls.Loss:
-    """The loss summed over all times of all games, with their number: games differ in length, so the forward alone knows the weight."""
+    """Return the loss summed over all time steps of all games, with their number as its weight.
+
+    Games differ in length, so the weight is known only after the forward.
+    """
     scores, values = policy(games.observations)
     steps_left = games.playing.flip(0).cumsum(dim=0).flip(0)
-    # The discounted sum of the rewards to come, scaled to 0..1.
+    # The discounted return, scaled to 0..1.
     targets = 1 - DISCOUNT**steps_left
     log_probabilities = scores.log_softmax(dim=-1)
     chosen = log_probabilities.gather(-1, games.actions[..., None]).squeeze(-1)
@@ -86,16 +90,18 @@ def policy_gradient(policy: Policy, games: Games) -> ls.Loss:
 
 
 def seed_of(*parts: int) -> int:
-    """A seed that differs wherever one of the parts does."""
+    """Return a seed that differs if any of the parts differs."""
     return int(np.random.SeedSequence(parts).generate_state(1)[0])
 
 
 def main(argv: list[str] | None = None) -> float:
-    """Returns the mean return of 128 fresh games after training, the same on every rank."""
+    """Return the mean return of 128 new games after the training, the same on every rank."""
     parser = argparse.ArgumentParser(description="Learn to balance gymnasium's CartPole-v1 by policy gradient.")
-    parser.add_argument("--steps", type=int, default=150, help="optimizer steps at most; it ends when it balances (default: %(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=150, help="optimizer steps at most; training ends when the pole balances (default: %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--global-batch", type=int, default=16, help="games in a step, over all processes (default: %(default)s)")
+    parser.add_argument("--global-batch", type=int, default=16, help="games per step, over all processes (default: %(default)s)")
     parser.add_argument("--microbatch", type=int, default=4, help="games played side by side (default: %(default)s)")
     parser.add_argument("--lr", type=float, default=1e-2, help="highest learning rate (default: %(default)s)")
     options = parser.parse_args(argv)

@@ -2,7 +2,7 @@
 
 lockstep run --nproc 2 examples/digits.py
 
-It tells at least 97% of the digits that it was not trained on.
+Its accuracy on held-out digits is at least 97%.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HELD_OUT_EVERY = 5
 
 
 def read_digits() -> tuple[TensorDataset, TensorDataset]:
-    """Images of shape (64,) in 0..1 with their labels: four fifths to train on, every fifth to measure on."""
+    """Return training and held-out digits: images of shape (64,) in 0..1, and labels. Every fifth digit is held out."""
     digits = load_digits()
     images = torch.from_numpy(digits.data).float() / 16
     labels = torch.from_numpy(digits.target)
@@ -34,7 +34,7 @@ def build_model(dropout: float) -> nn.Module:
 
 
 def accuracy(logits: Tensor, batch: list[Tensor]) -> Tensor:
-    """1 for each digit told right, 0 for each told wrong; `ls.Mean` averages them over all samples."""
+    """Return 1 for each correct digit and 0 for each wrong one; `ls.Mean` averages them over all samples."""
     return (logits.argmax(dim=1) == batch[1]).float()
 
 
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> ls.Result:
     length.add_argument("--epochs", type=int, default=30, help="passes over the training digits (default: %(default)s)")
     length.add_argument("--steps", type=int, help="optimizer steps, instead of --epochs")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--global-batch", type=int, default=64, help="digits in a step, over all processes (default: %(default)s)")
+    parser.add_argument("--global-batch", type=int, default=64, help="digits per step, over all processes (default: %(default)s)")
     parser.add_argument("--microbatch", type=int, default=8, help="digits in one forward and backward (default: %(default)s)")
     parser.add_argument("--lr", type=float, default=3e-3, help="learning rate (default: %(default)s)")
     parser.add_argument("--dropout", type=float, default=0.2, help="(default: %(default)s)")

@@ -2,7 +2,7 @@
 
 lockstep run --nproc 2 examples/gpt.py
 
-The held-out loss starts near ln 256 = 5.5 nats per byte, that of knowing nothing.
+The held-out loss starts near ln 256 = 5.5 nats per byte, the loss of a uniform guess.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PROMPT = b"def "
 
 
 def read_text() -> tuple[bytes, bytes]:
-    """The text to train on, and the text to measure on: the first 8 KiB of each of the files that are held out, every 24th."""
+    """Return the training text and the held-out text: the first 8 KiB of every 24th file."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(path for path in root.rglob("*.py") if not SKIPPED.intersection(path.relative_to(root).parts))
     held_out = b"".join(path.read_bytes()[:HELD_OUT_BYTES] for path in files[::HELD_OUT_EVERY])
@@ -40,7 +40,7 @@ def read_text() -> tuple[bytes, bytes]:
 
 
 class Windows:
-    """A dataset of the text in pieces of context + 1 bytes: each byte but the first is to be predicted from those before it."""
+    """A dataset of windows of context + 1 bytes. The model predicts each byte but the first from those before it."""
 
     def __init__(self, text: bytes, context: int) -> None:
         self.windows = torch.frombuffer(bytearray(text), dtype=torch.uint8).unfold(0, context + 1, context)
@@ -49,12 +49,12 @@ class Windows:
         return len(self.windows)
 
     def __getitems__(self, indices: list[int]) -> Tensor:
-        """A whole batch at once, of shape (batch, context + 1)."""
+        """Return a whole batch at once, of shape (batch, context + 1)."""
         return self.windows[indices].long()
 
 
 class Embedding(nn.Module):
-    """What stands for each byte, and for its place in the text."""
+    """Embeddings of bytes and of their positions."""
 
     def __init__(self, width: int, context: int, dropout: float) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """Causal self-attention, then a perceptron, each added to what it reads."""
+    """A transformer block: causal self-attention, then an MLP, each with a residual connection."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """The output layer, whose weight is also the embedding of bytes: tied weights."""
+    """The output layer. Its weight is also the embedding of bytes (tied weights)."""
 
     def __init__(self, width: int, weight: nn.Parameter) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class Head(nn.Module):
 
 
 class GPT(nn.Module):
-    """(batch, length) bytes as int64 -> (batch, length, 256) logits of the byte that follows each."""
+    """(batch, length) bytes as int64 -> (batch, length, 256) logits of each next byte."""
 
     def __init__(self, *, layers: int, width: int, heads: int, context: int, dropout: float) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, prompt: bytes, length: int, *, seed: int) -> bytes:
-        """`prompt` and `length` more bytes, each drawn from what the model expects after those before it."""
+        """Return `prompt` followed by `length` bytes that are sampled from the model."""
         generator = torch.Generator().manual_seed(seed)
         text = torch.tensor([list(prompt)])
         for _ in range(length):
@@ -135,7 +135,7 @@ class GPT(nn.Module):
 
 
 def cross_entropy(logits: Tensor, batch: Tensor) -> Tensor:
-    """The mean over the bytes to be predicted, in nats."""
+    """Return the mean over all predicted bytes, in nats."""
     return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
 
@@ -143,18 +143,20 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a byte-level GPT on the source text of Python's own standard library.")
     parser.add_argument("--steps", type=int, default=1000, help="optimizer steps (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--global-batch", type=int, default=16, help="windows of text in a step, over all processes (default: %(default)s)")
+    parser.add_argument("--global-batch", type=int, default=16, help="windows of text per step, over all processes (default: %(default)s)")
     parser.add_argument("--microbatch", type=int, default=4, help="windows in one forward and backward (default: %(default)s)")
     parser.add_argument("--lr", type=float, default=4e-3, help="highest learning rate (default: %(default)s)")
     parser.add_argument("--dropout", type=float, default=0.0, help="(default: %(default)s)")
     parser.add_argument("--layers", type=int, default=4, help="(default: %(default)s)")
-    parser.add_argument("--width", type=int, default=128, help="numbers that stand for one byte (default: %(default)s)")
+    parser.add_argument("--width", type=int, default=128, help="embedding dim (default: %(default)s)")
     parser.add_argument("--heads", type=int, default=2, help="(default: %(default)s)")
     parser.add_argument("--context", type=int, default=128, help="bytes that the model sees (default: %(default)s)")
     parser.add_argument("--sample", type=int, default=500, help="bytes to generate at the end (default: %(default)s)")
     options = parser.parse_args(argv)
     if options.width % options.heads:
-        parser.error(f"--width {options.width} --heads {options.heads}: the heads share out the width; choose a width that they divide")
+        parser.error(
+            f"--width {options.width} --heads {options.heads}: the heads divide the width; choose a width that is a multiple of --heads"
+        )
     return options
 
 

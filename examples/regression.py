@@ -1,4 +1,4 @@
-"""The smallest thing that trains: a linear model finds the line from which its data were made.
+"""The smallest training: fit a linear model to points near a line.
 
 lockstep run --nproc 2 examples/regression.py
 """
@@ -19,7 +19,7 @@ def main(argv: list[str] | None = None) -> ls.Result:
     parser = argparse.ArgumentParser(description="Fit a linear model to 2048 points near a line.")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--global-batch", type=int, default=64, help="samples in a step, over all processes")
+    parser.add_argument("--global-batch", type=int, default=64, help="samples per step, over all processes")
     parser.add_argument("--microbatch", type=int, default=8, help="samples in one forward and backward")
     options = parser.parse_args(argv)
 

@@ -1,28 +1,31 @@
-"""One workload, trained by each of the ways there are: by hand, as tutorials do, by other frameworks, by lockstep.
+"""Trains the same workloads with a hand-written loop, a tutorial's loop, other frameworks and lockstep, and compares
+speed.
 
-    make peers                       # in a virtual environment of its own: everything, some two hours on 2 cores
+    make peers                       # in a virtual environment of its own: everything, about two hours on 2 cores
     python benchmarks/peers [--only mlp wide gpt accumulate images start import] [--processes 1 2 4] [--launch equal own]
                             [--contenders with_fabric ...] [--casts 3] [--rounds 5] [--steps N] [--json FILE]
 
-All contenders of a row are alive at once, each in processes of its own, and take turns in an order that is shuffled every round; who
-has not the turn is stopped (see conductor.py). A ratio is the median over rounds of a contender's steps/s over those of the careful
-hand-written loop in the same round, and beside it is the middle half of these ratios; `cpu` is the same by processor time of the training
-processes, which counts no waiting. A turn ends when the last process has made the last step. First comes one step, then a turn that does
-not count. After some rounds all end, and a new cast begins: a process may be lucky for life, in whether its allocator gives a step's memory
-back to the system and faults it in again, say.
+All contenders of a row are alive at once, each in its own processes. They take turns in an order that is shuffled every
+round; all others are stopped meanwhile (see conductor.py). A turn ends when the last process has finished its last
+step. The first step and the first turn do not count. A ratio is the median over rounds of a contender's steps/s over
+those of the careful hand-written loop in the same round; beside it is the middle half of these ratios. `cpu` is the
+same ratio by processor time of the training processes, which does not count waiting. After some rounds all processes
+end and a new cast starts, because a process can be fast or slow for its whole life: its allocator may, for example,
+return a step's memory to the system and fault it in again.
 
-All train the same model from the same values on the same samples in each step, with AdamW and clipping. What each is given is what its
-own documentation has for speed, as the first line of its file in contenders/ says; lockstep is `ls.train` as it comes. The mean loss over
-all processes of each of the first 100 steps must be the hand-written loop's, to within a relative 1e-5; a contender whose losses are not
-has no ratio, and the benchmark ends with status 1. Accelerate and the Trainer of Hugging Face deal out the batches of one order themselves,
-and Ignite its samples; so a process may have other samples of a step than by hand, and the step the same.
+All train the same model from the same initial values on the same samples in each step, with AdamW and clipping. Each
+uses what its documentation recommends for speed; the first line of its file in contenders/ says what. lockstep is
+`ls.train` with its defaults. The mean loss over all processes in each of the first 100 steps must be the hand-written
+loop's within a relative 1e-5. A contender with other losses has no ratio, and the benchmark ends with status 1.
+Accelerate and the Trainer of Hugging Face distribute batches of one order themselves, and Ignite its samples. So a
+process may have other samples of a step than in the hand-written loop, while the whole step is the same.
 
-launch=equal: all by `torchrun` (python at 1 process) with cores ÷ processes threads, and an error where a contender computes with others.
-launch=own: each by its own launcher, with as many threads as that gives it. `start`: seconds from the launcher's start until every
-process has made a step of `mlp`, in new processes each round. `import`: seconds of a new interpreter that only imports. Their ratios are
-of seconds.
+launch=equal: all start with `torchrun` (python for 1 process) and cores ÷ processes threads; it is an error if a
+contender computes with another number. launch=own: each starts with its own launcher and the threads that this gives.
+`start`: seconds from the launcher's start until every process has finished a step of `mlp`, in new processes each
+round. `import`: seconds of a new interpreter that only imports. The ratios of these two are ratios of seconds.
 
-Quote numbers only of a machine that did nothing else.
+Quote numbers only from a machine that did nothing else.
 """
 
 from __future__ import annotations
@@ -51,14 +54,14 @@ from rich.table import Table
 from workloads import SEED, SIZES, Task, prepare
 
 CHECKED = 100
-"""Steps whose losses are compared: later ones differ by rounding alone, by 1e-3 after 1000 steps of `mlp`."""
+"""Steps whose losses are compared. Later losses differ by rounding alone: by 1e-3 after 1000 steps of `mlp`."""
 TOLERANCE = 1e-5
 LAUNCHES = ("equal", "own")
 NEEDED = ("accelerate", "lightning", "transformers", "ignite", "lockstep", "PIL")
 
 
 def speeds(workload: str, processes: int, launch: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """A row for each contender: steps/s."""
+    """Return a row for each contender with its steps/s."""
     turn = options.steps or SIZES[workload].turn
     turns: dict[str, list[Turn]] = {name: [] for name in options.contenders}
     distances = dict.fromkeys(options.contenders, 0.0)
@@ -101,7 +104,7 @@ def prepared(workload: str, processes: int, launch: str, folder: str, *, steps: 
 
 
 def check_threads(contenders: dict[str, Contender], task: Task) -> None:
-    """Raises `ContenderError` unless all compute with the threads that they are to have."""
+    """Raise `ContenderError` if a contender computes with another number of threads than it should."""
     meant = equal_threads(task.processes)
     for name, contender in contenders.items():
         if not task.own_launcher and set(contender.threads) != {meant}:
@@ -109,7 +112,7 @@ def check_threads(contenders: dict[str, Contender], task: Task) -> None:
 
 
 def take_turns(contenders: dict[str, Contender], rounds: int, steps: int, chance: random.Random) -> dict[str, list[Turn]]:
-    """Round 0 does not count."""
+    """Return the measured rounds. Round 0 does not count."""
     names = list(contenders)
     turns: dict[str, list[Turn]] = {name: [] for name in names}
     for number in range(1 + rounds):
@@ -121,7 +124,7 @@ def take_turns(contenders: dict[str, Contender], rounds: int, steps: int, chance
 
 
 def starts(processes: int, launch: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """A row for each contender: seconds to the first step."""
+    """Return a row for each contender with the seconds to its first step."""
     names, chance = options.contenders, random.Random(SEED)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     compile_lockstep()
@@ -137,7 +140,7 @@ def starts(processes: int, launch: str, options: argparse.Namespace) -> Iterator
 
 
 def imports(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """A row for each contender: seconds of an interpreter that imports what it needs."""
+    """Return a row for each contender with the seconds of an interpreter that imports what it needs."""
     names, chance = options.contenders, random.Random(SEED)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     compile_lockstep()
@@ -150,7 +153,10 @@ def imports(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def compile_lockstep() -> None:
-    """To bytecode, as pip does with what it installs, but for an editable installation: that is compiled when it is first imported."""
+    """Compile lockstep to bytecode, as pip does on installation.
+
+    An editable installation is compiled at its first import.
+    """
     (folder,) = importlib.util.find_spec("lockstep").submodule_search_locations
     compileall.compile_dir(folder, quiet=1)
 
@@ -191,11 +197,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--processes", nargs="+", type=int, choices=(1, 2, 4), default=(1, 2, 4))
     parser.add_argument("--launch", nargs="+", choices=LAUNCHES, default=LAUNCHES)
     parser.add_argument(
-        "--contenders", nargs="+", choices=tuple(CONTENDERS), default=tuple(CONTENDERS), help="beside the hand-written loop"
+        "--contenders", nargs="+", choices=tuple(CONTENDERS), default=tuple(CONTENDERS), help="contenders beside the hand-written loop"
     )
-    parser.add_argument("--casts", type=int, default=3, help="how often all begin anew, as new processes (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="of each cast, and of start and import (default: %(default)s)")
-    parser.add_argument("--steps", type=int, help="of a turn (default: each workload's own)")
+    parser.add_argument("--casts", type=int, default=3, help="how often all contenders start again in new processes (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of each cast, and of start and import (default: %(default)s)")
+    parser.add_argument("--steps", type=int, help="steps of a turn (default: each workload's own)")
     parser.add_argument("--json", metavar="FILE", help="also write the rows, with every turn, to this file")
     options = parser.parse_args()
     options.contenders = list(dict.fromkeys((BASELINE, *options.contenders)))
@@ -206,7 +212,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
-    # Contenders that stand still would stand there for ever: whoever ends this process has it end them first.
+    # Stopped contenders would stay for ever: a signal that ends this process ends them first.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     rows: list[dict[str, Any]] = []
     for case in options.only:

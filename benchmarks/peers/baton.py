@@ -1,4 +1,4 @@
-"""A contender's side of taking turns: it runs to the end of its turn, says how long that took, and waits."""
+"""A contender's side of taking turns: it runs until its turn ends, reports the time, and waits for its next turn."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch import Tensor
 
 
 class Baton:
-    """Every process of a contender has one, and calls `saw` for each microbatch and `step` after each optimizer step."""
+    """A process's baton. The process calls `saw` for each microbatch and `step` after each optimizer step."""
 
     def __init__(self, address: str, accumulated: int) -> None:
-        """`address`: the Unix socket where the conductor listens. `accumulated`: microbatches of a step in this process."""
+        """`address`: the conductor's Unix socket. `accumulated`: microbatches per step in this process."""
         self._address = address
         self._accumulated = accumulated
         self._channel: Any = None
@@ -25,12 +25,12 @@ class Baton:
         self._until = 1
 
     def saw(self, loss: Tensor) -> Tensor:
-        """Note a microbatch's loss, which is only read when the last turn is over, and give it back."""
+        """Note a microbatch's loss and return it. Its value is read only after the last turn."""
         self._losses.append(loss.detach())
         return loss
 
     def step(self) -> None:
-        """A step was made: the parameters are the next ones. Returns when it is this contender's turn to go on."""
+        """Note the end of an optimizer step. At the end of a turn it returns when the next turn begins."""
         self._steps += 1
         if self._steps == self._until:
             self._hand_over()

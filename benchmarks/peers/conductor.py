@@ -1,8 +1,8 @@
-"""Starts contenders, each with processes of its own, and gives them turns.
+"""Starts contenders, each with its own processes, and lets them run in turns.
 
-All contenders of a row are alive at once, and one of them runs: before it hands the turn on, all that belongs to it (launcher, processes,
-loader workers, whatever they do in the background) is stopped by SIGSTOP, and goes on by SIGCONT when its turn comes. So none works in
-another's time, by reading ahead, say.
+All contenders of a row are alive at once, and one of them runs. At the end of its turn all of its processes (launcher,
+training processes, loader workers) are stopped by SIGSTOP; they continue by SIGCONT at its next turn. So no contender
+works during another's turn, for example by reading data ahead.
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ from launchers import command
 from workloads import Task
 
 PATIENCE_SECONDS = 300.0
-"""For a contender's next word."""
+"""Seconds to wait for a contender's next message."""
 ENDING_SECONDS = 60.0
 
 
 class ContenderError(Exception):
-    """A contender failed, or did not do what all are to do."""
+    """A contender failed, or trained something else."""
 
 
 class Turn(NamedTuple):
-    """Seconds of the wall clock, from the word to go until the last process was done, and of processor time of all its processes."""
+    """Seconds of a turn: wall time until the last process is done, and processor time of all processes."""
 
     wall: float
     processor: float
 
 
 class Contender:
-    """The processes of one. After `start` they stand still but in `turn` and `finish`."""
+    """One contender's processes. After `start` they are stopped except in `turn` and `finish`."""
 
     def __init__(self, name: str, task: Task) -> None:
         self.name = name
         self.threads: list[int] = []
-        """Of each process."""
+        """Number of threads of each process."""
         self._folder = tempfile.TemporaryDirectory(prefix=f"peers-{name}-")
         self._task = replace(task, scratch=self._folder.name)
         self._log = Path(self._folder.name, "log")
         self._channels: list[Any] = []
         self._family: list[psutil.Process] = []
-        """As last seen. What belongs to a launcher that is gone is nobody's child, but is still to be ended."""
+        """Processes as last seen. The children of a launcher that has ended have no parent, but must still be ended."""
 
     def start(self) -> float:
-        """Seconds from here until all processes have made the first step."""
+        """Return the seconds until all processes have finished the first step."""
         address = f"{self._folder.name}/turns"
         arguments, environment = command(self.name, address, self._task)
         with socket.socket(socket.AF_UNIX) as listener, self._log.open("w") as log:
@@ -85,7 +85,7 @@ class Contender:
         return turn
 
     def finish(self) -> list[float]:
-        """The mean loss over all processes, step by step. The processes end."""
+        """End the processes and return the mean loss over all of them for each step."""
         self._thaw()
         self._tell(0)
         losses = [self._hear(channel)["losses"] for channel in self._channels]
@@ -96,7 +96,7 @@ class Contender:
         return [sum(ranks) / len(ranks) for ranks in zip(*losses, strict=True)]
 
     def close(self) -> None:
-        """Ends what is left of it."""
+        """End all processes that are left."""
         for process in {*self._family, *self._tree()}:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -156,7 +156,7 @@ class Contender:
 
 @contextlib.contextmanager
 def started(names: list[str], task: Task) -> Iterator[dict[str, tuple[Contender, float]]]:
-    """All of them, one after another, with the seconds to the first step."""
+    """Start all contenders, one after another. Return the seconds to the first step of each."""
     with contextlib.ExitStack() as stack:
         found = {}
         for name in names:

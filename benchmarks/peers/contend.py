@@ -1,4 +1,5 @@
-"""The script that every launcher starts: python contend.py CONTENDER ADDRESS TASK, where TASK is JSON. See `conductor`."""
+"""The script that every launcher starts: python contend.py CONTENDER ADDRESS TASK, with TASK as JSON. See
+`conductor`."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from pathlib import Path
 
 def main() -> None:
     contender, address, task = sys.argv[1:]
-    # Loaders and launchers start further processes, which come by here or import what they need by name.
+    # Loaders and launchers start further processes, which import this file again or import what they need by name.
     sys.path.insert(0, str(Path(__file__).resolve().parent / "contenders"))
     module = importlib.import_module(contender)
 
@@ -20,7 +21,7 @@ def main() -> None:
 
     work = load(Task(**json.loads(task)))
     module.train(work, Baton(address, work.accumulated))
-    if dist.is_initialized():  # some leave it behind, and a process that ends with it may abort
+    if dist.is_initialized():  # a process that ends with a process group may abort
         dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""From times to figures: pure, and of no library."""
+"""Turns times into figures. Pure, without any library."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Ratio(NamedTuple):
-    """The median of ratios taken round by round, and their middle half."""
+    """The median of the rounds' ratios, and their middle half."""
 
     median: float
     low: float
@@ -16,13 +16,13 @@ class Ratio(NamedTuple):
 
     @classmethod
     def of(cls, own: Sequence[float], baseline: Sequence[float]) -> Ratio:
-        """Of two sides of which each pair was measured in the same round."""
+        """Return the ratio of two sides whose measurements are paired by round."""
         ratios = [mine / other for mine, other in zip(own, baseline, strict=True)]
         low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
         return cls(statistics.median(ratios), low, high)
 
 
 def furthest(losses: Sequence[float], baseline: Sequence[float]) -> float:
-    """The largest relative distance of two loss curves. A loss that is no number is infinitely far."""
+    """Return the largest relative distance between two loss curves; infinite if a loss is not a number."""
     distances = [abs(mine - other) / abs(other) for mine, other in zip(losses, baseline, strict=True)]
     return max(distance if distance == distance else float("inf") for distance in distances)

@@ -1,4 +1,4 @@
-"""How each contender's processes are started, in both modes."""
+"""The command that starts each contender, with equal launchers or with its own."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ BASELINE = "by_hand"
 class Contender:
     label: str
     imports: str
-    """What a script of its users begins with."""
+    """The import statement at the head of a user's script."""
     launcher: str = "torchrun"
-    """What its documentation starts several processes on CPUs with."""
+    """The launcher that its documentation uses for several processes on CPUs."""
 
 
 CONTENDERS = {
     "by_hand": Contender("by hand, careful", "import torch, torch.distributed"),
     "tutorial": Contender("tutorials' loop", "import torch, torch.distributed"),
-    # `accelerate launch` starts several processes on GPUs, or on CPUs by MPI; elsewhere Accelerate's documentation has torchrun.
+    # `accelerate launch` starts several processes on GPUs, or on CPUs by MPI; otherwise its documentation uses
+    # torchrun.
     "with_accelerate": Contender("Accelerate", "from accelerate import Accelerator"),
     "with_fabric": Contender("Fabric", "from lightning.fabric import Fabric", "itself"),
     "with_lightning": Contender("Lightning Trainer", "import lightning", "itself"),
     "with_hugging_face": Contender("HF Trainer", "from transformers import Trainer, TrainingArguments"),
     "with_ignite": Contender("Ignite", "import ignite.distributed, ignite.engine", "itself"),
-    # `train` is named because names are imported when first used.
+    # Names `train`, because lockstep imports names when they are first used.
     "with_lockstep": Contender("lockstep", "import lockstep; lockstep.train", "lockstep"),
 }
 
@@ -43,9 +44,10 @@ def equal_threads(processes: int) -> int:
 
 
 def command(name: str, address: str, task: Task) -> tuple[list[str], dict[str, str]]:
-    """The command that starts a contender, and its environment.
+    """Return the command that starts a contender, and its environment.
 
-    Equal: one process by python, several by torchrun, with cores ÷ processes threads each. Own: its own launcher, no threads set here.
+    Equal: one process starts with python, several with torchrun, each with cores ÷ processes threads. Own: its own
+    launcher, which sets the threads.
     """
     size = task.processes
     environment = {key: value for key, value in os.environ.items() if key not in THREADS}

@@ -1,9 +1,10 @@
-"""Draws the ratios that `python benchmarks/peers --json FILE` found, for the documentation; of several files, those of all.
+"""Draws the ratios that `python benchmarks/peers --json FILE` measured. Several files are drawn together.
 
     python benchmarks/peers/plot.py build/benchmarks/peers.json [FILE ...] build/benchmarks/peers.svg
 
-A panel for each workload and number of processes, a line in it for each contender, at the median of the ratios of its steps/s to those
-of the hand-written loop, with their middle half. Filled: equal threads; hollow: each by its own launcher. Readable on white and black.
+There is a panel for each workload and number of processes. Each contender has a line with the median and the middle
+half of its ratios of steps/s to the hand-written loop. Filled markers: equal threads; hollow: its own launcher. The
+figure is readable on white and on black.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ GREY = "#7d8590"
 OTHERS = "#4f8fd6"
 OURS = "#e0762d"
 LAUNCHES = {"equal": (-0.16, "full"), "own": (0.16, "none")}
-"""Where in a contender's line each is, and how its mark is filled."""
+"""Each launch mode's offset from the contender's line, and how its marker is filled."""
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Write the picture; the ending of `path` says as what."""
+    """Write the figure in the format of `path`'s suffix."""
     compared = [row for row in rows if "steps_per_second" in row and row["ratio"] is not None]
     cases = list(dict.fromkeys(row["case"] for row in compared))
     counts = sorted({row["processes"] for row in compared})

@@ -1,7 +1,7 @@
-"""What is trained: one definition of each workload, which every contender gets as it is.
+"""The workloads: each is defined once and used by all contenders.
 
-The order of samples is lockstep's, worked out beforehand and given to all others as a list, over the whole run: there is one epoch. Images
-are augmented by their number alone. Models start from the values in one file.
+The order of samples is lockstep's. It is computed beforehand and given to all others as a list over the whole run:
+there is one epoch. An image's augmentation depends on its index alone. Models start from the values in one file.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from torch.utils.data import DataLoader, Sampler, TensorDataset
 SEED = 0
 CLIP_NORM = 1.0
 CONTEXT = 128
-"""Bytes that the GPT sees."""
+"""Context of the GPT, in bytes."""
 PICTURES = 2000
 PICTURE = 256
-"""Pixels of a side of what is decoded."""
+"""Side of a decoded image, in pixels."""
 CROP = 64
-"""Pixels of a side of what the model sees."""
+"""Side of the model's input image, in pixels."""
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 @dataclass(frozen=True)
 class Size:
     batch: int
-    """Samples in a step, over all processes."""
+    """Samples per step, over all processes."""
     turn: int
-    """Steps that a contender makes before it is the next one's turn."""
+    """Steps per turn."""
     microbatches: int = 1
-    """Of a step, over all processes; of 1, each process has one."""
+    """Microbatches per step, over all processes. 1: one per process."""
     workers: bool = False
-    """Data are read in loader processes: cores ÷ processes for each, at least 1."""
+    """True if loader processes read the data: cores ÷ processes for each process, at least 1."""
 
 
 SIZES = {
@@ -57,17 +57,17 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Task:
-    """What a contender's processes are started with, as JSON on their command line."""
+    """A contender's task, as JSON on its processes' command line."""
 
     workload: str
     processes: int
     steps: int
     folder: str
-    """Where the data, their order and the model's first values are."""
+    """Folder of the data, their order and the model's initial values."""
     scratch: str
-    """A folder of this contender's own, empty."""
+    """An empty folder for this contender alone."""
     own_launcher: bool
-    """It was started as its own documentation would have it, not by torchrun with equal threads."""
+    """True if it was started by its own launcher, not by torchrun with equal threads."""
 
 
 @dataclass(frozen=True)
@@ -77,10 +77,10 @@ class Workload:
     data: Any
     """A map-style dataset."""
     collate: Callable[[Any], Any] | None
-    """For the DataLoader; None: its own."""
+    """Collate function for the DataLoader. None: its default."""
     inputs: Callable[[Any], Tensor]
     loss: Callable[[Tensor, Any], Tensor]
-    """(output, batch) -> the mean over a microbatch."""
+    """(output, batch) -> mean loss over a microbatch."""
 
     def __reduce__(self) -> Any:
         return load, (self.task,)
@@ -91,7 +91,7 @@ class Workload:
 
     @property
     def accumulated(self) -> int:
-        """Microbatches of a step that each process computes."""
+        """Microbatches per step in each process."""
         return max(1, self.size.microbatches // self.task.processes)
 
     @property
@@ -101,12 +101,12 @@ class Workload:
 
     @property
     def workers(self) -> int:
-        """Loader processes of each process."""
+        """Loader processes per process."""
         return max(1, (os.cpu_count() or 1) // self.task.processes) if self.size.workers else 0
 
     @property
     def values(self) -> Path:
-        """What the model starts from: a state dict."""
+        """State dict of the initial values."""
         return Path(self.task.folder) / "values.pt"
 
     def model(self) -> nn.Module:
@@ -118,12 +118,15 @@ class Workload:
         return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=fused)
 
     def order(self) -> np.ndarray:
-        """The samples of the whole run."""
+        """Samples of the whole run, in order."""
         return np.load(Path(self.task.folder) / "order.npy")
 
     def loader(self, rank: int | None = None) -> DataLoader[Any]:
-        """Microbatches of process `rank`: a contiguous share of each step's samples, as lockstep deals them. None: of all processes, one
-        behind another, for frameworks that share out a loader's batches themselves."""
+        """Return the microbatches of process `rank`: a contiguous part of each step's samples, as lockstep assigns
+        them.
+
+        None: those of all processes, one after another, for frameworks that distribute a loader's batches themselves.
+        """
         order = self.order()
         if rank is not None:
             order = order.reshape(self.task.steps, self.task.processes, -1)[:, rank].reshape(-1)
@@ -131,7 +134,7 @@ class Workload:
 
 
 class Given(Sampler[int]):
-    """An order that was decided elsewhere."""
+    """A batch sampler with a fixed list of batches."""
 
     def __init__(self, order: np.ndarray) -> None:
         self.order = order.tolist()
@@ -144,7 +147,7 @@ class Given(Sampler[int]):
 
 
 class Pictures:
-    """Encoded images: decoded, cropped and mirrored when asked for, as their number has it."""
+    """A dataset of encoded images. `__getitem__` decodes, crops and mirrors an image by its index."""
 
     def __init__(self, folder: Path) -> None:
         self.encoded, self.ends, self.labels = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("encoded", "ends", "labels"))
@@ -167,8 +170,8 @@ class Pictures:
 
 
 def prepare(task: Task) -> None:
-    """Write what a task's folder is to hold."""
-    from lockstep.order import Order  # not imported where contenders compute
+    """Write the data, the order and the initial values to the task's folder."""
+    from lockstep.order import Order  # contenders must not import it
 
     folder = Path(task.folder)
     length = _write_data(task.workload, folder)
@@ -180,7 +183,7 @@ def prepare(task: Task) -> None:
 
 
 def _write_data(workload: str, folder: Path) -> int:
-    """How many samples they are."""
+    """Return the number of samples."""
     chance = np.random.default_rng(SEED)
     if workload in ("gpt", "accumulate"):
         text = _gpt().read_text()[0]
@@ -210,7 +213,7 @@ def _draw(folder: Path, chance: np.random.Generator) -> None:
 
 
 def load(task: Task) -> Workload:
-    """The workload, in a contender's process."""
+    """Return the workload. Called in a contender's process."""
     folder = Path(task.folder)
     if task.workload in ("gpt", "accumulate"):
         gpt = _gpt()
@@ -225,7 +228,7 @@ def load(task: Task) -> Workload:
 
 
 def _rows(folder: Path) -> TensorDataset:
-    # Mapped, so that the processes of all contenders share one copy; "c": torch wants arrays that can be written to.
+    # Memory-mapped, so that all contenders share one copy. "c": torch needs arrays that can be written to.
     return TensorDataset(*(torch.from_numpy(np.load(folder / f"{name}.npy", mmap_mode="c")) for name in ("features", "labels")))
 
 

@@ -91,7 +91,7 @@ def test_gpt_refuses_heads_that_do_not_divide_the_width(example: Load, capsys: p
     with pytest.raises(SystemExit) as ending:
         example("gpt").main(["--width", "130", "--heads", "4"])
     assert ending.value.code == 2
-    assert "--width 130 --heads 4: the heads share out the width" in capsys.readouterr().err
+    assert "--width 130 --heads 4: the heads divide the width" in capsys.readouterr().err
 
 
 def test_gpt_does_not_see_the_bytes_that_it_predicts(example: Load) -> None:

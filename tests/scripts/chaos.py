@@ -1,6 +1,6 @@
-"""python chaos.py SEEN: 60 steps of a small GPT, each microbatch's samples written to a file in SEEN before they are learned from.
+"""python chaos.py SEEN: trains a small GPT for 60 steps and writes each microbatch's samples to a file in SEEN.
 
-A line is [start of the run, step, samples], or [start, "from", step] where a start of the run goes on from a step.
+A line is [start of the run, step, samples], or [start, "from", step] if a start of the run resumes from a step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ GPT = MODELS["gpt-dropout"]
 
 
 class Numbered(Dataset[dict[str, Tensor]]):
-    """The texts, each with its number."""
+    """The texts, each with its index."""
 
     def __len__(self) -> int:
         return len(GPT["data"])
@@ -33,7 +33,7 @@ class Numbered(Dataset[dict[str, Tensor]]):
 
 
 class Seen(ls.Hook):
-    """Writes down what is learned from."""
+    """Writes each microbatch's samples to the file."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -1,6 +1,7 @@
-"""Trains 30 steps in bitwise numerics: `elastic.py SECONDS [RANK STEP]`. Sleeps after each; the first time, that rank is killed there.
+"""Trains 30 steps with numerics=bitwise: `elastic.py SECONDS [RANK STEP]`.
 
-In a job that Slurm has started again it does not sleep: nothing more happens to it.
+It sleeps SECONDS after each step. On the first start, RANK is killed after STEP. In a job that Slurm has restarted it
+does not sleep.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Trains until somebody ends it. endless.py RUN_DIR [SECONDS]: so long takes each microbatch."""
+"""endless.py RUN_DIR [SECONDS]: trains until it is stopped. Each microbatch takes SECONDS."""
 
 import sys
 import time

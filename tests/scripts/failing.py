@@ -1,4 +1,4 @@
-"""Four ranks: one fails as its argument says, the others are where it is hard to stop them."""
+"""Four ranks: one fails as its argument says, while the others are where they are hard to stop."""
 
 import itertools
 import os

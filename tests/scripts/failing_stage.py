@@ -1,4 +1,4 @@
-"""The forward of one stage fails, on the rank and at the call that the arguments say."""
+"""The forward of one pipeline stage fails, on the rank and at the call that the arguments give."""
 
 import os
 import sys

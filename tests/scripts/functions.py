@@ -1,4 +1,4 @@
-"""What the tests of `ls.spawn` call in other processes: a module that those can import."""
+"""Functions that the tests of `ls.spawn` call in other processes, in a module that those can import."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RANK = int(os.environ.get("RANK", "-1"))
 
 
 class Refused(UserError):
-    """Takes other arguments than its text."""
+    """An error whose arguments are not its text."""
 
     def __init__(self, value: str, *, rule: str) -> None:
         super().__init__(f"{value}; {rule}")
@@ -50,7 +50,7 @@ def unpicklable() -> Any:
 
 
 def fail(how: str) -> None:
-    """Rank 1 fails; the others wait for the end."""
+    """Fail on rank 1; the others wait until they are ended."""
     if rank() == 1:
         _fail(how)
     if rank() != 1:
@@ -86,7 +86,7 @@ def rank() -> int:
 
 
 def all_reduced() -> float:
-    """1 + 2 + ... over the ranks, in a Gloo group that nobody takes down."""
+    """Return 1 + 2 + ... over the ranks, from a Gloo group that is never destroyed."""
     import torch
     import torch.distributed as dist
 

@@ -1,6 +1,6 @@
-"""python models.py NAME [bf16]: the models that every plan is verified on (tests/matrix.py).
+"""python models.py NAME [bf16]: the models that tests/matrix.py verifies under every plan.
 
-Seven microbatches a step, the last one short; words and images of uneven weight; the gradient's norm clipped.
+Seven microbatches per step, the last one short; texts and images with different weights; clipped gradients.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SAMPLES = 128
 
 
 class Texts(Dataset[dict[str, Tensor]]):
-    """Words with a mask and with labels, -100 where there is no word: texts of 2 to 12 words."""
+    """Texts of 2 to 12 words, with a mask and labels; the label of padding is -100."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -41,7 +41,7 @@ class Texts(Dataset[dict[str, Tensor]]):
 
 
 def tokens(batch: dict[str, Tensor]) -> Tensor:
-    """How many words are to be predicted."""
+    """Return the number of words to predict."""
     return (batch["labels"][:, 1:] != -100).sum()
 
 
@@ -50,7 +50,7 @@ def of_words(logits: Tensor, batch: dict[str, Tensor]) -> ls.Sum:
 
 
 def images() -> TensorDataset:
-    """Images, labels, and a weight of 1 to 8 for each."""
+    """Images, labels, and a weight of 1 to 8 for each image."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(SAMPLES, 1, 8, 8, generator=generator)
     label = torch.randint(0, 10, (SAMPLES,), generator=generator)
@@ -62,7 +62,7 @@ def of_images(logits: Tensor, batch: list[Tensor]) -> ls.Sum:
 
 
 class Layer(nn.Module):
-    """A block of a perceptron. Its norm lies where a tensor axis leaves things whole."""
+    """An MLP block. Its norm is where a tensor axis leaves activations whole."""
 
     def __init__(self, norm: type[nn.Module], dropout: float) -> None:
         super().__init__()
@@ -74,12 +74,12 @@ class Layer(nn.Module):
 
 
 def perceptron(norm: type[nn.Module], dropout: float) -> nn.Module:
-    """(batch, 1, 8, 8) images -> (batch, 10) logits: a Sequential, which splits by itself."""
+    """(batch, 1, 8, 8) images -> (batch, 10) logits. A Sequential, which needs no list of stages."""
     return nn.Sequential(nn.Flatten(), nn.Linear(64, WIDTH), *(Layer(norm, dropout) for _ in range(3)), nn.Linear(WIDTH, 10))
 
 
 class Convolution(nn.Module):
-    """Halves the image. The bias before a BatchNorm has a gradient of nothing but rounding."""
+    """Halves the image. The gradient of the bias before a BatchNorm is nothing but rounding."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class Convolutions(nn.Module):
 
 
 def gpt(dropout: float) -> nn.Module:
-    """That of examples/gpt.py, its words bytes: tied embeddings."""
+    """The GPT of examples/gpt.py, with bytes as words and tied embeddings."""
     sys.path.append(str(EXAMPLES))
     from gpt import GPT
 
@@ -123,7 +123,7 @@ def gpt(dropout: float) -> nn.Module:
 
 
 def gpt2() -> nn.Module:
-    """Of transformers, with its dropout of 0.1."""
+    """GPT-2 from transformers, with its dropout of 0.1."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(vocab_size=WORDS, n_positions=LENGTH, n_embd=WIDTH, n_layer=2, n_head=HEADS, bos_token_id=0, eos_token_id=0)
@@ -147,7 +147,7 @@ def llama() -> nn.Module:
 
 
 class Embedding(nn.Module):
-    """The first stage of a GPT-2: words and places."""
+    """The first stage of a GPT-2: embeddings of words and positions."""
 
     def __init__(self, transformer: Any) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class Embedding(nn.Module):
 
 
 class Rotated(nn.Module):
-    """A layer of a Llama, with rotations of its own, by which it knows places."""
+    """A layer of a Llama with its own rotary position embedding."""
 
     def __init__(self, layer: nn.Module, rotary: nn.Module) -> None:
         super().__init__()
@@ -170,7 +170,10 @@ class Rotated(nn.Module):
 
 
 def in_stages(words: nn.Module, layers: Iterable[nn.Module], norm: nn.Module, head: nn.Module) -> nn.Module:
-    """(batch, length) words -> logits. Texts are padded on the right, so that no word looks at padding: no mask."""
+    """(batch, length) words -> logits.
+
+    Texts are padded on the right, so no word attends to padding and no mask is needed.
+    """
     return nn.Sequential(OrderedDict(words=words, layers=nn.Sequential(*layers), head=nn.Sequential(norm, head)))
 
 
@@ -218,7 +221,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt": {**GPT, "model": lambda: gpt(0.0)},
     "gpt-dropout": {**GPT, "model": lambda: gpt(0.1)},
     "perceptron-batchnorm": {**IMAGES, "model": lambda: perceptron(nn.BatchNorm1d, 0.1)},
-    # Dropout masks are a slice's, and depend on the number of ranks: the exception to law 2 that docs/plans.md tells of.
+    # Each slice draws its own dropout masks, so they depend on the number of ranks (an exception, see docs/plans.md).
     "perceptron-syncbatchnorm": {**IMAGES, "model": lambda: perceptron(nn.SyncBatchNorm, 0.0)},
     "convolutions": {**IMAGES, "model": Convolutions, "stages": ["stem", "features.*", "classifier"]},
     "gpt2": {**HUGGING_FACE, "model": gpt2, "tensor": {**GPT2_TENSOR, "transformer.wte": "embedding"}},
@@ -226,7 +229,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": {**HUGGING_FACE, "model": llama},
     "llama-in-stages": {**STAGED, "model": llama_in_stages, "tensor": LLAMA_TENSOR},
 }
-"""By name, what each gives to a recipe."""
+"""The models' parts of a recipe, by name."""
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:

@@ -1,4 +1,4 @@
-"""Prints one JSON line a process: what its launcher says of it, and its arguments. Without torch."""
+"""Prints one JSON line per process with its arguments and the variables of its launcher. Does not import torch."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""python recipes.py NAME: the recipes that `lockstep verify` is tried on, each small and right."""
+"""python recipes.py NAME: small, correct recipes for tests of `lockstep verify`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def images() -> TensorDataset:
-    """Images, labels, and a weight of 1 to 8 for each."""
+    """Images, labels, and a weight of 1 to 8 for each image."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(SAMPLES, 1, 8, 8, generator=generator)
     label = torch.randint(0, 10, (SAMPLES,), generator=generator)
@@ -88,7 +88,7 @@ def adversaries() -> None:
 
 
 def endless(shard: int, epoch: int, start: int) -> Iterator[list[Tensor]]:
-    """A seventh of the images, augmented."""
+    """One seventh of the images, augmented."""
     for image, *others in islice(images(), shard + 7 * start, None, 7):
         yield [image + 0.1 * torch.randn(image.shape), *others]
 

@@ -1,6 +1,6 @@
-"""python scarce.py ENOUGH: the run of tests/training/kept.py, where the last process runs out of memory in step 3 (training/scarce.py).
+"""python scarce.py ENOUGH: the run of tests/training/kept.py, in which the last process runs out of memory in step 3.
 
-Each time it does, a file `fired-*` more is in the working directory.
+Each time it does, it adds a file `fired-*` to the working directory (see training/scarce.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""A training that stands still in its fourth step: `stalls.py KIND RANK RUN_DIR`. The line where it does is marked with `# KIND`."""
+"""A training that hangs in its fourth step: `stalls.py KIND RANK RUN_DIR`.
+
+The line on which it hangs is marked `# KIND`.
+"""
 
 import ctypes
 import os

@@ -1,6 +1,6 @@
-"""A script as people write it for torchrun, which knows nothing of lockstep: DDP, all_reduce, @record, a loader that spawns.
+"""A script written for torchrun, without lockstep: DDP, all_reduce, @record, a loader that spawns workers.
 
-It prints one JSON line a rank about what it found, and takes nothing down at its end.
+It prints one JSON line per rank about its environment, and does not destroy its process group.
 """
 
 import json
@@ -51,7 +51,7 @@ def main():
         "run_dir": os.environ.get("LOCKSTEP_RUN_DIR"),
         "threads": torch.get_num_threads(),
     }
-    # One write a line: two ranks print to one pipe.
+    # One write per line: two ranks print to one pipe.
     os.write(1, f"{json.dumps(found)}\n".encode())
 
 

@@ -19,7 +19,7 @@ from lockstep.training.train_module import Pair
 from lockstep.verify import trace_reader
 from lockstep.verify.compare import compare
 from lockstep.verify.distance import distance
-from lockstep.verify.tolerance import Rounding
+from lockstep.verify.tolerance import MeasuredRounding
 from lockstep.verify.trace_request import Tracing
 
 
@@ -74,7 +74,7 @@ def test_a_plan_writes_the_trace_that_one_process_writes(pool: WorkerPool, tmp_p
     assert seen == [[1, 2]] * 2
     assert trace.steps == 3
     assert sorted(trace.ranks) == ([0, 1] if plan == "replicate=2" else [0])
-    comparison = compare(alone, trace, Rounding(alone, []), bitwise=True)
+    comparison = compare(alone, trace, MeasuredRounding(alone, []), bitwise=True)
     assert (comparison.differences, comparison.largest) == ([], None)
     assert [m.rank for m in trace.microbatches_of(0)] == ([0, 0, 1, 1] if plan == "replicate=2" else [0, 1, 0, 1])
     assert all((m.gradients is None) == (plan == "shard=2") for m in trace.microbatches)
@@ -88,7 +88,7 @@ def test_the_stages_of_a_pipeline_write_the_model_between_them(
     alone, _ = traced(pool, tmp_path, 1, "replicate=1", steps=2, changes={"clip_norm": 0.1})
     trace, seen = traced(pool, tmp_path, processes, plan, steps=2, changes={"clip_norm": 0.1})
     assert seen == [[1]] * processes
-    comparison = compare(alone, trace, Rounding(alone, []), bitwise=False)
+    comparison = compare(alone, trace, MeasuredRounding(alone, []), bitwise=False)
     assert comparison.differences == []
     assert trace.rank_0.initial["parameters"].keys() == alone.rank_0.initial["parameters"].keys()
     assert {path.name for path in (tmp_path / plan).glob("step-00000-gradients-*")} == {

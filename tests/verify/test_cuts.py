@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from verify.engine import FEATURES, TOKENS, Engine
 
 from lockstep.verify.compare import compare
-from lockstep.verify.tolerance import Rounding
+from lockstep.verify.tolerance import MeasuredRounding
 from lockstep.verify.trace_reader import Trace
 
 WIDTH = 48
@@ -78,13 +78,13 @@ def cut(kind: type[Engine], bias_times: float = 1.0) -> type[Engine]:
 
 
 @pytest.fixture(scope="module")
-def right(tmp_path_factory: pytest.TempPathFactory) -> Callable[[type[Engine], int], tuple[Trace, Rounding]]:
+def right(tmp_path_factory: pytest.TempPathFactory) -> Callable[[type[Engine], int], tuple[Trace, MeasuredRounding]]:
     @cache
-    def made(kind: type[Engine], seed: int) -> tuple[Trace, Rounding]:
+    def made(kind: type[Engine], seed: int) -> tuple[Trace, MeasuredRounding]:
         folder = tmp_path_factory.mktemp("right")
         reference = kind(folder / "reference", seed=seed, steps=6).run()
         perturbed = [kind(folder / f"perturbed-{noise}", seed=seed, steps=6, noise=noise).run() for noise in range(3)]
-        return reference, Rounding(reference, perturbed)
+        return reference, MeasuredRounding(reference, perturbed)
 
     return made
 
@@ -92,7 +92,7 @@ def right(tmp_path_factory: pytest.TempPathFactory) -> Callable[[type[Engine], i
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 @pytest.mark.parametrize("kind", [Whole, WholeShort])
 def test_a_right_cut_passes_in_any_compute_type(
-    right: Callable[..., tuple[Trace, Rounding]], tmp_path: Path, kind: type[Engine], seed: int
+    right: Callable[..., tuple[Trace, MeasuredRounding]], tmp_path: Path, kind: type[Engine], seed: int
 ) -> None:
     reference, rounding = right(kind, seed)
     found = compare(reference, cut(kind)(tmp_path / "cut", seed=seed, steps=6).run(), rounding, bitwise=False)
@@ -103,7 +103,7 @@ def test_a_right_cut_passes_in_any_compute_type(
 
 @pytest.mark.parametrize("kind", [Whole, WholeShort])
 def test_a_bias_that_every_part_adds_is_caught_in_any_compute_type(
-    right: Callable[..., tuple[Trace, Rounding]], tmp_path: Path, kind: type[Engine]
+    right: Callable[..., tuple[Trace, MeasuredRounding]], tmp_path: Path, kind: type[Engine]
 ) -> None:
     reference, rounding = right(kind, 0)
     found = compare(reference, cut(kind, bias_times=PARTS)(tmp_path / "cut", steps=6).run(), rounding, bitwise=False)
@@ -112,7 +112,7 @@ def test_a_bias_that_every_part_adds_is_caught_in_any_compute_type(
 
 
 def test_other_bits_of_a_microbatch_are_noted_unless_the_plan_compiles(
-    right: Callable[..., tuple[Trace, Rounding]], tmp_path: Path
+    right: Callable[..., tuple[Trace, MeasuredRounding]], tmp_path: Path
 ) -> None:
     reference, rounding = right(Whole, 0)
     trace = cut(Whole)(tmp_path / "cut", steps=6).run()

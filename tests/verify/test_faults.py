@@ -17,7 +17,7 @@ from verify.engine import Engine, Network
 from lockstep.verify.causes.evidence import Evidence
 from lockstep.verify.causes.likely_cause import likely_cause
 from lockstep.verify.compare import BEFORE_FIRST_STEP, Comparison, compare
-from lockstep.verify.tolerance import Rounding
+from lockstep.verify.tolerance import MeasuredRounding
 from lockstep.verify.trace_reader import Trace
 
 EPS_RATIO = 2.0**-52 / 2.0**-23
@@ -67,15 +67,15 @@ FAULTS = [
 
 
 @pytest.fixture(scope="module")
-def right(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Trace, Rounding]]:
+def right(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Trace, MeasuredRounding]]:
     """Return a function that makes the reference and its rounding, once for each engine class and seed."""
 
     @cache
-    def made(kind: type[Engine] = Engine, seed: int = 0, steps: int = 4) -> tuple[Trace, Rounding]:
+    def made(kind: type[Engine] = Engine, seed: int = 0, steps: int = 4) -> tuple[Trace, MeasuredRounding]:
         folder = tmp_path_factory.mktemp("right")
         reference = kind(folder / "reference", seed=seed, steps=steps).run()
         perturbed = [kind(folder / f"perturbed-{noise}", seed=seed, steps=steps, noise=noise).run() for noise in range(3)]
-        return reference, Rounding(reference, perturbed)
+        return reference, MeasuredRounding(reference, perturbed)
 
     return made
 

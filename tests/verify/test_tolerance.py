@@ -9,21 +9,21 @@ import torch
 from verify.built import built, noise
 
 from lockstep.verify.distance import distance, pooled, tensor_distance
-from lockstep.verify.tolerance import MINIMUM_ULPS, Rounding
+from lockstep.verify.tolerance import MINIMUM_ULPS, MeasuredRounding
 from lockstep.verify.trace_reader import EPS
 
 SIZE = 1000
 
 
-def measured(sizes: dict[str, float], noises: dict[str, float], steps: int = 1, **options: float) -> Rounding:
+def measured(sizes: dict[str, float], noises: dict[str, float], steps: int = 1, **options: float) -> MeasuredRounding:
     """Return the rounding of tensors with elements of `sizes`, from three perturbed runs with relative noise of
     `noises`."""
     reference = {name: size * torch.randn(SIZE, generator=torch.Generator().manual_seed(1)) for name, size in sizes.items()}
     perturbed = [{name: value * (1 + noises[name] * noise(seed, name, SIZE)) for name, value in reference.items()} for seed in range(3)]
-    return Rounding(built([reference] * steps), [built([tensors] * steps) for tensors in perturbed], **options)
+    return MeasuredRounding(built([reference] * steps), [built([tensors] * steps) for tensors in perturbed], **options)
 
 
-def relative(rounding: Rounding, step: int = 0) -> dict[str, float]:
+def relative(rounding: MeasuredRounding, step: int = 0) -> dict[str, float]:
     summaries = rounding.reference.rank_0.steps[step].tensors["gradients"]
     found = rounding.of_tensors(step, "gradients")
     return {name: value / summary.norm for name, value in found.items() if (summary := summaries[name]) is not None}
@@ -46,7 +46,7 @@ def test_a_tensor_that_is_nothing_but_noise_does_not_hide_faults_in_the_others()
 
 
 def test_without_perturbed_runs_rounding_is_a_few_units_in_the_last_place() -> None:
-    found = Rounding(measured({"a": 1.0, "b": 1.0}, dict.fromkeys("ab", 0.0)).reference, [])
+    found = MeasuredRounding(measured({"a": 1.0, "b": 1.0}, dict.fromkeys("ab", 0.0)).reference, [])
     assert relative(found) == pytest.approx(dict.fromkeys("ab", MINIMUM_ULPS * EPS["float32"]))
     assert found.of_scalar(0, "loss") == pytest.approx(MINIMUM_ULPS * EPS["float32"] * 1.0)
 
@@ -54,7 +54,7 @@ def test_without_perturbed_runs_rounding_is_a_few_units_in_the_last_place() -> N
 def test_a_later_step_keeps_the_rounding_of_an_earlier_one() -> None:
     base = {"a": torch.ones(SIZE)}
     other = {"a": base["a"] * (1 + 1e-3 * noise(0, "a", SIZE))}
-    found = Rounding(built([base, base]), [built([other, base])])
+    found = MeasuredRounding(built([base, base]), [built([other, base])])
     assert found.of_tensors(1, "gradients") == found.of_tensors(0, "gradients")
 
 

@@ -1,4 +1,5 @@
-"""The loop that a careful person writes: fused AdamW, gradients as views of DDP's buckets, reduced once a step; no loss is read."""
+"""A careful hand-written loop: fused AdamW, gradients as views of DDP's buckets, one reduction per step, no loss
+read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loop of most tutorials: AdamW and DDP as they come, a loss read every microbatch, gradients reduced every microbatch."""
+"""The loop of most tutorials: default AdamW and DDP; each microbatch's loss is read and its gradients are reduced."""
 
 from __future__ import annotations
 

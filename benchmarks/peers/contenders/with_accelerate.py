@@ -1,4 +1,4 @@
-"""Hugging Face Accelerate, with `accumulate` and gradients as views of DDP's buckets."""
+"""Hugging Face Accelerate with `accumulate` and gradients as views of DDP's buckets."""
 
 from __future__ import annotations
 

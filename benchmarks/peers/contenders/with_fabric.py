@@ -1,4 +1,4 @@
-"""Lightning Fabric, with `no_backward_sync`, gradients as views of DDP's buckets, and no check of the norm that clips."""
+"""Lightning Fabric with `no_backward_sync`, gradients as views of DDP's buckets, and no check of the clipping norm."""
 
 from __future__ import annotations
 

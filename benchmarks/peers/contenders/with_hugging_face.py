@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer, without logs, saves and progress. It has no argument for gradients as views of DDP's buckets."""
+"""Hugging Face's Trainer without logs, saves and progress. It has no option for gradients as views of DDP's buckets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class AfterStep(TrainerCallback):
 
 
 class Named:
-    """Its batches are dicts."""
+    """A dataset of dicts, which the Trainer needs."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
@@ -30,7 +30,7 @@ class Named:
 
 
 class OurTrainer(Trainer):
-    """Of a model, a loss and batches that are not of transformers' kind."""
+    """A Trainer for a model, a loss and batches that are not from transformers."""
 
     def __init__(self, work: Workload, baton: Baton, **arguments: Any) -> None:
         super().__init__(**arguments)

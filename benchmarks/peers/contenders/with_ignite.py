@@ -1,4 +1,4 @@
-"""PyTorch-Ignite's Engine and `ignite.distributed`. As in its documentation, accumulation reduces gradients every microbatch."""
+"""PyTorch-Ignite's Engine with `ignite.distributed`. As documented, accumulation reduces gradients every microbatch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def train(work: Workload, baton: Baton) -> None:
 
 def _train(local_rank: int, work: Workload, baton: Baton) -> None:
     size = work.task.processes
-    # Of all processes: Ignite divides batches and workers among them, and deals out the order's samples in turn.
+    # Numbers for all processes together: Ignite divides batches and workers among them, and samples round-robin.
     loader = idist.auto_dataloader(
         work.data,
         batch_size=work.microbatch * size,

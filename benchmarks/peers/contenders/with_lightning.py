@@ -1,4 +1,4 @@
-"""Lightning's Trainer in the mode that its documentation has for measuring it: `barebones`, with no logger, progress or checkpoints."""
+"""Lightning's Trainer in its documented mode for measurements: `barebones`, without logger, progress or checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ls.train` as it comes: run directory, metrics, saving, a check of every gradient."""
+"""`ls.train` with its defaults: run directory, metrics, saving, a check of every gradient."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class AfterStep(ls.Hook):
 
 
 def recipe_of(work: Workload, saw: Callable[[Tensor], Tensor]) -> ls.Recipe:
-    """`saw`: called with each microbatch's loss, returns it."""
+    """Return the recipe. `saw`: called with each microbatch's loss; returns it."""
     return ls.Recipe(
         model=work.build,
         weights=work.values,

@@ -21,7 +21,7 @@ from typing import Literal
 import numpy as np
 
 from lockstep.verify.distance import distance, pooled, tensor_distance
-from lockstep.verify.tolerance import TOLERANCE, Rounding
+from lockstep.verify.tolerance import TOLERANCE, MeasuredRounding
 from lockstep.verify.trace_reader import Summaries, TensorSummary, Trace
 
 SUM_TOLERANCE = 4.0
@@ -61,7 +61,7 @@ DESCRIPTIONS: Mapping[Check, str] = {
     "loss": "loss",
     "weight": "weight of the loss",
 }
-"""What each check compares. Of several differences at one step, the check that stands first here is reported first."""
+"""The compared value of each check. Differences at one step are reported in this order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +102,7 @@ class Comparison:
         return not self.differences
 
 
-def compare(reference: Trace, plan: Trace, rounding: Rounding, *, bitwise: bool, tolerance: float = TOLERANCE) -> Comparison:
+def compare(reference: Trace, plan: Trace, rounding: MeasuredRounding, *, bitwise: bool, tolerance: float = TOLERANCE) -> Comparison:
     """Compare `plan` with `reference`.
 
     With `bitwise` every bit must be equal; without it, `tolerance` is in multiples of rounding.
@@ -124,7 +124,7 @@ def compare_compressed(exact: Trace, compressed: Trace) -> Comparison:
     """
     steps = min(exact.steps, compressed.steps)
     comparison = Comparison(plan=compressed.plan, steps=steps, bitwise=False)
-    comparator = _Comparator(exact, compressed, Rounding(exact, []), False, TOLERANCE, comparison)
+    comparator = _Comparator(exact, compressed, MeasuredRounding(exact, []), False, TOLERANCE, comparison)
     _compare(comparator, steps, checks=(_samples, _missing, _ranks))
     comparison.divergence = divergence(exact, compressed, steps)
     return comparison
@@ -150,7 +150,7 @@ class _Comparator:
 
     reference: Trace
     plan: Trace
-    rounding: Rounding
+    rounding: MeasuredRounding
     bitwise: bool
     tolerance: float
     comparison: Comparison

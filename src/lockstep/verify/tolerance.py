@@ -49,7 +49,7 @@ class _Runs(NamedTuple):
         return [self.reference, *self.perturbed]
 
 
-class Rounding:
+class MeasuredRounding:
     """Rounding of a reference run, measured with its perturbed runs.
 
     Without perturbed runs it has its smallest values.
@@ -66,14 +66,14 @@ class Rounding:
         self._tensors = cache(self._rounding)
         self._largest = cache(self._largest_distances)
 
-    def in_float64(self, reference: Trace, perturbed: Sequence[Trace], *, scale: float, margin: float) -> Rounding:
+    def in_float64(self, reference: Trace, perturbed: Sequence[Trace], *, scale: float, margin: float) -> MeasuredRounding:
         """Return the rounding of a float64 `reference`: `margin` times its own or `scale` times this one, whichever is
         larger.
 
         `scale` is the ratio of the two dtypes' precisions. It stands for operations inside the model that round to a
         shorter dtype than float64: such rounding can hide the noise of the float64 runs.
         """
-        made = Rounding(reference, [])
+        made = MeasuredRounding(reference, [])
         made._groups = [_Runs(reference, perturbed, margin), *(group._replace(scale=scale) for group in self._groups)]
         made._sign_flip = 0.0
         return made

@@ -1,4 +1,4 @@
-"""What a verification found: a verdict for each plan, in words, as table rows and as JSON."""
+"""The result of a verification: a verdict for each plan, in words, as table rows and as JSON."""
 
 from __future__ import annotations
 

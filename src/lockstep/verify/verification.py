@@ -15,7 +15,7 @@ from lockstep.verify.causes.likely_cause import likely_cause
 from lockstep.verify.compare import Comparison, compare, compare_compressed
 from lockstep.verify.jobs import FAST_REFERENCE
 from lockstep.verify.runner import JobResult, Runner
-from lockstep.verify.tolerance import Rounding
+from lockstep.verify.tolerance import MeasuredRounding
 from lockstep.verify.trace_reader import EPS, Trace
 from lockstep.verify.verdict import CompressionEffect, Mismatch, Report, Verdict
 
@@ -40,7 +40,7 @@ _WEIGHTED_LOSS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerifyOptions:
-    """What to verify."""
+    """The plans and checks of a verification."""
 
     plans: Sequence[tuple[Plan, int]]
     """Plans, each with its number of processes."""
@@ -68,11 +68,11 @@ class Verification:
     def run(self) -> Report:
         references = self._references()
         started = self._start(next(iter(references.values()))[0].facts)
-        rounding = {plan: [Rounding(trace, []) for trace in traces] for plan, traces in references.items()}
+        rounding = {plan: [MeasuredRounding(trace, []) for trace in traces] for plan, traces in references.items()}
         if self._fast:
             perturbed = [_traces(future.result(), "a perturbed run", self._script) for future in started.perturbed]
             rounding[FAST_REFERENCE] = [
-                Rounding(trace, [run[module] for run in perturbed]) for module, trace in enumerate(references[FAST_REFERENCE])
+                MeasuredRounding(trace, [run[module] for run in perturbed]) for module, trace in enumerate(references[FAST_REFERENCE])
             ]
             self._note_spread(rounding[FAST_REFERENCE][0])
         rounding_in_float64 = self._rounding_in_float64(started, rounding.get(FAST_REFERENCE, []))
@@ -126,7 +126,7 @@ class Verification:
             started.microbatch_sizes = [start(job) for job in jobs.microbatch_size_jobs(facts["global_batch"], size)]
         return started
 
-    def _rounding_in_float64(self, started: _StartedRuns, fast: Sequence[Rounding]) -> list[Rounding]:
+    def _rounding_in_float64(self, started: _StartedRuns, fast: Sequence[MeasuredRounding]) -> list[MeasuredRounding]:
         """Return the rounding of the float64 reference, for each train module; empty if float64 is not verified."""
         if started.float64_reference is None:
             return []
@@ -147,7 +147,7 @@ class Verification:
             for module, (rounding, trace) in enumerate(zip(fast, result.traces, strict=True))
         ]
 
-    def _judge(self, verdict: Verdict, result: JobResult, modules: Sequence[Rounding]) -> None:
+    def _judge(self, verdict: Verdict, result: JobResult, modules: Sequence[MeasuredRounding]) -> None:
         """`modules`: the reference's rounding for each train module."""
         verdict.seconds = result.seconds
         if not _ran(verdict, result):
@@ -158,7 +158,7 @@ class Verification:
             verdict.notes += comparison.notes
             _note_mismatch(verdict, comparison, rounding.reference, trace, float64=False)
 
-    def _judge_float64(self, verdict: Verdict, result: JobResult, modules: Sequence[Rounding]) -> None:
+    def _judge_float64(self, verdict: Verdict, result: JobResult, modules: Sequence[MeasuredRounding]) -> None:
         if not result.traces:
             verdict.notes.append(f"not repeated in float64 under this plan: {_last_line(result.error)}")
             return
@@ -185,7 +185,7 @@ class Verification:
             )
             _note_mismatch(verdict, comparison, without, trace, float64=False)
 
-    def _note_spread(self, rounding: Rounding) -> None:
+    def _note_spread(self, rounding: MeasuredRounding) -> None:
         steps = range(self._report.steps)
         self._report.rounding_spread = {kind: [rounding.spread(step, kind) for step in steps] for kind in ("gradients", "parameters")}
         self._report.rounding_spread["loss"] = [rounding.loss_spread(step) for step in steps]
@@ -226,7 +226,7 @@ def compare_microbatch_sizes(reference: Trace, other: Trace, size: int) -> Misma
     Returns None if the gradient and the loss are the same: the loss is a sum over samples.
     """
     minimum = max(MICROBATCH_SIZE_MINIMUM, MICROBATCH_SIZE_ULPS * reference.facts.get("eps", 0.0))
-    rounding = Rounding(reference, [], minimum=minimum)
+    rounding = MeasuredRounding(reference, [], minimum=minimum)
     comparison = compare(replace(reference, microbatches=[]), replace(other, microbatches=[]), rounding, bitwise=False)
     wrong = [difference for difference in comparison.differences if difference.check in ("gradients", "missing", "loss")]
     if not wrong:

@@ -1,6 +1,7 @@
-"""What `lockstep verify` is tried on: a small recipe, right as it stands, and with a mistake of its author's where one is named.
+"""python train.py [--mistake NAME]: a small recipe for tests of `lockstep verify`, correct or with a mistake of its
+author.
 
-python train.py [--mistake NAME]. The mistakes are those that people make in scripts; wrong engines are in tests/verify/faults.py.
+The mistakes are those that people make in scripts. Faulty engines are in tests/verify/faults.py.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Network(nn.Module):
 
 
 class Shifted(TensorDataset):
-    """A dataset that looks at the rank, as one that was written for a DistributedSampler may."""
+    """A dataset that depends on the rank, like one written for a DistributedSampler."""
 
     def __getitem__(self, index: int) -> tuple[Tensor, ...]:
         return super().__getitem__((index + RANK) % len(self))

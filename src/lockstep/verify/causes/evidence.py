@@ -1,4 +1,4 @@
-"""What causes are inferred from: two traces, and the first step at which they differ."""
+"""The evidence for a cause: two traces, and the first step at which they differ."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def test_a_job_is_a_lockstep_run_of_the_script_as_it_is(tmp_path: Path) -> None:
     with Runner(["-m", "package.train", "--lr", "1"], tmp_path, timeout_seconds=1, slots=1) as made:
         command = made._command(job("plan", 2), tmp_path / "run")
     assert command[1:] == [
-        *("-m", "lockstep", "run", "--nproc", "2", "--plan", "replicate=2,numerics=fast", "--run-dir", str(tmp_path / "run")),
+        *("-m", "lockstep", "run", "--plan", "replicate=2,numerics=fast", "--run-dir", str(tmp_path / "run"), "--nproc", "2"),
         *("-m", "package.train", "--lr", "1"),
     ]
 
