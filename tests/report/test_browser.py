@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 from report.browser import ABSENT, CHROMIUM, Browser
-from report.made import metrics, run_json, whole, write
+from report.run_directories import metrics, run_json, whole, write
 
 from lockstep.report.page import page
-from lockstep.report.read import read_runs
+from lockstep.report.reader import read_runs
 
 pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason=ABSENT), pytest.mark.timeout(180)]
 
@@ -103,7 +103,7 @@ def test_values_are_shown_beside_the_pointer(browser: Browser, pages: dict[str, 
     assert shown(browser).startswith("rank 15 · node1, steps 1–10 step 7")
     browser.point('[data-chart="0"]', 0.6, 0.5)
     assert "step 600: run-failed: PeerDied: an exchange failed" in shown(browser)
-    browser.point(".lane .event.grave", 0.5, 0.5)
+    browser.point(".lane .event.error", 0.5, 0.5)
     assert shown(browser).startswith("run-failed at step 600, after 1:00: PeerDied")
     browser.point("h1", 0.5, 0.5)
     assert shown(browser) == ""

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.report.scale import duration, number, scale_of, step_scale, time_scale
+from lockstep.report.scale import format_duration, format_number, scale_of, step_scale, time_scale
 
 FINITE = st.floats(-1e12, 1e12, allow_nan=False).map(lambda value: 0.0 if abs(value) < 1e-12 else value)
 
@@ -82,11 +82,11 @@ def test_the_axis_of_time_has_whole_units(seconds: float, labels: str) -> None:
     ],
 )  # fmt: skip
 def test_numbers_in_words(value: float, unit: str, text: str) -> None:
-    assert number(value, unit) == text  # type: ignore[arg-type]
+    assert format_number(value, unit) == text  # type: ignore[arg-type]
 
 
 def test_durations_in_words() -> None:
-    assert [duration(seconds) for seconds in (0, 0.4, 9.96, 59.6, 754, 11100, 190_000)] == [
+    assert [format_duration(seconds) for seconds in (0, 0.4, 9.96, 59.6, 754, 11100, 190_000)] == [
         "0 s",
         "0.4 s",
         "10 s",
