@@ -151,7 +151,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     ),
     (
         ["torn"],
-        "torn/run.json is not valid JSON (Expecting value: line 1 column 1 (char 0)); a run never writes it in part; give another run directory",
+        "torn/run.json is not valid JSON (Expecting value: line 1 column 1 (char 0)); a run never writes it in part",
     ),
     (["deep"], "deep/run.json is not valid JSON (maximum recursion depth exceeded"),
     (["kinds"], "kinds/result.json has str as 'steps', but a run writes int; give another run directory"),

@@ -19,9 +19,9 @@ def series(pairs: dict[int, float]) -> Series:
 
 
 def run(**given: Any) -> RunHistory:
-    facts = {"recipe": {"steps": 100}, "plan": {"text": "replicate=2"}}
+    metadata = {"recipe": {"steps": 100}, "plan": {"text": "replicate=2"}}
     nothing: dict[str, Any] = {"result": None, "curves": Curves(), "ranks": RankTimes(), "events": [], "holder": None}
-    return RunHistory(**{"name": "a", "path": "/a", "facts": facts, **nothing, **given})
+    return RunHistory(**{"name": "a", "path": "/a", "metadata": metadata, **nothing, **given})
 
 
 def test_an_evaluation_and_a_logging_step_at_one_step_are_both_there() -> None:

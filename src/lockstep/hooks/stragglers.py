@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from lockstep.comm.mesh import Mesh
 from lockstep.hooks.straggler_rule import PARTS, Stragglers
-from lockstep.logging.metrics import keep_up_to
+from lockstep.logging.metrics import drop_rows_after
 from lockstep.logging.phases import Phases
 
 _OF_HOOKS = ("hooks", "script")
@@ -53,7 +53,7 @@ class Ranks:
     def begin(self, step: int) -> None:
         """The run begins, or goes on, with `step` steps done."""
         if self._mesh.world.rank == 0 and self._file is None and self._path.exists():
-            keep_up_to(step, self._path)
+            drop_rows_after(step, self._path)
         self.restart()
 
     def restart(self) -> None:

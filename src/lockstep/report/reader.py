@@ -26,9 +26,7 @@ def read_runs(paths: Sequence[str]) -> list[RunHistory]:
     for path in paths:
         folder = Path(path).resolve()
         if folder in folders:
-            raise RunDirectoryError(
-                f"{path} and {folders[folder]} are the same run directory; a run is compared with others; give each once"
-            )
+            raise RunDirectoryError(f"{path} and {folders[folder]} are the same run directory; give each once")
         folders[folder] = path
         _check(path)
     return [read_run(folder, name) for folder, name in zip(folders, _names(list(folders)), strict=True)]
@@ -122,9 +120,7 @@ def _json(path: Path, **kinds: type) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8", errors="replace"))
     except (ValueError, RecursionError) as error:
-        raise RunDirectoryError(
-            f"{path} is not valid JSON ({error}); a run writes it completely or not at all; give another run directory"
-        ) from None
+        raise RunDirectoryError(f"{path} is not valid JSON ({error}); a run never writes it in part; give another run directory") from None
     if not isinstance(found, dict):
         raise RunDirectoryError(f"{path} holds a {type(found).__name__}; a run writes an object there; give another run directory")
     for name, kind in kinds.items():
