@@ -81,7 +81,7 @@ def test_the_page_of_a_run_has_all_that_is_known_of_it(tmp_path: Path) -> None:
         "time since the start",
     ]
     for told in (
-        "starts2",
+        "attempts2",
         "something-new",
         "of a later version",
         "NVIDIA H100",

@@ -35,9 +35,9 @@ def fingerprint(module_or_state_dict: nn.Module | Mapping[str, Any]) -> str:
                                        a bool is one byte, 0 or 1
     ========== ======================= ==================================================================================
 
-    Every number of 8 bytes is unsigned and little-endian. Tied weights appear once under each of their names. Device, strides and
-    `requires_grad` do not change the hash; the sign of a zero and the payload of a NaN do. Entries that are not tensors (a
-    module's extra state) are left out. At most 64 MiB of a tensor are copied at a time.
+    Every number of 8 bytes is unsigned and little-endian. Tied weights appear once under each of their names. Device,
+    strides and `requires_grad` do not change the hash; the sign of a zero and the payload of a NaN do. Entries that are
+    not tensors (a module's extra state) are left out. At most 64 MiB of a tensor are copied at a time.
 
     Raises `RecipeError` for a tensor without dense bytes: on the meta device, sparse or quantized.
     """
