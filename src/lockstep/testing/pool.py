@@ -177,11 +177,11 @@ class WorkerPool:
             )
         self._ready = False
 
-    def _end_nursery(self) -> int:
+    def _end_nursery(self, timeout_seconds: float = DUMP_SECONDS) -> int:
         """End the nursery and the processes that it forked. Returns its exit status."""
         self._control.close()
         try:
-            return self._nursery.wait(DUMP_SECONDS)
+            return self._nursery.wait(timeout_seconds)
         except subprocess.TimeoutExpired:
             self._nursery.kill()
             return self._nursery.wait()
@@ -195,15 +195,15 @@ class WorkerPool:
             if not answer:
                 raise ConnectionResetError("it closed its socket")
         except OSError as error:
-            status = self._replace_nursery()
+            status = self._replace_nursery(LEAVE_SECONDS)  # it is ending by itself, which takes a while on a busy machine
             raise WorkerError(f"the pool's nursery process ended with status {status} ({error}); its stderr says why") from error
         except BaseException:  # an interrupt: the next request must not read the answer to this one
             self._replace_nursery()
             raise
         return dict(json.loads(answer))
 
-    def _replace_nursery(self) -> int:
-        status = self._end_nursery()
+    def _replace_nursery(self, timeout_seconds: float = DUMP_SECONDS) -> int:
+        status = self._end_nursery(timeout_seconds)
         self._start()
         return status
 
