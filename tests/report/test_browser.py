@@ -97,9 +97,9 @@ def test_values_are_shown_beside_the_pointer(browser: Browser, pages: dict[str, 
     browser.point('[data-chart="0"]', 0.5, 0.5)
     training, evaluation = (row for row in metrics(range(10, 1001, 10)) if row["step"] == 500)
     assert shown(browser) == f"step 500 training {training['loss']:.5g} evaluation {evaluation['evaluation/loss']:.5g}"
-    crosses = "document.querySelectorAll('.cross').length - document.querySelectorAll('[data-chart], [data-heat]').length"
+    crosses = "document.querySelectorAll('.cross').length - document.querySelectorAll('[data-chart], [data-heatmap]').length"
     assert browser.evaluate(crosses) == 0
-    browser.point('[data-heat="0"]', 0.0051, 0.99)
+    browser.point('[data-heatmap="0"]', 0.0051, 0.99)
     assert shown(browser).startswith("rank 15 · node1, steps 1–10 step 7")
     browser.point('[data-chart="0"]', 0.6, 0.5)
     assert "step 600: run-failed: PeerDied: an exchange failed" in shown(browser)

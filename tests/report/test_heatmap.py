@@ -107,5 +107,5 @@ def test_a_page_can_be_made_of_whatever_was_measured(tmp_path: Path, said: dict[
     run_json(tmp_path)
     write(tmp_path, "ranks.jsonl", [{"step": 10, "ranks": said}])
     text = page(read_runs([str(tmp_path)]), made=0.0)
-    assert text.count("data-heat=") == sum(map(bool, said.values()))
+    assert text.count("data-heatmap=") == sum(map(bool, said.values()))
     assert "nan" not in text.partition('<script type="application/json"')[0]

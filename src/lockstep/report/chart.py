@@ -68,8 +68,8 @@ class RenderedFigure:
     """Values that page.js shows in the tooltip."""
 
 
-def render(chart: Chart, *, place: int, last_step: int, columns: int) -> RenderedFigure:
-    """Render a chart. `place`: its index on the page. `columns`: largest number of points of a curve."""
+def render(chart: Chart, *, index: int, last_step: int, columns: int) -> RenderedFigure:
+    """Render a chart. `index`: its index on the page. `columns`: largest number of points of a curve."""
     points = [downsample(line.series, last_step, columns) for line in chart.lines]
     numbers = [value for each in points for point in each for value in (point.low, point.high) if math.isfinite(value)]
     x_scale = step_scale(last_step)
@@ -79,7 +79,7 @@ def render(chart: Chart, *, place: int, last_step: int, columns: int) -> Rendere
         layers += _line(line, each, x_scale, y_scale)
     svg = f'<svg viewBox="0 0 {GRAIN} {GRAIN}" preserveAspectRatio="none" aria-hidden="true">{"".join(layers)}</svg>'
     aria_text = escape(f"{chart.title} over steps. {' '.join(map(_aria_text, chart.lines))}", quote=True)
-    plot = f'<div class="plot" data-chart="{place}" role="img" aria-label="{aria_text}">{svg}{axis_labels(x_scale, "step", y_scale)}</div>'
+    plot = f'<div class="plot" data-chart="{index}" role="img" aria-label="{aria_text}">{svg}{axis_labels(x_scale, "step", y_scale)}</div>'
     caption = f'<figcaption><span class="title">{escape(chart.title)}</span>{_legend(chart, y_scale)}{_latest(chart)}</figcaption>'
     data = {
         "unit": chart.unit,
@@ -94,10 +94,10 @@ def axis_labels(x_scale: Scale, axis: str, y_scale: Scale | None) -> str:
     """Return the labels of the axes, as HTML over the picture. `axis`: name of the horizontal axis."""
     labels = [f'<i class="axis">{axis}</i>'] if axis else []
     for tick, label in zip(x_scale.ticks, x_scale.labels, strict=True):
-        labels.append(f'<i class="x" style="left:{100 * x_scale.place(tick):.2f}%">{label}</i>')
+        labels.append(f'<i class="x" style="left:{100 * x_scale.position(tick):.2f}%">{label}</i>')
     if y_scale is not None:
         for tick, label in zip(y_scale.ticks, y_scale.labels, strict=True):
-            labels.append(f'<i class="y" style="bottom:{100 * y_scale.place(tick):.2f}%">{label}</i>')
+            labels.append(f'<i class="y" style="bottom:{100 * y_scale.position(tick):.2f}%">{label}</i>')
     return "".join(labels)
 
 
@@ -120,13 +120,13 @@ def summary(series: Series) -> dict[str, Any]:
 
 
 def _grid(x_scale: Scale, y_scale: Scale) -> Iterator[str]:
-    lines = [f"M0 {_y(y_scale.place(tick))}h{GRAIN}" for tick in y_scale.ticks]
+    lines = [f"M0 {_y(y_scale.position(tick))}h{GRAIN}" for tick in y_scale.ticks]
     yield f'<path class="grid" d="{"".join(lines)}"/>'
 
 
 def _marks(marks: Sequence[EventMark], x_scale: Scale) -> Iterator[str]:
     for error in (False, True):
-        lines = [f"M{_x(x_scale.place(mark.step))} 0v{GRAIN}" for mark in marks if mark.error == error]
+        lines = [f"M{_x(x_scale.position(mark.step))} 0v{GRAIN}" for mark in marks if mark.error == error]
         if lines:
             yield f'<path class="mark {"error" if error else ""}" d="{"".join(lines)}"/>'
 
@@ -137,13 +137,15 @@ def _line(line: Curve, points: Sequence[DownsampledPoint], x_scale: Scale, y_sca
     if any(point.low < point.high for point in points):
         edges = "".join(_band(segment, x_scale, y_scale) for segment in segments)
         yield f'<path class="band" {style} d="{edges}"/>'
-    path = "".join(_path([(_x(x_scale.place(point.step)), _y(y_scale.place(point.mean))) for point in segment]) for segment in segments)
+    path = "".join(
+        _path([(_x(x_scale.position(point.step)), _y(y_scale.position(point.mean))) for point in segment]) for segment in segments
+    )
     yield f'<path class="{line.kind}" {style} d="{path}"/>'
     single = points if len(points) <= DOTS else [segment[0] for segment in segments if len(segment) == 1]
-    dots = "".join(f"M{_x(x_scale.place(p.step))} {_y(y_scale.place(p.mean))}h0" for p in single if math.isfinite(p.mean))
+    dots = "".join(f"M{_x(x_scale.position(p.step))} {_y(y_scale.position(p.mean))}h0" for p in single if math.isfinite(p.mean))
     if dots:
         yield f'<path class="dots" {style} d="{dots}"/>'
-    broken = "".join(f"M{_x(x_scale.place(p.first))} 120H{_x(x_scale.place(p.last))}" for p in points if p.not_finite)
+    broken = "".join(f"M{_x(x_scale.position(p.first))} 120H{_x(x_scale.position(p.last))}" for p in points if p.not_finite)
     if broken:
         yield f'<path class="broken" d="{broken}"/>'
 
@@ -160,13 +162,13 @@ def _finite_segments(points: Sequence[DownsampledPoint]) -> list[list[Downsample
 
 
 def _band(points: Sequence[DownsampledPoint], x_scale: Scale, y_scale: Scale) -> str:
-    over = [(_x(x_scale.place(point.step)), _y(y_scale.place(point.high))) for point in points]
-    under = [(_x(x_scale.place(point.step)), _y(y_scale.place(point.low))) for point in reversed(points)]
+    over = [(_x(x_scale.position(point.step)), _y(y_scale.position(point.high))) for point in points]
+    under = [(_x(x_scale.position(point.step)), _y(y_scale.position(point.low))) for point in reversed(points)]
     return _path([*over, *under]) + "z"
 
 
-def _path(places: Sequence[tuple[int, int]]) -> str:
-    (x, y), *rest = places
+def _path(points: Sequence[tuple[int, int]]) -> str:
+    (x, y), *rest = points
     parts = [f"M{x} {y}l" if rest else f"M{x} {y}"]
     for to_x, to_y in rest:
         parts.append(f"{to_x - x} {to_y - y} ")
@@ -174,12 +176,12 @@ def _path(places: Sequence[tuple[int, int]]) -> str:
     return "".join(parts).rstrip()
 
 
-def _x(place: float) -> int:
-    return round(GRAIN * place)
+def _x(position: float) -> int:
+    return round(GRAIN * position)
 
 
-def _y(place: float) -> int:
-    return round(GRAIN * (1 - place))
+def _y(position: float) -> int:
+    return round(GRAIN * (1 - position))
 
 
 def _legend(chart: Chart, y_scale: Scale) -> str:

@@ -46,11 +46,11 @@ def downsample(series: Series, last: int, columns: int) -> list[DownsampledPoint
     collected: list[tuple[int, float]] = []
     column = -1
     for pair in pairs:
-        place = min(columns - 1, pair[0] * columns // (last + 1))
-        if place != column and collected:
+        index = min(columns - 1, pair[0] * columns // (last + 1))
+        if index != column and collected:
             points.append(_point(collected))
             collected = []
-        column = place
+        column = index
         collected.append(pair)
     return [*points, _point(collected)]
 

@@ -79,8 +79,8 @@ def lanes(runs: Sequence[RunHistory]) -> str:
     if not spans:
         return '<p class="note">No events were recorded.</p>'
     x_scale = time_scale(max(spans))
-    rows = "".join(_lane(run, place, x_scale, several=len(runs) > 1) for place, run in enumerate(runs))
-    grid = "".join(f'<i class="tick" style="left:{100 * x_scale.place(tick):.2f}%"></i>' for tick in x_scale.ticks)
+    rows = "".join(_lane(run, index, x_scale, several=len(runs) > 1) for index, run in enumerate(runs))
+    grid = "".join(f'<i class="tick" style="left:{100 * x_scale.position(tick):.2f}%"></i>' for tick in x_scale.ticks)
     aria_text = escape("Timeline of events. " + " ".join(map(_aria_text, runs)), quote=True)
     keys = "".join(f'<span class="key"><b class="{look}"></b>{word}</span>' for look, word in _KEYS)
     caption = f'<figcaption><span class="title">time since the start</span><span class="legend">{keys}</span></figcaption>'
@@ -89,22 +89,22 @@ def lanes(runs: Sequence[RunHistory]) -> str:
     return f'<figure class="chart">{caption}{plot}</figure>'
 
 
-def _lane(run: RunHistory, place: int, x_scale: Scale, *, several: bool) -> str:
+def _lane(run: RunHistory, index: int, x_scale: Scale, *, several: bool) -> str:
     began = run.began or 0.0
 
     def left(time: float) -> str:
-        return f"left:{100 * x_scale.place(time - began):.2f}%"
+        return f"left:{100 * x_scale.position(time - began):.2f}%"
 
     parts = [f'<span class="run">{escape(run.name)}</span>'] if several else []
     for number, each in enumerate(run.attempts, 1):
         tip = f"attempt {number}: {each.end or 'end not recorded'}, after {format_duration(each.ended - each.began)}"
-        width = f"width:{100 * x_scale.place(each.ended - each.began):.2f}%"
+        width = f"width:{100 * x_scale.position(each.ended - each.began):.2f}%"
         parts.append(f'<b class="span" data-tip="{escape(tip, quote=True)}" style="{left(each.began)};{width}"></b>')
     for group in _group_nearby(run.events, x_scale):
         first = group.events[0]
         tip = f"{_many(group)} at step {format_count(first.step)}, after {format_duration(first.time - began)}{_because(first)}"
         parts.append(f'<b class="event {group.severity}" data-tip="{escape(tip, quote=True)}" style="{left(first.time)}"></b>')
-    return f'<div class="lane" data-run="{place}" style="--colour:var(--line-{place % COLOURS})">{"".join(parts)}</div>'
+    return f'<div class="lane" data-run="{index}" style="--colour:var(--line-{index % COLOURS})">{"".join(parts)}</div>'
 
 
 def _group_nearby(events: Iterable[RunEvent], x_scale: Scale) -> list[EventGroup]:
@@ -112,7 +112,7 @@ def _group_nearby(events: Iterable[RunEvent], x_scale: Scale) -> list[EventGroup
     found: dict[str, list[list[RunEvent]]] = {}
     for event in events:
         groups = found.setdefault(event.kind, [])
-        if groups and x_scale.place(event.time - groups[-1][0].time) < _NEARBY:
+        if groups and x_scale.position(event.time - groups[-1][0].time) < _NEARBY:
             groups[-1].append(event)
         else:
             groups.append([event])
@@ -143,7 +143,7 @@ def _row(group: EventGroup, began: float) -> str:
     return (
         f'<tr><td class="number" title="{when}">{format_duration(first.time - began)}</td><td class="number">{steps}</td>'
         f'<td class="kind"><b class="event {group.severity}"></b>{escape(_many(group))}</td>'
-        f'<td class="said">{escape(details(last)) + (" (the last one)" if first is not last else "")}</td></tr>'
+        f'<td class="details">{escape(details(last)) + (" (the last one)" if first is not last else "")}</td></tr>'
     )
 
 

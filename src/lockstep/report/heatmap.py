@@ -68,9 +68,9 @@ def make_grid(times: RankTimes, last_step: int) -> HeatmapGrid:
     interval = max(1, round(median(gaps))) if gaps else 1
     columns = max(1, min(MOST_COLUMNS, CELLS // max(1, len(ranks)), round(last_step / interval)))
     rows_by_column = _rows_by_column(times.steps, last_step, columns)
-    parts = [part for part in PHASES if any(times.phases[part])]
-    cells = [_cells(times, parts, rows, ranks_per_row) for rows in rows_by_column]
-    mean = {part: [[_at(each.means.get(part, []), row) for each in cells] for row in range(len(ranks))] for part in parts}
+    phases = [phase for phase in PHASES if any(times.phases[phase])]
+    cells = [_cells(times, phases, rows, ranks_per_row) for rows in rows_by_column]
+    mean = {phase: [[_at(each.means.get(phase, []), row) for each in cells] for row in range(len(ranks))] for phase in phases}
     return HeatmapGrid(ranks, last_step, columns, mean, [[_at(each.most, row) for each in cells] for row in range(len(ranks))])
 
 
@@ -81,11 +81,11 @@ def _rows_by_column(steps: Sequence[int], last_step: int, columns: int) -> list[
     """
     found: list[list[int]] = [[] for _ in range(columns)]
     before = 0
-    for place, step in enumerate(steps):
+    for index, step in enumerate(steps):
         first = math.ceil(before * columns / last_step - 0.5)
         end = math.ceil(step * columns / last_step - 0.5)
         for column in range(first, end) if end > first else [min(columns - 1, (step - 1) * columns // last_step)]:
-            found[min(column, columns - 1)].append(place)
+            found[min(column, columns - 1)].append(index)
         before = step
     return found
 
@@ -115,8 +115,8 @@ def _slowest(values: Sequence[float], ranks_per_row: int) -> list[float]:
     return [max((value for value in group if value == value), default=math.nan) for group in groups]
 
 
-def _at(values: Sequence[float], place: int) -> float:
-    return values[place] if place < len(values) else math.nan
+def _at(values: Sequence[float], index: int) -> float:
+    return values[index] if index < len(values) else math.nan
 
 
 def color_limits(rows: Sequence[Sequence[float]]) -> tuple[float, float]:
@@ -145,9 +145,9 @@ def palette(*, dark: bool) -> bytes:
     stops = [tuple(int(colour[at : at + 2], 16) for at in (1, 3, 5)) for colour in (reversed(RAMP) if dark else RAMP)]
     found = bytearray(3)
     for each in range(SHADES):
-        whole, part = divmod(each * (len(stops) - 1) / (SHADES - 1), 1)
+        whole, fraction = divmod(each * (len(stops) - 1) / (SHADES - 1), 1)
         here, there = stops[int(whole)], stops[min(int(whole) + 1, len(stops) - 1)]
-        found += bytes(round(a + (b - a) * part) for a, b in zip(here, there, strict=True))
+        found += bytes(round(a + (b - a) * fraction) for a, b in zip(here, there, strict=True))
     return bytes(found)
 
 
@@ -159,28 +159,28 @@ def png(rows: Sequence[Sequence[int]], colours: bytes) -> bytes:
 
     header = struct.pack(">IIBBBBB", len(rows[0]), len(rows), 8, 3, 0, 0, 0)
     pixels = zlib.compress(b"".join(b"\0" + bytes(row) for row in rows), 9)
-    parts = (chunk(b"IHDR", header), chunk(b"PLTE", colours), chunk(b"tRNS", b"\0"), chunk(b"IDAT", pixels), chunk(b"IEND", b""))
-    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+    chunks = (chunk(b"IHDR", header), chunk(b"PLTE", colours), chunk(b"tRNS", b"\0"), chunk(b"IDAT", pixels), chunk(b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
 
 
-def render(times: RankTimes, *, place: int, last_step: int, title: str) -> RenderedFigure:
+def render(times: RankTimes, *, index: int, last_step: int, title: str) -> RenderedFigure:
     """Render the heatmaps of a run, one for each phase, with their colour scales.
 
-    `place`: index of the run's heatmaps on the page.
+    `index`: index of the run's heatmaps on the page.
     """
     cells = make_grid(times, last_step)
     data = {
         "last": last_step,
         "columns": cells.columns,
         "ranks": [f"rank {name}" if first == last else f"ranks {name}, the slowest" for (first, last), name in _row_names(cells, times)],
-        "mean": {part: [[_short(value) for value in row] for row in rows] for part, rows in cells.mean.items()},
+        "mean": {phase: [[_short(value) for value in row] for row in rows] for phase, rows in cells.mean.items()},
         "most": [[_short(value) for value in row] for row in cells.most],
     }
-    return RenderedFigure("".join(_picture(part, cells, times, place, title) for part in cells.mean), data)
+    return RenderedFigure("".join(_picture(phase, cells, times, index, title) for phase in cells.mean), data)
 
 
-def _picture(part: str, cells: HeatmapGrid, times: RankTimes, place: int, title: str) -> str:
-    rows = cells.mean[part]
+def _picture(phase: str, cells: HeatmapGrid, times: RankTimes, index: int, title: str) -> str:
+    rows = cells.mean[phase]
     low, high = color_limits(rows)
     shades = [[shade(value, low, high) for value in row] for row in rows]
     light, dark = (base64.b64encode(png(shades, palette(dark=each))).decode() for each in (False, True))
@@ -189,13 +189,13 @@ def _picture(part: str, cells: HeatmapGrid, times: RankTimes, place: int, title:
     below, above = ("≤ " if _has_beyond(rows, below=low) else ""), ("≥ " if _has_beyond(rows, above=high) else "")
     ends = f"{below}{format_number(low, 'seconds')}</span><b></b><span>{above}{format_number(high, 'seconds')}"
     ramp = f'<span class="ramp"><span>{ends}</span></span>'
-    named = "step time by rank" if part == "step" else f"step time by rank: {part}"
+    named = "step time by rank" if phase == "step" else f"step time by rank: {phase}"
     names = ""
     for row, name in _visible_row_names(cells, times):
         names += f'<i class="y" style="top:{100 * (row + 0.5) / len(rows):.2f}%">{name}</i>'
     aria_text = escape(f"{title}: {named} and step. {_aria_text(cells, rows)}", quote=True)
     height = min(260, max(44, 13 * len(rows)))
-    plot = f'<div class="plot heat" data-heat="{place}" role="img" aria-label="{aria_text}" style="height:{height}px">'
+    plot = f'<div class="plot heatmap" data-heatmap="{index}" role="img" aria-label="{aria_text}" style="height:{height}px">'
     plot += f"{picture}{axis_labels(step_scale(cells.last_step), 'step', None)}{names}</div>"
     return f'<figure class="chart"><figcaption><span class="title">{named}</span>{ramp}</figcaption>{plot}</figure>'
 
@@ -203,18 +203,18 @@ def _picture(part: str, cells: HeatmapGrid, times: RankTimes, place: int, title:
 def mean_times(times: RankTimes) -> list[dict[str, float]]:
     """Return each rank's mean seconds per step by phase, over all rows."""
     found: list[dict[str, float]] = []
-    for part in PHASES:
-        for rank, values in enumerate(_by_rank(times.phases[part])):
+    for phase in PHASES:
+        for rank, values in enumerate(_by_rank(times.phases[phase])):
             found += [{} for _ in range(rank + 1 - len(found))]
             if values:
-                found[rank][part] = _mean(values)
+                found[rank][phase] = _mean(values)
     return found
 
 
-def mean_over_ranks(times: RankTimes, part: str) -> Series:
+def mean_over_ranks(times: RankTimes, phase: str) -> Series:
     """Return the mean over the ranks at each logging step."""
     found = Series()
-    for step, row in zip(times.steps, times.phases[part], strict=True):
+    for step, row in zip(times.steps, times.phases[phase], strict=True):
         values = [value for value in row if value == value]
         if values:
             found.add(step, _mean(values))
@@ -232,18 +232,18 @@ def rank_bars(times: RankTimes) -> str:
         return ""
     longest = max(max(each["step"], sum(each.values()) - each["step"]) for _, each in everyone) or 1.0
     rows = "".join(_bar(_name(rank, times), each, longest) for rank, each in sorted(shown, key=lambda pair: pair[0]))
-    parts = "".join(f'<th class="number" scope="col"><b class="swatch {part}"></b>{part}</th>' for part in (*PHASES[1:], "other"))
-    head = f'<tr><th scope="col">rank</th><th></th><th class="number" scope="col">step</th>{parts}</tr>'
+    heads = "".join(f'<th class="number" scope="col"><b class="swatch {phase}"></b>{phase}</th>' for phase in (*PHASES[1:], "other"))
+    head = f'<tr><th scope="col">rank</th><th></th><th class="number" scope="col">step</th>{heads}</tr>'
     more = f", {len(shown)} of {len(everyone)}: those whose data and compute take longest" if len(shown) < len(everyone) else ""
     caption = f"<caption>Mean step time by rank{more}</caption>"
     return f'<div class="wide card"><table class="bars">{caption}<thead>{head}</thead><tbody>{rows}</tbody></table></div>'
 
 
 def _bar(name: str, each: dict[str, float], longest: float) -> str:
-    parts = {part: each[part] for part in PHASES[1:] if part in each}
-    parts["other"] = max(0.0, each["step"] - sum(parts.values()))
-    pieces = "".join(f'<b class="{part}" style="width:{100 * value / longest:.2f}%"></b>' for part, value in parts.items())
-    texts = [format_number(parts[part], "seconds") if part in parts else "–" for part in (*PHASES[1:], "other")]
+    phases = {phase: each[phase] for phase in PHASES[1:] if phase in each}
+    phases["other"] = max(0.0, each["step"] - sum(phases.values()))
+    pieces = "".join(f'<b class="{phase}" style="width:{100 * value / longest:.2f}%"></b>' for phase, value in phases.items())
+    texts = [format_number(phases[phase], "seconds") if phase in phases else "–" for phase in (*PHASES[1:], "other")]
     cells = "".join(f'<td class="number">{text}</td>' for text in (f"<strong>{format_number(each['step'], 'seconds')}</strong>", *texts))
     return f'<tr><th scope="row">{escape(name)}</th><td class="bar"><div>{pieces}</div></td>{cells}</tr>'
 

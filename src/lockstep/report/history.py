@@ -213,10 +213,10 @@ def run_events(rows: Iterable[Mapping[str, Any]]) -> list[RunEvent]:
 
 def attempts(events: list[RunEvent], last_time: float | None) -> list[Attempt]:
     """Return the attempts, one for each start of the run. `last_time`: time of the last row of metrics, if any."""
-    starts = [place for place, event in enumerate(events) if event.kind == _BEGINS]
+    starts = [index for index, event in enumerate(events) if event.kind == _BEGINS]
     found = []
-    for place, following in zip(starts, [*starts, len(events)][1:], strict=True):
-        own = events[place:following]
+    for index, following in zip(starts, [*starts, len(events)][1:], strict=True):
+        own = events[index:following]
         end = next((_ENDS[event.kind] for event in reversed(own) if event.kind in _ENDS), None)
         ended = own[-1].time
         if following == len(events) and last_time is not None:

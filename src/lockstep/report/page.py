@@ -42,26 +42,26 @@ def page(runs: Sequence[RunHistory], *, made: float) -> str:
     shown = [*learning, *speed]
     lines = sum(len(each.lines) for each in shown)
     columns = max(LEAST_COLUMNS, min(MOST_COLUMNS, POINTS // max(1, lines)))
-    drawn = [render(each, place=place, last_step=last_step, columns=columns) for place, each in enumerate(shown)]
-    heats = [heatmap.render(run.ranks, place=place, last_step=last_step, title=run.name) for place, run in enumerate(_timed(runs))]
+    figures = [render(each, index=index, last_step=last_step, columns=columns) for index, each in enumerate(shown)]
+    heatmaps = [heatmap.render(run.ranks, index=index, last_step=last_step, title=run.name) for index, run in enumerate(_timed(runs))]
     body = [
         _head(runs, made),
         *_section("differences", "Differences", tables.difference_table(runs) if len(runs) > 1 else ""),
-        *_section("learning", "Training", _grid(drawn[: len(learning)]) or '<p class="note">The run has not reached a logging step.</p>'),
-        *_section("speed", "Throughput", _grid(drawn[len(learning) :])),
-        *_section("ranks", "Ranks", _ranks(runs, heats)),
+        *_section("learning", "Training", _grid(figures[: len(learning)]) or '<p class="note">The run has not reached a logging step.</p>'),
+        *_section("speed", "Throughput", _grid(figures[len(learning) :])),
+        *_section("ranks", "Ranks", _ranks(runs, heatmaps)),
         *_section("events", "Events", _events(runs)),
         *_section(
             "facts",
             "Recipe, plan, environment",
-            "".join(tables.description(run, place, several=len(runs) > 1) for place, run in enumerate(runs)),
+            "".join(tables.description(run, index, several=len(runs) > 1) for index, run in enumerate(runs)),
         ),
         *_section("numbers", "All metrics", tables.metric_table(runs) if lines else ""),
     ]
     data = {
         "last": last_step,
-        "charts": [each.data for each in drawn],
-        "heats": [each.data for each in heats],
+        "charts": [each.data for each in figures],
+        "heatmaps": [each.data for each in heatmaps],
         "runs": [run.name for run in runs],
     }
     return _document(title, "".join(body), data)
@@ -92,12 +92,12 @@ def _sole_term(runs: Sequence[RunHistory], names: Sequence[str] | dict[str, None
 def _metric(name: str, runs: Sequence[RunHistory], note: str = "") -> Chart:
     several = len(runs) > 1
     lines = []
-    for place, run in enumerate(runs):
+    for index, run in enumerate(runs):
         for full, kind, word in ((name, "line", "training"), (_EVALUATION + name, "dashed", "evaluation")):
             if full in run.curves.series:
-                colour = place if several else int(kind == "dashed")
+                colour = index if several else int(kind == "dashed")
                 label = run.name if several and kind == "line" else f"{run.name}, {word}" if several else word
-                lines.append(Curve(label, colour, run.curves.series[full], kind, place))  # type: ignore[arg-type]
+                lines.append(Curve(label, colour, run.curves.series[full], kind, index))  # type: ignore[arg-type]
     title = _TITLES.get(name, name)
     if name != "loss" and all(line.kind == "dashed" for line in lines):
         title += ", evaluation"
@@ -114,17 +114,17 @@ def _metric(name: str, runs: Sequence[RunHistory], note: str = "") -> Chart:
 
 def _step_times(runs: Sequence[RunHistory]) -> list[Chart]:
     """Return the chart of step times: of one run by phase, of several runs the whole steps alone."""
-    timed = [(place, run) for place, run in enumerate(runs) if run.ranks.steps]
+    timed = [(index, run) for index, run in enumerate(runs) if run.ranks.steps]
     if not timed:
         return []
     if len(runs) == 1:
         ranks = runs[0].ranks
-        found = [(part, heatmap.mean_over_ranks(ranks, part)) for part in PHASES]
-        lines = [Curve(part, place, series) for place, (part, series) in enumerate(found) if series.values]
+        found = [(phase, heatmap.mean_over_ranks(ranks, phase)) for phase in PHASES]
+        lines = [Curve(phase, index, series) for index, (phase, series) in enumerate(found) if series.values]
         return [
             Chart(title="step time, mean of ranks", lines=lines, unit="seconds", from_zero=True, marks=event_timeline.marks(runs[0].events))
         ]
-    lines = [Curve(run.name, place, heatmap.mean_over_ranks(run.ranks, "step"), run=place) for place, run in timed]
+    lines = [Curve(run.name, index, heatmap.mean_over_ranks(run.ranks, "step"), run=index) for index, run in timed]
     return [Chart(title="step time, mean of ranks", lines=lines, unit="seconds", from_zero=True)]
 
 
@@ -137,12 +137,12 @@ def _head(runs: Sequence[RunHistory], made: float) -> str:
     if len(runs) == 1:
         (run,) = runs
         reason = tables.state_reason(run)
-        paragraph = f'<p class="why {run.state}">{escape(reason)}</p>' if reason else ""
+        paragraph = f'<p class="reason {run.state}">{escape(reason)}</p>' if reason else ""
         name = f"<h1>{escape(run.name)} {tables.state(run)}</h1>"
         top = f'{name}<p class="sub">{tables.subtitle(run)}</p>{paragraph}{_unreadable(runs)}{tables.tiles(run)}'
     else:
         reasons = "".join(
-            f'<p class="why {run.state}"><strong>{escape(run.name)}</strong>: {escape(tables.state_reason(run))}</p>'
+            f'<p class="reason {run.state}"><strong>{escape(run.name)}</strong>: {escape(tables.state_reason(run))}</p>'
             for run in runs
             if tables.state_reason(run)
         )
@@ -154,18 +154,18 @@ def _unreadable(runs: Sequence[RunHistory]) -> str:
     texts = [
         f"{run.name}: {lines:,} lines of {name} are invalid, and are left out" for run in runs for name, lines in run.unreadable.items()
     ]
-    return "".join(f'<p class="why failed">{escape(text)}.</p>' for text in texts)
+    return "".join(f'<p class="reason failed">{escape(text)}.</p>' for text in texts)
 
 
-def _grid(drawn: Sequence[RenderedFigure]) -> str:
-    return f'<div class="grid">{"".join(each.html for each in drawn)}</div>' if drawn else ""
+def _grid(figures: Sequence[RenderedFigure]) -> str:
+    return f'<div class="grid">{"".join(each.html for each in figures)}</div>' if figures else ""
 
 
-def _ranks(runs: Sequence[RunHistory], heats: Sequence[RenderedFigure]) -> str:
+def _ranks(runs: Sequence[RunHistory], heatmaps: Sequence[RenderedFigure]) -> str:
     found = []
-    for run, drawn in zip(_timed(runs), heats, strict=True):
+    for run, figure in zip(_timed(runs), heatmaps, strict=True):
         name = f"<h3>{tables.key(run, runs.index(run))}</h3>" if len(runs) > 1 else ""
-        found.append(f'{name}<div class="grid">{drawn.html}</div>{heatmap.rank_bars(run.ranks)}')
+        found.append(f'{name}<div class="grid">{figure.html}</div>{heatmap.rank_bars(run.ranks)}')
     note = (
         '<p class="note">A cell is the mean of its steps; each heatmap has its own colour scale. A straggler, a rank whose data or '
         "compute takes longer, makes the others wait: their communication takes longer, and the step is as long for all.</p>"
@@ -175,11 +175,11 @@ def _ranks(runs: Sequence[RunHistory], heats: Sequence[RenderedFigure]) -> str:
 
 def _events(runs: Sequence[RunHistory]) -> str:
     found = [event_timeline.lanes(runs)]
-    for place, run in enumerate(runs):
+    for index, run in enumerate(runs):
         if run.events:
             table = event_timeline.table(run)
             found.append(
-                f"<details><summary>{tables.key(run, place)}</summary>{table}</details>"
+                f"<details><summary>{tables.key(run, index)}</summary>{table}</details>"
                 if len(runs) > 1
                 else f'<div class="card">{table}</div>'
             )

@@ -26,7 +26,7 @@ class Scale:
     ticks: tuple[float, ...]
     labels: tuple[str, ...]
 
-    def place(self, value: float) -> float:
+    def position(self, value: float) -> float:
         if self.logarithmic:
             return (math.log(value) - math.log(self.low)) / (math.log(self.high) - math.log(self.low))
         return (value - self.low) / (self.high - self.low)

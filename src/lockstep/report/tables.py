@@ -100,21 +100,21 @@ def overview(runs: Sequence[RunHistory]) -> str:
         columns.update(dict.fromkeys(each))
     heads = "".join(f'<th scope="col" class="number">{escape(name)}</th>' for name in columns)
     rows = []
-    for place, (run, each) in enumerate(zip(runs, figures, strict=True)):
+    for index, (run, each) in enumerate(zip(runs, figures, strict=True)):
         cells = "".join(f'<td class="number">{each.get(name, "–")}</td>' for name in columns)
         fingerprint = (run.result or {}).get("fingerprint")
         digits = f'<td><code title="{fingerprint}">{escape(str(fingerprint)[:_DIGITS])}</code></td>' if fingerprint else "<td>–</td>"
-        name = f'<th scope="row">{key(run, place)}</th><td>{state(run)}</td>'
+        name = f'<th scope="row">{key(run, index)}</th><td>{state(run)}</td>'
         plan = f'<td class="plan"><code>{_breakable(run.plan)}</code></td>'
-        rows.append(f'<tr data-run="{place}">{name}{cells}{plan}{digits}</tr>')
+        rows.append(f'<tr data-run="{index}">{name}{cells}{plan}{digits}</tr>')
     head = f'<tr><th scope="col">run</th><th scope="col"></th>{heads}<th scope="col">plan</th><th scope="col">fingerprint</th></tr>'
     return _table(head, rows) + _same_fingerprints(runs)
 
 
-def key(run: RunHistory, place: int) -> str:
+def key(run: RunHistory, index: int) -> str:
     """Return the run's name with the colour of its curves."""
     return (
-        f'<span class="key" data-run="{place}"><b class="line" style="--colour:var(--line-{place % COLOURS})"></b>{escape(run.name)}</span>'
+        f'<span class="key" data-run="{index}"><b class="line" style="--colour:var(--line-{index % COLOURS})"></b>{escape(run.name)}</span>'
     )
 
 
@@ -174,7 +174,7 @@ def differences(runs: Sequence[RunHistory]) -> list[tuple[str, str, list[str | N
 def difference_table(runs: Sequence[RunHistory]) -> str:
     """Return the table of differences between runs."""
     found = differences(runs)
-    heads = "".join(f'<th scope="col">{key(run, place)}</th>' for place, run in enumerate(runs))
+    heads = "".join(f'<th scope="col">{key(run, index)}</th>' for index, run in enumerate(runs))
     rows, before = [], ""
     for about, name, values in found:
         if about != before:
@@ -189,7 +189,7 @@ def difference_table(runs: Sequence[RunHistory]) -> str:
     return _table(f'<tr><th scope="col"></th>{heads}</tr>', rows) + note
 
 
-def description(run: RunHistory, place: int, *, several: bool) -> str:
+def description(run: RunHistory, index: int, *, several: bool) -> str:
     """Return the tables of a run's recipe, plan, environment and result."""
     blocks = []
     for about, values in sections(run).items():
@@ -197,7 +197,7 @@ def description(run: RunHistory, place: int, *, several: bool) -> str:
             rows = "".join(f'<tr><th scope="row">{escape(name)}</th>{_code(value)}</tr>' for name, value in values.items())
             blocks.append(f'<section class="card"><h3>{about}</h3><table class="facts"><tbody>{rows}</tbody></table></section>')
     body = f'<div class="columns">{"".join(blocks)}</div>'
-    return f"<details><summary>{key(run, place)}</summary>{body}</details>" if several else body
+    return f"<details><summary>{key(run, index)}</summary>{body}</details>" if several else body
 
 
 def metric_table(runs: Sequence[RunHistory]) -> str:
@@ -208,16 +208,16 @@ def metric_table(runs: Sequence[RunHistory]) -> str:
     )
     rows = []
     names = dict.fromkeys(name for run in runs for name in run.curves.series)
-    pairs = [(name, place, run) for name in names for place, run in enumerate(runs) if name in run.curves.series]
-    for name, place, run in pairs[:SERIES]:
+    pairs = [(name, index, run) for name in names for index, run in enumerate(runs) if name in run.curves.series]
+    for name, index, run in pairs[:SERIES]:
         values = summary(run.curves.series[name])
         unit = UNITS.get(name, "")
         texts = [format_count(values["values"]), *(_optional(values[each], unit) for each in ("first", "last", "mean", "min"))]
         texts += [_optional(values["min_step"]), _optional(values["max"], unit), _optional(values["max_step"])]
         texts += [format_count(values["not_finite"]) if values["not_finite"] else ""]
         cells = "".join(f'<td class="number">{cell}</td>' for cell in texts)
-        of = f"<td>{key(run, place)}</td>" if len(runs) > 1 else ""
-        rows.append(f'<tr data-run="{place}"><th scope="row">{escape(name)}</th>{of}{cells}</tr>')
+        of = f"<td>{key(run, index)}</td>" if len(runs) > 1 else ""
+        rows.append(f'<tr data-run="{index}"><th scope="row">{escape(name)}</th>{of}{cells}</tr>')
     of = '<th scope="col">run</th>' if len(runs) > 1 else ""
     more = f'<p class="note">{len(pairs) - SERIES:,} more are in metrics.jsonl.</p>' if len(pairs) > SERIES else ""
     return _table(f'<tr><th scope="col">metric</th>{of}{heads}</tr>', rows) + more
