@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report.made import event, metrics, run_json, whole, write
+from report.run_directories import event, metrics, run_json, whole, write
 from training.kept import run
 
 from lockstep.testing.pool import WorkerPool
@@ -35,7 +35,7 @@ def test_a_run_that_was_preempted_and_went_on_is_one_run_with_a_page(pool: Worke
     path = tmp_path / "a"
     pool.run(1, run, "replicate=1", str(path), 3, {})
     before = lockstep(path)
-    assert before.stdout.startswith("a: stopped, can go on, step 4, loss ")
+    assert before.stdout.startswith("a: stopped, resumable, step 4, loss ")
     pool.run(2, run, "replicate=2", str(path), None, {})
     after = lockstep(path)
     assert after.returncode == 0, after.stderr
@@ -80,15 +80,15 @@ def test_a_live_run_is_running_and_a_killed_one_cut_off(tmp_path: Path) -> None:
     (path / "lock").write_text(json.dumps(lock))
     try:
         (said,) = told(path)["runs"]
-        assert (said["state"], said["why"]) == ("running", f"process {holder.pid} on {socket.gethostname()} holds the directory")
+        assert (said["state"], said["reason"]) == ("running", f"process {holder.pid} on {socket.gethostname()} holds the directory")
     finally:
         holder.send_signal(signal.SIGKILL)
         holder.communicate()
     (said,) = told(path)["runs"]
     assert said["state"] == "unfinished"
-    assert said["why"].startswith("no word of its end was written")
+    assert said["reason"].startswith("it ended without a record")
     (path / "lock").write_text(json.dumps(lock | {"host": "elsewhere"}))
-    assert "elsewhere, another host" in told(path)["runs"][0]["why"]
+    assert "elsewhere, another host" in told(path)["runs"][0]["reason"]
 
 
 def test_a_last_line_that_is_being_written_is_left_out_and_others_that_cannot_be_read_are_counted(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_a_last_line_that_is_being_written_is_left_out_and_others_that_cannot_be
     assert said["unreadable_lines"] == {"metrics.jsonl": 8, "ranks.jsonl": 1}
     assert (said["series"]["loss"]["values"], said["series"]["loss"]["last_step"]) == (2, 4)
     lockstep(path)
-    assert "8 lines of metrics.jsonl are not as a run writes them" in (path / "report.html").read_text()
+    assert "8 lines of metrics.jsonl are invalid" in (path / "report.html").read_text()
 
 
 def test_a_folder_whose_name_is_no_text_has_a_page(tmp_path: Path) -> None:
@@ -137,20 +137,24 @@ def test_only_a_report_is_written_over(tmp_path: Path) -> None:
 
 MISTAKES: list[tuple[list[str], str]] = [
     ([], "UsageError: Missing argument 'RUN_DIR...'; see lockstep report --help"),
-    (["missing"], "RunDirectoryError: missing is not there; a report is made of run directories; give one that a run has written to"),
-    (["file"], "RunDirectoryError: file is a file; a report is made of run directories; give the folder that it is in"),
+    (["missing"], "RunDirectoryError: missing does not exist; a report needs run directories; give one that a run has written to"),
+    (["file"], "RunDirectoryError: file is a file; a report needs run directories; give the folder that contains it"),
     (
         ["runs"],
-        "RunDirectoryError: runs is no run directory: it has no run.json, which a run writes when it starts; give one of those in it, a, b",
+        "RunDirectoryError: runs is not a run directory: it has no run.json, which a run writes when it starts; "
+        "give one of those in it, a, b",
     ),
-    (["empty"], "RunDirectoryError: empty is no run directory: it has no run.json, which a run writes when it starts; give another"),
+    (["empty"], "RunDirectoryError: empty is not a run directory: it has no run.json, which a run writes when it starts; give another"),
     (
         ["runs/a", "runs/b", "runs/../runs/a"],
-        "RunDirectoryError: runs/../runs/a and runs/a are one run directory; a run is compared with others; give each once",
+        "RunDirectoryError: runs/../runs/a and runs/a are the same run directory; give each once",
     ),
-    (["torn"], "torn/run.json is no JSON (Expecting value: line 1 column 1 (char 0)); a run writes it whole; give another run directory"),
-    (["deep"], "deep/run.json is no JSON (maximum recursion depth exceeded"),
-    (["kinds"], "kinds/result.json has str as 'steps', where a run writes int; give another run directory"),
+    (
+        ["torn"],
+        "torn/run.json is not valid JSON (Expecting value: line 1 column 1 (char 0)); a run never writes it in part",
+    ),
+    (["deep"], "deep/run.json is not valid JSON (maximum recursion depth exceeded"),
+    (["kinds"], "kinds/result.json has str as 'steps', but a run writes int; give another run directory"),
     (["runs/a", "-o", "no/page.html"], "LaunchError: -o no/page.html; its directory is not there; name a file in a directory that is"),
     (["runs/a", "-o", "empty"], "LaunchError: -o empty is a directory; a report is one file; name a file in it"),
 ]

@@ -77,13 +77,13 @@ class Browser:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    def point(self, selector: str, across: float, down: float) -> None:
+    def point(self, selector: str, x_scale: float, down: float) -> None:
         """Move the pointer to a place of an element, as shares of its width and height."""
         box = self.evaluate(
             f"(() => {{ const e = document.querySelector({selector!r}); e.scrollIntoView({{block: 'center'}});"
             "const b = e.getBoundingClientRect(); return [b.left, b.top, b.width, b.height] })()"
         )
-        x, y = box[0] + across * box[2], box[1] + down * box[3]
+        x, y = box[0] + x_scale * box[2], box[1] + down * box[3]
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
     def picture(self, *, whole: bool = True) -> bytes:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 from report.browser import ABSENT, CHROMIUM, Browser
-from report.made import metrics, run_json, whole, write
+from report.run_directories import metrics, run_json, whole, write
 
 from lockstep.report.page import page
-from lockstep.report.read import read_runs
+from lockstep.report.reader import read_runs
 
 pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason=ABSENT), pytest.mark.timeout(180)]
 
@@ -97,13 +97,13 @@ def test_values_are_shown_beside_the_pointer(browser: Browser, pages: dict[str, 
     browser.point('[data-chart="0"]', 0.5, 0.5)
     training, evaluation = (row for row in metrics(range(10, 1001, 10)) if row["step"] == 500)
     assert shown(browser) == f"step 500 training {training['loss']:.5g} evaluation {evaluation['evaluation/loss']:.5g}"
-    crosses = "document.querySelectorAll('.cross').length - document.querySelectorAll('[data-chart], [data-heat]').length"
+    crosses = "document.querySelectorAll('.cross').length - document.querySelectorAll('[data-chart], [data-heatmap]').length"
     assert browser.evaluate(crosses) == 0
-    browser.point('[data-heat="0"]', 0.0051, 0.99)
+    browser.point('[data-heatmap="0"]', 0.0051, 0.99)
     assert shown(browser).startswith("rank 15 · node1, steps 1–10 step 7")
     browser.point('[data-chart="0"]', 0.6, 0.5)
     assert "step 600: run-failed: PeerDied: an exchange failed" in shown(browser)
-    browser.point(".lane .event.grave", 0.5, 0.5)
+    browser.point(".lane .event.error", 0.5, 0.5)
     assert shown(browser).startswith("run-failed at step 600, after 1:00: PeerDied")
     browser.point("h1", 0.5, 0.5)
     assert shown(browser) == ""

@@ -10,18 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.report.history import Curves, Happened, Holder, RankTimes, Run, Series, curves, happened, rank_times
-from lockstep.report.thin import thinned
+from lockstep.report.downsample import downsample
+from lockstep.report.history import Curves, LockHolder, RankTimes, RunEvent, RunHistory, Series, curves, rank_times, run_events
 
 
 def series(pairs: dict[int, float]) -> Series:
     return Series(array("q", pairs), array("d", pairs.values()))
 
 
-def run(**given: Any) -> Run:
-    facts = {"recipe": {"steps": 100}, "plan": {"text": "replicate=2"}}
+def run(**given: Any) -> RunHistory:
+    metadata = {"recipe": {"steps": 100}, "plan": {"text": "replicate=2"}}
     nothing: dict[str, Any] = {"result": None, "curves": Curves(), "ranks": RankTimes(), "events": [], "holder": None}
-    return Run(**{"name": "a", "path": "/a", "facts": facts, **nothing, **given})
+    return RunHistory(**{"name": "a", "path": "/a", "metadata": metadata, **nothing, **given})
 
 
 def test_an_evaluation_and_a_logging_step_at_one_step_are_both_there() -> None:
@@ -54,9 +54,9 @@ def test_times_of_ranks_are_joined_where_their_number_changes() -> None:
     ]
     found = rank_times(rows)
     assert found.steps == [5, 8]
-    assert [len(row) for row in found.parts["step"]] == [2, 1]
-    assert [len(row) for row in found.parts["compute"]] == [0, 0]
-    assert math.isnan(found.parts["data"][0][0])
+    assert [len(row) for row in found.phases["step"]] == [2, 1]
+    assert [len(row) for row in found.phases["compute"]] == [0, 0]
+    assert math.isnan(found.phases["data"][0][0])
     assert found.hosts == ["a"]
 
 
@@ -72,26 +72,26 @@ LIVES: list[tuple[list[str], str]] = [
 
 @pytest.mark.parametrize(("kinds", "state"), LIVES)
 def test_how_a_run_stands_is_what_its_last_start_came_to(kinds: list[str], state: str) -> None:
-    events = [Happened(float(at), kind, at) for at, kind in enumerate(kinds)]
+    events = [RunEvent(float(at), kind, at) for at, kind in enumerate(kinds)]
     assert run(events=events).state == state
-    live = run(events=events, holder=Holder(1, "here", True)).state
+    live = run(events=events, holder=LockHolder(1, "here", True)).state
     assert live == ("running" if state == "unfinished" else state)
-    assert run(events=events, holder=Holder(1, "there", None)).state == state
+    assert run(events=events, holder=LockHolder(1, "there", None)).state == state
     assert run(events=events, result={"steps": 7}).state == "ended"
 
 
 def test_attempts_last_from_start_to_the_last_that_was_heard() -> None:
     kinds = [(1, "run-started"), (5, "run-failed"), (6, "rescued"), (9, "run-started"), (10, "resumed")]
-    found = run(events=[Happened(float(at), kind, 0) for at, kind in kinds], curves=Curves(last_time=12.0, first_time=2.0))
+    found = run(events=[RunEvent(float(at), kind, 0) for at, kind in kinds], curves=Curves(last_time=12.0, first_time=2.0))
     assert [(each.began, each.ended, each.end) for each in found.attempts] == [(1, 6, "failed"), (9, 12, None)]
-    assert (found.began, found.heard) == (1, 12)
+    assert (found.began, found.last_time) == (1, 12)
     assert run().attempts == []
     assert run().began is None
 
 
 def test_events_are_in_order_of_their_times() -> None:
     rows = [{"time": 2.0, "event": "run-ended", "step": 3}, {"time": 1.0, "event": "run-started", "step": 0, "plan": "p"}]
-    assert happened(rows) == [Happened(1.0, "run-started", 0, {"plan": "p"}), Happened(2.0, "run-ended", 3)]
+    assert run_events(rows) == [RunEvent(1.0, "run-started", 0, {"plan": "p"}), RunEvent(2.0, "run-ended", 3)]
 
 
 VALUES = st.floats(-1e6, 1e6) | st.sampled_from([math.nan, math.inf, -math.inf])
@@ -100,7 +100,7 @@ VALUES = st.floats(-1e6, 1e6) | st.sampled_from([math.nan, math.inf, -math.inf])
 @given(st.dictionaries(st.integers(0, 5000), VALUES, max_size=300), st.integers(1, 50))
 def test_fewer_points_hide_nothing_that_stood_out(pairs: dict[int, float], columns: int) -> None:
     whole = series(dict(sorted(pairs.items())))
-    points = thinned(whole, max(pairs, default=1), columns)
+    points = downsample(whole, max(pairs, default=1), columns)
     assert len(points) <= columns
     assert sum(point.count for point in points) == len(pairs)
     assert sum(point.not_finite for point in points) == len(pairs) - len(whole.finite())
@@ -112,7 +112,7 @@ def test_fewer_points_hide_nothing_that_stood_out(pairs: dict[int, float], colum
 
 
 def test_few_points_stay_as_they_are() -> None:
-    points = thinned(series({3: 1.5, 9: math.nan, 10: 2.0}), 10, 3)
+    points = downsample(series({3: 1.5, 9: math.nan, 10: 2.0}), 10, 3)
     assert [(point.first, point.last, point.mean, point.low, point.high) for point in points[::2]] == [
         (3, 3, *[1.5] * 3),
         (10, 10, *[2.0] * 3),
@@ -121,7 +121,7 @@ def test_few_points_stay_as_they_are() -> None:
 
 
 def test_a_point_is_the_mean_of_its_steps() -> None:
-    points = thinned(series({step: float(step) for step in range(1, 101)}), 100, 10)
+    points = downsample(series({step: float(step) for step in range(1, 101)}), 100, 10)
     assert [point.count for point in points] == [10] * 10
     assert points[0].mean == pytest.approx(5.5)
     assert (points[-1].first, points[-1].last, points[-1].low, points[-1].high) == (91, 100, 91, 100)

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from report.made import event, metrics, run_json, whole, write
+from report.run_directories import event, metrics, run_json, whole, write
 
 from lockstep.report.chart import COLOURS
+from lockstep.report.event_timeline import MAX_ROWS, details, group_consecutive
 from lockstep.report.page import charts, page
-from lockstep.report.read import read_runs
+from lockstep.report.reader import read_runs
 from lockstep.report.tables import as_json, differences
-from lockstep.report.told import ROWS, details, grouped
 
 
 def made(*folders: Path) -> str:
@@ -73,11 +73,15 @@ def test_the_page_of_a_run_has_all_that_is_known_of_it(tmp_path: Path) -> None:
         *("samples/s", "weight/s", "MFU", "memory, peak so far"),
     ]
     assert titles[10:] == [
-        *("step time, mean of ranks", "time of a step, by rank", "of that: data", "of that: compute", "of that: communication"),
-        "time since the beginning",
+        *(
+            "step time, mean of ranks",
+            "step time by rank",
+            *(f"step time by rank: {phase}" for phase in ("data", "compute", "communication")),
+        ),
+        "time since the start",
     ]
     for told in (
-        "starts2",
+        "attempts2",
         "something-new",
         "of a later version",
         "NVIDIA H100",
@@ -86,7 +90,7 @@ def test_the_page_of_a_run_has_all_that_is_known_of_it(tmp_path: Path) -> None:
         "3 not finite",
     ):
         assert told in said
-    assert "What differs" not in said
+    assert "Differences" not in said
     assert "epochs" not in said
     assert text.count('role="img" aria-label="') == 11 + 4 + 1
     assert "loss over steps. training: 100 values, first " in text
@@ -110,9 +114,9 @@ def test_a_run_without_a_single_number_has_a_page(tmp_path: Path) -> None:
     run_json(tmp_path / "a")
     write(tmp_path / "a", "metrics.jsonl", [])
     said = words(made(tmp_path / "a"))
-    assert "No logging step was reached." in said
-    assert "Nothing was written down." in said
-    assert "cut off" in said
+    assert "The run has not reached a logging step." in said
+    assert "No events were recorded." in said
+    assert "interrupted" in said
     write(tmp_path / "a", "events.jsonl", [event(0, "run-started", 0), event(0.5, "run-failed", 1, error="LossError: the loss is nan")])
     said = words(made(tmp_path / "a"))
     assert "LossError: the loss is nan" in said
@@ -192,8 +196,8 @@ def test_a_table_of_many_events_leaves_out_the_middle_and_says_so(tmp_path: Path
     kinds = ("checkpoint-saved", "step-skipped")
     write(tmp_path / "a", "events.jsonl", [event(step, kinds[step % 2], step) for step in range(1000)])
     text = made(tmp_path / "a")
-    assert f"{1000 - ROWS:,} more, in events.jsonl" in words(text)
-    assert text.count('<td class="kind">') == ROWS
+    assert f"{1000 - MAX_ROWS:,} more, in events.jsonl" in words(text)
+    assert text.count('<td class="kind">') == MAX_ROWS
     assert len(re.findall(r'data-tip="', text)) < 600
 
 
@@ -202,14 +206,14 @@ def test_events_of_one_kind_are_told_together_unless_they_are_grave(tmp_path: Pa
     kinds = ["checkpoint-saved", "checkpoint-saved", "hang", "hang", "checkpoint-saved"]
     write(tmp_path / "a", "events.jsonl", [event(place, kind, place, reason="r", of=place) for place, kind in enumerate(kinds)])
     (run,) = read_runs([str(tmp_path / "a")])
-    assert [len(group.events) for group in grouped(run.events)] == [2, 1, 1, 1]
+    assert [len(group.events) for group in group_consecutive(run.events)] == [2, 1, 1, 1]
     assert details(run.events[1]) == "r, of 1"
 
 
 def test_json_says_the_same_for_programs(tmp_path: Path) -> None:
     whole(tmp_path / "a", world=4)
     (said,) = json.loads(json.dumps(as_json(read_runs([str(tmp_path / "a")])), allow_nan=False))["runs"]
-    assert (said["state"], said["steps"], said["starts"], said["world_size"]) == ("ended", 1000, 2, 4)
+    assert (said["state"], said["steps"], said["attempts"], said["world_size"]) == ("ended", 1000, 2, 4)
     assert (said["series"]["gradient_norm"]["not_finite"], said["series"]["loss"]["last_step"]) == (3, 1000)
     assert [each["host"] for each in said["ranks"]] == ["node0"] * 4
     assert said["events"][0] == {
@@ -242,7 +246,7 @@ def linear(colour: str) -> list[float]:
 
 
 def luminance(colour: str) -> float:
-    return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear(colour), strict=True))
+    return sum(severity * part for severity, part in zip((0.2126, 0.7152, 0.0722), linear(colour), strict=True))
 
 
 def contrast(one: str, other: str) -> float:

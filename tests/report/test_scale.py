@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.report.scale import duration, number, scale_of, step_scale, time_scale
+from lockstep.report.scale import format_duration, format_number, scale_of, step_scale, time_scale
 
 FINITE = st.floats(-1e12, 1e12, allow_nan=False).map(lambda value: 0.0 if abs(value) < 1e-12 else value)
 
@@ -16,10 +16,10 @@ FINITE = st.floats(-1e12, 1e12, allow_nan=False).map(lambda value: 0.0 if abs(va
 @given(st.lists(FINITE, min_size=1, max_size=30), st.booleans(), st.sampled_from(["", "bytes", "share", "seconds"]))
 def test_all_values_fit_and_ticks_rise(values: list[float], from_zero: bool, unit: str) -> None:
     scale = scale_of(values, unit, from_zero=from_zero)  # type: ignore[arg-type]
-    assert all(-1e-6 <= scale.place(value) <= 1 + 1e-6 for value in values)
+    assert all(-1e-6 <= scale.position(value) <= 1 + 1e-6 for value in values)
     assert 2 <= len(scale.ticks) == len(scale.labels) <= 10
     assert all(before < after for before, after in zip(scale.ticks, scale.ticks[1:], strict=False))
-    assert not from_zero or scale.place(0.0) == pytest.approx(0 if min(values) >= 0 else scale.place(0.0))
+    assert not from_zero or scale.position(0.0) == pytest.approx(0 if min(values) >= 0 else scale.position(0.0))
 
 
 @given(st.floats(1e-9, 1e9), st.floats(1.01, 1e6))
@@ -34,7 +34,7 @@ def test_a_few_values_that_would_hide_the_others_make_it_logarithmic() -> None:
     assert not scale_of([-0.5] + [0.5] * 98 + [40.0]).logarithmic
     assert not scale_of([0.5] * 99 + [40.0], may_be_logarithmic=False).logarithmic
     scale = scale_of([0.01] * 9 + [1.0])
-    assert (scale.place(0.1), scale.labels) == (pytest.approx(0.5), ("0.01", "0.02", "0.05", "0.1", "0.2", "0.5", "1"))
+    assert (scale.position(0.1), scale.labels) == (pytest.approx(0.5), ("0.01", "0.02", "0.05", "0.1", "0.2", "0.5", "1"))
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_labels(values: list[float], labels: tuple[str, ...]) -> None:
 def test_the_axis_of_steps_has_whole_steps(last: int) -> None:
     scale = step_scale(last)
     assert all(tick == round(tick) for tick in scale.ticks)
-    assert scale.place(max(last, 1)) == 1
+    assert scale.position(max(last, 1)) == 1
     assert 2 <= len(scale.ticks) <= 8
 
 
@@ -82,11 +82,11 @@ def test_the_axis_of_time_has_whole_units(seconds: float, labels: str) -> None:
     ],
 )  # fmt: skip
 def test_numbers_in_words(value: float, unit: str, text: str) -> None:
-    assert number(value, unit) == text  # type: ignore[arg-type]
+    assert format_number(value, unit) == text  # type: ignore[arg-type]
 
 
 def test_durations_in_words() -> None:
-    assert [duration(seconds) for seconds in (0, 0.4, 9.96, 59.6, 754, 11100, 190_000)] == [
+    assert [format_duration(seconds) for seconds in (0, 0.4, 9.96, 59.6, 754, 11100, 190_000)] == [
         "0 s",
         "0.4 s",
         "10 s",

@@ -340,7 +340,7 @@ BAD_METRICS: dict[str, tuple[Any, str]] = {
     "a scalar": (ls.Gathered(a_scalar, nothing), "metric 'bad' collected shape () from a microbatch of 4 samples"),
     "a list": (ls.Gathered(a_list, nothing), "metric 'bad' collected a list from a microbatch of 4 samples"),
     "nothing": (ls.Gathered(a_number, nothing), "metric 'bad' collected a float from a microbatch of 4 samples"),
-    "computed nothing": (ls.Gathered(first, no_value), "metric 'bad' is None (a NoneType); a metric is one number; reduce it to one"),
+    "computed nothing": (ls.Gathered(first, no_value), "metric 'bad' is None (a NoneType); a metric is a single number; reduce it"),
     "computed a vector": (ls.Gathered(first, vector), "metric 'bad' computed an array of shape (8,); a metric is one number; reduce it"),
     "a mean of means": (
         ls.Mean(a_mean),

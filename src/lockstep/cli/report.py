@@ -13,9 +13,9 @@ import click
 
 from lockstep.base.errors import LaunchError
 from lockstep.report.page import GENERATOR, page
-from lockstep.report.read import read_runs
-from lockstep.report.tables import as_json as told
-from lockstep.report.tables import lines
+from lockstep.report.reader import read_runs
+from lockstep.report.tables import as_json as report_json
+from lockstep.report.tables import summary_lines
 
 
 @click.command("report")
@@ -39,9 +39,9 @@ def command(output: str | None, as_json: bool, run_dirs: tuple[str, ...]) -> int
     """
     runs = read_runs(run_dirs)
     if as_json:
-        print(json.dumps(told(runs), indent=2, allow_nan=False))
+        print(json.dumps(report_json(runs), indent=2, allow_nan=False))
     else:
-        print("\n".join(lines(runs)))
+        print("\n".join(summary_lines(runs)))
     if output is not None or not as_json:
         path = Path(output if output is not None else "report.html" if len(runs) > 1 else Path(run_dirs[0]) / "report.html")
         _check(path)

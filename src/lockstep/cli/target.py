@@ -13,7 +13,7 @@ from lockstep.base.errors import CheckpointError
 from lockstep.checkpoint.folder import Name, Storage
 from lockstep.checkpoint.store import folder_at
 from lockstep.checkpoint.whole_tensors import Model
-from lockstep.logging.fingerprint_bytes import Record, digest
+from lockstep.logging.fingerprint_format import TensorRecord, digest
 
 RESULT = "result.json"
 MODEL = "model.safetensors"
@@ -50,10 +50,10 @@ def reachable(what: str) -> Iterator[None]:
 def fingerprint(model: Model) -> str:
     """The fingerprint of a saved model, as `ls.fingerprint` computes it. Raises `Damaged`, `Unreachable`."""
 
-    def records() -> Iterator[Record]:
+    def records() -> Iterator[TensorRecord]:
         for name in sorted(model.kinds, key=str.encode):
             data = model.read(name)
-            yield Record(name, *model.kinds[name], len(data), [data])
+            yield TensorRecord(name, *model.kinds[name], len(data), [data])
 
     return digest(records())
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from lockstep.comm.wait_times import counted
 from lockstep.hooks.straggler_rule import PARTS, StragglerFinder
-from lockstep.logging.metrics import keep_up_to
+from lockstep.logging.metrics import drop_rows_after
 from lockstep.logging.stream_times import StreamTimes
 from lockstep.training.hook import ControlHook, Run
 
@@ -57,7 +57,7 @@ class Stragglers(ControlHook):
 
     def before_steps(self, run: Run) -> None:
         if run.context.world.rank == 0 and self._file is None and self._path.exists():
-            keep_up_to(run.step, self._path)
+            drop_rows_after(run.step, self._path)
         self._restart()
 
     def between_steps(self, run: Run) -> None:

@@ -1,4 +1,4 @@
-"""One hash for all that a model is: two models have the same fingerprint exactly when their state dicts have the same bits."""
+"""The fingerprint of a model: a hash of its state dict, the same for two models exactly if all bits are the same."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from torch import Tensor, nn
 
 from lockstep.base.errors import RecipeError
 from lockstep.comm.mesh import full_tensor
-from lockstep.logging.fingerprint_bytes import Record, digest
+from lockstep.logging.fingerprint_format import TensorRecord, digest
 
 _PIECE_BYTES = 64 << 20
 
 
 def fingerprint(module_or_state_dict: nn.Module | Mapping[str, Any]) -> str:
-    """The SHA-256 of every tensor of the state dict, as 64 hexadecimal digits. Any rank may call it; where
-    tensors are distributed (DTensor), every rank does: each tensor is gathered in its turn.
+    """Return the SHA-256 of all tensors of the state dict, as 64 hexadecimal digits.
 
-    The hash runs over one record for each tensor, one after the other with nothing between, in the order of the names' UTF-8 bytes:
+    Any rank may call it. If tensors are distributed (DTensor), every rank must: each tensor is gathered in turn.
+
+    The hash runs over one record for each tensor, without separators, in the order of the names' UTF-8 bytes:
 
     ========== ======================= ==================================================================================
     length     8 bytes                 of the name, in bytes
@@ -34,17 +35,17 @@ def fingerprint(module_or_state_dict: nn.Module | Mapping[str, Any]) -> str:
                                        a bool is one byte, 0 or 1
     ========== ======================= ==================================================================================
 
-    Every number of 8 bytes is unsigned and little-endian. Tied weights appear once under each of their names. Device, strides and
-    `requires_grad` do not count; the sign of a zero and the payload of a NaN do. Entries that are not tensors (a module's extra
-    state) do not count. Takes a piece of at most 64 MiB at a time, so that no tensor is ever copied whole.
+    Every number of 8 bytes is unsigned and little-endian. Tied weights appear once under each of their names. Device,
+    strides and `requires_grad` do not change the hash; the sign of a zero and the payload of a NaN do. Entries that are
+    not tensors (a module's extra state) are left out. At most 64 MiB of a tensor are copied at a time.
 
-    Raises `RecipeError` for a tensor that has no such bytes: on the meta device, sparse or quantized.
+    Raises `RecipeError` for a tensor without dense bytes: on the meta device, sparse or quantized.
     """
     state = module_or_state_dict.state_dict() if isinstance(module_or_state_dict, nn.Module) else module_or_state_dict
     return digest(_records(state))
 
 
-def _records(state: Mapping[str, Any]) -> Iterator[Record]:
+def _records(state: Mapping[str, Any]) -> Iterator[TensorRecord]:
     for name in sorted(state, key=str.encode):
         value = state[name]
         if not isinstance(value, Tensor):
@@ -53,15 +54,15 @@ def _records(state: Mapping[str, Any]) -> Iterator[Record]:
         if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
             raise RecipeError(
                 f"state dict entry {name!r} is a tensor of layout {tensor.layout}, type {tensor.dtype}, on device {tensor.device}; "
-                "a fingerprint is taken over dense bytes; materialise it, or make it dense"
+                "a fingerprint hashes dense bytes; materialise it, or make it dense"
             )
         size = tensor.numel() * tensor.element_size()
         data = map(_bytes, _pieces(tensor.resolve_conj().resolve_neg()))
-        yield Record(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), size, data)
+        yield TensorRecord(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), size, data)
 
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """The elements in row-major order, as contiguous 1-d tensors of at most `_PIECE_BYTES` each."""
+    """Yield the elements in row-major order, as contiguous 1-d tensors of at most `_PIECE_BYTES` each."""
     count, limit = tensor.numel(), _PIECE_BYTES // tensor.element_size()
     if count <= limit:
         yield tensor.reshape(-1).contiguous()
@@ -76,8 +77,8 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _bytes(piece: Tensor) -> memoryview:
-    """The elements of a contiguous 1-d tensor as little-endian bytes; without a copy where they lie in memory like that."""
+    """Return the elements of a contiguous 1-d tensor as little-endian bytes; a copy on big-endian machines only."""
     width = piece.element_size() // (2 if piece.is_complex() else 1)
-    # A single element may have any stride and be contiguous, and could then not be viewed as bytes.
+    # A contiguous tensor of one element may have any stride. `view` accepts stride 1 alone.
     array = piece.cpu().as_strided(piece.shape, (1,)).view(torch.uint8).numpy()
     return (array if sys.byteorder == "little" else array.reshape(-1, width)[:, ::-1].copy()).data

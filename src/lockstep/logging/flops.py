@@ -1,8 +1,8 @@
-"""Model FLOPs utilisation (MFU): the arithmetic that a model is made of, as a share of what its GPU could do in the time.
+"""Model FLOPs utilisation (MFU): the FLOP/s that a model needs, as a share of its GPU's peak FLOP/s.
 
-As Chowdhery et al. define it (PaLM, 2022, appendix B): what is computed again for want of memory does not count. A backward is taken to
-have twice the operations of its forward, so that only a forward is counted, as torch's FlopCounterMode does: products of matrices,
-convolutions and attention.
+As defined by Chowdhery et al. (PaLM, 2022, appendix B), recomputation for activation checkpointing does not count. Only
+the forward is counted, by torch's FlopCounterMode (matrix products, convolutions, attention). A backward is assumed to
+have twice as many operations.
 """
 
 from __future__ import annotations
@@ -34,30 +34,36 @@ _PEAKS = {
     "RTX 3090": 71e12,
     "MI300X": 1307.4e12,
 }
-"""FLOP/s of dense products in bf16 and fp16 that are summed in fp32, from the makers' data sheets, by words of the device's name; the first
-that fits counts."""
+"""Peak FLOP/s of dense bf16 and fp16 matrix products with fp32 accumulation, from the vendors' data sheets.
+
+The keys are words of the device's name. The first key that matches counts.
+"""
 
 
 def peak(device_name: str, precision: Precision) -> float | None:
-    """FLOP/s that one device can do at most; None where that is not known: another device, or fp32."""
+    """Return the peak FLOP/s of one device. None if unknown: for a device not listed above, and for fp32."""
     words = set(re.split(r"[\s-]+", device_name))
     return None if precision == "fp32" else next((flops for name, flops in _PEAKS.items() if words.issuperset(name.split())), None)
 
 
 def peak_of(device: torch.device, precision: Precision) -> float | None:
+    """Return the peak FLOP/s of `device`. None if unknown."""
     return peak(torch.cuda.get_device_name(device), precision) if device.type == "cuda" else None
 
 
 class Flops:
-    """What a model's forward takes, counted in the first microbatch that is computed."""
+    """The FLOPs of a model's forward, counted in the first microbatch."""
 
     def __init__(self, model: nn.Module, peak: float | None) -> None:
-        """`peak`: FLOP/s of the device. Where it is None, or the model is compiled (no operation is seen then), nothing is counted."""
+        """`peak`: peak FLOP/s of the device.
+
+        If it is None, or if the model is compiled and hides its operations, nothing is counted.
+        """
         self._peak = None if peak is None or is_compiled(model) else peak
         self._forward: float | None = None
 
     def counting(self, samples: int) -> AbstractContextManager[None]:
-        """Around the forward of a microbatch of so many samples."""
+        """Return the context in which to run the forward of a microbatch with this number of samples."""
         return nullcontext() if self._peak is None or self._forward is not None else self._counted(samples)
 
     @contextmanager
@@ -69,12 +75,15 @@ class Flops:
         self._forward = counter.get_total_flops() / samples
 
     def utilisation(self, samples_per_second: float, devices: int) -> float | None:
-        """MFU, from 0 to 1; None where nothing was counted. `devices`: those that compute the samples together."""
+        """Return the MFU, from 0 to 1.
+
+        None if nothing was counted. `devices`: number of devices that compute these samples.
+        """
         if not self._forward or self._peak is None:
             return None
         return 3 * self._forward * samples_per_second / (devices * self._peak)
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether torch.compile has made any part of it."""
+    """Return True if any module of the model is compiled by torch.compile."""
     return any(is_compiled_in_place(module) or has_compiled_forward(module) for module in model.modules())

@@ -1,4 +1,4 @@
-"""Where else a run's numbers go, besides its own files: a small protocol, and the two services that most people ask for."""
+"""Loggers that send a run's metrics to other services: a small protocol, Weights & Biases, and MLflow."""
 
 from __future__ import annotations
 
@@ -14,40 +14,46 @@ from typing import Any, Protocol
 
 from lockstep.base.errors import UserError
 
-END_SECONDS = 60.0
-"""That a run waits, at its end, for what its loggers have still to say."""
+CLOSE_TIMEOUT_SECONDS = 60.0
+"""Longest time that a run waits for its loggers at its end."""
 
 
 class Logger(Protocol):
-    """On rank 0 only, in a thread of its own. What it raises is told once, and it is not called again: training goes on."""
+    """A service that takes metrics. It is called on rank 0 alone, in a thread of its own.
 
-    def start(self, run_dir: Path, facts: Mapping[str, Any]) -> None:
-        """Before the first step, also of a run that goes on. `facts`: what run.json says."""
+    If a method raises, training continues with one warning, and the logger is not called again.
+    """
+
+    def start(self, run_dir: Path, config: Mapping[str, Any]) -> None:
+        """Called before the first step, also of a resumed run. `config`: the contents of run.json."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """A line of metrics.jsonl; `step`: steps done. Numbers that are not finite are left out."""
+        """Called for each line of metrics.jsonl.
+
+        `step`: optimizer steps done. Values that are not finite are left out.
+        """
 
     def end(self, result: Mapping[str, Any] | None) -> None:
-        """After the run. `result`: what result.json says; None: the run did not come to its end."""
+        """Called after the run. `result`: the contents of result.json; None if the run failed or was preempted."""
 
 
 class WandB:
-    """Weights & Biases: a run there for the run here, by the name of its directory; one that goes on here goes on there.
+    """Logger for Weights & Biases. The run there is named after the run directory, and is resumed with it.
 
-    Needs the extra `wandb`. What is given is given to `wandb.init`: project, entity, tags, mode="offline", ...
+    Needs the extra `wandb`. The arguments are those of `wandb.init`: project, entity, tags, mode="offline", ...
     """
 
     def __init__(self, **settings: Any) -> None:
-        """Raises `UserError` where it is not installed."""
+        """Raises `UserError` if the package is not installed."""
         _check_installed("wandb", "wandb")
         self._settings = settings
         self._run: Any = None
 
-    def start(self, run_dir: Path, facts: Mapping[str, Any]) -> None:
+    def start(self, run_dir: Path, config: Mapping[str, Any]) -> None:
         import wandb  # type: ignore[import-not-found]
 
         self._run = wandb.init(
-            **{"dir": run_dir, "id": run_dir.name, "name": run_dir.name, "resume": "allow", "config": dict(facts)} | self._settings
+            **{"dir": run_dir, "id": run_dir.name, "name": run_dir.name, "resume": "allow", "config": dict(config)} | self._settings
         )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -60,32 +66,33 @@ class WandB:
 
 
 class MLflow:
-    """MLflow: a run there for the run here, by the name of its directory; one that goes on here goes on there.
+    """Logger for MLflow. The run there is named after the run directory, and is resumed with it.
 
-    Needs the extra `mlflow`. `tracking_uri` and `experiment`: None is what MLflow has without (MLFLOW_TRACKING_URI, Default).
+    Needs the extra `mlflow`. `tracking_uri` and `experiment`: None for MLflow's defaults (MLFLOW_TRACKING_URI, and the
+    experiment MLFLOW_EXPERIMENT_NAME or "Default").
     """
 
     def __init__(self, *, experiment: str | None = None, tracking_uri: str | None = None) -> None:
-        """Raises `UserError` where it is not installed."""
+        """Raises `UserError` if the package is not installed."""
         _check_installed("mlflow", "mlflow")
         self._experiment = experiment
         self._tracking_uri = tracking_uri
         self._client: Any = None
         self._id = ""
 
-    def start(self, run_dir: Path, facts: Mapping[str, Any]) -> None:
+    def start(self, run_dir: Path, config: Mapping[str, Any]) -> None:
         import mlflow  # type: ignore[import-not-found]
 
         self._client = mlflow.MlflowClient(tracking_uri=self._tracking_uri)
         name = self._experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME", "Default")
         experiment = self._client.get_experiment_by_name(name)
         number = self._client.create_experiment(name) if experiment is None else experiment.experiment_id
-        place = str(run_dir)
-        found = self._client.search_runs([number], filter_string=f"tags.lockstep_run_dir = '{place}'", max_results=1)
-        run = found[0] if found else self._client.create_run(number, run_name=run_dir.name, tags={"lockstep_run_dir": place})
+        path = str(run_dir)
+        found = self._client.search_runs([number], filter_string=f"tags.lockstep_run_dir = '{path}'", max_results=1)
+        run = found[0] if found else self._client.create_run(number, run_name=run_dir.name, tags={"lockstep_run_dir": path})
         self._id = run.info.run_id
         if not found:
-            for key, value in _flat(facts).items():
+            for key, value in _flatten(config).items():
                 self._client.log_param(self._id, key, str(value)[:500])
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -101,47 +108,47 @@ class MLflow:
 
 
 class Loggers:
-    """Calls loggers from a thread of its own, so that training does not wait for a service. Made on one rank; close it."""
+    """A thread that calls the loggers, so that training does not wait for a service. Created on one rank; close it."""
 
-    def __init__(self, loggers: Sequence[Logger], run_dir: Path, tell: Callable[[str], None]) -> None:
-        """`tell`: called, in that thread, with why a logger is left out from then on."""
+    def __init__(self, loggers: Sequence[Logger], run_dir: Path, warn: Callable[[str], None]) -> None:
+        """`warn`: called in that thread with the reason why a logger is dropped."""
         self._live = list(loggers)
         self._run_dir = run_dir
-        self._tell = tell
+        self._warn = warn
         self._calls: queue.SimpleQueue[Callable[[Logger], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="lockstep-loggers", daemon=True)
         self._thread.start()
         self._result: Mapping[str, Any] | None = None
 
-    def start(self, facts: Mapping[str, Any]) -> None:
-        self._calls.put(lambda logger: logger.start(self._run_dir, facts))
+    def start(self, config: Mapping[str, Any]) -> None:
+        self._calls.put(lambda logger: logger.start(self._run_dir, config))
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         finite = {name: float(value) for name, value in values.items() if math.isfinite(value)}
         self._calls.put(lambda logger: logger.log(step, finite))
 
     def end(self, result: Mapping[str, Any]) -> None:
-        """The run has come to its end."""
+        """Record the run's result, which `close` passes to the loggers."""
         self._result = result
 
     def close(self) -> None:
-        """Wait for what is left to be said, though not for ever."""
+        """Wait for the loggers to finish, for `CLOSE_TIMEOUT_SECONDS` at most."""
         result = self._result
         self._calls.put(lambda logger: logger.end(result))
         self._calls.put(None)
-        self._thread.join(END_SECONDS)
+        self._thread.join(CLOSE_TIMEOUT_SECONDS)
         if self._thread.is_alive():
             names = ", ".join(type(logger).__name__ for logger in self._live)
-            self._tell(f"{names} had not taken all of this run {END_SECONDS:.0f} s after its end; the rest is lost there")
+            self._warn(f"{names} did not finish within {CLOSE_TIMEOUT_SECONDS:.0f} s after the end of the run; they lack the rest of it")
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
             for logger in list(self._live):
                 try:
                     call(logger)
-                except Exception as error:  # whatever a service's code raises: it is no reason to end a run
+                except Exception as error:  # a failing service must not end the run
                     self._live.remove(logger)
-                    self._tell(f"{type(logger).__name__} takes no more of this run: {type(error).__name__}: {error}")
+                    self._warn(f"{type(logger).__name__} is dropped for the rest of this run: {type(error).__name__}: {error}")
 
 
 def _check_installed(module: str, extra: str) -> None:
@@ -149,9 +156,9 @@ def _check_installed(module: str, extra: str) -> None:
         raise UserError(f"a logger that needs {module}, which is not installed; pip install 'lockstep-train[{extra}]'")
 
 
-def _flat(facts: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The fields of nested mappings, by their paths: recipe.global_batch."""
+def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the fields of nested mappings by their paths, such as `recipe.global_batch`."""
     found: dict[str, Any] = {}
-    for key, value in facts.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    for key, value in config.items():
+        found |= _flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return found

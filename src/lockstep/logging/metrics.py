@@ -1,4 +1,4 @@
-"""What a run measured: `metrics.jsonl`, one JSON object a line, and the same numbers as TensorBoard events."""
+"""The metrics of a run: `metrics.jsonl`, one JSON object per line, and the same numbers as TensorBoard events."""
 
 from __future__ import annotations
 
@@ -12,33 +12,34 @@ from types import TracebackType
 from typing import Any
 
 from lockstep.base.errors import DataError, cannot_write
-from lockstep.logging.event_file import EventFile
+from lockstep.logging.tensorboard_file import TensorBoardFile
 
 RESERVED_NAMES = frozenset({"step", "time", "not_finite"})
-"""What every line of `metrics.jsonl` says besides the metrics, so that no metric may be called so."""
+"""Keys of every line of `metrics.jsonl` besides the metrics. No metric may have one of these names."""
 
 _FLUSH_SECONDS = 1.0
 
 
 class MetricsLog:
-    """Appends to `metrics.jsonl` and to a TensorBoard event file in the folder `path`. Made on one rank; close it.
+    """A log that appends to `metrics.jsonl` and to a TensorBoard event file in the folder `path`. Created on one rank;
+    close it.
 
-    Rows reach the files when they are written a second or more after the last flush, and on `flush` and `close`. `clock` gives
-    seconds since 1970. There is no thread.
+    `write` flushes the rows to the files if the last flush was a second ago or more; `flush` and `close` always do.
+    There is no thread. `clock` returns seconds since 1970.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self._rows = (path / "metrics.jsonl").open("a", encoding="utf-8")
-        self._events = EventFile(path, clock())
+        self._events = TensorBoardFile(path, clock())
         self._waiting: list[tuple[int, float, dict[str, float]]] = []
         self._flushed = -math.inf
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """One row: `step`, `time` and the values, each a number or a scalar tensor on the CPU.
+        """Write a row: `step`, `time` and the values, each a number or a scalar tensor on the CPU.
 
-        A value that is NaN or infinite is null in the row, which also says `"not_finite": {name: "nan" | "inf" | "-inf"}`.
-        Raises `DataError` for a value that is no number, or a name that the row itself needs.
+        A value that is NaN or infinite becomes null, and the row also has `"not_finite": {name: "nan" | "inf" |
+        "-inf"}`. Raises `DataError` for a value that is not a number, and for a name of `RESERVED_NAMES`.
         """
         now = self._clock()
         self._waiting.append((step, now, _numbers(values)))
@@ -46,34 +47,34 @@ class MetricsLog:
             self._flushed = now
             self.flush()
 
-    def go_on(self, step: int) -> None:
-        """Take out what an earlier process wrote of steps after `step`, which will be done again. Before the first `write`."""
+    def resume(self, step: int) -> None:
+        """Remove the rows of steps after `step`, which will be repeated. Call it before the first `write`."""
         name = Path(self._rows.name)
         self._rows.close()
-        keep_up_to(step, name)
+        drop_rows_after(step, name)
         self._rows = name.open("a", encoding="utf-8")
-        self._events.go_on(step, self._clock())
+        self._events.resume(step, self._clock())
 
     def flush(self) -> None:
-        """Hand what was written to the operating system, so that other processes can read it."""
+        """Write all rows to the files, so that other processes can read them."""
         waiting, self._waiting = self._waiting, []
         try:
-            for step, time_, numbers in waiting:  # put into words here, many at a time: it takes half as long as amid a step
+            for step, time_, numbers in waiting:  # formatted here, in a batch: this takes half as long as within each step
                 self._rows.write(json.dumps(_row(step, time_, numbers)) + "\n")
                 self._events.write(step, time_, numbers)
             self._rows.flush()
             self._events.flush()
         except OSError as error:
-            with suppress(OSError):  # what is left of a line that could not be written
+            with suppress(OSError):  # closing flushes the rest of the line again
                 self._rows.close()
             raise cannot_write(self._rows.name, error) from error
 
     def close(self) -> None:
-        """May be called again, and does nothing then."""
+        """Flush and close the files. A second call does nothing."""
         if not self._rows.closed:
             self.flush()
         self._rows.close()
-        with suppress(OSError):  # flush has told
+        with suppress(OSError):  # flush has raised it
             self._events.close()
 
     def __enter__(self) -> MetricsLog:
@@ -83,8 +84,8 @@ class MetricsLog:
         self.close()
 
 
-def keep_up_to(step: int, path: Path) -> None:
-    """Take out of a file of JSON lines those of later steps, and what is half written."""
+def drop_rows_after(step: int, path: Path) -> None:
+    """Remove the lines of steps after `step`, and incomplete lines, from a file of JSON lines."""
     kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _is_up_to(step, line)]
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
@@ -92,7 +93,7 @@ def keep_up_to(step: int, path: Path) -> None:
 
 
 def _is_up_to(step: int, line: str) -> bool:
-    """Whether a line is a row of one of the first `step` steps. What a crash has left of a line is none."""
+    """Return True if the line is a row of one of the first `step` steps. An incomplete line, from a crash, is not."""
     try:
         return bool(json.loads(line)["step"] <= step)
     except ValueError:
@@ -110,15 +111,15 @@ def _row(step: int, now: float, numbers: dict[str, float]) -> dict[str, Any]:
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
     if not RESERVED_NAMES.isdisjoint(values):
         name = min(RESERVED_NAMES.intersection(values))
-        raise DataError(f"a metric is named {name!r}; a row of metrics.jsonl has {name!r} of its own; choose another name")
+        raise DataError(f"a metric is named {name!r}; every row of metrics.jsonl has its own {name!r}; choose another name")
     return {name: value if type(value) is float else as_number(name, value) for name, value in values.items()}
 
 
 def as_number(name: str, value: Any) -> float:
-    """The metric as a float. Raises `DataError` where it is no number or scalar tensor."""
+    """Return the metric as a float. Raises `DataError` if it is neither a number nor a scalar tensor."""
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError):
         raise DataError(
-            f"metric {name!r} is {value!r} (a {type(value).__name__}); a metric is one number; reduce it to one, say by mean()"
+            f"metric {name!r} is {value!r} (a {type(value).__name__}); a metric is a single number; reduce it, for example by mean()"
         ) from None

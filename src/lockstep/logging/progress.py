@@ -1,4 +1,4 @@
-"""How far a run is, for a person to read: one live line on a terminal, a line now and then elsewhere."""
+"""The progress display of a run: one live line on a terminal, otherwise occasional lines of text."""
 
 from __future__ import annotations
 
@@ -13,40 +13,41 @@ from typing import TYPE_CHECKING, TextIO
 if TYPE_CHECKING:
     from rich.console import Console
 
-_Values = tuple[float | None, float | None, float | None, Mapping[str, float]]
+_Latest = tuple[float | None, float | None, float | None, Mapping[str, float]]
 
 _LIVE_SECONDS = 0.1
-"""Least time between two refreshes of the live line."""
+"""Shortest time between two refreshes of the live line."""
 _LINE_SECONDS, _LONGEST_LINE_SECONDS, _LINE_SHARE = 2.0, 60.0, 0.02
-"""Where there is no terminal: least time between two lines; later in the run, this share of the time gone by; never more than 60 s."""
+"""Without a terminal: shortest time between two lines, longest time, and the share of the elapsed time in between."""
 _WARM_UP_STEPS = 5
-"""Steps that a first interval must have for a guess at the time left to be made from it."""
-_BAR_LEAST, _BAR_MOST = 8, 40
-"""Columns."""
+"""Fewest steps of the first interval from which the time left is estimated."""
+_MIN_BAR_COLUMNS, _MAX_BAR_COLUMNS = 8, 40
+"""Width of the progress bar, in columns."""
 
 
 class Progress:
-    """Shows a run on `stream`. Made on one rank, when the first step is about to start; close it, or use it in a `with`.
+    """A progress display on `stream`. Created on one rank, just before the first step; close it, or use it in a `with`.
 
-    On a terminal, the last line of `stream` is kept up to date, and what is printed to a terminal meanwhile appears above it. Elsewhere
-    the same is written as plain lines: for the first and the last step, and every 2 seconds between, rarer as the run gets longer.
-    There is no thread: the display moves when it is called. Where `stream` can no longer be written to, the display ends, not the run.
+    On a terminal, the last line of `stream` is kept up to date, and other output to the terminal appears above it.
+    Otherwise plain lines are written: for the first and the last step, and every 2 seconds in between, less often as
+    the run gets longer. There is no thread: the display changes only when a method is called. If `stream` can no longer
+    be written to, the display ends, not the run.
 
-    `total_steps` and `start` (steps done before) are optimizer steps; `clock` gives seconds.
+    `total_steps` and `start` (steps done before) count optimizer steps. `clock` returns seconds.
     """
 
     def __init__(self, total_steps: int, *, stream: TextIO, clock: Callable[[], float] = time.monotonic, start: int = 0) -> None:
         self._total = total_steps
         self._clock = clock
         self._began = clock()
-        self._pace = _Pace(start, self._began)
+        self._estimate = _TimeEstimate(start, self._began)
         self._step = start
-        self._latest: _Values = (None, None, None, {})
+        self._latest: _Latest = (None, None, None, {})
         self._shown_at = -math.inf
-        self._stale = False
+        self._has_update = False
         console = _terminal(stream)
         self._display: _LiveLine | _PlainLines | None = _LiveLine(console) if console is not None else _PlainLines(stream)
-        self._gap = _LIVE_SECONDS if console is not None else _LINE_SECONDS
+        self._refresh_seconds = _LIVE_SECONDS if console is not None else _LINE_SECONDS
         if console is not None:
             self._show("")
 
@@ -59,28 +60,31 @@ class Progress:
         samples_per_second: float | None = None,
         extra: Mapping[str, float] | None = None,
     ) -> None:
-        """`step` steps are done. What is None is not shown; on a narrow terminal, `extra` is the first to be left out, then `lr`."""
+        """Show that `step` steps are done.
+
+        None values are not shown. A narrow terminal leaves out `extra` first, then `lr`.
+        """
         now = self._clock()
-        self._pace.update(step, now)
+        self._estimate.update(step, now)
         self._step = step
         self._latest = (loss, lr, samples_per_second, extra or {})
-        self._stale = True
+        self._has_update = True
         if step >= self._total:
             self._show(f"after {_duration(now - self._began)}")
-        elif now - self._shown_at >= self._gap:
+        elif now - self._shown_at >= self._refresh_seconds:
             self._shown_at = now
             if isinstance(self._display, _PlainLines):
-                self._gap = min(_LONGEST_LINE_SECONDS, max(_LINE_SECONDS, _LINE_SHARE * (now - self._began)))
-            self._show(self._pace.left(self._total))
+                self._refresh_seconds = min(_LONGEST_LINE_SECONDS, max(_LINE_SECONDS, _LINE_SHARE * (now - self._began)))
+            self._show(self._estimate.time_left(self._total))
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
-        """Write what an evaluation after `step` steps gave, to stay."""
-        self._pace.evaluation(step)
+        """Write the results of an evaluation after `step` steps, as a line that stays."""
+        self._estimate.evaluation(step)
         numbers = "".join(f"  {name} {_number(value)}" for name, value in values.items())
         self.message(f"evaluation at step {step}/{self._total}{numbers}")
 
     def message(self, text: str) -> None:
-        """Write `text` as a line, or lines, to stay."""
+        """Write `text` as one or several lines that stay."""
         try:
             if self._display is not None:
                 self._display.line(text)
@@ -88,8 +92,8 @@ class Progress:
             self._end()
 
     def close(self) -> None:
-        """Show the last update if it has not been, and leave the terminal as it was. May be called again, and does nothing then."""
-        if self._stale or isinstance(self._display, _LiveLine):
+        """Show the last update if it was not shown yet, and restore the terminal. A second call does nothing."""
+        if self._has_update or isinstance(self._display, _LiveLine):
             self._show(f"after {_duration(self._clock() - self._began)}")
         self._end()
 
@@ -100,7 +104,7 @@ class Progress:
         self.close()
 
     def _show(self, time_text: str) -> None:
-        self._stale = False
+        self._has_update = False
         parts = _numbers(*self._latest, time_text)
         try:
             if self._display is not None:
@@ -115,19 +119,20 @@ class Progress:
                 display.close()
 
 
-class _Pace:
-    """What a step takes, and what evaluations take besides, and from both the time left.
+class _TimeEstimate:
+    """An estimate of the time left, from the durations of steps and of evaluations.
 
-    The seconds of a step are a mean over the steps seen so far, in which step n has a weight in proportion to n: steady, and the latest
-    half of the run counts for three quarters. The first interval, in which things warm up, counts only until there is a second: what it
-    gives is a guess, marked with "~". What an interval with an evaluation took more than its steps do is expected as often as so far.
+    The seconds per step are a weighted mean over the steps so far. The weight of step n is proportional to n: the mean
+    is steady, and the later half of the run counts for three quarters. The first interval contains the warm-up. It
+    counts only until there is a second one, and its estimate is marked with "~". If an interval contains an evaluation,
+    its excess time is the evaluation's. Evaluations are assumed to continue at the same rate.
     """
 
     def __init__(self, step: int, now: float) -> None:
         self._start = self._step = step
         self._time = now
         self._counted = self._intervals = 0
-        self._seconds_a_step = math.nan
+        self._seconds_per_step = math.nan
         self._evaluated: int | None = None
         self._last_evaluation = step
         self._evaluation_seconds = 0.0
@@ -143,29 +148,31 @@ class _Pace:
         evaluated, self._evaluated = self._evaluated, None
         if evaluated is not None and self._intervals > 1:
             self._last_evaluation = evaluated
-            self._evaluation_seconds += max(0.0, seconds - steps * self._seconds_a_step)
+            self._evaluation_seconds += max(0.0, seconds - steps * self._seconds_per_step)
             return
         if self._intervals == 1:
             self._counted = 0
         self._intervals += 1
         # Weights in proportion to n: the share of the newest `steps` of n in all is 1 - ((n - steps) / n)².
         share = 1 - (self._counted / (self._counted + steps)) ** 2
-        self._seconds_a_step = seconds / steps if share == 1 else self._seconds_a_step + share * (seconds / steps - self._seconds_a_step)
+        self._seconds_per_step = (
+            seconds / steps if share == 1 else self._seconds_per_step + share * (seconds / steps - self._seconds_per_step)
+        )
         self._counted += steps
 
-    def left(self, total: int) -> str:
+    def time_left(self, total: int) -> str:
         if self._intervals == 0 or (self._intervals == 1 and self._counted < _WARM_UP_STEPS):
             return ""
-        seconds = (total - self._step) * self._seconds_a_step
+        seconds = (total - self._step) * self._seconds_per_step
         if self._last_evaluation > self._start:
             seconds += (total - self._last_evaluation) * self._evaluation_seconds / (self._last_evaluation - self._start)
         return ("~" if self._intervals == 1 else "") + f"{_duration(seconds)} left"
 
 
 _LOSS, _LR, _RATE, _TIME, _EXTRA = range(5)
-"""The numbers in the order in which they stand."""
-_IMPORTANCE = {_LOSS: 0, _TIME: 0, _RATE: _BAR_LEAST + 1, _LR: _BAR_LEAST + 1, _EXTRA: 2 * _BAR_LEAST + 1}
-"""The numbers in the order in which a narrow line takes them in, and the columns that each must leave for the bar."""
+"""The numbers of a line, in display order."""
+_IMPORTANCE = {_LOSS: 0, _TIME: 0, _RATE: _MIN_BAR_COLUMNS + 1, _LR: _MIN_BAR_COLUMNS + 1, _EXTRA: 2 * _MIN_BAR_COLUMNS + 1}
+"""The numbers by importance for a narrow line, and the columns that each must leave for the bar."""
 
 
 def _numbers(
@@ -221,11 +228,11 @@ class _LiveLine:
         self._text = Text
         self._console = console
         self._done, self._left = "━─" if _encodable("━─", console.encoding) == "━─" else "=-"
-        self._width, self._columns = console.width, _BAR_MOST
-        # Only what would land on the terminal anyway goes through the console: `script.py > file` still fills the file.
+        self._width, self._columns = console.width, _MAX_BAR_COLUMNS
+        # Redirect a stream only if it goes to the terminal: `script.py > file` must still write the file.
         self._live = Live(console=console, auto_refresh=False, redirect_stdout=sys.stdout.isatty(), redirect_stderr=sys.stderr.isatty())
         self._live.start()
-        console.show_cursor(True)  # a process that is killed could not bring it back
+        console.show_cursor(True)  # a process that is killed could not restore it
 
     def status(self, step: int, total: int, parts: list[tuple[int, str]]) -> None:
         line = self._text(f"{step:>{len(str(total))}}/{total}", no_wrap=True, overflow="crop")
@@ -239,9 +246,9 @@ class _LiveLine:
             room -= len(text) + 2
             taken.append((place, text))
         if width != self._width:
-            self._width, self._columns = width, _BAR_MOST
-        if room > _BAR_LEAST:
-            # The bar gives way where a number gets longer, and does not grow back: it would flicker.
+            self._width, self._columns = width, _MAX_BAR_COLUMNS
+        if room > _MIN_BAR_COLUMNS:
+            # The bar shrinks if a number gets longer, and does not grow back: it would flicker.
             self._columns = min(self._columns, room - 1)
             done = round(self._columns * min(1.0, step / max(1, total)))
             line.append(" ")
@@ -259,7 +266,10 @@ class _LiveLine:
 
 
 def _terminal(stream: TextIO) -> Console | None:
-    """A console for `stream`, or None where it is not a terminal that can redraw a line. rich costs 80 ms to import."""
+    """Return a console for `stream`.
+
+    None if it is not a terminal that can redraw a line. rich takes 80 ms to import.
+    """
     if not stream.isatty():
         return None
     from rich.console import Console

@@ -73,7 +73,7 @@ class Recorder:
         if self._directory is not None and loggers:
             self._loggers = Loggers(loggers, self.path, self._tell_of_logger)
             self._open.callback(self._loggers.close)
-        self.goes_on = self._directory is not None and self._directory.goes_on
+        self.goes_on = self._directory is not None and self._directory.is_resumed
         """On rank 0: whether a run goes on that was here before."""
         self.facts: dict[str, Any] = {}
         """JSON of what runs, and how, once it has started."""
@@ -126,7 +126,7 @@ class Recorder:
             self.event("begun-anew", 0, checkpoints=checkpoints)
             self.message(f"warning: {checkpoints} has no checkpoint to go on from; the run begins anew, from step 0")
         if self._metrics is not None:
-            self._metrics.go_on(step)
+            self._metrics.resume(step)
 
     def show(self, total_steps: int) -> None:
         """Start the progress display, where there is a stderr to show it on."""

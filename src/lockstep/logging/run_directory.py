@@ -1,4 +1,7 @@
-"""The folder that holds what a run leaves behind. One run writes to it; nothing of an earlier run is overwritten."""
+"""The run directory, which holds all files of a run.
+
+Only one run writes to it, and no file of an earlier run is overwritten.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +27,9 @@ from safetensors.torch import save_file
 from lockstep import __version__
 from lockstep.base.errors import RecipeError, RunDirectoryError
 
-_OF_THE_RUN = "run.json"
-_RESULT = "result.json"
-_FILES_OF_A_RUN = (_OF_THE_RUN, "metrics.jsonl", "ranks.jsonl", "events.jsonl", _RESULT, "model.safetensors")
+_RUN_FILE = "run.json"
+_RESULT_FILE = "result.json"
+_RUN_FILES = (_RUN_FILE, "metrics.jsonl", "ranks.jsonl", "events.jsonl", _RESULT_FILE, "model.safetensors")
 _LOCK = "lock"
 _SAVED_DTYPES = frozenset(
     getattr(torch, name)
@@ -39,28 +42,29 @@ _SAVED_DTYPES = frozenset(
 
 
 class RunDirectory:
-    """A run directory that this process alone writes to. Made on one rank, by `create`; close it, or use it in a `with`.
+    """A run directory that this process alone writes to. Created on one rank, by `create`; close it, or use it in a
+    `with`.
 
-    The claim is a kernel lock on the file `lock`, which says who holds it: it ends when the holder does, however it ends.
+    It is claimed by a kernel lock on the file `lock`, which names the holder. The lock ends with the holder's process.
     """
 
-    def __init__(self, path: Path, lock: _Lock, *, goes_on: bool) -> None:
+    def __init__(self, path: Path, lock: _FileLock, *, is_resumed: bool) -> None:
         self.path = path
         self._lock = lock
-        self.goes_on = goes_on
-        """Whether it holds a run that has not ended."""
+        self.is_resumed = is_resumed
+        """True if the directory holds a run that has not ended."""
 
     @classmethod
     def create(cls, path: Path, *, resume: bool = False) -> RunDirectory:
-        """Make the folder, with its parents, and claim it. `resume`: it may hold a run that has not ended.
+        """Create the folder with its parents, and claim it. `resume`: allow a run in it that has not ended.
 
-        Raises `RunDirectoryError` where another live run holds it, an earlier run has left its files in it, it is not a folder or
-        cannot be written to.
+        Raises `RunDirectoryError` if another live run holds it, if it has files of an earlier run, or if it is not a
+        writable folder.
         """
         path = path.absolute()
         try:
             path.mkdir(parents=True, exist_ok=True)
-            lock = _Lock.acquire(path / _LOCK)
+            lock = _FileLock.acquire(path / _LOCK)
         except (FileExistsError, NotADirectoryError):
             raise RunDirectoryError(
                 f"run directory {path} is, or lies below, something that is not a folder; a run directory is a folder; choose another path"
@@ -68,28 +72,28 @@ class RunDirectory:
         except OSError as error:
             raise RunDirectoryError(
                 f"run directory {path} cannot be written to ({error.strerror}: {error.filename or path}); a run directory is a folder in "
-                "which files can be made and locked; choose another, or change its permissions"
+                "which files can be created and locked; choose another, or change its permissions"
             ) from error
         except ValueError as error:
             raise RunDirectoryError(
                 f"run directory {str(path)!a} has a name that this system cannot write ({error}); a name is made of what its locale can "
                 f"encode ({sys.getfilesystemencoding()} here); use plain letters, or set LC_ALL=C.UTF-8"
             ) from error
-        goes_on = resume and (path / _OF_THE_RUN).exists()
-        for name in (_RESULT,) if goes_on else _FILES_OF_A_RUN:
-            if (path / name).exists() and (path / name).stat().st_size:  # empty: its run was killed before it began
+        is_resumed = resume and (path / _RUN_FILE).exists()
+        for name in (_RESULT_FILE,) if is_resumed else _RUN_FILES:
+            if (path / name).exists() and (path / name).stat().st_size:  # an empty file: its run was killed at its start
                 lock.release()
-                ended = " that has ended" if name == _RESULT else ""
+                ended = " that has ended" if name == _RESULT_FILE else ""
                 raise RunDirectoryError(
                     f"run directory {path} already holds a run{ended} ({name}); nothing of an earlier run is overwritten; choose another "
                     "directory, or remove this one"
                 )
-        return cls(path, lock, goes_on=goes_on)
+        return cls(path, lock, is_resumed=is_resumed)
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> None:
-        """Write `value` to the file `name`, whole or not at all.
+        """Write `value` to the file `name`, atomically.
 
-        A number that is NaN or infinite is written as null, which JSON has, and listed by its path under `not_finite`.
+        NaN and infinity, which JSON does not have, are written as null and listed by path under `not_finite`.
         """
         not_finite: dict[str, str] = {}
         row = _finite(value, "", not_finite) | ({"not_finite": not_finite} if not_finite else {})
@@ -97,9 +101,9 @@ class RunDirectory:
         self._write(name, lambda partial: _write_text(partial, text))
 
     def save_tensors(self, name: str, state_dict: Mapping[str, Any]) -> None:
-        """Write every entry of `state_dict` to the safetensors file `name`, whole or not at all.
+        """Write every entry of `state_dict` to the safetensors file `name`, atomically.
 
-        Tied tensors are written under each of their names. Raises `RecipeError` where `check_tensors` does.
+        Tied tensors are written under each of their names. Raises `RecipeError` as `check_tensors` does.
         """
         check_tensors(state_dict)
         storages: set[int] = set()
@@ -112,7 +116,7 @@ class RunDirectory:
         self._write(name, lambda partial: save_file(tensors, partial))
 
     def close(self) -> None:
-        """Give the directory up. May be called again, and does nothing then or in a forked child."""
+        """Release the directory. Does nothing if called again, or in a forked child."""
         self._lock.release()
 
     def __enter__(self) -> RunDirectory:
@@ -122,13 +126,13 @@ class RunDirectory:
         self.close()
 
     def _write(self, name: str, write: Callable[[Path], None]) -> None:
-        """Let `write` fill a temporary file, and give it its name when its bytes are on the disk."""
+        """Let `write` fill a temporary file, sync it to disk, and rename it to `name`."""
         partial = self.path / f".{name}.partial"
         try:
             partial.touch()
             mode = partial.stat().st_mode
             write(partial)
-            partial.chmod(mode)  # safetensors makes a file that only its owner may read
+            partial.chmod(mode)  # safetensors creates a file that only its owner may read
             _sync(partial)
             partial.rename(self.path / name)
         finally:
@@ -136,10 +140,10 @@ class RunDirectory:
         _sync(self.path)
 
 
-class _Lock:
+class _FileLock:
     """An exclusive lock on a file, held until `release` or the end of the process. The file is removed on release."""
 
-    _held: ClassVar[weakref.WeakSet[_Lock]] = weakref.WeakSet()
+    _held: ClassVar[weakref.WeakSet[_FileLock]] = weakref.WeakSet()
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self._path = path
@@ -147,13 +151,16 @@ class _Lock:
         self._held.add(self)
 
     @classmethod
-    def acquire(cls, path: Path) -> _Lock:
-        """Raises `RunDirectoryError` where another process holds it, `OSError` where it cannot be made or locked."""
+    def acquire(cls, path: Path) -> _FileLock:
+        """Lock the file.
+
+        Raises `RunDirectoryError` if another process holds it, `OSError` if it cannot be created or locked.
+        """
         while True:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                current = _names(path, descriptor)
+                current = _is_same_file(path, descriptor)
                 if current:
                     _claim(descriptor, path)
             except BaseException as error:
@@ -163,7 +170,7 @@ class _Lock:
                 raise error from None
             if current:
                 return cls(path, descriptor)
-            os.close(descriptor)  # its last holder removed the file between our opening it and locking it
+            os.close(descriptor)  # its last holder removed the file after we opened it and before we locked it
 
     def release(self) -> None:
         if self._descriptor is not None:
@@ -174,18 +181,18 @@ class _Lock:
 
     @classmethod
     def _forget_in_child(cls) -> None:
-        """A forked child shares the lock, and would hold it after its parent has died."""
+        """Close the lock in a forked child, which would otherwise hold it after its parent has died."""
         for lock in list(cls._held):
             if lock._descriptor is not None:
                 os.close(lock._descriptor)
                 lock._descriptor = None
 
 
-os.register_at_fork(after_in_child=_Lock._forget_in_child)
+os.register_at_fork(after_in_child=_FileLock._forget_in_child)
 
 
-def _names(path: Path, descriptor: int) -> bool:
-    """Whether `path` is still the file that was opened as `descriptor`."""
+def _is_same_file(path: Path, descriptor: int) -> bool:
+    """Return True if `path` is still the file that was opened as `descriptor`."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:
@@ -193,7 +200,7 @@ def _names(path: Path, descriptor: int) -> bool:
 
 
 def _holder(descriptor: int) -> dict[str, Any] | None:
-    """What the lock file says, or None where it says nothing that a run wrote."""
+    """Return the contents of the lock file. None if no run wrote them."""
     try:
         holder = json.loads(os.pread(descriptor, 4096, 0))
     except ValueError:
@@ -204,7 +211,7 @@ def _holder(descriptor: int) -> dict[str, Any] | None:
 def _claim(descriptor: int, path: Path) -> None:
     if os.fstat(descriptor).st_size and _holder(descriptor) is None:
         raise RunDirectoryError(
-            f"run directory {path.parent} holds a file named {path.name!r} that no run wrote; a run keeps its claim in that file; "
+            f"run directory {path.parent} holds a file named {path.name!r} that no run wrote; a run records its claim in that file; "
             "choose another directory"
         )
     started = datetime.now(UTC).isoformat(timespec="seconds")
@@ -222,7 +229,10 @@ def _in_use(descriptor: int, path: Path) -> RunDirectoryError:
 
 
 def check_tensors(state_dict: Mapping[str, Any]) -> None:
-    """Raise `RecipeError` where `state_dict` has an entry that a safetensors file cannot hold. Any rank may call it, at any time."""
+    """Raise `RecipeError` if `state_dict` has an entry that a safetensors file cannot hold.
+
+    Any rank may call it at any time.
+    """
     for name, value in state_dict.items():
         if not isinstance(value, torch.Tensor):
             found = f"a {type(value).__name__}"
@@ -231,15 +241,15 @@ def check_tensors(state_dict: Mapping[str, Any]) -> None:
         else:
             continue
         raise RecipeError(
-            f"state dict entry {name!r} is {found}; model.safetensors holds dense tensors of whole numbers, floats, bools and complex64; "
+            f"state dict entry {name!r} is {found}; model.safetensors holds dense tensors of integers, floats, bools and complex64; "
             "change its type, or leave it out of the state dict (persistent=False)"
         )
 
 
 def default_run_path(script: str | None, now: datetime) -> Path:
-    """`runs/<script>-<date>-<time>` in the working directory; with -2, -3 and so on behind it where that exists.
+    """Return `runs/<script>-<date>-<time>` in the working directory, with -2, -3 and so on appended if it exists.
 
-    `script` is a path as in `sys.argv[0]`; None, "-c" and "" (no file) give `run`.
+    `script` is a path as in `sys.argv[0]`. None, "-c" and "" (no file) stand for `run`.
     """
     stem = Path(script).stem if script and not script.startswith("-") else "run"
     path = first = Path("runs") / f"{stem}-{now:%Y%m%d-%H%M%S}"
@@ -251,7 +261,8 @@ def default_run_path(script: str | None, now: datetime) -> Path:
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
-    """What a run ran on, as JSON: versions, host, processors, threads of this process, the command line and `device`."""
+    """Return the environment of a run as JSON: versions, host, CPUs, threads of this process, command line and
+    `device`."""
     return {
         "versions": {
             "lockstep": __version__,
@@ -272,7 +283,7 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
 
 
 def device_name(device: torch.device) -> str:
-    """As its maker calls it."""
+    """Return the device's product name."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
@@ -294,7 +305,7 @@ def _finite(value: Any, path: str, not_finite: dict[str, str]) -> Any:
 
 
 def _write_text(path: Path, text: str) -> None:
-    # A path or an argument that the locale could not decode has its bytes as they were, or it could not be written at all.
+    # surrogateescape writes back the bytes of a path or argument that the locale could not decode.
     path.write_text(text, encoding="utf-8", errors="surrogateescape")
 
 

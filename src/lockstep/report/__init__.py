@@ -1,1 +1,1 @@
-"""The page of a run, or of several side by side. Everything but `read` is pure: from values to values."""
+"""`lockstep report`: an HTML page of one run or several."""

@@ -1,4 +1,4 @@
-"""What a run did: its curves, the times of its ranks, its events. Joined over resumptions, from rows as they were written. Pure."""
+"""The history of a run: its metrics, the step times of its ranks, and its events, joined over resumptions. Pure."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-State = Literal["ended", "running", "unfinished", "preempted", "failed"]
+RunState = Literal["ended", "running", "unfinished", "preempted", "failed"]
 
-PARTS = ("step", "data", "compute", "communication")
-"""Of the time of a rank's step: the whole, and what it is made of."""
+PHASES = ("step", "data", "compute", "communication")
+"""Step time of a rank: the whole step, and its parts."""
 
 _NOT_METRICS = frozenset({"step", "time", "not_finite"})
 _LARGEST = 1e290
 _BEGINS = "run-started"
-_ENDS: dict[str, State] = {"run-ended": "ended", "run-failed": "failed", "preempted": "preempted"}
+_ENDS: dict[str, RunState] = {"run-ended": "ended", "run-failed": "failed", "preempted": "preempted"}
 
 
 @dataclass(slots=True)
 class Series:
-    """Numbers by the steps done when they were measured, in rising order. A value may be NaN or infinite."""
+    """Values of a metric, in rising order of the number of steps done. A value may be NaN or infinite."""
 
     steps: array[int] = field(default_factory=lambda: array("q"))
     values: array[float] = field(default_factory=lambda: array("d"))
 
     def add(self, step: int, value: float) -> None:
-        """What was known of this step and later ones counts no more."""
-        self.cut(step)
+        """Append a value. Discards values of this step and later ones, which were computed before a resumption."""
+        self.truncate(step)
         self.steps.append(step)
         self.values.append(value)
 
-    def cut(self, step: int) -> None:
-        """Forget this step and later ones."""
+    def truncate(self, step: int) -> None:
+        """Discard this step and later ones."""
         while self.steps and self.steps[-1] >= step:
             self.steps.pop()
             self.values.pop()
@@ -44,29 +44,31 @@ class Series:
 
 @dataclass(slots=True)
 class Curves:
-    """What `metrics.jsonl` says."""
+    """Contents of `metrics.jsonl`."""
 
     series: dict[str, Series] = field(default_factory=dict)
     first_time: float | None = None
+    """Time of the first row, in seconds since 1970."""
     last_time: float | None = None
-    """Of the first and of the last row, in seconds since 1970."""
+    """Time of the last row, in seconds since 1970."""
     last_step: int = 0
 
 
 @dataclass(slots=True)
 class RankTimes:
-    """What `ranks.jsonl` says: mean seconds of a step, by part of it and rank, from one logging step to the next."""
+    """Contents of `ranks.jsonl`: mean seconds per step of each phase and rank, from one logging step to the next."""
 
     steps: list[int] = field(default_factory=list)
-    parts: dict[str, list[array[float]]] = field(default_factory=lambda: {part: [] for part in PARTS})
-    """Of each part, for each of the steps, a number a rank; none where it was not measured."""
+    phases: dict[str, list[array[float]]] = field(default_factory=lambda: {phase: [] for phase in PHASES})
+    """For each phase and logging step, an array with a value for each rank. The array is empty if it was not measured.
+    """
     hosts: list[str] = field(default_factory=list)
-    """Of each rank, at last."""
+    """Latest host name of each rank."""
 
 
 @dataclass(frozen=True, slots=True)
-class Happened:
-    """An event, when it was written down."""
+class RunEvent:
+    """A row of `events.jsonl`."""
 
     time: float
     """Seconds since 1970."""
@@ -77,49 +79,50 @@ class Happened:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """From a start of the run to its end, or to the last that was heard of it."""
+    """Time from a start of the run to its end, or to its last record."""
 
     began: float
+    """Seconds since 1970."""
     ended: float
     """Seconds since 1970."""
-    end: State | None
-    """None: nothing was said."""
+    end: RunState | None
+    """None if the end was not recorded."""
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
-    """Who holds the run directory, as its file `lock` says."""
+class LockHolder:
+    """The process that holds the run directory, from its file `lock`."""
 
     pid: int
     host: str
     alive: bool | None
-    """None: on another host, from where it cannot be seen."""
+    """True if the process exists. None if it is on another host, and so unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
-    """All that is known of a run."""
+class RunHistory:
+    """Everything that a run directory records about a run."""
 
     name: str
     path: str
-    facts: Mapping[str, Any]
-    """run.json."""
+    metadata: Mapping[str, Any]
+    """Contents of `run.json`."""
     result: Mapping[str, Any] | None
-    """result.json, where the run has ended."""
+    """Contents of `result.json`. None if the run has not ended."""
     curves: Curves
     ranks: RankTimes
-    events: list[Happened]
-    holder: Holder | None
+    events: list[RunEvent]
+    holder: LockHolder | None
     unreadable: Mapping[str, int] = field(default_factory=dict)
-    """Lines that are not as a run writes them, by file."""
+    """Number of invalid lines in each file that has any."""
 
     @property
-    def state(self) -> State:
+    def state(self) -> RunState:
         if self.result is not None:
             return "ended"
-        told = next((event.kind for event in reversed(self.events) if event.kind in _ENDS or event.kind == _BEGINS), None)
-        if told in _ENDS:
-            return _ENDS[told]
+        last = next((event.kind for event in reversed(self.events) if event.kind in _ENDS or event.kind == _BEGINS), None)
+        if last in _ENDS:
+            return _ENDS[last]
         return "running" if self.holder is not None and self.holder.alive else "unfinished"
 
     @property
@@ -128,19 +131,19 @@ class Run:
 
     @property
     def steps(self) -> int:
-        """Done, as far as is known."""
+        """Number of optimizer steps done, as far as recorded."""
         if self.result is not None:
             return int(self.result.get("steps", 0))
         return max(self.curves.last_step, self.events[-1].step if self.events else 0)
 
     @property
     def began(self) -> float | None:
-        """Seconds since 1970; None where nothing was written."""
+        """Time of the first record, in seconds since 1970. None if there is no record."""
         return min(self._times, default=None)
 
     @property
-    def heard(self) -> float | None:
-        """When something was last written, as `began`."""
+    def last_time(self) -> float | None:
+        """Time of the last record, in seconds since 1970. None if there is no record."""
         return max(self._times, default=None)
 
     @property
@@ -150,18 +153,21 @@ class Run:
 
     @property
     def plan(self) -> str:
-        plan = self.facts.get("plan")
+        plan = self.metadata.get("plan")
         return str(plan.get("text", "")) if isinstance(plan, Mapping) else ""
 
 
 def curves(rows: Iterable[Mapping[str, Any]]) -> Curves:
-    """Join the rows of `metrics.jsonl`. Where the steps go back, the run was resumed, and the earlier rows of later steps count no more."""
+    """Join the rows of `metrics.jsonl`.
+
+    If the steps go back, the run was resumed: earlier rows of later steps are discarded.
+    """
     found = Curves()
     for row in rows:
         step = row["step"]
         if step < found.last_step:
             for series in found.series.values():
-                series.cut(step)
+                series.truncate(step)
         found.last_step = step
         found.first_time = row["time"] if found.first_time is None else found.first_time
         found.last_time = row["time"]
@@ -169,12 +175,15 @@ def curves(rows: Iterable[Mapping[str, Any]]) -> Curves:
         for name, value in row.items():
             if name not in _NOT_METRICS:
                 number = float(not_finite.get(name, "nan")) if value is None else float(value)
-                found.series.setdefault(name, Series()).add(step, _within(number))
+                found.series.setdefault(name, Series()).add(step, _clamp(number))
     return found
 
 
-def _within(number: float) -> float:
-    """The number, where one can reckon with it: above `_LARGEST` it counts as infinite, below 1 / `_LARGEST` as 0."""
+def _clamp(number: float) -> float:
+    """Return the number, or infinity if it is above `_LARGEST`, or 0 if it is below 1 / `_LARGEST`.
+
+    Scales would overflow else.
+    """
     if abs(number) > _LARGEST:
         return math.copysign(math.inf, number)
     return 0.0 if abs(number) < 1 / _LARGEST else number
@@ -186,31 +195,31 @@ def rank_times(rows: Iterable[Mapping[str, Any]]) -> RankTimes:
     for row in rows:
         while found.steps and found.steps[-1] >= row["step"]:
             found.steps.pop()
-            for rows_of_part in found.parts.values():
-                rows_of_part.pop()
+            for rows_of_phase in found.phases.values():
+                rows_of_phase.pop()
         found.steps.append(row["step"])
-        for part in PARTS:
-            found.parts[part].append(array("d", (math.nan if value is None else value for value in row["ranks"].get(part, ()))))
+        for phase in PHASES:
+            found.phases[phase].append(array("d", (math.nan if value is None else value for value in row["ranks"].get(phase, ()))))
         found.hosts = list(map(str, row.get("hosts", found.hosts)))
     return found
 
 
-def happened(rows: Iterable[Mapping[str, Any]]) -> list[Happened]:
-    """The rows of `events.jsonl`, in order of their times."""
-    said = ("time", "event", "step")
-    events = [Happened(row["time"], row["event"], row["step"], {key: row[key] for key in row if key not in said}) for row in rows]
+def run_events(rows: Iterable[Mapping[str, Any]]) -> list[RunEvent]:
+    """Return the rows of `events.jsonl`, sorted by time."""
+    known = ("time", "event", "step")
+    events = [RunEvent(row["time"], row["event"], row["step"], {key: row[key] for key in row if key not in known}) for row in rows]
     return sorted(events, key=lambda event: event.time)
 
 
-def attempts(events: list[Happened], last_time: float | None) -> list[Attempt]:
-    """Each start of the run. `last_time`: of the last row of metrics; None: there is none."""
-    starts = [place for place, event in enumerate(events) if event.kind == _BEGINS]
+def attempts(events: list[RunEvent], last_time: float | None) -> list[Attempt]:
+    """Return the attempts, one for each start of the run. `last_time`: time of the last row of metrics, if any."""
+    starts = [index for index, event in enumerate(events) if event.kind == _BEGINS]
     found = []
-    for place, following in zip(starts, [*starts, len(events)][1:], strict=True):
-        mine = events[place:following]
-        end = next((_ENDS[event.kind] for event in reversed(mine) if event.kind in _ENDS), None)
-        ended = mine[-1].time
+    for index, following in zip(starts, [*starts, len(events)][1:], strict=True):
+        own = events[index:following]
+        end = next((_ENDS[event.kind] for event in reversed(own) if event.kind in _ENDS), None)
+        ended = own[-1].time
         if following == len(events) and last_time is not None:
             ended = max(ended, last_time)
-        found.append(Attempt(mine[0].time, ended, end))
+        found.append(Attempt(own[0].time, ended, end))
     return found

@@ -54,7 +54,7 @@
   };
 
   const cross = (step) => {
-    document.querySelectorAll("[data-chart], [data-heat]").forEach((plot) => {
+    document.querySelectorAll("[data-chart], [data-heatmap]").forEach((plot) => {
       element(plot, "span", "cross").style.left = (100 * step) / data.last + "%";
     });
   };
@@ -99,8 +99,8 @@
     place(event);
   };
 
-  const onHeat = (plot, event, share, down) => {
-    const heat = data.heats[plot.dataset.heat];
+  const onHeatmap = (plot, event, share, down) => {
+    const heat = data.heatmaps[plot.dataset.heatmap];
     const column = Math.min(heat.columns - 1, Math.floor(share * heat.columns));
     const row = Math.min(heat.ranks.length - 1, Math.max(0, Math.floor(down * heat.ranks.length)));
     const first = Math.floor((column * heat.last) / heat.columns) + 1;
@@ -119,13 +119,13 @@
     place(event);
   };
 
-  document.querySelectorAll("[data-chart], [data-heat]").forEach((plot) => {
+  document.querySelectorAll("[data-chart], [data-heatmap]").forEach((plot) => {
     const over = (event) => {
       clear();
       const box = plot.getBoundingClientRect();
       const share = Math.min(1, Math.max(0, (event.clientX - box.left) / box.width));
       if (plot.dataset.chart) onChart(plot, event, share);
-      else onHeat(plot, event, share, (event.clientY - box.top) / box.height);
+      else onHeatmap(plot, event, share, (event.clientY - box.top) / box.height);
     };
     plot.addEventListener("pointermove", over);
     plot.addEventListener("pointerdown", over);

@@ -1,4 +1,7 @@
-"""The whole page: one file that asks for no other, and that a browser is told to ask for none. Pure, but for its own style and script."""
+"""The whole HTML page, in one file that loads no other. Its content security policy forbids requests.
+
+Pure, but for reading its own style and script from the package.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,15 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from lockstep.report import heat, tables, told
-from lockstep.report.chart import Chart, Drawn, Line, draw
-from lockstep.report.history import PARTS, Run
+from lockstep.report import event_timeline, heatmap, tables
+from lockstep.report.chart import Chart, Curve, RenderedFigure, render
+from lockstep.report.history import PHASES, RunHistory
 
 GENERATOR = '<meta name="generator" content="lockstep report">'
-"""In each page, near its beginning."""
+"""A tag near the beginning of each page, which identifies it as a report."""
 MOST_COLUMNS, LEAST_COLUMNS = 600, 60
 POINTS = 60_000
-"""On the page, about: where there are many curves, each has fewer."""
+"""Approximate number of points on the page. If there are many curves, each has fewer points."""
 
 _SPEED = {
     "samples_per_second": "samples/s",
@@ -31,41 +34,41 @@ _FIRST = ("loss", "lr", "gradient_norm")
 _EVALUATION = "evaluation/"
 
 
-def page(runs: Sequence[Run], *, made: float) -> str:
-    """The HTML document. `made`: when, in seconds since 1970."""
+def page(runs: Sequence[RunHistory], *, made: float) -> str:
+    """Return the HTML document. `made`: time of creation, in seconds since 1970."""
     title = "lockstep report: " + ", ".join(run.name for run in runs)
     last_step = max([1, *(run.curves.last_step for run in runs), *(step for run in runs for step in run.ranks.steps[-1:])])
     learning, speed = charts(runs)
     shown = [*learning, *speed]
     lines = sum(len(each.lines) for each in shown)
     columns = max(LEAST_COLUMNS, min(MOST_COLUMNS, POINTS // max(1, lines)))
-    drawn = [draw(each, place=place, last_step=last_step, columns=columns) for place, each in enumerate(shown)]
-    heats = [heat.draw(run.ranks, place=place, last_step=last_step, title=run.name) for place, run in enumerate(_timed(runs))]
+    figures = [render(each, index=index, last_step=last_step, columns=columns) for index, each in enumerate(shown)]
+    heatmaps = [heatmap.render(run.ranks, index=index, last_step=last_step, title=run.name) for index, run in enumerate(_timed(runs))]
     body = [
         _head(runs, made),
-        *_section("differences", "What differs", tables.differing(runs) if len(runs) > 1 else ""),
-        *_section("learning", "Learning", _grid(drawn[: len(learning)]) or '<p class="note">No logging step was reached.</p>'),
-        *_section("speed", "Speed", _grid(drawn[len(learning) :])),
-        *_section("ranks", "Ranks", _ranks(runs, heats)),
+        *_section("differences", "Differences", tables.difference_table(runs) if len(runs) > 1 else ""),
+        *_section("learning", "Training", _grid(figures[: len(learning)]) or '<p class="note">The run has not reached a logging step.</p>'),
+        *_section("speed", "Throughput", _grid(figures[len(learning) :])),
+        *_section("ranks", "Ranks", _ranks(runs, heatmaps)),
         *_section("events", "Events", _events(runs)),
         *_section(
             "facts",
             "Recipe, plan, environment",
-            "".join(tables.described(run, place, several=len(runs) > 1) for place, run in enumerate(runs)),
+            "".join(tables.description(run, index, several=len(runs) > 1) for index, run in enumerate(runs)),
         ),
-        *_section("numbers", "In numbers", tables.numbers(runs) if lines else ""),
+        *_section("numbers", "All metrics", tables.metric_table(runs) if lines else ""),
     ]
     data = {
         "last": last_step,
-        "charts": [each.data for each in drawn],
-        "heats": [each.data for each in heats],
+        "charts": [each.data for each in figures],
+        "heatmaps": [each.data for each in heatmaps],
         "runs": [run.name for run in runs],
     }
     return _document(title, "".join(body), data)
 
 
-def charts(runs: Sequence[Run]) -> tuple[list[Chart], list[Chart]]:
-    """Of what is learned, and of how fast. One a metric; an evaluation of the same name goes with it."""
+def charts(runs: Sequence[RunHistory]) -> tuple[list[Chart], list[Chart]]:
+    """Return the charts of training, and those of throughput. A metric and its evaluation share a chart."""
     names = dict.fromkeys(name for run in runs for name in run.curves.series)
     base = dict.fromkeys(name.removeprefix(_EVALUATION) for name in names)
     same = _sole_term(runs, names)
@@ -78,23 +81,23 @@ def _order(name: str) -> tuple[int, int]:
     return (_FIRST.index(name), 0) if name in _FIRST else (0 if name.startswith("loss/") else len(_FIRST), 1)
 
 
-def _sole_term(runs: Sequence[Run], names: Sequence[str] | dict[str, None]) -> str | None:
-    """The name of the loss's one term, where it is the loss itself in every run."""
+def _sole_term(runs: Sequence[RunHistory], names: Sequence[str] | dict[str, None]) -> str | None:
+    """Return the name of the loss's only term, if its values are those of the loss in every run."""
     terms = [name for name in names if name.startswith("loss/")]
     if len(terms) == 1 and all(run.curves.series.get(terms[0]) == run.curves.series.get("loss") for run in runs):
         return terms[0]
     return None
 
 
-def _metric(name: str, runs: Sequence[Run], note: str = "") -> Chart:
+def _metric(name: str, runs: Sequence[RunHistory], note: str = "") -> Chart:
     several = len(runs) > 1
     lines = []
-    for place, run in enumerate(runs):
+    for index, run in enumerate(runs):
         for full, kind, word in ((name, "line", "training"), (_EVALUATION + name, "dashed", "evaluation")):
             if full in run.curves.series:
-                colour = place if several else int(kind == "dashed")
+                colour = index if several else int(kind == "dashed")
                 label = run.name if several and kind == "line" else f"{run.name}, {word}" if several else word
-                lines.append(Line(label, colour, run.curves.series[full], kind, place))  # type: ignore[arg-type]
+                lines.append(Curve(label, colour, run.curves.series[full], kind, index))  # type: ignore[arg-type]
     title = _TITLES.get(name, name)
     if name != "loss" and all(line.kind == "dashed" for line in lines):
         title += ", evaluation"
@@ -105,78 +108,78 @@ def _metric(name: str, runs: Sequence[Run], note: str = "") -> Chart:
         from_zero=name in _SPEED,
         may_be_logarithmic=name != "lr" and name not in _SPEED,
         note=note,
-        marks=told.marks(runs[0].events) if not several else (),
+        marks=event_timeline.marks(runs[0].events) if not several else (),
     )
 
 
-def _step_times(runs: Sequence[Run]) -> list[Chart]:
-    """Of one run the step and its parts, of several their steps alone."""
-    timed = [(place, run) for place, run in enumerate(runs) if run.ranks.steps]
+def _step_times(runs: Sequence[RunHistory]) -> list[Chart]:
+    """Return the chart of step times: of one run by phase, of several runs the whole steps alone."""
+    timed = [(index, run) for index, run in enumerate(runs) if run.ranks.steps]
     if not timed:
         return []
     if len(runs) == 1:
         ranks = runs[0].ranks
-        found = [(part, heat.over_steps(ranks, part)) for part in PARTS]
-        lines = [Line(part, place, series) for place, (part, series) in enumerate(found) if series.values]
-        return [Chart(title="step time, mean of ranks", lines=lines, unit="seconds", from_zero=True, marks=told.marks(runs[0].events))]
-    lines = [Line(run.name, place, heat.over_steps(run.ranks, "step"), run=place) for place, run in timed]
+        found = [(phase, heatmap.mean_over_ranks(ranks, phase)) for phase in PHASES]
+        lines = [Curve(phase, index, series) for index, (phase, series) in enumerate(found) if series.values]
+        return [
+            Chart(title="step time, mean of ranks", lines=lines, unit="seconds", from_zero=True, marks=event_timeline.marks(runs[0].events))
+        ]
+    lines = [Curve(run.name, index, heatmap.mean_over_ranks(run.ranks, "step"), run=index) for index, run in timed]
     return [Chart(title="step time, mean of ranks", lines=lines, unit="seconds", from_zero=True)]
 
 
-def _timed(runs: Sequence[Run]) -> list[Run]:
+def _timed(runs: Sequence[RunHistory]) -> list[RunHistory]:
     return [run for run in runs if run.ranks.steps]
 
 
-def _head(runs: Sequence[Run], made: float) -> str:
-    when = f"{told.clock(made)}"
+def _head(runs: Sequence[RunHistory], made: float) -> str:
+    when = f"{event_timeline.clock(made)}"
     if len(runs) == 1:
         (run,) = runs
-        reason = tables.why(run)
-        said = f'<p class="why {run.state}">{escape(reason)}</p>' if reason else ""
+        reason = tables.state_reason(run)
+        paragraph = f'<p class="reason {run.state}">{escape(reason)}</p>' if reason else ""
         name = f"<h1>{escape(run.name)} {tables.state(run)}</h1>"
-        top = f'{name}<p class="sub">{tables.subtitle(run)}</p>{said}{_unreadable(runs)}{tables.tiles(run)}'
+        top = f'{name}<p class="sub">{tables.subtitle(run)}</p>{paragraph}{_unreadable(runs)}{tables.tiles(run)}'
     else:
         reasons = "".join(
-            f'<p class="why {run.state}"><strong>{escape(run.name)}</strong>: {escape(tables.why(run))}</p>'
+            f'<p class="reason {run.state}"><strong>{escape(run.name)}</strong>: {escape(tables.state_reason(run))}</p>'
             for run in runs
-            if tables.why(run)
+            if tables.state_reason(run)
         )
         top = f"<h1>{len(runs)} runs</h1>{_unreadable(runs)}{tables.overview(runs)}{reasons}"
     return f'<header><p class="brand">lockstep report<span>made {when}</span></p>{top}</header>'
 
 
-def _unreadable(runs: Sequence[Run]) -> str:
-    said = [
-        f"{run.name}: {lines:,} lines of {name} are not as a run writes them, and are left out"
-        for run in runs
-        for name, lines in run.unreadable.items()
+def _unreadable(runs: Sequence[RunHistory]) -> str:
+    texts = [
+        f"{run.name}: {lines:,} lines of {name} are invalid, and are left out" for run in runs for name, lines in run.unreadable.items()
     ]
-    return "".join(f'<p class="why failed">{escape(text)}.</p>' for text in said)
+    return "".join(f'<p class="reason failed">{escape(text)}.</p>' for text in texts)
 
 
-def _grid(drawn: Sequence[Drawn]) -> str:
-    return f'<div class="grid">{"".join(each.html for each in drawn)}</div>' if drawn else ""
+def _grid(figures: Sequence[RenderedFigure]) -> str:
+    return f'<div class="grid">{"".join(each.html for each in figures)}</div>' if figures else ""
 
 
-def _ranks(runs: Sequence[Run], heats: Sequence[Drawn]) -> str:
+def _ranks(runs: Sequence[RunHistory], heatmaps: Sequence[RenderedFigure]) -> str:
     found = []
-    for run, drawn in zip(_timed(runs), heats, strict=True):
+    for run, figure in zip(_timed(runs), heatmaps, strict=True):
         name = f"<h3>{tables.key(run, runs.index(run))}</h3>" if len(runs) > 1 else ""
-        found.append(f'{name}<div class="grid">{drawn.html}</div>{heat.bars(run.ranks)}')
+        found.append(f'{name}<div class="grid">{figure.html}</div>{heatmap.rank_bars(run.ranks)}')
     note = (
-        '<p class="note">A cell is the mean of its steps; the scales differ. A rank that takes longer over its data or its computing makes '
-        "the others wait for it: they have more communication, and the step is as long for all.</p>"
+        '<p class="note">A cell is the mean of its steps; each heatmap has its own colour scale. A straggler, a rank whose data or '
+        "compute takes longer, makes the others wait: their communication takes longer, and the step is as long for all.</p>"
     )
     return "".join([note, *found]) if found else ""
 
 
-def _events(runs: Sequence[Run]) -> str:
-    found = [told.lanes(runs)]
-    for place, run in enumerate(runs):
+def _events(runs: Sequence[RunHistory]) -> str:
+    found = [event_timeline.lanes(runs)]
+    for index, run in enumerate(runs):
         if run.events:
-            table = told.table(run)
+            table = event_timeline.table(run)
             found.append(
-                f"<details><summary>{tables.key(run, place)}</summary>{table}</details>"
+                f"<details><summary>{tables.key(run, index)}</summary>{table}</details>"
                 if len(runs) > 1
                 else f'<div class="card">{table}</div>'
             )
@@ -189,16 +192,15 @@ def _section(name: str, title: str, inside: str) -> list[str]:
 
 def _document(title: str, body: str, data: dict[str, Any]) -> str:
     style, script = (files("lockstep.report").joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
-    ramps = "".join(
-        f"--ramp-{name}:linear-gradient(90deg,{','.join(colours)});" for name, colours in (("light", heat.RAMP), ("dark", heat.RAMP[::-1]))
-    )
+    themes = (("light", heatmap.RAMP), ("dark", heatmap.RAMP[::-1]))
+    ramps = "".join(f"--ramp-{name}:linear-gradient(90deg,{','.join(colours)});" for name, colours in themes)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
-    held = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
+    json_data = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8">{GENERATOR}'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">'
         f"<title>{escape(title)}</title><style>:root{{{ramps}}}{style}</style></head><body><main>{body}</main>"
-        f'<script type="application/json" id="data">{held}</script><script>{script}</script></body></html>\n'
+        f'<script type="application/json" id="data">{json_data}</script><script>{script}</script></body></html>\n'
     )

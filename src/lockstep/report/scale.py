@@ -1,4 +1,4 @@
-"""Numbers on axes and in words. Pure."""
+"""Scales of axes, and numbers as text. Pure."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Unit = Literal["", "bytes", "share", "seconds"]
 
 _DURATIONS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 604800)
 _SKEWED = 20.0
-"""Where the largest value is so many times the median, and all are more than 0, a linear axis would show one value and a floor."""
+"""An axis is logarithmic if the largest value is more than this many times the median, and all values are positive."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """From values to places between 0 and 1."""
+    """A map from values to positions between 0 and 1."""
 
     low: float
     high: float
@@ -26,14 +26,17 @@ class Scale:
     ticks: tuple[float, ...]
     labels: tuple[str, ...]
 
-    def place(self, value: float) -> float:
+    def position(self, value: float) -> float:
         if self.logarithmic:
             return (math.log(value) - math.log(self.low)) / (math.log(self.high) - math.log(self.low))
         return (value - self.low) / (self.high - self.low)
 
 
 def scale_of(values: Sequence[float], unit: Unit = "", *, from_zero: bool = False, may_be_logarithmic: bool = True, most: int = 5) -> Scale:
-    """An axis on which finite `values` fit, with about `most` ticks. Logarithmic where a few values would hide the others."""
+    """Return an axis for finite `values`, with about `most` ticks.
+
+    It is logarithmic if a few values would hide the others.
+    """
     ordered = sorted(values) or [0.0, 1.0]
     low, high, median = ordered[0], ordered[-1], ordered[len(ordered) // 2]
     if may_be_logarithmic and low > 0 and high > _SKEWED * median and not from_zero:
@@ -50,30 +53,30 @@ def scale_of(values: Sequence[float], unit: Unit = "", *, from_zero: bool = Fals
 
 
 def nice_step(span: float, most: int) -> float:
-    """1, 2 or 5 times a power of ten, so that `most` of them or fewer cover `span`."""
+    """Return 1, 2 or 5 times a power of ten, such that at most `most` of them cover `span`."""
     rough = span / most
     power = 10.0 ** math.floor(math.log10(rough))
     return next((factor * power for factor in (1, 2, 5) if factor * power >= rough * (1 - 1e-9)), 10 * power)
 
 
 def step_scale(last: int) -> Scale:
-    """The axis of steps, from 0 to `last`."""
+    """Return the axis of steps, from 0 to `last`."""
     last = max(last, 1)
     step = max(1, round(nice_step(last, 6)))
     ticks = tuple(float(tick) for tick in range(0, last + 1, step))
-    return Scale(0.0, float(last), False, ticks, tuple(count(round(tick)) for tick in ticks))
+    return Scale(0.0, float(last), False, ticks, tuple(format_count(round(tick)) for tick in ticks))
 
 
 def time_scale(seconds: float) -> Scale:
-    """The axis of time gone by, from 0."""
+    """Return the axis of elapsed time, from 0."""
     seconds = max(seconds, 1.0)
     step = next((duration for duration in _DURATIONS if duration * 7 >= seconds), math.ceil(seconds / 7 / 604800) * 604800)
     ticks = tuple(float(tick) for tick in range(0, math.floor(seconds) + 1, step))
-    return Scale(0.0, seconds, False, ticks, tuple(duration(tick) for tick in ticks))
+    return Scale(0.0, seconds, False, ticks, tuple(format_duration(tick) for tick in ticks))
 
 
-def number(value: float, unit: Unit = "") -> str:
-    """In words, to four digits."""
+def format_number(value: float, unit: Unit = "") -> str:
+    """Return a number as text, to four digits."""
     if not math.isfinite(value):
         return "nan" if math.isnan(value) else "∞" if value > 0 else "−∞"
     if unit == "bytes":
@@ -89,13 +92,13 @@ def number(value: float, unit: Unit = "") -> str:
     return _scientific(value, 3)
 
 
-def count(value: int) -> str:
-    """A whole number: 12,000; 3M."""
+def format_count(value: int) -> str:
+    """Return an integer as text: 12,000; 3M."""
     return f"{value // 10**6}M" if value >= 10**6 and value % 10**6 == 0 else f"{value:,}"
 
 
-def duration(seconds: float) -> str:
-    """0.5 s, 45 s, 12:30, 3 h 05 m, 2 d 4 h."""
+def format_duration(seconds: float) -> str:
+    """Return a duration as text: 0.5 s, 45 s, 12:30, 3 h 05 m, 2 d 4 h."""
     if seconds < 9.95:
         return f"{seconds:.2g} s"
     whole = round(seconds)
@@ -118,7 +121,7 @@ def _logarithmic(low: float, high: float, unit: Unit, most: int) -> Scale:
 
 
 def _tick(value: float, step: float, unit: Unit, largest: float) -> str:
-    """A number on an axis, with the digits that tell it from its neighbours. `largest`: of those on the axis."""
+    """Return a tick's label, with enough digits to differ from its neighbours. `largest`: largest value on the axis."""
     if abs(value) < step / 2:
         return "0"
     if unit == "bytes":
@@ -155,5 +158,5 @@ def _seconds(value: float) -> str:
         return "0"
     for unit, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
         if abs(value) >= ROUNDS * unit:
-            return f"{value / unit:.3g} {name}" if abs(value) < 600 else duration(value)
+            return f"{value / unit:.3g} {name}" if abs(value) < 600 else format_duration(value)
     return f"{value / 1e-9:.3g} ns"

@@ -1,4 +1,4 @@
-"""What is said of runs in numbers and words, beside the curves. Pure."""
+"""Tables and texts about runs, as HTML, JSON and plain text. Pure."""
 
 from __future__ import annotations
 
@@ -10,167 +10,171 @@ from statistics import median
 from typing import Any
 
 from lockstep.report.chart import COLOURS, summary
-from lockstep.report.heat import means
-from lockstep.report.history import Run, State
-from lockstep.report.scale import Unit, count, duration, number
-from lockstep.report.told import clock, details
+from lockstep.report.event_timeline import clock, details
+from lockstep.report.heatmap import mean_times
+from lockstep.report.history import RunHistory, RunState
+from lockstep.report.scale import Unit, format_count, format_duration, format_number
 
 UNITS: dict[str, Unit] = {"memory_bytes": "bytes", "mfu": "share"}
-"""Of the metrics that have one."""
+"""Units of the metrics that have one."""
 SERIES = 400
-"""In the table of numbers, at most."""
+"""Largest number of rows in the table of metrics."""
 
 _DIGITS = 12
-"""Of a fingerprint."""
-_WORDS: dict[State, str] = {
+"""Digits of a fingerprint to show."""
+_WORDS: dict[RunState, str] = {
     "ended": "ended",
     "running": "running",
-    "unfinished": "cut off",
-    "preempted": "stopped, can go on",
+    "unfinished": "interrupted",
+    "preempted": "stopped, resumable",
     "failed": "failed",
 }
 
 
-def state(run: Run) -> str:
-    """How the run stands, as a coloured word."""
+def state(run: RunHistory) -> str:
+    """Return the run's state, as a coloured word."""
     return f'<span class="state {run.state}">{_WORDS[run.state]}</span>'
 
 
-def why(run: Run) -> str:
-    """More about how the run stands, in words; empty where there is nothing to say."""
+def state_reason(run: RunHistory) -> str:
+    """Return the reason for the run's state; empty if there is none."""
     ends = {"failed": "run-failed", "preempted": "preempted", "ended": "stopped"}
-    told = next((event for event in reversed(run.events) if event.kind == ends.get(run.state)), None)
-    if told is not None:
-        return details(told)
+    end = next((event for event in reversed(run.events) if event.kind == ends.get(run.state)), None)
+    if end is not None:
+        return details(end)
     if run.state == "running" and run.holder is not None:
         return f"process {run.holder.pid} on {run.holder.host} holds the directory"
     if run.state == "unfinished":
         if run.holder is not None and run.holder.alive is None:
             return f"process {run.holder.pid} on {run.holder.host}, another host, held the directory: it may still be running"
-        return "no word of its end was written: it was killed, or its machine went away"
+        return "it ended without a record: it was killed, or its machine failed"
     return ""
 
 
-def seconds(run: Run) -> float:
-    """That it ran, without what lies between its attempts."""
+def running_seconds(run: RunHistory) -> float:
+    """Return the seconds that the run was running, without the time between its attempts."""
     return sum(each.ended - each.began for each in run.attempts)
 
 
-def wanted(run: Run) -> int | None:
-    """Steps that the recipe has; None where it counts epochs, or is none."""
-    recipe = run.facts.get("recipe")
+def planned_steps(run: RunHistory) -> int | None:
+    """Return the number of steps of the recipe. None if it counts epochs, or if there is no recipe."""
+    recipe = run.metadata.get("recipe")
     found = recipe.get("steps") if isinstance(recipe, Mapping) else None
     return found if isinstance(found, int) else None
 
 
-def facts(run: Run) -> list[tuple[str, str]]:
-    """The few numbers that are asked for first, as name and HTML."""
+def key_figures(run: RunHistory) -> list[tuple[str, str]]:
+    """Return the most important numbers of a run, as name and HTML."""
     series = run.curves.series
-    total = wanted(run)
-    found = [("steps", count(run.steps) + (f"<small> of {count(total)}</small>" if total and total != run.steps else ""))]
+    total = planned_steps(run)
+    found = [("steps", format_count(run.steps) + (f"<small> of {format_count(total)}</small>" if total and total != run.steps else ""))]
     if "loss" in series:
-        found.append(("loss", number(series["loss"].values[-1])))
+        found.append(("loss", format_number(series["loss"].values[-1])))
     for name in series:
         if name.startswith("evaluation/"):
-            found.append((name.replace("/", " "), number(series[name].values[-1])))
+            found.append((name.replace("/", " "), format_number(series[name].values[-1])))
     for name, label in (("samples_per_second", "samples/s"), ("weight_per_second", "weight/s"), ("mfu", "MFU")):
         if name in series and (values := series[name].finite()):
-            found.append((f"{label}, median", number(median(values), UNITS.get(name, ""))))
+            found.append((f"{label}, median", format_number(median(values), UNITS.get(name, ""))))
     if "memory_bytes" in series and (values := series["memory_bytes"].finite()):
-        found.append(("memory, peak", number(max(values), "bytes")))
-    found.append(("running", duration(seconds(run))))
+        found.append(("memory, peak", format_number(max(values), "bytes")))
+    found.append(("running", format_duration(running_seconds(run))))
     if len(run.attempts) > 1:
-        found.append(("starts", count(len(run.attempts))))
-    if isinstance(world_size := run.facts.get("world_size"), int):
-        found.append(("processes", count(world_size)))
+        found.append(("attempts", format_count(len(run.attempts))))
+    if isinstance(world_size := run.metadata.get("world_size"), int):
+        found.append(("processes", format_count(world_size)))
     return found
 
 
-def tiles(run: Run) -> str:
-    cells = "".join(f"<div><dt>{escape(name)}</dt><dd>{value}</dd></div>" for name, value in facts(run))
+def tiles(run: RunHistory) -> str:
+    """Return the key figures as HTML."""
+    cells = "".join(f"<div><dt>{escape(name)}</dt><dd>{value}</dd></div>" for name, value in key_figures(run))
     return f'<dl class="tiles">{cells}</dl>'
 
 
-def overview(runs: Sequence[Run]) -> str:
-    """All runs, one a row."""
+def overview(runs: Sequence[RunHistory]) -> str:
+    """Return a table with a row for each run."""
     columns: dict[str, None] = {}
-    told = [dict(facts(run)) for run in runs]
-    for each in told:
+    figures = [dict(key_figures(run)) for run in runs]
+    for each in figures:
         columns.update(dict.fromkeys(each))
     heads = "".join(f'<th scope="col" class="number">{escape(name)}</th>' for name in columns)
     rows = []
-    for place, (run, each) in enumerate(zip(runs, told, strict=True)):
+    for index, (run, each) in enumerate(zip(runs, figures, strict=True)):
         cells = "".join(f'<td class="number">{each.get(name, "–")}</td>' for name in columns)
-        print_ = (run.result or {}).get("fingerprint")
-        digits = f'<td><code title="{print_}">{escape(str(print_)[:_DIGITS])}</code></td>' if print_ else "<td>–</td>"
-        name = f'<th scope="row">{key(run, place)}</th><td>{state(run)}</td>'
+        fingerprint = (run.result or {}).get("fingerprint")
+        digits = f'<td><code title="{fingerprint}">{escape(str(fingerprint)[:_DIGITS])}</code></td>' if fingerprint else "<td>–</td>"
+        name = f'<th scope="row">{key(run, index)}</th><td>{state(run)}</td>'
         plan = f'<td class="plan"><code>{_breakable(run.plan)}</code></td>'
-        rows.append(f'<tr data-run="{place}">{name}{cells}{plan}{digits}</tr>')
+        rows.append(f'<tr data-run="{index}">{name}{cells}{plan}{digits}</tr>')
     head = f'<tr><th scope="col">run</th><th scope="col"></th>{heads}<th scope="col">plan</th><th scope="col">fingerprint</th></tr>'
-    return _table(head, rows) + _alike(runs)
+    return _table(head, rows) + _same_fingerprints(runs)
 
 
-def key(run: Run, place: int) -> str:
-    """The run's name, with the colour of its curves."""
+def key(run: RunHistory, index: int) -> str:
+    """Return the run's name with the colour of its curves."""
     return (
-        f'<span class="key" data-run="{place}"><b class="line" style="--colour:var(--line-{place % COLOURS})"></b>{escape(run.name)}</span>'
+        f'<span class="key" data-run="{index}"><b class="line" style="--colour:var(--line-{index % COLOURS})"></b>{escape(run.name)}</span>'
     )
 
 
-def _alike(runs: Sequence[Run]) -> str:
+def _same_fingerprints(runs: Sequence[RunHistory]) -> str:
     found: dict[str, list[str]] = {}
     for run in runs:
-        if print_ := (run.result or {}).get("fingerprint"):
-            found.setdefault(str(print_), []).append(run.name)
-    said = [f"The same model, bit for bit: {', '.join(names)}." for names in found.values() if len(names) > 1]
-    return "".join(f'<p class="note">{escape(text)}</p>' for text in said)
+        if fingerprint := (run.result or {}).get("fingerprint"):
+            found.setdefault(str(fingerprint), []).append(run.name)
+    texts = [f"The same model, bit for bit: {', '.join(names)}." for names in found.values() if len(names) > 1]
+    return "".join(f'<p class="note">{escape(text)}</p>' for text in texts)
 
 
-def flat(value: Any, path: str = "") -> dict[str, str]:
-    """JSON as text by dotted path. What is null or empty is left out."""
+def flatten(value: Any, path: str = "") -> dict[str, str]:
+    """Flatten JSON to text by dotted path. Null and empty values are left out."""
     if isinstance(value, Mapping):
         found = {}
         for name, item in value.items():
-            found.update(flat(item, f"{path}.{name}" if path else str(name)))
+            found.update(flatten(item, f"{path}.{name}" if path else str(name)))
         return found
     if value is None or value == []:
         return {}
     return {path: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}
 
 
-def sections(run: Run) -> dict[str, dict[str, str]]:
-    """What run.json says, by what it is about."""
-    facts = run.facts
-    plan = {name: value for name, value in (facts.get("plan") or {}).items() if name != "text"}
-    environment = dict(facts.get("environment") or {})
+def sections(run: RunHistory) -> dict[str, dict[str, str]]:
+    """Return the contents of run.json and result.json, by section."""
+    metadata = run.metadata
+    plan = {name: value for name, value in (metadata.get("plan") or {}).items() if name != "text"}
+    environment = dict(metadata.get("environment") or {})
     command = environment.pop("command_line", None)
-    said = {"command line": shlex.join(map(str, command))} if isinstance(command, list) else {}
-    others = {name: value for name, value in facts.items() if name not in ("recipe", "plan", "environment", "not_finite")}
+    command_line = {"command line": shlex.join(map(str, command))} if isinstance(command, list) else {}
+    others = {name: value for name, value in metadata.items() if name not in ("recipe", "plan", "environment", "not_finite")}
     return {
-        "Recipe": flat(facts.get("recipe") or {}),
-        "Plan": flat(plan),
-        "Environment": {**flat(others), **said, **flat(environment)},
-        "Result": flat({name: value for name, value in (run.result or {}).items() if name != "run_dir"}),
+        "Recipe": flatten(metadata.get("recipe") or {}),
+        "Plan": flatten(plan),
+        "Environment": {**flatten(others), **command_line, **flatten(environment)},
+        "Result": flatten({name: value for name, value in (run.result or {}).items() if name != "run_dir"}),
     }
 
 
-def differences(runs: Sequence[Run]) -> list[tuple[str, str, list[str | None]]]:
-    """What is not the same in all runs: what it is of (recipe, plan, environment), the field, its value in each; None: it has none."""
-    told = [sections(run) for run in runs]
+def differences(runs: Sequence[RunHistory]) -> list[tuple[str, str, list[str | None]]]:
+    """Return the fields that differ between runs: section, field, and the value in each run.
+
+    A missing value is None.
+    """
+    described = [sections(run) for run in runs]
     found: list[tuple[str, str, list[str | None]]] = []
     for about in ("Recipe", "Plan", "Environment"):
-        names = dict.fromkeys(name for each in told for name in each[about])
+        names = dict.fromkeys(name for each in described for name in each[about])
         for name in names:
-            values = [each[about].get(name) for each in told]
+            values = [each[about].get(name) for each in described]
             if len(set(values)) > 1 and name != "started":
                 found.append((about, name, values))
     return found
 
 
-def differing(runs: Sequence[Run]) -> str:
-    """The table of what differs."""
+def difference_table(runs: Sequence[RunHistory]) -> str:
+    """Return the table of differences between runs."""
     found = differences(runs)
-    heads = "".join(f'<th scope="col">{key(run, place)}</th>' for place, run in enumerate(runs))
+    heads = "".join(f'<th scope="col">{key(run, index)}</th>' for index, run in enumerate(runs))
     rows, before = [], ""
     for about, name, values in found:
         if about != before:
@@ -185,41 +189,42 @@ def differing(runs: Sequence[Run]) -> str:
     return _table(f'<tr><th scope="col"></th>{heads}</tr>', rows) + note
 
 
-def described(run: Run, place: int, *, several: bool) -> str:
-    """Recipe, plan, environment and result of a run."""
+def description(run: RunHistory, index: int, *, several: bool) -> str:
+    """Return the tables of a run's recipe, plan, environment and result."""
     blocks = []
     for about, values in sections(run).items():
         if values:
             rows = "".join(f'<tr><th scope="row">{escape(name)}</th>{_code(value)}</tr>' for name, value in values.items())
             blocks.append(f'<section class="card"><h3>{about}</h3><table class="facts"><tbody>{rows}</tbody></table></section>')
     body = f'<div class="columns">{"".join(blocks)}</div>'
-    return f"<details><summary>{key(run, place)}</summary>{body}</details>" if several else body
+    return f"<details><summary>{key(run, index)}</summary>{body}</details>" if several else body
 
 
-def numbers(runs: Sequence[Run]) -> str:
-    """Every curve in numbers: what the pictures show, for whom cannot see them."""
+def metric_table(runs: Sequence[RunHistory]) -> str:
+    """Return a table with statistics of every curve, for readers who cannot see the charts."""
     heads = "".join(
         f'<th scope="col" class="number">{name}</th>'
-        for name in ("values", "first", "last", "mean", "least", "at step", "greatest", "at step", "not finite")
+        for name in ("values", "first", "last", "mean", "minimum", "at step", "maximum", "at step", "not finite")
     )
     rows = []
     names = dict.fromkeys(name for run in runs for name in run.curves.series)
-    pairs = [(name, place, run) for name in names for place, run in enumerate(runs) if name in run.curves.series]
-    for name, place, run in pairs[:SERIES]:
-        told = summary(run.curves.series[name])
+    pairs = [(name, index, run) for name in names for index, run in enumerate(runs) if name in run.curves.series]
+    for name, index, run in pairs[:SERIES]:
+        values = summary(run.curves.series[name])
         unit = UNITS.get(name, "")
-        said = [count(told["values"]), *(_said(told[each], unit) for each in ("first", "last", "mean", "min")), _said(told["min_step"])]
-        said += [_said(told["max"], unit), _said(told["max_step"]), count(told["not_finite"]) if told["not_finite"] else ""]
-        cells = "".join(f'<td class="number">{cell}</td>' for cell in said)
-        of = f"<td>{key(run, place)}</td>" if len(runs) > 1 else ""
-        rows.append(f'<tr data-run="{place}"><th scope="row">{escape(name)}</th>{of}{cells}</tr>')
+        texts = [format_count(values["values"]), *(_optional(values[each], unit) for each in ("first", "last", "mean", "min"))]
+        texts += [_optional(values["min_step"]), _optional(values["max"], unit), _optional(values["max_step"])]
+        texts += [format_count(values["not_finite"]) if values["not_finite"] else ""]
+        cells = "".join(f'<td class="number">{cell}</td>' for cell in texts)
+        of = f"<td>{key(run, index)}</td>" if len(runs) > 1 else ""
+        rows.append(f'<tr data-run="{index}"><th scope="row">{escape(name)}</th>{of}{cells}</tr>')
     of = '<th scope="col">run</th>' if len(runs) > 1 else ""
     more = f'<p class="note">{len(pairs) - SERIES:,} more are in metrics.jsonl.</p>' if len(pairs) > SERIES else ""
     return _table(f'<tr><th scope="col">metric</th>{of}{heads}</tr>', rows) + more
 
 
-def _said(value: float | None, unit: Unit = "") -> str:
-    return "–" if value is None else number(value, unit)
+def _optional(value: float | None, unit: Unit = "") -> str:
+    return "–" if value is None else format_number(value, unit)
 
 
 def _table(head: str, rows: Sequence[str]) -> str:
@@ -231,27 +236,27 @@ def _code(text: str) -> str:
 
 
 def _breakable(text: str) -> str:
-    """Long words may be broken after commas, dots and slashes."""
+    """Escape a text, and allow line breaks after commas, dots and slashes."""
     return escape(text).replace(",", ",<wbr>").replace("/", "/<wbr>").replace("._", ".<wbr>_")
 
 
-def as_json(runs: Sequence[Run]) -> dict[str, Any]:
-    """The report for programs. A number that is NaN or infinite is null."""
+def as_json(runs: Sequence[RunHistory]) -> dict[str, Any]:
+    """Return the report for programs. NaN and infinity become null."""
     return {
         "runs": [
             {
                 "name": run.name,
                 "path": run.path,
                 "state": run.state,
-                "why": why(run),
+                "reason": state_reason(run),
                 "steps": run.steps,
-                "seconds": seconds(run),
-                "starts": len(run.attempts),
+                "seconds": running_seconds(run),
+                "attempts": len(run.attempts),
                 "plan": run.plan,
-                "world_size": run.facts.get("world_size"),
+                "world_size": run.metadata.get("world_size"),
                 "fingerprint": (run.result or {}).get("fingerprint"),
                 "series": {name: summary(series) for name, series in run.curves.series.items()},
-                "ranks": [{"host": host, **each} for host, each in zip(_hosts(run), means(run.ranks), strict=True)],
+                "ranks": [{"host": host, **each} for host, each in zip(_hosts(run), mean_times(run.ranks), strict=True)],
                 "events": [{"time": event.time, "event": event.kind, "step": event.step, **event.details} for event in run.events],
                 "unreadable_lines": dict(run.unreadable),
             }
@@ -261,29 +266,29 @@ def as_json(runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
-def _hosts(run: Run) -> list[str | None]:
-    world = len(means(run.ranks))
+def _hosts(run: RunHistory) -> list[str | None]:
+    world = len(mean_times(run.ranks))
     return [*run.ranks.hosts[:world], *[None] * (world - len(run.ranks.hosts))]
 
 
-def lines(runs: Sequence[Run]) -> list[str]:
-    """Each run in one line of plain text, for a terminal."""
+def summary_lines(runs: Sequence[RunHistory]) -> list[str]:
+    """Return a line of plain text for each run, for a terminal."""
     found = []
     for run in runs:
         loss = run.curves.series.get("loss")
-        told = f", loss {number(loss.values[-1])}" if loss is not None and loss.values else ""
-        reason = why(run) if run.state != "running" else ""
-        found.append(f"{run.name}: {_WORDS[run.state]}, step {run.steps}{told}{f' ({reason})' if reason else ''}")
+        last_loss = f", loss {format_number(loss.values[-1])}" if loss is not None and loss.values else ""
+        reason = state_reason(run) if run.state != "running" else ""
+        found.append(f"{run.name}: {_WORDS[run.state]}, step {run.steps}{last_loss}{f' ({reason})' if reason else ''}")
     return found
 
 
-def subtitle(run: Run) -> str:
-    """Where and when, below the title."""
-    environment = run.facts.get("environment") or {}
+def subtitle(run: RunHistory) -> str:
+    """Return the start time, host, device, plan and fingerprint, as a line below the title."""
+    environment = run.metadata.get("environment") or {}
     device = (environment.get("device") or {}).get("name", "")
     began = f"began {clock(run.began)}" if run.began is not None else ""
     parts = [escape(text) for text in (began, str(environment.get("host", "")), str(device)) if text]
     plan = f"<code>{_breakable(run.plan)}</code>" if run.plan else ""
-    print_ = (run.result or {}).get("fingerprint")
-    digits = f'fingerprint <code title="{escape(str(print_))}">{escape(str(print_)[:_DIGITS])}…</code>' if print_ else ""
+    fingerprint = (run.result or {}).get("fingerprint")
+    digits = f'fingerprint <code title="{escape(str(fingerprint))}">{escape(str(fingerprint)[:_DIGITS])}…</code>' if fingerprint else ""
     return " · ".join(part for part in (*parts, plan, digits) if part)

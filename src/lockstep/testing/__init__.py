@@ -1,1 +1,2 @@
-"""For tests, the package's own and yours: `pool` runs functions on several ranks, `leaks` finds what code left behind."""
+"""Test support, for the package and its users: `pool` runs functions on several ranks, and `leaks` finds leaked
+resources."""

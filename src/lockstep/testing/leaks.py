@@ -1,10 +1,10 @@
-"""What a piece of code left behind: two snapshots of what this process holds, and what the later one has more.
+"""Leak detection: compare two snapshots of the resources that this process holds.
 
     before = take()
     ...
     assert remaining(before) == []
 
-Linux only: it reads /proc and /dev/shm.
+It works on Linux only, because it reads /proc and /dev/shm.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ SHARED_MEMORY = Path("/dev/shm")
 POLL_SECONDS = 0.02
 # pytest rewrites its variable in each phase of a test.
 VOLATILE_VARIABLES = frozenset({"PYTEST_CURRENT_TEST"})
-# Python starts one of these for the rest of the interpreter's life; it and its pipe belong to the interpreter, not to whoever came first.
+# Python starts each of these once for the life of the interpreter. It and its pipe are no leak of the code that caused
+# its start.
 INTERPRETER_PROCESSES = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 # The state of a listening socket in /proc/net/tcp.
@@ -38,45 +39,47 @@ Found = dict[Hashable, str]
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What this process held when `take` was called."""
+    """The resources that this process held when `take` was called."""
 
     found: Mapping[Kind, Mapping[Hashable, str]]
-    """Kind -> identity -> how it is named in a report."""
+    """Kind -> identity -> description in a report."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exempt:
-    """What a snapshot leaves out: things that live longer than the code under test, such as a `WorkerPool`'s own."""
+    """Resources that a snapshot leaves out because they outlive the code under test, such as those of a `WorkerPool`."""
 
     processes: Collection[int] = ()
-    """Ids of processes. They and their descendants are left out."""
+    """Process ids. These processes and their descendants are left out."""
     descriptors: Collection[int] = ()
     """Numbers of file descriptors of this process."""
 
 
 def take(kinds: Collection[Kind] = KINDS, exempt: Exempt | None = None) -> Snapshot:
-    """Look at what this process holds now.
+    """Take a snapshot of the resources that this process holds.
 
-    Child processes (descendants too, and ended ones that nobody waited for), Python threads, TCP ports that this process or a child listens
-    on, open file descriptors, environment variables and the working directory, files in /dev/shm and in the temporary folder
-    (`tempfile.gettempdir()`: give a test session one of its own, or other programs' files are seen).
+    These are descendant processes (zombies too), Python threads, TCP ports that this process or a descendant listens
+    on, open file descriptors, environment variables and the working directory, and files in /dev/shm and in the
+    temporary folder. Give a test session a temporary folder of its own (`tempfile.gettempdir()`), or files of other
+    programs are included.
     """
-    left_out = exempt or Exempt()
-    family = _family(left_out) if "process" in kinds or "port" in kinds else {}
-    looks: dict[Kind, Callable[[], Found]] = {
+    exempt = exempt or Exempt()
+    family = _family(exempt) if "process" in kinds or "port" in kinds else {}
+    readers: dict[Kind, Callable[[], Found]] = {
         "process": lambda: _processes(family),
         "thread": _threads,
         "port": lambda: _ports(family),
-        "descriptor": lambda: _descriptors(left_out),
+        "descriptor": lambda: _descriptors(exempt),
         "environment": _environment,
         "shared-memory": _shared_memory,
         "temporary-file": _temporary_files,
     }
-    return Snapshot({kind: looks[kind]() for kind in kinds})
+    return Snapshot({kind: readers[kind]() for kind in kinds})
 
 
 def compare(before: Snapshot, after: Snapshot) -> list[str]:
-    """Name what `after` holds that `before` did not, one sentence each; and variables of the environment that are gone."""
+    """Return a sentence for each resource that `after` holds and `before` did not, and for each removed environment
+    variable."""
     leaks = []
     for kind, now in after.found.items():
         then = before.found.get(kind, {})
@@ -88,10 +91,11 @@ def compare(before: Snapshot, after: Snapshot) -> list[str]:
 
 
 def remaining(before: Snapshot, exempt: Exempt | None = None, timeout_seconds: float = 3.0) -> list[str]:
-    """What is still held beyond `before`, after at most `timeout_seconds` in which ending threads and processes may end.
+    """Return the leaks since `before`: a sentence for each resource, empty if there are none.
 
-    Returns at once where nothing is. Collects garbage first where something is, because a descriptor may wait for a cycle to be freed.
-    Leaves out files in /dev/shm that a process maps which is neither this one nor its descendant.
+    Waits up to `timeout_seconds` for ending threads and processes, and collects garbage, because a reference cycle may
+    hold a descriptor. Files in /dev/shm that are mapped by a process other than this one and its descendants are left
+    out.
     """
     kinds = tuple(before.found)
     deadline = time.monotonic() + timeout_seconds
@@ -99,8 +103,8 @@ def remaining(before: Snapshot, exempt: Exempt | None = None, timeout_seconds: f
     def found() -> list[str]:
         after = take(kinds, exempt)
         new = {str(path) for path in after.found.get("shared-memory", {})} - {str(path) for path in before.found.get("shared-memory", {})}
-        strangers = _mapped_by_strangers(new)
-        return [leak for leak in compare(before, after) if leak.removeprefix("shared-memory: ") not in strangers]
+        mapped_by_others = _mapped_by_others(new)
+        return [leak for leak in compare(before, after) if leak.removeprefix("shared-memory: ") not in mapped_by_others]
 
     leaks = found()
     if leaks:
@@ -121,11 +125,12 @@ class _Process:
     parent: int
     state: str
     started: int
-    """Clock ticks since boot: with the id, it tells a process from a later one of the same id."""
+    """Clock ticks since boot. It distinguishes the process from a later one of the same id."""
 
 
 def _family(exempt: Exempt) -> dict[int, _Process]:
-    """The descendants of this process by id, without the exempt, the interpreter's own, and theirs."""
+    """Return the descendants of this process by id, without the exempt ones, those of the interpreter, and their
+    descendants."""
     everyone = {int(name): process for name in os.listdir("/proc") if name.isdecimal() and (process := _process(int(name))) is not None}
     children: dict[int, list[int]] = {}
     for number, process in everyone.items():
@@ -146,7 +151,7 @@ def _process(number: int) -> _Process | None:
             text = file.read()
     except OSError:
         return None  # it has ended
-    fields = text.rpartition(b")")[2].split()  # the name before it, in brackets, may hold anything
+    fields = text.rpartition(b")")[2].split()  # the name before it, in brackets, may contain any characters
     return _Process(parent=int(fields[1]), state=fields[0].decode(), started=int(fields[19]))
 
 
@@ -190,7 +195,10 @@ def _listening_port(descriptor: int) -> int | None:
 
 
 def _listening_inodes() -> dict[str, int]:
-    """The listening TCP sockets of this machine, as /proc names them, and their ports. Slow where there are many connections."""
+    """Return this machine's listening TCP sockets, as /proc names them, and their ports.
+
+    Slow if there are many connections.
+    """
     listening: dict[str, int] = {}
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         if os.path.exists(table):
@@ -200,7 +208,7 @@ def _listening_inodes() -> dict[str, int]:
 
 
 def _targets(number: int) -> dict[int, str]:
-    """What the open descriptors of a process refer to."""
+    """Return the files that the open descriptors of a process refer to."""
     targets = {}
     try:
         for name in os.listdir(f"/proc/{number}/fd"):
@@ -219,8 +227,8 @@ def _threads() -> Found:
 
 
 def _descriptors(exempt: Exempt) -> Found:
-    left_out = {*exempt.descriptors, _tracker_descriptor()}
-    return {(number, target): f"{number} -> {target}" for number, target in _targets(os.getpid()).items() if number not in left_out}
+    excluded = {*exempt.descriptors, _tracker_descriptor()}
+    return {(number, target): f"{number} -> {target}" for number, target in _targets(os.getpid()).items() if number not in excluded}
 
 
 def _tracker_descriptor() -> int:
@@ -247,8 +255,8 @@ def _shared_memory() -> Found:
     return {entry.path: entry.path for entry in os.scandir(SHARED_MEMORY)} if SHARED_MEMORY.is_dir() else {}
 
 
-def _mapped_by_strangers(paths: Collection[str]) -> set[str]:
-    """Those of `paths` that a process maps which is neither this one nor its descendant."""
+def _mapped_by_others(paths: Collection[str]) -> set[str]:
+    """Return those of `paths` that are mapped by a process other than this one and its descendants."""
     if not paths:
         return set()
     mapped: set[str] = set()
@@ -256,7 +264,7 @@ def _mapped_by_strangers(paths: Collection[str]) -> set[str]:
         try:
             text = (process / "maps").read_text(errors="replace")
         except OSError:
-            continue  # it ended, or belongs to somebody else
+            continue  # it ended, or belongs to another user
         hits = {path for path in paths if path in text}
         if hits and not _is_family(int(process.name)):
             mapped |= hits

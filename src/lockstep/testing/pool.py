@@ -13,8 +13,9 @@
     def test_the_mean_of_two_ranks(pool):
         assert pool.run(2, mean_of_ranks) == [0.5, 0.5]
 
-Importing torch takes seconds, a fork of a process that has done so some ten milliseconds. So one process, the nursery, imports what workers
-need, and every run forks its workers from it: each run gets fresh processes, and what it leaves in them cannot reach the next. Linux only.
+Importing torch takes seconds; a fork of a process that has imported it takes about ten milliseconds. So one process,
+the nursery, imports the modules that workers need, and forks the workers of every run. Each run has fresh processes, so
+that no state reaches the next run. Linux only.
 """
 
 from __future__ import annotations
@@ -40,24 +41,28 @@ from lockstep.testing.leaks import Exempt
 from lockstep.testing.worker import DUMP_SIGNAL, FAILED, MOST_WORKERS, PACKET_BYTES, kill_group, loopback_store
 
 START_SECONDS = 120.0
-# Taking the group down, and the wait for what is ending when `check_leaks` looks.
+# Time to destroy the process group and, with `check_leaks`, to wait for ending threads and processes.
 LEAVE_SECONDS = 15.0
 DUMP_SECONDS = 2.0
-# A rank that was killed closes its sockets a moment before its end can be seen; the others' complaints about that arrive first.
+# The sockets of a killed rank close a moment before its end is visible, so that errors of other ranks may arrive first.
 DEATH_SECONDS = 0.05
 NURSERY = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); from lockstep.testing.worker import nursery; "
 NURSERY += "nursery(int(sys.argv.pop(1)), json.loads(sys.argv.pop(1)))"
-# One thread each, so that the nursery can be forked; and a look for GPUs that does not make CUDA unusable in the forks.
+# One thread each, so that the nursery can be forked; and a check for GPUs that does not initialise CUDA, which would
+# break it in the forks.
 NURSERY_ENVIRONMENT = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "PYTORCH_NVML_BASED_CUDA_CHECK"), "1")
 
 
 class WorkerFailed(WorkerError):
-    """A rank raised, was killed, left something behind or did not answer in time. The text has its traceback, or its stacks."""
+    """A rank raised, was killed, leaked a resource, or did not answer in time.
+
+    The text has its traceback or its stacks.
+    """
 
     def __init__(self, rank: int, text: str) -> None:
         super().__init__(text)
         self.rank = rank
-        """The rank that failed first; where several did not answer, the lowest of them."""
+        """The rank that failed first. If several did not answer, the lowest of them."""
 
 
 @dataclass(slots=True)
@@ -67,19 +72,19 @@ class _Worker:
     pipe: Connection
     dump: IO[bytes]
     end: int
-    """A descriptor that can be read once the process has ended."""
+    """A pidfd, which becomes readable when the process ends."""
     status: int | None = field(default=None)
 
 
 class WorkerPool:
-    """Runs functions on `world_size` fresh processes with a Gloo process group. Used by one thread at a time.
+    """A pool that runs functions on fresh processes with a Gloo process group. Used by one thread at a time.
 
-    `max_workers` is the largest world size. `preload` names modules that the nursery imports before the first run, beside torch and the
-    modules that functions come from; one that cannot be imported fails that run. With `check_leaks`, a run fails where a rank leaves a
-    process, a thread, a listening port, an open descriptor or an environment variable behind.
+    `max_workers` is the largest world size. `preload` names modules that the nursery imports before the first run,
+    besides torch and the modules of the functions. If one cannot be imported, that run fails. With `check_leaks`, a run
+    fails if a rank leaks a process, a thread, a listening port, an open descriptor or an environment variable.
 
-    The nursery starts when the pool is made, and imports while the caller goes on; `close`, or leaving the `with` block, ends it.
-    Raises `LaunchError` where the platform lacks what the pool stands on.
+    The nursery starts with the pool, and imports in the background. `close`, or leaving the `with` block, ends it.
+    Raises `LaunchError` if the platform has no `os.pidfd_open`.
     """
 
     def __init__(self, max_workers: int = 4, *, preload: Iterable[str] = (), check_leaks: bool = False) -> None:
@@ -92,25 +97,26 @@ class WorkerPool:
         self._check_leaks = check_leaks
         self._closed = False
         self._start()
-        loopback_store()  # libuv keeps a pipe for the life of the process that first uses it; used here, it is no leak of a test's
+        loopback_store()  # libuv keeps a pipe after its first use; use it now, so that it is no leak of a test
 
     def run(self, world_size: int, function: Callable[..., Any], *args: Any, timeout_seconds: float = 60.0) -> list[Any]:
-        """Call `function(*args)` on ranks 0 to `world_size` - 1 at once; return the results in rank order.
+        """Call `function(*args)` on ranks 0 to `world_size` - 1 at the same time. Returns the results in rank order.
 
-        Each rank is a new process with: a default Gloo group over loopback (at world size 1 too); RANK, WORLD_SIZE, LOCAL_RANK,
-        LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torchrun sets them, on top of this process's environment; no GPU in sight; this
-        process's working directory and `sys.path`; one intra-op thread, for trainings too where this process's environment does not say
-        otherwise; random generators of Python, NumPy and torch in one fixed state.
-        The function stands at the top level of a module; it, its arguments and its results are pickled.
+        Each rank is a new process. It has a default Gloo group over loopback (also at world size 1), this process's
+        working directory, `sys.path` and environment, the variables that torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK,
+        LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT), no visible GPU, one intra-op thread (OMP_NUM_THREADS=1 unless
+        this process sets it), and fixed seeds of Python, NumPy and torch. The function must be at the top level of a
+        module. It, its arguments and its results are pickled.
 
-        Raises a rank's own `UserError`, as it is and caused by a `WorkerFailed`; `WorkerFailed` for any other exception, a death, a leak,
-        and for ranks that do not answer within `timeout_seconds`, whose stacks it shows. The other ranks are killed at once.
-        `LaunchError`: `world_size` is more than `max_workers`, or the function cannot be pickled.
+        Raises a rank's own `UserError`, caused by a `WorkerFailed`; `WorkerFailed` for any other exception, for a rank
+        that died or leaked a resource, and for ranks that do not answer within `timeout_seconds`, with their stacks.
+        The other ranks are killed at once. Raises `LaunchError` if `world_size` is more than `max_workers`, or if the
+        function cannot be pickled.
         """
         if not 1 <= world_size <= self.max_workers:
             raise LaunchError(f"world_size={world_size}; this pool runs 1 to max_workers={self.max_workers} ranks; make a larger pool")
         if self._closed:
-            raise LaunchError("this WorkerPool is closed; a closed pool runs nothing; make another")
+            raise LaunchError("this WorkerPool is closed; a closed pool cannot run anything; create another")
         task = _task(function, timeout_seconds, self._check_leaks)
         try:
             payload = pickle.dumps((function, args))
@@ -145,13 +151,13 @@ class WorkerPool:
         """End the nursery and, with it, everything that the pool started. May be called again."""
         if not self._closed:
             self._closed = True
-            if not self._ready:  # it still imports, and would look at its socket only then
+            if not self._ready:  # it is still importing, and does not read its socket yet
                 self._nursery.kill()
             self._end_nursery()
 
     @property
     def exempt(self) -> Exempt:
-        """What the pool itself holds, for `lockstep.testing.leaks` to leave out."""
+        """The pool's own resources, for `lockstep.testing.leaks` to leave out."""
         return Exempt(processes=(self._nursery.pid,), descriptors=(self._control.fileno(),))
 
     def __enter__(self) -> WorkerPool:
@@ -171,11 +177,11 @@ class WorkerPool:
             )
         self._ready = False
 
-    def _end_nursery(self) -> int:
-        """End the nursery and, with it, all that it forked; return its exit status."""
+    def _end_nursery(self, timeout_seconds: float = DUMP_SECONDS) -> int:
+        """End the nursery and the processes that it forked. Returns its exit status."""
         self._control.close()
         try:
-            return self._nursery.wait(DUMP_SECONDS)
+            return self._nursery.wait(timeout_seconds)
         except subprocess.TimeoutExpired:
             self._nursery.kill()
             return self._nursery.wait()
@@ -189,15 +195,15 @@ class WorkerPool:
             if not answer:
                 raise ConnectionResetError("it closed its socket")
         except OSError as error:
-            status = self._replace_nursery()
+            status = self._replace_nursery(LEAVE_SECONDS)  # it is ending by itself, which takes a while on a busy machine
             raise WorkerError(f"the pool's nursery process ended with status {status} ({error}); its stderr says why") from error
-        except BaseException:  # an interrupt: an answer that nobody reads would be taken for that to the next request
+        except BaseException:  # an interrupt: the next request must not read the answer to this one
             self._replace_nursery()
             raise
         return dict(json.loads(answer))
 
-    def _replace_nursery(self) -> int:
-        status = self._end_nursery()
+    def _replace_nursery(self, timeout_seconds: float = DUMP_SECONDS) -> int:
+        status = self._end_nursery(timeout_seconds)
         self._start()
         return status
 
@@ -218,7 +224,7 @@ class WorkerPool:
         return workers
 
     def _answers(self, workers: list[_Worker], timeout_seconds: float) -> list[bytes]:
-        """One answer of each worker, in rank order. Raises for the first that fails, or when the time is over."""
+        """Return one answer of each worker, in rank order. Raises for the first that fails, or after the timeout."""
         deadline = time.monotonic() + timeout_seconds
         answers: dict[int, bytes] = {}
         while len(answers) < len(workers):
@@ -233,7 +239,10 @@ class WorkerPool:
         return [answers[worker.rank] for worker in workers]
 
     def _failed(self, pending: list[_Worker], arrived: dict[int, bytes | None], world_size: int) -> Exception:
-        """The error of the rank that failed first: a death before any exception, and exceptions in the order of their raising."""
+        """Return the error of the rank that failed first.
+
+        A death comes before any exception; exceptions are ordered by time.
+        """
         reports = {rank: json.loads(answer[1:]) for rank, answer in arrived.items() if answer is not None and answer[:1] == FAILED}
         first = min(reports, key=lambda rank: reports[rank]["time"], default=-1)
         if first >= 0 and reports[first]["error"] is not None:
@@ -246,9 +255,9 @@ class WorkerPool:
         if not dead:
             return WorkerFailed(first, f"rank {first} of {world_size} raised:\n{reports[first]['text']}")
         self._reap(dead)
-        said = [f"rank {worker.rank} of {world_size} {_ending(worker)}\n{_dumped(worker)}" for worker in dead]
-        said += [f"rank {rank} then raised:\n{report['text']}" for rank, report in sorted(reports.items())]
-        return WorkerFailed(dead[0].rank, "\n".join(said))
+        texts = [f"rank {worker.rank} of {world_size} {_ending(worker)}\n{_dumped(worker)}" for worker in dead]
+        texts += [f"rank {rank} then raised:\n{report['text']}" for rank, report in sorted(reports.items())]
+        return WorkerFailed(dead[0].rank, "\n".join(texts))
 
     def _reap(self, workers: list[_Worker]) -> None:
         unknown = [worker for worker in workers if worker.status is None]
@@ -292,11 +301,11 @@ def _send(worker: _Worker, *messages: bytes) -> None:
         for message in messages:
             worker.pipe.send_bytes(message)
     except (BrokenPipeError, ConnectionResetError):
-        pass  # it has ended, which the wait for its answer reports
+        pass  # it has ended; the wait for its answer reports that
 
 
 def _receive(worker: _Worker) -> bytes | None:
-    """What the worker sent, or None where it ended without a word."""
+    """Return the message of the worker. None if it ended without one."""
     try:
         return worker.pipe.recv_bytes() if worker.pipe.poll(0) else None
     except (EOFError, ConnectionResetError):
@@ -304,7 +313,7 @@ def _receive(worker: _Worker) -> bytes | None:
 
 
 def _timed_out(pending: list[_Worker], world_size: int, timeout_seconds: float) -> WorkerFailed:
-    # Stopped first, so that none sees another go before it has written its own stacks.
+    # Stop all ranks first, so that none fails because of another's end before it has written its own stacks.
     for number in (signal.SIGSTOP, DUMP_SIGNAL, signal.SIGCONT):
         for worker in pending:
             os.kill(worker.process, number)

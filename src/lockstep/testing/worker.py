@@ -1,7 +1,7 @@
-"""The other side of `lockstep.testing.pool`: a nursery process that imports torch once, and the workers that it forks.
+"""The processes of `lockstep.testing.pool`: a nursery that imports torch once, and the workers that it forks.
 
-The nursery runs no tensor operation and starts no thread, so that a fork of it is safe. A worker serves one run and ends: nothing that a
-run leaves in its processes can reach the next.
+The nursery runs no tensor operation and starts no thread, so that a fork of it is safe. A worker serves one run and
+ends, so that no state reaches the next run.
 """
 
 from __future__ import annotations
@@ -36,22 +36,25 @@ if TYPE_CHECKING:
 
 PACKET_BYTES = 1 << 17
 MOST_WORKERS = 100
-# Importing torch._dynamo takes about a second, which the first optimizer of a process would pay: see torch._compile.
+# Importing torch._dynamo takes about a second. The first optimizer of a process imports it: see torch._compile.
 PRELOADED = ("numpy", "torch", "torch.distributed", "torch.nn.parallel", "torch.utils.data", "torch._dynamo")
-# What one worker holds alone; /dev/shm and the temporary folder it shares with the other ranks, and the parent's test checks those.
+# Resources of one worker alone. It shares /dev/shm and the temporary folder with the other ranks; the parent's test
+# checks those.
 PRIVATE_KINDS: tuple[leaks.Kind, ...] = ("process", "thread", "port", "descriptor", "environment")
-# Slurm and libraries use SIGUSR1 and SIGUSR2 for their own ends.
+# Not SIGUSR1 or SIGUSR2, which Slurm and libraries use.
 DUMP_SIGNAL = signal.SIGRTMIN + 7
-# The first byte of an answer says what the rest is.
+# The first byte of an answer is its kind.
 JOINED, RESULT, LEFT, FAILED = b"J", b"R", b"L", b"F"
 MASTER_ADDRESS = "127.0.0.1"
-# That a rank waits longer for the others than the pool waits for it: what a run that hangs shows is then always its stacks.
+# Seconds that the process group's timeout is longer than the pool's, so that a run that hangs always ends with its
+# stacks.
 LONGER_SECONDS = 5.0
 
 
 def nursery(control_descriptor: int, preload: Iterable[str]) -> None:
-    """Import what workers need, then fork and reap them as the packets on the control socket ask, until its other end is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    """Import the workers' modules, then fork and reap workers on request, until the other end of the control socket is
+    closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     control = socket.socket(fileno=control_descriptor)
     for name in (*PRELOADED, *preload):
         importlib.import_module(name)
@@ -62,7 +65,7 @@ def nursery(control_descriptor: int, preload: Iterable[str]) -> None:
         while packet := _next(control):
             _answer(control, children, *packet)
     except BrokenPipeError:
-        pass  # whoever asked is gone
+        pass  # the parent has ended
     for child in children:
         kill_group(child)
     os._exit(0)
@@ -84,7 +87,7 @@ def _answer(control: socket.socket, children: set[int], request: dict[str, Any],
 
 
 def kill_group(process: int) -> None:
-    """SIGKILL a worker that was not reaped yet, and whatever it started in its process group."""
+    """Send SIGKILL to a worker that was not reaped yet, and to its process group."""
     for kill in (os.killpg, os.kill):
         try:
             kill(process, signal.SIGKILL)
@@ -93,7 +96,7 @@ def kill_group(process: int) -> None:
 
 
 def import_for(name: str, file: str | None) -> ModuleType:
-    """The module `name` from `file`, under that name, also where it cannot be found by its name (pytest's importlib mode)."""
+    """Import the module `name` from `file`, also if it cannot be found by its name (pytest's importlib mode)."""
     module = sys.modules.get(name)
     if module is None:
         try:
@@ -114,10 +117,10 @@ def import_for(name: str, file: str | None) -> ModuleType:
 
 
 def loopback_store() -> TCPStore:
-    """The server of a TCPStore on a free port of the loopback interface alone.
+    """Return the server of a TCPStore on a free port of the loopback interface alone.
 
-    Left to itself TCPStore listens on every interface, over IPv6, and asks the name server who ::ffff:127.0.0.1 is: where that answer is
-    lost, every client waits five seconds.
+    By default TCPStore listens on every interface, over IPv6, and looks up ::ffff:127.0.0.1 by DNS. Each client waits
+    five seconds if that lookup is not answered.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, not in its __all__
 
@@ -130,7 +133,7 @@ def _warm_up() -> None:
     import torch
 
     torch.set_num_threads(1)
-    loopback_store()  # libuv keeps a pipe for the life of the process that first uses it; used here, it is no leak of a run's
+    loopback_store()  # libuv keeps a pipe after its first use; use it now, so that it is no leak of a run
 
 
 def _fork(control: socket.socket, descriptors: list[int], request: dict[str, Any]) -> list[int]:
@@ -140,7 +143,7 @@ def _fork(control: socket.socket, descriptors: list[int], request: dict[str, Any
             import_for(request["module"], request["file"])
         except BaseException:  # the worker meets the same error, and reports it
             sys.modules.pop(request["module"], None)
-    gc.freeze()  # a collection in a worker would otherwise copy every page of what the nursery imported
+    gc.freeze()  # otherwise garbage collection in a worker would copy every page of the imported modules
     sys.stdout.flush()
     sys.stderr.flush()
     processes = []
@@ -165,24 +168,28 @@ def _fork(control: socket.socket, descriptors: list[int], request: dict[str, Any
 
 
 def _serve(pipe: Connection, dump_descriptor: int) -> None:
-    """Run one task: join the group, call the function, take the group down; after each, answer and wait until all ranks have answered."""
+    """Run one task: join the group, call the function, destroy the group.
+
+    After each stage, answer, and wait for all other ranks.
+    """
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # The signal writes all stacks and then, chained to its default action, ends the process: who sent it knows that the dump is whole.
+    # The signal writes all stacks and then ends the process, by its default action: so its sender knows that the dump
+    # is complete.
     faulthandler.enable(file=dump_descriptor)
     faulthandler.register(DUMP_SIGNAL, file=dump_descriptor, all_threads=True, chain=True)
     task = json.loads(pipe.recv_bytes())
-    _enter(task)
+    _set_environment(task)
     try:
         function, arguments = _load(task, pipe.recv_bytes())
         leave = _join(task)
-        _meet(pipe, JOINED)
+        _wait_for_all_ranks(pipe, JOINED)
         payload = pickle.dumps(function(*arguments))
     except BaseException as error:
         _answer_failure(pipe, error)
         return
     del function, arguments
-    _meet(pipe, RESULT + payload)
+    _wait_for_all_ranks(pipe, RESULT + payload)
     try:
         left = leave()
     except BaseException as error:
@@ -194,13 +201,13 @@ def _serve(pipe: Connection, dump_descriptor: int) -> None:
     os._exit(0)
 
 
-def _meet(pipe: Connection, answer: bytes) -> None:
-    """Wait until every rank has come this far, so that none goes away while another still needs it."""
+def _wait_for_all_ranks(pipe: Connection, answer: bytes) -> None:
+    """Wait until every rank has reached this point, so that none ends while another still needs it."""
     pipe.send_bytes(answer)
     pipe.recv_bytes()
 
 
-def _enter(task: dict[str, Any]) -> None:
+def _set_environment(task: dict[str, Any]) -> None:
     import torch
 
     rank, world_size = str(task["rank"]), str(task["world_size"])
@@ -209,7 +216,7 @@ def _enter(task: dict[str, Any]) -> None:
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=world_size)
     os.environ.update(MASTER_ADDR=MASTER_ADDRESS, MASTER_PORT=str(task["port"]), TORCHELASTIC_USE_AGENT_STORE="True")
     os.environ.update(GLOO_SOCKET_IFNAME="lo", CUDA_VISIBLE_DEVICES="")
-    # Under torchrun, which sets it to 1 for everybody, a training has all cores, shared out.
+    # Else a training would divide all cores among the ranks.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("LOCKSTEP_LAUNCHER", "spawn")
     os.chdir(task["folder"])
@@ -232,7 +239,7 @@ def _load(task: dict[str, Any], payload: bytes) -> tuple[Callable[..., Any], tup
 
 
 def _join(task: dict[str, Any]) -> Callable[[], list[str]]:
-    """Make the default group; return what takes it down and names what the run left behind."""
+    """Create the default group. Returns a function that destroys it and returns the run's leaks."""
     from torch import distributed
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, not in its __all__
 
@@ -262,15 +269,15 @@ def _answer_failure(pipe: Connection, error: BaseException) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     pipe.send_bytes(FAILED + json.dumps(report).encode())
-    pipe.poll(None)  # until the parent ends this process; its sockets stay open, so that the other ranks do not report their closing
+    pipe.poll(None)  # until the parent ends this process: if its sockets closed, the other ranks would report that
 
 
 def _pickled(error: UserError) -> bytes:
-    """The error whole where it survives pickling, and its type and text where it does not."""
+    """Pickle the error; if it does not survive that, its type and text."""
     try:
         payload = pickle.dumps(error)
         if str(pickle.loads(payload)) == str(error):
             return payload
-    except Exception:  # whatever its constructor or its attributes make of it
+    except Exception:  # its constructor or its attributes may raise anything
         pass
     return pickle.dumps((type(error), str(error)))

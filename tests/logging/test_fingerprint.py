@@ -178,5 +178,5 @@ def test_a_tensor_without_dense_bytes_is_refused(tensor: Tensor, what: str) -> N
     with pytest.raises(RecipeError) as refused:
         fingerprint({"fine": torch.zeros(1), "w": tensor})
     assert str(refused.value) == (
-        f"state dict entry 'w' is a tensor of {what}; a fingerprint is taken over dense bytes; materialise it, or make it dense"
+        f"state dict entry 'w' is a tensor of {what}; a fingerprint hashes dense bytes; materialise it, or make it dense"
     )

@@ -1,4 +1,4 @@
-"""The bytes that a fingerprint is taken over, as `lockstep.logging.fingerprint` documents them, from wherever they come. Needs no torch."""
+"""The byte format that a fingerprint hashes; `lockstep.logging.fingerprint` documents it. Does not import torch."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
-    """A tensor of a state dict."""
+class TensorRecord:
+    """A tensor of a state dict, as bytes."""
 
     name: str
     dtype: str
-    """As torch calls it: float32."""
+    """Name in torch, such as `float32`."""
     shape: tuple[int, ...]
     size_bytes: int
     data: Iterable[bytes | memoryview]
-    """Row-major and little-endian, in as many parts as may be: `size_bytes` together."""
+    """Row-major, little-endian elements, in any number of parts of `size_bytes` in total."""
 
 
-def digest(records: Iterable[Record]) -> str:
-    """The fingerprint of tensors in the order of their names' UTF-8 bytes: 64 hexadecimal digits."""
+def digest(records: Iterable[TensorRecord]) -> str:
+    """Return the fingerprint, 64 hexadecimal digits. `records`: sorted by the names' UTF-8 bytes."""
     hasher = hashlib.sha256(usedforsecurity=False)
     for record in records:
         for text in (record.name.encode(), record.dtype.encode()):

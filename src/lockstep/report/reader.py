@@ -1,4 +1,4 @@
-"""Reads run directories, and writes nothing there."""
+"""Read run directories, without writing anything there."""
 
 from __future__ import annotations
 
@@ -11,45 +11,45 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.base.errors import RunDirectoryError
-from lockstep.report.history import Curves, Holder, RankTimes, Run, curves, happened, rank_times
+from lockstep.report.history import Curves, LockHolder, RankTimes, RunHistory, curves, rank_times, run_events
 
-_OF_THE_RUN = "run.json"
-_END_OF_TIME_SECONDS = 2.5e11
-"""Since 1970: the year 9892."""
+_RUN_FILE = "run.json"
+_LATEST_TIME_SECONDS = 2.5e11
+"""Latest valid time, in seconds since 1970: the year 9892."""
 _MOST_BITS = 62
-"""Of a whole number: what a run counts is less."""
+"""Bits of the largest valid integer."""
 
 
-def read_runs(paths: Sequence[str]) -> list[Run]:
-    """Raises `RunDirectoryError` where one is no run directory, stands there twice, or cannot be read."""
+def read_runs(paths: Sequence[str]) -> list[RunHistory]:
+    """Read several run directories. Raises `RunDirectoryError` if one is invalid, unreadable, or given twice."""
     folders: dict[Path, str] = {}
     for path in paths:
         folder = Path(path).resolve()
         if folder in folders:
-            raise RunDirectoryError(f"{path} and {folders[folder]} are one run directory; a run is compared with others; give each once")
+            raise RunDirectoryError(f"{path} and {folders[folder]} are the same run directory; give each once")
         folders[folder] = path
         _check(path)
     return [read_run(folder, name) for folder, name in zip(folders, _names(list(folders)), strict=True)]
 
 
-def read_run(folder: Path, name: str) -> Run:
-    """`name`: what it is called on the page. A file that is not there is an empty one."""
+def read_run(folder: Path, name: str) -> RunHistory:
+    """Read one run directory. A missing file counts as empty. `name`: the run's name on the page."""
     with _readable(folder):
         unreadable: dict[str, int] = {}
-        facts = _json(folder / _OF_THE_RUN, recipe=dict, plan=dict, environment=dict)
+        metadata = _json(folder / _RUN_FILE, recipe=dict, plan=dict, environment=dict)
         result = _json(folder / "result.json", steps=int, fingerprint=str) if (folder / "result.json").is_file() else None
 
         def rows(file: str, fits: Callable[[Mapping[str, Any]], bool]) -> Iterator[dict[str, Any]]:
             return _rows(folder / file, fits, unreadable)
 
-        return Run(
+        return RunHistory(
             name=name,
             path=str(folder),
-            facts=facts,
+            metadata=metadata,
             result=result,
             curves=_curves(rows),
             ranks=_rank_times(rows),
-            events=happened(rows("events.jsonl", lambda row: isinstance(row["event"], str) and _is_time(row["time"]))),
+            events=run_events(rows("events.jsonl", lambda row: isinstance(row["event"], str) and _is_time(row["time"]))),
             holder=_holder(folder / "lock"),
             unreadable=unreadable,
         )
@@ -75,18 +75,20 @@ def _rank_times(rows: _Rows) -> RankTimes:
 
 
 def _rows(path: Path, fits: Callable[[Mapping[str, Any]], bool], unreadable: dict[str, int]) -> Iterator[dict[str, Any]]:
-    """The lines that are as a run writes them, which all have a step. A last line without an end is being written, or was when the
-    run was killed; others are counted in `unreadable`."""
+    """Yield the valid lines, which all have a step. Counts invalid ones in `unreadable`.
+
+    A last line without a line end is not counted: it is being written, or the run was killed while it wrote.
+    """
     if not path.is_file():
         return
     with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             try:
                 row = json.loads(line)
-                is_one = isinstance(row, dict) and type(row["step"]) is int and _is_number(row["step"]) and fits(row)
+                is_valid = isinstance(row, dict) and type(row["step"]) is int and _is_number(row["step"]) and fits(row)
             except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
-                is_one = False
-            if is_one:
+                is_valid = False
+            if is_valid:
                 yield row
             elif line.endswith("\n"):
                 unreadable[path.name] = unreadable.get(path.name, 0) + 1
@@ -97,46 +99,49 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_time(value: Any) -> bool:
-    return _is_number(value) and 0 <= value < _END_OF_TIME_SECONDS
+    return _is_number(value) and 0 <= value < _LATEST_TIME_SECONDS
 
 
 def _check(path: str) -> None:
     with _readable(path):
         folder = Path(path)
         if not folder.exists():
-            raise RunDirectoryError(f"{path} is not there; a report is made of run directories; give one that a run has written to")
+            raise RunDirectoryError(f"{path} does not exist; a report needs run directories; give one that a run has written to")
         if not folder.is_dir():
-            raise RunDirectoryError(f"{path} is a file; a report is made of run directories; give the folder that it is in")
-        if not (folder / _OF_THE_RUN).is_file():
-            inside = sorted(found.parent.name for found in folder.glob(f"*/{_OF_THE_RUN}"))
+            raise RunDirectoryError(f"{path} is a file; a report needs run directories; give the folder that contains it")
+        if not (folder / _RUN_FILE).is_file():
+            inside = sorted(found.parent.name for found in folder.glob(f"*/{_RUN_FILE}"))
             remedy = f"give one of those in it, {', '.join(inside[:4])}{', ...' if len(inside) > 4 else ''}" if inside else "give another"
-            raise RunDirectoryError(f"{path} is no run directory: it has no {_OF_THE_RUN}, which a run writes when it starts; {remedy}")
+            raise RunDirectoryError(f"{path} is not a run directory: it has no {_RUN_FILE}, which a run writes when it starts; {remedy}")
 
 
 def _json(path: Path, **kinds: type) -> dict[str, Any]:
-    """`kinds`: of values in it, where they are there."""
+    """Read a JSON object. `kinds`: types that its values must have, if present."""
     try:
         found = json.loads(path.read_text(encoding="utf-8", errors="replace"))
     except (ValueError, RecursionError) as error:
-        raise RunDirectoryError(f"{path} is no JSON ({error}); a run writes it whole; give another run directory") from None
+        raise RunDirectoryError(f"{path} is not valid JSON ({error}); a run never writes it in part; give another run directory") from None
     if not isinstance(found, dict):
         raise RunDirectoryError(f"{path} holds a {type(found).__name__}; a run writes an object there; give another run directory")
     for name, kind in kinds.items():
         if not isinstance(found.get(name), kind | None):
             raise RunDirectoryError(
-                f"{path} has {type(found[name]).__name__} as {name!r}, where a run writes {kind.__name__}; give another run directory"
+                f"{path} has {type(found[name]).__name__} as {name!r}, but a run writes {kind.__name__}; give another run directory"
             )
     return found
 
 
-def _holder(path: Path) -> Holder | None:
-    """Who holds the directory. The lock itself is not tried: a run that starts at that moment would be refused."""
+def _holder(path: Path) -> LockHolder | None:
+    """Return the process that holds the directory.
+
+    Does not try the lock: a run that starts at that moment would be refused.
+    """
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
-        pid, host = int(said["pid"]), str(said["host"])
+        values = json.loads(path.read_text(encoding="utf-8"))
+        pid, host = int(values["pid"]), str(values["host"])
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
-    return Holder(pid, host, _is_alive(pid) if host == socket.gethostname() else None)
+    return LockHolder(pid, host, _is_alive(pid) if host == socket.gethostname() else None)
 
 
 def _is_alive(pid: int) -> bool:
@@ -150,7 +155,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """The last parts of the paths: as many as tell them apart."""
+    """Return the last parts of each path: as few as make the names unique."""
     for length in range(1, max(len(folder.parts) for folder in folders) + 1):
         names = ["/".join(folder.parts[-length:]) for folder in folders]
         if len(set(names)) == len(names):
@@ -160,9 +165,9 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 @contextmanager
 def _readable(what: Path | str) -> Iterator[None]:
-    """Within it, what the system says becomes a `RunDirectoryError`."""
+    """Turn any `OSError` of the block into a `RunDirectoryError`."""
     try:
         yield
     except OSError as error:
         where = error.filename or what
-        raise RunDirectoryError(f"{where} cannot be read ({error.strerror}); see that it is there, and yours to read") from error
+        raise RunDirectoryError(f"{where} cannot be read ({error.strerror}); check that it exists and that you may read it") from error

@@ -32,8 +32,8 @@ class Notes:
             raise ConnectionError("gone away")
         self.said.append((what, *more))
 
-    def start(self, run_dir: Path, facts: Mapping[str, Any]) -> None:
-        self._say("start", run_dir.name, facts["plan"]["text"])
+    def start(self, run_dir: Path, config: Mapping[str, Any]) -> None:
+        self._say("start", run_dir.name, config["plan"]["text"])
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._say("log", step, dict(values))
@@ -72,11 +72,11 @@ def test_a_logger_that_fails_is_told_once_and_training_goes_on(tmp_path: Path, f
     result = ls.train(recipe(steps=4), run_dir=str(tmp_path / "run"), loggers=[bad, good], log_every=1)
     assert result.steps == 4
     assert [what for what, *_ in good.said] == ["start", *["log"] * 4, "end"]
-    assert capfd.readouterr().err.count("warning: Notes takes no more of this run: ConnectionError: gone away\n") == 1
+    assert capfd.readouterr().err.count("warning: Notes is dropped for the rest of this run: ConnectionError: gone away\n") == 1
     if fails_at != "end":  # which comes after the log of events is closed
         events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
         (failed,) = [event for event in events if event["event"] == "logger-failed"]
-        assert failed["reason"] == "Notes takes no more of this run: ConnectionError: gone away"
+        assert failed["reason"] == "Notes is dropped for the rest of this run: ConnectionError: gone away"
 
 
 def test_training_does_not_wait_for_a_logger(tmp_path: Path) -> None:
@@ -95,10 +95,10 @@ def test_training_does_not_wait_for_a_logger(tmp_path: Path) -> None:
 def test_a_logger_that_does_not_come_to_an_end_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("lockstep.logging.loggers.END_SECONDS", 0.2)
+    monkeypatch.setattr("lockstep.logging.loggers.CLOSE_TIMEOUT_SECONDS", 0.2)
     never = threading.Event()
     ls.train(recipe(steps=2), run_dir=str(tmp_path / "run"), loggers=[Notes(waits_for=never)])
-    assert "Notes had not taken all of this run 0 s after its end; the rest is lost there" in capfd.readouterr().err
+    assert "Notes did not finish within 0 s after the end of the run; they lack the rest of it" in capfd.readouterr().err
     never.set()
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report.made import run_json, write
+from report.run_directories import run_json, write
 
-from lockstep.report.heat import CELLS, MOST_ROWS, SHADES, bars, grid, limits, means, palette, png, shade
+from lockstep.report.heatmap import CELLS, MOST_ROWS, SHADES, color_limits, make_grid, mean_times, palette, png, rank_bars, shade
 from lockstep.report.history import RankTimes, rank_times
 from lockstep.report.page import page
-from lockstep.report.read import read_runs
+from lockstep.report.reader import read_runs
 
 
 def times(steps: list[int], took: Any, world: int = 2, hosts: list[str] | None = None) -> RankTimes:
@@ -24,14 +24,14 @@ def times(steps: list[int], took: Any, world: int = 2, hosts: list[str] | None =
 
 
 def test_each_logging_step_is_a_column_where_there_is_room() -> None:
-    cells = grid(times([10, 20, 30, 40], lambda step, rank: step + rank / 10), 40)
+    cells = make_grid(times([10, 20, 30, 40], lambda step, rank: step + rank / 10), 40)
     assert cells.mean == {"step": [[10, 20, 30, 40], [10.1, 20.1, 30.1, 40.1]]}
     assert [cells.steps(column) for column in range(4)] == [(1, 10), (11, 20), (21, 30), (31, 40)]
 
 
 def test_a_column_is_the_mean_of_its_lines_and_knows_the_longest() -> None:
     found = times(list(range(1, 3001)), lambda step, rank: 9.0 if step == 1500 else 1.0, world=1)
-    cells = grid(found, 3000)
+    cells = make_grid(found, 3000)
     assert cells.columns == 300
     column = next(place for place in range(300) if cells.steps(place)[0] <= 1500 <= cells.steps(place)[1])
     assert cells.mean["step"][0][column] == pytest.approx(1.8)
@@ -40,7 +40,7 @@ def test_a_column_is_the_mean_of_its_lines_and_knows_the_longest() -> None:
 
 
 def test_steps_that_were_not_measured_are_empty_and_a_gap_belongs_to_the_line_behind_it() -> None:
-    cells = grid(times([10, 20, 60], lambda step, rank: float(step)), 100)
+    cells = make_grid(times([10, 20, 60], lambda step, rank: float(step)), 100)
     row = cells.mean["step"][0]
     assert row[:6] == [10, 20, 60, 60, 60, 60]
     assert all(map(math.isnan, row[6:]))
@@ -48,7 +48,7 @@ def test_steps_that_were_not_measured_are_empty_and_a_gap_belongs_to_the_line_be
 
 
 def test_many_ranks_share_rows_in_which_the_slowest_counts() -> None:
-    cells = grid(times([10, 20], lambda step, rank: 5.0 if rank == 257 else 1.0, world=300), 20)
+    cells = make_grid(times([10, 20], lambda step, rank: 5.0 if rank == 257 else 1.0, world=300), 20)
     assert len(cells.ranks) <= MOST_ROWS
     assert (cells.ranks[0], cells.ranks[-1]) == ((0, 2), (297, 299))
     slow = [ranks for ranks, row in zip(cells.ranks, cells.mean["step"], strict=True) if row[0] == 5]
@@ -58,20 +58,20 @@ def test_many_ranks_share_rows_in_which_the_slowest_counts() -> None:
 
 def test_ranks_that_came_later_are_empty_before() -> None:
     found = rank_times([{"step": step, "ranks": {"step": [1.0] * world}} for step, world in ((1, 1), (2, 3))])
-    cells = grid(found, 2)
+    cells = make_grid(found, 2)
     assert [[value == value for value in row] for row in cells.mean["step"]] == [[True, True], [False, True], [False, True]]
-    assert [each["step"] for each in means(found)] == [1.0] * 3
+    assert [each["step"] for each in mean_times(found)] == [1.0] * 3
 
 
 def test_colours_do_not_make_noise_look_like_a_difference() -> None:
-    low, high = limits([[0.100, 0.101], [0.1005, 0.0995]])
+    low, high = color_limits([[0.100, 0.101], [0.1005, 0.0995]])
     assert high - low == pytest.approx(0.02, rel=0.05)
-    low, high = limits([[0.1] * 99 + [9.0]])
+    low, high = color_limits([[0.1] * 99 + [9.0]])
     assert high < 0.2
     assert shade(9.0, low, high) == SHADES
     assert shade(math.nan, low, high) == 0
     assert [shade(value, 1.0, 2.0) for value in (0.0, 1.0, 1.5, 2.0, 3.0)] == [1, 1, 32, SHADES, SHADES]
-    assert limits([[math.nan]]) == (0.0, 1.0)
+    assert color_limits([[math.nan]]) == (0.0, 1.0)
 
 
 def test_the_picture_is_a_png_of_the_shades() -> None:
@@ -96,7 +96,7 @@ def test_bars_are_of_the_ranks_whose_own_work_takes_longest() -> None:
     rows = [
         {"step": 1, "ranks": {"step": [1.0] * 20, "compute": [0.9 if rank >= 10 else 0.5 for rank in range(20)]}, "hosts": ["a", "b"] * 10}
     ]
-    text = bars(rank_times(rows))
+    text = rank_bars(rank_times(rows))
     assert "16 of 20" in text
     assert text.count("<tr>") == 17
     assert all(f">{rank} · {'ab'[rank % 2]}<" in text for rank in range(10, 20))
@@ -107,5 +107,5 @@ def test_a_page_can_be_made_of_whatever_was_measured(tmp_path: Path, said: dict[
     run_json(tmp_path)
     write(tmp_path, "ranks.jsonl", [{"step": 10, "ranks": said}])
     text = page(read_runs([str(tmp_path)]), made=0.0)
-    assert text.count("data-heat=") == sum(map(bool, said.values()))
+    assert text.count("data-heatmap=") == sum(map(bool, said.values()))
     assert "nan" not in text.partition('<script type="application/json"')[0]

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from lockstep.base.errors import DataError, RunDirectoryError
 from lockstep.base.events import Event, EventLog
-from lockstep.logging.event_file import EventFile
 from lockstep.logging.metrics import MetricsLog
+from lockstep.logging.tensorboard_file import TensorBoardFile
 
 with pytest.MonkeyPatch.context() as patch:
     patch.setenv("CRC32C_SW_MODE", "auto")  # which the import sets, for good
@@ -159,7 +159,7 @@ def test_a_clock_that_is_set_back_does_not_keep_rows_from_the_file(tmp_path: Pat
 def test_a_metric_with_a_name_of_the_row_itself_is_refused(tmp_path: Path, name: str) -> None:
     with MetricsLog(tmp_path, Clock()) as log, pytest.raises(DataError) as refused:
         log.write(1, {"loss": 1.0, name: 2.0})
-    assert str(refused.value) == f"a metric is named '{name}'; a row of metrics.jsonl has '{name}' of its own; choose another name"
+    assert str(refused.value) == f"a metric is named '{name}'; every row of metrics.jsonl has its own '{name}'; choose another name"
     assert rows(tmp_path) == []
 
 
@@ -167,12 +167,12 @@ def test_a_metric_with_a_name_of_the_row_itself_is_refused(tmp_path: Path, name:
 def test_a_metric_that_is_no_number_is_refused(tmp_path: Path, value: Any, found: str) -> None:
     with MetricsLog(tmp_path, Clock()) as log, pytest.raises(DataError) as refused:
         log.write(1, {"quality": value})
-    assert str(refused.value) == f"metric 'quality' is {found}; a metric is one number; reduce it to one, say by mean()"
+    assert str(refused.value) == f"metric 'quality' is {found}; a metric is a single number; reduce it, for example by mean()"
 
 
 @pytest.mark.parametrize("value", [torch.zeros(2), torch.tensor(1j)])
 def test_a_tensor_that_is_not_one_real_number_is_refused(tmp_path: Path, value: Any) -> None:
-    with MetricsLog(tmp_path, Clock()) as log, pytest.raises(DataError, match=r"metric 'quality' is tensor.*reduce it to one"):
+    with MetricsLog(tmp_path, Clock()) as log, pytest.raises(DataError, match=r"metric 'quality' is tensor.*reduce it, for example"):
         log.write(1, {"quality": value})
 
 
@@ -192,9 +192,9 @@ def test_closing_twice_is_fine_and_no_thread_is_ever_started(tmp_path: Path) -> 
 )
 def test_a_record_is_the_message_that_protocol_buffers_make(numbers: dict[str, float], step: int, now: float) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        file = EventFile(Path(folder), 0.0)
+        file = TensorBoardFile(Path(folder), 0.0)
         file.write(step, now, numbers)
-        file.go_on(min(step, 2**63 - 2), now)
+        file.resume(min(step, 2**63 - 2), now)
         file.close()
         _, first, second = events(Path(folder))
     written = Message(wall_time=now, step=step)

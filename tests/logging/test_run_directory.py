@@ -162,7 +162,7 @@ def test_a_place_that_cannot_be_written_to_is_refused() -> None:
         RunDirectory.create(Path("/proc/lockstep"))
     assert str(refused.value) == (
         "run directory /proc/lockstep cannot be written to (No such file or directory: /proc/lockstep); a run directory is a folder "
-        "in which files can be made and locked; choose another, or change its permissions"
+        "in which files can be created and locked; choose another, or change its permissions"
     )
 
 
@@ -192,7 +192,7 @@ def test_a_users_own_file_of_the_locks_name_is_neither_overwritten_nor_removed(t
     with pytest.raises(RunDirectoryError) as refused:
         RunDirectory.create(tmp_path)
     assert str(refused.value) == (
-        f"run directory {tmp_path} holds a file named 'lock' that no run wrote; a run keeps its claim in that file; "
+        f"run directory {tmp_path} holds a file named 'lock' that no run wrote; a run records its claim in that file; "
         "choose another directory"
     )
     assert (tmp_path / "lock").read_text() == '{"version": 7}'
@@ -304,7 +304,7 @@ def test_an_entry_that_the_format_cannot_hold_is_named_before_anything_is_writte
     with RunDirectory.create(tmp_path) as directory, pytest.raises(RecipeError) as refused:
         directory.save_tensors("model.safetensors", state)
     assert str(refused.value) == (
-        f"state dict entry 'bad' is {found}; model.safetensors holds dense tensors of whole numbers, floats, bools and complex64; "
+        f"state dict entry 'bad' is {found}; model.safetensors holds dense tensors of integers, floats, bools and complex64; "
         "change its type, or leave it out of the state dict (persistent=False)"
     )
     assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,83 @@
+"""TensorBoard's event files: records of the message `tensorflow.Event`, in the wire format of protocol buffers, with
+checksums.
+
+It is implemented here because `torch.utils.tensorboard` takes longer to import than everything else that a run needs
+besides torch. The messages are defined in event.proto and summary.proto of TensorFlow, the records in its
+lib/io/record_writer.h.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import socket
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+
+import crc32c
+
+_SESSION_START = 1
+"""Value START of the field `status` of the message SessionLog."""
+
+
+class TensorBoardFile:
+    """A new event file in a folder. One record holds all values of a step."""
+
+    def __init__(self, folder: Path, now: float) -> None:
+        """`now`: seconds since 1970."""
+        self._file = (folder / f"events.out.tfevents.{int(now):010d}.{socket.gethostname()}").open("ab")
+        self._write_record(_double_field(1, now) + _text_field(3, "brain.Event:2"))
+
+    def write(self, step: int, now: float, numbers: Mapping[str, float]) -> None:
+        """Write the values of a step, by name."""
+        values = b"".join(_bytes_field(1, _text_field(1, name) + _float_field(2, number)) for name, number in numbers.items())
+        self._write_record(_double_field(1, now) + _varint_field(2, step) + _bytes_field(5, values))
+
+    def resume(self, step: int, now: float) -> None:
+        """Tell readers to discard the values written so far for steps after `step`."""
+        self._write_record(_double_field(1, now) + _varint_field(2, step + 1) + _bytes_field(7, _varint_field(1, _SESSION_START)))
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write_record(self, data: bytes) -> None:
+        length = struct.pack("<Q", len(data))
+        self._file.write(length + _masked_checksum(length) + data + _masked_checksum(data))
+
+
+def _masked_checksum(data: bytes) -> bytes:
+    """Return the CRC-32C of the data, masked as TensorFlow's record format requires."""
+    checksum = crc32c.crc32c(data)
+    return struct.pack("<I", ((checksum >> 15 | checksum << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+
+
+def _double_field(field: int, value: float) -> bytes:
+    return bytes([field << 3 | 1]) + struct.pack("<d", value)
+
+
+def _float_field(field: int, value: float) -> bytes:
+    return bytes([field << 3 | 5]) + struct.pack("<f", ctypes.c_float(value).value)  # overflows to infinity
+
+
+def _varint_field(field: int, value: int) -> bytes:
+    return bytes([field << 3]) + _varint(value)
+
+
+def _text_field(field: int, value: str) -> bytes:
+    return _bytes_field(field, value.encode())
+
+
+def _bytes_field(field: int, value: bytes) -> bytes:
+    return bytes([field << 3 | 2]) + _varint(len(value)) + value
+
+
+def _varint(value: int) -> bytes:
+    """Encode an integer of 0 or more, seven bits per byte, the lowest bits first."""
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*encoded, value])
