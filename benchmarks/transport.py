@@ -27,7 +27,7 @@ from rich.table import Table
 
 import lockstep as ls
 from lockstep.comm.segment import Unavailable
-from lockstep.comm.shared_memory import SharedGroup
+from lockstep.comm.shared_memory import SharedMemoryGroup
 
 BYTES = (1 << 10, 16 << 10, 128 << 10, 800 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
@@ -39,7 +39,7 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def call_of(operation: str, side: str, group: SharedGroup, size_bytes: int) -> Callable[[], object]:
+def call_of(operation: str, side: str, group: SharedMemoryGroup, size_bytes: int) -> Callable[[], object]:
     """What is timed. `size_bytes` is that of the larger of input and output, rounded up to the same number for each rank."""
     length = -(-size_bytes // 4 // group.size)
     whole, other, part = torch.zeros(length * group.size), torch.zeros(length * group.size), torch.zeros(length)
@@ -77,7 +77,7 @@ def measure(operations: list[str], rounds: int) -> dict[tuple[str, int], dict[st
     """Runs in each process."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    group = SharedGroup.create()
+    group = SharedMemoryGroup.create()
     if isinstance(group, Unavailable):
         raise SystemExit(f"these processes share no memory: {group.reason}")
     times: dict[tuple[str, int], dict[str, list[float]]] = {}

@@ -1,4 +1,5 @@
-"""The 64-bit keys from which every random stream starts. Pure arithmetic: the same on every machine, rank and process."""
+"""The 64-bit keys from which every random stream starts. Pure arithmetic: the same on every machine, rank and
+process."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ class RandomStream(IntEnum):
 
 
 def mix(state: int) -> int:
-    """The finaliser of splitmix64 (Steele, Lea and Flood, 2014): a bijection of 0..2**64-1 in which each bit depends on all."""
+    """The finaliser of splitmix64 (Steele, Lea and Flood, 2014): a bijection of 0..2**64-1 in which each bit depends on
+    all."""
     state = (state ^ (state >> 30)) * MIX_FIRST & MASK
     state = (state ^ (state >> 27)) * MIX_SECOND & MASK
     return state ^ (state >> 31)

@@ -1,7 +1,8 @@
 """The exceptions that lockstep raises.
 
-`UserError` and its children are mistakes that the user can mend: their text gives the value, the rule and the remedy, they are raised
-on every rank alike, and a script that they end exits with status 2 and no traceback. The others are failures of the world.
+`UserError` and its children are mistakes that the user can mend: their text gives the value, the rule and the remedy,
+they are raised on every rank alike, and a script that they end exits with status 2 and no traceback. The others are
+failures of the world.
 """
 
 from __future__ import annotations
@@ -62,11 +63,17 @@ class MismatchError(LockstepError):
 
 
 class DivergenceError(LockstepError):
-    """Ranks that hold the same parameters hold different ones. The text has the ranks, the steps and the first tensor."""
+    """Ranks that hold the same parameters hold different ones.
+
+    The text has the ranks, the steps and the first tensor.
+    """
 
 
 class HangError(LockstepError):
-    """The run stood still for longer than it may, see `--hang-after`. The text says who was waited for, and where that stood."""
+    """The run stood still for longer than it may, see `--hang-after`.
+
+    The text says who was waited for, and where that stood.
+    """
 
 
 class WorkerError(LockstepError):
@@ -74,16 +81,21 @@ class WorkerError(LockstepError):
 
 
 def say(text: str) -> None:
-    """Print it on stderr. That nobody reads there any more (a pipe into `head`, a terminal that is gone) ends no run."""
+    """Print it on stderr.
+
+    That nobody reads there any more (a pipe into `head`, a terminal that is gone) ends no run.
+    """
     if sys.stderr is not None:
         with suppress(OSError):
             print(text, file=sys.stderr, flush=True)
 
 
 def install_excepthook() -> None:
-    """Print an uncaught `UserError` as one message and exit with status 2; leave every other exception to the hook that was there.
+    """Print an uncaught `UserError` as one message and exit with status 2; leave every other exception to the hook that
+    was there.
 
-    Called again where torch has put in its own since: that one calls those before it with a stderr that it prints only if they return.
+    Called again where torch has put in its own since: that one calls those before it with a stderr that it prints only
+    if they return.
     """
     previous = sys.excepthook
     if getattr(previous, "is_lockstep", False):

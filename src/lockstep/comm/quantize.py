@@ -1,4 +1,5 @@
-"""Numbers in fewer bytes, for the way between processes: float32 in, bytes out, and back. Pure: nothing is sent here."""
+"""Numbers in fewer bytes, for the way between processes: float32 in, bytes out, and back. Pure: nothing is sent
+here."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ BLOCK = 256
 """Numbers that have a scale in common."""
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
 _LARGEST = {"fp16": 32752.0, "int8": 127.0}
-"""What the largest number of a block comes near to, at most: fp16 has room above, so that no rounding leaves its range."""
+"""What the largest number of a block comes near to, at most: fp16 has room above, so that no rounding leaves its
+range."""
 _A_LITTLE_MORE = 127.0001
 """So that 127 times the scale of float32's largest number is not beyond it."""
 _LEAST_SCALE = 2.0**-126
@@ -21,9 +23,10 @@ _SCALE_BYTES = 4
 class Rounding:
     """One of `bf16`, `fp16` and `int8`.
 
-    `bf16` rounds each number: off by at most 2**-8 of it; what is within that of float32's largest becomes infinite. The others have a
-    scale for each block of `BLOCK` numbers, so that nothing is too large for them: `fp16` (a power of two) is off by at most 2**-11 of the
-    number, or 2**-38 of the block's largest, whichever is more; `int8` by 1/254 of the block's largest, or by 2**-127.
+    `bf16` rounds each number: off by at most 2**-8 of it; what is within that of float32's largest becomes infinite.
+    The others have a scale for each block of `BLOCK` numbers, so that nothing is too large for them: `fp16` (a power of
+    two) is off by at most 2**-11 of the number, or 2**-38 of the block's largest, whichever is more; `int8` by 1/254 of
+    the block's largest, or by 2**-127.
 
     Of a block with a number that is not finite none comes out finite; in `bf16`, that number alone.
     """
@@ -37,7 +40,10 @@ class Rounding:
         return numbers * self._dtype.itemsize + (0 if self.name == "bf16" else numbers // BLOCK * _SCALE_BYTES)
 
     def encode(self, rows: Tensor) -> Tensor:
-        """`rows`: float32, (rows, numbers), a multiple of `BLOCK` of them. Returns uint8, (rows, `bytes(numbers)`), of any layout."""
+        """`rows`: float32, (rows, numbers), a multiple of `BLOCK` of them.
+
+        Returns uint8, (rows, `bytes(numbers)`), of any layout.
+        """
         if self.name == "bf16":
             return rows.to(self._dtype).view(torch.uint8)
         blocks = rows.reshape(len(rows), rows.shape[1] // BLOCK, BLOCK)

@@ -1,12 +1,13 @@
 """A piece of memory that the processes of one host share, and the wait of one rank for the others' counters in it.
 
-The memory is a memfd of rank 0, which the others open through /proc. It has no name at any moment: whenever whoever is killed, the kernel
-frees it with the last process that maps it. It is no part of /dev/shm, so its limit (64 MB in a container) does not count. Its pages are
-allocated when it is made, so that a later write cannot fail.
+The memory is a memfd of rank 0, which the others open through /proc. It has no name at any moment: whenever whoever is
+killed, the kernel frees it with the last process that maps it. It is no part of /dev/shm, so its limit (64 MB in a
+container) does not count. Its pages are allocated when it is made, so that a later write cannot fail.
 
-It starts with 64-bit words: a line for each rank (its counter, its state, which peer it lost), then what each rank is calling. A word is
-written by one rank and read by the others. On x86-64 no processor sees a later store before an earlier one, so that a counter, stored after
-the data that it announces, needs no barrier. Other machines reorder stores, and are refused.
+It starts with 64-bit words: a line for each rank (its counter, its state, which peer it lost), then what each rank is
+calling. A word is written by one rank and read by the others. On x86-64 no processor sees a later store before an
+earlier one, so that a counter, stored after the data that it announces, needs no barrier. Other machines reorder
+stores, and are refused.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ _LINE = LINE_BYTES // 8
 _COUNTER, _STATE, _CULPRIT = range(3)
 _LIVE, _LEFT, _DIED, _LATE, _DIFFER, _STOPPED = range(6)
 _PAGE_BYTES = 4096
-# A wait spins so long, about what a sleep and its wake-up take, giving way at each turn: the other rank may need this very processor.
-# Not longer: on a full machine whoever yields waits for others' time slices, and whoever sleeps runs as soon as it is woken.
+# A wait spins so long, about what a sleep and its wake-up take, giving way at each turn: the other rank may need this
+# very processor. Not longer: on a full machine whoever yields waits for others' time slices, and whoever sleeps runs as
+# soon as it is woken.
 _SPIN_SECONDS = 3e-5
 # A sleep ends when the counter changes; so often it ends anyway, to see whether the others live.
 _LOOK_SECONDS = 0.02
@@ -48,7 +50,10 @@ _EXCHANGE_BYTES = 4096
 
 
 class ExchangeError(LockstepError):
-    """An exchange through shared memory did not take place. The group that it was made through cannot be used any more."""
+    """An exchange through shared memory did not take place.
+
+    The group that it was made through cannot be used any more.
+    """
 
     def __init__(self, ranks: Sequence[int], text: str) -> None:
         super().__init__(text)
@@ -61,7 +66,10 @@ class PeerDied(ExchangeError):
 
 
 class PeersLate(ExchangeError):
-    """Ranks did not do their part within the timeout. They are alive: they hang, are stopped, or compute for longer than that."""
+    """Ranks did not do their part within the timeout.
+
+    They are alive: they hang, are stopped, or compute for longer than that.
+    """
 
 
 class CallsDiffer(ExchangeError):
@@ -101,7 +109,10 @@ class Segment:
     """One rank's view of the shared memory. Made by `open_segment`; used by one thread at a time, except for `stop`."""
 
     def __init__(self, memory: mmap.mmap, rank: int, ends: Sequence[int], timeout: timedelta, *, names: Sequence[int]) -> None:
-        """`ends`: for each rank a descriptor that can be read once its process has ended (-1 for this one). `names`: ranks of the world."""
+        """`ends`: for each rank a descriptor that can be read once its process has ended (-1 for this one).
+
+        `names`: ranks of the world.
+        """
         self.rank = rank
         self.names = names
         """Of each rank, its number among all processes: what errors say."""
@@ -135,7 +146,10 @@ class Segment:
         return _line(self.size) + (buffer * self.size + rank) * _call_words(self.size)
 
     def wait(self, target: int) -> None:
-        """Return once every rank's counter has reached `target`. Raises an `ExchangeError` where that cannot come, or does not in time."""
+        """Return once every rank's counter has reached `target`.
+
+        Raises an `ExchangeError` where that cannot come, or does not in time.
+        """
         words = self.words
         places = [self.counters[peer] for peer in self.peers]
         start = time.monotonic()
@@ -154,7 +168,8 @@ class Segment:
                     self._look(target, waited)
 
     def _look(self, target: int, waited: float) -> None:
-        """Raise where a rank that is waited for has ended or left, where any rank has stopped, and when the time is over."""
+        """Raise where a rank that is waited for has ended or left, where any rank has stopped, and when the time is
+        over."""
         words = self.words
         dead = [self._ranks[end] for end, _ in self._poll.poll(0)]
         left = [peer for peer in self.peers if words[_line(peer) + _STATE] == _LEFT]
@@ -182,7 +197,8 @@ class Segment:
         return _ERRORS[kind](ranks, text)
 
     def stop(self, cause: BaseException | None = None) -> None:
-        """Tell the other ranks that this one exchanges no more; they raise an error of `cause`'s type, or `PeerStopped`. For any thread."""
+        """Tell the other ranks that this one exchanges no more; they raise an error of `cause`'s type, or
+        `PeerStopped`. For any thread."""
         if self._closed or self.words[_line(self.rank) + _STATE] != _LIVE:
             return
         kind = next((kind for kind, error in _ERRORS.items() if type(cause) is error), _STOPPED)
@@ -218,11 +234,13 @@ def _words_bytes(size: int) -> int:
 def open_segment(
     group: dist.ProcessGroup, data_bytes: int, timeout: timedelta, among: Sequence[int] | None = None
 ) -> Segment | Unavailable:
-    """Memory for `data_bytes`, zero at first, for the ranks of `group`. Every rank calls it, and all get a segment or the same reason.
+    """Memory for `data_bytes`, zero at first, for the ranks of `group`. Every rank calls it, and all get a segment or
+    the same reason.
 
-    The group exchanges CPU tensors. `among`: of the ranks of `group`, by their numbers in it, those with which this one shares: it has a
-    segment with each of them, and others with others. Whether they are on one host is asked of the kernel, not of the launcher: all have
-    the same boot and process numbers, and each finds the first one's random mark in what it opened.
+    The group exchanges CPU tensors. `among`: of the ranks of `group`, by their numbers in it, those with which this one
+    shares: it has a segment with each of them, and others with others. Whether they are on one host is asked of the
+    kernel, not of the launcher: all have the same boot and process numbers, and each finds the first one's random mark
+    in what it opened.
     """
     here, whole = dist.get_rank(group), dist.get_world_size(group)
     if whole == 1:
@@ -250,7 +268,8 @@ def open_segment(
 
 
 def _attempt(call: Callable[[], Any]) -> tuple[Any, str]:
-    """What it returned and no reason, or None and why it failed: a rank that fails must still take part in the exchange that says so."""
+    """What it returned and no reason, or None and why it failed: a rank that fails must still take part in the exchange
+    that says so."""
     try:
         return call(), ""
     except (OSError, AttributeError, ValueError) as error:  # AttributeError: not Linux, or an old one
@@ -287,7 +306,10 @@ def _host() -> list[str | int]:
 
 
 def _open(everyone: Sequence[dict[str, Any]], rank: int) -> tuple[mmap.mmap, list[int]]:
-    """The memory, and for each peer a descriptor that tells its end. That these are the peers, the exchange after this shows: they live."""
+    """The memory, and for each peer a descriptor that tells its end.
+
+    That these are the peers, the exchange after this shows: they live.
+    """
     first = everyone[0]
     descriptor = os.open(f"/proc/{first['process']}/fd/{first['descriptor']}", os.O_RDWR | os.O_CLOEXEC)
     try:

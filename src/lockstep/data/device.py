@@ -17,9 +17,9 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
     Where `device` is the CPU it is the batch itself, not a copy.
 
-    On CUDA, tensors are copied on a stream of their own: it does not wait for what the device has yet to compute, so a copy that is asked
-    for while the device works on the microbatch before runs beside it. What is computed next waits for the copy. The host waits for
-    nothing where the batch is in pinned memory.
+    On CUDA, tensors are copied on a stream of their own: it does not wait for what the device has yet to compute, so a
+    copy that is asked for while the device works on the microbatch before runs beside it. What is computed next waits
+    for the copy. The host waits for nothing where the batch is in pinned memory.
     """
     if device.type == "cpu":
         return batch
@@ -34,7 +34,8 @@ def to_device(batch: Any, device: torch.device) -> Any:
             return tensor.to(device)
         with torch.cuda.stream(copies):
             moved = tensor.to(device, non_blocking=True)
-        # The memory belongs to the copies' stream: this keeps it from being used again before the computation is done with it.
+        # The memory belongs to the copies' stream: this keeps it from being used again before the computation is done
+        # with it.
         moved.record_stream(compute)
         return moved
 
@@ -58,7 +59,8 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _map(value: Any, of_tensor: Callable[[Tensor], Tensor], of_thing: Callable[[Any], Any]) -> Any:
-    """The same containers with every tensor, and every other object that can be moved (it has a method `to`), replaced."""
+    """The same containers with every tensor, and every other object that can be moved (it has a method `to`),
+    replaced."""
     if isinstance(value, Tensor):
         return of_tensor(value)
     if isinstance(value, type):

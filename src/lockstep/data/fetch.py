@@ -22,7 +22,8 @@ from lockstep.keys import RandomStream, key
 CPU = torch.device("cpu")
 GATHERED_BYTES = 2**20
 GATHERED_REQUESTS = 16
-"""Rows of a TensorDataset are copied for so many small microbatches at a time, or for those that come to so many bytes."""
+"""Rows of a TensorDataset are copied for so many small microbatches at a time, or for those that come to so many
+bytes."""
 ALIGNMENT_BYTES = 64
 """Where torch has its tensors start. A matrix product may have other bits where they start elsewhere."""
 
@@ -47,8 +48,9 @@ class Request(NamedTuple):
 class Fetcher:
     """Makes microbatches of `data`: `fetcher[request]`.
 
-    With a `seed`, the default generators are seeded before each sample by (seed, epoch, sample), before a `__getitems__` by its first
-    sample, and before the user's `collate` by (seed, step, microbatch). None: they are left alone.
+    With a `seed`, the default generators are seeded before each sample by (seed, epoch, sample), before a
+    `__getitems__` by its first sample, and before the user's `collate` by (seed, step, microbatch). None: they are left
+    alone.
     """
 
     def __init__(self, data: Any, collate: Callable[[list[Any]], Any] | None, seed: int | None) -> None:
@@ -69,7 +71,10 @@ class Fetcher:
             self._make = self._at_once
 
     def __getitem__(self, request: Request) -> Any:
-        """The batch. Raises `DataError`, and what the dataset and `collate` raise, with a note that names the sample."""
+        """The batch.
+
+        Raises `DataError`, and what the dataset and `collate` raise, with a note that names the sample.
+        """
         self.check_length(request)
         return self._make(request)
 
@@ -82,8 +87,11 @@ class Fetcher:
             )
 
     def gathered(self, requests: Iterator[Request]) -> Iterator[tuple[Request, list[Tensor]]]:
-        """Each request and its batch. Those of small microbatches are copied several at a time, into parts of one memory, where each part
-        starts as a tensor of its own would."""
+        """Each request and its batch.
+
+        Those of small microbatches are copied several at a time, into parts of one memory, where each part starts as a
+        tensor of its own would.
+        """
         widths = [tensor[:1].nbytes for tensor in self._data.tensors]
         rows = max(GATHERED_BYTES // max(sum(widths), 1), 1)
         while several := list(_some_requests(requests, rows, lambda size: all(size * width % ALIGNMENT_BYTES == 0 for width in widths))):
@@ -145,8 +153,11 @@ def batch_of(
     microbatch: int,
     said: Callable[[], str],
 ) -> Any:
-    """The samples of a microbatch as a batch. `collate`: the user's, before which the default generators are seeded, where there is a
-    `seed`; None: torch's. `said`: which samples they are. Raises `DataError`, and what `collate` raises, with a note that names them."""
+    """The samples of a microbatch as a batch.
+
+    `collate`: the user's, before which the default generators are seeded, where there is a `seed`; None: torch's.
+    `said`: which samples they are. Raises `DataError`, and what `collate` raises, with a note that names them.
+    """
     if collate is None:
         try:
             return default_collate(samples)
@@ -170,7 +181,8 @@ def _samples(request: Request) -> str:
 
 
 def _some_requests(requests: Iterator[Request], rows: int, fits: Callable[[int], bool]) -> Iterator[Request]:
-    """At least one, at most `GATHERED_REQUESTS`, and no more once they have so many rows, or the next would not start where it must."""
+    """At least one, at most `GATHERED_REQUESTS`, and no more once they have so many rows, or the next would not start
+    where it must."""
     for request in islice(requests, GATHERED_REQUESTS):
         yield request
         rows -= len(request.samples)
@@ -186,7 +198,8 @@ def _fetches_many(data: Any) -> bool:
 
 
 def _reason(samples: list[Any], error: Exception) -> str:
-    """What torch's default collate says where it cannot; in a worker, where it stacks into shared memory, it speaks of that instead."""
+    """What torch's default collate says where it cannot; in a worker, where it stacks into shared memory, it speaks of
+    that instead."""
 
     def stack(batch: list[Tensor], *, collate_fn_map: Any = None) -> Tensor:
         return torch.stack(batch)

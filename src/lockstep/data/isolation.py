@@ -10,10 +10,11 @@ import torch
 
 
 class Isolation:
-    """Within it, python's, numpy's and torch's default CPU generators may be seeded and drawn from; on leaving, they are as they were.
+    """Within it, python's, numpy's and torch's default CPU generators may be seeded and drawn from; on leaving, they
+    are as they were.
 
-    Takes about 20 µs. Saving numpy's generator would take 90, so another is put in its place; the second of a pair of normal deviates,
-    which numpy's old interface keeps back, is lost.
+    Takes about 20 µs. Saving numpy's generator would take 90, so another is put in its place; the second of a pair of
+    normal deviates, which numpy's old interface keeps back, is lost.
     """
 
     def __init__(self) -> None:

@@ -58,9 +58,10 @@ class Microbatch:
 class Loader:
     """Fetches microbatches of a map-style dataset. Each rank makes its own, and asks it for its own spans.
 
-    `collate`: (samples) -> batch; None: torch's default collate. `shuffle=False`: the sample at a position is the position itself.
-    `workers`: processes that fetch ahead, `prefetch` microbatches each; 0: this process fetches when asked. The batches are the same, and
-    this process's default generators are left as they are. `device`: batches are for it, and in pinned memory where it is CUDA.
+    `collate`: (samples) -> batch; None: torch's default collate. `shuffle=False`: the sample at a position is the
+    position itself. `workers`: processes that fetch ahead, `prefetch` microbatches each; 0: this process fetches when
+    asked. The batches are the same, and this process's default generators are left as they are. `device`: batches are
+    for it, and in pinned memory where it is CUDA.
     """
 
     def __init__(
@@ -82,8 +83,8 @@ class Loader:
     def fetch(self, spans: Iterable[Span]) -> Iterator[Microbatch]:
         """The microbatches of `spans`, in their order. Spans are taken as needed, a few thousand positions ahead.
 
-        One call at a time. Raises `DataError` where the dataset changes its length, where samples do not make a batch, and where a batch
-        is made otherwise than the first one; and whatever the dataset or `collate` raises.
+        One call at a time. Raises `DataError` where the dataset changes its length, where samples do not make a batch,
+        and where a batch is made otherwise than the first one; and whatever the dataset or `collate` raises.
         """
         for request, batch in self._fetched(self._requests(spans)):
             yield Microbatch(request.step, request.microbatch, request.is_dummy, len(request.samples), self._delivery.pinned(batch))
@@ -116,7 +117,8 @@ class Loader:
 
 
 class StreamLoader:
-    """Fetches microbatches of a stream. Each rank makes its own, and asks it for its own spans. Its arguments are those of `Loader`.
+    """Fetches microbatches of a stream. Each rank makes its own, and asks it for its own spans. Its arguments are those
+    of `Loader`.
 
     A shard is always read by the same worker; others wait where there are more workers than shards.
     """
@@ -138,10 +140,11 @@ class StreamLoader:
         self._alike = Alike()
 
     def fetch(self, spans: Iterable[Span], *, microbatches: int, positions: Mapping[int, shards.Position]) -> Iterator[Microbatch]:
-        """The microbatches of `spans`, in their order; of a span, its length counts. A span that follows on itself is not read again.
+        """The microbatches of `spans`, in their order; of a span, its length counts. A span that follows on itself is
+        not read again.
 
-        `microbatches`: of a global batch. `positions`: where each shard goes on; one that is not there starts. One call at a time. Raises
-        what `StreamFetcher` does, and `DataError` where a batch is made otherwise than the first one.
+        `microbatches`: of a global batch. `positions`: where each shard goes on; one that is not there starts. One call
+        at a time. Raises what `StreamFetcher` does, and `DataError` where a batch is made otherwise than the first one.
         """
         for request, made in self._delivery(self._round_robin(self._requests(spans, microbatches, positions))):
             if request is None:
@@ -181,7 +184,8 @@ class StreamLoader:
 
 
 class Delivery:
-    """What a fetcher makes of requests, in their order: in this process when asked, or in `workers` processes ahead of time."""
+    """What a fetcher makes of requests, in their order: in this process when asked, or in `workers` processes ahead of
+    time."""
 
     def __init__(self, fetcher: Fetcher | shards.StreamFetcher, workers: int, device: torch.device, *, prefetch: int) -> None:
         self.ahead = workers > 0

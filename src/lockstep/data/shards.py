@@ -1,7 +1,8 @@
 """Streams: a shard's samples in the order in which a run sees them, and the microbatches made of them.
 
-Position p of an epoch is in window p // W of the shard's samples in that epoch, and each window has a keyed permutation of its own. So
-where a run stands in a shard is (epoch, position), whoever reads it, and the window of that position is all that is read again.
+Position p of an epoch is in window p // W of the shard's samples in that epoch, and each window has a keyed permutation
+of its own. So where a run stands in a shard is (epoch, position), whoever reads it, and the window of that position is
+all that is read again.
 """
 
 from __future__ import annotations
@@ -75,7 +76,10 @@ class Origin(NamedTuple):
 
 
 class StreamFetcher:
-    """Makes microbatches of a stream: `fetcher[request]`. All requests of a shard go to the same fetcher, in their order."""
+    """Makes microbatches of a stream: `fetcher[request]`.
+
+    All requests of a shard go to the same fetcher, in their order.
+    """
 
     seeds = True
     """It seeds the default generators of the process it runs in."""
@@ -87,7 +91,10 @@ class StreamFetcher:
         self._open: dict[int, Iterator[Sample]] = {}
 
     def __getitem__(self, request: Request | None) -> tuple[Any, Origin] | None:
-        """The batch and where it is from; of None, None. Raises `DataError`, and what `open`, its iterator and `collate` raise."""
+        """The batch and where it is from; of None, None.
+
+        Raises `DataError`, and what `open`, its iterator and `collate` raise.
+        """
         if request is None:
             return None
         shard = request.shard
@@ -108,7 +115,8 @@ class StreamFetcher:
 def samples(stream: Stream, shard: int, *, seed: int, epoch: int, position: int) -> Iterator[Sample]:
     """The samples of a shard from a position on, epoch after epoch, without end. Holds one window.
 
-    Raises `DataError` where an epoch has no sample, or fewer than were seen of it, and what `open` and its iterator raise.
+    Raises `DataError` where an epoch has no sample, or fewer than were seen of it, and what `open` and its iterator
+    raise.
     """
     while True:
         first = position - position % stream.window

@@ -12,8 +12,8 @@ from torch import Tensor
 def structure(value: Any) -> Any:
     """A value that is equal for batches that are made alike.
 
-    A tensor's dtype (an array's, in words); (type, parts) of a container, where a list of like parts counts as one of them, however long
-    it is; None for anything else.
+    A tensor's dtype (an array's, in words); (type, parts) of a container, where a list of like parts counts as one of
+    them, however long it is; None for anything else.
     """
     if isinstance(value, Tensor):
         return value.dtype
@@ -32,7 +32,10 @@ def structure(value: Any) -> Any:
 
 
 def difference(then: Any, now: Any, path: str = "batch") -> str | None:
-    """Where two structures differ and how, in words: `batch['x'] is torch.int64 and was torch.float32`. None where they do not."""
+    """Where two structures differ and how, in words: `batch['x'] is torch.int64 and was torch.float32`.
+
+    None where they do not.
+    """
     if then == now:
         return None
     if not (isinstance(then, tuple) and isinstance(now, tuple) and then[0] is now[0]):

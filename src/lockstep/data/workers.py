@@ -31,9 +31,9 @@ _MOST_SOCKET_BYTES = 107 if sys.platform == "linux" else 103
 _FOLDER = "pymp-"
 """What the name of a folder for sockets begins with; multiprocessing's own have the same."""
 REST_SECONDS = 0.01
-"""Before workers are forked. A thread of Gloo that lets go of a tensor takes a lock of Python's for an instant, without the GIL; in a child
-forked in that instant Python 3.11.7 waits for it for ever (python/cpython#112275, mended in later ones): one worker in a few hundred. Such
-threads work on when a collective returns, and are done soon after."""
+"""Before workers are forked. A thread of Gloo that lets go of a tensor takes a lock of Python's for an instant, without
+the GIL; in a child forked in that instant Python 3.11.7 waits for it for ever (python/cpython#112275, mended in later
+ones): one worker in a few hundred. Such threads work on when a collective returns, and are done soon after."""
 LATER_SECONDS = 30
 """From SIGTERM to a worker to its end."""
 
@@ -65,7 +65,8 @@ class Workers:
         self._batches: Any = None
 
     def fetch(self, requests: Iterable[Any]) -> Iterator[Any]:
-        """Batches in the order of `requests`, of which `prefetch` a worker are taken ahead. One call at a time: another ends it.
+        """Batches in the order of `requests`, of which `prefetch` a worker are taken ahead. One call at a time: another
+        ends it.
 
         Raises what a worker raised, with its traceback as the cause.
         """
@@ -157,12 +158,14 @@ def _check_temporary_folder() -> None:
 
 
 def _set_up(folder: str, worker: int) -> None:
-    """Have the sockets in a folder that the training process removes: a worker that ends while it sends leaves its own behind.
+    """Have the sockets in a folder that the training process removes: a worker that ends while it sends leaves its own
+    behind.
 
-    Have the system end this process when the training process is killed: it holds copies of the sockets that peers wait on.
+    Have the system end this process when the training process is killed: it holds copies of the sockets that peers wait
+    on.
 
-    Have it stay for the step at hand where it is asked to end together with the training process. And have it end where a batch cannot be
-    sent (the queue's own thread finds that out, and would leave the batch out: a wait for ever).
+    Have it stay for the step at hand where it is asked to end together with the training process. And have it end where
+    a batch cannot be sent (the queue's own thread finds that out, and would leave the batch out: a wait for ever).
     """
     multiprocessing.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
     end_with_parent(signal.SIGKILL)

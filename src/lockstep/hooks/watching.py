@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from lockstep.comm.mesh import Mesh
-from lockstep.comm.wait_times import counted
+from lockstep.comm.wait_times import count_torch_waits
 from lockstep.hooks.hang.hang_hook import Standstill
 from lockstep.hooks.hang.watchdog import Watchdog
 from lockstep.hooks.profiler import Profiling
@@ -53,7 +53,7 @@ class Watching:
             steps = steps_of(environment.profile)
             self._profiling = Profiling(steps, recorder.path, mesh.world, pairs, phases, event, recorder.message)
             stack.callback(self._profiling.close)
-        stack.enter_context(counted())
+        stack.enter_context(count_torch_waits())
         if mesh.world.device.type == "cuda":
             phases.stream = StreamTimes(partial(torch.cuda.Event, enable_timing=True))
         self._ranks = Ranks(mesh, phases, recorder.path, event, recorder.message)

@@ -51,7 +51,7 @@ def sum_factor(mesh: Mesh, *, bitwise: bool, compression: Compression | None) ->
 
 def _uses_ddp(mesh: Mesh, *, bitwise: bool, compression: Compression | None) -> bool:
     """Every rank holds the whole model, and memory is not what gradients are simply added in."""
-    return mesh.torch_mesh is None and (mesh.data.memory is None or bitwise or compression is not None)
+    return mesh.torch_mesh is None and (mesh.data.shared_memory is None or bitwise or compression is not None)
 
 
 def engine_for(
