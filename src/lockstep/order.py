@@ -1,4 +1,4 @@
-"""Which sample stands at a position of a run: a pure function of the seed and the position, in constant memory.
+"""The order of samples: a pure function from the seed and a position of the run to a sample, in constant memory.
 
 Position p is place p % length of epoch p // length. Each epoch has its own permutation of 0..length-1: a Feistel
 network (Luby and Rackoff, 1988) on the smallest power of two that holds `length`, walked until it falls below `length`
@@ -30,7 +30,7 @@ SMALLEST_DOMAIN_BITS: Final = 4
 class Order:
     """The order of `length` samples under `seed`, epoch after epoch.
 
-    Every rank makes its own. Raises `DataError` where `length` < 1.
+    Every rank makes its own. Raises `DataError` if `length` < 1.
     """
 
     def __init__(self, length: int, seed: int) -> None:
@@ -45,9 +45,9 @@ class Order:
         self._key = np.uint64(key(seed, RandomStream.ORDER))
 
     def samples(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The epoch and the sample of each position (0 to 2**63 - 1): two arrays of the shape of `positions`.
+        """Return the epoch and the sample of each position (0 to 2**63 - 1): two arrays of the shape of `positions`.
 
-        Uses about ten times the memory of `positions`, whatever the length: ask for some thousand positions at a time.
+        Uses about ten times the memory of `positions`, for any length: give a few thousand positions at a time.
         """
         epochs, places = np.divmod(positions.reshape(-1), np.int64(self.length))
         keys = _mix(self._key + epochs.view(np.uint64) * np.uint64(GOLDEN))

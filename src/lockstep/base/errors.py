@@ -15,7 +15,7 @@ USER_ERROR_STATUS = 2
 
 
 class LockstepError(Exception):
-    """Anything that lockstep raises on purpose."""
+    """The base class of all exceptions that lockstep raises on purpose."""
 
 
 class UserError(LockstepError):
@@ -47,7 +47,7 @@ class CheckpointError(UserError):
 
 
 def cannot_write(path: object, error: OSError) -> RunDirectoryError:
-    """What to raise where a file of the run directory cannot be written."""
+    """Return the exception for a file of the run directory that cannot be written."""
     return RunDirectoryError(
         f"cannot write {path}: {error.strerror}; a run keeps its logs and its model in its run directory; make room, or give another "
         "run_dir"
@@ -70,9 +70,9 @@ class DivergenceError(LockstepError):
 
 
 class HangError(LockstepError):
-    """The run stood still for longer than it may, see `--hang-after`.
+    """The run made no progress for longer than `--hang-after`.
 
-    The text says who was waited for, and where that stood.
+    The text names the ranks that the others wait for, and their lines.
     """
 
 
@@ -81,9 +81,9 @@ class WorkerError(LockstepError):
 
 
 def say(text: str) -> None:
-    """Print it on stderr.
+    """Print the text on stderr.
 
-    That nobody reads there any more (a pipe into `head`, a terminal that is gone) ends no run.
+    If nobody reads there any more (a pipe into `head`, a closed terminal), the run goes on.
     """
     if sys.stderr is not None:
         with suppress(OSError):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from lockstep.base.errors import CheckpointError, DivergenceError
 from lockstep.checkpoint.load import Reader
 from lockstep.comm.mesh import Mesh
-from lockstep.data.shards import Position
+from lockstep.data.streams import ShardPosition
 from lockstep.hooks.checkpointing import Keeper
 from lockstep.launch.grace import needing_time
 from lockstep.launch.termination import Terminated
@@ -82,7 +82,7 @@ class Course:
         """By the clock."""
         return self.keeper is not None and self.keeper.time_is_up()
 
-    def shards(self, count: int) -> dict[int, Position]:
+    def shards(self, count: int) -> dict[int, ShardPosition]:
         """Where the `count` shards of a stream stand at the beginning of this loop. Raises `CheckpointError`."""
         if self._resumed is None or not self._first:
             return {}
