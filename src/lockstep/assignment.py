@@ -1,4 +1,4 @@
-"""Which samples make a step, and which rank computes which microbatch. Pure arithmetic on positions."""
+"""The samples of each step, and the microbatches of each rank. Pure arithmetic on positions."""
 
 from __future__ import annotations
 

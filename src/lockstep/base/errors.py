@@ -1,7 +1,7 @@
 """The exceptions that lockstep raises.
 
 `UserError` and its children are mistakes that the user can mend: their text gives the value, the rule and the remedy,
-they are raised on every rank alike, and a script that they end exits with status 2 and no traceback. The others are
+they are raised on every rank, and a script that they end exits with status 2 and no traceback. The others are
 failures of the world.
 """
 

@@ -1,4 +1,4 @@
-"""What the collectives in shared memory do to single tensors: cut them, add them, check them, and name their calls."""
+"""Functions on single tensors for the collectives in shared memory: cut, add, check and describe them."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ class StreamLoader:
                 yield Microbatch(request.step, request.microbatch, is_dummy, request.size, self._executor.pinned(each), origin)
 
     def close(self) -> None:
-        """End the worker processes, and let go of the stream's iterators."""
+        """End the worker processes, and drop the stream's iterators."""
         self._executor.close()
         self._fetcher.close()
 

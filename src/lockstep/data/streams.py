@@ -1,8 +1,8 @@
 """Streams: a shard's samples in the order in which a run sees them, and the microbatches made of them.
 
 Position p of an epoch is in window p // W of the shard's samples in that epoch, and each window has a keyed permutation
-of its own. So where a run stands in a shard is (epoch, position), whoever reads it, and the window of that position is
-all that is read again.
+of its own. So the state of a shard is
+(epoch, position), whichever rank reads it, and a resumed run reads only the window of that position again.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Origin(NamedTuple):
     numbers: list[int]
     """Index of each sample in the shard."""
     after: ShardPosition
-    """Where the shard goes on."""
+    """The shard's position after the microbatch."""
 
     def __str__(self) -> str:
         parts = [
