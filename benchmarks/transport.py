@@ -29,7 +29,7 @@ from rich.table import Table
 
 import lockstep as ls
 from lockstep.comm.segment import Unavailable
-from lockstep.comm.shared_memory import SharedGroup
+from lockstep.comm.shared_memory import SharedMemoryGroup
 
 BYTES = (1 << 10, 16 << 10, 128 << 10, 800 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
@@ -41,7 +41,7 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def call_of(operation: str, side: str, group: SharedGroup, size_bytes: int) -> Callable[[], object]:
+def call_of(operation: str, side: str, group: SharedMemoryGroup, size_bytes: int) -> Callable[[], object]:
     """A timed operation.
 
     `size_bytes`: bytes of the larger of input and output, rounded up to a multiple of the ranks.
@@ -82,7 +82,7 @@ def measure(operations: list[str], rounds: int) -> dict[tuple[str, int], dict[st
     """Measure both sides in one process."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    group = SharedGroup.create()
+    group = SharedMemoryGroup.create()
     if isinstance(group, Unavailable):
         raise SystemExit(f"these processes share no memory: {group.reason}")
     times: dict[tuple[str, int], dict[str, list[float]]] = {}

@@ -1,4 +1,4 @@
-"""Which samples make a step, and which rank computes which microbatch. Pure arithmetic on positions."""
+"""The samples of each step, and the microbatches of each rank. Pure arithmetic on positions."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from functools import lru_cache
 def batch_span(step: int, *, length: int, global_batch: int, epochs: bool) -> tuple[int, int]:
     """Return the positions [start, stop) of the global batch of `step` (from 0), for a dataset of `length` samples.
 
-    `epochs`: the length of training is given in epochs, and the last batch of each epoch may be short. False: it is given in steps,
-    batches straddle epochs, and all have `global_batch` samples.
+    `epochs`: the length of training is given in epochs, and the last batch of each epoch may be short. False: it is
+    given in steps, batches straddle epochs, and all have `global_batch` samples.
     """
     if not epochs:
         return step * global_batch, (step + 1) * global_batch
@@ -32,7 +32,8 @@ def total_steps(*, length: int, global_batch: int, steps: int | None, epochs: in
 def microbatch_spans(size: int, microbatch: int | None, world_size: int) -> list[tuple[int, int]]:
     """Cut a batch of `size` samples into spans [start, stop), in order. Together they are [0, size), and none is empty.
 
-    Each has `microbatch` samples; the last one has the rest. None: one nearly equal span per rank (fewer if there are fewer samples).
+    Each has `microbatch` samples; the last one has the rest. None: one nearly equal span per rank (fewer if there are
+    fewer samples).
     """
     if microbatch is not None:
         return [(start, min(start + microbatch, size)) for start in range(0, size, microbatch)]
@@ -40,7 +41,10 @@ def microbatch_spans(size: int, microbatch: int | None, world_size: int) -> list
 
 
 def split_spans(spans: Sequence[tuple[int, int]], parts: int) -> list[tuple[int, int]]:
-    """Cut each of the `spans` into `parts` nearly equal ones, in order. A span with fewer samples is cut into single samples."""
+    """Cut each of the `spans` into `parts` nearly equal ones, in order.
+
+    A span with fewer samples is cut into single samples.
+    """
     return [
         (start + part.start, start + part.stop)
         for start, stop in spans
@@ -49,7 +53,8 @@ def split_spans(spans: Sequence[tuple[int, int]], parts: int) -> list[tuple[int,
 
 
 def stream_shard(step: int, microbatch: int, *, microbatches: int, shards: int) -> int:
-    """Return the shard of a stream from which a microbatch reads: shard i serves microbatch i modulo `microbatches`, round-robin by step.
+    """Return the shard of a stream from which a microbatch reads: shard i serves microbatch i modulo `microbatches`,
+    round-robin by step.
 
     `shards` is a multiple of `microbatches`, the number of microbatches in a step.
     """
@@ -58,7 +63,8 @@ def stream_shard(step: int, microbatch: int, *, microbatches: int, shards: int) 
 
 @lru_cache(maxsize=64)
 def contiguous_range(count: int, rank: int, world_size: int) -> range:
-    """Return the part of range(count) that `rank` has in a contiguous assignment: in rank order, sizes at most 1 apart, larger ones first.
+    """Return the part of range(count) that `rank` has in a contiguous assignment: in rank order, sizes at most 1 apart,
+    larger ones first.
 
     It is empty if there are more ranks than items and none is left for this one.
     """
@@ -71,19 +77,21 @@ def contiguous_range(count: int, rank: int, world_size: int) -> range:
 class MicrobatchAssignment:
     """The ranks that compute the microbatches of a step.
 
-    Contiguous: each rank has a contiguous range of microbatches, and waits when it is done. Round-robin: microbatch i belongs to rank
-    (i mod ranks), and all ranks compute in every round, because their forwards contain collectives; a rank that has no microbatch left
-    computes a dummy.
+    Contiguous: each rank has a contiguous range of microbatches, and waits when it is done. Round-robin: microbatch i
+    belongs to rank (i mod ranks), and all ranks compute in every round, because their forwards contain collectives; a
+    rank that has no microbatch left computes a dummy.
     """
 
     ranks: int
     round_robin: bool = False
     """True: round-robin. False: contiguous."""
     slices: int = 0
-    """Slices that each microbatch is split into (the last microbatch of a step perhaps into fewer). 0: microbatches are not split.
+    """Slices that each microbatch is split into (the last microbatch of a step perhaps into fewer). 0: microbatches are
+    not split.
 
-    The slices are then assigned instead of the microbatches, round-robin to the first `slices` ranks: in round i all of them compute
-    microbatch i. The methods' word "microbatch" means a slice then."""
+    The slices are then assigned instead of the microbatches, round-robin to the first `slices` ranks: in round i all of
+    them compute microbatch i. The methods' word "microbatch" means a slice then.
+    """
 
     def indices(self, count: int, rank: int) -> range:
         """Return the microbatches of `count` that belong to the rank, perhaps none."""
@@ -112,7 +120,10 @@ class MicrobatchAssignment:
         return computed
 
     def gathered_positions(self, count: int) -> list[int]:
-        """Return the position of microbatch 0, 1, ... in the concatenation of all ranks' `indices`, as a gather returns it."""
+        """Return the position of microbatch 0, 1, ...
+
+        in the concatenation of all ranks' `indices`, as a gather returns it.
+        """
         concatenated = [index for indices in self.indices_by_rank(count) for index in indices]
         return sorted(range(count), key=concatenated.__getitem__)
 

@@ -1,4 +1,5 @@
-"""The 64-bit keys from which every random stream starts. Pure arithmetic: the same on every machine, rank and process."""
+"""The 64-bit keys from which every random stream starts. Pure arithmetic: the same on every machine, rank and
+process."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ MIX_SECOND = 0x94D049BB133111EB
 
 
 class RandomStream(IntEnum):
-    """What a key is for. It stands second, after the seed, so that no two uses of one seed share a stream."""
+    """The use of a random stream. It is the second part of a key, after the seed, so no two uses share a stream."""
 
     MODEL = 1
     """Initial weights."""
@@ -20,9 +21,9 @@ class RandomStream(IntEnum):
     SAMPLE = 3
     """One sample's augmentation: (seed, SAMPLE, epoch, sample); of a stream: (seed, SAMPLE, epoch, shard, sample)."""
     COLLATE = 4
-    """The making of a batch from its samples: (seed, COLLATE, step, microbatch)."""
+    """Collating a microbatch: (seed, COLLATE, step, microbatch)."""
     FORWARD = 5
-    """One microbatch's forward, dropout say: (seed, FORWARD, step, microbatch)."""
+    """One microbatch's forward, for dropout and the like: (seed, FORWARD, step, microbatch)."""
     EVALUATION = 6
     """One microbatch's forward in an evaluation: (seed, EVALUATION, steps done, microbatch)."""
     WINDOW = 7
@@ -30,14 +31,14 @@ class RandomStream(IntEnum):
 
 
 def mix(state: int) -> int:
-    """The finaliser of splitmix64 (Steele, Lea and Flood, 2014): a bijection of 0..2**64-1 in which each bit depends on all."""
+    """Return splitmix64's finalizer of `state` (Steele, Lea and Flood, 2014): a bijection of 0..2**64-1."""
     state = (state ^ (state >> 30)) * MIX_FIRST & MASK
     state = (state ^ (state >> 27)) * MIX_SECOND & MASK
     return state ^ (state >> 31)
 
 
 def key(*parts: int) -> int:
-    """A whole number in 0..2**64-1 that depends on every part and on their order. Each part counts modulo 2**64."""
+    """Return an integer in 0..2**64-1 that depends on every part and on their order. Parts are taken modulo 2**64."""
     state = 0
     for part in parts:
         state = mix(((state + GOLDEN) ^ part) & MASK)

@@ -9,7 +9,8 @@ from lockstep.base.errors import RecipeError
 
 
 def warmup_cosine(*, warmup: int, total: int, floor: float = 0.0) -> Callable[[int], float]:
-    """A linear rise over `warmup` steps, then half a cosine down to `floor` at step `total`, then `floor`.
+    """Return a schedule: linear warmup over `warmup` steps, half a cosine down to `floor` at step `total`, then
+    `floor`.
 
     `warmup` and `total` are steps, `floor` a multiplier. (Loshchilov and Hutter, SGDR, 2017, without restarts.)
     """

@@ -1,8 +1,9 @@
-"""The one binary tree in which values are added, however many processes hold them.
+"""The binary tree in which values are added, the same for any number of processes.
 
-The tree over leaves [0, count) is fixed: the node [a, b) splits at a plus the largest power of two below b - a. Floating-point
-addition is not associative, so a sum has the same bits at any world size only if every sum is this tree's. A rank with a
-contiguous run of leaves adds what lies wholly inside its run (`Counter`); what is left (`cover`) is added after the exchange (`fold`).
+The tree over leaves [0, count) is fixed: the node [a, b) splits at a plus the largest power of two below b - a.
+Floating-point addition is not associative, so a sum has the same bits at any world size only if every sum is this
+tree's. A rank with a contiguous run of leaves adds what lies wholly inside its run (`Counter`); what is left (`cover`)
+is added after the exchange (`fold`).
 
 `combine(left, right)` returns their sum and may write into `left` and return it: no value is combined twice.
 """
@@ -18,7 +19,7 @@ Node = tuple[int, int]
 
 
 def cover(start: int, stop: int, count: int) -> list[Node]:
-    """The fewest nodes of the tree over [0, count) that together are [start, stop), in order. Empty where the run is."""
+    """Return the fewest nodes of the tree over [0, count) that together are [start, stop), in order."""
 
     def inside(a: int, b: int) -> list[Node]:
         if stop <= a or b <= start:
@@ -32,15 +33,15 @@ def cover(start: int, stop: int, count: int) -> list[Node]:
 
 
 class Counter(Generic[T]):
-    """Adds up leaves start, start + 1, ... of the tree over [0, count) as they come, each as far up the tree as its run allows.
+    """Adds leaves start, start + 1, ... of the tree over [0, count) as they come, as far up the tree as possible.
 
-    A binary counter: after each leaf it holds at most about 2 log2(count) values, and after leaf stop - 1 exactly those of
-    `cover(start, stop, count)`. A value that is pushed belongs to the counter, and `combine` may write into it.
+    A binary counter: after each leaf it holds at most about 2 log2(count) values, and after leaf stop - 1 exactly those
+    of `cover(start, stop, count)`. A value that is pushed belongs to the counter, and `combine` may write into it.
     """
 
     def __init__(self, combine: Callable[[T, T], T], *, start: int, count: int) -> None:
         self.nodes: list[Node] = []
-        """In order; `values` has their sums."""
+        """The nodes whose sums are in `values`, in order."""
         self.values: list[T] = []
         self._combine = combine
         self._next = start
@@ -62,14 +63,17 @@ class Counter(Generic[T]):
         self.values.append(value)
 
     def _siblings(self, left: Node, right: Node) -> bool:
-        """Whether two adjacent nodes have one parent: it starts at a multiple of its width, which only the last leaf may cut short."""
+        """Return True if two adjacent nodes have one parent.
+
+        A parent starts at a multiple of its width; only the end of the tree may cut it short.
+        """
         start, stop = left[0], right[1]
         width = 1 << (stop - start - 1).bit_length()
         return left[1] == _middle(start, stop) and start % width == 0 and (stop - start == width or stop == self._count)
 
 
 def fold(nodes: Sequence[Node], values: Sequence[T], count: int, combine: Callable[[T, T], T]) -> T:
-    """The sum over the whole tree, from nodes that together are [0, count), in order: every rank's cover, one after another."""
+    """Return the sum over the whole tree from nodes that together are [0, count), in order: the covers of all ranks."""
     counter = Counter(combine, start=0, count=count)
     for node, value in zip(nodes, values, strict=True):
         counter.push_node(node, value)

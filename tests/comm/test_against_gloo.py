@@ -21,7 +21,7 @@ from comm.test_shared import shared_group
 from torch import Tensor, distributed
 
 from lockstep.comm import shared_memory as shared
-from lockstep.comm.shared_memory import SharedGroup
+from lockstep.comm.shared_memory import SharedMemoryGroup
 from lockstep.comm.world import all_gather_single
 from lockstep.testing.pool import WorkerPool
 from lockstep.training.reducers.fsdp_exchange import reduce_scatter_single
@@ -40,7 +40,7 @@ def length_of(draw: random.Random) -> int:
     return draw.choice([0, 1, 2, draw.randrange(100), draw.randrange(3000), draw.randrange(30_000), draw.randrange(200_000)])
 
 
-def both(group: SharedGroup, gloo: Any, draw: random.Random, seed: int) -> tuple[str, Tensor, Tensor]:
+def both(group: SharedMemoryGroup, gloo: Any, draw: random.Random, seed: int) -> tuple[str, Tensor, Tensor]:
     """What was called, and what came of it through shared memory and through Gloo."""
     operation, dtype, length, source = draw.choice(OPERATIONS), draw.choice(DTYPES), length_of(draw), draw.randrange(group.size)
     sizes = [[min(length_of(draw), 30_000) for _ in range(group.size)] for _ in range(group.size)]
@@ -80,7 +80,7 @@ def random_cases(seed: int, count: int) -> list[str]:
     rank = distributed.get_rank()
     gloo = [distributed.new_group(each) for each in members]
     made = {
-        (place, size): SharedGroup.create(gloo[place], buffer_bytes=size)
+        (place, size): SharedMemoryGroup.create(gloo[place], buffer_bytes=size)
         for place, each in enumerate(members)
         if rank in each
         for size in (16 << 10, shared.BUFFER_BYTES)
@@ -92,12 +92,12 @@ def random_cases(seed: int, count: int) -> list[str]:
         shared._DIRECT_RANKS, shared._DIRECT_BYTES = draw.choice([0, 4]), draw.choice([0, 256 << 10])
         if rank in members[place]:
             group = made[place, size]
-            assert isinstance(group, SharedGroup), group
+            assert isinstance(group, SharedMemoryGroup), group
             what, found, expected = both(group, gloo[place], draw, seed + case)
             if not torch.equal(found, expected):
                 wrong.append(f"case {case} (seed {seed}), ranks {members[place]}: {what}")
     for each in made.values():
-        assert isinstance(each, SharedGroup)
+        assert isinstance(each, SharedMemoryGroup)
         each.close()
     return wrong
 

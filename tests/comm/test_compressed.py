@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from comm.test_hosts import on_hosts
+from comm.test_hierarchical import on_hosts
 from tiers import tier
 from torch import Tensor, distributed
 
-from lockstep.comm.compressed_sum import RoundedSum, Senders
-from lockstep.comm.hosts import Hosts
+from lockstep.comm.compressed_sum import CompressedAllReduce, Senders
+from lockstep.comm.hierarchical import HierarchicalAllReduce
 from lockstep.comm.quantize import Rounding
-from lockstep.comm.shared_memory import SharedGroup
+from lockstep.comm.shared_memory import SharedMemoryGroup
 from lockstep.comm.world import World
 from lockstep.testing.pool import WorkerPool
 
@@ -30,12 +30,12 @@ def summed(name: str, through: str, keeps: bool) -> list[tuple[Tensor, Tensor, T
     """For each of `LENGTHS` the sum, that of what is exact, and what this rank has left. All of them are under way at once."""
     rank, size = distributed.get_rank(), distributed.get_world_size()
     world = World(rank, size, rank, size, torch.device("cpu"), owns_group=False)
-    memory = SharedGroup.create() if through == "memory" else None
-    assert memory is None or isinstance(memory, SharedGroup)
+    memory = SharedMemoryGroup.create() if through == "memory" else None
+    assert memory is None or isinstance(memory, SharedMemoryGroup)
     senders = Senders(world.group, rank, size, memory, None)
     sums = []
     for length, exact in LENGTHS:
-        sums.append(RoundedSum(Rounding(name), senders, keeps=keeps))
+        sums.append(CompressedAllReduce(Rounding(name), senders, keeps_residual=keeps))
         sums[-1].start(given(length, rank), given(exact, 10 + rank))
     for each in sums:
         each.fold()
@@ -43,7 +43,7 @@ def summed(name: str, through: str, keeps: bool) -> list[tuple[Tensor, Tensor, T
     for each, (length, exact) in zip(sums, LENGTHS, strict=True):
         into = torch.empty(length), torch.empty(exact)
         each.finish(*into)
-        found.append((*into, each.left.reshape(-1)[:length] if keeps else torch.empty(0)))
+        found.append((*into, each.residual.reshape(-1)[:length] if keeps else torch.empty(0)))
     if memory is not None:
         memory.close()
     return found
@@ -83,11 +83,11 @@ def test_what_rounding_took_is_left_with_the_ranks(pool: WorkerPool, size: int) 
 def senders(names: str) -> tuple[int, int, bool, bool]:
     """The place of this rank, how many there are, whether it is one, and whether it sends for others."""
     hosts, rank, size = on_hosts(names), distributed.get_rank(), distributed.get_world_size()
-    assert isinstance(hosts, Hosts)
-    with_hosts = World(rank, size, rank, size, torch.device("cpu"), owns_group=False, hosts=hosts)
+    assert isinstance(hosts, HierarchicalAllReduce)
+    with_hosts = World(rank, size, rank, size, torch.device("cpu"), owns_group=False, hierarchy=hosts)
     made = Senders.of(with_hosts)
     hosts.close()
-    return made.rank, made.size, made.is_one, made.inside is not None
+    return made.rank, made.size, made.includes_this_rank, made.host_shared_memory is not None
 
 
 def test_of_several_hosts_one_rank_of_each_sends(pool: WorkerPool) -> None:

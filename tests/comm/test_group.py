@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, distributed
 
 from lockstep.base.errors import LaunchError
-from lockstep.comm.shared_memory import SharedGroup
+from lockstep.comm.shared_memory import SharedMemoryGroup
 from lockstep.comm.world import World, exact_sum, join
 from lockstep.testing.pool import WorkerPool
 
@@ -37,10 +37,10 @@ def rows_of(rank: int, count: int) -> Tensor:
 def exchange(*, shares: bool) -> dict[str, Any]:
     if not shares:
         return exchanged(world())
-    memory = SharedGroup.create()
-    assert isinstance(memory, SharedGroup)
+    memory = SharedMemoryGroup.create()
+    assert isinstance(memory, SharedMemoryGroup)
     with memory:
-        return exchanged(replace(world(), memory=memory))
+        return exchanged(replace(world(), shared_memory=memory))
 
 
 def exchanged(here: World) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from lockstep.plan import Plan
 from lockstep.testing.pool import WorkerPool
 
 ELSEWHERE = "runs on another host than rank 0, or in another container"
-INSIDE = "those of one host share it, and their first ones sum what remains"
+INSIDE = "the ranks of each host share memory, and one leader per host sums over the hosts"
 
 
 def laid_out(plan: str, ranks_a_host: int) -> tuple[dict[str, float], Mapping[str, str]]:
@@ -33,12 +33,12 @@ def laid_out(plan: str, ranks_a_host: int) -> tuple[dict[str, float], Mapping[st
     sums = {}
     groups: dict[str, Any] = {"data": mesh.data, **mesh.axes}
     for name, each in groups.items():
-        if each.memory is not None or each.hosts is not None:
+        if each.shared_memory is not None or each.hierarchy is not None:
             tensor = torch.tensor([float(rank)])
             each.all_reduce(tensor)
             sums[name] = tensor.item()
     mesh.close()
-    return sums, mesh.apart
+    return sums, mesh.without_shared_memory
 
 
 CASES: list[tuple[str, int, list[dict[str, float]], Mapping[str, str]]] = [

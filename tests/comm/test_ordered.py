@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, distributed
 
-from lockstep.comm.ordered_sum import OrderedSum, Shares, add
+from lockstep.comm.ordered_sum import OrderedSum, TreeNodes, add_in_place
 from lockstep.testing.pool import WorkerPool
 from lockstep.tree import Counter, cover, fold
 
@@ -20,7 +20,7 @@ COUNTS = (1, 2, 3, 5, 7, 8, 13)
 
 @given(count=st.integers(1, 300), world_size=st.integers(1, 40))
 def test_the_shares_of_all_ranks_are_the_whole_tree_in_order(count: int, world_size: int) -> None:
-    shares = Shares.of(count, world_size)
+    shares = TreeNodes.of(count, world_size)
     nodes = [node for held in shares.nodes for node in held]
     assert len(shares.nodes) == world_size
     assert [start for start, _ in nodes] + [count] == [0] + [stop for _, stop in nodes]
@@ -31,13 +31,13 @@ def test_the_shares_of_all_ranks_are_the_whole_tree_in_order(count: int, world_s
 
 @given(exponent=st.integers(0, 6), world_exponent=st.integers(0, 5))
 def test_at_powers_of_two_each_rank_holds_one_node_as_in_a_ring(exponent: int, world_exponent: int) -> None:
-    shares = Shares.of(2 ** (exponent + world_exponent), 2**world_exponent)
+    shares = TreeNodes.of(2 ** (exponent + world_exponent), 2**world_exponent)
     assert all(len(held) == 1 for held in shares.nodes)
 
 
 @given(count=st.integers(1, 300), world_size=st.integers(1, 40))
 def test_a_share_is_covered_by_few_nodes(count: int, world_size: int) -> None:
-    assert all(len(held) <= 2 * max(1, count.bit_length()) for held in Shares.of(count, world_size).nodes)
+    assert all(len(held) <= 2 * max(1, count.bit_length()) for held in TreeNodes.of(count, world_size).nodes)
 
 
 def leaves(count: int, length: int) -> list[Tensor]:
@@ -52,7 +52,7 @@ def ordered_sums() -> list[list[Tensor]]:
     rank, world_size = distributed.get_rank(), distributed.get_world_size()
     found = []
     for count in COUNTS:
-        shares = Shares.of(count, world_size)
+        shares = TreeNodes.of(count, world_size)
         sums = []
         for length in LENGTHS:
             ordered = OrderedSum(held(count, length, rank, world_size), shares, rank)
@@ -65,10 +65,10 @@ def ordered_sums() -> list[list[Tensor]]:
 
 
 def held(count: int, length: int, rank: int, world_size: int) -> list[Tensor]:
-    nodes = Shares.of(count, world_size).nodes[rank]
+    nodes = TreeNodes.of(count, world_size).nodes[rank]
     if not nodes:
         return []
-    counter = Counter(add, start=nodes[0][0], count=count)
+    counter = Counter(add_in_place, start=nodes[0][0], count=count)
     for leaf in leaves(count, length)[nodes[0][0] : nodes[-1][1]]:
         counter.push(leaf)
     assert tuple(counter.nodes) == nodes == tuple(cover(nodes[0][0], nodes[-1][1], count))

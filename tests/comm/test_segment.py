@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.comm import segment
 from lockstep.comm.segment import ExchangeError, PeerStopped, Unavailable
-from lockstep.comm.shared_memory import SharedGroup
+from lockstep.comm.shared_memory import SharedMemoryGroup
 from lockstep.testing.pool import WorkerPool
 from lockstep.testing.worker import loopback_store
 
@@ -39,9 +39,9 @@ BUFFER_BYTES = 16 << 10
 DEATH_GRACE_SECONDS = 4.0
 
 
-def shared_group(group: distributed.ProcessGroup | None = None, **options: Any) -> SharedGroup:
-    made = SharedGroup.create(group, buffer_bytes=BUFFER_BYTES, **options)
-    assert isinstance(made, SharedGroup), made
+def shared_group(group: distributed.ProcessGroup | None = None, **options: Any) -> SharedMemoryGroup:
+    made = SharedMemoryGroup.create(group, buffer_bytes=BUFFER_BYTES, **options)
+    assert isinstance(made, SharedMemoryGroup), made
     return made
 
 
@@ -74,7 +74,7 @@ Caught = tuple[str, tuple[int, ...], str, float]
 """An error's type, the ranks that it names, its text, and the seconds until it came."""
 
 
-def caught(group: SharedGroup, call: Callable[[], object]) -> Caught:
+def caught(group: SharedMemoryGroup, call: Callable[[], object]) -> Caught:
     """Call until it fails; the group stays useless after that."""
 
     def until_it_fails() -> None:
@@ -91,19 +91,20 @@ def caught(group: SharedGroup, call: Callable[[], object]) -> Caught:
     return type(first.value).__name__, first.value.ranks, str(first.value), seconds
 
 
-def at_round(group: SharedGroup, number: int, action: Callable[[], object]) -> None:
+def at_round(group: SharedMemoryGroup, number: int, action: Callable[[], object]) -> None:
     """Call `action` when this rank comes to that round, and has written its part but not announced it."""
-    announce = group._announce
+    rounds = group._rounds
+    announce = rounds.announce
 
     def scripted() -> None:
-        if group._round == number:
+        if rounds.number == number:
             action()
         announce()
 
-    group._announce = scripted  # type: ignore[method-assign]
+    rounds.announce = scripted  # type: ignore[method-assign]
 
 
-def collective(group: SharedGroup, operation: str) -> Callable[[], None]:
+def collective(group: SharedMemoryGroup, operation: str) -> Callable[[], None]:
     """A call that takes several rounds."""
     whole, part = torch.ones(10000 * group.size), torch.ones(10000)
     other, sizes = torch.empty(10000 * group.size), [10000] * group.size
@@ -142,7 +143,7 @@ def test_a_killed_rank_is_named_on_all_others_within_a_second(pool: WorkerPool, 
     assert set(os.listdir("/dev/shm")) <= set(before)
 
 
-def sum_bucket(group: SharedGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+def sum_bucket(group: SharedMemoryGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     group.all_reduce(bucket.buffer())
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
@@ -175,7 +176,7 @@ def die_while_it_is_made(point: str, rank: int) -> str:
     if rank == 1:
         setattr(segment, point, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(RuntimeError):
-        SharedGroup.create()
+        SharedMemoryGroup.create()
     os.kill(os.getpid(), signal.SIGKILL)
     return "not reached"
 
@@ -221,7 +222,7 @@ def raise_in_one(number: int) -> Caught | str:
             at_round(group, number, fail)
             with pytest.raises(ZeroDivisionError):
                 collective(group, "all_reduce")()
-            with pytest.raises(PeerStopped, match="raised ZeroDivisionError: on purpose; this group is of no more use"):
+            with pytest.raises(PeerStopped, match="raised ZeroDivisionError: on purpose; this group cannot be used any more"):
                 collective(group, "all_gather")()
             return met_again("raised")
         return met_again(caught(group, collective(group, "all_reduce")))
@@ -318,7 +319,7 @@ def unavailable(rank: int, name: str, value: Any) -> str:
     if distributed.get_rank() == rank:
         module, _, attribute = name.rpartition(".")
         setattr({"os": os, "platform": platform, "segment": segment}[module], attribute, value)
-    made = SharedGroup.create()
+    made = SharedMemoryGroup.create()
     assert isinstance(made, Unavailable)
     assert set(os.listdir("/proc/self/fd")) == before
     return made.reason
@@ -362,7 +363,7 @@ def test_where_one_rank_cannot_all_ranks_get_the_same_reason(pool: WorkerPool, r
 
 
 def alone() -> object:
-    return SharedGroup.create()
+    return SharedMemoryGroup.create()
 
 
 def test_one_process_shares_memory_with_nobody(pool: WorkerPool) -> None:

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor, distributed
 
 from lockstep.comm import shared_memory as shared
-from lockstep.comm.in_flight import Call, under_way
-from lockstep.comm.shared_memory import SharedGroup
+from lockstep.comm import shared_tensors
+from lockstep.comm.active_calls import CollectiveCall, active_calls
+from lockstep.comm.shared_memory import SharedMemoryGroup
 from lockstep.testing.pool import WorkerPool
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8, torch.complex64)
@@ -24,9 +25,9 @@ BUFFER_BYTES = 16 << 10
 CASES = 150
 
 
-def shared_group(group: distributed.ProcessGroup | None = None, **options: Any) -> SharedGroup:
-    made = SharedGroup.create(group, buffer_bytes=BUFFER_BYTES, **options)
-    assert isinstance(made, SharedGroup), made
+def shared_group(group: distributed.ProcessGroup | None = None, **options: Any) -> SharedMemoryGroup:
+    made = SharedMemoryGroup.create(group, buffer_bytes=BUFFER_BYTES, **options)
+    assert isinstance(made, SharedMemoryGroup), made
     return made
 
 
@@ -57,7 +58,7 @@ def lengths(draw: random.Random) -> int:
     return draw.choice([0, 1, 2, draw.randrange(100), draw.randrange(3000), draw.randrange(30000)])
 
 
-def check_all_reduce(group: SharedGroup, draw: random.Random, dtype: torch.dtype, case: int) -> bool:
+def check_all_reduce(group: SharedMemoryGroup, draw: random.Random, dtype: torch.dtype, case: int) -> bool:
     length = lengths(draw)
     everyone = [values(length, dtype, (case, rank)) for rank in range(group.size)]
     mine = everyone[group.rank].clone()
@@ -65,7 +66,7 @@ def check_all_reduce(group: SharedGroup, draw: random.Random, dtype: torch.dtype
     return same(mine, total_of(everyone))
 
 
-def check_reduce_scatter(group: SharedGroup, draw: random.Random, dtype: torch.dtype, case: int) -> bool:
+def check_reduce_scatter(group: SharedMemoryGroup, draw: random.Random, dtype: torch.dtype, case: int) -> bool:
     length = lengths(draw)
     everyone = [values(length * group.size, dtype, (case, rank)) for rank in range(group.size)]
     output = torch.empty(length, dtype=dtype)
@@ -73,7 +74,7 @@ def check_reduce_scatter(group: SharedGroup, draw: random.Random, dtype: torch.d
     return same(output, total_of([each.view(group.size, length)[group.rank] for each in everyone]))
 
 
-def check_all_gather(group: SharedGroup, draw: random.Random, dtype: torch.dtype, case: int) -> bool:
+def check_all_gather(group: SharedMemoryGroup, draw: random.Random, dtype: torch.dtype, case: int) -> bool:
     length = lengths(draw)
     everyone = [values(length, dtype, (case, rank)) for rank in range(group.size)]
     output = torch.empty(group.size, length, dtype=dtype)
@@ -84,7 +85,7 @@ def check_all_gather(group: SharedGroup, draw: random.Random, dtype: torch.dtype
     return same(output, torch.stack(everyone))
 
 
-def check_start_all_gather(group: SharedGroup, draw: random.Random, dtype: torch.dtype, case: int) -> bool:
+def check_start_all_gather(group: SharedMemoryGroup, draw: random.Random, dtype: torch.dtype, case: int) -> bool:
     """Two that are begun, of which the second completes the first, and another call between."""
     length = lengths(draw)
     everyone = [values(length, dtype, (case, rank)) for rank in range(group.size)]
@@ -99,14 +100,14 @@ def check_start_all_gather(group: SharedGroup, draw: random.Random, dtype: torch
     return right and same(outputs[1], torch.stack(everyone))
 
 
-def check_broadcast(group: SharedGroup, draw: random.Random, dtype: torch.dtype, case: int) -> bool:
+def check_broadcast(group: SharedMemoryGroup, draw: random.Random, dtype: torch.dtype, case: int) -> bool:
     length, source = lengths(draw), draw.randrange(group.size)
     mine = values(length, dtype, (case, group.rank))
     group.broadcast(mine, source)
     return same(mine, values(length, dtype, (case, source)))
 
 
-def check_all_to_all(group: SharedGroup, draw: random.Random, dtype: torch.dtype, case: int) -> bool:
+def check_all_to_all(group: SharedMemoryGroup, draw: random.Random, dtype: torch.dtype, case: int) -> bool:
     sizes = [[lengths(draw) if draw.random() < 0.7 else 0 for _ in range(group.size)] for _ in range(group.size)]
     everyone = [values(sum(row), dtype, (case, rank)) for rank, row in enumerate(sizes)]
     received = [row[group.rank] for row in sizes]
@@ -118,7 +119,7 @@ def check_all_to_all(group: SharedGroup, draw: random.Random, dtype: torch.dtype
 CHECKS = (check_all_reduce, check_reduce_scatter, check_all_gather, check_start_all_gather, check_broadcast, check_all_to_all)
 
 
-def run_cases(group: SharedGroup, seed: int, count: int) -> list[str]:
+def run_cases(group: SharedMemoryGroup, seed: int, count: int) -> list[str]:
     """What was wrong. The collectives follow each other in a random order, and sums are added in either way."""
     draw = random.Random(seed)
     wrong = []
@@ -175,15 +176,15 @@ def test_thousands_of_calls_one_after_the_other(pool: WorkerPool) -> None:
         assert vector.tolist() == [6000.0] * 5
 
 
-def look_at_a_wait() -> tuple[list[Call], list[Call], list[Call]]:
+def look_at_a_wait() -> tuple[list[CollectiveCall], list[CollectiveCall], list[CollectiveCall]]:
     """What is under way on rank 0: before, while and after it waits for rank 1 to begin a gathering too."""
     with shared_group(distributed.new_group([0, 1], group_desc="a pair")) as group:
         output, seen = torch.empty(2, 3), []
         if group.rank == 0:
             group.all_reduce(torch.ones(2))
             begun = group.start_all_gather(output, torch.ones(3))
-            seen.append(under_way())
-            looking = threading.Thread(target=lambda: (time.sleep(0.3), seen.append(under_way()), distributed.send(torch.ones(1), 1)))
+            seen.append(active_calls())
+            looking = threading.Thread(target=lambda: (time.sleep(0.3), seen.append(active_calls()), distributed.send(torch.ones(1), 1)))
             looking.start()
             begun.wait()
             looking.join()
@@ -192,14 +193,14 @@ def look_at_a_wait() -> tuple[list[Call], list[Call], list[Call]]:
             distributed.recv(torch.empty(1), 0)
             group.all_gather(output, torch.ones(3))
             seen += [[], []]
-        seen.append(under_way())
+        seen.append(active_calls())
         return seen[0], seen[1], seen[2]
 
 
 def test_a_rank_that_waits_tells_in_which_call_of_which_group(pool: WorkerPool) -> None:
     before, amid, after = pool.run(2, look_at_a_wait)[0]
     assert [before, after] == [[], []]
-    assert amid == [Call("all_gather", "shared memory of a pair", 2, "float32, 3 elements")]
+    assert amid == [CollectiveCall("all_gather", "shared memory of a pair", 2, "float32, 3 elements")]
 
 
 # What is refused
@@ -249,21 +250,21 @@ def test_tensors_that_do_not_fit_are_refused_with_what_would(pool: WorkerPool) -
 @given(
     length=st.integers(0, 2**39 - 1),
     operation=st.integers(0, 4),
-    code=st.integers(0, len(shared._DTYPES) - 1),
+    code=st.integers(0, len(shared_tensors.DTYPES) - 1),
     source=st.integers(0, 2**16 - 1),
 )
 def test_what_is_called_can_be_read_back(length: int, operation: int, code: int, source: int) -> None:
-    name, text = shared._called(shared._signature_of(operation, code, length, source))
-    assert name == shared._NAMES[operation]
-    assert text.startswith(str(shared._DTYPES[code]).removeprefix("torch."))
-    assert (f", {length} elements" in text) == (shared._NAMES[operation] != "all_to_all")
-    assert (f", from rank {source}" in text) == (shared._NAMES[operation] == "broadcast")
-    assert shared._signature_of(operation, code, length, source) < 2**63
+    name, text = shared_tensors.called(shared_tensors.signature_of(operation, code, length, source))
+    assert name == shared_tensors.NAMES[operation]
+    assert text.startswith(str(shared_tensors.DTYPES[code]).removeprefix("torch."))
+    assert (f", {length} elements" in text) == (shared_tensors.NAMES[operation] != "all_to_all")
+    assert (f", from rank {source}" in text) == (shared_tensors.NAMES[operation] == "broadcast")
+    assert shared_tensors.signature_of(operation, code, length, source) < 2**63
 
 
 @given(parts=st.lists(st.lists(st.floats(width=32), min_size=4, max_size=4), min_size=2, max_size=6))
 def test_a_sum_is_added_in_the_order_of_the_ranks(parts: list[list[float]]) -> None:
     tensors = [torch.tensor(part, dtype=torch.float32) for part in parts]
     out = torch.empty(4)
-    shared._add(tensors, out)
+    shared_tensors.add(tensors, out)
     torch.testing.assert_close(out, total_of(tensors), rtol=0, atol=0, equal_nan=True)

@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from lockstep.comm.in_flight import Call
+from lockstep.comm.active_calls import CollectiveCall
 from lockstep.hooks.hang.report import Hang, enclosing, judged
 from lockstep.hooks.hang.snapshot import Doing, Frame, Place, doing
 from lockstep.logging.phases import FADES
 from lockstep.timeouts import WatchdogTimeouts
 
-REDUCE = Call("all_reduce", "default_pg", 7, "float32 (4,)")
+REDUCE = CollectiveCall("all_reduce", "default_pg", 7, "float32 (4,)")
 USER, TORCH = Frame("/home/me/train.py", 12, "loss"), Frame("/site-packages/torch/distributed/distributed_c10d.py", 9, "all_reduce")
 
 
 def place(
-    rank: int, what: Doing, *calls: Call, seconds: float = 50.0, limit_seconds: float = 30.0, is_first: bool = False, **more: Any
+    rank: int, what: Doing, *calls: CollectiveCall, seconds: float = 50.0, limit_seconds: float = 30.0, is_first: bool = False, **more: Any
 ) -> Place:
     stack = (USER, TORCH) if what == "waits" else (USER,)
     facts = {"host": "node", "process": 100 + rank, "phase": "compute", "step": 3, "stack": stack, "threads": {}} | more
@@ -66,20 +66,20 @@ def test_who_does_not_answer_is_named_with_the_reason() -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        Call("broadcast", "default_pg", 7, "float32 (4,)"),
-        Call("all_reduce", "default_pg", 7, "float32 (5,)"),
-        Call("all_reduce", "default_pg", 8, "float32 (4,)"),
-        Call("all_reduce", "mesh_shard", 7, "float32 (4,)"),
+        CollectiveCall("broadcast", "default_pg", 7, "float32 (4,)"),
+        CollectiveCall("all_reduce", "default_pg", 7, "float32 (5,)"),
+        CollectiveCall("all_reduce", "default_pg", 8, "float32 (4,)"),
+        CollectiveCall("all_reduce", "mesh_shard", 7, "float32 (4,)"),
     ],
 )
-def test_all_wait_in_different_calls(other: Call) -> None:
+def test_all_wait_in_different_calls(other: CollectiveCall) -> None:
     hang = found(place(0, "waits", REDUCE), place(1, "waits", other), place(2, "waits", REDUCE))
     assert (hang.kind, hang.ranks) == ("differ", (1,))
     assert f"ranks 0, 2 in {REDUCE}, call 7 of default_pg at /home/me/train.py:12 in loss; rank 1 in {other}" in hang.summary
 
 
 def test_a_gather_may_have_another_size_on_each_rank() -> None:
-    one, other = (Call("gather", "default_pg", 7, f"float32 ({size},)") for size in (4, 5))
+    one, other = (CollectiveCall("gather", "default_pg", 7, f"float32 ({size},)") for size in (4, 5))
     assert found(place(0, "waits", one), place(1, "waits", other)).kind == "between"
 
 

@@ -9,7 +9,7 @@ from lockstep.hooks.hang.snapshot import Frame, called_in
 
 MINE = Frame("train.py", 3, "main")
 RECV = Frame(torch_exchanges.__file__, 1, "recv")
-COUNTED = Frame(waits.__file__, 1, "counted.<locals>.wait")
+COUNTED = Frame(waits.__file__, 1, "count_torch_waits.<locals>.wait")
 
 
 def test_what_goes_from_one_rank_to_another_is_named_by_its_stack_while_waits_are_counted() -> None:

@@ -21,7 +21,7 @@ import lockstep as ls
 from lockstep.assignment import MicrobatchAssignment
 from lockstep.base.errors import CheckpointError, DataError, LossError, RecipeError
 from lockstep.data.loader import StreamLoader
-from lockstep.data.shards import Position
+from lockstep.data.streams import ShardPosition
 from lockstep.testing.pool import WorkerPool
 from lockstep.training.microbatches import Length, from_stream, positions_in
 from lockstep.verify import trace_reader
@@ -54,13 +54,13 @@ class Segment:
         stream: ls.Stream,
         first: int,
         stop: int,
-        positions: dict[int, Position],
+        positions: dict[int, ShardPosition],
     ) -> None:
         self.batches: dict[tuple[int, int], list[Any]] = {}
         """(step, microbatch) -> its samples."""
         self.readers: dict[int, set[int]] = {}
         """Shard -> the ranks that say where it goes on."""
-        self.positions: dict[int, Position] = {}
+        self.positions: dict[int, ShardPosition] = {}
         """After the last step, of all ranks."""
         self.computed: list[list[tuple[int, int, bool]]] = []
         """Of each rank, what it computes."""
@@ -101,7 +101,7 @@ def runs(draw: st.DrawFn) -> tuple[tuple[int, int], ls.Stream, list[tuple[Microb
 def test_each_sample_is_seen_exactly_once_an_epoch_over_any_world_sizes_and_resumes(run: Any) -> None:
     batches, stream, segments = run
     found: dict[tuple[int, int], list[Any]] = {}
-    first, positions = 0, dict[int, Position]()
+    first, positions = 0, dict[int, ShardPosition]()
     for assigned, stop in segments:
         segment = Segment(assigned, batches, stream, first, stop, positions)
         assert all(len(ranks) == 1 for ranks in segment.readers.values())

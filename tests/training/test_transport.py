@@ -20,7 +20,7 @@ import lockstep as ls
 from lockstep.comm import segment
 from lockstep.testing.pool import WorkerPool
 
-INSIDE = "those of one host share it, and their first ones sum what remains"
+INSIDE = "the ranks of each host share memory, and one leader per host sums over the hosts"
 
 
 def trained(run_dir: str, plan: str, hosts: str) -> tuple[float, str]:

@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from lockstep.data.device import to_device
-from lockstep.data.generators import seed_generators
-from lockstep.data.isolation import Isolation
+from lockstep.data.generators import PreservedGenerators, seed_generators
 from lockstep.data.loader import Loader, Microbatch, StreamLoader
 from lockstep.keys import RandomStream, key
 from lockstep.launch.failures import out_of_memory
@@ -61,7 +60,7 @@ class Trial:
     def __enter__(self) -> Trial:
         device = self.context.device
         self._stack.callback(self._loader.close)
-        self._stack.enter_context(Isolation())
+        self._stack.enter_context(PreservedGenerators())
         if device.type == "cuda":
             self._stack.callback(torch.cuda.reset_peak_memory_stats, device)
             self._stack.callback(torch.cuda.empty_cache)

@@ -1,7 +1,8 @@
 """The exceptions that lockstep raises.
 
-`UserError` and its children are mistakes that the user can mend: their text gives the value, the rule and the remedy, they are raised
-on every rank alike, and a script that they end exits with status 2 and no traceback. The others are failures of the world.
+`UserError` and its children are mistakes that the user can mend: their text gives the value, the rule and the remedy,
+they are raised on every rank, and a script that they end exits with status 2 and no traceback. The others are
+failures of the world.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ USER_ERROR_STATUS = 2
 
 
 class LockstepError(Exception):
-    """Anything that lockstep raises on purpose."""
+    """The base class of all exceptions that lockstep raises on purpose."""
 
 
 class UserError(LockstepError):
@@ -46,7 +47,7 @@ class CheckpointError(UserError):
 
 
 def cannot_write(path: object, error: OSError) -> RunDirectoryError:
-    """What to raise where a file of the run directory cannot be written."""
+    """Return the exception for a file of the run directory that cannot be written."""
     return RunDirectoryError(
         f"cannot write {path}: {error.strerror}; a run keeps its logs and its model in its run directory; make room, or give another "
         "run_dir"
@@ -62,11 +63,17 @@ class MismatchError(LockstepError):
 
 
 class DivergenceError(LockstepError):
-    """Ranks that hold the same parameters hold different ones. The text has the ranks, the steps and the first tensor."""
+    """Ranks that hold the same parameters hold different ones.
+
+    The text has the ranks, the steps and the first tensor.
+    """
 
 
 class HangError(LockstepError):
-    """The run stood still for longer than it may, see `--hang-after`. The text says who was waited for, and where that stood."""
+    """The run made no progress for longer than `--hang-after`.
+
+    The text names the ranks that the others wait for, and their lines.
+    """
 
 
 class WorkerError(LockstepError):
@@ -74,16 +81,21 @@ class WorkerError(LockstepError):
 
 
 def say(text: str) -> None:
-    """Print it on stderr. That nobody reads there any more (a pipe into `head`, a terminal that is gone) ends no run."""
+    """Print the text on stderr.
+
+    If nobody reads there any more (a pipe into `head`, a closed terminal), the run goes on.
+    """
     if sys.stderr is not None:
         with suppress(OSError):
             print(text, file=sys.stderr, flush=True)
 
 
 def install_excepthook() -> None:
-    """Print an uncaught `UserError` as one message and exit with status 2; leave every other exception to the hook that was there.
+    """Print an uncaught `UserError` as one message and exit with status 2; leave every other exception to the hook that
+    was there.
 
-    Called again where torch has put in its own since: that one calls those before it with a stderr that it prints only if they return.
+    Called again where torch has put in its own since: that one calls those before it with a stderr that it prints only
+    if they return.
     """
     previous = sys.excepthook
     if getattr(previous, "is_lockstep", False):

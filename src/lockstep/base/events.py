@@ -1,4 +1,4 @@
-"""The run's log of what happened to it: one JSON object a line."""
+"""The event log of a run: one JSON object per line."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that changed a run or is worth knowing about it: a plan, a skipped step, a fallback."""
+    """Something notable that happened in a run: a plan was chosen, a step skipped, a fallback taken."""
 
     name: str
-    """What happened, in the past tense and with dashes: `run-started`, `step-skipped`."""
+    """The kind of event, in the past tense and with dashes: `run-started`, `step-skipped`."""
     step: int
-    """Optimizer steps done when it happened."""
+    """Number of optimizer steps done when it happened."""
     details: dict[str, Any] = field(default_factory=dict)
     """JSON values."""
 
 
 class EventLog:
-    """Appends events to `events.jsonl`, each flushed as it is written. Made on one rank; `path=None` keeps them in memory only."""
+    """Appends events to `events.jsonl`, each flushed as it is written.
+
+    Made on one rank; `path=None` keeps them in memory only.
+    """
 
     def __init__(self, path: Path | None, clock: Callable[[], float] = time.time) -> None:
         self.events: list[Event] = []
@@ -32,7 +35,7 @@ class EventLog:
         self._file = path.open("a", encoding="utf-8") if path is not None else None
 
     def record(self, event: Event) -> None:
-        """Raises `OSError` where it cannot be written; further events are kept in memory only then."""
+        """Append the event. Raises `OSError` if it cannot be written; later events are then kept in memory only."""
         self.events.append(event)
         if self._file is not None and not self._file.closed:
             row = {"time": self._clock(), "event": event.name, "step": event.step, **event.details}

@@ -1,4 +1,4 @@
-"""Python's cyclic garbage collector, kept from looking through torch's modules again and again while they are imported."""
+"""Python's cyclic garbage collector, paused while large packages are imported."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Nothing is collected meanwhile. For what imports much and leaves no cycles behind: torch takes a sixth less time so, and
-    torch._dynamo, which the first optimizer imports, a third."""
+    """Pause the garbage collector while the body runs. For imports of large packages.
+
+    The import of torch takes a sixth less time, and that of torch._dynamo, which the first optimizer imports, a third
+    less.
+    """
     was_on = gc.isenabled()
     gc.disable()
     try:

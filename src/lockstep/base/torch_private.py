@@ -1,7 +1,9 @@
-"""Every private name of torch that lockstep uses. No other module reaches for one; `torch._foreach_*` alone are used in place.
+"""Every private name of torch that lockstep uses. No other module reaches for one; `torch._foreach_*` alone are used in
+place.
 
-Each name was seen in torch 2.13.0, and tests/base/test_torch_private.py has a test for it. If one of them fails under another torch, the
-function here is the place to mend. The classes and functions of `_HOME` are imported when first used: some of their modules take long.
+Each name was seen in torch 2.13.0, and tests/base/test_torch_private.py has a test for it. If one of them fails under
+another torch, the function here is the place to mend. The classes and functions of `_HOME` are imported when first
+used: some of their modules take long.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ if TYPE_CHECKING:
     from torch.utils.data._utils.collate import default_collate_fn_map as default_collate_fn_map
 
 _HOME = {
-    # FSDP2: the base classes of what `set_custom_all_gather` and `set_custom_reduce_scatter` take, and torch's own all-gather.
+    # FSDP2: the base classes of what `set_custom_all_gather` and `set_custom_reduce_scatter` take, and torch's own
+    # all-gather.
     "AllGather": "torch.distributed.fsdp._fully_shard._fsdp_api:AllGather",
     "ReduceScatter": "torch.distributed.fsdp._fully_shard._fsdp_api:ReduceScatter",
     "DefaultAllGather": "torch.distributed.fsdp._fully_shard._fsdp_collectives:DefaultAllGather",
@@ -121,7 +124,10 @@ def to_local(tensor: Tensor) -> Tensor:
 
 
 def version(tensor: Tensor) -> int:
-    """Return the number of in-place writes that autograd has counted for the tensor. Writes through `.data` are not counted."""
+    """Return the number of in-place writes that autograd has counted for the tensor.
+
+    Writes through `.data` are not counted.
+    """
     return int(tensor._version)
 
 
@@ -147,7 +153,10 @@ def make_subclass(kind: type[Tensor], tensor: Tensor, requires_grad: bool) -> Te
 
 
 def swap_implementations(one: Tensor, other: Tensor) -> None:
-    """Exchange the contents of two tensors. Their classes and attributes stay, unlike with `torch.utils.swap_tensors`."""
+    """Exchange the contents of two tensors.
+
+    Their classes and attributes stay, unlike with `torch.utils.swap_tensors`.
+    """
     torch._C._swap_tensor_impl(one, other)
 
 
@@ -180,7 +189,10 @@ def cpu_multiplies_bf16() -> bool:
 
 
 def set_allocator_settings(settings: str) -> bool:
-    """Set what PYTORCH_ALLOC_CONF would. False if this torch cannot. The public `torch.cuda.memory` function is deprecated."""
+    """Set what PYTORCH_ALLOC_CONF would.
+
+    False if this torch cannot. The public `torch.cuda.memory` function is deprecated.
+    """
     configure = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     if configure is None:
         return False
@@ -207,7 +219,8 @@ def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
 
 
 def apply_to_own_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
-    """Replace the module's own parameters and buffers by `function` of them, as `module.to` does; not those of its children."""
+    """Replace the module's own parameters and buffers by `function` of them, as `module.to` does; not those of its
+    children."""
     module._apply(function, recurse=False)  # type: ignore[no-untyped-call]
 
 
@@ -247,7 +260,8 @@ def step_is_profiled() -> bool:
 
 
 def divides_gradients(optimizer: Optimizer) -> bool:
-    """True if `step` divides gradients by the tensor `grad_scale` of the optimizer, and skips if `found_inf` is set: fused ones do."""
+    """True if `step` divides gradients by the tensor `grad_scale` of the optimizer, and skips if `found_inf` is set:
+    fused ones do."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
@@ -255,14 +269,16 @@ def divides_gradients(optimizer: Optimizer) -> bool:
 
 
 def end_with_parent(signal_number: int) -> None:
-    """Have the kernel send this process the signal when its parent ends (Linux's PR_SET_PDEATHSIG; nothing on other systems)."""
+    """Have the kernel send this process the signal when its parent ends (Linux's PR_SET_PDEATHSIG; nothing on other
+    systems)."""
     from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
     _prctl_pr_set_pdeathsig(signal_number)
 
 
 def shut_down_workers(loader: Any, batches: Any) -> None:
-    """End the workers of a `DataLoader` with `persistent_workers`; `batches`: its iterator, or None if there was none."""
+    """End the workers of a `DataLoader` with `persistent_workers`; `batches`: its iterator, or None if there was
+    none."""
     loader._iterator = None
     if batches is not None:
         batches._shutdown_workers()
@@ -296,7 +312,10 @@ def active_collectives_json() -> bytes:
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Return a mesh of one axis, `name`, with the ranks of all axes of `mesh`. Every rank calls it: it makes process groups."""
+    """Return a mesh of one axis, `name`, with the ranks of all axes of `mesh`.
+
+    Every rank calls it: it makes process groups.
+    """
     return mesh._flatten(name)
 
 
@@ -306,12 +325,14 @@ def forget_process_groups(mesh: DeviceMesh) -> None:
 
 
 def fsdp_parameter_group(module: Any) -> Any:
-    """Return FSDP2's group of the parameters of a module that was given to `fully_shard`; None if it has none of its own."""
+    """Return FSDP2's group of the parameters of a module that was given to `fully_shard`; None if it has none of its
+    own."""
     return module._get_fsdp_state()._fsdp_param_group
 
 
 def set_unshard_async(root: Any, enabled: bool) -> None:
-    """Have the all-gathers of FSDP2's blocks run as async operations of the process group, instead of on streams of their own."""
+    """Have the all-gathers of FSDP2's blocks run as async operations of the process group, instead of on streams of
+    their own."""
     root._set_unshard_async_op(enabled)
 
 
@@ -319,7 +340,8 @@ def set_unshard_async(root: Any, enabled: bool) -> None:
 
 
 def stage_inputs(stage: Any, chunk: int) -> tuple[Any, ...]:
-    """Return what a pipeline stage received for a microbatch whose backward is to come; empty if nothing is kept of it."""
+    """Return what a pipeline stage received for a microbatch whose backward is to come; empty if nothing is kept of
+    it."""
     return tuple(stage.fwd_cache[chunk][1]) if chunk in stage.fwd_cache else ()
 
 

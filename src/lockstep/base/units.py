@@ -15,7 +15,7 @@ _DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\
 
 
 def seconds(text: str, name: str, raises: type[UserError]) -> float:
-    """A time such as "90s", "55m" or "1h30m". `name`: what it was given as. Raises `raises`."""
+    """Return the seconds of a duration such as "90s", "55m" or "1h30m". Raises `raises`, which calls it `name`."""
     if not (found := duration(text)):
         raise raises(f"{name}={text!r}; it is a time with its unit, more than none: 90s, 55m, 1h30m")
     return found
@@ -28,6 +28,6 @@ def duration(text: str) -> float:
 
 
 def size(count: float) -> str:
-    """Bytes, 0 or more, to three digits in the decimal unit that fits: 1.97 kB."""
+    """Return a number of bytes in words, to three digits in a decimal unit: 1.97 kB."""
     place = min(max(0, math.floor(math.log(count / ROUNDS, 1000))) if count else 0, len(_SIZES) - 1)
     return f"{count / 1000**place:.3g} {_SIZES[place]}"

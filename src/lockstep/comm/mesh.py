@@ -15,8 +15,8 @@ from torch import Tensor
 from lockstep.assignment import MicrobatchAssignment
 from lockstep.base.torch_private import flatten_mesh, forget_process_groups
 from lockstep.base.torch_private import to_local as to_local
-from lockstep.comm.hosts import Hosts, forget_hosts
-from lockstep.comm.shared_memory import SharedGroup
+from lockstep.comm.hierarchical import HierarchicalAllReduce, forget_leader_groups
+from lockstep.comm.shared_memory import SharedMemoryGroup
 from lockstep.comm.world import World
 from lockstep.plan import Plan
 
@@ -29,27 +29,30 @@ DATA_AXES = ("replicate", "shard")
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Where this rank stands on the axes, outermost first: pipeline, replicate, shard, tensor. Every rank makes it alike."""
+    """The position of this rank on the mesh axes, outermost first: pipeline, replicate, shard, tensor.
+
+    Every rank makes an equal one.
+    """
 
     world: World
     """All processes."""
     data: World
-    """Those with which this one shares out the microbatches: at the same place of the other axes."""
+    """The data ranks: those that compute the microbatches together, with this one's position on the other axes."""
     assignment: MicrobatchAssignment
-    """Who of `data` takes which microbatches."""
+    """The microbatches of each rank of `data`."""
     torch_mesh: DeviceMesh | None
-    """Torch's, of the axes that are larger than 1, by name. None where that is only `replicate`, or none."""
+    """Torch's mesh of the axes larger than 1, by name. None if the only one is `replicate`, or if there is none."""
     axes: Mapping[str, World]
-    """Those that are larger than 1, by name."""
-    apart: Mapping[str, str]
-    """Why ranks of these data axes, all of them or some, do not share memory."""
+    """The axes larger than 1, by name."""
+    without_shared_memory: Mapping[str, str]
+    """Data axis -> why some or all of its ranks do not share memory."""
 
     @classmethod
     def of(cls, world: World, plan: Plan) -> Mesh:
-        """Lay out the processes. `plan` is resolved. Every rank calls it: it makes process groups."""
+        """Place the processes on the axes of a resolved plan. Every rank calls it: it makes process groups."""
         sizes = {axis: int(getattr(plan, axis)) for axis in ("pipeline", "replicate", "shard", "tensor")}
         sizes = {axis: size for axis, size in sizes.items() if size > 1}
-        atexit.unregister(_at_exit)  # or there would be one for each mesh
+        atexit.unregister(_at_exit)  # there is one for all meshes
         atexit.register(_at_exit)
         if sizes.get("replicate", 1) == world.size:
             torch_mesh, axes = None, {"replicate": world} if sizes else {}
@@ -58,27 +61,31 @@ class Mesh:
             axes = {axis: _part(world, torch_mesh[axis]) for axis in sizes}
             if shared is not None:
                 axes["data"] = _part(world, shared)
-        axes, apart = _with_memory(world, plan, axes)
+        axes, reasons = _with_shared_memory(world, plan, axes)
         data = axes.pop("data", None) or next((axes[axis] for axis in DATA_AXES if axis in axes), _alone(world))
-        return cls(world, data, MicrobatchAssignment(data.size, round_robin="shard" in sizes), torch_mesh, axes, apart)
+        return cls(world, data, MicrobatchAssignment(data.size, round_robin="shard" in sizes), torch_mesh, axes, reasons)
 
     def close(self) -> None:
-        """Give up the shared memory."""
+        """Release the shared memory."""
         for each in (self.data, *self.axes.values()):
-            for made in (each.memory, each.hosts):
+            for made in (each.shared_memory, each.hierarchy):
                 if made is not None:
                     made.close()
 
     def axis(self, name: str) -> World:
-        """The processes along one axis, of which this one is one."""
+        """Return the processes along one axis, this one among them."""
         return self.axes.get(name) or _alone(self.world)
 
     def split(self, slices: int) -> Mesh:
-        """The same processes, each microbatch split into `slices` among the ranks of `data`."""
+        """Return a mesh of the same processes in which each microbatch is split into `slices` among the ranks of
+        `data`."""
         return replace(self, assignment=MicrobatchAssignment(self.data.size, round_robin=True, slices=slices))
 
     def in_order(self, rows: Tensor, count: int) -> Tensor:
-        """All microbatches' rows in their order, (count, ...), from each rank's own, one a microbatch. Every rank of `data` calls it."""
+        """Gather one row per microbatch from all ranks, in the order of the microbatches: (count, ...).
+
+        Every rank of `data` calls it.
+        """
         everyone = self.data.gather_rows(rows, [len(share) for share in self.assignment.indices_by_rank(count)])
         return (
             everyone[torch.tensor(self.assignment.gathered_positions(count), device=everyone.device)]
@@ -87,14 +94,15 @@ class Mesh:
         )
 
     def union(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The state dict of the whole model, where a rank of a pipeline has part of it; see `Union`. Every rank calls it."""
+        """Return the state dict of the whole model, of which a rank of a pipeline has a part. Every rank calls it."""
         pipeline = self.axis("pipeline")
-        return state if pipeline.size == 1 else Union(state, pipeline)
+        return state if pipeline.size == 1 else PipelineStateDict(state, pipeline)
 
     def samples_in_order(self, rows: Tensor | None, sizes: Sequence[int]) -> Tensor:
-        """All samples' rows in their order, on the CPU, from each rank's own; None from a rank without any. Every rank of `data` calls it.
+        """Gather one row per sample from all ranks, on the CPU, in the order of the samples. Every rank of `data` calls
+        it.
 
-        `sizes`: the samples of each microbatch.
+        `rows`: this rank's; None if it has none. `sizes`: the number of samples in each microbatch.
         """
         everyone = self.data.gather_ragged(rows)
         if not self.assignment.round_robin:
@@ -103,18 +111,19 @@ class Mesh:
         return torch.cat([parts[place] for place in self.assignment.gathered_positions(len(sizes))])
 
 
-class Union(Mapping[str, Tensor]):
-    """The tensors of a state dict of which the ranks of a pipeline have parts, by name, whole on every rank.
+class PipelineStateDict(Mapping[str, Tensor]):
+    """The state dict of a model whose stages are on several ranks: name -> full tensor, on every rank.
 
-    Every rank makes it and reads its entries alike, one after another: reading is an exchange. Iterates in the order of names.
+    Every rank makes it and reads the same entries in the same order: reading an entry is a broadcast. Iterates in the
+    order of names.
     """
 
     def __init__(self, mine: Mapping[str, Any], pipeline: World) -> None:
         self._mine = mine
         self._pipeline = pipeline
-        said = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in mine.items() if isinstance(t, Tensor)}
+        mine_described = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in mine.items() if isinstance(t, Tensor)}
         self._owners: dict[str, tuple[int, str, list[int]]] = {}
-        for rank, theirs in enumerate(pipeline.gather_values(said)):
+        for rank, theirs in enumerate(pipeline.gather_values(mine_described)):
             for name, (dtype, shape) in theirs.items():
                 self._owners.setdefault(name, (rank, dtype, shape))
 
@@ -136,11 +145,12 @@ class Union(Mapping[str, Tensor]):
 
 
 _meshes: dict[Any, tuple[DeviceMesh, DeviceMesh | None]] = {}
-"""Made once for the life of the process group: torch keeps distributed tensors' meshes in caches, and takes equal ones for each other."""
+"""Meshes, each made once for the life of the process group: torch caches the meshes of distributed tensors, and
+confuses equal ones."""
 
 
 def _made(world: World, sizes: tuple[tuple[str, int], ...]) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """Torch's mesh of these axes; and where two of them together share out the microbatches, those as one."""
+    """Return torch's mesh of these axes, and if both data axes are among them, a mesh with both as one axis."""
     from torch.distributed.device_mesh import init_device_mesh
 
     key = (dist.group.WORLD, sizes)
@@ -152,38 +162,49 @@ def _made(world: World, sizes: tuple[tuple[str, int], ...]) -> tuple[DeviceMesh,
     return _meshes[key]
 
 
-def _with_memory(world: World, plan: Plan, axes: Mapping[str, World]) -> tuple[dict[str, World], dict[str, str]]:
-    """The axes that exchange microbatches' gradients with their own shared memory; and why, for those of which some ranks have none."""
-    with_memory, mine, made_hosts = dict(axes), dict[str, str](), dict[str, Hosts]()
+def _with_shared_memory(world: World, plan: Plan, axes: Mapping[str, World]) -> tuple[dict[str, World], dict[str, str]]:
+    """Give the data axes shared memory.
+
+    Returns all axes, and for those that have none, or not on all ranks, the reason.
+    """
+    with_memory, mine, hierarchies = dict(axes), dict[str, str](), dict[str, HierarchicalAllReduce]()
     names = [name for name in ("data", *DATA_AXES) if name in axes and world.device.type == "cpu"]
     if plan.transport == "torch" or not names:
         return with_memory, dict.fromkeys(names, "the plan says transport=torch")
     for name in names:
         group = axes[name].group or dist.group.WORLD
-        made = SharedGroup.create(group)
-        if isinstance(made, SharedGroup):
-            with_memory[name] = replace(axes[name], memory=made)
+        made = SharedMemoryGroup.create(group)
+        if isinstance(made, SharedMemoryGroup):
+            with_memory[name] = replace(axes[name], shared_memory=made)
             continue
         mine[name] = made.reason
-        if made.hosts and plan.numerics == "fast" and isinstance(hosts := Hosts.create(group, made.hosts), Hosts):
-            mine[name] += "; those of one host share it, and their first ones sum what remains"
-            made_hosts[name] = hosts
-            with_memory[name] = replace(axes[name], hosts=hosts)
-    everyone = world.gather_values([mine, [hosts.firsts for hosts in made_hosts.values()]])
-    Hosts.connect(sorted({tuple(firsts) for _, several in everyone for firsts in several}), made_hosts.values())
+        if (
+            made.hosts
+            and plan.numerics == "fast"
+            and isinstance(hierarchy := HierarchicalAllReduce.create(group, made.hosts), HierarchicalAllReduce)
+        ):
+            mine[name] += "; the ranks of each host share memory, and one leader per host sums over the hosts"
+            hierarchies[name] = hierarchy
+            with_memory[name] = replace(axes[name], hierarchy=hierarchy)
+    everyone = world.gather_values([mine, [each.leaders for each in hierarchies.values()]])
+    HierarchicalAllReduce.connect(sorted({tuple(leaders) for _, several in everyone for leaders in several}), hierarchies.values())
     return with_memory, {name: reason for reasons, _ in everyone for name, reason in reasons.items()}
 
 
 def forget_meshes() -> None:
-    """Let go of all meshes and their process groups, whose sockets close then. For the end of a process group."""
-    forget_hosts()
+    """Drop all meshes and their process groups, whose sockets close then.
+
+    Called before the default process group is destroyed.
+    """
+    forget_leader_groups()
     for mesh, _ in _meshes.values():
         forget_process_groups(mesh)
     _meshes.clear()
 
 
 def _at_exit() -> None:
-    """Before the process group is taken down: its threads end only when nobody holds it, and modules on a mesh hold it in cycles."""
+    """Drop the meshes before the process group is destroyed: its threads end with its last reference, and modules hold
+    it in cycles."""
     forget_meshes()
     gc.collect()
 
@@ -197,15 +218,18 @@ def _part(world: World, part: DeviceMesh) -> World:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The full tensor, of which this rank may hold a part. Every rank of the tensor's mesh calls it, in the same order."""
+    """Return the full tensor of which this rank may hold a part.
+
+    Every rank of the tensor's mesh calls it, in the same order.
+    """
     if not hasattr(tensor, "full_tensor"):
         return tensor
     from torch.distributed.tensor import DTensor, Replicate
 
     assert isinstance(tensor, DTensor)
-    gathered: Any = tensor.to(tensor.device_mesh.device_type)  # where its ranks exchange; an offloaded part is on the CPU
+    gathered: Any = tensor.to(tensor.device_mesh.device_type)  # collectives run there; an offloaded part is on the CPU
     placements = list(tensor.placements)
-    for axis in range(len(placements)):  # one after another: torch warns of the gathers that it cannot merge
+    for axis in range(len(placements)):  # one axis at a time: torch warns of gathers that it cannot merge
         placements[axis] = Replicate()
         gathered = gathered.redistribute(placements=placements)
     full: Tensor = gathered.to_local()

@@ -1,8 +1,9 @@
-"""A sum over microbatches whose order does not depend on how many processes share them.
+"""A sum over microbatches whose order, and so whose bits, do not depend on the number of processes.
 
-Each rank holds a few complete nodes of the canonical tree (`lockstep.tree`). The vector is cut into one slice a rank; an all-to-all
-brings all nodes of a slice to one rank, which adds them in the tree's order, and an all-gather brings the sums back. Where every rank
-holds one node, the bytes are those of a ring all-reduce; a rank with k nodes sends k times as much in the first half.
+Each rank holds a few complete nodes of the canonical tree (`lockstep.tree`). The vector is cut into one slice per rank.
+An all-to-all brings all nodes of a slice to one rank, which adds them in the tree's order, and an all-gather
+distributes the sums. If every rank holds one node, this sends as many bytes as a ring all-reduce; a rank with k nodes
+sends k times as much in the all-to-all.
 """
 
 from __future__ import annotations
@@ -16,40 +17,45 @@ from torch import Tensor
 
 from lockstep import tree
 from lockstep.assignment import contiguous_range
-from lockstep.comm.shared_memory import SharedGroup
+from lockstep.comm.shared_memory import SharedMemoryGroup
 from lockstep.comm.world import all_gather_single
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
-    """Which nodes of the tree over `count` microbatches each rank holds."""
+class TreeNodes:
+    """The nodes of the tree over `count` microbatches that each rank holds, if their assignment is contiguous."""
 
     count: int
     nodes: tuple[tuple[tuple[int, int], ...], ...]
 
     @classmethod
-    def of(cls, count: int, world_size: int) -> Shares:
+    def of(cls, count: int, world_size: int) -> TreeNodes:
+        """Return the nodes for `world_size` ranks."""
         spans = [contiguous_range(count, rank, world_size) for rank in range(world_size)]
         return cls(count, tuple(tuple(tree.cover(span.start, span.stop, count)) for span in spans))
 
 
-def add(into: Tensor, other: Tensor) -> Tensor:
+def add_in_place(into: Tensor, other: Tensor) -> Tensor:
+    """Add `other` to `into`, and return `into`."""
     return into.add_(other)
 
 
 class OrderedSum:
-    """One vector's ordered sum under way. Every rank starts and finishes the same sums in the same order."""
+    """The ordered sum of one vector. Every rank starts, folds and finishes the same sums in the same order."""
 
-    def __init__(self, nodes: Sequence[Tensor], shares: Shares, rank: int, memory: SharedGroup | None = None) -> None:
-        """`nodes`: this rank's nodes, in order, all of one shape (length,). `memory`: what exchanges them instead of torch."""
-        self._memory = memory
-        self._shares = shares
+    def __init__(self, nodes: Sequence[Tensor], tree_nodes: TreeNodes, rank: int, shared_memory: SharedMemoryGroup | None = None) -> None:
+        """`nodes`: this rank's nodes, in order, all of shape (length,).
+
+        `shared_memory`: used instead of torch's collectives.
+        """
+        self._shared_memory = shared_memory
+        self._tree_nodes = tree_nodes
         self._rank = rank
         self._nodes = nodes
 
     def start(self, length: int, like: Tensor) -> None:
         """Send every slice to the rank that adds it. `like` gives dtype and device to a rank without nodes."""
-        world = len(self._shares.nodes)
+        world = len(self._tree_nodes.nodes)
         self._chunk = -(-length // world)
         self._length = length
         bounds = [(min(rank * self._chunk, length), min((rank + 1) * self._chunk, length)) for rank in range(world)]
@@ -60,34 +66,34 @@ class OrderedSum:
             outgoing = self._nodes[0]
         else:
             outgoing = torch.cat([node[start:stop] for start, stop in bounds for node in self._nodes] or [like.new_empty(0)])
-        incoming_sizes = [len(nodes) * self._width for nodes in self._shares.nodes]
+        incoming_sizes = [len(nodes) * self._width for nodes in self._tree_nodes.nodes]
         self._incoming = like.new_empty(sum(incoming_sizes))
         self._outgoing = outgoing
         outgoing_sizes = [size * len(self._nodes) for size in sizes]
-        if self._memory is not None:
-            self._memory.all_to_all(self._incoming, outgoing, incoming_sizes, outgoing_sizes)
+        if self._shared_memory is not None:
+            self._shared_memory.all_to_all(self._incoming, outgoing, incoming_sizes, outgoing_sizes)
         else:
             self._work = dist.all_to_all_single(self._incoming, outgoing, incoming_sizes, outgoing_sizes, async_op=True)
 
     def fold(self) -> None:
         """Add this rank's slice in the tree's order and send the sum to all."""
         self._wait()
-        spans = [span for nodes in self._shares.nodes for span in nodes]
+        spans = [span for nodes in self._tree_nodes.nodes for span in nodes]
         parts = [self._incoming[i * self._width : (i + 1) * self._width] for i in range(len(spans))]
-        total = tree.fold(spans, parts, self._shares.count, add)
+        total = tree.fold(spans, parts, self._tree_nodes.count, add_in_place)
         mine = total.new_zeros(self._chunk)
         mine[: self._width] = total
-        self._gathered = total.new_empty(self._chunk * len(self._shares.nodes))
-        if self._memory is not None:
-            self._memory.all_gather(self._gathered, mine)
+        self._gathered = total.new_empty(self._chunk * len(self._tree_nodes.nodes))
+        if self._shared_memory is not None:
+            self._shared_memory.all_gather(self._gathered, mine)
         else:
             self._work = all_gather_single(self._gathered, mine, async_op=True)
 
     def finish(self) -> Tensor:
-        """The sum, shape (length,)."""
+        """Return the sum, shape (length,)."""
         self._wait()
         return self._gathered[: self._length]
 
     def _wait(self) -> None:
-        if self._memory is None:
+        if self._shared_memory is None:
             self._work.wait()

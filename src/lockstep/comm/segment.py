@@ -1,12 +1,13 @@
-"""A piece of memory that the processes of one host share, and the wait of one rank for the others' counters in it.
+"""A shared memory segment of the processes of one host, with a counter for each rank on which the others wait.
 
-The memory is a memfd of rank 0, which the others open through /proc. It has no name at any moment: whenever whoever is killed, the kernel
-frees it with the last process that maps it. It is no part of /dev/shm, so its limit (64 MB in a container) does not count. Its pages are
-allocated when it is made, so that a later write cannot fail.
+The memory is a memfd of rank 0, which the others open through /proc. It never has a name: whichever process is killed,
+the kernel frees it with the last process that maps it. It is not in /dev/shm, so the limit of that (64 MB in a
+container) does not apply. Its pages are allocated when it is made, so a later write cannot fail.
 
-It starts with 64-bit words: a line for each rank (its counter, its state, which peer it lost), then what each rank is calling. A word is
-written by one rank and read by the others. On x86-64 no processor sees a later store before an earlier one, so that a counter, stored after
-the data that it announces, needs no barrier. Other machines reorder stores, and are refused.
+It starts with 64-bit words: a cache line for each rank (its counter, its state, the rank at fault), then each rank's
+current call. Each word is written by one rank and read by the others. On x86-64 no processor sees a later store before
+an earlier one, so a counter that is stored after its data needs no barrier. Other processors reorder stores, and are
+refused.
 """
 
 from __future__ import annotations
@@ -32,36 +33,37 @@ from torch import Tensor
 
 from lockstep.base.errors import LockstepError
 
-# A cache line for each rank's words, so that one rank's store does not slow another's load.
+# Each rank's words have a cache line of their own, so that one rank's store does not slow another's load.
 LINE_BYTES = 64
 _LINE = LINE_BYTES // 8
 _COUNTER, _STATE, _CULPRIT = range(3)
 _LIVE, _LEFT, _DIED, _LATE, _DIFFER, _STOPPED = range(6)
 _PAGE_BYTES = 4096
-# A wait spins so long, about what a sleep and its wake-up take, giving way at each turn: the other rank may need this very processor.
-# Not longer: on a full machine whoever yields waits for others' time slices, and whoever sleeps runs as soon as it is woken.
+# A wait spins this long, about as long as a sleep and its wake-up take, and yields at each turn: the other rank may
+# need this processor. Not longer: on a busy machine a process that yields waits for the time slices of others, while
+# one that sleeps runs as soon as it is woken.
 _SPIN_SECONDS = 3e-5
-# A sleep ends when the counter changes; so often it ends anyway, to see whether the others live.
+# A sleep ends when the counter changes, and after this time anyway, to check whether the others are alive.
 _LOOK_SECONDS = 0.02
 _FUTEX, _FUTEX_WAIT, _FUTEX_WAKE, _ALL = 202, 0, 1, 2**31 - 1  # of x86-64
 _EXCHANGE_BYTES = 4096
 
 
 class ExchangeError(LockstepError):
-    """An exchange through shared memory did not take place. The group that it was made through cannot be used any more."""
+    """A collective through shared memory failed. Its group cannot be used any more."""
 
     def __init__(self, ranks: Sequence[int], text: str) -> None:
         super().__init__(text)
         self.ranks = tuple(ranks)
-        """The ranks at fault, as their group numbers them. The text has their numbers among all processes."""
+        """The ranks at fault, as numbered in their group. The text has their numbers among all processes."""
 
 
 class PeerDied(ExchangeError):
-    """The process of a rank ended before it had done its part."""
+    """The process of a rank ended before its part was complete."""
 
 
 class PeersLate(ExchangeError):
-    """Ranks did not do their part within the timeout. They are alive: they hang, are stopped, or compute for longer than that."""
+    """Ranks did not come within the timeout. They are alive: they hang, are stopped, or compute for longer."""
 
 
 class CallsDiffer(ExchangeError):
@@ -90,26 +92,29 @@ _SAID = {
 
 @dataclass(frozen=True, slots=True)
 class Unavailable:
-    """Why these processes cannot share memory. The same on every rank."""
+    """The reason why these processes cannot share memory. The same on every rank."""
 
     reason: str
     hosts: tuple[int, ...] = ()
-    """Where that is that they are on several hosts: of each rank, the number of its own."""
+    """The number of each rank's host, if the reason is that there are several hosts."""
 
 
 class Segment:
     """One rank's view of the shared memory. Made by `open_segment`; used by one thread at a time, except for `stop`."""
 
     def __init__(self, memory: mmap.mmap, rank: int, ends: Sequence[int], timeout: timedelta, *, names: Sequence[int]) -> None:
-        """`ends`: for each rank a descriptor that can be read once its process has ended (-1 for this one). `names`: ranks of the world."""
+        """`ends`: for each rank a descriptor that becomes readable when its process ends (-1 for this one).
+
+        `names`: the number of each rank among all processes.
+        """
         self.rank = rank
         self.names = names
-        """Of each rank, its number among all processes: what errors say."""
+        """The number of each rank among all processes, for error texts."""
         self.size = len(ends)
         self.memory = memory
         self.words = memoryview(memory)[: _words_bytes(self.size)].cast("q")
         self.data_bytes = _words_bytes(self.size)
-        """Where the data begin. Before them, from word `calls(0, 0)` on, stands what the ranks call."""
+        """Offset of the data in bytes. The words before it, from `calls(0, 0)` on, hold the ranks' calls."""
         self.peers = [peer for peer in range(self.size) if peer != rank]
         self.counters = [_line(peer) + _COUNTER for peer in range(self.size)]
         self._ends = ends
@@ -125,17 +130,20 @@ class Segment:
         self._pause = (ctypes.c_long * 2)(0, int(_LOOK_SECONDS * 1e9))
 
     def announce(self, count: int) -> None:
-        """Set this rank's counter, and wake who waits for it."""
+        """Set this rank's counter, and wake the ranks that wait for it."""
         place = self.counters[self.rank]
         self.words[place] = count
         self._futex(_FUTEX, self._address + 8 * place, _FUTEX_WAKE, _ALL, None)
 
     def calls(self, buffer: int, rank: int) -> int:
-        """The first of the `size` + 1 words in which a rank says what it calls; `buffer` is 0 or 1."""
+        """Return the index of the first of the `size` + 1 words that hold a rank's call. `buffer` is 0 or 1."""
         return _line(self.size) + (buffer * self.size + rank) * _call_words(self.size)
 
     def wait(self, target: int) -> None:
-        """Return once every rank's counter has reached `target`. Raises an `ExchangeError` where that cannot come, or does not in time."""
+        """Return once every rank's counter has reached `target`.
+
+        Raises an `ExchangeError` where that cannot come, or does not in time.
+        """
         words = self.words
         places = [self.counters[peer] for peer in self.peers]
         start = time.monotonic()
@@ -154,7 +162,7 @@ class Segment:
                     self._look(target, waited)
 
     def _look(self, target: int, waited: float) -> None:
-        """Raise where a rank that is waited for has ended or left, where any rank has stopped, and when the time is over."""
+        """Raise if a missing rank has ended or left, if any rank has stopped, or if the timeout is over."""
         words = self.words
         dead = [self._ranks[end] for end, _ in self._poll.poll(0)]
         left = [peer for peer in self.peers if words[_line(peer) + _STATE] == _LEFT]
@@ -182,7 +190,7 @@ class Segment:
         return _ERRORS[kind](ranks, text)
 
     def stop(self, cause: BaseException | None = None) -> None:
-        """Tell the other ranks that this one exchanges no more; they raise an error of `cause`'s type, or `PeerStopped`. For any thread."""
+        """Make the other ranks raise an error of the type of `cause`, or `PeerStopped`. Any thread may call it."""
         if self._closed or self.words[_line(self.rank) + _STATE] != _LIVE:
             return
         kind = next((kind for kind, error in _ERRORS.items() if type(cause) is error), _STOPPED)
@@ -191,7 +199,7 @@ class Segment:
         self.words[_line(self.rank) + _STATE] = kind
 
     def close(self) -> None:
-        """Give the memory back. What this rank has sent can still be read by the others. May be called again."""
+        """Release the memory. The others can still read what this rank has sent. May be called again."""
         if self._closed:
             return
         if self.words[_line(self.rank) + _STATE] == _LIVE:
@@ -218,11 +226,12 @@ def _words_bytes(size: int) -> int:
 def open_segment(
     group: dist.ProcessGroup, data_bytes: int, timeout: timedelta, among: Sequence[int] | None = None
 ) -> Segment | Unavailable:
-    """Memory for `data_bytes`, zero at first, for the ranks of `group`. Every rank calls it, and all get a segment or the same reason.
+    """Open a segment of `data_bytes`, all zero, for the ranks of `group`. Every rank calls it; all get one, or the same
+    reason.
 
-    The group exchanges CPU tensors. `among`: of the ranks of `group`, by their numbers in it, those with which this one shares: it has a
-    segment with each of them, and others with others. Whether they are on one host is asked of the kernel, not of the launcher: all have
-    the same boot and process numbers, and each finds the first one's random mark in what it opened.
+    The group exchanges CPU tensors. `among`: the ranks of `group`, by their numbers in it, that share a segment with
+    this one; each rank gives its own. The kernel decides if they are on one host, not the launcher: all have the same
+    boot id and the same namespace of process ids, and each finds rank 0's random mark in the memory that it opened.
     """
     here, whole = dist.get_rank(group), dist.get_world_size(group)
     if whole == 1:
@@ -250,7 +259,8 @@ def open_segment(
 
 
 def _attempt(call: Callable[[], Any]) -> tuple[Any, str]:
-    """What it returned and no reason, or None and why it failed: a rank that fails must still take part in the exchange that says so."""
+    """Return the result and no reason, or None and the reason: a rank that fails must still call the collective that
+    follows."""
     try:
         return call(), ""
     except (OSError, AttributeError, ValueError) as error:  # AttributeError: not Linux, or an old one
@@ -262,7 +272,8 @@ def _verdict(everyone: Sequence[dict[str, Any]]) -> Unavailable | None:
 
 
 def _facts(rank: int, size_bytes: int, opened: contextlib.ExitStack) -> dict[str, Any]:
-    """What the others must know of this process; on rank 0 also the memory, whose descriptor `opened` closes."""
+    """Return what the others need to know of this process; on rank 0 also the memory, whose descriptor `opened`
+    closes."""
     if platform.machine() != "x86_64":
         raise ValueError(f"the processor is {platform.machine()}; x86_64 alone keeps the order of stores, which this rests on")
     facts: dict[str, Any] = {"host": _host(), "process": os.getpid()}
@@ -281,13 +292,16 @@ def _facts(rank: int, size_bytes: int, opened: contextlib.ExitStack) -> dict[str
 
 
 def _host() -> list[str | int]:
-    """The running kernel, and the namespace of its process numbers."""
+    """Return the boot id of the kernel, and the namespace of its process ids."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         return [file.read().strip(), os.stat("/proc/self/ns/pid").st_ino]
 
 
 def _open(everyone: Sequence[dict[str, Any]], rank: int) -> tuple[mmap.mmap, list[int]]:
-    """The memory, and for each peer a descriptor that tells its end. That these are the peers, the exchange after this shows: they live."""
+    """Return the memory, and for each peer a descriptor that becomes readable at its end.
+
+    The collective after this shows that the peers are still alive, so the process ids were theirs.
+    """
     first = everyone[0]
     descriptor = os.open(f"/proc/{first['process']}/fd/{first['descriptor']}", os.O_RDWR | os.O_CLOEXEC)
     try:
@@ -313,7 +327,7 @@ def _close(descriptors: Sequence[int]) -> None:
 
 
 def _exchange(group: dist.ProcessGroup, value: dict[str, Any]) -> list[dict[str, Any]]:
-    """Each rank's JSON value, in rank order. Every rank calls it."""
+    """Gather each rank's JSON value, in rank order. Every rank calls it."""
     text = json.dumps(value)
     if len(text) > _EXCHANGE_BYTES:
         text = json.dumps({"reason": value["reason"][: _EXCHANGE_BYTES // 8]})

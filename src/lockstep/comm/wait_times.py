@@ -1,4 +1,4 @@
-"""How long this process has waited for others in exchanges."""
+"""The time that this process has waited for other ranks in collectives."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ import torch.distributed as dist
 
 
 class Waits:
-    """Of one process."""
+    """The waits of one process."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
+        """Seconds in all."""
 
 
 waits = Waits()
-"""Of this process. Those in which torch waits without coming through Python are not in it: a tensor-parallel layer's."""
+"""The waits of this process. Waits inside torch that do not come through Python, as a tensor-parallel layer's, are not
+counted."""
 
 
 @contextmanager
-def counted() -> Iterator[None]:
-    """Within it, waits for torch's collectives are in `waits`."""
+def count_torch_waits() -> Iterator[None]:
+    """Count the waits for torch's collectives in `waits` while the body runs."""
     if not dist.is_available():
         yield
         return

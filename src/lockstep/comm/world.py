@@ -1,4 +1,4 @@
-"""The processes of a run, or of one of its axes: who takes part, where, and the few small exchanges that all else is made of."""
+"""The processes of a run, or of one mesh axis, and the few collectives that everything else is made of."""
 
 from __future__ import annotations
 
@@ -19,23 +19,28 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.base.errors import LaunchError, install_excepthook
-from lockstep.comm.hosts import Hosts
-from lockstep.comm.shared_memory import SharedGroup
+from lockstep.comm.hierarchical import HierarchicalAllReduce
+from lockstep.comm.shared_memory import SharedMemoryGroup
 
 # Its name from torch 2.13 on; the old one warns there.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 BUCKET_NUMBERS = 2**22
-"""Tensors are summed in pieces of about so many numbers."""
+"""Numbers in a bucket of `sum_each`, about."""
 _HEAD_BYTES = 64
-"""What is said first of a JSON text: its length, and all of it or its digest."""
+"""Size of the head of a JSON text, which is exchanged first: the text's length, and the text itself if it fits, else
+its digest."""
 _IN_HEAD_BYTES = _HEAD_BYTES - 8
+"""The longest text that fits into its head."""
 IN_PLACE_BYTES = 2**17
-"""A tensor of so many is summed where it is, where memory is shared: to copy it into a piece takes longer than an exchange of its own."""
+"""With shared memory, a tensor of at least this size is summed in place: copying it into a bucket would take longer."""
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Processes as one of them sees them. With one process there is no process group and every exchange is the identity."""
+    """The processes of a run or of a mesh axis, as one of them sees them.
+
+    With one process there is no process group, and every collective is the identity.
+    """
 
     rank: int
     size: int
@@ -43,33 +48,41 @@ class World:
     local_size: int
     device: torch.device
     owns_group: bool
-    """Whether the process group was made here, not by the caller. It is taken down when the process ends: a later run uses it too."""
+    """True if lockstep made the process group, not the caller. It is destroyed when the process ends: a later run uses
+    it too."""
     group: Any = None
-    """Torch's process group, for some of the processes; `rank` and `size` are in it. None: all of them."""
-    memory: SharedGroup | None = None
-    """What exchanges CPU tensors between them faster than the group, where they share memory."""
-    hosts: Hosts | None = None
-    """What sums CPU tensors over them, where they are on several hosts of which some have several of them. Not under bitwise numerics."""
+    """Torch's process group of these processes; `rank` and `size` are in it. None: all processes."""
+    shared_memory: SharedMemoryGroup | None = None
+    """Collectives for CPU tensors that are faster than the group's; None if the processes do not share memory."""
+    hierarchy: HierarchicalAllReduce | None = None
+    """The all-reduce for CPU tensors if there are several hosts, and several processes on some. None with bitwise
+    numerics."""
 
     @property
-    def memory_here(self) -> SharedGroup | None:
-        """What those of them share that are on this host, perhaps all."""
-        return self.memory if self.hosts is None else self.hosts.memory
+    def host_shared_memory(self) -> SharedMemoryGroup | None:
+        """The shared memory of those processes that are on this host, perhaps all."""
+        return self.shared_memory if self.hierarchy is None else self.hierarchy.shared_memory
 
     def leave(self) -> None:
-        """Wait for the others, where the processes may end after this. Every rank calls it, at the end of a run that went well."""
+        """Wait for all ranks, if the processes may end after this.
+
+        Every rank calls it, at the end of a run that succeeded.
+        """
         if self.owns_group:
             dist.barrier()
 
     def gather_rows(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """All ranks' rows, in rank order: `counts[r]` rows of rank r, known to all. Every rank calls it. Shape (sum(counts), ...)."""
+        """Gather all ranks' rows in rank order: shape (sum(counts), ...).
+
+        Every rank calls it, and knows `counts`, the rows of each rank.
+        """
         if self.size == 1:
             return rows
         padded = rows.new_zeros((max(counts), *rows.shape[1:]))
         padded[: len(rows)] = rows
         everyone = padded.new_empty((self.size * len(padded), *padded.shape[1:]))
-        if self.memory is not None and padded.is_cpu:
-            self.memory.all_gather(_bytes(everyone), _bytes(padded))
+        if self.shared_memory is not None and padded.is_cpu:
+            self.shared_memory.all_gather(_bytes(everyone), _bytes(padded))
         else:
             all_gather_single(everyone, padded, group=self.group)
         if min(counts) == len(padded):
@@ -77,21 +90,24 @@ class World:
         return torch.cat([part[:count] for part, count in zip(everyone.view(self.size, *padded.shape), counts, strict=True)])
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Replace `tensor`, contiguous and of one size on all ranks, by its sum over them. Every rank calls it."""
+        """Replace `tensor`, which is contiguous and has one size on all ranks, by its sum over ranks.
+
+        Every rank calls it.
+        """
         if self.size == 1:
             return
-        faster = self.memory or self.hosts
+        faster = self.shared_memory or self.hierarchy
         if faster is not None and tensor.is_cpu:
             faster.all_reduce(tensor)
         else:
             dist.all_reduce(tensor, group=self.group)
 
     def sum_each(self, tensors: Sequence[Tensor]) -> None:
-        """Replace each tensor by its sum over ranks, which have them in one order. Every rank calls it.
+        """Replace each tensor by its sum over ranks. Every rank calls it, with the tensors in one order.
 
-        Those of one type go together, in buckets; tensors that are elsewhere than the ranks exchange are moved there and back.
+        Tensors of one dtype are summed in buckets. Tensors on another device than `device` are moved there and back.
         """
-        alone = [self.memory is not None and t.is_cpu and t.is_contiguous() and t.nbytes >= IN_PLACE_BYTES for t in tensors]
+        alone = [self.shared_memory is not None and t.is_cpu and t.is_contiguous() and t.nbytes >= IN_PLACE_BYTES for t in tensors]
         for tensor in compress(tensors, alone):
             self.all_reduce(tensor)
         for bucket in _buckets([tensor for tensor, summed in zip(tensors, alone, strict=True) if not summed]):
@@ -101,7 +117,7 @@ class World:
             torch._foreach_copy_(bucket, [part.view(tensor.shape) for part, tensor in zip(summed, bucket, strict=True)])
 
     def any(self, flag: bool) -> bool:
-        """Whether it is true on any rank. Every rank calls it."""
+        """Return True on all ranks if `flag` is true on any. Every rank calls it."""
         if self.size == 1:
             return flag
         found = torch.tensor([float(flag)])
@@ -109,50 +125,57 @@ class World:
         return bool(found.item())
 
     def gather_values(self, value: Any) -> list[Any]:
-        """Each rank's JSON value, in rank order. Every rank calls it. For set-up and rare events.
+        """Gather each rank's JSON value, in rank order. Every rank calls it. For set-up and rare events.
 
-        Equal values may be one object. What is short, or the same on all ranks, takes one exchange, other values two.
+        Equal values may be one object. A short value, or one that is equal on all ranks, takes one collective; others
+        take two.
         """
         if self.size == 1:
             return [value]
         text = json.dumps(value).encode()
         heads = bytes(self.gather_rows(_tensor(_head(text)), [_HEAD_BYTES] * self.size).numpy())
-        said = [heads[start : start + _HEAD_BYTES] for start in range(0, len(heads), _HEAD_BYTES)]
-        kinds = set(said)
+        heads_or_texts = [heads[start : start + _HEAD_BYTES] for start in range(0, len(heads), _HEAD_BYTES)]
+        kinds = set(heads_or_texts)
         if len(kinds) == 1:
             return [json.loads(text)] * self.size
         lengths = {head: _length(head) for head in kinds}
         if max(lengths.values()) > _IN_HEAD_BYTES:
-            counts = [lengths[head] for head in said]
+            counts = [lengths[head] for head in heads_or_texts]
             everything = bytes(self.gather_rows(_tensor(text), counts).numpy())
-            said = [everything[end - count : end] for count, end in zip(counts, accumulate(counts), strict=True)]
-            values = {each: json.loads(each) for each in set(said)}
+            heads_or_texts = [everything[end - count : end] for count, end in zip(counts, accumulate(counts), strict=True)]
+            values = {each: json.loads(each) for each in set(heads_or_texts)}
         else:
             values = {head: json.loads(_text_in(head)) for head in kinds}
-        return [values[each] for each in said]
+        return [values[each] for each in heads_or_texts]
 
     def value_of(self, rank: int, value: Any) -> Any:
-        """The JSON value of rank `rank`, whatever the others give. Every rank calls it. For set-up and rare events."""
+        """Return the JSON value that rank `rank` gives; other ranks' values are ignored.
+
+        Every rank calls it. For set-up and rare events.
+        """
         if self.size == 1:
             return value
         text = json.dumps(value).encode() if rank == self.rank else b""
         head = _tensor(_head(text))
         self._broadcast(head, rank)
-        told = bytes(head.numpy())
-        if _length(told) <= _IN_HEAD_BYTES:
-            return json.loads(_text_in(told))
-        whole = _tensor(text.ljust(_length(told)))
-        self._broadcast(whole, rank)
-        return json.loads(bytes(whole.numpy()))
+        received = bytes(head.numpy())
+        if _length(received) <= _IN_HEAD_BYTES:
+            return json.loads(_text_in(received))
+        full_text = _tensor(text.ljust(_length(received)))
+        self._broadcast(full_text, rank)
+        return json.loads(bytes(full_text.numpy()))
 
     def _broadcast(self, tensor: Tensor, source: int) -> None:
-        if self.memory is not None:
-            self.memory.broadcast(tensor, source)
+        if self.shared_memory is not None:
+            self.shared_memory.broadcast(tensor, source)
         else:
             dist.broadcast(tensor, group=self.group, group_src=source)
 
     def gather_ragged(self, rows: Tensor | None) -> Tensor:
-        """All ranks' rows on the CPU, in rank order, whatever their number; None from a rank that has no row and knows no shape."""
+        """Gather all ranks' rows on the CPU, in rank order, any number from each.
+
+        `rows`: None if this rank has none. Every rank calls it.
+        """
         kind = None if rows is None else {"dtype": str(rows.dtype).removeprefix("torch."), "shape": list(rows.shape)}
         kinds = self.gather_values(kind)
         known = next(kind for kind in kinds if kind is not None)
@@ -162,14 +185,14 @@ class World:
 
 
 _made: weakref.ref[Any] | None = None
-"""The process group that `join` made, if it did."""
+"""The process group that `join` made; None if it made none."""
 
 
 def join(*, rank: int, size: int, local_rank: int, local_size: int, timeout: timedelta = timedelta(minutes=10)) -> World:
-    """Meet the other processes. Every rank calls it. A process group that is there already is used and left alone.
+    """Join the rendezvous and make the process group, or use the one that is there. Every rank calls it.
 
-    The device is this rank's GPU where there are GPUs (NCCL, with Gloo for CPU tensors), else the CPU (Gloo). Raises `LaunchError` where
-    there are fewer GPUs than processes, or the address of the rendezvous cannot be used.
+    The device is this rank's GPU (NCCL, with Gloo for CPU tensors), or the CPU (Gloo) if there are no GPUs. Raises
+    `LaunchError` if there are fewer GPUs than processes, or if the address of the rendezvous cannot be used.
     """
     world = _joined(rank, size, local_rank, local_size, timeout)
     install_excepthook()
@@ -240,12 +263,12 @@ def _tensor(text: bytes) -> Tensor:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The same memory, whatever the type of the numbers."""
+    """Return a view of the tensor as bytes."""
     return tensor.view(-1).view(torch.uint8)
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Those of one type of number together, as many as a bucket holds."""
+    """Yield the tensors in buckets of one dtype."""
     for _, alike in groupby(sorted(tensors, key=lambda tensor: str(tensor.dtype)), key=lambda tensor: tensor.dtype):
         bucket: list[Tensor] = []
         for tensor in alike:
@@ -258,7 +281,10 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def exact_sum(values: Sequence[float]) -> float:
-    """The correctly rounded sum, whatever the order: the same on any number of processes. NaN and infinity pass through."""
+    """Return the correctly rounded sum, which does not depend on the order of `values`.
+
+    NaN and infinity pass through.
+    """
     try:
         return math.fsum(values)
     except (ValueError, OverflowError):  # infinities of both signs, or a sum beyond what a float holds

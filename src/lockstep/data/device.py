@@ -1,4 +1,4 @@
-"""Batches from the host's memory to the device's."""
+"""Copying batches from the host to the device."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from torch import Tensor
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """The batch on `device`: tensors in dicts, lists, (named) tuples and dataclasses, and whatever has a method `to`.
+    """Return the batch on `device`: tensors in dicts, lists, (named) tuples and dataclasses, and objects with a method
+    `to`.
 
-    Where `device` is the CPU it is the batch itself, not a copy.
+    If `device` is the CPU, it is the batch itself, not a copy.
 
-    On CUDA, tensors are copied on a stream of their own: it does not wait for what the device has yet to compute, so a copy that is asked
-    for while the device works on the microbatch before runs beside it. What is computed next waits for the copy. The host waits for
-    nothing where the batch is in pinned memory.
+    On CUDA, tensors are copied on a separate stream, which does not wait for the computation in progress: the copy
+    overlaps with the microbatch before. The computation that follows waits for the copy. The host does not wait if the
+    batch is in pinned memory.
     """
     if device.type == "cpu":
         return batch
@@ -34,7 +35,8 @@ def to_device(batch: Any, device: torch.device) -> Any:
             return tensor.to(device)
         with torch.cuda.stream(copies):
             moved = tensor.to(device, non_blocking=True)
-        # The memory belongs to the copies' stream: this keeps it from being used again before the computation is done with it.
+        # The memory belongs to the copies' stream: this keeps it from being used again before the computation is done
+        # with it.
         moved.record_stream(compute)
         return moved
 
@@ -44,7 +46,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def pin(batch: Any) -> Any:
-    """The batch in pinned memory, from which CUDA copies without the host's waiting."""
+    """Return the batch in pinned memory, from which CUDA copies while the host goes on."""
     return _map(
         batch,
         lambda tensor: tensor.pin_memory() if tensor.is_cpu else tensor,
@@ -58,7 +60,7 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _map(value: Any, of_tensor: Callable[[Tensor], Tensor], of_thing: Callable[[Any], Any]) -> Any:
-    """The same containers with every tensor, and every other object that can be moved (it has a method `to`), replaced."""
+    """Return the same containers with every tensor, and every other object that has a method `to`, replaced."""
     if isinstance(value, Tensor):
         return of_tensor(value)
     if isinstance(value, type):

@@ -1,4 +1,4 @@
-"""A microbatch from the numbers of its samples: the same function in the training process and in a loader's worker."""
+"""Fetching: from the indices of samples to a collated microbatch, in the training process or in a loader worker."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from lockstep.keys import RandomStream, key
 CPU = torch.device("cpu")
 GATHERED_BYTES = 2**20
 GATHERED_REQUESTS = 16
-"""Rows of a TensorDataset are copied for so many small microbatches at a time, or for those that come to so many bytes."""
+"""Microbatches of a TensorDataset whose rows are copied at a time: at most this many, fewer if they have this many
+bytes."""
 ALIGNMENT_BYTES = 64
-"""Where torch has its tensors start. A matrix product may have other bits where they start elsewhere."""
+"""The alignment of torch's tensors. With another alignment a matrix product may have other bits."""
 
 
-class Request(NamedTuple):
-    """What a microbatch is made of."""
+class SampleRequest(NamedTuple):
+    """A request for a microbatch: its samples."""
 
     step: int
     microbatch: int
@@ -45,10 +46,11 @@ class Request(NamedTuple):
 
 
 class Fetcher:
-    """Makes microbatches of `data`: `fetcher[request]`.
+    """Fetches microbatches of `data`: `fetcher[request]`.
 
-    With a `seed`, the default generators are seeded before each sample by (seed, epoch, sample), before a `__getitems__` by its first
-    sample, and before the user's `collate` by (seed, step, microbatch). None: they are left alone.
+    With a `seed`, the default generators are seeded before each sample by (seed, epoch, sample), before a
+    `__getitems__` by its first sample, and before the user's `collate` by (seed, step, microbatch). None: they are left
+    alone.
     """
 
     def __init__(self, data: Any, collate: Callable[[list[Any]], Any] | None, seed: int | None) -> None:
@@ -59,31 +61,35 @@ class Fetcher:
         self._seed_of_samples = None if tensors else seed
         self._seed_of_collate = None if collate is None else seed
         self.seeds = self._seed_of_samples is not None or self._seed_of_collate is not None
-        """Whether it seeds the default generators of the process it runs in."""
-        self._make: Callable[[Request], Any] = self._one_by_one
+        """True if it seeds the default generators of its process."""
+        self._make: Callable[[SampleRequest], Any] = self._one_by_one
         self.gathers = tensors and collate is None
-        """Whether a batch is rows of tensors and nothing else; `gathered` is for these."""
+        """True if a batch is just rows of tensors, so that `gathered` can be used."""
         if self.gathers:
             self._make = self._rows
         elif _fetches_many(data):
             self._make = self._at_once
 
-    def __getitem__(self, request: Request) -> Any:
-        """The batch. Raises `DataError`, and what the dataset and `collate` raise, with a note that names the sample."""
+    def __getitem__(self, request: SampleRequest) -> Any:
+        """Return the batch. Raises `DataError`, and what the dataset and `collate` raise, with a note that names the
+        sample.
+        """
         self.check_length(request)
         return self._make(request)
 
-    def check_length(self, request: Request) -> None:
-        """Raise `DataError` where the dataset has not the length it had."""
+    def check_length(self, request: SampleRequest) -> None:
+        """Raise `DataError` if the dataset changed its length."""
         if len(self._data) != self._length:
             raise DataError(
                 f"the dataset has {len(self._data)} samples in {request}, and had {self._length} before; the order of a run follows from "
                 "the length; give data whose len() stays the same"
             )
 
-    def gathered(self, requests: Iterator[Request]) -> Iterator[tuple[Request, list[Tensor]]]:
-        """Each request and its batch. Those of small microbatches are copied several at a time, into parts of one memory, where each part
-        starts as a tensor of its own would."""
+    def gathered(self, requests: Iterator[SampleRequest]) -> Iterator[tuple[SampleRequest, list[Tensor]]]:
+        """Yield each request and its batch. The rows of several small microbatches are copied at a time.
+
+        Their tensors are parts of one allocation, each aligned as a tensor of its own would be.
+        """
         widths = [tensor[:1].nbytes for tensor in self._data.tensors]
         rows = max(GATHERED_BYTES // max(sum(widths), 1), 1)
         while several := list(_some_requests(requests, rows, lambda size: all(size * width % ALIGNMENT_BYTES == 0 for width in widths))):
@@ -93,14 +99,14 @@ class Fetcher:
                 self.check_length(request)
                 yield request, [part.data for part in parts]  # .data: no view of the others', which may be changed in place
 
-    def _rows(self, request: Request) -> list[Tensor]:
+    def _rows(self, request: SampleRequest) -> list[Tensor]:
         return self._rows_at(request.samples)
 
     def _rows_at(self, samples: NDArray[np.int64]) -> list[Tensor]:
         rows = torch.from_numpy(samples)
         return [tensor.index_select(0, rows if tensor.is_cpu else rows.to(tensor.device)) for tensor in self._data.tensors]
 
-    def _at_once(self, request: Request) -> Any:
+    def _at_once(self, request: SampleRequest) -> Any:
         indices = request.samples.tolist()
         if self._seed_of_samples is not None:
             seed_generators(key(self._seed_of_samples, RandomStream.SAMPLE, int(request.epochs[0]), indices[0]), CPU)
@@ -118,7 +124,7 @@ class Fetcher:
             )
         return self._batch(fetched, request)
 
-    def _one_by_one(self, request: Request) -> Any:
+    def _one_by_one(self, request: SampleRequest) -> Any:
         data, seed = self._data, self._seed_of_samples
         samples = []
         for epoch, index in zip(request.epochs.tolist(), request.samples.tolist(), strict=True):
@@ -131,9 +137,9 @@ class Fetcher:
                 raise
         return self._batch(samples, request)
 
-    def _batch(self, samples: list[Any], request: Request) -> Any:
-        said = partial(_samples, request)
-        return batch_of(samples, self._collate, self._seed_of_collate, step=request.step, microbatch=request.microbatch, said=said)
+    def _batch(self, samples: list[Any], request: SampleRequest) -> Any:
+        describe = partial(_samples, request)
+        return batch_of(samples, self._collate, self._seed_of_collate, step=request.step, microbatch=request.microbatch, describe=describe)
 
 
 def batch_of(
@@ -143,10 +149,13 @@ def batch_of(
     *,
     step: int,
     microbatch: int,
-    said: Callable[[], str],
+    describe: Callable[[], str],
 ) -> Any:
-    """The samples of a microbatch as a batch. `collate`: the user's, before which the default generators are seeded, where there is a
-    `seed`; None: torch's. `said`: which samples they are. Raises `DataError`, and what `collate` raises, with a note that names them."""
+    """Return the samples of a microbatch, collated.
+
+    `collate`: the user's; the default generators are seeded before it if `seed` is given. None: torch's. `describe`:
+    returns the samples in words. Raises `DataError`, and what `collate` raises, with a note that names the samples.
+    """
     if collate is None:
         try:
             return default_collate(samples)
@@ -154,23 +163,24 @@ def batch_of(
             raise DataError(
                 f"the samples of step {step}, microbatch {microbatch} do not make a batch: {_reason(samples, error)}; torch's default "
                 "collate needs samples of one structure and shape; give Recipe.collate, a function from a list of samples to a batch "
-                f"({said()})"
+                f"({describe()})"
             ) from error
     if seed is not None:
         seed_generators(key(seed, RandomStream.COLLATE, step, microbatch), CPU)
     try:
         return collate(samples)
     except Exception as error:
-        error.add_note(f"raised by collate in step {step}, microbatch {microbatch}, {said()}")
+        error.add_note(f"raised by collate in step {step}, microbatch {microbatch}, {describe()}")
         raise
 
 
-def _samples(request: Request) -> str:
+def _samples(request: SampleRequest) -> str:
     return f"samples {some(request.samples.tolist())}"
 
 
-def _some_requests(requests: Iterator[Request], rows: int, fits: Callable[[int], bool]) -> Iterator[Request]:
-    """At least one, at most `GATHERED_REQUESTS`, and no more once they have so many rows, or the next would not start where it must."""
+def _some_requests(requests: Iterator[SampleRequest], rows: int, fits: Callable[[int], bool]) -> Iterator[SampleRequest]:
+    """Yield one to `GATHERED_REQUESTS` requests; stop once they have `rows` rows, or if the next one would not be
+    aligned."""
     for request in islice(requests, GATHERED_REQUESTS):
         yield request
         rows -= len(request.samples)
@@ -179,14 +189,17 @@ def _some_requests(requests: Iterator[Request], rows: int, fits: Callable[[int],
 
 
 def _fetches_many(data: Any) -> bool:
-    """Whether `data` has a `__getitems__` of its own: torch's Subset has one, which only passes the call on."""
+    """True if `data` has its own `__getitems__`; the one of torch's Subset only passes the call on."""
     if type(data) is Subset:
         return _fetches_many(data.dataset)
     return getattr(data, "__getitems__", None) is not None
 
 
 def _reason(samples: list[Any], error: Exception) -> str:
-    """What torch's default collate says where it cannot; in a worker, where it stacks into shared memory, it speaks of that instead."""
+    """Return why torch's default collate failed.
+
+    In a worker it stacks into shared memory, and its error is about that instead.
+    """
 
     def stack(batch: list[Tensor], *, collate_fn_map: Any = None) -> Tensor:
         return torch.stack(batch)
@@ -199,5 +212,5 @@ def _reason(samples: list[Any], error: Exception) -> str:
 
 
 def some(indices: list[int]) -> str:
-    """The first of them."""
+    """Return the indices in words, at most the first 16."""
     return str(indices) if len(indices) <= 16 else f"[{', '.join(map(str, indices[:16]))}, ...]"

@@ -1,17 +1,43 @@
-"""The default random generators of a process, started from a key."""
+"""The default random generators of a process: seeded from a key, or preserved while user code runs."""
 
 from __future__ import annotations
 
 import random
+from types import TracebackType
 
 import numpy as np
 import torch
 
 
 def seed_generators(key: int, device: torch.device) -> None:
-    """Start python's, numpy's and torch's default generators (on the CPU and on `device`) from a 64-bit key. Takes about 6 µs on a CPU."""
+    """Start python's, numpy's and torch's default generators (on the CPU and on `device`) from a 64-bit key.
+
+    Takes about 6 µs on a CPU.
+    """
     random.seed(key)
     np.random.seed(key & 0xFFFFFFFF)
     torch.default_generator.manual_seed(key)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index].manual_seed(key)
+
+
+class PreservedGenerators:
+    """Restores Python's, numpy's and torch's default CPU generators on leaving: user code may seed them meanwhile.
+
+    Takes about 20 µs. Saving numpy's generator would take 90, so another one replaces it meanwhile. The second of a
+    pair of normal deviates, which numpy's old interface buffers, is lost.
+    """
+
+    def __init__(self) -> None:
+        self._own = np.random.MT19937(0)
+
+    def __enter__(self) -> None:
+        self._numpy = np.random.get_bit_generator()  # type: ignore[attr-defined]
+        self._python = random.getstate()
+        self._torch = torch.default_generator.get_state()
+        np.random.set_bit_generator(self._own)  # type: ignore[attr-defined]
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        np.random.set_bit_generator(self._numpy)  # type: ignore[attr-defined]
+        random.setstate(self._python)
+        torch.default_generator.set_state(self._torch)

@@ -1,4 +1,4 @@
-"""Microbatches of a dataset in the keyed order of a run, or of a stream from where its shards stand."""
+"""Loaders: microbatches of a dataset in the keyed order of a run, or of a stream from the positions of its shards."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import torch
 
 from lockstep import assignment
 from lockstep.base.errors import DataError
-from lockstep.data import shards
 from lockstep.data.device import pin
-from lockstep.data.fetch import Fetcher, Request
-from lockstep.data.isolation import Isolation
+from lockstep.data.fetch import Fetcher, SampleRequest
+from lockstep.data.generators import PreservedGenerators
+from lockstep.data.streams import Origin, ShardPosition, ShardRequest, StreamFetcher
 from lockstep.data.structure import difference, structure
-from lockstep.data.workers import Workers
+from lockstep.data.workers import LoaderWorkers
 from lockstep.order import Order
 from lockstep.recipe import Stream
 
@@ -28,13 +28,13 @@ CHUNK_POSITIONS = 4096
 
 @dataclass(slots=True)
 class Span:
-    """Where a microbatch stands in a run."""
+    """The place of a microbatch in a run."""
 
     step: int
     index: int
-    """Of the microbatch in its step."""
+    """Index of the microbatch in its step."""
     start: int
-    """Its positions are [start, stop)."""
+    """First position in the run; the positions are [start, stop)."""
     stop: int
     is_dummy: bool = False
     """True if it is computed only so that a collective has all its ranks; its gradient is discarded."""
@@ -49,18 +49,19 @@ class Microbatch:
     is_dummy: bool
     """See `Span`."""
     size: int
-    """Samples."""
+    """Number of samples."""
     batch: Any
-    origin: shards.Origin | None = None
-    """Of a stream's: which samples they are."""
+    origin: Origin | None = None
+    """The samples, if they are a stream's; else None."""
 
 
 class Loader:
-    """Fetches microbatches of a map-style dataset. Each rank makes its own, and asks it for its own spans.
+    """Fetches microbatches of a map-style dataset. Each rank has its own loader, for its own spans.
 
-    `collate`: (samples) -> batch; None: torch's default collate. `shuffle=False`: the sample at a position is the position itself.
-    `workers`: processes that fetch ahead, `prefetch` microbatches each; 0: this process fetches when asked. The batches are the same, and
-    this process's default generators are left as they are. `device`: batches are for it, and in pinned memory where it is CUDA.
+    `collate`: (samples) -> batch; None: torch's default collate. `shuffle=False`: the sample at a position is the
+    position itself. `workers`: processes that prefetch, `prefetch` microbatches each; 0: this process fetches. The
+    batches do not depend on it, and this process's default generators are left as they are. `device`: the device that
+    batches are for; they are in pinned memory if it is CUDA.
     """
 
     def __init__(
@@ -76,35 +77,35 @@ class Loader:
     ) -> None:
         self._order = Order(len(data), seed) if shuffle else None
         self._fetcher = Fetcher(data, collate, seed)
-        self._delivery = Delivery(self._fetcher, workers, device, prefetch=prefetch)
-        self._alike = Alike()
+        self._executor = FetchExecutor(self._fetcher, workers, device, prefetch=prefetch)
+        self._alike = StructureCheck()
 
     def fetch(self, spans: Iterable[Span]) -> Iterator[Microbatch]:
-        """The microbatches of `spans`, in their order. Spans are taken as needed, a few thousand positions ahead.
+        """Yield the microbatches of `spans`, in their order. Spans are read a few thousand positions ahead.
 
-        One call at a time. Raises `DataError` where the dataset changes its length, where samples do not make a batch, and where a batch
-        is made otherwise than the first one; and whatever the dataset or `collate` raises.
+        One call at a time. Raises `DataError` if the dataset changes its length, if samples cannot be collated, and if
+        a batch has another structure than the first one; and whatever the dataset or `collate` raises.
         """
         for request, batch in self._fetched(self._requests(spans)):
-            yield Microbatch(request.step, request.microbatch, request.is_dummy, len(request.samples), self._delivery.pinned(batch))
+            yield Microbatch(request.step, request.microbatch, request.is_dummy, len(request.samples), self._executor.pinned(batch))
 
     def close(self) -> None:
         """End the worker processes."""
-        self._delivery.close()
+        self._executor.close()
 
-    def _fetched(self, requests: Iterator[Request]) -> Iterator[tuple[Request, Any]]:
-        if self._fetcher.gathers and not self._delivery.ahead:
+    def _fetched(self, requests: Iterator[SampleRequest]) -> Iterator[tuple[SampleRequest, Any]]:
+        if self._fetcher.gathers and not self._executor.ahead:
             return self._fetcher.gathered(requests)
         return self._checked(requests)
 
-    def _checked(self, requests: Iterator[Request]) -> Iterator[tuple[Request, Any]]:
-        for request, batch in self._delivery(requests):
-            if self._delivery.ahead:
+    def _checked(self, requests: Iterator[SampleRequest]) -> Iterator[tuple[SampleRequest, Any]]:
+        for request, batch in self._executor(requests):
+            if self._executor.ahead:
                 self._fetcher.check_length(request)
             self._alike.check(batch, request)
             yield request, batch
 
-    def _requests(self, spans: Iterable[Span]) -> Iterator[Request]:
+    def _requests(self, spans: Iterable[Span]) -> Iterator[SampleRequest]:
         remaining = iter(spans)
         while chunk := list(_some_spans(remaining)):
             positions = np.concatenate([np.arange(span.start, span.stop) for span in chunk])
@@ -112,13 +113,14 @@ class Loader:
             stop = 0
             for span in chunk:
                 start, stop = stop, stop + span.stop - span.start
-                yield Request(span.step, span.index, span.is_dummy, epochs[start:stop], samples[start:stop])
+                yield SampleRequest(span.step, span.index, span.is_dummy, epochs[start:stop], samples[start:stop])
 
 
 class StreamLoader:
-    """Fetches microbatches of a stream. Each rank makes its own, and asks it for its own spans. Its arguments are those of `Loader`.
+    """Fetches microbatches of a stream. Each rank has its own loader, for its own spans. See `Loader` for the
+    arguments.
 
-    A shard is always read by the same worker; others wait where there are more workers than shards.
+    A shard is always read by the same worker. If there are more workers than shards, the others are idle.
     """
 
     def __init__(
@@ -132,43 +134,46 @@ class StreamLoader:
         device: torch.device,
     ) -> None:
         self.shards = stream.shards
-        self._fetcher = shards.StreamFetcher(stream, collate, seed)
+        self._fetcher = StreamFetcher(stream, collate, seed)
         self._count = max(workers, 1)
-        self._delivery = Delivery(self._fetcher, workers, device, prefetch=prefetch)
-        self._alike = Alike()
+        self._executor = FetchExecutor(self._fetcher, workers, device, prefetch=prefetch)
+        self._alike = StructureCheck()
 
-    def fetch(self, spans: Iterable[Span], *, microbatches: int, positions: Mapping[int, shards.Position]) -> Iterator[Microbatch]:
-        """The microbatches of `spans`, in their order; of a span, its length counts. A span that follows on itself is not read again.
+    def fetch(self, spans: Iterable[Span], *, microbatches: int, positions: Mapping[int, ShardPosition]) -> Iterator[Microbatch]:
+        """Yield the microbatches of `spans`, in their order. Only the length of a span matters. An equal span next to
+        it is not read again.
 
-        `microbatches`: of a global batch. `positions`: where each shard goes on; one that is not there starts. One call at a time. Raises
-        what `StreamFetcher` does, and `DataError` where a batch is made otherwise than the first one.
+        `microbatches`: their number in a global batch. `positions`: shard -> where it continues; a shard without an
+        entry starts at its beginning. One call at a time. Raises what `StreamFetcher` raises, and `DataError` if a
+        batch has another structure than the first.
         """
-        for request, made in self._delivery(self._round_robin(self._requests(spans, microbatches, positions))):
+        for request, made in self._executor(self._round_robin(self._requests(spans, microbatches, positions))):
             if request is None:
                 continue
             batch, origin = made
             self._alike.check(batch, f"step {request.step}, microbatch {request.microbatch}")
             batches = [batch, *(copy.deepcopy(batch) for _ in request.are_dummies[1:])]  # before anyone changes it in place
             for is_dummy, each in zip(request.are_dummies, batches, strict=True):
-                yield Microbatch(request.step, request.microbatch, is_dummy, request.size, self._delivery.pinned(each), origin)
+                yield Microbatch(request.step, request.microbatch, is_dummy, request.size, self._executor.pinned(each), origin)
 
     def close(self) -> None:
-        """End the worker processes, and let go of the stream's iterators."""
-        self._delivery.close()
+        """End the worker processes, and drop the stream's iterators."""
+        self._executor.close()
         self._fetcher.close()
 
-    def _requests(self, spans: Iterable[Span], microbatches: int, positions: Mapping[int, shards.Position]) -> Iterator[shards.Request]:
+    def _requests(self, spans: Iterable[Span], microbatches: int, positions: Mapping[int, ShardPosition]) -> Iterator[ShardRequest]:
         begun: set[int] = set()
         for (step, index), several in groupby(spans, key=lambda span: (span.step, span.index)):
             span, *again = several
             are_dummies = (span.is_dummy, *(each.is_dummy for each in again))
             shard = assignment.stream_shard(step, index, microbatches=microbatches, shards=self.shards)
-            begin = None if shard in begun else positions.get(shard, shards.Position())
+            begin = None if shard in begun else positions.get(shard, ShardPosition())
             begun.add(shard)
-            yield shards.Request(step, index, are_dummies, shard, span.stop - span.start, begin)
+            yield ShardRequest(step, index, are_dummies, shard, span.stop - span.start, begin)
 
-    def _round_robin(self, requests: Iterator[shards.Request]) -> Iterator[shards.Request | None]:
-        """With nothing in between, so that each shard's come to one worker: workers take what is asked for in turn."""
+    def _round_robin(self, requests: Iterator[ShardRequest]) -> Iterator[ShardRequest | None]:
+        """Insert None between requests so that all requests of a shard reach one worker: workers are given requests
+        round-robin."""
         places: dict[int, int] = {}
         turn = 0
         for request in requests:
@@ -180,22 +185,22 @@ class StreamLoader:
             turn = (turn + 1) % self._count
 
 
-class Delivery:
-    """What a fetcher makes of requests, in their order: in this process when asked, or in `workers` processes ahead of time."""
+class FetchExecutor:
+    """Runs a fetcher on requests, in their order: in this process, or ahead of time in `workers` processes."""
 
-    def __init__(self, fetcher: Fetcher | shards.StreamFetcher, workers: int, device: torch.device, *, prefetch: int) -> None:
+    def __init__(self, fetcher: Fetcher | StreamFetcher, workers: int, device: torch.device, *, prefetch: int) -> None:
         self.ahead = workers > 0
         self._fetcher = fetcher
         self._pinned = device.type == "cuda"
-        self._workers = Workers(fetcher, workers, pinned=self._pinned, prefetch=prefetch) if workers else None
-        self._isolation = Isolation()
+        self._workers = LoaderWorkers(fetcher, workers, pinned=self._pinned, prefetch=prefetch) if workers else None
+        self._preserved_generators = PreservedGenerators()
 
     def __call__(self, requests: Iterator[Any]) -> Iterator[tuple[Any, Any]]:
-        """Each request and what is made of it."""
+        """Yield each request and what the fetcher returns for it."""
         return self._in_process(requests) if self._workers is None else self._in_workers(requests, self._workers)
 
     def pinned(self, batch: Any) -> Any:
-        """The batch, in pinned memory where it is for CUDA."""
+        """Return the batch, in pinned memory if the device is CUDA."""
         return pin(batch) if self._pinned else batch
 
     def close(self) -> None:
@@ -206,32 +211,32 @@ class Delivery:
     def _in_process(self, requests: Iterator[Any]) -> Iterator[tuple[Any, Any]]:
         for request in requests:
             if self._fetcher.seeds:
-                with self._isolation:
+                with self._preserved_generators:
                     made = self._fetcher[request]
             else:
                 made = self._fetcher[request]
             yield request, made
 
-    def _in_workers(self, requests: Iterator[Any], workers: Workers) -> Iterator[tuple[Any, Any]]:
-        asked: deque[Any] = deque()
+    def _in_workers(self, requests: Iterator[Any], workers: LoaderWorkers) -> Iterator[tuple[Any, Any]]:
+        submitted: deque[Any] = deque()
 
         def noted() -> Iterator[Any]:
             for request in requests:
-                asked.append(request)
+                submitted.append(request)
                 yield request
 
         for made in workers.fetch(noted()):
-            yield asked.popleft(), made
+            yield submitted.popleft(), made
 
 
-class Alike:
-    """Whether every batch is made as the first one."""
+class StructureCheck:
+    """Checks that every batch has the structure of the first one."""
 
     def __init__(self) -> None:
         self._structure: Any = None
 
     def check(self, batch: Any, request: object) -> None:
-        """Raises `DataError`, which says of which `request` it is."""
+        """Raise `DataError`, which names the `request`, if the batch has another structure than the first."""
         made = structure(batch)
         if self._structure is None:
             self._structure = made

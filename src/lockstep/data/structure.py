@@ -1,4 +1,4 @@
-"""What a batch is made of: containers, keys and dtypes, but not shapes."""
+"""The structure of a batch: containers, keys and dtypes, but not shapes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 def structure(value: Any) -> Any:
-    """A value that is equal for batches that are made alike.
+    """Return a value that is equal for batches of one structure.
 
-    A tensor's dtype (an array's, in words); (type, parts) of a container, where a list of like parts counts as one of them, however long
-    it is; None for anything else.
+    A tensor's dtype (an array's, in words); (type, parts) of a container; None for anything else. A list whose parts
+    have one structure has one part here, for any length.
     """
     if isinstance(value, Tensor):
         return value.dtype
@@ -32,7 +32,10 @@ def structure(value: Any) -> Any:
 
 
 def difference(then: Any, now: Any, path: str = "batch") -> str | None:
-    """Where two structures differ and how, in words: `batch['x'] is torch.int64 and was torch.float32`. None where they do not."""
+    """Return in words how two structures differ: `batch['x'] is torch.int64 and was torch.float32`.
+
+    None if they are equal.
+    """
     if then == now:
         return None
     if not (isinstance(then, tuple) and isinstance(now, tuple) and then[0] is now[0]):

@@ -1,4 +1,4 @@
-"""Loader processes: the same microbatches as in the training process, made ahead of time."""
+"""Loader workers: processes that fetch the same microbatches as the training process would, ahead of time."""
 
 from __future__ import annotations
 
@@ -24,28 +24,31 @@ from lockstep.base.errors import LaunchError, WorkerError
 from lockstep.base.parent_death import die_with_parent
 from lockstep.base.torch_private import shut_down_workers
 from lockstep.data.fetch import Fetcher
-from lockstep.data.shards import StreamFetcher
+from lockstep.data.streams import StreamFetcher
 
 _MOST_SOCKET_BYTES = 107 if sys.platform == "linux" else 103
-"""Of a socket's path, as the system's `sockaddr_un` has room for."""
+"""The longest path of a socket that the system's `sockaddr_un` holds."""
 
 _FOLDER = "pymp-"
-"""What the name of a folder for sockets begins with; multiprocessing's own have the same."""
+"""The prefix of the name of a folder for sockets, the same as multiprocessing's own."""
 REST_SECONDS = 0.01
-"""Before workers are forked. A thread of Gloo that lets go of a tensor takes a lock of Python's for an instant, without the GIL; in a child
-forked in that instant Python 3.11.7 waits for it for ever (python/cpython#112275, mended in later ones): one worker in a few hundred. Such
-threads work on when a collective returns, and are done soon after."""
+"""Seconds of sleep before workers are forked.
+
+A Gloo thread that frees a tensor holds a lock of Python's for an instant, without the GIL. In a child forked in that
+instant Python 3.11.7 waits for the lock for ever (python/cpython#112275, fixed in later versions): one worker in a few
+hundred. Gloo's threads finish shortly after a collective returns.
+"""
 LATER_SECONDS = 30
-"""From SIGTERM to a worker to its end."""
+"""Seconds from SIGTERM to the end of a worker."""
 
 
-class Workers:
-    """`count` processes that make microbatches, started by the first `fetch` and kept until `close`."""
+class LoaderWorkers:
+    """`count` processes that fetch microbatches, started by the first `fetch` and kept until `close`."""
 
     def __init__(self, fetcher: Fetcher | StreamFetcher, count: int, *, pinned: bool, prefetch: int = 2) -> None:
-        """`prefetch`: microbatches that each makes ahead. `pinned`: the batches come in pinned memory.
+        """`prefetch`: microbatches that each fetches ahead. `pinned`: batches are in pinned memory.
 
-        Raises `LaunchError` where the temporary folder's name is too long for sockets."""
+        Raises `LaunchError` if the temporary folder's path is too long for sockets."""
         _check_temporary_folder()
         self._folder = tempfile.mkdtemp(prefix=_FOLDER)
         self._current = _Current()
@@ -66,7 +69,8 @@ class Workers:
         self._batches: Any = None
 
     def fetch(self, requests: Iterable[Any]) -> Iterator[Any]:
-        """Batches in the order of `requests`, of which `prefetch` a worker are taken ahead. One call at a time: another ends it.
+        """Yield batches in the order of `requests`, which are read ahead, `prefetch` per worker. A new call ends the
+        one before.
 
         Raises what a worker raised, with its traceback as the cause.
         """
@@ -75,12 +79,12 @@ class Workers:
             time.sleep(REST_SECONDS)
         self._batches = iter(self._loader)
         for batch in self._batches:
-            if isinstance(batch, Failure):
+            if isinstance(batch, WorkerException):
                 batch.reraise()
             yield batch
 
     def close(self) -> None:
-        """End the processes. One that is busy may finish its microbatch; after 5 seconds it is terminated."""
+        """End the processes. A busy one may finish its microbatch; after 5 seconds it is terminated."""
         batches, self._batches = self._batches, None
         try:
             shut_down_workers(self._loader, batches)
@@ -89,16 +93,16 @@ class Workers:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
-    """An exception on its way from a worker."""
+class WorkerException:
+    """An exception that a worker raised, in transit to the training process."""
 
     error: bytes | None
-    """Pickled. None: it cannot be."""
+    """The pickled exception; None if it cannot be pickled."""
     text: str
-    """Its traceback."""
+    """The traceback."""
 
     @classmethod
-    def of(cls, error: Exception) -> Failure:
+    def of(cls, error: Exception) -> WorkerException:
         text = "".join(traceback.format_exception(error))
         try:
             pickled = pickle.dumps(error)
@@ -128,11 +132,11 @@ class _Task(Dataset[Any]):
         try:
             return self._fetcher[request]
         except Exception as error:
-            return Failure.of(error)
+            return WorkerException.of(error)
 
 
 class _Current:
-    """The sampler of a loader that lasts: each iteration takes the requests of the moment."""
+    """The sampler of a DataLoader with persistent workers: each iteration yields the current requests."""
 
     def __init__(self) -> None:
         self.requests: Iterable[Any] = ()
@@ -146,7 +150,8 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _check_temporary_folder() -> None:
-    """Tensors come from a worker over a socket in a folder within the temporary one."""
+    """Raise `LaunchError` if the temporary folder's path is too long: tensors come from workers over sockets below
+    it."""
     folder = tempfile.gettempdir()
     limit = _MOST_SOCKET_BYTES - len(f"/{_FOLDER}12345678/listener-12345678")
     length = len(os.fsencode(folder))
@@ -158,12 +163,13 @@ def _check_temporary_folder() -> None:
 
 
 def _set_up(folder: str, parent: int, worker: int) -> None:
-    """Have the sockets in a folder that the training process removes: a worker that ends while it sends leaves its own behind.
+    """Set up a worker process.
 
-    Have the system end this process when the training process is killed: it holds copies of the sockets that peers wait on.
+    Its sockets are in `folder`, which the training process removes: a worker that ends while it sends leaves its socket
+    behind. The kernel kills it when the training process is killed: it holds copies of the sockets that peers wait on.
 
-    Have it stay for the step at hand where it is asked to end together with the training process. And have it end where a batch cannot be
-    sent (the queue's own thread finds that out, and would leave the batch out: a wait for ever).
+    At SIGTERM, which the training process gets too, it goes on for `LATER_SECONDS`, so that the current step can end.
+    It ends if a batch cannot be sent: the queue's own thread would only skip the batch, which would be a deadlock.
     """
     multiprocessing.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
     die_with_parent(parent)

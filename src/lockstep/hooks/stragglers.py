@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lockstep.comm.wait_times import counted
+from lockstep.comm.wait_times import count_torch_waits
 from lockstep.hooks.straggler_rule import PARTS, StragglerFinder
 from lockstep.logging.metrics import drop_rows_after
 from lockstep.logging.stream_times import StreamTimes
@@ -43,7 +43,7 @@ class Stragglers(ControlHook):
         self._share = self._steps = 0
 
     def on_start(self, run: Run) -> None:
-        self._stack.enter_context(counted())
+        self._stack.enter_context(count_torch_waits())
         context = run.context
         if context.device.type == "cuda":
             context.phases.stream = StreamTimes(partial(torch.cuda.Event, enable_timing=True))

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lockstep.base.errors import CheckpointError, RecipeError
 from lockstep.base.events import Event
-from lockstep.data.shards import Position
+from lockstep.data.streams import ShardPosition
 from lockstep.model.sync_batchnorm import Exchange
 from lockstep.recipe import Recipe
 from lockstep.training.consensus import NOTHING, Consensus, Request, merge
@@ -123,7 +123,7 @@ class LoopState:
     """Loops begun."""
     steps_before: int = 0
     """Optimizer steps done in earlier loops."""
-    shards: dict[str, Position] = field(default_factory=dict)
+    shards: dict[str, ShardPosition] = field(default_factory=dict)
     """Where each shard of a stream that this rank reads goes on."""
     resumed: Mapping[str, Any] | None = None
     """The JSON values of the checkpoint that the run was resumed from, with `step`; None if it was not."""

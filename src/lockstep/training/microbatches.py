@@ -18,7 +18,7 @@ from lockstep.comm.world import exact_sum
 from lockstep.data.device import to_device
 from lockstep.data.generators import seed_generators
 from lockstep.data.loader import Loader, Microbatch, Span, StreamLoader
-from lockstep.data.shards import Origin, Position
+from lockstep.data.streams import Origin, ShardPosition
 from lockstep.keys import RandomStream, key
 from lockstep.order import Order
 from lockstep.training.loss import Weights, weights_of
@@ -146,7 +146,7 @@ class Microbatches:
         *,
         seed: int,
         order: Order | None,
-        positions: Mapping[int, Position] | None = None,
+        positions: Mapping[int, ShardPosition] | None = None,
     ) -> None:
         """`positions`: of a stream's shards before the step."""
         start, stop = length.span(step)
@@ -229,7 +229,7 @@ def from_indices(length: Length, *, seed: int, first: int = 0) -> Iterator[Micro
 
 
 def from_stream(
-    loader: StreamLoader, length: Length, *, seed: int, first: int = 0, positions: Mapping[int, Position] | None = None
+    loader: StreamLoader, length: Length, *, seed: int, first: int = 0, positions: Mapping[int, ShardPosition] | None = None
 ) -> Iterator[Microbatches]:
     """The steps of a stream from step `first` on. `positions`: of all shards, as `Microbatches.positions` of all ranks were after the
     step before; a shard that is not there starts."""
@@ -242,19 +242,19 @@ def from_stream(
     turns = range(loader.shards // count)
     own = [index for index, is_dummy in dealt if not is_dummy]
     read = [stream_shard(turn, index, microbatches=count, shards=loader.shards) for turn in turns for index in own]
-    at: Mapping[int, Position] = {shard: begin.get(shard, Position()) for shard in sorted(read)}
+    at: Mapping[int, ShardPosition] = {shard: begin.get(shard, ShardPosition()) for shard in sorted(read)}
     for step in range(first, length.steps):
         source = Microbatches(step, length, islice(fetched, len(dealt)), seed=seed, order=None, positions=at)
         yield source
         at = source.positions or {}
 
 
-def positions_in(values: Mapping[str, Any], shards: int) -> dict[int, Position]:
+def positions_in(values: Mapping[str, Any], shards: int) -> dict[int, ShardPosition]:
     """Where each of a stream's shards goes on, by a checkpoint's values, which have the `Microbatches.positions` of all ranks as `shards`.
 
     Raises `CheckpointError` where they are of another stream.
     """
-    saved = {int(shard): Position(*said) for shard, said in values["shards"].items()}
+    saved = {int(shard): ShardPosition(*said) for shard, said in values["shards"].items()}
     if saved.keys() != set(range(shards)):
         raise CheckpointError(
             f"the checkpoint says where {len(saved)} shards of a stream go on, and this run's ls.Stream has shards={shards}; go on with "

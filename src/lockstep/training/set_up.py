@@ -43,7 +43,7 @@ class Remark(NamedTuple):
 
 def remarks(plan: Plan, mesh: Mesh, precision: Precision) -> Iterator[Remark]:
     """What makes this run slower than it need be."""
-    for axis, reason in mesh.apart.items():
+    for axis, reason in mesh.without_shared_memory.items():
         yield Remark("no-shared-memory", {"axis": axis, "reason": reason})
     if (gpus := plan.data_parallel) > 1:
         better = f"replicate={gpus}, one process a GPU, is faster: nothing copies the model in each step, and each has a Python of its own"

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lockstep.base.errors import MismatchError
 from lockstep.base.torch_private import TorchDispatchMode, resolve_process_group, schema
-from lockstep.comm.in_flight import Call, announced
+from lockstep.comm.active_calls import CollectiveCall, announce
 from lockstep.hooks.hang.snapshot import line_of, stack_of
 
 _SAME_SIZES = frozenset(
@@ -60,9 +60,9 @@ class Checked(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         self._made[group.group_name] += 1
         number = self._made[group.group_name]
-        call = Call(name, group.group_desc, number, _tensors(given) if name in _SAME_SIZES else "")
+        call = CollectiveCall(name, group.group_desc, number, _tensors(given) if name in _SAME_SIZES else "")
         mine = {"rank": self._rank, "call": _said(call, given), "line": str(line_of(stack_of(sys._getframe(2))))}
-        with announced(call):
+        with announce(call):
             if text := self._verdict(f"{group.group_name}/{number}", f"{group.group_name}/{number - 1}", mine, group.size()):
                 raise MismatchError(
                     f"call {number} of {group.group_desc} is not the same on all ranks, which make the same calls in the same order: {text}"
@@ -109,7 +109,7 @@ def _group_of(given: Mapping[str, Any]) -> dist.ProcessGroup:
     return unboxed
 
 
-def _said(call: Call, given: Mapping[str, Any]) -> str:
+def _said(call: CollectiveCall, given: Mapping[str, Any]) -> str:
     said: dict[str, int | str] = {name: given[name] for name in ("root_rank", "src") if name in given}
     if "reduce_op" in given:
         op = given["reduce_op"]  # the name in torch's functional collectives; else torch's own object

@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Literal
 
-from lockstep.comm.in_flight import Call
+from lockstep.comm.active_calls import CollectiveCall
 from lockstep.hooks.hang.snapshot import Frame, Place, line_of
 
 Kind = Literal["missing", "differ", "between"]
@@ -85,7 +85,7 @@ def _different_calls(places: Mapping[int, Place]) -> Hang:
     return Hang("differ", ranks, f"ranks wait in different calls: {said}", "\n".join(lines))
 
 
-def _kind_of(call: Call | None) -> tuple[object, ...] | None:
+def _kind_of(call: CollectiveCall | None) -> tuple[object, ...] | None:
     """What must be the same on all ranks that are in one call."""
     if call is None:
         return None

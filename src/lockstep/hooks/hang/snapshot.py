@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any, Literal
 
 from lockstep.comm import wait_times as waits
-from lockstep.comm.in_flight import Call, under_way
+from lockstep.comm.active_calls import CollectiveCall, active_calls
 
 Doing = Literal["waits", "runs", "computes", "sleeps"]
 """In a collective, for the others; through Python code; in native code, on the processor; in a call that does not return."""
@@ -71,7 +71,7 @@ class Place:
     is_first: bool
     """Whether the phase has never ended yet, and the limit is nothing but a guess."""
     doing: Doing
-    calls: tuple[Call, ...]
+    calls: tuple[CollectiveCall, ...]
     stack: tuple[Frame, ...]
     """Of the thread that trains, the outermost first."""
     threads: Mapping[str, tuple[Frame, ...]]
@@ -86,7 +86,7 @@ class Place:
     def read(cls, said: Mapping[str, Any]) -> Place:
         """From what `say` gave, through JSON."""
         threads = {name: _frames_of(frames) for name, frames in said["threads"].items()}
-        calls = tuple(Call(**call) for call in said["calls"])
+        calls = tuple(CollectiveCall(**call) for call in said["calls"])
         children = {int(process): _frames_of(frames) for process, frames in said["children"].items()}
         return cls(**{**said, "calls": calls, "stack": _frames_of(said["stack"]), "threads": threads, "children": children})
 
@@ -96,7 +96,7 @@ class Place:
         return self.seconds >= self.limit_seconds
 
     @property
-    def call(self) -> Call | None:
+    def call(self) -> CollectiveCall | None:
         """What it waits in."""
         return self.calls[0] if self.doing == "waits" and self.calls else None
 
@@ -135,7 +135,7 @@ def look(
     used = (_processor_seconds(thread) - before) / (LOOKS * LOOK_SECONDS)
     stacks = {ident: stack_of(frame) for ident, frame in sys._current_frames().items()}
     stack = stacks.pop(thread.ident, ())
-    calls = under_way()
+    calls = active_calls()
     if not calls and stack and (call := called_in(stack)) is not None:
         calls = [call]
     names = {each.ident: each.name for each in threading.enumerate()}
@@ -155,7 +155,7 @@ def look(
     )
 
 
-def doing(stack: Sequence[Frame], *, calls: Sequence[Call], moves: bool, processor: float) -> Doing:
+def doing(stack: Sequence[Frame], *, calls: Sequence[CollectiveCall], moves: bool, processor: float) -> Doing:
     """`moves`: whether it went on in Python code while it was looked at; `processor`: the share of that time that it was computing."""
     if moves:
         return "runs"
@@ -164,7 +164,7 @@ def doing(stack: Sequence[Frame], *, calls: Sequence[Call], moves: bool, process
     return "computes" if processor > 0.5 else "sleeps"
 
 
-def called_in(stack: Sequence[Frame]) -> Call | None:
+def called_in(stack: Sequence[Frame]) -> CollectiveCall | None:
     """The collective that a stack stands in, where torch has not noted it: what goes from one rank to another."""
     frames = [frame for frame in stack if frame.file != _WAITS]
     inside = [frame for frame in frames if _EXCHANGES in frame.file]
@@ -172,7 +172,7 @@ def called_in(stack: Sequence[Frame]) -> Call | None:
         return None
     public = [frame.function for frame in inside if frame.file.endswith("distributed_c10d.py") and frame.function[0] != "_"]
     names = [name for name in public if name != "wrapper"] or [frames[-1].function.strip("_")]
-    return Call(names[0], "", 0, "")
+    return CollectiveCall(names[0], "", 0, "")
 
 
 def _instruction(ident: int) -> tuple[int, int, str]:

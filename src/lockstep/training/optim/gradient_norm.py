@@ -27,7 +27,7 @@ class GradientNorm:
     def __init__(self, mesh: Mesh, *, bitwise: bool) -> None:
         self._shards = mesh.axis("shard")
         self._in_parts = mesh.torch_mesh is not None
-        self._memory = None if self._in_parts else mesh.data.memory_here
+        self._memory = None if self._in_parts else mesh.data.host_shared_memory
         self._cutting = {name: axis for name in ("shard", "tensor") if (axis := mesh.axis(name)).size > 1}
         self._pipeline = mesh.axis("pipeline")
         self._bitwise = bitwise

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lockstep.base.errors import RecipeError
 from lockstep.base.torch_private import GradBucket
-from lockstep.comm.compressed_sum import RoundedSum, Senders
+from lockstep.comm.compressed_sum import CompressedAllReduce, Senders
 from lockstep.comm.quantize import Rounding
 from lockstep.comm.wait_times import waits
 from lockstep.comm.world import World
@@ -82,14 +82,14 @@ class Bucket(NamedTuple):
 
 
 class Rounded(Compression):
-    """Each number in a shorter type, see `RoundedSum`. Buckets are on their way while the backward goes on."""
+    """Each number in a shorter type, see `CompressedAllReduce`. Buckets are on their way while the backward goes on."""
 
     def __init__(self, world: World, rounding: Rounding, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__(world)
         self._rounding = rounding
-        self._keeps = rounding.name == "int8" and self._senders.is_one
+        self._keeps = rounding.name == "int8" and self._senders.includes_this_rank
         self._left = {id(parameter): torch.zeros_like(parameter) for parameter in parameters if self._keeps}
-        self._sums: list[tuple[Bucket, RoundedSum]] = []
+        self._sums: list[tuple[Bucket, CompressedAllReduce]] = []
 
     def forget(self) -> None:
         for left in self._left.values():
@@ -105,32 +105,32 @@ class Rounded(Compression):
         held = Bucket.of(bucket)
         self._start(held, slots)
         if bucket.is_last():
-            with nullcontext() if self._senders.hosts is None else self._senders.hosts.telling():
+            with nullcontext() if self._senders.hierarchy is None else self._senders.hierarchy.abort_on_error():
                 self._end(slots)
         return held.done
 
     def _start(self, bucket: Bucket, slots: Tensor) -> None:
-        if self._senders.inside is not None:
-            self._senders.inside.all_reduce(bucket.buffer)
-        summed = RoundedSum(self._rounding, self._senders, keeps=self._keeps)
-        if self._senders.is_one:
+        if self._senders.host_shared_memory is not None:
+            self._senders.host_shared_memory.all_reduce(bucket.buffer)
+        summed = CompressedAllReduce(self._rounding, self._senders, keeps_residual=self._keeps)
+        if self._senders.includes_this_rank:
             exact = bucket.of_slots(slots)
             said = exact.clone()
             exact.zero_()
             if self._keeps:
                 torch._foreach_add_(*self._with_memory(bucket, bucket.buffer))
-            with nullcontext() if self._senders.hosts is None else self._senders.hosts.telling():
+            with nullcontext() if self._senders.hierarchy is None else self._senders.hierarchy.abort_on_error():
                 summed.start(bucket.buffer, said)
         self._sums.append((bucket, summed))
 
     def _end(self, slots: Tensor) -> None:
         sums, self._sums = self._sums, []
-        if self._senders.is_one:
+        if self._senders.includes_this_rank:
             for _, summed in sums:
                 summed.fold()
             for bucket, summed in sums:
                 if self._keeps:
-                    left = summed.left.view(-1)[: bucket.buffer.numel()].nan_to_num_(0.0, 0.0, 0.0)
+                    left = summed.residual.view(-1)[: bucket.buffer.numel()].nan_to_num_(0.0, 0.0, 0.0)
                     parts, memories = self._with_memory(bucket, left)
                     torch._foreach_copy_(memories, parts)
                 exact = bucket.of_slots(slots)
@@ -138,8 +138,8 @@ class Rounded(Compression):
                 summed.finish(bucket.buffer, said)
                 exact.copy_(said)
         for bucket, _ in sums:
-            if self._senders.inside is not None:
-                self._senders.inside.broadcast(bucket.buffer, 0)
+            if self._senders.host_shared_memory is not None:
+                self._senders.host_shared_memory.broadcast(bucket.buffer, 0)
             bucket.done.set_result(bucket.buffer)
 
     def _with_memory(self, bucket: Bucket, flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
@@ -187,7 +187,7 @@ class LowRank(Compression):
         if bucket.is_last():
             buckets, self._buckets = self._buckets, []
             began = time.perf_counter()
-            with nullcontext() if self._senders.hosts is None else self._senders.hosts.telling():
+            with nullcontext() if self._senders.hierarchy is None else self._senders.hierarchy.abort_on_error():
                 self._sum({id(p): g for each in buckets for p, g in zip(each.parameters, each.gradients, strict=True)})
             waits.seconds += time.perf_counter() - began
             for each in buckets:
@@ -201,12 +201,12 @@ class LowRank(Compression):
             if not tensors:
                 continue
             flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-            if self._senders.inside is not None:
-                self._senders.inside.all_reduce(flat)
-            if self._senders.is_one:
+            if self._senders.host_shared_memory is not None:
+                self._senders.host_shared_memory.all_reduce(flat)
+            if self._senders.includes_this_rank:
                 add(flat)
-            if self._senders.inside is not None:
-                self._senders.inside.broadcast(flat, 0)
+            if self._senders.host_shared_memory is not None:
+                self._senders.host_shared_memory.broadcast(flat, 0)
             parts = torch.split(flat, [tensor.numel() for tensor in tensors])
             torch._foreach_copy_(tensors, [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)])
 

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.base.errors import RecipeError
 from lockstep.base.torch_private import GradBucket
 from lockstep.comm.mesh import Mesh
-from lockstep.comm.ordered_sum import OrderedSum, Shares
+from lockstep.comm.ordered_sum import OrderedSum, TreeNodes
 from lockstep.comm.wait_times import waits
 from lockstep.training.reducers.compression import Compression, gradients_of
 from lockstep.training.reducers.step_stats import Number, StepStats, StepStatsVector, clear_unused
@@ -60,7 +60,7 @@ class _LossModule(nn.Module):
 
 def loss_factor(mesh: Mesh, *, bitwise: bool, compression: Compression | None) -> int:
     """The factor for the loss: DDP's own all-reduce, which runs without Python, computes the mean over ranks instead of the sum."""
-    return 1 if bitwise or compression is not None or mesh.data.hosts is not None else mesh.data.size
+    return 1 if bitwise or compression is not None or mesh.data.hierarchy is not None else mesh.data.size
 
 
 class DdpReducer:
@@ -77,8 +77,8 @@ class DdpReducer:
     ) -> None:
         """`compression` sends the gradients in fewer bytes; None sends them as they are. Not with `bitwise`."""
         world = mesh.data
-        self._memory = world.memory
-        self._waits_in_torch = world.hosts is None and compression is None
+        self._memory = world.shared_memory
+        self._waits_in_torch = world.hierarchy is None and compression is None
         self._parameters = list(parameters)
         self._places = {id(parameter): place for place, parameter in enumerate(parameters)}
         self._world = world
@@ -97,8 +97,8 @@ class DdpReducer:
                 self._ddp.register_comm_hook(None, self._ordered_bucket)
             elif compression is not None:
                 self._ddp.register_comm_hook(self._wrapped.stats, compression.sum_bucket)
-            elif world.hosts is not None:
-                self._ddp.register_comm_hook(None, world.hosts.sum_bucket)
+            elif world.hierarchy is not None:
+                self._ddp.register_comm_hook(None, world.hierarchy.sum_bucket)
             self._hooks = [p.register_post_accumulate_grad_hook(self._note_use(i)) for i, p in enumerate(self._parameters)]  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
@@ -115,7 +115,7 @@ class DdpReducer:
         self._synchronized = False
         if self._bitwise:
             self._counter: Counter[list[Tensor]] = Counter(_add_into_left, start=self._share.start, count=count)
-            self._shares = Shares.of(count, self._world.size)
+            self._shares = TreeNodes.of(count, self._world.size)
             self._sums: list[tuple[OrderedSum, Tensor, torch.futures.Future[Tensor]]] = []
         self._used[:] = [0.0] * len(self._used)
         self._complete_at = time.perf_counter()

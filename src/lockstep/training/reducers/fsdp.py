@@ -34,7 +34,7 @@ class FsdpReducer:
         self._vector = StepStatsVector(len(parameters), max_microbatches, dtype=dtype, device=device)
         self._scatters: list[Scatter] = []
         self._groups = fsdp_groups(model)
-        memory = mesh.axis("shard").memory
+        memory = mesh.axis("shard").shared_memory
         for group in self._groups:
             scatter = OrderedScatter(mesh, fsdp_parameter_group(group)) if bitwise else Scatter(memory)
             group.set_custom_reduce_scatter(scatter)

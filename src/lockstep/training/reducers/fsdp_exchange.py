@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lockstep.base.torch_private import AllGather, ReduceScatter
 from lockstep.comm.mesh import Mesh, to_local
-from lockstep.comm.ordered_sum import add
-from lockstep.comm.shared_memory import SharedGroup
+from lockstep.comm.ordered_sum import add_in_place
+from lockstep.comm.shared_memory import SharedMemoryGroup
 from lockstep.tree import Counter
 
 # Its name from torch 2.13 on; the old one warns there.
@@ -22,7 +22,7 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 class Gather(AllGather):
     """The all-gather of a block's parameters through the memory that the ranks of `shard` share."""
 
-    def __init__(self, memory: SharedGroup) -> None:
+    def __init__(self, memory: SharedMemoryGroup) -> None:
         self._memory = memory
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -42,7 +42,7 @@ class Scatter(ReduceScatter):
     whose loss reaches this one, nothing is exchanged.
     """
 
-    def __init__(self, memory: SharedGroup | None) -> None:
+    def __init__(self, memory: SharedMemoryGroup | None) -> None:
         """`memory`: what the ranks of `shard` share, if they do."""
         self._memory = memory
         self._in_step = False
@@ -94,7 +94,7 @@ class OrderedScatter(Scatter):
 
     def __init__(self, mesh: Mesh, parameters: Any) -> None:
         """`parameters`: FSDP2's group of them, in whose order and padding the gradients are sent; None for a group without."""
-        super().__init__(mesh.data.memory)
+        super().__init__(mesh.data.shared_memory)
         self._parameters = parameters
         self._data = mesh.data
         self._replicas = mesh.axis("replicate")
@@ -103,7 +103,7 @@ class OrderedScatter(Scatter):
     def begin(self, count: int) -> None:
         super().begin(count)
         self._left = count
-        self._counter: Counter[Tensor] = Counter(add, start=0, count=count)
+        self._counter: Counter[Tensor] = Counter(add_in_place, start=0, count=count)
 
     def next_round(self, *, is_dummy: bool) -> None:
         super().next_round(is_dummy=is_dummy)

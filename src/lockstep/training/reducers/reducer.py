@@ -65,7 +65,7 @@ def choose_reducer(mesh: Mesh, *, bitwise: bool, compressed: bool) -> ReducerCho
         return ReducerChoice(DdpReducer, "numerics=bitwise: buckets are summed in the canonical order")
     if compressed:
         return ReducerChoice(DdpReducer, "gradient_compression: buckets are sent in fewer bytes")
-    if mesh.data.memory is not None:
+    if mesh.data.shared_memory is not None:
         return ReducerChoice(PostBackwardReducer, "all replicas share the memory of one host")
     return ReducerChoice(DdpReducer, "buckets are summed while the backward computes")
 

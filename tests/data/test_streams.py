@@ -12,7 +12,7 @@ from torch.utils.data import default_collate
 import lockstep as ls
 from lockstep.base.errors import DataError
 from lockstep.data.loader import Span, StreamLoader
-from lockstep.data.shards import Position, samples
+from lockstep.data.streams import ShardPosition, samples
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes")
 
@@ -169,7 +169,7 @@ def load():
 
     def fetch(open, among=None, *, begin=(0, 0), shards=6, window=5, **options):
         loaders.append(StreamLoader(ls.Stream(open, shards=shards, window=window), **{"seed": 0, "device": CPU, **options}))
-        positions = dict.fromkeys(range(shards), Position(*begin))
+        positions = dict.fromkeys(range(shards), ShardPosition(*begin))
         return list(loaders[-1].fetch(spans() if among is None else among, microbatches=3, positions=positions))
 
     yield fetch

@@ -1,7 +1,8 @@
 """Streams: a shard's samples in the order in which a run sees them, and the microbatches made of them.
 
-Position p of an epoch is in window p // W of the shard's samples in that epoch, and each window has a keyed permutation of its own. So
-where a run stands in a shard is (epoch, position), whoever reads it, and the window of that position is all that is read again.
+Position p of an epoch is in window p // W of the shard's samples in that epoch, and each window has a keyed permutation
+of its own. So the state of a shard is
+(epoch, position), whichever rank reads it, and a resumed run reads only the window of that position again.
 """
 
 from __future__ import annotations
@@ -21,25 +22,25 @@ from lockstep.order import Order
 from lockstep.recipe import Stream
 
 
-class Position(NamedTuple):
-    """Where a shard goes on."""
+class ShardPosition(NamedTuple):
+    """The position at which reading a shard continues."""
 
     epoch: int = 0
     seen: int = 0
-    """How many of its samples were seen in that epoch."""
+    """Number of the shard's samples read in that epoch."""
 
 
 class Sample(NamedTuple):
     epoch: int
     position: int
-    """In the order in which the run sees the epoch's samples."""
+    """Index in the order in which the run reads the epoch's samples."""
     number: int
-    """In the order in which the shard has them."""
+    """Index in the shard."""
     value: Any
 
 
-class Request(NamedTuple):
-    """What a microbatch is made of: the next `size` samples of a shard."""
+class ShardRequest(NamedTuple):
+    """A request for a microbatch: the next `size` samples of a shard."""
 
     step: int
     microbatch: int
@@ -48,19 +49,20 @@ class Request(NamedTuple):
     """One `is_dummy` (see `Span`) for each time that the microbatch is computed."""
     shard: int
     size: int
-    begin: Position | None
-    """Where the shard is opened; None: it goes on."""
+    begin: ShardPosition | None
+    """The position at which to open the shard; None: go on with the open one."""
 
 
 class Origin(NamedTuple):
-    """Which samples of which shard a microbatch is made of."""
+    """The samples of a microbatch: their shard, epochs and numbers."""
 
     shard: int
     epochs: list[int]
-    """Of each sample."""
+    """Epoch of each sample."""
     numbers: list[int]
-    after: Position
-    """Where the shard goes on."""
+    """Index of each sample in the shard."""
+    after: ShardPosition
+    """The shard's position after the microbatch."""
 
     def __str__(self) -> str:
         parts = [
@@ -70,15 +72,18 @@ class Origin(NamedTuple):
         return "samples " + " and ".join(parts)
 
     def names(self) -> list[str]:
-        """Of each sample."""
+        """Return each sample in words."""
         return [f"{number} of shard {self.shard} in epoch {epoch}" for epoch, number in zip(self.epochs, self.numbers, strict=True)]
 
 
 class StreamFetcher:
-    """Makes microbatches of a stream: `fetcher[request]`. All requests of a shard go to the same fetcher, in their order."""
+    """Fetches microbatches of a stream: `fetcher[request]`.
+
+    All requests for a shard go to the same fetcher, in their order.
+    """
 
     seeds = True
-    """It seeds the default generators of the process it runs in."""
+    """True: it seeds the default generators of its process."""
 
     def __init__(self, stream: Stream, collate: Callable[[list[Any]], Any] | None, seed: int) -> None:
         self._stream = stream
@@ -86,29 +91,33 @@ class StreamFetcher:
         self._seed = seed
         self._open: dict[int, Iterator[Sample]] = {}
 
-    def __getitem__(self, request: Request | None) -> tuple[Any, Origin] | None:
-        """The batch and where it is from; of None, None. Raises `DataError`, and what `open`, its iterator and `collate` raise."""
+    def __getitem__(self, request: ShardRequest | None) -> tuple[Any, Origin] | None:
+        """Return the batch and its origin; None for None.
+
+        Raises `DataError`, and what `open`, its iterator and `collate` raise.
+        """
         if request is None:
             return None
         shard = request.shard
         if request.begin is not None:
             self._open[shard] = samples(self._stream, shard, seed=self._seed, epoch=request.begin.epoch, position=request.begin.seen)
         taken = list(islice(self._open[shard], request.size))
-        after = Position(taken[-1].epoch, taken[-1].position + 1)
+        after = ShardPosition(taken[-1].epoch, taken[-1].position + 1)
         origin = Origin(shard, [sample.epoch for sample in taken], [sample.number for sample in taken], after)
         values = [sample.value for sample in taken]
-        batch = batch_of(values, self._collate, self._seed, step=request.step, microbatch=request.microbatch, said=lambda: str(origin))
+        batch = batch_of(values, self._collate, self._seed, step=request.step, microbatch=request.microbatch, describe=lambda: str(origin))
         return batch, origin
 
     def close(self) -> None:
-        """Let go of the iterators."""
+        """Drop the iterators."""
         self._open.clear()
 
 
 def samples(stream: Stream, shard: int, *, seed: int, epoch: int, position: int) -> Iterator[Sample]:
-    """The samples of a shard from a position on, epoch after epoch, without end. Holds one window.
+    """Yield the samples of a shard from a position on, epoch after epoch, without end. Holds one window in memory.
 
-    Raises `DataError` where an epoch has no sample, or fewer than were seen of it, and what `open` and its iterator raise.
+    Raises `DataError` if an epoch has no sample, or fewer than were read of it before, and what `open` and its iterator
+    raise.
     """
     while True:
         first = position - position % stream.window
@@ -140,7 +149,7 @@ def _order(count: int, seed: int) -> list[int]:
 
 
 def _opened(stream: Stream, shard: int, seed: int, epoch: int, start: int) -> Iterator[Any]:
-    """The shard's own samples in one epoch, each under its own generators."""
+    """Yield the samples of one epoch in the shard's own order, with the generators seeded for each."""
     seed_generators(key(seed, keys.RandomStream.SAMPLE, epoch, shard), CPU)
     number = start
     try:

@@ -17,23 +17,23 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.comm import segment
-from lockstep.comm.hosts import Hosts
+from lockstep.comm.hierarchical import HierarchicalAllReduce
 from lockstep.comm.segment import ExchangeError, Unavailable
-from lockstep.comm.shared_memory import SharedGroup
+from lockstep.comm.shared_memory import SharedMemoryGroup
 from lockstep.testing.pool import WorkerPool
 
 SIZES = (0, 1, 7, 5000, 300_000)
 
 
-def on_hosts(names: str) -> Hosts | Unavailable:
+def on_hosts(names: str) -> HierarchicalAllReduce | Unavailable:
     """Each rank is on the host that its letter names."""
     segment._host = lambda: [names[distributed.get_rank()], 1]  # type: ignore[assignment]
-    made = SharedGroup.create()
+    made = SharedMemoryGroup.create()
     assert isinstance(made, Unavailable)
     assert made.hosts == tuple(names.index(name) for name in names)
-    hosts = Hosts.create(distributed.group.WORLD, made.hosts)
-    if isinstance(hosts, Hosts):
-        Hosts.connect([hosts.firsts], [hosts])
+    hosts = HierarchicalAllReduce.create(distributed.group.WORLD, made.hosts)
+    if isinstance(hosts, HierarchicalAllReduce):
+        HierarchicalAllReduce.connect([hosts.leaders], [hosts])
     return hosts
 
 
@@ -44,7 +44,7 @@ def parts(length: int) -> list[Tensor]:
 def sums(names: str) -> tuple[bool, list[Tensor], list[Tensor]]:
     """Whether vectors' sums are right, and a model's gradients beside those of all ranks' rows on one process, in float64."""
     hosts, rank, size = on_hosts(names), distributed.get_rank(), distributed.get_world_size()
-    assert isinstance(hosts, Hosts)
+    assert isinstance(hosts, HierarchicalAllReduce)
     right = True
     for length in SIZES:
         mine = parts(length)[rank].clone()
@@ -75,7 +75,7 @@ def test_the_sum_is_over_the_ranks_of_all_hosts(pool: WorkerPool, names: str) ->
             torch.testing.assert_close(one, other)
 
 
-def refused(names: str, breaks: int) -> Hosts | Unavailable:
+def refused(names: str, breaks: int) -> HierarchicalAllReduce | Unavailable:
     """Rank `breaks` cannot open the memory of its host. (The pool looks for what is left behind.)"""
     if distributed.get_rank() == breaks:
         made = segment._open
@@ -96,7 +96,7 @@ def test_where_one_host_has_no_memory_no_rank_uses_any(pool: WorkerPool) -> None
 def lose_a_host(rank: int) -> tuple[str, float]:
     """Rank 2, the whole of host b, is killed: the first of host a hears of it from the network, and lives on; the second from the first."""
     hosts = on_hosts("aab")
-    assert isinstance(hosts, Hosts)
+    assert isinstance(hosts, HierarchicalAllReduce)
     tensor = torch.ones(1000)
     hosts.all_reduce(tensor)
     if rank == 2:

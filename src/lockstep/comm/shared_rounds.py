@@ -1,0 +1,157 @@
+"""The protocol below every collective in shared memory: rounds, in which each rank shows data to the others.
+
+[Note: Rounds] Every collective is a number of rounds, the same on every rank. In round n a rank writes into its own
+buffer n % 2, sets its counter to n, waits until all counters have reached n, and reads from the others' buffers n % 2.
+A rank that has reached n has finished reading in round n - 1. So once all have reached n, the buffers of round n - 1
+are free for round n + 1. Nothing is ever reset, and a round has one wait.
+
+In the first round of a call each rank also writes which collective it calls, and all compare: a mismatch is an error,
+not a wrong sum.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lockstep.comm.segment import LINE_BYTES, CallsDiffer, Segment
+from lockstep.comm.shared_tensors import DTYPES, called, signature_of
+from lockstep.comm.wait_times import waits
+
+
+@dataclass(frozen=True, slots=True)
+class BufferViews:
+    """The buffers as tensors of one dtype. Each list is indexed by [buffer][rank]."""
+
+    dtype_code: int
+    elements_per_line: int
+    """Elements in a cache line: the slices of two ranks do not share one."""
+    whole: list[list[Tensor]]
+    """The data that a rank shows to all."""
+    results: list[list[Tensor]]
+    """A rank's slice of a sum."""
+    sent: list[list[Tensor]]
+    """This rank's cell for each rank; empty for itself."""
+    received: list[list[Tensor]]
+    """Each rank's cell for this one."""
+
+
+class Rounds:
+    """One rank's part in the rounds of a group. Used by one thread at a time."""
+
+    def __init__(self, segment: Segment, buffer_bytes: int) -> None:
+        self.others = segment.peers
+        self.number = 0
+        """The last round that this rank has announced."""
+        self.signature = 0
+        """The call that this rank is in, or was in last; see `called`."""
+        self._rank = segment.rank
+        self._size = segment.size
+        self._segment = segment
+        self._buffer_bytes = buffer_bytes
+        self._words = segment.words
+        self._other_counters = [segment.counters[peer] for peer in segment.peers]
+        self._calls = [[segment.calls(buffer, rank) for rank in range(segment.size)] for buffer in range(2)]
+        self._views: dict[torch.dtype, BufferViews] = {}
+
+    @property
+    def buffer(self) -> int:
+        """The buffer of the coming round, 0 or 1; until it is announced, this rank alone uses its own."""
+        return self.number & 1
+
+    def start(self, operation: int, tensor: Tensor, detail: int = 0, sizes: Sequence[int] | None = None) -> BufferViews:
+        """Write down which collective this rank calls, for the others to compare in the first round.
+
+        `sizes`: for all_to_all, how many elements go to each rank.
+        """
+        views = self._views.get(tensor.dtype) or self._make_views(tensor.dtype)
+        length = tensor.numel() if sizes is None else 0
+        self.signature = signature_of(operation, views.dtype_code, length, detail)
+        place = self._calls[self.buffer][self._rank]
+        self._words[place] = self.signature
+        if sizes is not None:
+            for word, size in enumerate(sizes, place + 1):
+                self._words[word] = size
+        return views
+
+    def meet(self, *, first: bool = False) -> None:
+        """[Note: Rounds] Announce what this rank has written, and wait until all ranks have announced theirs.
+
+        `first`: this is the first round of a call, so compare the calls.
+        """
+        self.announce()
+        self.wait(first=first)
+
+    def announce(self) -> None:
+        """Set this rank's counter to the next round."""
+        self.number += 1
+        self._segment.announce(self.number)
+
+    def wait(self, *, first: bool) -> None:
+        """Wait until all ranks have announced this round. Raises an `ExchangeError`."""
+        target, words = self.number, self._words
+        for place in self._other_counters:
+            if words[place] < target:
+                began = time.perf_counter()
+                self._segment.wait(target)
+                waits.seconds += time.perf_counter() - began
+                break
+        if first:
+            calls = self._calls[(target - 1) & 1]
+            for peer in self.others:
+                if words[calls[peer]] != self.signature:
+                    raise self._difference(peer, words[calls[peer]])
+
+    def most_sent(self, buffer: int, output_sizes: Sequence[int]) -> int:
+        """Return the longest chunk that any rank sends to another in this all_to_all.
+
+        Raises `CallsDiffer` if a rank sends this one another number of elements than `output_sizes` says.
+        """
+        most = 0
+        for rank, place in enumerate(self._calls[buffer]):
+            sizes = self._words[place + 1 : place + 1 + self._size].tolist()
+            if sizes[self._rank] != output_sizes[rank]:
+                source, target = self._segment.names[rank], self._segment.names[self._rank]
+                text = f"all_to_all: rank {source} sends {sizes[self._rank]} elements to rank {target}, which expects {output_sizes[rank]}"
+                raise CallsDiffer((rank,), text)
+            sizes[rank] = 0
+            most = max(most, *sizes)
+        return most
+
+    def forget_views(self) -> None:
+        """Drop the tensors that look into the shared memory, so that it can be unmapped."""
+        self._views.clear()
+
+    def _difference(self, peer: int, signature: int) -> CallsDiffer:
+        calls = [(self._segment.names[rank], *called(each)) for rank, each in ((self._rank, self.signature), (peer, signature))]
+        mine, theirs = (f"rank {rank} called {name} of {what}" for rank, name, what in calls)
+        return CallsDiffer((peer,), f"{mine} and {theirs}; all ranks of a group call the same, in the same order")
+
+    def _make_views(self, dtype: torch.dtype) -> BufferViews:
+        if dtype not in DTYPES:
+            raise ValueError(f"{dtype} cannot be exchanged through shared memory; known are {', '.join(map(str, DTYPES))}")
+        item, size = dtype.itemsize, self._size
+        # A buffer has room for one slice per rank and one more for a sum (`room` elements each); or for one cell per
+        # other rank.
+        room = self._buffer_bytes // (size + 1) // LINE_BYTES * LINE_BYTES // item
+        cell = self._buffer_bytes // (size - 1) // LINE_BYTES * LINE_BYTES // item
+        buffers = torch.frombuffer(self._segment.memory, dtype=dtype, offset=self._segment.data_bytes).view(2, size, -1)
+
+        def cell_of(buffer: int, source: int, target: int) -> Tensor:
+            start = (target - source - 1) % size * cell
+            return buffers[buffer, source, start : start + cell]
+
+        both, ranks = range(2), range(size)
+        self._views[dtype] = BufferViews(
+            dtype_code=DTYPES.index(dtype),
+            elements_per_line=LINE_BYTES // item,
+            whole=[list(buffers[buffer].unbind()) for buffer in both],
+            results=[[buffers[buffer, rank, room * size :][:room] for rank in ranks] for buffer in both],
+            sent=[[cell_of(buffer, self._rank, peer) for peer in ranks] for buffer in both],
+            received=[[cell_of(buffer, peer, self._rank) for peer in ranks] for buffer in both],
+        )
+        return self._views[dtype]
