@@ -181,7 +181,7 @@ def _prepare(recipe: Recipe, session: Session, hooks: Sequence[Hook]) -> Run:
     if (pipeline := session.pairs[0].pipeline) is None:
         check()
     else:
-        pipeline.together(check)
+        pipeline.raise_on_all_ranks(check)
     if "auto" in (recipe.precision, recipe.microbatch, *(getattr(session.plan, name) for name in MEASURED)):
         from lockstep.autotune.autotune import settled  # 5 ms to import
 

@@ -40,9 +40,10 @@ from lockstep.launch.termination import Preempted, Termination
 from lockstep.logging.loggers import Logger
 from lockstep.logging.phases import Phases
 from lockstep.logging.recorder import Recorder
-from lockstep.model.parallelize import Built, check_devices, lay_out
+from lockstep.model.initialization.initial_model import InitialModel
+from lockstep.model.parallelize import check_devices, parallelize
 from lockstep.model.pipeline.stages import check_microbatches
-from lockstep.model.sync_batchnorm import Exchange, adopt, split_microbatches
+from lockstep.model.sync_batchnorm import SyncBatchNormExchange, split_microbatches, use_exchange
 from lockstep.plan import Plan
 from lockstep.recipe import (
     Precision,
@@ -142,7 +143,7 @@ class Session:
         """What this rank is at."""
         self._watching: Watching | None = None
         self._termination = Termination()
-        self._exchange = Exchange()
+        self._exchange = SyncBatchNormExchange()
         self._told_of_batchnorm = False
 
     def __enter__(self) -> Session:
@@ -289,7 +290,7 @@ class Session:
             )
         if self._traced is not None:
             build_model = self._traced.factory(build_model)
-        built = Built.of(build_model, key(self.seed, RandomStream.MODEL, len(self.pairs)), self.mesh)
+        built = InitialModel.build(build_model, key(self.seed, RandomStream.MODEL, len(self.pairs)), self.mesh)
         if built.reason is not None:
             self.event("model-built-whole", reason=built.reason)
         model = built.module
@@ -302,16 +303,16 @@ class Session:
         if built.deferred is None and self.plan.split == 1:
             model.to(self.device)
         model.train()
-        adopt(model, self._exchange)
+        use_exchange(model, self._exchange)
         begin = partial(seed_generators, device=self.device)
-        laid = lay_out(built, self.mesh, self.plan, begin=begin, blocks=blocks, tensor=tensor, stages=stages)
+        laid = parallelize(built, self.mesh, self.plan, begin=begin, blocks=blocks, tensor=tensor, stages=stages)
         built.check_values(self.world)
         if start is not None:
             self.event("weights-loaded", **start.fill(model, self.world))
             if self._traced is not None:
                 self._traced.loaded(model)
         build = partial(optimizers.built, build_optimizer, model, in_part=laid.pipeline is not None)
-        made = build() if laid.pipeline is None else laid.pipeline.together(build)
+        made = build() if laid.pipeline is None else laid.pipeline.raise_on_all_ranks(build)
         if bitwise and optimizers.unfuse(made):
             self.event("optimizer-not-fused", reason="a fused kernel rounds differently on a part of a tensor than on the whole")
         for optimizer in made:

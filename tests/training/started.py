@@ -16,7 +16,7 @@ import lockstep as ls
 from lockstep.base.errors import RecipeError
 from lockstep.checkpoint import foreign
 from lockstep.comm.mesh import to_local
-from lockstep.model.deferred_init import Deferred
+from lockstep.model.initialization.deferred_init import DeferredModel
 from lockstep.train import pretrained as starting
 from lockstep.train.pretrained import Start
 from lockstep.train.state import aliases, tensors_of
@@ -74,17 +74,17 @@ def read_bytes(plan: str, run_dir: str, weights: Any) -> tuple[int, int]:
 def computed(plan: str, run_dir: str, weights: Any) -> list[str]:
     """The names of the parameters and buffers whose initial values a rank has computed."""
     names = []
-    original = Deferred.materialise
+    original = DeferredModel.materialize
 
-    def noting(self: Deferred, tensor: Tensor) -> Tensor:
+    def noting(self: DeferredModel, tensor: Tensor) -> Tensor:
         names.append(self.names[id(tensor)])
         return original(self, tensor)
 
-    Deferred.materialise = noting  # type: ignore[method-assign,assignment]
+    DeferredModel.materialize = noting  # type: ignore[method-assign,assignment]
     try:
         started(plan, run_dir, weights)
     finally:
-        Deferred.materialise = original  # type: ignore[method-assign]
+        DeferredModel.materialize = original  # type: ignore[method-assign]
     return names
 
 

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from parallel.elsewhere import ELSEWHERE, SecondDevice
+from model.second_device import ELSEWHERE, SecondDevice
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset

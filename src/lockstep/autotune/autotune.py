@@ -34,7 +34,7 @@ from lockstep.base.errors import PlanError, RecipeError
 from lockstep.data.structure import structure
 from lockstep.launch.environment import threads_per_process
 from lockstep.logging.run_directory import device_name
-from lockstep.model.sync_batchnorm import training_layers
+from lockstep.model.sync_batchnorm import training_batchnorms
 from lockstep.plan import MEASURED
 from lockstep.recipe import Recipe
 from lockstep.session import Session
@@ -139,7 +139,7 @@ class _Choosing:
             raise RecipeError(
                 f"numerics=bitwise with microbatch='auto'; other machines and numbers of processes may measure another one; {example}"
             )
-        if layers := training_layers([self.session.pairs[0].model]):
+        if layers := training_batchnorms([self.session.pairs[0].model]):
             raise RecipeError(
                 f"microbatch='auto' with BatchNorm ({layers[0][0]!r}); it takes its statistics over one microbatch, whose size so changes "
                 f"what is learned, not only the speed; {example}"

@@ -16,7 +16,7 @@ from lockstep.launch.environment import Environment
 from lockstep.launch.failure import out_of_memory
 from lockstep.launch.grace import ask_again
 from lockstep.logging.recorder import Recorder
-from lockstep.model.sync_batchnorm import training_layers
+from lockstep.model.sync_batchnorm import training_batchnorms
 from lockstep.plan import Plan
 from lockstep.recipe import Stream
 from lockstep.saving import OutOfMemory, check_out_of_memory
@@ -66,7 +66,7 @@ class Memory:
         Raises `RecipeError` where the plan halves microbatches that cannot be.
         """
         self._largest = largest
-        mine = [name for name, _ in training_layers(models)]
+        mine = [name for name, _ in training_batchnorms(models)]
         layers = [name for theirs in self.mesh.axis("pipeline").gather_values(mine) for name in theirs]
         if layers:
             self._whole = f"BatchNorm ({layers[0]!r}) takes its statistics over what is computed at once, so that halves are another model"

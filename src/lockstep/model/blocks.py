@@ -23,12 +23,12 @@ def blocks_of(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
     """
     if patterns is None:
         found = list(_repeated(model, "")) or list(_large(model, "", _size(model) / LARGE_SHARE))
-        tied = tied_blocks(model, found)
-        return [name for name in found if name not in tied]
+        shared = blocks_with_shared_parameters(model, found)
+        return [name for name in found if name not in shared]
     named = _named(model, patterns)
-    if tied := tied_blocks(model, named):
+    if shared := blocks_with_shared_parameters(model, named):
         raise RecipeError(
-            f"the recipe's block {min(tied)!r} shares a parameter with what lies outside of it; a block's parameters are gathered for it "
+            f"the recipe's block {min(shared)!r} shares a parameter with what lies outside of it; a block's parameters are gathered for it "
             "alone; leave it out of Recipe.blocks, or name a module that holds both"
         )
     return named
@@ -51,7 +51,7 @@ def _named(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     return chosen
 
 
-def tied_blocks(model: nn.Module, blocks: Sequence[str]) -> set[str]:
+def blocks_with_shared_parameters(model: nn.Module, blocks: Sequence[str]) -> set[str]:
     """The blocks with a parameter that another block, or no block, has too."""
     owners: dict[int, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -25,7 +25,7 @@ def gpus_of(home: torch.device, count: int) -> list[int]:
     return list(range(count))
 
 
-def check_cuttable(model: nn.Module, count: int) -> None:
+def check_no_batchnorm(model: nn.Module, count: int) -> None:
     """Raises `RecipeError` where a model's forward on parts of a microbatch would compute something else than on the whole."""
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm):
@@ -35,13 +35,13 @@ def check_cuttable(model: nn.Module, count: int) -> None:
             )
 
 
-def cut_over(model: nn.Module, gpus: list[int]) -> None:
+def wrap_data_parallel(model: nn.Module, gpus: list[int]) -> None:
     """Have the model's forward, and nothing else of it, run on all `gpus`, each with a part of dim 0 of every tensor that it is given.
 
     The model is on the first GPU, where the whole output comes back. Raises `RecipeError`.
     """
-    check_cuttable(model, len(gpus))
-    parallel = nn.DataParallel(_Forward(model), device_ids=gpus)
+    check_no_batchnorm(model, len(gpus))
+    parallel = nn.DataParallel(_OwnForward(model), device_ids=gpus)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         for gpu in gpus[1:]:  # drawn from the microbatch's own generator, so that each part has masks of its own
@@ -51,7 +51,7 @@ def cut_over(model: nn.Module, gpus: list[int]) -> None:
     model.forward = forward
 
 
-class _Forward(nn.Module):
+class _OwnForward(nn.Module):
     """What DataParallel copies: it calls the model's own forward, which its replacement would lead back to DataParallel."""
 
     def __init__(self, model: nn.Module) -> None:

@@ -33,16 +33,16 @@ REMEMBERED = 2**16
 """Streams whose followers are kept for recomputations: parts times microbatches on their way."""
 
 
-class Streams:
+class ModuleRandomStreams:
     """The streams of one model's parts, under every plan: with one process they are what makes a pipeline's masks the same.
 
-    For each microbatch `start` or `begun`, then the forward. The first part draws from `key(*position)`, part i from
+    For each microbatch `start` or `set_position`, then the forward. The first part draws from `key(*position)`, part i from
     `key(*position, i, n)` in the model's n-th forward of this microbatch, and what comes after the last of P parts (the loss) from
     `key(*position, P, n)`. Where no part can draw, whatever does draws from `key(*position)`.
     """
 
     def __init__(self, model: nn.Module, parts: Sequence[str], begin: Callable[[int], None]) -> None:
-        """`parts`: as `stages.parts_of` found them. `begin`: starts torch's default generators, and others, from a key."""
+        """`parts`: as `stages.sequential_parts` found them. `begin`: starts torch's default generators, and others, from a key."""
         self._begin = begin
         self._position: tuple[int, ...] | None = None
         modules = [model.get_submodule(name) for name in parts]
@@ -60,10 +60,10 @@ class Streams:
 
     def start(self, position: tuple[int, ...], part: int = 0) -> None:
         """Begin the stream of `part` in the first forward of a microbatch. A pipeline's stage calls it with its first part."""
-        self.begun(position)
+        self.set_position(position)
         self._begin(key(*position, part, 0) if part and self._several else key(*position))
 
-    def begun(self, position: tuple[int, ...]) -> None:
+    def set_position(self, position: tuple[int, ...]) -> None:
         """The same, where the first part's stream has been begun already."""
         self._position = position
         self._calls.clear()

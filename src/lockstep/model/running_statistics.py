@@ -22,7 +22,7 @@ BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 @dataclass(slots=True)
-class _Scratch:
+class _ScratchBuffers:
     """One BatchNorm module's own buffers, kept safe while a microbatch updates the ones in their place."""
 
     module: _BatchNorm
@@ -30,7 +30,7 @@ class _Scratch:
     taken: dict[str, Tensor]
 
     @classmethod
-    def of(cls, module: _BatchNorm) -> _Scratch:
+    def of(cls, module: _BatchNorm) -> _ScratchBuffers:
         kept = {name: module._buffers[name] for name in BUFFERS}
         scratch = cls(module, {name: buffer for name, buffer in kept.items() if buffer is not None}, {})
         scratch.renew()
@@ -88,7 +88,7 @@ class RunningStatistics:
         self.mesh = mesh
         """Who computes which microbatches."""
         modules = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
-        self._scratches = [_Scratch.of(module) for module in modules]
+        self._scratches = [_ScratchBuffers.of(module) for module in modules]
         self._hooks = [scratch.module.register_forward_pre_hook(scratch.swap_in) for scratch in self._scratches]
         self._hooks += [scratch.module.register_forward_hook(scratch.swap_out, always_call=True) for scratch in self._scratches]
         self._rows: list[Tensor] = []

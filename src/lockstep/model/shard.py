@@ -13,8 +13,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 
 from lockstep.base.errors import RecipeError
 from lockstep.comm.mesh import Mesh
-from lockstep.model.shared_parameters import tie, ties
-from lockstep.model.skipped_blocks import Visits
+from lockstep.model.shared_parameters import share_parameter, shared_names
+from lockstep.model.skipped_blocks import SkippedBlockGuard
 
 
 def reshard(model: nn.Module) -> None:
@@ -54,7 +54,7 @@ def shard(
     axis = mesh.torch_mesh["shard"]
     modules = [model.get_submodule(name) for name in blocks]
     on_cpu = mesh.world.device.type == "cpu"
-    visits = Visits(model, modules, gathers_ahead=on_cpu)
+    visits = SkippedBlockGuard(model, modules, gathers_ahead=on_cpu)
     policy = CPUOffloadPolicy() if offload else OffloadPolicy()
     for module in modules:
         fill(module)
@@ -71,8 +71,8 @@ def shard_parts(model: nn.Module, mesh: Mesh, parts: Mapping[str, Sequence[str]]
 
     `how`: as in `shard`. Raises `RecipeError` where two parts have a parameter in common.
     """
-    tied = ties(model)
-    for names in tied:
+    shared = shared_names(model)
+    for names in shared:
         holders = [part for part in parts if any(name.startswith(f"{part}.") for name in names)]
         if len(holders) > 1:
             raise RecipeError(
@@ -83,8 +83,8 @@ def shard_parts(model: nn.Module, mesh: Mesh, parts: Mapping[str, Sequence[str]]
         part = model.get_submodule(name)
         if any(True for _ in part.parameters()):
             shard(part, mesh, [block.removeprefix(f"{name}.") for block in blocks if block != name], **how)
-    for names in tied:
-        tie(model, names)
+    for names in shared:
+        share_parameter(model, names)
 
 
 def fsdp_modules(model: nn.Module) -> list[Any]:

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from lockstep.base.errors import RecipeError
 
 
-class Visits:
+class SkippedBlockGuard:
     """Made before the model is sharded, and entered after it, so that its hooks run outside of FSDP2's."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[Any], *, gathers_ahead: bool) -> None:

@@ -27,7 +27,7 @@ from lockstep.comm.world import World
 from lockstep.plan import Plan
 
 
-class Exchange:
+class SyncBatchNormExchange:
     """What the SyncBatchNorm layers of a session exchange with, and for which slice. One for all its models."""
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Exchange:
         self.is_dummy: bool | None = None
         """True if this rank has no slice of the microbatch and computes a dummy. None: no slice is being computed."""
 
-    def __deepcopy__(self, _: Any) -> Exchange:
+    def __deepcopy__(self, _: Any) -> SyncBatchNormExchange:
         """A copy of a model is a model of the same session."""
         return self
 
@@ -44,7 +44,7 @@ class Exchange:
 class SyncBatchNorm(nn.SyncBatchNorm):
     """Torch's layer, whose forward works on CPUs too and takes its statistics over the slices of a microbatch."""
 
-    _exchange: Exchange
+    _exchange: SyncBatchNormExchange
 
     def forward(self, input: Tensor) -> Tensor:
         exchange = self._exchange
@@ -61,7 +61,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         return output  # type: ignore[no-any-return]
 
 
-def adopt(model: nn.Module, exchange: Exchange) -> None:
+def use_exchange(model: nn.Module, exchange: SyncBatchNormExchange) -> None:
     """Give the model's `nn.SyncBatchNorm` layers the forward that works here. Raises `RecipeError` for one with a group of its own."""
     for name, module in model.named_modules():
         if isinstance(module, nn.SyncBatchNorm):
@@ -81,7 +81,7 @@ def split_microbatches(models: Sequence[nn.Module], mesh: Mesh, plan: Plan, *, m
 
     Every rank calls it. Raises `RecipeError` where that cannot be.
     """
-    mine = [(name, type(layer).__name__, isinstance(layer, nn.SyncBatchNorm)) for name, layer in training_layers(models)]
+    mine = [(name, type(layer).__name__, isinstance(layer, nn.SyncBatchNorm)) for name, layer in training_batchnorms(models)]
     layers = [layer for theirs in mesh.axis("pipeline").gather_values(mine) for layer in theirs]
     if mesh.data.size == 1 or not any(split for *_, split in layers):
         return mesh
@@ -100,7 +100,7 @@ def split_microbatches(models: Sequence[nn.Module], mesh: Mesh, plan: Plan, *, m
     return mesh.split(min(microbatch, mesh.data.size))
 
 
-def training_layers(models: Sequence[nn.Module]) -> list[tuple[str, _BatchNorm]]:
+def training_batchnorms(models: Sequence[nn.Module]) -> list[tuple[str, _BatchNorm]]:
     """The BatchNorm layers that normalise by a microbatch's own statistics, SyncBatchNorm too, and their names."""
     named = [item for model in models for item in model.named_modules()]
     return [(name, module) for name, module in named if isinstance(module, _BatchNorm) and module.training]

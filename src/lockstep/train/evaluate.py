@@ -22,7 +22,7 @@ from lockstep.data.generators import seed_generators
 from lockstep.data.loader import Loader, Microbatch, Span
 from lockstep.keys import RandomStream, key
 from lockstep.logging.metrics import as_number
-from lockstep.model.pipeline.pipeline import Item, Pipeline
+from lockstep.model.pipeline.pipeline import Pipeline, PipelineMicrobatch
 from lockstep.model.shard import reshard
 from lockstep.plan import Plan
 from lockstep.recipe import Evaluation, Gathered, Mean, Recipe
@@ -108,7 +108,7 @@ class Evaluator:
             position = self._position(step, item)
             seed_generators(key(*position), self.pair.device)
             if self.pair.streams is not None:
-                self.pair.streams.begun(position)
+                self.pair.streams.set_position(position)
             with self.pair.autocast:
                 output = output_of(self.recipe.inputs, model, batch)
                 loss = self.recipe.loss(output, batch)
@@ -128,7 +128,7 @@ class Evaluator:
             batches = [to_device(item.batch, self.pair.device) for item in several]
             results = pipeline.forward(
                 [
-                    Item(self._position(step, item), partial(given_to, inputs, batch), partial(score, item, batch))
+                    PipelineMicrobatch(self._position(step, item), partial(given_to, inputs, batch), partial(score, item, batch))
                     for item, batch in zip(several, batches, strict=True)
                 ]
             )

@@ -16,7 +16,7 @@ from torch import nn
 from lockstep.base.errors import PlanError, RecipeError
 from lockstep.comm.mesh import Mesh
 from lockstep.comm.world import World
-from lockstep.model.sync_batchnorm import training_layers
+from lockstep.model.sync_batchnorm import training_batchnorms
 from lockstep.plan import MEASURED, Plan
 from lockstep.recipe import Precision
 from lockstep.train import precision as precisions
@@ -45,7 +45,7 @@ def remarks(plan: Plan, mesh: Mesh, precision: Precision) -> Iterator[Remark]:
 
 def batchnorm(models: Sequence[nn.Module], length: Length) -> Remark | None:
     """Where statistics over the whole global batch would be others."""
-    plain = [name for name, each in training_layers(models) if not isinstance(each, nn.SyncBatchNorm)]
+    plain = [name for name, each in training_batchnorms(models) if not isinstance(each, nn.SyncBatchNorm)]
     if not plain or length.most_microbatches == 1:
         return None
     samples = max(stop - start for start, stop in length.cut(length.span(0)[1] - length.span(0)[0]))

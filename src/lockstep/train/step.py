@@ -16,8 +16,8 @@ from lockstep.base.errors import DataError, LossError, RecipeError
 from lockstep.logging.metrics import as_number
 from lockstep.logging.phases import Phases
 from lockstep.logging.recorder import NAMES_OF_A_ROW
-from lockstep.model.pipeline.pipeline import Item, Pipeline, Scored
-from lockstep.model.sync_batchnorm import Exchange
+from lockstep.model.pipeline.pipeline import Pipeline, PipelineLoss, PipelineMicrobatch
+from lockstep.model.sync_batchnorm import SyncBatchNormExchange
 from lockstep.recipe import check_clip_norm
 from lockstep.train.forward import given_to, output_of
 from lockstep.train.loss import Contribution, contribution
@@ -39,7 +39,7 @@ class Step:
         index: int,
         source: Microbatches,
         pairs: Sequence[Pair],
-        exchange: Exchange,
+        exchange: SyncBatchNormExchange,
         *,
         logs: bool,
         asks: Callable[[], bool],
@@ -111,7 +111,7 @@ class Step:
             for statistics in self._statistics:
                 statistics.discard()  # what no backward took down: recomputations, forwards without one
             for streams, place in self._streams:
-                streams.begun((*self.source.position(current, passes), place) if place else self.source.position(current, passes))
+                streams.set_position((*self.source.position(current, passes), place) if place else self.source.position(current, passes))
             yield batch
 
     def backward(self, loss: Any, optimizer: Any = None) -> None:
@@ -202,16 +202,18 @@ class Step:
         share = list(self._phases.during("data", self.source.batches(passes=0)))
         parts: dict[int, Contribution] = {}
 
-        def score(current: Microbatch, batch: Any, output: Any) -> Scored:
+        def score(current: Microbatch, batch: Any, output: Any) -> PipelineLoss:
             part = self._contribution(pair, loss(output, batch), current)
             if not current.is_dummy:
                 parts[current.index] = part._replace(total=part.total.detach())
             seed = torch.zeros_like(part.seed) if current.is_dummy else part.seed
             seed = seed if pair.loss_scale is None else seed * pair.loss_scale.value
-            return Scored(part.total, seed, [part.value, 0.0 if part.weight is None else part.weight])
+            return PipelineLoss(part.total, seed, [part.value, 0.0 if part.weight is None else part.weight])
 
         items = [
-            Item(self.source.position(current, 0), partial(given_to, inputs, batch), partial(score, current, batch), current.is_dummy)
+            PipelineMicrobatch(
+                self.source.position(current, 0), partial(given_to, inputs, batch), partial(score, current, batch), current.is_dummy
+            )
             for current, batch in share
         ]
         rows = pipeline.run(items, columns=2)

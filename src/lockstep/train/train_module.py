@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lockstep.comm.mesh import Mesh, to_local
 from lockstep.logging.flops import Flops, peak_of
-from lockstep.model.parallelize import LaidOut
+from lockstep.model.parallelize import Parallelized
 from lockstep.model.running_statistics import RunningStatistics
 from lockstep.recipe import Precision, keeps_rest
 from lockstep.train import optim as applying
@@ -34,7 +34,7 @@ class Pair:
         parameters: dict[str, nn.Parameter],
         optimizers: Sequence[Optimizer],
         *,
-        laid: LaidOut,
+        laid: Parallelized,
         mesh: Mesh,
         precision: Precision,
         comm: str,
@@ -66,7 +66,7 @@ class Pair:
             self.statistics = [RunningStatistics(model, mesh)]
             """Of the model, or of each stage of a pipeline that is here."""
         else:
-            self._tied = TiedGradients(parameters, laid.tied, self.pipeline.world)
+            self._tied = TiedGradients(parameters, laid.shared_parameters, self.pipeline.world)
             self.statistics = [RunningStatistics(module, mesh) for module in self.pipeline.modules]
             self.pipeline.watch(self._around, self._ran)
         self.forward_knows: bool | None = None
@@ -172,7 +172,7 @@ class Pair:
         if self.pipeline is None:
             return compute()
         world, last = self.pipeline.world, self.pipeline.last_rank
-        value = self.pipeline.together(compute if world.rank == last else lambda: None)
+        value = self.pipeline.raise_on_all_ranks(compute if world.rank == last else lambda: None)
         return world.value_of(last, value)
 
     def rescale(self, weights: Tensor, prescale: Tensor) -> None:

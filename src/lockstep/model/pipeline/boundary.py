@@ -53,15 +53,15 @@ class Boundary:
 
     @classmethod
     def read(cls, said: Any) -> Boundary:
-        """From what `say` gave, through JSON."""
+        """From what `to_json` gave, through JSON."""
         shapes, dtypes, gradients, single = said
         return cls(tuple(map(tuple, shapes)), tuple(dtypes), tuple(gradients), single)
 
-    def say(self) -> list[Any]:
+    def to_json(self) -> list[Any]:
         return [self.shapes, self.dtypes, self.gradients, self.single]
 
     @property
-    def kind(self) -> tuple[Any, ...]:
+    def signature(self) -> tuple[Any, ...]:
         """All but the shapes: what must be the same for microbatches that share a schedule."""
         return self.dtypes, self.gradients, self.single, tuple(map(len, self.shapes))
 
@@ -77,31 +77,31 @@ class Boundary:
         found = Boundary.of(value, part)
         if found != self:
             raise RecipeError(
-                f"the part {part!r} of the model returns {found.words()}, and returned {self.words()} for another microbatch with "
+                f"the part {part!r} of the model returns {found.describe()}, and returned {self.describe()} for another microbatch with "
                 "inputs of the same shapes; what a stage of a pipeline hands on must follow from the shapes of the inputs; have the part "
                 "return one shape, or join it with the next one in a module of their own"
             )
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """For people."""
         each = zip(self.dtypes, self.shapes, self.gradients, strict=True)
         listed = ", ".join(f"{dtype} {list(shape)}{'' if gradient else ' without gradient'}" for dtype, shape, gradient in each)
         return listed if self.single else f"({listed})"
 
 
-def arrive(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def stage_inputs(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """What a stage received, as its first part may use it: also in place; and whatever it does, the gradient can be sent back."""
-    arrived: tuple[Tensor, ...] = _Arrive.apply(*tensors)  # type: ignore[no-untyped-call]
+    arrived: tuple[Tensor, ...] = _StageInputs.apply(*tensors)  # type: ignore[no-untyped-call]
     return arrived
 
 
-def leave(value: Any) -> tuple[Tensor, ...]:
+def stage_outputs(value: Any) -> tuple[Tensor, ...]:
     """What a stage hands on, as it can be sent and taken out of its graph: contiguous, and no view."""
-    left: tuple[Tensor, ...] = _Leave.apply(*(value if isinstance(value, tuple) else (value,)))  # type: ignore[no-untyped-call]
+    left: tuple[Tensor, ...] = _StageOutputs.apply(*(value if isinstance(value, tuple) else (value,)))  # type: ignore[no-untyped-call]
     return left
 
 
-class _Arrive(torch.autograd.Function):
+class _StageInputs(torch.autograd.Function):
     """The identity on tensors that share memory with the leaves they come from. Their gradients come contiguous."""
 
     @staticmethod
@@ -114,7 +114,7 @@ class _Arrive(torch.autograd.Function):
         return tuple(gradient.contiguous() if needs else None for gradient, needs in needed)
 
 
-class _Leave(torch.autograd.Function):
+class _StageOutputs(torch.autograd.Function):
     """The identity on tensors that are no views."""
 
     @staticmethod

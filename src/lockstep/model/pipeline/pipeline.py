@@ -23,18 +23,18 @@ from torch.utils._pytree import tree_leaves
 from lockstep.base import errors
 from lockstep.base.errors import LockstepError, RecipeError, UserError
 from lockstep.comm.world import World
-from lockstep.model.pipeline.boundary import Boundary, arrive, leave
-from lockstep.model.pipeline.chain import Chain
+from lockstep.model.pipeline.boundary import Boundary, stage_inputs, stage_outputs
+from lockstep.model.pipeline.sequential_check import SequentialCheck
 from lockstep.model.pipeline.stages import Stages, calls
-from lockstep.model.random_streams import Streams
-from lockstep.model.sync_batchnorm import Exchange
+from lockstep.model.random_streams import ModuleRandomStreams
+from lockstep.model.sync_batchnorm import SyncBatchNormExchange
 from lockstep.plan import Schedule
 from lockstep.train.reducers.step_stats import Number
 
 if TYPE_CHECKING:
-    from lockstep.model.pipeline.torch_stage import Stage
+    from lockstep.model.pipeline.torch_stage import VariableShapeStage
 
-PER_RANK: dict[str, int] = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 1}
+STAGES_PER_RANK: dict[str, int] = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 1}
 """Stages that a schedule puts on each rank."""
 FAILED = -1
 
@@ -44,7 +44,7 @@ class StageFailed(LockstepError):
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
+class PipelineLoss:
     """What becomes of the model's output for one microbatch. The gradient of `seed * total` belongs to it."""
 
     total: Tensor
@@ -56,15 +56,15 @@ class Scored:
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class PipelineMicrobatch:
     """One microbatch. Each rank has all of its own data rank's, in the same order; what it does not call may be anything."""
 
     position: tuple[int, ...]
-    """Where its random streams start, see `Streams.start`."""
+    """Where its random streams start, see `ModuleRandomStreams.start`."""
     inputs: Callable[[], Any]
     """What the first part is called with: a tuple of arguments, a dict of keywords, or one tensor. Called twice, on the first rank."""
     score: Callable[[Any], Any]
-    """(the last part's output) -> `Scored`; anything where only the forward is computed. Called on the last rank."""
+    """(the last part's output) -> `PipelineLoss`; anything where only the forward is computed. Called on the last rank."""
     is_dummy: bool = False
     """True if it is computed only for other ranks' collectives."""
 
@@ -81,7 +81,7 @@ class Pipeline:
         model: nn.Module,
         stages: Stages,
         pipeline: World,
-        streams: Streams,
+        streams: ModuleRandomStreams,
         *,
         schedule: Schedule,
         shards: World | None = None,
@@ -91,23 +91,23 @@ class Pipeline:
         self.schedule = schedule
         self._streams = streams
         self._shards = shards
-        self.exchange: Exchange | None = None
+        self.exchange: SyncBatchNormExchange | None = None
         """Where microbatches are split over pipelines, what their slices exchange with, in forwards and backwards. None: they are whole."""
         self._around: Callable[[int], AbstractContextManager[Any]] = lambda _: nullcontext()
         self._ran: Callable[[int], object] = lambda _: None
         self._group = pipeline.group or dist.group.WORLD
-        self._mine = list(stages.on_rank(pipeline.rank))
-        self._parts = {stage: [model.get_submodule(stages.parts[place]) for place in stages.cuts[stage]] for stage in self._mine}
-        self.modules = [nn.ModuleList(self._parts[stage]) for stage in self._mine]
+        self._own_stages = list(stages.on_rank(pipeline.rank))
+        self._parts = {stage: [model.get_submodule(stages.parts[place]) for place in stages.cuts[stage]] for stage in self._own_stages}
+        self.modules = [nn.ModuleList(self._parts[stage]) for stage in self._own_stages]
         """The parts of each of this rank's stages."""
         self._model = model
-        self._chain = Chain(model, stages.parts)
-        self._followed: set[bool] = set()
+        self._sequential_check = SequentialCheck(model, stages.parts)
+        self._checked_modes: set[bool] = set()
         """In which modes the model's forward was seen to call its parts as `run` does."""
         self._boundaries: dict[tuple[int, bool], list[Boundary]] = {}
         """By what the inputs look like, and whether there is a backward: what each stage but the last hands on."""
-        self._built: dict[Any, tuple[Any, list[Stage]]] = {}
-        self._items: Sequence[Item] = ()
+        self._built: dict[Any, tuple[Any, list[VariableShapeStage]]] = {}
+        self._items: Sequence[PipelineMicrobatch] = ()
         self._routes: list[list[Boundary]] = []
         self._results: dict[int, Any] = {}
         self._failure: Exception | None = None
@@ -122,15 +122,15 @@ class Pipeline:
         """Which rank of the pipeline has the model's output."""
         return (len(self.stages.cuts) - 1) % self.stages.ranks
 
-    def run(self, items: Sequence[Item], columns: int = 1) -> Tensor:
+    def run(self, items: Sequence[PipelineMicrobatch], columns: int = 1) -> Tensor:
         """Forward and backward of all microbatches: adds the gradient of Σ seed * total to this rank's parameters' `.grad`.
 
-        Returns every microbatch's `Scored.record`, of `columns` numbers each: shape (items, columns), float64, the same on every rank.
+        Returns every microbatch's `PipelineLoss.record`, of `columns` numbers each: shape (items, columns), float64, the same on every rank.
         A failed forward raises on every rank, with the gradients then of no use.
         """
         if not items:
             return torch.zeros((0, columns), dtype=torch.float64, device=self.world.device)
-        self._pass(items, backward=True)
+        self._run_all(items, backward=True)
         flat = torch.zeros(len(items) * columns + 1, dtype=torch.float64, device=self.world.device)
         if self._failure is not None:
             flat[-1] = 1.0
@@ -144,19 +144,19 @@ class Pipeline:
         return flat[:-1].view(len(items), columns)
 
     @torch.no_grad()
-    def forward(self, items: Sequence[Item]) -> list[Any]:
+    def forward(self, items: Sequence[PipelineMicrobatch]) -> list[Any]:
         """The forward alone. Returns what each item's `score` returned on the last rank, nothing on the others.
 
         All microbatches' boundaries are in memory together: hand in some at a time.
         """
         if not items:
             return []
-        self._pass(items, backward=False)
+        self._run_all(items, backward=False)
         self._raise_where_any_failed()
         results, self._results = self._results, {}
         return [results[place] for place in range(len(items))] if self.world.rank == self.last_rank else []
 
-    def together(self, compute: Callable[[], Any]) -> Any:
+    def raise_on_all_ranks(self, compute: Callable[[], Any]) -> Any:
         """What `compute` returns here; where it fails on any rank, every rank raises. Every rank calls it."""
         self._failure, result = None, None
         try:
@@ -166,50 +166,50 @@ class Pipeline:
         self._raise_where_any_failed()
         return result
 
-    def _pass(self, items: Sequence[Item], *, backward: bool) -> None:
+    def _run_all(self, items: Sequence[PipelineMicrobatch], *, backward: bool) -> None:
         self._items, self._results, self._failure = items, {}, None
         kinds = self._signatures()
-        for place in self._unknown([(kind, backward) for kind in kinds]):
-            self._boundaries[kinds[place], backward] = self._learned(items[place], backward)
-        self._routes = [self._boundaries[kind, backward] for kind in kinds]
+        for place in self._undiscovered([(signature, backward) for signature in kinds]):
+            self._boundaries[kinds[place], backward] = self._discover_boundaries(items[place], backward)
+        self._routes = [self._boundaries[signature, backward] for signature in kinds]
         start = 0
         for stop in range(1, len(items) + 1):
-            if stop == len(items) or _kinds(self._routes[stop]) != _kinds(self._routes[start]):
+            if stop == len(items) or _signatures_of(self._routes[stop]) != _signatures_of(self._routes[start]):
                 for first, end, schedule in calls(stop - start, self.stages, self.schedule):
-                    self._call(start + first, start + end, schedule, backward)
+                    self._run_schedule(start + first, start + end, schedule, backward)
                 start = stop
         self._items = ()
 
-    def _call(self, start: int, stop: int, schedule: str, backward: bool) -> None:
-        key = stop - start, schedule, _kinds(self._routes[start]), backward
+    def _run_schedule(self, start: int, stop: int, schedule: str, backward: bool) -> None:
+        key = stop - start, schedule, _signatures_of(self._routes[start]), backward
         if key not in self._built:
             self._built[key] = self._build(stop - start, schedule, self._routes[start], backward)
         run, stages = self._built[key]
         for stage in stages:
             stage.routes, stage.losses = self._routes[start:stop], run._internal_losses
-            stage.around = lambda chunk: self._slice(self._items[start + chunk])
-            stage.cut_off = partial(self._cut_off, stage.stage_index)
+            stage.around = lambda chunk: self._marked_slice(self._items[start + chunk])
+            stage.on_missing_gradient = partial(self._missing_gradient, stage.stage_index)
         places = torch.arange(start, stop)
         try:
             run.step(place=places, target=places if backward else None, return_outputs=False)
         except RuntimeError:
-            if self._alike is None or self._failure is None:
+            if self._lockstep_ranks is None or self._failure is None:
                 raise
-        if self._alike is not None and self._failure is not None:
+        if self._lockstep_ranks is not None and self._failure is not None:
             raise self._failure  # and not the error that torch has raised from it
         for stage in stages:
             stage.release()
 
-    def _build(self, count: int, schedule: str, route: list[Boundary], backward: bool) -> tuple[Any, list[Stage]]:
-        from lockstep.model.pipeline.torch_stage import ONE_STAGE_A_RANK, SEVERAL, Stage
+    def _build(self, count: int, schedule: str, route: list[Boundary], backward: bool) -> tuple[Any, list[VariableShapeStage]]:
+        from lockstep.model.pipeline.torch_stage import ONE_STAGE_A_RANK, SEVERAL_STAGES_A_RANK, VariableShapeStage
 
         loss = (lambda output, _: output) if backward else None
         last = len(self.stages.cuts) - 1
         made = []
-        for local, stage in enumerate(self._mine):
+        for local, stage in enumerate(self._own_stages):
             made.append(
-                Stage(
-                    _Forward(self._parts[stage], _bound(self._forward, stage, local)),
+                VariableShapeStage(
+                    _StageForward(self._parts[stage], _bound(self._forward, stage, local)),
                     stage,
                     len(self.stages.cuts),
                     self.world.device,
@@ -222,22 +222,22 @@ class Pipeline:
             if not backward:
                 schedule = "gpipe"
             return ONE_STAGE_A_RANK[schedule](made[0], count, loss, scale_grads=False), made
-        return SEVERAL[schedule](made, count, loss, scale_grads=False), made
+        return SEVERAL_STAGES_A_RANK[schedule](made, count, loss, scale_grads=False), made
 
     def _forward(self, stage: int, local: int, place: int, received: tuple[Tensor, ...]) -> Any:
         """A stage's forward of microbatch `place`, as torch's schedule calls it. Fails on no rank, so that no other rank waits for it."""
         try:
-            return self._computed(stage, local, place, received)
+            return self._compute(stage, local, place, received)
         except Exception as error:
             self._failure = self._failure or error
-            if self._alike is not None:  # whose exchanges nothing can stand in for
+            if self._lockstep_ranks is not None:  # whose exchanges nothing can stand in for
                 raise
             return self._stand_in(stage, place, received)
 
-    def _computed(self, stage: int, local: int, place: int, received: tuple[Tensor, ...]) -> Any:
+    def _compute(self, stage: int, local: int, place: int, received: tuple[Tensor, ...]) -> Any:
         item, route = self._items[place], self._routes[place]
-        with self._around(local), self._slice(item):
-            value = self._through(stage, item, received, route)
+        with self._around(local), self._marked_slice(item):
+            value = self._stage_output(stage, item, received, route)
             if stage == len(route):
                 value = item.score(value)
                 self._results[place] = value.record if torch.is_grad_enabled() else value  # the graph is torch's to let go of
@@ -245,25 +245,25 @@ class Pipeline:
             self._ran(local)
         if stage < len(route):
             route[stage].check(value, self._name(stage))
-            return leave(value)
+            return stage_outputs(value)
         return value.total * value.seed if torch.is_grad_enabled() else torch.zeros((), device=self.world.device)
 
-    def _cut_off(self, stage: int) -> None:
+    def _missing_gradient(self, stage: int) -> None:
         first = self.stages.parts[self.stages.cuts[stage].start]
         self._failure = self._failure or RecipeError(
             f"what the parts of the model from {first!r} on return does not hang on what {first!r} is given, and parts before it have "
             "parameters to train, which no gradient would reach; freeze those (requires_grad_(False)), or use what they compute"
         )
 
-    def _through(self, stage: int, item: Item, received: tuple[Tensor, ...], route: Sequence[Boundary]) -> Any:
+    def _stage_output(self, stage: int, item: PipelineMicrobatch, received: tuple[Tensor, ...], route: Sequence[Boundary]) -> Any:
         """The output of the stage's last part."""
         parts = self._parts[stage]
         self._streams.start(item.position, self.stages.cuts[stage].start)
         if stage == 0:
-            value = _called(parts[0], item.inputs())
+            value = _call_with(parts[0], item.inputs())
             parts = parts[1:]
         else:
-            arrived = arrive(received)
+            arrived = stage_inputs(received)
             value = arrived[0] if route[stage - 1].single else arrived
         for part in parts:
             value = part(value)
@@ -271,7 +271,7 @@ class Pipeline:
 
     def _stand_in(self, stage: int, place: int, received: tuple[Tensor, ...]) -> Any:
         """Zeros in the place of a failed forward's output, whose gradient is zeros too."""
-        arrived = arrive(received) if received else ()
+        arrived = stage_inputs(received) if received else ()
         link = sum((tensor.sum() * 0 for tensor in arrived if tensor.requires_grad), start=torch.zeros((), device=self.world.device))
         route = self._routes[place]
         if stage == len(route):
@@ -284,13 +284,13 @@ class Pipeline:
             outputs.append(zeros)
         return tuple(outputs)
 
-    def _unknown(self, kinds: Sequence[tuple[int, bool]]) -> list[int]:
+    def _undiscovered(self, kinds: Sequence[tuple[int, bool]]) -> list[int]:
         """Which microbatches to learn from: of each kind that is new the first; with others, those that are new to any of them."""
-        if self._alike is None:
-            firsts = {kind: place for place, kind in reversed(list(enumerate(kinds))) if kind not in self._boundaries}
+        if self._lockstep_ranks is None:
+            firsts = {signature: place for place, signature in reversed(list(enumerate(kinds))) if signature not in self._boundaries}
             return sorted(firsts.values())
-        new = torch.tensor([float(kind not in self._boundaries) for kind in kinds], device=self.world.device)
-        dist.all_reduce(new, group=self._alike.group)
+        new = torch.tensor([float(signature not in self._boundaries) for signature in kinds], device=self.world.device)
+        dist.all_reduce(new, group=self._lockstep_ranks.group)
         return [place for place, flag in enumerate(new.tolist()) if flag]
 
     def _signatures(self) -> list[int]:
@@ -308,35 +308,35 @@ class Pipeline:
             self._raise()
         return found
 
-    def _signature(self, item: Item) -> int:
+    def _signature(self, item: PipelineMicrobatch) -> int:
         self._streams.start(item.position)
         inputs = item.inputs()
-        if self._model.training not in self._followed:
-            self._chain.check(lambda forward: _called(forward, inputs))
-            self._followed.add(self._model.training)
+        if self._model.training not in self._checked_modes:
+            self._sequential_check.check(lambda forward: _call_with(forward, inputs))
+            self._checked_modes.add(self._model.training)
         leaves = tree_leaves(inputs)
         looks = [(list(leaf.shape), str(leaf.dtype)) if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves]
         text = f"{looks} {self._model.training}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
 
-    def _learned(self, item: Item, backward: bool) -> list[Boundary]:
+    def _discover_boundaries(self, item: PipelineMicrobatch, backward: bool) -> list[Boundary]:
         """What each stage but the last hands on for microbatches like this one, by computing them one after another. Every rank."""
         route: list[Boundary] = []
         value: tuple[Tensor, ...] = ()
         for stage in range(len(self.stages.cuts) - 1):
             said = None
-            if stage in self._mine:
-                local = self._mine.index(stage)
+            if stage in self._own_stages:
+                local = self._own_stages.index(stage)
                 try:
                     with (
                         self._around(local),
-                        self._slice(item),
-                        _buffers_as_they_were(self._parts[stage]),
+                        self._marked_slice(item),
+                        _unchanged_buffers(self._parts[stage]),
                         torch.set_grad_enabled(backward),
                     ):
-                        output = self._through(stage, item, value, route)
-                    said = Boundary.of(output, self._name(stage)).say()
-                    value = tuple(tensor.detach() for tensor in leave(output))
+                        output = self._stage_output(stage, item, value, route)
+                    said = Boundary.of(output, self._name(stage)).to_json()
+                    value = tuple(tensor.detach() for tensor in stage_outputs(output))
                 except Exception as error:
                     self._failure = error
             said = self.world.value_of(stage % self.stages.ranks, said)
@@ -345,14 +345,14 @@ class Pipeline:
             route.append(Boundary.read(said))
             if backward and not any(route[-1].gradients):  # every stage has something to train
                 raise RecipeError(
-                    f"the part {self._name(stage)!r} of the model hands on {route[-1].words()}, and parts up to it have parameters to "
+                    f"the part {self._name(stage)!r} of the model hands on {route[-1].describe()}, and parts up to it have parameters to "
                     "train, which no gradient would ever reach; freeze those (requires_grad_(False)), or hand on what a gradient can go "
                     "through: no detach(), no whole numbers"
                 )
-            value = self._handed_on(stage, value, route[-1])
+            value = self._sent_to_next_stage(stage, value, route[-1])
         return route
 
-    def _handed_on(self, stage: int, value: tuple[Tensor, ...], boundary: Boundary) -> tuple[Tensor, ...]:
+    def _sent_to_next_stage(self, stage: int, value: tuple[Tensor, ...], boundary: Boundary) -> tuple[Tensor, ...]:
         source, target = stage % self.stages.ranks, (stage + 1) % self.stages.ranks
         if source == target or self.world.rank not in (source, target):
             return value
@@ -366,19 +366,19 @@ class Pipeline:
         return value
 
     @property
-    def _splits(self) -> Exchange | None:
+    def _split_exchange(self) -> SyncBatchNormExchange | None:
         """What the slices at hand exchange with: in training alone."""
         return self.exchange if torch.is_grad_enabled() else None
 
     @property
-    def _alike(self) -> World | None:
+    def _lockstep_ranks(self) -> World | None:
         """The ranks that must run alike, because their forwards exchange something. None: nobody."""
-        return self._shards if self._splits is None else self._splits.world
+        return self._shards if self._split_exchange is None else self._split_exchange.world
 
     @contextmanager
-    def _slice(self, item: Item) -> Iterator[None]:
+    def _marked_slice(self, item: PipelineMicrobatch) -> Iterator[None]:
         """Around what is computed of a microbatch: recomputation in a backward takes its statistics as the forward did."""
-        exchange = self._splits
+        exchange = self._split_exchange
         if exchange is None:
             yield
             return
@@ -404,13 +404,13 @@ class Pipeline:
         if mine is not None:
             raise mine
         rank, (name, text) = next((rank, said) for rank, said in enumerate(everyone) if said is not None)
-        kind = getattr(errors, name, None)
-        if isinstance(kind, type) and issubclass(kind, UserError):
-            raise kind(text)
+        signature = getattr(errors, name, None)
+        if isinstance(signature, type) and issubclass(signature, UserError):
+            raise signature(text)
         raise StageFailed(f"rank {rank} of the pipeline failed: {name}: {text}")
 
 
-class _Forward(nn.Module):
+class _StageForward(nn.Module):
     """A stage's forward, and the parameters that it uses."""
 
     def __init__(self, parts: Sequence[nn.Module], compute: Callable[[int, tuple[Tensor, ...]], Any]) -> None:
@@ -422,7 +422,7 @@ class _Forward(nn.Module):
         return self.compute(int(place), received)
 
 
-def _called(first: Callable[..., Any], inputs: Any) -> Any:
+def _call_with(first: Callable[..., Any], inputs: Any) -> Any:
     return first(**inputs) if isinstance(inputs, dict) else first(*inputs) if isinstance(inputs, tuple) else first(inputs)
 
 
@@ -430,11 +430,11 @@ def _bound(forward: Callable[[int, int, int, tuple[Tensor, ...]], Any], stage: i
     return lambda place, received: forward(stage, local, place, received)
 
 
-def _kinds(route: Sequence[Boundary]) -> tuple[Any, ...]:
-    return tuple(boundary.kind for boundary in route)
+def _signatures_of(route: Sequence[Boundary]) -> tuple[Any, ...]:
+    return tuple(boundary.signature for boundary in route)
 
 
-class _buffers_as_they_were:
+class _unchanged_buffers:
     """Within it, forwards leave no trace in the buffers of `parts`."""
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:

@@ -14,7 +14,7 @@ from lockstep.base.errors import RecipeError
 
 
 @dataclass(frozen=True, slots=True)
-class Tied:
+class SharedParameter:
     """A parameter that stages on several ranks hold. Each rank has a gradient of its own: they are to be summed, and counted once."""
 
     name: str
@@ -32,10 +32,10 @@ class Stages:
     cuts: tuple[range, ...]
     """Of each stage, its parts."""
     ranks: int
-    tied: tuple[Tied, ...]
+    shared_parameters: tuple[SharedParameter, ...]
 
     @classmethod
-    def of(
+    def split(
         cls, model: nn.Module, patterns: Sequence[str] | None, *, ranks: int, per_rank: int = 1, costs: Sequence[float] | None = None
     ) -> Stages:
         """Cut `model` for a pipeline of `ranks`, of which each takes `per_rank` stages.
@@ -43,7 +43,7 @@ class Stages:
         `patterns`: `Recipe.stages`. `costs`: one for each part, None: its parameters. Call it before anything is taken out of the model.
         Raises `RecipeError`.
         """
-        parts = parts_of(model, patterns)
+        parts = sequential_parts(model, patterns)
         if not parts:
             raise RecipeError(
                 f"pipeline={ranks} and a model ({type(model).__name__}) that is no nn.Sequential; a pipeline must know the parts of the "
@@ -64,18 +64,18 @@ class Stages:
         runs = balanced([sum(costs[place] for place in unit) for unit in units], count)
         cuts = tuple(range(units[run.start].start, units[run.stop - 1].stop) for run in runs)
         _check_statistics(model, parts, cuts)
-        return cls(tuple(parts), cuts, ranks, _tied(model, parts, cuts, ranks))
+        return cls(tuple(parts), cuts, ranks, _shared_parameters(model, parts, cuts, ranks))
 
     def on_rank(self, rank: int) -> range:
         """The stages of one rank of the pipeline, ascending."""
         return range(rank, len(self.cuts), self.ranks)
 
-    def names_on(self, rank: int) -> list[str]:
+    def parts_on_rank(self, rank: int) -> list[str]:
         """The parts that one rank of the pipeline holds."""
         return [self.parts[place] for stage in self.on_rank(rank) for place in self.cuts[stage]]
 
 
-def parts_of(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
+def sequential_parts(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
     """The names of the parts in the order in which they are called, each with the output of the one before. Empty: nobody says.
 
     An `nn.Sequential` has its members. Otherwise `patterns` name modules, with `*` for any text: pattern after pattern, and what one
@@ -137,7 +137,7 @@ def check_microbatches(count: int, stages: Stages) -> None:
         )
 
 
-def keep_only(model: nn.Module, names: Sequence[str]) -> None:
+def keep_only_parts(model: nn.Module, names: Sequence[str]) -> None:
     """Take every parameter and buffer out of `model` that none of these parts holds; the names of the others stay as they are.
 
     A tied parameter stays under each of its names. The modules stay too, without their tensors.
@@ -197,14 +197,16 @@ def _check_statistics(model: nn.Module, parts: Sequence[str], cuts: Sequence[ran
                     )
 
 
-def _tied(model: nn.Module, parts: Sequence[str], cuts: Sequence[range], ranks: int) -> tuple[Tied, ...]:
+def _shared_parameters(model: nn.Module, parts: Sequence[str], cuts: Sequence[range], ranks: int) -> tuple[SharedParameter, ...]:
     holders: dict[int, set[int]] = {}
     for stage, cut in enumerate(cuts):
         for place in cut:
             for parameter in model.get_submodule(parts[place]).parameters():
                 holders.setdefault(id(parameter), set()).add(stage % ranks)
     return tuple(
-        Tied(name, tuple(sorted(holders[id(parameter)]))) for name, parameter in model.named_parameters() if len(holders[id(parameter)]) > 1
+        SharedParameter(name, tuple(sorted(holders[id(parameter)])))
+        for name, parameter in model.named_parameters()
+        if len(holders[id(parameter)]) > 1
     )
 
 

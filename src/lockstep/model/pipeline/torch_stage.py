@@ -23,10 +23,10 @@ from torch.distributed.pipelining import (
 from lockstep.model.pipeline.boundary import Boundary
 
 ONE_STAGE_A_RANK: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-SEVERAL: dict[str, Any] = {"interleaved": ScheduleInterleaved1F1B, "zero-bubble": ScheduleInterleavedZeroBubble}
+SEVERAL_STAGES_A_RANK: dict[str, Any] = {"interleaved": ScheduleInterleaved1F1B, "zero-bubble": ScheduleInterleavedZeroBubble}
 
 
-class Stage(PipelineStage):
+class VariableShapeStage(PipelineStage):
     """One stage, for the calls of one schedule."""
 
     routes: Sequence[Sequence[Boundary]]
@@ -35,7 +35,7 @@ class Stage(PipelineStage):
     """The schedule's: outputs of the last stage, of the microbatches so far."""
     around: Callable[[int], AbstractContextManager[Any]]
     """Entered around the backward of a microbatch of the call."""
-    cut_off: Callable[[], None]
+    on_missing_gradient: Callable[[], None]
     """Called where no gradient goes back for what the stage received."""
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -56,7 +56,7 @@ class Stage(PipelineStage):
         needed = [isinstance(tensor, Tensor) and tensor.requires_grad for tensor in received]
         found = self.bwd_cache.get(bwd_chunk_id, ())
         if any(needs and gradient is None for needs, gradient in zip(needed, found, strict=False)):
-            self.cut_off()
+            self.on_missing_gradient()
             self.bwd_cache[bwd_chunk_id] = tuple(
                 torch.zeros_like(tensor) if needs else gradient for tensor, needs, gradient in zip(received, needed, found, strict=False)
             )

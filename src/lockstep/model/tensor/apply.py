@@ -1,7 +1,7 @@
 """The `tensor` axis: the ranks share out each layer's matrix, by torch's distributed tensors, and compute the same microbatch together.
 
 A `colwise` layer gives each rank a part of its outputs, the `rowwise` layer after it takes such a part and sums over the ranks. What lies
-between is the user's own code on smaller tensors (`lockstep.model.tensor.boundaries`); what lies outside is the same on all ranks.
+between is the user's own code on smaller tensors (`lockstep.model.tensor.sharded_features`); what lies outside is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from lockstep.base.errors import RecipeError
-from lockstep.model.shared_parameters import tie, ties
-from lockstep.model.tensor.boundaries import Region, is_cut, leaving, mark_cut
-from lockstep.model.tensor.first_forward_check import Proof
-from lockstep.model.tensor.logits import as_logits, plain
-from lockstep.model.tensor.styles import STYLES, cut_dim, sizes_of
+from lockstep.model.shared_parameters import share_parameter, shared_names
+from lockstep.model.tensor.first_forward_check import FirstForwardCheck
+from lockstep.model.tensor.sharded_features import ShardedFeatures, checked_output, is_sharded, mark_sharded
+from lockstep.model.tensor.sharded_logits import as_sharded_logits, local_shard
+from lockstep.model.tensor.styles import STYLES, shard_dim, sizes_of
 
 SHAPES = re.compile(
     r"is invalid for input of size|must match|cannot be multiplied|size mismatch|split_with_sizes|not compatible|doesn't match|"
@@ -36,29 +36,29 @@ SHAPES = re.compile(
 def tensor_parallel(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str], *, fill: Callable[[nn.Module], None]) -> None:
     """Cut the layers of `model` over `mesh`, one axis, in place. Every rank calls it, before the model is sharded or given an optimizer.
 
-    `styles`: from `styles_of`. `fill`: called with a layer just before it is cut, to give it its values; a rank keeps its part of them,
+    `styles`: from `tensor_styles`. `fill`: called with a layer just before it is cut, to give it its values; a rank keeps its part of them,
     which all ranks must have alike. Nothing is sent. What has no values then stays on the meta device, as do parameters that are not
     cut. What shared a parameter before shares it afterwards.
     """
-    tied = ties(model)
-    layers = {name: _Layer(name, style) for name, style in styles.items()}
+    shared = shared_names(model)
+    layers = {name: _LayerStyle(name, style) for name, style in styles.items()}
     for name, layer in layers.items():
         fill(model.get_submodule(name))
         parallelize_module(model.get_submodule(name), mesh, layer, src_data_rank=None)
-    for names in tied:
-        tie(model, names)
-    region = Region(mesh)
-    proof = Proof(model, {name: layer for name, layer in layers.items() if layer.leaves_parts})
+    for names in shared:
+        share_parameter(model, names)
+    features = ShardedFeatures(mesh)
+    check = FirstForwardCheck(model, {name: layer for name, layer in layers.items() if layer.exposes_shards})
     owners = {name.rpartition(".")[0] for name in styles}
     around = {"", *(owner[:end] for owner in owners for end in (*(dot.start() for dot in re.finditer(r"\.", owner)), len(owner)))}
     for name, module in model.named_modules():
         if name in around:
             own = [child for child in styles if child.rpartition(".")[0] == name]
-            _Enclosure(module, name, region, proof, own).enclose(module)
+            _WrappedForward(module, name, features, check, own).wrap(module)
 
 
 @torch.no_grad()
-def settle(parameters: Sequence[Tensor]) -> None:
+def reduce_partial_gradients(parameters: Sequence[Tensor]) -> None:
     """Complete the gradients that are sums of the tensor ranks' parts, such as those of a norm's weight under `sequence`.
 
     Once a step, after its last backward. Every rank of the tensor axis calls it alike; a rank without such a gradient, while others
@@ -70,14 +70,14 @@ def settle(parameters: Sequence[Tensor]) -> None:
             parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
-class _Layer(ParallelStyle):
+class _LayerStyle(ParallelStyle):
     """One layer under its style: torch applies it to the module."""
 
     def __init__(self, name: str, style: str) -> None:
         self._name = name
         self._style_name = style
         self._style = STYLES[style]
-        self.leaves_parts = self._style.leaves_parts
+        self.exposes_shards = self._style.exposes_shards
         self.bypassed = False
         """Let the module be what it was: whole inputs, whole weights."""
 
@@ -90,7 +90,7 @@ class _Layer(ParallelStyle):
         for name, parameter in list(module._parameters.items()):
             if parameter is None or isinstance(parameter, DTensor):
                 continue
-            dim = cut_dim(module, name, self._style_name)
+            dim = shard_dim(module, name, self._style_name)
             placement = Replicate() if dim is None else Shard(dim)
             part = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
             held = part.to_local()
@@ -124,7 +124,7 @@ class _Layer(ParallelStyle):
                 f"{self._name} has the style {self._style_name!r} and {sizes_of(module)[1]} inputs, of which each of {size} ranks takes "
                 f"its part, and was given {given.shape[-1]}; give it {remedy}, or leave it whole"
             )
-        if is_cut(given):
+        if is_sharded(given):
             raise RecipeError(
                 f"{self._name} has the style {self._style_name!r}, which takes a whole input, and was given one that is cut over the "
                 "tensor axis; give it 'rowwise', or the layer before it 'colwise_gathered'"
@@ -137,61 +137,61 @@ class _Layer(ParallelStyle):
         gives: dict[str, Placement] = {"whole": Replicate(), "sequence": Shard(1)}
         spread = output.redistribute(placements=(gives.get(self._style.gives, Shard(output.dim() - 1)),))
         if self._style.gives == "classes":
-            logits: Tensor = as_logits(spread)
+            logits: Tensor = as_sharded_logits(spread)
             return logits
         if self._style.gives == "sequence":
             return spread
-        held = plain(spread)
-        return mark_cut(held) if self._style.gives == "cut" else held
+        held = local_shard(spread)
+        return mark_sharded(held) if self._style.gives == "cut" else held
 
 
-class _Enclosure:
-    """Runs the forward of a module with cut layers inside in `region`, and explains what its sizes do to code written for whole tensors.
+class _WrappedForward:
+    """Runs the forward of a module with cut layers inside in `features`, and explains what its sizes do to code written for whole tensors.
 
     `name`: the module's, empty for the model. `layers`: those cut directly inside of it.
     """
 
-    def __init__(self, module: nn.Module, name: str, region: Region, proof: Proof, layers: Sequence[str]) -> None:
+    def __init__(self, module: nn.Module, name: str, features: ShardedFeatures, check: FirstForwardCheck, layers: Sequence[str]) -> None:
         self._name = name
         self._called = name or type(module).__name__
-        self._region = region
-        self._proof = proof
+        self._features = features
+        self._check = check
         self._layers = layers
 
-    def __deepcopy__(self, _: Any) -> _Enclosure:
+    def __deepcopy__(self, _: Any) -> _WrappedForward:
         return self
 
-    def enclose(self, module: Any) -> None:
+    def wrap(self, module: Any) -> None:
         """A class of its own for the module, so that a copy of it runs its own forward, and not this one's."""
         kind: Any = type(module)
         if "forward" in vars(module):  # somebody put one there, which goes before the class's
             module.forward = functools.wraps(module.forward)(functools.partial(_run, self, module, module.forward))
         else:
-            module.__class__ = _enclosed(kind)
-            module._enclosure = self
+            module.__class__ = _wrapped_class(kind)
+            module._wrapped_forward = self
 
     def run(self, module: nn.Module, forward: Callable[..., Any], arguments: Any, keywords: Any) -> Any:
-        with self._region:
+        with self._features:
             try:
                 output = forward(*arguments, **keywords)
             except (RuntimeError, ValueError) as error:
                 if not self._layers or not SHAPES.search(str(error)):
                     raise
                 raise RecipeError(_explained(self._called, self._layers, error)) from error
-            if self._proof.waits_for(self._name):
-                self._proof.compare(self._name, module, forward, arguments, keywords)
-            return output if self._name else leaving(output, self._called)
+            if self._check.waits_for(self._name):
+                self._check.compare(self._name, module, forward, arguments, keywords)
+            return output if self._name else checked_output(output, self._called)
 
 
-def _run(enclosure: _Enclosure, module: nn.Module, forward: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+def _run(enclosure: _WrappedForward, module: nn.Module, forward: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
     return enclosure.run(module, forward, arguments, keywords)
 
 
 @functools.cache
-def _enclosed(kind: Any) -> type[nn.Module]:
+def _wrapped_class(kind: Any) -> type[nn.Module]:
     @functools.wraps(kind.forward)
     def forward(self: Any, *arguments: Any, **keywords: Any) -> Any:
-        return self._enclosure.run(self, functools.partial(kind.forward, self), arguments, keywords)
+        return self._wrapped_forward.run(self, functools.partial(kind.forward, self), arguments, keywords)
 
     made: type[nn.Module] = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
     return made

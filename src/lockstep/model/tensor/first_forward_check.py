@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.base.errors import RecipeError
-from lockstep.model.tensor.boundaries import is_cut
-from lockstep.model.tensor.logits import whole_of
+from lockstep.model.tensor.sharded_features import is_sharded
+from lockstep.model.tensor.sharded_logits import gather_full
 
 ROUNDINGS = 8.0
 """How many times the square root of the type's own rounding, 3e-4 in float32, the outputs may differ by, relative to their size."""
@@ -32,17 +32,17 @@ MUCH = 2**26
 """Numbers that a rank can hold beside its own. A module with more in its cut layers, and half the model's, is not computed whole."""
 
 
-class Layer(Protocol):
+class BypassableLayer(Protocol):
     """What cuts one module."""
 
     bypassed: bool
     """Where True, the module runs as if it were not cut."""
 
 
-class Proof:
+class FirstForwardCheck:
     """`layers`: those whose parts the user's code sees, by their module's name. Every rank of the tensor axis makes it alike."""
 
-    def __init__(self, model: nn.Module, layers: Mapping[str, Layer]) -> None:
+    def __init__(self, model: nn.Module, layers: Mapping[str, BypassableLayer]) -> None:
         self._modules = {name: model.get_submodule(name) for name in layers}
         self._layers = layers
         self._open = set(layers)
@@ -63,17 +63,17 @@ class Proof:
         if kind not in self._answered and self._size(inside) <= max(MUCH, self._size(self._layers) // 2):
             given = [_plain(list(arguments)), _plain(keywords)]
             blocks = any(isinstance(child, FSDPModule) for child in module.modules() if child is not module)
-            if blocks or any(is_cut(leaf) for leaf in tree_leaves(given)):
+            if blocks or any(is_sharded(leaf) for leaf in tree_leaves(given)):
                 return
             given = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, given)
             self._comparing = True
             try:
                 with torch.no_grad(), _disable_current_modes(), _evaluating(module), _same_numbers(given) as drawn:
                     cut = _tensors(forward(*given[0], **given[1]))
-                    if any(map(is_cut, cut)):
+                    if any(map(is_sharded, cut)):
                         return
                     drew = drawn()
-                    given = tree_map(whole_of, given)
+                    given = tree_map(gather_full, given)
                     with self._whole(inside):
                         whole = _tensors(forward(*given[0], **given[1]))
                 if not drew:  # one that draws numbers, even when it evaluates, draws others for a part than for the whole
@@ -98,7 +98,7 @@ class Proof:
             for name in names:
                 self._modules[name]._parameters.update(
                     {
-                        each: None if part is None else nn.Parameter(whole_of(part), requires_grad=part.requires_grad)
+                        each: None if part is None else nn.Parameter(gather_full(part), requires_grad=part.requires_grad)
                         for each, part in parts[name].items()
                     }
                 )
@@ -110,7 +110,7 @@ class Proof:
                 self._layers[name].bypassed = False
 
     def _check(self, name: str, layers: list[str], cut: list[Tensor], whole: list[Tensor]) -> None:
-        for found, truth in zip(map(whole_of, cut), map(whole_of, whole), strict=True):
+        for found, truth in zip(map(gather_full, cut), map(gather_full, whole), strict=True):
             if not truth.is_floating_point():
                 continue
             kinds = [truth.dtype]

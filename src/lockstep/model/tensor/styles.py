@@ -29,7 +29,7 @@ class Style:
     """It is given a whole input, of which it takes this rank's part."""
 
     @property
-    def leaves_parts(self) -> bool:
+    def exposes_shards(self) -> bool:
         """Whether the user's code sees a part of what it was written for, before the layer or after it."""
         return self.gives == "cut" or (self.takes == "cut" and not self.slices)
 
@@ -69,7 +69,7 @@ FUSED = re.compile(r"(^|[._])(qkv|w?qkv_?proj|query_key_value|c_attn|in_proj|gat
 """Names of layers that hold several matrices, one below the other."""
 
 
-def styles_of(model: nn.Module, given: Mapping[str, str] | None, size: int) -> dict[str, str]:
+def tensor_styles(model: nn.Module, given: Mapping[str, str] | None, size: int) -> dict[str, str]:
     """The style of each module that the axis cuts, by its name, in the order of the model's modules.
 
     `given`: the recipe's patterns of names, with `*` for any text, and their styles; of several patterns that match a module, the last
@@ -78,7 +78,7 @@ def styles_of(model: nn.Module, given: Mapping[str, str] | None, size: int) -> d
     """
     source, patterns = _source(model, given)
     chosen = _matched(model, source, patterns)
-    _add_tied(model, chosen)
+    _add_layers_with_shared_weights(model, chosen)
     for name, style in chosen.items():
         _check(model, name, style, size)
         if source and STYLES[style].gives == "cut" and FUSED.search(name):  # transformers knows how its own layers lie
@@ -92,10 +92,10 @@ def styles_of(model: nn.Module, given: Mapping[str, str] | None, size: int) -> d
     return {name: chosen[name] for name, _ in model.named_modules() if chosen.get(name, "replicated") != "replicated"}
 
 
-def check_inside(styles: Mapping[str, str], stages: Sequence[str]) -> None:
+def check_stage_parts(styles: Mapping[str, str], stages: Sequence[str]) -> None:
     """Raises `RecipeError` where the code between two cut layers is no code of one module that a pipeline calls."""
     for name, style in styles.items():
-        if name in stages and STYLES[style].leaves_parts:
+        if name in stages and STYLES[style].exposes_shards:
             raise RecipeError(
                 f"the layer {name!r} is cut {style!r}, and is called as a stage's part by itself; what lies between a layer that gives a "
                 "cut output and the one that takes it must be in one part; put both layers into a module of their own, and name that in "
@@ -152,7 +152,7 @@ def _matched(model: nn.Module, source: str, patterns: Mapping[str, str]) -> dict
     return chosen
 
 
-def _add_tied(model: nn.Module, chosen: dict[str, str]) -> None:
+def _add_layers_with_shared_weights(model: nn.Module, chosen: dict[str, str]) -> None:
     """Cut what shares a weight with a mapped layer like that layer."""
     owners: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -163,7 +163,7 @@ def _add_tied(model: nn.Module, chosen: dict[str, str]) -> None:
         mapped = [name for name in names if name in chosen and STYLES[chosen[name]].cuts != "nothing"]
         if not mapped or len(names) == 1:
             continue
-        dims = {cut_dim(model.get_submodule(name), "weight", chosen[name]) for name in mapped}
+        dims = {shard_dim(model.get_submodule(name), "weight", chosen[name]) for name in mapped}
         for name in names:
             if name in chosen:
                 continue
@@ -171,7 +171,7 @@ def _add_tied(model: nn.Module, chosen: dict[str, str]) -> None:
             style = {"embedding": {0: "embedding", 1: "colwise_gathered"}, "linear": {0: "vocabulary", 1: "rowwise_split"}}.get(kind, {})
             if len(dims) == 1 and (dim := next(iter(dims))) in style:
                 chosen[name] = style[dim]
-        dims = {cut_dim(model.get_submodule(name), "weight", chosen[name]) if name in chosen else None for name in names}
+        dims = {shard_dim(model.get_submodule(name), "weight", chosen[name]) if name in chosen else None for name in names}
         if len(dims) > 1:
             raise RecipeError(
                 f"modules {', '.join(map(repr, names))} share a weight, and the styles {[chosen.get(name) for name in names]} would cut it "
@@ -204,7 +204,7 @@ def _check(model: nn.Module, name: str, style: str, size: int) -> None:
     if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse or module.scale_grad_by_freq):
         raise RecipeError(f"the style {style!r} for {name!r}, an embedding with max_norm, sparse or scale_grad_by_freq; leave it whole")
     for parameter, tensor in module._parameters.items():
-        dim = cut_dim(module, parameter, style)
+        dim = shard_dim(module, parameter, style)
         if tensor is not None and dim is not None and tensor.shape[dim] % size:
             raise RecipeError(
                 f"{name}.{parameter} of shape {tuple(tensor.shape)} with tensor={size}; the style {style!r} cuts its dim {dim}, and "
@@ -258,7 +258,7 @@ def sizes_of(module: Any) -> tuple[int, int]:
     return (shape[1], shape[0]) if is_transposed(module) else (shape[0], shape[1])
 
 
-def cut_dim(module: nn.Module, parameter: str, style: str) -> int | None:
+def shard_dim(module: nn.Module, parameter: str, style: str) -> int | None:
     """The dim along which a parameter of a module is cut under a style. None: it stays whole."""
     cuts = STYLES[style].cuts
     if cuts == "nothing" or (parameter == "bias" and cuts == "inputs"):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.comm.mesh import Mesh, to_local
-from lockstep.model.tensor.apply import settle
+from lockstep.model.tensor.apply import reduce_partial_gradients
 from lockstep.train.reducers.step_stats import Number, Slots, Told, forget_unused
 
 
@@ -46,7 +46,7 @@ class Parts:
 
     def used(self) -> list[float]:
         """See `Inner.used`."""
-        settle(self._parameters)
+        reduce_partial_gradients(self._parameters)
         return [float(parameter.grad is not None) for parameter in self._parameters]
 
     def sum_up(self, used: Sequence[float], values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool) -> Told:

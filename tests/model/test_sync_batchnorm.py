@@ -22,7 +22,7 @@ import lockstep as ls
 from lockstep.assignment import batch_span, microbatch_spans
 from lockstep.base.errors import RecipeError
 from lockstep.comm.mesh import full_tensor
-from lockstep.model.sync_batchnorm import Exchange, adopt
+from lockstep.model.sync_batchnorm import SyncBatchNormExchange, use_exchange
 from lockstep.testing.pool import WorkerPool
 
 pytestmark = pytest.mark.timeout(240)  # some hundred trainings, two processes at a time
@@ -293,7 +293,7 @@ def test_a_process_group_of_the_users_own_is_refused() -> None:
     layer = nn.SyncBatchNorm(4)
     layer.process_group = "any"
     with pytest.raises(RecipeError, match=r"'1' has a process_group; .* leave process_group out"):
-        adopt(nn.Sequential(nn.Linear(2, 4), layer), Exchange())
+        use_exchange(nn.Sequential(nn.Linear(2, 4), layer), SyncBatchNormExchange())
 
 
 class Louder(nn.SyncBatchNorm):
@@ -305,7 +305,7 @@ def test_a_layer_stays_what_it_is_and_so_does_a_subclass() -> None:
     model = nn.Sequential(nn.SyncBatchNorm(3), Louder(3))
     names = list(model.state_dict())
     for _ in range(2):
-        adopt(model, Exchange())
+        use_exchange(model, SyncBatchNormExchange())
     assert list(model.state_dict()) == names
     assert [type(layer).__name__ for layer in model] == ["SyncBatchNorm", "Louder"]
     assert isinstance(model[0], nn.SyncBatchNorm)
@@ -320,7 +320,7 @@ def learn_from_each_other(plan: str, run_dir: str) -> tuple[list[dict[str, Tenso
     with ls.Session(run_dir=run_dir, plan=plan) as session:
         one, first = session.prepare(lambda: Dense().double(), sgd)
         two, second = session.prepare(lambda: Dense().double(), sgd)
-        begun = [state_of(one), state_of(two)]
+        set_position = [state_of(one), state_of(two)]
         for step in session.steps(data(torch.float64), global_batch=13, microbatch=5, steps=2):
             for batch in step.microbatches():
                 apart = ((one(batch[1]) - two(batch[1]).detach()) ** 2).sum(1)
@@ -331,7 +331,7 @@ def learn_from_each_other(plan: str, run_dir: str) -> tuple[list[dict[str, Tenso
             step.commit(second, clip_norm=0.1)
             if session.rank == 0 or "shard" in plan:  # between steps these layers wait for nobody, and nothing counts
                 two(data(torch.float64).tensors[1])
-        return begun, [state_of(one), state_of(two)]
+        return set_position, [state_of(one), state_of(two)]
 
 
 @pytest.mark.parametrize("plan", ["replicate=3", "shard=2", "replicate=2,shard=2"])

@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from parallel.cut_models import GATHERED, LAYERS, SEQUENCE, TIED, WIDTH, WORDS, Attention, FullCount, Fused, HalfDepth, Model, mesh_of
+from model.tensor.models import GATHERED, LAYERS, SEQUENCE, TIED, WIDTH, WORDS, Attention, FullCount, Fused, HalfDepth, Model, mesh_of
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from lockstep.base.errors import RecipeError
 from lockstep.comm.mesh import Mesh, full_tensor
-from lockstep.model.deferred_init import build
-from lockstep.model.parallelize import Built
+from lockstep.model.initialization.deferred_init import build
+from lockstep.model.initialization.initial_model import InitialModel
 from lockstep.model.shard import shard
 from lockstep.model.tensor.apply import tensor_parallel
-from lockstep.model.tensor.styles import styles_of
+from lockstep.model.tensor.styles import tensor_styles
 from lockstep.testing.pool import WorkerPool
 from lockstep.train.optimizer_meshes import separate_meshes
 from lockstep.train.precision import clip
@@ -88,7 +88,7 @@ def one_step(subject: str, dtype: torch.dtype, sizes: dict[str, int]) -> Found:
     mesh = mesh_of(**sizes)
     model = built(subject, dtype)
     assert mesh.torch_mesh is not None
-    styles = styles_of(model, SUBJECTS[subject][1], sizes["tensor"])
+    styles = tensor_styles(model, SUBJECTS[subject][1], sizes["tensor"])
     tensor_parallel(model, mesh.torch_mesh["tensor"], styles, fill=keep)
     if sizes.get("shard", 1) > 1:
         shard(model, mesh, [f"blocks.{place}" for place in range(2)], free_after_forward=True, offload=False, fill=keep)
@@ -213,10 +213,12 @@ def filled() -> list[Any]:
     """A model whose values are computed one layer after another."""
     mesh = mesh_of(tensor=2)
     assert mesh.torch_mesh is not None
-    made, values = Built.of(Model, 7, mesh), build(Model, 7)
+    made, values = InitialModel.build(Model, 7, mesh), build(Model, 7)
     device = torch.device("cpu")
-    tensor_parallel(made.module, mesh.torch_mesh["tensor"], styles_of(made.module, TIED, 2), fill=lambda layer: made.fill(layer, device))
-    made.fill(made.module, device)
+    tensor_parallel(
+        made.module, mesh.torch_mesh["tensor"], tensor_styles(made.module, TIED, 2), fill=lambda layer: made.materialize(layer, device)
+    )
+    made.materialize(made.module, device)
     parameters = dict(made.module.named_parameters())
     same = all(torch.equal(full_tensor(parameters[name]), parameter) for name, parameter in values.named_parameters())
     words, held = made.module.words.weight, parameters["blocks.1.perceptron.3.weight"]
@@ -264,7 +266,7 @@ def test_code_that_does_not_fit_is_told_what_to_write(
     model = Model(attention)
     given = {**(GATHERED if attention is Fused else LAYERS), **changed}
     with pytest.raises(RecipeError, match=message):
-        pool.run(2, first_forward, model, styles_of(model, given, 2), 2)
+        pool.run(2, first_forward, model, tensor_styles(model, given, 2), 2)
 
 
 def llama(dtype: torch.dtype, **changes: Any) -> Any:
@@ -280,7 +282,7 @@ def llama_gradients(ranks: int, **changes: Any) -> list[tuple[str, Tensor]]:
     if ranks > 1:
         mesh = mesh_of(tensor=ranks)
         assert mesh.torch_mesh is not None
-        tensor_parallel(model, mesh.torch_mesh["tensor"], styles_of(model, None, ranks), fill=keep)
+        tensor_parallel(model, mesh.torch_mesh["tensor"], tensor_styles(model, None, ranks), fill=keep)
         assert isinstance(model.model.layers[1].self_attn.q_proj.weight, DTensor)
     torch.manual_seed(3)
     words = torch.randint(32, (2, 7), generator=torch.Generator().manual_seed(2))
@@ -323,7 +325,7 @@ def copied() -> bool:
     mesh = mesh_of(tensor=2)
     assert mesh.torch_mesh is not None
     model = Model()
-    tensor_parallel(model, mesh.torch_mesh["tensor"], styles_of(model, TIED, 2), fill=keep)
+    tensor_parallel(model, mesh.torch_mesh["tensor"], tensor_styles(model, TIED, 2), fill=keep)
     before = model(text(0))
     average = deepcopy(model)
     with torch.no_grad():
@@ -340,7 +342,7 @@ def drawn() -> list[Any]:
     mesh = mesh_of(tensor=2)
     assert mesh.torch_mesh is not None
     model = DropsOtherwise()
-    tensor_parallel(model, mesh.torch_mesh["tensor"], styles_of(model, {"up": "colwise", "down": "rowwise"}, 2), fill=keep)
+    tensor_parallel(model, mesh.torch_mesh["tensor"], tensor_styles(model, {"up": "colwise", "down": "rowwise"}, 2), fill=keep)
     output = model(torch.ones(16, 8))
     assert model.seen is not None
     return [model.seen.tolist(), output.tolist(), torch.rand(4).tolist()]

@@ -16,7 +16,7 @@ from lockstep.base.errors import RecipeError
 from lockstep.plan import Checkpointing
 
 
-def recompute(block: nn.Module, mode: Checkpointing) -> None:
+def checkpoint_activations(block: nn.Module, mode: Checkpointing) -> None:
     """Have the block keep few of its activations, and compute the others again in its backward, under the same random numbers.
 
     `full`: it keeps its inputs only. `selective`: also the results of matrix products, convolutions and attention, which cost most to

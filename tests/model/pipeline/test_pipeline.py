@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from parallel.staged import (
+from model.pipeline.staged import (
     KEY,
     MODELS,
     failing,
@@ -22,10 +22,10 @@ from parallel.staged import (
     statistics_on_one_process,
     values,
 )
-from parallel.staged import microbatches as rows_of
+from model.pipeline.staged import microbatches as rows_of
 
 from lockstep.base.errors import RecipeError
-from lockstep.model.deferred_init import build
+from lockstep.model.initialization.deferred_init import build
 from lockstep.plan import Schedule
 from lockstep.testing.pool import WorkerPool
 

@@ -31,7 +31,7 @@ WRITES = re.compile(r".*[^_]_|__(setitem|i(add|sub|mul|truediv|floordiv|mod|pow|
 """Names of functions that change a tensor in place."""
 
 
-class Logits(DTensor):
+class ShardedLogits(DTensor):
     """Cut along one dim, its classes, over one mesh axis. To code outside of this package, a tensor with all classes."""
 
     __slots__ = ()
@@ -43,41 +43,41 @@ class Logits(DTensor):
             if func is F.cross_entropy and (loss := _cross_entropy(*args, **kwargs)) is not None:
                 return loss
             name = getattr(func, "__name__", "")
-            if WRITES.fullmatch(name) and isinstance(args[0], Logits):
+            if WRITES.fullmatch(name) and isinstance(args[0], ShardedLogits):
                 raise LossError(
                     f"Tensor.{name} changes logits in place that the style 'loss' has cut over the tensor axis; each rank has some of the "
                     "classes; write it without changing in place, or give the output layer the style 'vocabulary'"
                 )
             if name in KEEPS_CLASSES and _is_simple(args[1:]):
-                return tree_map(as_logits, func(*args, **kwargs))
-            args, kwargs = tree_map(whole_of, (args, kwargs))
+                return tree_map(as_sharded_logits, func(*args, **kwargs))
+            args, kwargs = tree_map(gather_full, (args, kwargs))
             return func(*args, **kwargs)
 
 
-def as_logits(item: Any) -> Any:
-    """A distributed tensor that is cut along one dim, as `Logits`; another one whole; anything else as it is."""
+def as_sharded_logits(item: Any) -> Any:
+    """A distributed tensor that is cut along one dim, as `ShardedLogits`; another one whole; anything else as it is."""
     if not isinstance(item, DTensor):
         return item
     if not (len(item.placements) == 1 and item.placements[0].is_shard()):
-        return whole_of(item)
-    item.__class__ = Logits
+        return gather_full(item)
+    item.__class__ = ShardedLogits
     return item
 
 
-def whole_of(item: Any) -> Any:
+def gather_full(item: Any) -> Any:
     """The plain whole tensor of a distributed one, with a gradient; anything else as it is."""
     if not isinstance(item, DTensor):
         return item
-    return plain(item.redistribute(placements=[Replicate()] * item.device_mesh.ndim))
+    return local_shard(item.redistribute(placements=[Replicate()] * item.device_mesh.ndim))
 
 
-def plain(tensor: DTensor) -> Tensor:
+def local_shard(tensor: DTensor) -> Tensor:
     """This rank's part, with a gradient. No view as that of `to_local`, which loses FSDP2's hooks where a user changes it in place."""
-    held: Tensor = _Plain.apply(tensor)  # type: ignore[no-untyped-call]
+    held: Tensor = _LocalShard.apply(tensor)  # type: ignore[no-untyped-call]
     return held
 
 
-class _Plain(torch.autograd.Function):
+class _LocalShard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: DTensor) -> Tensor:
         ctx.mesh, ctx.placements, ctx.shape = tensor.device_mesh, tensor.placements, tensor.shape
@@ -106,12 +106,12 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
     """As `torch.nn.functional.cross_entropy`, of cut logits. None: not of this kind; it takes the whole logits."""
-    dim = 1 if isinstance(input, Logits) and input.dim() > 1 else 0
+    dim = 1 if isinstance(input, ShardedLogits) and input.dim() > 1 else 0
     indices = isinstance(target, Tensor) and not isinstance(target, DTensor) and not target.is_floating_point()
     usual = weight is None and size_average is None and reduce is None and not label_smoothing
-    if not (isinstance(input, Logits) and input.placements == (Shard(dim),) and indices and usual):
+    if not (isinstance(input, ShardedLogits) and input.placements == (Shard(dim),) and indices and usual):
         return None
-    part = plain(input).movedim(dim, -1)
+    part = local_shard(input).movedim(dim, -1)
     if torch.is_autocast_enabled(part.device.type):
         part = part.float()
     counts = target != ignore_index

@@ -1,6 +1,6 @@
 """What happens to a cut tensor, this rank's part of the features or heads, between the layer that gives it and the one that takes it.
 
-The user's own code runs there, on plain tensors that are smaller than it was written for. `Region` watches each torch function in it:
+The user's own code runs there, on plain tensors that are smaller than it was written for. `ShardedFeatures` watches each torch function in it:
 
 - What a cut tensor gives is cut. One that leaves the model is an error.
 - A whole tensor that meets a cut one (the weight of a norm over each head, a learned scale) gets a part of its gradient on each rank:
@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from lockstep.base.errors import RecipeError
-from lockstep.model.tensor.logits import Logits, whole_of
+from lockstep.model.tensor.sharded_logits import ShardedLogits, gather_full
 
 MARK = "_lockstep_cut"
 SEEDS = 2**32
@@ -43,17 +43,17 @@ RANDOM = frozenset(
 """Functions that draw numbers."""
 
 
-def mark_cut(tensor: Tensor) -> Tensor:
+def mark_sharded(tensor: Tensor) -> Tensor:
     """Say that a plain tensor is this rank's part of a whole one."""
     setattr(tensor, MARK, True)
     return tensor
 
 
-def is_cut(tensor: Any) -> bool:
+def is_sharded(tensor: Any) -> bool:
     return hasattr(tensor, MARK)
 
 
-class _Meeting(torch.autograd.Function):
+class _AllReduceGradient(torch.autograd.Function):
     """The identity on a whole tensor before it meets a cut one. Its gradient is the sum of all ranks' parts."""
 
     @staticmethod
@@ -68,7 +68,7 @@ class _Meeting(torch.autograd.Function):
         return summed, None
 
 
-class Region(TorchFunctionMode):
+class ShardedFeatures(TorchFunctionMode):
     """Entered around the forward of each module with cut layers inside; one entered within another does nothing."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -91,7 +91,7 @@ class Region(TorchFunctionMode):
         distributed = cut = False
         for tensor in _tensors(args, kwargs):
             distributed = distributed or isinstance(tensor, DTensor)
-            cut = cut or is_cut(tensor)
+            cut = cut or is_sharded(tensor)
         if distributed:
             return self._with_distributed(func, args, kwargs, cut=cut)
         return self._with_cut(func, args, kwargs) if cut else func(*args, **kwargs)
@@ -101,18 +101,20 @@ class Region(TorchFunctionMode):
             return _marked(drop())
         if func in RANDOM:
             return _marked(self._drawn_apart(func, args, kwargs))
-        if torch.is_grad_enabled() and any(_learns(tensor) for tensor in _tensors(args, kwargs)):
+        if torch.is_grad_enabled() and any(_needs_gradient(tensor) for tensor in _tensors(args, kwargs)):
             name = getattr(func, "__name__", "")
-            if name.endswith("_") and not name.endswith("__") and _learns(args[0]):
+            if name.endswith("_") and not name.endswith("__") and _needs_gradient(args[0]):
                 raise RecipeError(
                     f"Tensor.{name} writes what is cut over the tensor axis into a whole tensor that has a gradient, of shape "
                     f"{tuple(args[0].shape)}; that gradient would be incomplete on each rank; write it without changing in place"
                 )
-            args, kwargs = (_mapped(lambda item: self._meeting(item) if _learns(item) else item, nest) for nest in (args, kwargs))
+            args, kwargs = (
+                _mapped(lambda item: self._all_reduce_gradient(item) if _needs_gradient(item) else item, nest) for nest in (args, kwargs)
+            )
         return _marked(func(*args, **kwargs))
 
-    def _meeting(self, whole: Tensor) -> Any:
-        return _Meeting.apply(whole, self._group)  # type: ignore[no-untyped-call]
+    def _all_reduce_gradient(self, whole: Tensor) -> Any:
+        return _AllReduceGradient.apply(whole, self._group)  # type: ignore[no-untyped-call]
 
     def _with_distributed(self, func: Any, args: Any, kwargs: Any, *, cut: bool) -> Any:
         if (drop := self._drop(func, args, kwargs)) is not None:
@@ -125,12 +127,12 @@ class Region(TorchFunctionMode):
                 f"{getattr(func, '__name__', func)} of a tensor that is cut over the features and one that is cut over the sequence, or "
                 "a cut parameter; let the first go through a 'rowwise_sequence' layer before, or call that parameter's own layer"
             )
-        if any(isinstance(tensor, Logits) for tensor in tensors):
+        if any(isinstance(tensor, ShardedLogits) for tensor in tensors):
             return func(*args, **kwargs)
         args, kwargs = (_mapped(self._replicated, nest) for nest in (args, kwargs))
         out = func(*args, **kwargs)
         by_parameters = all(isinstance(tensor, nn.Parameter) for tensor in tensors if isinstance(tensor, DTensor))
-        return tree_map(whole_of, out) if by_parameters else out
+        return tree_map(gather_full, out) if by_parameters else out
 
     def _replicated(self, item: Any) -> Any:
         if not isinstance(item, Tensor) or isinstance(item, DTensor):
@@ -172,7 +174,7 @@ class Region(TorchFunctionMode):
         """torch's attention on a CPU where it drops weights, step by step, with the mask of all heads."""
         if not dropout_p:
             return None
-        if query.device.type != "cpu" or not is_cut(query):
+        if query.device.type != "cpu" or not is_sharded(query):
             further = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
             return lambda: self._drawn_apart(F.scaled_dot_product_attention, (query, key, value), further)
 
@@ -198,16 +200,16 @@ class Region(TorchFunctionMode):
             return func(*args, **kwargs)
 
 
-def leaving(output: Any, name: str) -> Any:
-    """What a model returned, without distributed tensors but for `Logits`. Raises `RecipeError` where a part of it is cut."""
+def checked_output(output: Any, name: str) -> Any:
+    """What a model returned, without distributed tensors but for `ShardedLogits`. Raises `RecipeError` where a part of it is cut."""
 
     def leave(item: Any) -> Any:
-        if is_cut(item):
+        if is_sharded(item):
             raise RecipeError(
                 f"an output of {name}, of shape {tuple(item.shape)} on each rank, is cut over the tensor axis, and the loss would see a "
                 "part of it; end with a 'rowwise' layer, or give the output layer the style 'vocabulary' or 'colwise_gathered'"
             )
-        return item if isinstance(item, Logits) else whole_of(item)
+        return item if isinstance(item, ShardedLogits) else gather_full(item)
 
     return tree_map(leave, output)
 
@@ -230,15 +232,15 @@ def _mapped(change: Callable[[Any], Any], nest: Any) -> Any:
     return change(nest)
 
 
-def _learns(item: Any) -> bool:
-    return isinstance(item, Tensor) and item.requires_grad and not is_cut(item)
+def _needs_gradient(item: Any) -> bool:
+    return isinstance(item, Tensor) and item.requires_grad and not is_sharded(item)
 
 
 def _marked(out: Any) -> Any:
     if isinstance(out, Tensor):
-        return mark_cut(out)
+        return mark_sharded(out)
     if isinstance(out, list | tuple):
         for item in out:
             if isinstance(item, Tensor):
-                mark_cut(item)
+                mark_sharded(item)
     return out

@@ -12,7 +12,7 @@ from torch import nn
 from lockstep.base.errors import RecipeError
 
 
-class Chain:
+class SequentialCheck:
     """The parts of a model, and its forward as it was made. For `Pipeline`, before any axis changes how modules are called."""
 
     def __init__(self, model: nn.Module, parts: Sequence[str]) -> None:
@@ -26,7 +26,7 @@ class Chain:
 
         `call`: calls the function it is given with what the model is called with. The parts are not computed: they need no values.
         """
-        handed: list[_Output] = []
+        handed: list[_Placeholder] = []
         original: Any = nn.Module.__call__
         known = {id(module) for module in self._modules}
 
@@ -35,11 +35,11 @@ class Chain:
                 return self._forwards.get(id(module), partial(original, module))(*args, **kwargs)
             place = len(handed)
             if place == len(self._modules) or module is not self._modules[place]:
-                raise _NoChain(self._out_of_turn(place))
+                raise _NotSequential(self._out_of_turn(place))
             if handed and (kwargs or len(args) != 1 or args[0] is not handed[-1]):
                 before = self._parts[place - 1]
-                raise _NoChain(f"calls {self._parts[place]!r} with something other than the output of {before!r}, and that alone")
-            handed.append(_Output())
+                raise _NotSequential(f"calls {self._parts[place]!r} with something other than the output of {before!r}, and that alone")
+            handed.append(_Placeholder())
             return handed[-1]
 
         nn.Module.__call__ = called  # type: ignore[method-assign]
@@ -47,7 +47,7 @@ class Chain:
             with torch.no_grad():
                 returned = call(self._forward)
             if len(handed) < len(self._modules) or returned is not handed[-1]:
-                raise _NoChain(f"returns something other than the output of {self._parts[-1]!r}")
+                raise _NotSequential(f"returns something other than the output of {self._parts[-1]!r}")
         except _Unpacked:
             return  # a tuple, of which nobody knows how long it is
         except Exception as error:
@@ -65,13 +65,13 @@ class Chain:
         after = f"after {self._parts[place - 1]!r}" if place else f"before {self._parts[0]!r}"
         own = f"does something of its own {after} ({type(error).__name__}: {error})"
         return (
-            f"the model's forward {error if isinstance(error, _NoChain) else own}; a pipeline calls the parts that the recipe's stages "
+            f"the model's forward {error if isinstance(error, _NotSequential) else own}; a pipeline calls the parts that the recipe's stages "
             "name, each with the output of the one before, and nothing between them; move what lies between into a part, or name "
             "parts that hold it"
         )
 
 
-class _NoChain(Exception):
+class _NotSequential(Exception):
     pass
 
 
@@ -79,7 +79,7 @@ class _Unpacked(Exception):
     pass
 
 
-class _Output:
+class _Placeholder:
     """Stands for what a part returned. Nothing can be done with it but hand it on."""
 
     def __iter__(self) -> Any:

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lockstep.keys import key as key_of
 
 
-class Numbered:
+class OperationSeeds:
     """Counts the random operations, and starts generators from a key."""
 
     def __init__(self, key: int) -> None:
@@ -43,7 +43,7 @@ class Numbered:
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class StorageView:
     """A tensor, as the log knows it."""
 
     storage: int
@@ -61,13 +61,13 @@ class View:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class LoggedOperation:
     """One operation that wrote."""
 
     func: Any
     args: Any
     kwargs: Any
-    outputs: tuple[View | None, ...]
+    outputs: tuple[StorageView | None, ...]
     """For each tensor that it returned, in order: the view of a new storage, or None for an alias of an old one."""
     reads: frozenset[int]
     writes: frozenset[int]
@@ -80,12 +80,12 @@ class Entry:
     """The default at the time."""
 
 
-class Log:
+class OperationLog:
     """What was done to which storage, and how to do it again."""
 
-    def __init__(self, numbered: Numbered) -> None:
-        self._numbered = numbered
-        self._entries: list[Entry] = []
+    def __init__(self, seeds: OperationSeeds) -> None:
+        self._seeds = seeds
+        self._entries: list[LoggedOperation] = []
         self._writers: dict[int, list[int]] = {}
         self._kept: dict[int, Any] = {}
         self._constants: dict[int, torch.UntypedStorage] = {}
@@ -109,16 +109,16 @@ class Log:
     def constant_bytes(self) -> int:
         return sum(value.nbytes() for value in self._constants.values())
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: LoggedOperation) -> None:
         for storage in entry.writes:
             self._writers.setdefault(storage, []).append(len(self._entries))
         self._entries.append(entry)
 
-    def is_whole(self, view: View) -> bool:
+    def is_whole(self, view: StorageView) -> bool:
         """Whether it is all of its storage."""
         return view.offset == 0 and view.bytes == self._kept[view.storage].nbytes() and _is_dense(view)
 
-    def replay(self, views: Iterable[View]) -> list[Tensor]:
+    def replay(self, views: Iterable[StorageView]) -> list[Tensor]:
         """The values of `views` as they are at the end of the log."""
         views = list(views)
         wanted = {view.storage for view in views}
@@ -172,13 +172,13 @@ class Log:
             values[storage] = torch.UntypedStorage(self._kept[storage].nbytes())  # type: ignore[no-untyped-call]
         return values[storage]
 
-    def _run(self, entry: Entry, values: dict[int, torch.UntypedStorage]) -> None:
+    def _run(self, entry: LoggedOperation, values: dict[int, torch.UntypedStorage]) -> None:
         def real(item: Any) -> Any:
-            return item.of(self._value(item.storage, values)) if isinstance(item, View) else item
+            return item.of(self._value(item.storage, values)) if isinstance(item, StorageView) else item
 
         args, kwargs = tree_map(real, entry.args), tree_map(real, entry.kwargs)
         if entry.number is not None:
-            self._numbered.seed(entry.number)
+            self._seeds.seed(entry.number)
         if entry.generator is not None:
             generator = torch.Generator()
             generator.set_state(entry.generator)
@@ -198,7 +198,7 @@ def tensors_of(tree: Any) -> list[Any]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _is_dense(view: View) -> bool:
+def _is_dense(view: StorageView) -> bool:
     """Whether no two of its elements share a place and no place between them is left out."""
     expected = 1
     for stride, size in sorted((stride, size) for stride, size in zip(view.stride, view.size, strict=True) if size != 1):
