@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lockstep.base.errors import DataError, RecipeError
 from lockstep.comm.segment import PeerDied, PeerStopped
 from lockstep.launch.failure import Ending, Failure, Record, account, describe, exit_status, out_of_memory, read_crash, read_torch_record
-from lockstep.model.pipeline.pipeline import StageFailed
+from lockstep.model.pipeline.failure import StageFailed
 
 GLOO = "[pair.cc:553] Connection closed by peer [127.0.0.1]:41096. This is typically caused by a remote worker crashing."
 

@@ -75,7 +75,7 @@ def _layers(model: nn.Module, patterns: list[str] | None = None, stages: list[st
 
 
 def _names(layers: list[PlacedLayer]) -> list[str]:
-    return [f"{layer.name}{' ->' if layer.hands_on else ''}" for layer in layers]
+    return [f"{layer.name}{' ->' if layer.feeds_next else ''}" for layer in layers]
 
 
 def test_the_layers_of_a_sequential_are_its_members_and_each_is_called_with_what_the_one_before_returns() -> None:

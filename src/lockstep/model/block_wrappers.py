@@ -1,4 +1,5 @@
-"""What a plan wraps around each block's forward: recomputation and compilation. Names, parameters and hooks stay as they are."""
+"""Wrappers of a block's forward: activation checkpointing and compilation. Names, parameters and hooks stay as they
+are."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def checkpoint_activations(block: nn.Module, mode: Checkpointing) -> None:
 
 
 def _is_cache(item: Any) -> bool:
-    """Whether it is a cache of keys and values of transformers, which a second forward would lengthen."""
+    """True if it is a cache of keys and values of transformers, which a second forward would lengthen."""
     return any(kind.__name__ == "Cache" and kind.__module__.startswith("transformers.") for kind in type(item).__mro__)
 
 

@@ -1,4 +1,4 @@
-"""Which parts of a model are its blocks: what a plan that shards gathers, frees, checkpoints or compiles one at a time."""
+"""The blocks of a model: the modules that a plan gathers, frees, checkpoints or compiles one at a time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from lockstep.base.errors import RecipeError
 
 LARGE_SHARE = 8
-"""Where nothing repeats, a module with this part of all parameters (1 / LARGE_SHARE) is a block."""
+"""If no list of modules repeats, a module with at least 1 / LARGE_SHARE of all parameters is a block."""
 
 
 def blocks_of(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:

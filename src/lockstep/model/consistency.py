@@ -1,7 +1,8 @@
-"""Every rank builds the same model: a factory that read the rank, the clock or a generator of its own is found out.
+"""Checks that every rank builds the same model, whatever its factory reads: the rank, the clock, a generator of its
+own.
 
-What the model consists of is compared before anything else, since ranks with different parameters would wait for each other's exchanges.
-Values are compared by checksums, taken where they are computed: of a model without values, one tensor after another.
+The structure is compared first, because ranks with different parameters would deadlock in their collectives. Values are
+compared by checksums, computed together with the values: one tensor at a time under deferred initialization.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def check_checksums(checksums: Mapping[str, int], world: World) -> None:
 
 
 def checksums_of(model: Any) -> dict[str, int]:
-    """Of every parameter and buffer that has dense bytes, by name."""
+    """Checksums of every parameter and buffer that has dense bytes, by name."""
     tensors = dict(_tensors(model)) if isinstance(model, nn.Module) else {}
     return {
         name: checksum(tensor)

@@ -52,7 +52,8 @@ def wrap_data_parallel(model: nn.Module, gpus: list[int]) -> None:
 
 
 class _OwnForward(nn.Module):
-    """What DataParallel copies: it calls the model's own forward, which its replacement would lead back to DataParallel."""
+    """The module that DataParallel replicates. It calls the forward of the model's class, because `model.forward` is
+    replaced by DataParallel's."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""The layers of one process shared out over its devices, the simple model parallelism: activations move, layers stay where they are.
+"""Naive model parallelism: the layers of one process are shared out over its devices. Activations move, layers stay.
 
-Layers are placed in runs, in their order. All else stays on the first device, `home`, where batches are and where
-the model's output comes back to. A layer's forward moves what it is called with to its own device. What it returns stays there if the next
-layer is called with it, as in a list of layers, and comes home otherwise.
+Consecutive layers share a device. Everything else stays on the first device, `home`, together with the batches and the
+model's output. The forward of a layer moves its inputs to its device. Its output stays there if it is the input of the
+next layer, as in a list of layers; otherwise it moves to `home`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from lockstep.model.pipeline.stages import balanced
 
 @dataclass(frozen=True, slots=True)
 class PlacedLayer:
-    """What is on one device as a whole."""
+    """A module that is placed on one device as a whole."""
 
     name: str
     feeds_next: bool
-    """Whether the next layer is called with what this one returns."""
+    """True if the output of this layer is the input of the next one."""
 
 
 def devices_of(home: torch.device, count: int) -> list[torch.device]:
@@ -190,7 +190,8 @@ def _identical(one: Sequence[Any], other: Sequence[Any]) -> bool:
 
 @contextmanager
 def _current_device(device: torch.device, home: torch.device) -> Iterator[None]:
-    """On another GPU than `home`: it is the current one, and its generator goes on where home's stands, as if there were one."""
+    """Make `device` the current GPU, with a random generator that continues the sequence of `home`'s, as on a single
+    GPU."""
     if device == home or device.type != "cuda":
         yield
         return
@@ -202,7 +203,7 @@ def _current_device(device: torch.device, home: torch.device) -> Iterator[None]:
 
 
 def _explain(model: nn.Module) -> None:
-    """Say what to do where tensors of two devices meet in code that is no layer's."""
+    """Explain the error if code outside the layers uses tensors of two devices together."""
     forward: Callable[..., Any] = model.forward
 
     @functools.wraps(forward)

@@ -28,7 +28,7 @@ DRAWING = (
     nn.FractionalMaxPool2d,
     nn.FractionalMaxPool3d,
 )
-"""Of torch's own modules, those that may draw random numbers in their forward."""
+"""Torch's modules that may draw random numbers in their forward."""
 REMEMBERED = 2**16
 """Streams whose followers are kept for recomputations: parts times microbatches on their way."""
 
@@ -64,12 +64,12 @@ class ModuleRandomStreams:
         self._begin(key(*position, part, 0) if part and self._several else key(*position))
 
     def set_position(self, position: tuple[int, ...]) -> None:
-        """The same, where the first part's stream has been begun already."""
+        """Note a microbatch's position, if the stream of its first part has been started already."""
         self._position = position
         self._calls.clear()
 
     def stop(self) -> None:
-        """For forwards that are no microbatch's: leave the generators alone until the next `start`."""
+        """Leave the generators alone until the next `start`: for forwards that belong to no microbatch."""
         self._position = None
 
     def close(self) -> None:

@@ -86,7 +86,7 @@ class RunningStatistics:
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
         self.mesh = mesh
-        """Who computes which microbatches."""
+        """The mesh that assigns microbatches to ranks."""
         modules = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
         self._scratches = [_ScratchBuffers.of(module) for module in modules]
         self._hooks = [scratch.module.register_forward_pre_hook(scratch.swap_in) for scratch in self._scratches]
@@ -102,7 +102,7 @@ class RunningStatistics:
         self._model = model
         self._world = mesh.world
         self._compares = self._world.any(bool(self._others))
-        """Whether any rank has a buffer to compare."""
+        """True if any rank has a buffer to compare."""
         self.begin(compare=False)
 
     def close(self) -> None:
@@ -110,10 +110,10 @@ class RunningStatistics:
             hook.remove()
 
     def begin(self, *, compare: bool) -> None:
-        """Before the first forward of a step: how what no forward may change stands; earlier forwards do not count.
+        """Note the state of all that a forward must not change, before the first forward of a step.
 
-        `compare`: keep the bits of the buffers too, for `check` to find changes that torch does not count. Raises
-        `RecipeError` where a parameter was frozen or thawed since the model was prepared.
+        `compare`: also copy the bits of the buffers, so that `check` finds changes that torch does not count. Raises
+        `RecipeError` if a parameter was frozen or unfrozen since the model was prepared.
         """
         trainable = [parameter.requires_grad for parameter in self._parameters]
         if trainable != self._trainable:
@@ -155,7 +155,7 @@ class RunningStatistics:
             )
 
     def _changed(self) -> str | None:
-        """What is not as it was at `begin`, in words."""
+        """Describe the first tensor that has changed since `begin`; None if nothing has changed."""
         versions = [tensor._version for tensor in self._watched]
         if versions != self._versions:
             return next(name for name, now, then in zip(self._names, versions, self._versions, strict=True) if now != then)

@@ -18,7 +18,7 @@ from lockstep.model.skipped_blocks import SkippedBlockGuard
 
 
 def reshard(model: nn.Module) -> None:
-    """Let go of what a forward without a backward has gathered, and leave the parameters cut."""
+    """Free what a forward without a backward has gathered; the parameters are shards again."""
     for group in fsdp_modules(model):
         group.reshard()
 
@@ -33,12 +33,13 @@ def shard(
     offload: bool,
     fill: Callable[[nn.Module], None],
 ) -> None:
-    """Cut the parameters of `model`, block by block, over the `shard` axis. The model stays the object it is; every rank calls it.
+    """Shard the parameters of `model` over the `shard` axis, block by block, in place. Every rank calls it.
 
-    `free_after_forward`: gather a block again for its backward, instead of keeping all blocks from the forward on. `free_root`: what is
-    in no block too; for a whole model that is in vain, since the backward begins with it. `offload`: the shards and their gradients are on
-    the CPU. `fill`: called with a module just before it is cut, to give it its values, on the mesh's device: no rank ever holds more than
-    a block and its shards. Raises `RecipeError`.
+    `free_after_forward`: free a gathered block after its forward and gather it again for its backward; else it stays
+    gathered from the forward on. `free_root`: the same for parameters outside the blocks; for a whole model that is
+    useless, because the backward begins with them. `offload`: shards and their gradients are in the CPU's memory.
+    `fill`: called with a module just before it is sharded, to materialize it on the mesh's device, so that no rank ever
+    holds more than one whole block beside its shards. Raises `RecipeError`.
     """
     for name, parameter in model.named_parameters():
         if not parameter.dim():

@@ -1,4 +1,4 @@
-"""Parameters that a model has under several names, and that stay one while they are cut."""
+"""Shared parameters: those that a model has under several names (tied weights)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def shared_names(model: nn.Module) -> list[list[str]]:
 
 
 def share_parameter(model: nn.Module, names: Sequence[str]) -> None:
-    """Make them one parameter again: the cut one, where one is."""
+    """Make the parameters under these names one object again: the DTensor, if one of them is a DTensor."""
     found = [model.get_parameter(name) for name in names]
     one = next((parameter for parameter in found if isinstance(parameter, DTensor)), found[0])
     for name in names:

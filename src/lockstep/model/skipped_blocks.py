@@ -1,11 +1,12 @@
-"""Blocks are visited by every rank in one order, whatever branch a rank's microbatch takes.
+"""A guard for blocks that a forward skipped: every rank runs all blocks in one order, whatever branch its microbatch
+takes.
 
-FSDP2 gathers a block's parameters when the block runs. A rank that leaves out a block which others run would answer their gathering with
-another one, and hang or corrupt. Here it visits the block for nothing: the block is called with an identity in the place of its forward,
-so that FSDP2's own hooks do all they do, in the forward and in the backward, and the gradient of its parameters is zero.
+FSDP2 gathers a block's parameters when the block runs. If a rank skips a block that others run, their collectives no
+longer match: they deadlock or corrupt data. So the guard calls the skipped block with an identity in place of its
+forward. FSDP2's hooks then run in the forward and in the backward, and the gradient of the block's parameters is zero.
 
-So it is known which block comes next, and on a CPU its parameters are on their way while the one before it computes. On a GPU FSDP2 sees
-to that.
+The order of the blocks is therefore known, and on a CPU the guard gathers the next block while the present one
+computes. On a GPU FSDP2 does that itself.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class SkippedBlockGuard:
         model.register_forward_hook(self._after_all)
 
     def enter(self) -> None:
-        """Once the model is sharded."""
+        """Install the hooks. Call it after the model is sharded."""
         self._model.register_forward_pre_hook(self._start, prepend=True)
         for place, block in enumerate(self._blocks):
             block.register_forward_pre_hook(self._before(place), prepend=True, with_kwargs=True)
@@ -60,7 +61,7 @@ class SkippedBlockGuard:
         return self._visit(skipped, output) if skipped else None
 
     def _visit(self, skipped: range, value: Any) -> Any:
-        """The same value, of which one tensor has been through the skipped blocks."""
+        """Pass one tensor of `value` through the skipped blocks. Returns the same structure."""
         leaves, structure = tree_flatten(value)
         tensors = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         place = next((place for place in tensors if leaves[place].requires_grad), None)

@@ -28,13 +28,15 @@ from lockstep.plan import Plan
 
 
 class SyncBatchNormExchange:
-    """What the SyncBatchNorm layers of a session exchange with, and for which slice. One for all its models."""
+    """The ranks with which all SyncBatchNorm layers of a session exchange statistics, and the state of the current
+    microbatch."""
 
     def __init__(self) -> None:
         self.world: World | None = None
-        """Those among whom microbatches are split. None: they are whole."""
+        """The ranks that a microbatch is split over; None if microbatches are whole."""
         self.is_dummy: bool | None = None
-        """True if this rank has no slice of the microbatch and computes a dummy. None: no slice is being computed."""
+        """True if this rank computes a dummy in place of a slice, False if it computes a slice; None outside of
+        microbatches."""
 
     def __deepcopy__(self, _: Any) -> SyncBatchNormExchange:
         """A copy of a model is a model of the same session."""
@@ -62,7 +64,10 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
 
 def use_exchange(model: nn.Module, exchange: SyncBatchNormExchange) -> None:
-    """Give the model's `nn.SyncBatchNorm` layers the forward that works here. Raises `RecipeError` for one with a group of its own."""
+    """Give the model's `nn.SyncBatchNorm` layers the forward of `SyncBatchNorm`, and the exchange.
+
+    Raises `RecipeError` if a layer has a process group of its own.
+    """
     for name, module in model.named_modules():
         if isinstance(module, nn.SyncBatchNorm):
             if module.process_group is not None:

@@ -22,7 +22,8 @@ from lockstep.data.generators import seed_generators
 from lockstep.data.loader import Loader, Microbatch, Span
 from lockstep.keys import RandomStream, key
 from lockstep.logging.metrics import as_number
-from lockstep.model.pipeline.pipeline import Pipeline, PipelineMicrobatch
+from lockstep.model.pipeline.microbatch import PipelineMicrobatch
+from lockstep.model.pipeline.pipeline import Pipeline
 from lockstep.model.shard import reshard
 from lockstep.plan import Plan
 from lockstep.recipe import Evaluation, Gathered, Mean, Recipe
@@ -124,7 +125,7 @@ class Evaluator:
             with torch.autocast(self.pair.device.type, enabled=False):
                 return self._measured(item, batch, output, loss)
 
-        while several := list(islice(items, TOGETHER * len(pipeline.stages.cuts))):
+        while several := list(islice(items, TOGETHER * len(pipeline.stages.ranges))):
             batches = [to_device(item.batch, self.pair.device) for item in several]
             results = pipeline.forward(
                 [

@@ -16,7 +16,8 @@ from lockstep.base.errors import DataError, LossError, RecipeError
 from lockstep.logging.metrics import as_number
 from lockstep.logging.phases import Phases
 from lockstep.logging.recorder import NAMES_OF_A_ROW
-from lockstep.model.pipeline.pipeline import Pipeline, PipelineLoss, PipelineMicrobatch
+from lockstep.model.pipeline.microbatch import PipelineLoss, PipelineMicrobatch
+from lockstep.model.pipeline.pipeline import Pipeline
 from lockstep.model.sync_batchnorm import SyncBatchNormExchange
 from lockstep.recipe import check_clip_norm
 from lockstep.train.forward import given_to, output_of

@@ -18,7 +18,8 @@ from lockstep.comm.mesh import Mesh
 from lockstep.comm.world import World
 from lockstep.model.initialization.deferred_init import DeferredModel, build
 from lockstep.model.initialization.initial_model import InitialModel
-from lockstep.model.pipeline.pipeline import STAGES_PER_RANK, Pipeline, PipelineLoss, PipelineMicrobatch
+from lockstep.model.pipeline.microbatch import PipelineLoss, PipelineMicrobatch
+from lockstep.model.pipeline.pipeline import STAGES_PER_RANK, Pipeline
 from lockstep.model.pipeline.stages import Stages, keep_only_parts, sequential_parts
 from lockstep.model.random_streams import ModuleRandomStreams
 from lockstep.model.running_statistics import RunningStatistics

@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lockstep.base.errors import RecipeError
-from lockstep.model.pipeline.stages import SharedParameter, Stages, balanced, calls, check_microbatches, keep_only_parts, sequential_parts
+from lockstep.model.pipeline.stages import (
+    SharedParameter,
+    Stages,
+    balanced,
+    check_microbatches,
+    keep_only_parts,
+    schedule_calls,
+    sequential_parts,
+)
 
 
 class Named(nn.Module):
@@ -70,14 +78,14 @@ def test_more_stages_than_parts() -> None:
 
 def test_what_has_nothing_to_train_is_no_stage() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2), nn.Tanh())
-    assert Stages.split(model, None, ranks=2).cuts == (range(4), range(4, 6))
+    assert Stages.split(model, None, ranks=2).ranges == (range(4), range(4, 6))
     with pytest.raises(RecipeError, match="3 stages, and the model has trainable parameters for 2"):
         Stages.split(model, None, ranks=3)
 
 
 def test_stages_on_ranks() -> None:
     stages = Stages.split(Named(), ALL, ranks=2, per_rank=2, costs=[1, 1, 1, 1, 1, 1, 2])
-    assert stages.cuts == (range(2), range(2, 4), range(4, 6), range(6, 7))
+    assert stages.ranges == (range(2), range(2, 4), range(4, 6), range(6, 7))
     assert stages.parts_on_rank(0) == ["embed", "blocks.0", "blocks.3", "norm"]
     assert stages.parts_on_rank(1) == ["blocks.1", "blocks.2", "head"]
     assert stages.shared_parameters == ()
@@ -122,7 +130,7 @@ def test_no_cut_is_more_even(costs: list[int], count: int) -> None:
 @given(st.integers(0, 40), st.integers(1, 6), st.sampled_from(["gpipe", "1f1b", "interleaved", "zero-bubble"]))
 def test_calls_are_all_microbatches_in_order_and_what_torch_takes(count: int, ranks: int, schedule: str) -> None:
     stages = Stages((), (range(0),) * ranks, ranks, ())
-    made = calls(count, stages, schedule)
+    made = schedule_calls(count, stages, schedule)
     assert [place for start, stop, _ in made for place in range(start, stop)] == list(range(count))
     for start, stop, name in made:
         assert name == "gpipe" or (stop - start >= ranks if name == "1f1b" else (stop - start) % max(1, (stop - start) // ranks) == 0)

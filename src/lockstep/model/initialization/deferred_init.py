@@ -1,11 +1,13 @@
-"""A model's initial values, the same whether it is built whole or one tensor at a time.
+"""Deferred initialization: a model is built without values, and the initial value of each tensor is computed alone.
 
-Under `keyed_init` each random operation draws from a generator of its own, seeded by the operation's number. So what an operation draws does
-not depend on which others ran before it, and one parameter can be computed alone: `DeferredModel.build` runs the user's function on tensors
-without storage and logs every operation that writes; `materialize` runs again only those that one tensor depends on.
+Under `keyed_init` each random operation draws from a generator that is seeded by the number of the operation. So its
+result does not depend on the operations before it, and a single parameter can be computed: `DeferredModel.build` runs
+the user's factory on fake tensors and logs every operation that writes; `materialize` replays only those operations on
+which one tensor depends.
 
-What starts with values (lists, NumPy, a file) has them at once: an operation on such tensors alone is computed at once. Where Python asks
-for a value (`.item()`, `if mask.any():`) it is computed from the log, so most functions whose course depends on values can be deferred.
+Tensors made from values (lists, NumPy, a file) have their values at once, and operations on such tensors alone run at
+once. If Python asks for a value (`.item()`, `if mask.any():`), it is computed from the log, so most factories with
+data-dependent control flow can be deferred.
 """
 
 from __future__ import annotations
@@ -30,11 +32,11 @@ OWN_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 
 @contextmanager
 def keyed_init(key: int) -> Iterator[None]:
-    """Within it, the n-th random operation draws from torch's default CPU generator seeded with `key(key, n)`.
+    """Seed torch's default CPU generator with `key(key, n)` before the n-th random operation inside the context.
 
-    An operation that is given a generator of its own draws from that. `torch.manual_seed` within has no effect on later operations.
-    Python's and NumPy's generators are started once, and drawn from in order. Afterwards all three stand at their start. Operations in
-    other threads, and on other devices than the CPU, are not covered.
+    An operation with a generator of its own draws from that. `torch.manual_seed` inside has no effect on later
+    operations. Python's and NumPy's generators are seeded once, at the start. Afterwards all three are back at their
+    start. Operations in other threads and on other devices than the CPU are not covered.
     """
     with KeyedInit(key):
         yield
@@ -50,7 +52,8 @@ class DeferredModel:
     """A model without storage, and how to compute each of its tensors alone."""
 
     module: Any
-    """What the function returned. Its parameters and buffers are on the meta device; its other tensors have their values."""
+    """The result of the factory. Its parameters and buffers are on the meta device; its other tensors have their
+    values."""
 
     def __init__(self, module: Any, log: OperationLog, sources: dict[int, StorageView | Tensor], tensors: list[Tensor]) -> None:
         self.module = module
@@ -85,7 +88,8 @@ class DeferredModel:
 
     @property
     def constant_bytes(self) -> int:
-        """The size of what came from NumPy, lists and files: held, beside the log, for as long as this object lives."""
+        """Bytes of the values that came from NumPy, lists and files. They are in memory, beside the log, as long as
+        this object lives."""
         return self._log.constant_bytes + sum(source.nbytes for source in self._sources.values() if isinstance(source, Tensor))
 
     @torch.no_grad()
@@ -103,7 +107,8 @@ class DeferredModel:
 
 
 def _finish(cls: type[DeferredModel], module: nn.Module, recorder: InitRecorder) -> DeferredModel:
-    """Give each parameter and buffer its meta form, and each other tensor that the function left its values, all in place."""
+    """Move each parameter and buffer to the meta device, and give all other tensors that the factory left their values,
+    in place."""
     named = {id(tensor): (name, tensor) for name, tensor in (*module.named_buffers(), *module.named_parameters())}
     other = [fake for fake in _fakes(recorder) if id(fake) not in named]
     if other:
@@ -122,9 +127,9 @@ def _finish(cls: type[DeferredModel], module: nn.Module, recorder: InitRecorder)
 
 @contextmanager
 def _older_objects_frozen() -> Iterator[None]:
-    """What is there already, such as all of torch's modules, is not looked through for what the function left.
+    """Exclude all older objects, such as torch's modules, from the search for tensors that the factory left.
 
-    Where somebody has frozen objects before, nothing is: they could not be told from ours.
+    Nothing is excluded if somebody has frozen objects before: they could not be told apart from these.
     """
     if gc.get_freeze_count():
         yield
@@ -161,7 +166,7 @@ def _check(recorder: InitRecorder, tensors: list[tuple[str, Any]]) -> None:
 
 
 def _reason(error: Exception, recorder: InitRecorder) -> str:
-    """Which operation it was, and the last line outside torch and this package that led to it."""
+    """The failed operation, and the last line outside torch and this package that led to it."""
     place, trace = "", error.__traceback__
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename

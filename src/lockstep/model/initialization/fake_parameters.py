@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 
 def replace_contents(tensor: Any, new: Any) -> Any:
-    """Give `tensor` the contents of `new`; it keeps its identity, its class and what was set on it. Returns its former self."""
+    """Exchange the contents of `tensor` and `new`. `tensor` keeps its identity, class and attributes. Returns an object
+    with its former contents."""
     kind = _plain_class(tensor)
     if issubclass(kind, nn.Parameter):
         new = torch.Tensor._make_subclass(kind, new, tensor.requires_grad)
@@ -49,7 +50,7 @@ def _fake_attributes() -> frozenset[str]:
 
 @contextmanager
 def fake_parameters_keep_class(fake_class: Any, is_fake: Callable[[Any], bool]) -> Iterator[None]:
-    """Within it, a parameter without values keeps its subclass, and `module.to` keeps the parameter with what was set on it."""
+    """Let fake parameters keep their subclass, and let `module.to` keep parameters with their attributes."""
     make: Any = nn.Parameter.__new__
     swap: Any = torch.utils.swap_tensors
 

@@ -59,7 +59,8 @@ class InitialModel:
         return cls(build(factory, key), None, reasons[0])
 
     def materialize(self, part: nn.Module, device: torch.device) -> None:
-        """Give the meta parameters and buffers of a part of the model their values, under each of their names in the model."""
+        """Replace the meta parameters and buffers of a part of the model by their values, under each of their names in
+        the model."""
         if self.deferred is None:
             return
         empty = {id(tensor): tensor for tensor in (*part.parameters(), *part.buffers()) if tensor.is_meta}

@@ -1,7 +1,7 @@
-"""What was done to which storage, in order, and how to do again the part of it on which one tensor depends.
+"""The log of all operations that wrote to a storage, and the replay of those on which one tensor depends.
 
-The log knows storages, not tensors: a view is a storage with a size, strides and an offset, so views need no entry, an operation on a
-slice is a write to the storage, and `p.data.copy_(q)` or `p.data = q` need no rule of their own.
+The log knows storages, not tensors: a view is a storage with a size, strides and an offset. So views need no entry, an
+operation on a slice is a write to the storage, and `p.data.copy_(q)` and `p.data = q` need no special rule.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class LoggedOperation:
     args: Any
     kwargs: Any
     outputs: tuple[StorageView | None, ...]
-    """For each tensor that it returned, in order: the view of a new storage, or None for an alias of an old one."""
+    """For each returned tensor, in order: the view of a new storage, or None for an alias of an old one."""
     reads: frozenset[int]
     writes: frozenset[int]
     fresh: frozenset[int]
@@ -81,7 +81,7 @@ class LoggedOperation:
 
 
 class OperationLog:
-    """What was done to which storage, and how to do it again."""
+    """Operations that wrote to storages, in order. `replay` runs them again."""
 
     def __init__(self, seeds: OperationSeeds) -> None:
         self._seeds = seeds
@@ -115,7 +115,7 @@ class OperationLog:
         self._entries.append(entry)
 
     def is_whole(self, view: StorageView) -> bool:
-        """Whether it is all of its storage."""
+        """True if the view covers its whole storage."""
         return view.offset == 0 and view.bytes == self._kept[view.storage].nbytes() and _is_dense(view)
 
     def replay(self, views: Iterable[StorageView]) -> list[Tensor]:
@@ -199,7 +199,7 @@ def tensors_of(tree: Any) -> list[Any]:
 
 
 def _is_dense(view: StorageView) -> bool:
-    """Whether no two of its elements share a place and no place between them is left out."""
+    """True if the view's elements fill a contiguous range of memory without overlap."""
     expected = 1
     for stride, size in sorted((stride, size) for stride, size in zip(view.stride, view.size, strict=True) if size != 1):
         if stride != expected:

@@ -152,7 +152,7 @@ class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
         )
 
     def _outputs(self, out: Any) -> tuple[tuple[StorageView | None, ...], set[int]]:
-        """What an operation returned, as `LoggedOperation.outputs` has it, and the new storages."""
+        """Return the outputs of an operation as in `LoggedOperation.outputs`, and the new storages."""
         outputs: list[StorageView | None] = []
         new: set[int] = set()
         for tensor in tensors_of(out):
@@ -185,7 +185,7 @@ def _generator(args: Any, kwargs: Any) -> torch.Generator | None:
 
 
 def _is_empty(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether it makes a tensor of no elements: what is to be given the storage of a file, or of a copy."""
+    """True if the operation makes an empty tensor, which will be given the storage of a file or of a copy."""
     on_cpu = torch.device(kwargs.get("device") or "cpu").type == "cpu"
     return func is torch.ops.aten.empty.memory_format and 0 in args[0] and on_cpu
 

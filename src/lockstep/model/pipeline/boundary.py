@@ -1,4 +1,4 @@
-"""What goes from one stage of a pipeline to the next: a tensor, or a tuple of tensors."""
+"""The boundary between two stages of a pipeline: a tensor or a tuple of tensors."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from lockstep.base.errors import RecipeError
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """What a stage hands on for microbatches of one shape. The same on every rank."""
+    """The output of a stage for microbatches of one shape. The same on every rank."""
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
     gradients: tuple[bool, ...]
-    """Of each tensor, whether a gradient comes back for it."""
+    """True for each tensor that gets a gradient from the next stage."""
     single: bool
     """A tensor, not a tuple of one."""
 
@@ -53,7 +53,7 @@ class Boundary:
 
     @classmethod
     def read(cls, said: Any) -> Boundary:
-        """From what `to_json` gave, through JSON."""
+        """The boundary that `to_json` described."""
         shapes, dtypes, gradients, single = said
         return cls(tuple(map(tuple, shapes)), tuple(dtypes), tuple(gradients), single)
 
@@ -62,7 +62,7 @@ class Boundary:
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """All but the shapes: what must be the same for microbatches that share a schedule."""
+        """All but the shapes. Microbatches in the same call of a schedule have the same signature."""
         return self.dtypes, self.gradients, self.single, tuple(map(len, self.shapes))
 
     def tensors(self, device: torch.device | str) -> tuple[Tensor, ...]:
@@ -83,20 +83,21 @@ class Boundary:
             )
 
     def describe(self) -> str:
-        """For people."""
+        """Describe the boundary for an error."""
         each = zip(self.dtypes, self.shapes, self.gradients, strict=True)
         listed = ", ".join(f"{dtype} {list(shape)}{'' if gradient else ' without gradient'}" for dtype, shape, gradient in each)
         return listed if self.single else f"({listed})"
 
 
 def stage_inputs(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """What a stage received, as its first part may use it: also in place; and whatever it does, the gradient can be sent back."""
+    """Return the received tensors such that the first part may change them in place and their gradients can still be
+    sent back."""
     arrived: tuple[Tensor, ...] = _StageInputs.apply(*tensors)  # type: ignore[no-untyped-call]
     return arrived
 
 
 def stage_outputs(value: Any) -> tuple[Tensor, ...]:
-    """What a stage hands on, as it can be sent and taken out of its graph: contiguous, and no view."""
+    """Return a stage's output as tensors that can be sent and detached: contiguous, and no views."""
     left: tuple[Tensor, ...] = _StageOutputs.apply(*(value if isinstance(value, tuple) else (value,)))  # type: ignore[no-untyped-call]
     return left
 

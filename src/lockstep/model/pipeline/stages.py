@@ -1,4 +1,4 @@
-"""Which parts of a model can be the stages of a pipeline, and how they are cut into stages of about the same cost. Touches no process."""
+"""The sequential parts of a model, and their split into pipeline stages of similar cost. Pure: no process is touched."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ class SharedParameter:
     """A parameter that stages on several ranks hold. Each rank has a gradient of its own: they are to be summed, and counted once."""
 
     name: str
-    """As one process calls it."""
+    """The first name in the whole model."""
     ranks: tuple[int, ...]
     """Along the pipeline, ascending. The first one counts it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """A model cut into stages. Stage s is on rank (s mod ranks) of the pipeline. The same on every rank."""
+    """A model split into stages. Stage s is on rank (s mod ranks) of the pipeline. The same on every rank."""
 
     parts: tuple[str, ...]
     """Names of the modules that are called one after another."""
-    cuts: tuple[range, ...]
-    """Of each stage, its parts."""
+    ranges: tuple[range, ...]
+    """The indices in `parts` of each stage's parts."""
     ranks: int
     shared_parameters: tuple[SharedParameter, ...]
 
@@ -68,11 +68,15 @@ class Stages:
 
     def on_rank(self, rank: int) -> range:
         """The stages of one rank of the pipeline, ascending."""
-        return range(rank, len(self.cuts), self.ranks)
+        return range(rank, len(self.ranges), self.ranks)
+
+    def last_part(self, stage: int) -> str:
+        """The name of the last part of a stage."""
+        return self.parts[self.ranges[stage].stop - 1]
 
     def parts_on_rank(self, rank: int) -> list[str]:
         """The parts that one rank of the pipeline holds."""
-        return [self.parts[place] for stage in self.on_rank(rank) for place in self.cuts[stage]]
+        return [self.parts[place] for stage in self.on_rank(rank) for place in self.ranges[stage]]
 
 
 def sequential_parts(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
@@ -110,13 +114,13 @@ def balanced(costs: Sequence[float], count: int) -> list[range]:
     return runs[::-1]
 
 
-def calls(count: int, stages: Stages, schedule: str) -> list[tuple[int, int, str]]:
-    """How `count` microbatches are run, as [start, stop) and the schedule of each call, one call after another.
+def schedule_calls(count: int, stages: Stages, schedule: str) -> list[tuple[int, int, str]]:
+    """Split `count` microbatches into consecutive calls of torch's schedules: [start, stop) and the schedule's name.
 
-    Torch's 1F1B takes no fewer microbatches than stages: GPipe does those. Its interleaved schedules take a multiple of the number of
-    rounds: what is left over is a call of its own.
+    Torch's 1F1B needs at least as many microbatches as stages; GPipe runs fewer. Its interleaved schedules need a
+    multiple of the number of rounds; the remainder is a call of its own.
     """
-    if schedule == "gpipe" or (schedule == "1f1b" and count >= len(stages.cuts)):
+    if schedule == "gpipe" or (schedule == "1f1b" and count >= len(stages.ranges)):
         return [(0, count, schedule)] if count else []
     if schedule == "1f1b":
         return [(0, count, "gpipe")] if count else []
@@ -130,10 +134,10 @@ def check_microbatches(count: int, stages: Stages) -> None:
 
     For the plan as a whole, before the first step. A short batch at the end of an epoch may have fewer, and is computed.
     """
-    if count < len(stages.cuts):
+    if count < len(stages.ranges):
         raise RecipeError(
-            f"{count} microbatches a step in a pipeline of {len(stages.cuts)} stages; with fewer microbatches than stages some stages "
-            f"always wait; choose a smaller microbatch, so that a step has {len(stages.cuts)} at least on each data rank, or fewer stages"
+            f"{count} microbatches a step in a pipeline of {len(stages.ranges)} stages; with fewer microbatches than stages some stages "
+            f"always wait; choose a smaller microbatch, so that a step has {len(stages.ranges)} at least on each data rank, or fewer stages"
         )
 
 
@@ -211,7 +215,8 @@ def _shared_parameters(model: nn.Module, parts: Sequence[str], cuts: Sequence[ra
 
 
 def _units(alone: Sequence[bool]) -> list[range]:
-    """Parts that no cut may part: one that can be a stage alone, with those after it that cannot (before the first one, before it)."""
+    """Group the parts so that each group has a trainable parameter: one such part and the parts without after it; the
+    first group also has those before it."""
     starts = [place for place, can in enumerate(alone) if can]
     if not starts:
         return []
@@ -222,7 +227,8 @@ def _units(alone: Sequence[bool]) -> list[range]:
 def _best(
     costs: Sequence[float], count: int, value: Callable[[float], float], join: Callable[[float, float], float], most: float
 ) -> list[tuple[float, int]]:
-    """At row * (len(costs) + 1) + stop: the least value of costs[:stop] in `row` runs, none above `most`, and where the last one starts."""
+    """Dynamic programming over the number of runs. Entry row * (len(costs) + 1) + stop is the least value of
+    costs[:stop] in `row` runs with no sum above `most`, and the start of the last run."""
     length = len(costs)
     sums = [0.0]
     for cost in costs:

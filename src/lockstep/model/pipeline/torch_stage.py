@@ -1,6 +1,7 @@
-"""Torch's pipeline stage, for microbatches of different shapes, that tells where gradients end and lets go of what it no longer needs.
+"""Torch's pipeline stage, extended: microbatches of different shapes, detection of missing gradients, and early release
+of memory.
 
-With torch's schedules, which take long to import: who has a pipeline imports this.
+It imports torch's schedules, which takes long; only pipelines import this module.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class VariableShapeStage(PipelineStage):
     """One stage, for the calls of one schedule."""
 
     routes: Sequence[Sequence[Boundary]]
-    """Of each microbatch in the call, what the stages hand on."""
+    """For each microbatch of the call, the boundary after each stage but the last."""
     losses: list[Tensor]
     """The schedule's: outputs of the last stage, of the microbatches so far."""
     around: Callable[[int], AbstractContextManager[Any]]
@@ -49,7 +50,8 @@ class VariableShapeStage(PipelineStage):
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        """Torch's sends no gradient for an input that the output does not hang on, and the rank before waits for one."""
+        """Send zeros as the gradient of an input that the output does not depend on: torch's stage sends nothing, and
+        the rank before would wait."""
         received = self.fwd_cache[bwd_chunk_id][1] if bwd_chunk_id in self.fwd_cache else ()
         with self.around(bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
@@ -69,7 +71,7 @@ class VariableShapeStage(PipelineStage):
             self.losses[bwd_chunk_id] = self.losses[bwd_chunk_id].detach()
 
     def release(self) -> None:
-        """Let go of what the last call received and computed."""
+        """Free the tensors that the last call received and computed."""
         self.clear_runtime_states()
         for received in (*self.args_recv_info.values(), *self.grad_recv_info.values()):
             for info in received:

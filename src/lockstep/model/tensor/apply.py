@@ -1,7 +1,9 @@
-"""The `tensor` axis: the ranks share out each layer's matrix, by torch's distributed tensors, and compute the same microbatch together.
+"""The `tensor` axis: each layer's weight is sharded over the ranks as a DTensor, and the ranks compute the same
+microbatch together.
 
-A `colwise` layer gives each rank a part of its outputs, the `rowwise` layer after it takes such a part and sums over the ranks. What lies
-between is the user's own code on smaller tensors (`lockstep.model.tensor.sharded_features`); what lies outside is the same on all ranks.
+A `colwise` layer gives each rank a shard of its outputs. The `rowwise` layer after it takes such a shard and sums over
+the ranks. Between the two the user's own code runs on smaller tensors (`lockstep.model.tensor.sharded_features`);
+outside, all ranks have the same tensors.
 """
 
 from __future__ import annotations
@@ -30,15 +32,16 @@ SHAPES = re.compile(
     r"not enough values to unpack|too many values to unpack|Expected size|normalized_shape|not divisible|broadcast|"
     r"should contain \d+ elements"
 )
-"""What torch and Python say where a size is not the one that code was written for."""
+"""Messages of torch and Python about a size for which code was not written."""
 
 
 def tensor_parallel(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str], *, fill: Callable[[nn.Module], None]) -> None:
-    """Cut the layers of `model` over `mesh`, one axis, in place. Every rank calls it, before the model is sharded or given an optimizer.
+    """Shard the layers of `model` over `mesh`, one axis, in place. Every rank calls it, before FSDP2 shards the model
+    and before there is an optimizer.
 
-    `styles`: from `tensor_styles`. `fill`: called with a layer just before it is cut, to give it its values; a rank keeps its part of them,
-    which all ranks must have alike. Nothing is sent. What has no values then stays on the meta device, as do parameters that are not
-    cut. What shared a parameter before shares it afterwards.
+    `styles`: from `tensor_styles`. `fill`: called with a layer just before it is sharded, to materialize it; the rank
+    keeps its shard of the values, which all ranks must have alike. Nothing is sent. Parameters without values stay on
+    the meta device, and so do parameters that are not sharded. Shared parameters stay shared.
     """
     shared = shared_names(model)
     layers = {name: _LayerStyle(name, style) for name, style in styles.items()}
@@ -79,7 +82,7 @@ class _LayerStyle(ParallelStyle):
         self._style = STYLES[style]
         self.exposes_shards = self._style.exposes_shards
         self.bypassed = False
-        """Let the module be what it was: whole inputs, whole weights."""
+        """If True, the module runs as if it were not sharded: whole inputs, whole weights."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         before: Any = self._before
@@ -114,7 +117,7 @@ class _LayerStyle(ParallelStyle):
         return given.redistribute(placements=(wanted[self._style.takes],)), *inputs[1:]
 
     def _taken(self, module: nn.Module, given: Tensor, size: int) -> Placement:
-        """How a plain input lies on the ranks."""
+        """The placement of a plain input."""
         wants_cut = self._style.takes == "cut" and not self._style.slices
         if wants_cut and given.shape[-1] * size == sizes_of(module)[1]:
             return Shard(given.dim() - 1)
@@ -146,9 +149,10 @@ class _LayerStyle(ParallelStyle):
 
 
 class _WrappedForward:
-    """Runs the forward of a module with cut layers inside in `features`, and explains what its sizes do to code written for whole tensors.
+    """Runs the forward of a module that has sharded layers inside, and explains errors about sizes in code written for
+    whole tensors.
 
-    `name`: the module's, empty for the model. `layers`: those cut directly inside of it.
+    `name`: the module's, empty for the model. `layers`: the sharded layers directly inside it.
     """
 
     def __init__(self, module: nn.Module, name: str, features: ShardedFeatures, check: FirstForwardCheck, layers: Sequence[str]) -> None:

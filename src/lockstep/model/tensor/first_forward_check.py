@@ -1,11 +1,13 @@
-"""At the first forward: do modules with cut layers inside compute what they compute whole?
+"""A check at the first forward: modules with sharded layers inside compute what they compute with whole layers.
 
-Code on a part of the features can be wrong without an error: `query.view(batch, length, heads, -1)` makes heads of half the depth, and
-`qkv.chunk(3, -1)` on a rank's part gives it no value at all. So each module whose inputs and outputs are whole, and which no module
-inside of it has answered for, is computed twice more in its first forward, both times in evaluation mode and without gradients: as it is
-cut, and with its cut layers whole. A rank holds those layers' whole weights for that moment: one attention's, or one perceptron's.
-Of modules that are alike, the first one answers for all. What a module is given beside tensors and plain values (a cache of keys, which a
-second forward would lengthen) is left out of both computations.
+Code on a shard of the features can be wrong without an error: `query.view(batch, length, heads, -1)` makes heads of
+half the depth, and `qkv.chunk(3, -1)` on a rank's shard gives it no value at all. So a module is computed twice more in
+its first forward, in evaluation mode and without gradients: once with its layers sharded, once with whole layers. Its
+inputs and outputs must be whole, and no module inside it may have been checked for the same layers. For that moment a
+rank holds the whole weights of these layers: one attention's, or one MLP's.
+
+Only the first of several equal modules is checked. Arguments other than tensors and plain values (a cache of keys,
+which a second forward would lengthen) are left out of both computations.
 """
 
 from __future__ import annotations
@@ -25,18 +27,20 @@ from lockstep.model.tensor.sharded_features import is_sharded
 from lockstep.model.tensor.sharded_logits import gather_full
 
 ROUNDINGS = 8.0
-"""How many times the square root of the type's own rounding, 3e-4 in float32, the outputs may differ by, relative to their size."""
+"""Tolerance of the relative error, in units of the square root of the dtype's rounding error, which is 3e-4 in float32.
+"""
 
 
 MUCH = 2**26
-"""Numbers that a rank can hold beside its own. A module with more in its cut layers, and half the model's, is not computed whole."""
+"""Elements that a rank can hold beside its own. A module is not checked if its sharded layers have more, and more than
+half of all sharded layers' elements."""
 
 
 class BypassableLayer(Protocol):
-    """What cuts one module."""
+    """A sharded layer that can run as a whole."""
 
     bypassed: bool
-    """Where True, the module runs as if it were not cut."""
+    """If True, the module runs as if it were not sharded."""
 
 
 class FirstForwardCheck:
@@ -50,13 +54,14 @@ class FirstForwardCheck:
         self._comparing = False
 
     def waits_for(self, name: str) -> bool:
-        """Whether nobody has answered yet for a layer inside the module `name`, whose forward has just ended."""
+        """True if a layer inside the module `name`, whose forward has just ended, has not been checked yet."""
         return bool(self._open) and not self._comparing and bool(self._inside(name))
 
     def compare(self, name: str, module: nn.Module, forward: Callable[..., Any], arguments: Any, keywords: Any) -> None:
-        """Compute the module cut and whole. Leaves the question to the module around it where its inputs or outputs are cut.
+        """Compute the module with sharded layers and with whole ones, and compare.
 
-        Raises `RecipeError` where they differ.
+        Does nothing if its inputs or outputs are sharded: then the module around it is compared. Raises `RecipeError`
+        if the outputs differ.
         """
         inside = self._inside(name)
         kind = type(module), tuple((layer.removeprefix(name), type(self._modules[layer])) for layer in inside)
@@ -92,7 +97,7 @@ class FirstForwardCheck:
 
     @contextmanager
     def _whole(self, names: list[str]) -> Iterator[None]:
-        """Within it, these layers have their whole weights and do not know of other ranks."""
+        """Give these layers their whole weights inside the context, and let them ignore other ranks."""
         parts = {name: dict(self._modules[name]._parameters) for name in names}
         try:
             for name in names:

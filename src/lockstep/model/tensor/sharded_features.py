@@ -1,15 +1,19 @@
-"""What happens to a cut tensor, this rank's part of the features or heads, between the layer that gives it and the one that takes it.
+"""Plain tensors that hold a shard of the features (or heads), between the layer that gives them and the layer that
+takes them.
 
-The user's own code runs there, on plain tensors that are smaller than it was written for. `ShardedFeatures` watches each torch function in it:
+The user's own code runs there, on tensors smaller than those it was written for. `ShardedFeatures` intercepts each
+torch function in it:
 
-- What a cut tensor gives is cut. One that leaves the model is an error.
-- A whole tensor that meets a cut one (the weight of a norm over each head, a learned scale) gets a part of its gradient on each rank:
-  its gradient is summed over the axis there. So parameters outside the map have equal, complete gradients on all ranks.
-- Dropout of a cut tensor draws the mask of the whole one, as one process does, and takes this rank's part of it: law 2. The cut dim is
-  taken to be the heads' (1) of a tensor with four dims, else the last. Attention's own dropout is drawn so on a CPU; a GPU's kernels
-  draw inside of them: there, and in other random functions, each rank draws for itself from a seed that one process does not have.
-- A distributed tensor (one cut along the sequence, or a cut weight used without its layer, as a tied output layer does) may meet plain
-  ones, which are whole.
+- The result of a function of a sharded tensor is sharded. If the model returns one, that is an error.
+- If a whole tensor meets a sharded one (the weight of a norm over each head, a learned scale), each rank computes a
+  part of its gradient. So its gradient is all-reduced there, and parameters without a style have equal, complete
+  gradients on all ranks.
+- Dropout of a sharded tensor draws the mask of the whole tensor, as one process does, and takes this rank's shard of it
+  (law 2). The sharded dim is taken to be dim 1, the heads, of a tensor with four dims, and otherwise the last. On a
+  CPU, attention's own dropout is drawn in the same way. The kernels of a GPU draw inside: there, and in other random
+  functions, each rank draws from a seed of its own.
+- A DTensor (sharded along the sequence, or a sharded weight used without its layer, as by a tied output layer) may meet
+  plain tensors, which are whole.
 """
 
 from __future__ import annotations
@@ -44,7 +48,7 @@ RANDOM = frozenset(
 
 
 def mark_sharded(tensor: Tensor) -> Tensor:
-    """Say that a plain tensor is this rank's part of a whole one."""
+    """Mark a plain tensor as this rank's shard of a whole one."""
     setattr(tensor, MARK, True)
     return tensor
 
@@ -54,7 +58,7 @@ def is_sharded(tensor: Any) -> bool:
 
 
 class _AllReduceGradient(torch.autograd.Function):
-    """The identity on a whole tensor before it meets a cut one. Its gradient is the sum of all ranks' parts."""
+    """The identity on a whole tensor before it meets a sharded one. Its gradient is summed over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -69,7 +73,8 @@ class _AllReduceGradient(torch.autograd.Function):
 
 
 class ShardedFeatures(TorchFunctionMode):
-    """Entered around the forward of each module with cut layers inside; one entered within another does nothing."""
+    """The mode around the forward of each module with sharded layers inside. To enter it again inside itself has no
+    effect."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
@@ -140,7 +145,7 @@ class ShardedFeatures(TorchFunctionMode):
         return DTensor.from_local(item, self._mesh, (Replicate(),), run_check=False)
 
     def _drop(self, func: Any, args: Any, kwargs: Any) -> Callable[[], Tensor] | None:
-        """How to compute a dropout, where `func` is one that drops anything. None: it is not."""
+        """Return the computation of a dropout that drops anything; None if `func` is something else."""
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
         if func not in DROPOUT:
@@ -192,7 +197,7 @@ class ShardedFeatures(TorchFunctionMode):
         return attend
 
     def _drawn_apart(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """With a seed of this rank's own. All ranks' default generators go on alike."""
+        """Call `func` with a seed of this rank's own. The default generators of all ranks advance alike."""
         device = next(_tensors(args, kwargs)).device
         seed = int(torch.randint(SEEDS, (self._mesh.size(),))[self._mesh.get_local_rank()])
         with torch.random.fork_rng([device] if device.type != "cpu" else [], device_type=device.type if device.type != "cpu" else "cuda"):
@@ -201,7 +206,8 @@ class ShardedFeatures(TorchFunctionMode):
 
 
 def checked_output(output: Any, name: str) -> Any:
-    """What a model returned, without distributed tensors but for `ShardedLogits`. Raises `RecipeError` where a part of it is cut."""
+    """Return a model's output with DTensors gathered, but for `ShardedLogits`. Raises `RecipeError` if a tensor in it
+    is sharded."""
 
     def leave(item: Any) -> Any:
         if is_sharded(item):
@@ -215,7 +221,7 @@ def checked_output(output: Any, name: str) -> Any:
 
 
 def _tensors(args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """Those of a call, which may stand in a list."""
+    """The tensors among the arguments of a call, and in lists and tuples among them."""
     for item in (*args, *kwargs.values()):
         if isinstance(item, Tensor):
             yield item

@@ -1,7 +1,7 @@
-"""Logits whose classes are cut over the tensor axis: what the style `loss` gives.
+"""Logits whose classes are sharded over the tensor axis: the output of the style `loss`.
 
-Their cross-entropy is computed on each rank's part, with three numbers a token sent. Whatever else a loss or a metric does with them, it
-does with the whole logits, which are gathered for it.
+Their cross-entropy is computed on each rank's shard and sends three numbers a token. For anything else that a loss or a
+metric does with them, the whole logits are gathered.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KEEPS_CLASSES = frozenset(
         *("register_hook", "retain_grad", "is_floating_point", "_is_view"),
     }
 )
-"""Names of functions that compute nothing: what they give is still cut, or no tensor."""
+"""Names of functions that compute nothing: their result is still sharded, or no tensor."""
 WRITES = re.compile(r".*[^_]_|__(setitem|i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor))__")
 """Names of functions that change a tensor in place."""
 
@@ -55,7 +55,8 @@ class ShardedLogits(DTensor):
 
 
 def as_sharded_logits(item: Any) -> Any:
-    """A distributed tensor that is cut along one dim, as `ShardedLogits`; another one whole; anything else as it is."""
+    """Return a DTensor that is sharded along one dim as `ShardedLogits`, any other DTensor as a whole tensor, and
+    anything else unchanged."""
     if not isinstance(item, DTensor):
         return item
     if not (len(item.placements) == 1 and item.placements[0].is_shard()):
@@ -91,7 +92,8 @@ class _LocalShard(torch.autograd.Function):
 
 
 def _is_simple(arguments: tuple[Any, ...]) -> bool:
-    """Whether no tensor, nor what torch makes one of (a list of indices), is among a function's further arguments."""
+    """True if there is no tensor among a function's further arguments, and nothing that torch converts to one (a list
+    of indices)."""
     return not any(isinstance(item, Tensor | list) or (isinstance(item, tuple) and not _is_simple(item)) for item in arguments)
 
 
@@ -105,7 +107,7 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    """As `torch.nn.functional.cross_entropy`, of cut logits. None: not of this kind; it takes the whole logits."""
+    """`torch.nn.functional.cross_entropy` of sharded logits; None if these arguments need the whole logits."""
     dim = 1 if isinstance(input, ShardedLogits) and input.dim() > 1 else 0
     indices = isinstance(target, Tensor) and not isinstance(target, DTensor) and not target.is_floating_point()
     usual = weight is None and size_average is None and reduce is None and not label_smoothing

@@ -1,4 +1,5 @@
-"""How the `tensor` axis cuts each layer: from patterns of module names to a style for each module. Nothing here touches a process."""
+"""The styles of the `tensor` axis: a map from patterns of module names to the way each module is sharded. Pure: no
+process is touched."""
 
 from __future__ import annotations
 
@@ -15,22 +16,22 @@ from lockstep.base.errors import RecipeError
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """What one layer's ranks hold, take and give. A *cut* tensor is this rank's part of the features (or of the heads)."""
+    """How one layer is sharded. A *sharded* tensor is this rank's shard of the features (or of the heads)."""
 
     kinds: tuple[str, ...]
     """The kinds of module that it is for: `linear` (also `Conv1D` of transformers), `embedding`, `any`."""
     cuts: Literal["outputs", "inputs", "nothing"]
-    """The dim of the weight that is cut: that of the layer's outputs, or of its inputs (an embedding's: its vocabulary)."""
+    """The dim of the weight that is sharded: the layer's outputs, or its inputs (an embedding's vocabulary)."""
     takes: Literal["whole", "cut", "sequence"]
-    """What it computes on. `sequence`: this rank's part of dim 1."""
+    """The layout of the input. `sequence`: this rank's shard of dim 1."""
     gives: Literal["whole", "cut", "sequence", "classes"]
-    """`sequence` and `classes` are distributed tensors, cut along dim 1 and along the last dim."""
+    """The layout of the output. `sequence` and `classes` are DTensors, sharded along dim 1 and along the last dim."""
     slices: bool = False
-    """It is given a whole input, of which it takes this rank's part."""
+    """True if the input is whole and the layer takes this rank's shard of it."""
 
     @property
     def exposes_shards(self) -> bool:
-        """Whether the user's code sees a part of what it was written for, before the layer or after it."""
+        """True if the user's code sees a sharded tensor, before the layer or after it."""
         return self.gives == "cut" or (self.takes == "cut" and not self.slices)
 
 
@@ -47,7 +48,7 @@ STYLES = {
     "loss": Style(("linear",), "outputs", "whole", "classes"),
     "replicated": Style(("any",), "nothing", "whole", "whole"),
 }
-"""By the names that a recipe gives them."""
+"""Styles by their names in a recipe."""
 
 HUGGING_FACE = {
     "colwise": "colwise",
@@ -62,7 +63,8 @@ HUGGING_FACE = {
     "replicated": "replicated",
     "replicated_with_grad_allreduce": "replicated",
 }
-"""What transformers calls them. Under `replicated` a gradient is summed over the axis wherever a whole tensor meets a cut one."""
+"""Styles by their names in transformers. Under `replicated` a gradient is summed over the axis wherever a whole tensor
+meets a sharded one."""
 
 HEADS = re.compile(r"(n|num|number_of)?_?((attention|key_value|kv|q|query)_)?n?heads?")
 FUSED = re.compile(r"(^|[._])(qkv|w?qkv_?proj|query_key_value|c_attn|in_proj|gate_up(_proj)?)$", re.IGNORECASE)
@@ -93,7 +95,7 @@ def tensor_styles(model: nn.Module, given: Mapping[str, str] | None, size: int) 
 
 
 def check_stage_parts(styles: Mapping[str, str], stages: Sequence[str]) -> None:
-    """Raises `RecipeError` where the code between two cut layers is no code of one module that a pipeline calls."""
+    """Raises `RecipeError` if the code between two sharded layers is not inside one part of a pipeline."""
     for name, style in styles.items():
         if name in stages and STYLES[style].exposes_shards:
             raise RecipeError(
@@ -104,7 +106,8 @@ def check_stage_parts(styles: Mapping[str, str], stages: Sequence[str]) -> None:
 
 
 def _source(model: nn.Module, given: Mapping[str, str] | None) -> tuple[str, Mapping[str, str]]:
-    """Where the patterns are from, in words, and the patterns. Those of Hugging Face are given our names of styles."""
+    """Return the origin of the patterns, in words, and the patterns. Those of Hugging Face are translated to our
+    styles."""
     if given is not None:
         return "Recipe.tensor", given
     own = getattr(model, "tensor_plan", None)
@@ -247,7 +250,7 @@ def kind_of(module: nn.Module) -> str:
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether it is the linear layer of GPT-2 in transformers, whose weight is (inputs, outputs)."""
+    """True if it is the linear layer of GPT-2 in transformers, whose weight is (inputs, outputs)."""
     kinds = type(module).__mro__  # a layer that FSDP2 gathers alone is of a class that FSDP2 derives from its own
     return any(kind.__name__ == "Conv1D" for kind in kinds) and hasattr(module, "nf")
 
@@ -259,7 +262,7 @@ def sizes_of(module: Any) -> tuple[int, int]:
 
 
 def shard_dim(module: nn.Module, parameter: str, style: str) -> int | None:
-    """The dim along which a parameter of a module is cut under a style. None: it stays whole."""
+    """The dim along which a parameter is sharded under a style; None if it stays whole."""
     cuts = STYLES[style].cuts
     if cuts == "nothing" or (parameter == "bias" and cuts == "inputs"):
         return None
