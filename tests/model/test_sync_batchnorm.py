@@ -273,7 +273,9 @@ def refused(kind: str, plan: str, run_dir: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "plan", "message"),
     [
-        pytest.param("cut", "replicate=2,tensor=2", "failed with its layers 0, 2 cut .*; have no norm over the features", marks=tier(4)),
+        pytest.param(
+            "cut", "replicate=2,tensor=2", "failed with its layers 0, 2 sharded .*; have no norm over the features", marks=tier(4)
+        ),
         ("bitwise", "replicate=2,numerics=bitwise", "numerics=bitwise with SyncBatchNorm on 2 data ranks; .* use numerics=fast, or plain"),
         ("mixed", "replicate=2", "'1.1' is a BatchNorm1d, beside SyncBatchNorm on 2 data ranks; .* convert all with nn.SyncBatchNorm.conv"),
         ("one value", "replicate=2", "a microbatch that has one value a channel; a variance takes two; choose a microbatch"),

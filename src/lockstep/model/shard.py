@@ -44,12 +44,12 @@ def shard(
     for name, parameter in model.named_parameters():
         if not parameter.dim():
             raise RecipeError(
-                f"the parameter {name!r} is a scalar, which the shard axis cannot cut; give it one dim, torch.zeros(1), or choose replicate"
+                f"the parameter {name!r} is a scalar, which FSDP2 cannot shard; give it one dim, torch.zeros(1), or choose replicate"
             )
         if not parameter.is_contiguous():
             raise RecipeError(
-                f"the parameter {name!r} is not contiguous (strides {parameter.stride()}), and the shard axis cuts rows that lie behind "
-                "one another; make it so in the model, nn.Parameter(value.contiguous()), or choose replicate"
+                f"the parameter {name!r} is not contiguous (strides {parameter.stride()}), and FSDP2 shards contiguous rows; make "
+                "it contiguous in the model, nn.Parameter(value.contiguous()), or choose replicate"
             )
     assert mesh.torch_mesh is not None
     axis = mesh.torch_mesh["shard"]
@@ -78,7 +78,7 @@ def shard_parts(model: nn.Module, mesh: Mesh, parts: Mapping[str, Sequence[str]]
         if len(holders) > 1:
             raise RecipeError(
                 f"the stages {holders[0]!r} and {holders[1]!r} share the parameter {names[0]!r} and are on one rank of the pipeline; "
-                "sharding would part them; put both into one module, or choose another schedule or size of the pipeline"
+                "they would be sharded apart; put both into one module, or choose another schedule or size of the pipeline"
             )
     for name, blocks in parts.items():
         part = model.get_submodule(name)

@@ -96,7 +96,7 @@ REFUSED: dict[str, tuple[nn.Module, Mapping[str, str] | None, int, str]] = {
         layers(up=nn.Linear(8, 100)),
         {"up": "colwise"},
         3,
-        r"up.weight of shape \(100, 8\) with tensor=3; .* cuts its dim 0, and 100 is",
+        r"up.weight of shape \(100, 8\) with tensor=3; .* shards its dim 0, and 100 is",
     ),
     "vocabulary": (layers(e=nn.Embedding(25, 8)), {"e": "embedding"}, 2, r"e.weight of shape \(25, 8\) with tensor=2; .*may be padded"),
     "heads": (Heads(heads=6), {"*.query": "colwise"}, 4, r"attention has heads=6 with tensor=4; .* 6 is not a multiple of 4"),

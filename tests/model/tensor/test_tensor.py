@@ -34,13 +34,13 @@ MICROBATCHES = 3
 SUBJECTS: dict[str, tuple[dict[str, Any], Mapping[str, str]]] = {
     "a tied output layer": ({}, TIED),
     "a tie in a function": ({"functional_tie": True}, {**LAYERS, "words": "embedding"}),
-    "cut along the sequence": ({}, SEQUENCE),
-    "logits cut for the loss": ({}, {**SEQUENCE, "head": "loss"}),
+    "sharded along the sequence": ({}, SEQUENCE),
+    "logits sharded for the loss": ({}, {**SEQUENCE, "head": "loss"}),
     "a fused layer, gathered": ({"attention": Fused}, GATHERED),
     "dropout": ({"dropout": 0.2}, TIED),
-    "dropout, cut along the sequence": ({"dropout": 0.2}, SEQUENCE),
+    "dropout, sharded along the sequence": ({"dropout": 0.2}, SEQUENCE),
 }
-MIXED = ["a tied output layer", "cut along the sequence", "dropout"]
+MIXED = ["a tied output layer", "sharded along the sequence", "dropout"]
 """What is also tried with a data axis."""
 Found = dict[str, Any]
 
@@ -240,24 +240,24 @@ def first_forward(model: nn.Module, styles: dict[str, str], ranks: int) -> None:
 @pytest.mark.parametrize(
     ("attention", "changed", "message"),
     [
-        (FullCount, {}, r"forward of blocks.0.attention failed .* cut over the tensor axis: .*view\(batch, length, -1, head_dim\)"),
+        (FullCount, {}, r"forward of blocks.0.attention failed .* sharded over the tensor axis: .*view\(batch, length, -1, head_dim\)"),
         (
             HalfDepth,
             {},
-            r"blocks.0.attention computes something else with its layers query.* cut .*with -1 for the heads",
+            r"blocks.0.attention computes something else with its layers query.* sharded .*with -1 for the heads",
         ),
         (Attention, {"*.projection": "rowwise_split"}, r"projection has the style 'rowwise_split', which takes a whole input"),
         (Attention, {"*.projection": "replicated"}, r"forward of blocks.0.attention failed"),
-        (Attention, {"head": "colwise", "words": "embedding"}, r"an output of Model, of shape \(2, 7, 12\) on each rank, is cut"),
+        (Attention, {"head": "colwise", "words": "embedding"}, r"an output of Model, of shape \(2, 7, 12\) on each rank, is sharded"),
         (Fused, {"*.projection": "rowwise"}, r"has the style 'rowwise' and 16 inputs.*was given 16; give it 'rowwise_split'"),
     ],
     ids=[
         "the full number of heads",
         "heads of half the depth",
-        "a cut input taken for whole",
+        "a sharded input taken for whole",
         "no rowwise layer",
-        "a cut output",
-        "a whole input taken for cut",
+        "a sharded output",
+        "a whole input taken for sharded",
     ],
 )
 def test_code_that_does_not_fit_is_told_what_to_write(

@@ -87,9 +87,9 @@ class _LayerStyle(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         before: Any = self._before
         after: Any = self._after
-        return distribute_module(module, device_mesh, self._cut, before, after)
+        return distribute_module(module, device_mesh, self._shard_parameters, before, after)
 
-    def _cut(self, _: str, module: nn.Module, mesh: DeviceMesh) -> None:
+    def _shard_parameters(self, _: str, module: nn.Module, mesh: DeviceMesh) -> None:
         for name, parameter in list(module._parameters.items()):
             if parameter is None or isinstance(parameter, DTensor):
                 continue
@@ -107,21 +107,21 @@ class _LayerStyle(ParallelStyle):
         if self.bypassed:
             return inputs
         if not inputs:
-            raise RecipeError(f"{self._name} is called with keywords alone; a layer that is cut takes its input as the first argument")
+            raise RecipeError(f"{self._name} is called with keywords alone; a layer that is sharded takes its input as the first argument")
         given = inputs[0]
         if not isinstance(given, DTensor):
             given = DTensor.from_local(given, mesh, (self._taken(module, given, mesh.size()),), run_check=False)
-        if self._style.takes == "sequence" and given.dim() < 2:
+        if self._style.input_layout == "sequence" and given.dim() < 2:
             raise RecipeError(f"{self._name} has the style 'sequence' and an input of shape {tuple(given.shape)}; the sequence is dim 1")
-        wanted: dict[str, Placement] = {"whole": Replicate(), "cut": Shard(given.dim() - 1), "sequence": Shard(1)}
-        return given.redistribute(placements=(wanted[self._style.takes],)), *inputs[1:]
+        wanted: dict[str, Placement] = {"whole": Replicate(), "sharded": Shard(given.dim() - 1), "sequence": Shard(1)}
+        return given.redistribute(placements=(wanted[self._style.input_layout],)), *inputs[1:]
 
     def _taken(self, module: nn.Module, given: Tensor, size: int) -> Placement:
         """The placement of a plain input."""
-        wants_cut = self._style.takes == "cut" and not self._style.slices
-        if wants_cut and given.shape[-1] * size == sizes_of(module)[1]:
+        wants_shard = self._style.input_layout == "sharded" and not self._style.slices_input
+        if wants_shard and given.shape[-1] * size == sizes_of(module)[1]:
             return Shard(given.dim() - 1)
-        if wants_cut:
+        if wants_shard:
             remedy = "'rowwise_split'" if given.shape[-1] == sizes_of(module)[1] else "a 'colwise' layer before it"
             raise RecipeError(
                 f"{self._name} has the style {self._style_name!r} and {sizes_of(module)[1]} inputs, of which each of {size} ranks takes "
@@ -129,7 +129,7 @@ class _LayerStyle(ParallelStyle):
             )
         if is_sharded(given):
             raise RecipeError(
-                f"{self._name} has the style {self._style_name!r}, which takes a whole input, and was given one that is cut over the "
+                f"{self._name} has the style {self._style_name!r}, which takes a whole input, and was given one that is sharded over the "
                 "tensor axis; give it 'rowwise', or the layer before it 'colwise_gathered'"
             )
         return Replicate()
@@ -137,15 +137,15 @@ class _LayerStyle(ParallelStyle):
     def _after(self, _: nn.Module, output: DTensor, __: DeviceMesh) -> Tensor:
         if self.bypassed:
             return output
-        gives: dict[str, Placement] = {"whole": Replicate(), "sequence": Shard(1)}
-        spread = output.redistribute(placements=(gives.get(self._style.gives, Shard(output.dim() - 1)),))
-        if self._style.gives == "classes":
+        layouts: dict[str, Placement] = {"whole": Replicate(), "sequence": Shard(1)}
+        spread = output.redistribute(placements=(layouts.get(self._style.output_layout, Shard(output.dim() - 1)),))
+        if self._style.output_layout == "classes":
             logits: Tensor = as_sharded_logits(spread)
             return logits
-        if self._style.gives == "sequence":
+        if self._style.output_layout == "sequence":
             return spread
         held = local_shard(spread)
-        return mark_sharded(held) if self._style.gives == "cut" else held
+        return mark_sharded(held) if self._style.output_layout == "sharded" else held
 
 
 class _WrappedForward:
@@ -204,9 +204,9 @@ def _wrapped_class(kind: Any) -> type[nn.Module]:
 def _explained(name: str, layers: Sequence[str], error: Exception) -> str:
     first_line = str(error).partition("\n")[0]
     return (
-        f"the forward of {name} failed with its layers {', '.join(layers)} cut over the tensor axis: {first_line}; between a 'colwise' and "
+        f"the forward of {name} failed with its layers {', '.join(layers)} sharded over the tensor axis: {first_line}; between a 'colwise' and "
         "a 'rowwise' layer each rank has a part of the features, and whole heads of them, so code there must not name their full number: "
         "write -1 for the heads, as in query.view(batch, length, -1, head_dim) and mixed.reshape(batch, length, -1); give query, key and "
-        "value layers of their own, since one for all three is cut across them; have no norm over the features there; or give the first "
+        "value layers of their own, since one for all three is sharded across them; have no norm over the features there; or give the first "
         "layer 'colwise_gathered' and the second 'rowwise_split', which leave what lies between whole"
     )

@@ -74,15 +74,15 @@ class FirstForwardCheck:
             self._comparing = True
             try:
                 with torch.no_grad(), _disable_current_modes(), _evaluating(module), _same_numbers(given) as drawn:
-                    cut = _tensors(forward(*given[0], **given[1]))
-                    if any(map(is_sharded, cut)):
+                    sharded = _tensors(forward(*given[0], **given[1]))
+                    if any(map(is_sharded, sharded)):
                         return
                     drew = drawn()
                     given = tree_map(gather_full, given)
                     with self._whole(inside):
                         whole = _tensors(forward(*given[0], **given[1]))
                 if not drew:  # one that draws numbers, even when it evaluates, draws others for a part than for the whole
-                    self._check(name or type(module).__name__, inside, cut, whole)
+                    self._check(name or type(module).__name__, inside, sharded, whole)
             finally:
                 self._comparing = False
             self._answered.add(kind)
@@ -114,8 +114,8 @@ class FirstForwardCheck:
                 self._modules[name]._parameters.update(parts[name])
                 self._layers[name].bypassed = False
 
-    def _check(self, name: str, layers: list[str], cut: list[Tensor], whole: list[Tensor]) -> None:
-        for found, truth in zip(map(gather_full, cut), map(gather_full, whole), strict=True):
+    def _check(self, name: str, layers: list[str], sharded: list[Tensor], whole: list[Tensor]) -> None:
+        for found, truth in zip(map(gather_full, sharded), map(gather_full, whole), strict=True):
             if not truth.is_floating_point():
                 continue
             kinds = [truth.dtype]
@@ -126,7 +126,7 @@ class FirstForwardCheck:
             error = float((found.double() - truth.double()).norm() / truth.double().norm()) if same_shape else float("inf")
             if error > allowed:
                 raise RecipeError(
-                    f"{name} computes something else with its layers {', '.join(layer.removeprefix(f'{name}.') for layer in layers)} cut "
+                    f"{name} computes something else with its layers {', '.join(layer.removeprefix(f'{name}.') for layer in layers)} sharded "
                     f"over the tensor axis: its first output differs by {error:.1g} of its size, where rounding explains {allowed:.1g}; "
                     "code between a 'colwise' and a 'rowwise' layer must compute each head, or each feature, from itself alone: write "
                     "query.view(batch, length, -1, head_dim), with -1 for the heads; no norm or softmax over the features; query, key and "

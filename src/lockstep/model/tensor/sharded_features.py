@@ -93,15 +93,15 @@ class ShardedFeatures(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        distributed = cut = False
+        distributed = sharded = False
         for tensor in _tensors(args, kwargs):
             distributed = distributed or isinstance(tensor, DTensor)
-            cut = cut or is_sharded(tensor)
+            sharded = sharded or is_sharded(tensor)
         if distributed:
-            return self._with_distributed(func, args, kwargs, cut=cut)
-        return self._with_cut(func, args, kwargs) if cut else func(*args, **kwargs)
+            return self._with_distributed(func, args, kwargs, sharded=sharded)
+        return self._with_sharded(func, args, kwargs) if sharded else func(*args, **kwargs)
 
-    def _with_cut(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _with_sharded(self, func: Any, args: Any, kwargs: Any) -> Any:
         if (drop := self._drop(func, args, kwargs)) is not None:
             return _marked(drop())
         if func in RANDOM:
@@ -110,7 +110,7 @@ class ShardedFeatures(TorchFunctionMode):
             name = getattr(func, "__name__", "")
             if name.endswith("_") and not name.endswith("__") and _needs_gradient(args[0]):
                 raise RecipeError(
-                    f"Tensor.{name} writes what is cut over the tensor axis into a whole tensor that has a gradient, of shape "
+                    f"Tensor.{name} writes what is sharded over the tensor axis into a whole tensor that has a gradient, of shape "
                     f"{tuple(args[0].shape)}; that gradient would be incomplete on each rank; write it without changing in place"
                 )
             args, kwargs = (
@@ -121,16 +121,16 @@ class ShardedFeatures(TorchFunctionMode):
     def _all_reduce_gradient(self, whole: Tensor) -> Any:
         return _AllReduceGradient.apply(whole, self._group)  # type: ignore[no-untyped-call]
 
-    def _with_distributed(self, func: Any, args: Any, kwargs: Any, *, cut: bool) -> Any:
+    def _with_distributed(self, func: Any, args: Any, kwargs: Any, *, sharded: bool) -> Any:
         if (drop := self._drop(func, args, kwargs)) is not None:
             return drop()
         tensors = list(_tensors(args, kwargs))
         if all(isinstance(tensor, DTensor) for tensor in tensors):
             return func(*args, **kwargs)
-        if cut:
+        if sharded:
             raise RecipeError(
-                f"{getattr(func, '__name__', func)} of a tensor that is cut over the features and one that is cut over the sequence, or "
-                "a cut parameter; let the first go through a 'rowwise_sequence' layer before, or call that parameter's own layer"
+                f"{getattr(func, '__name__', func)} of a tensor that is sharded over the features and one that is sharded over the sequence, or "
+                "a sharded parameter; let the first go through a 'rowwise_sequence' layer before, or call that parameter's own layer"
             )
         if any(isinstance(tensor, ShardedLogits) for tensor in tensors):
             return func(*args, **kwargs)
@@ -212,7 +212,7 @@ def checked_output(output: Any, name: str) -> Any:
     def leave(item: Any) -> Any:
         if is_sharded(item):
             raise RecipeError(
-                f"an output of {name}, of shape {tuple(item.shape)} on each rank, is cut over the tensor axis, and the loss would see a "
+                f"an output of {name}, of shape {tuple(item.shape)} on each rank, is sharded over the tensor axis, and the loss would see a "
                 "part of it; end with a 'rowwise' layer, or give the output layer the style 'vocabulary' or 'colwise_gathered'"
             )
         return item if isinstance(item, ShardedLogits) else gather_full(item)

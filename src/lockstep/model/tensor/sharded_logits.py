@@ -45,7 +45,7 @@ class ShardedLogits(DTensor):
             name = getattr(func, "__name__", "")
             if WRITES.fullmatch(name) and isinstance(args[0], ShardedLogits):
                 raise LossError(
-                    f"Tensor.{name} changes logits in place that the style 'loss' has cut over the tensor axis; each rank has some of the "
+                    f"Tensor.{name} changes logits in place that the style 'loss' has sharded over the tensor axis; each rank has some of the "
                     "classes; write it without changing in place, or give the output layer the style 'vocabulary'"
                 )
             if name in KEEPS_CLASSES and _is_simple(args[1:]):

@@ -20,27 +20,27 @@ class Style:
 
     kinds: tuple[str, ...]
     """The kinds of module that it is for: `linear` (also `Conv1D` of transformers), `embedding`, `any`."""
-    cuts: Literal["outputs", "inputs", "nothing"]
+    shards: Literal["outputs", "inputs", "nothing"]
     """The dim of the weight that is sharded: the layer's outputs, or its inputs (an embedding's vocabulary)."""
-    takes: Literal["whole", "cut", "sequence"]
+    input_layout: Literal["whole", "sharded", "sequence"]
     """The layout of the input. `sequence`: this rank's shard of dim 1."""
-    gives: Literal["whole", "cut", "sequence", "classes"]
+    output_layout: Literal["whole", "sharded", "sequence", "classes"]
     """The layout of the output. `sequence` and `classes` are DTensors, sharded along dim 1 and along the last dim."""
-    slices: bool = False
+    slices_input: bool = False
     """True if the input is whole and the layer takes this rank's shard of it."""
 
     @property
     def exposes_shards(self) -> bool:
         """True if the user's code sees a sharded tensor, before the layer or after it."""
-        return self.gives == "cut" or (self.takes == "cut" and not self.slices)
+        return self.output_layout == "sharded" or (self.input_layout == "sharded" and not self.slices_input)
 
 
 STYLES = {
-    "colwise": Style(("linear", "embedding"), "outputs", "whole", "cut"),
+    "colwise": Style(("linear", "embedding"), "outputs", "whole", "sharded"),
     "colwise_gathered": Style(("linear", "embedding"), "outputs", "whole", "whole"),
-    "rowwise": Style(("linear",), "inputs", "cut", "whole"),
-    "rowwise_split": Style(("linear",), "inputs", "cut", "whole", slices=True),
-    "rowwise_sequence": Style(("linear",), "inputs", "cut", "sequence"),
+    "rowwise": Style(("linear",), "inputs", "sharded", "whole"),
+    "rowwise_split": Style(("linear",), "inputs", "sharded", "whole", slices_input=True),
+    "rowwise_sequence": Style(("linear",), "inputs", "sharded", "sequence"),
     "embedding": Style(("embedding",), "inputs", "whole", "whole"),
     "embedding_sequence": Style(("embedding",), "inputs", "whole", "sequence"),
     "sequence": Style(("any",), "nothing", "sequence", "sequence"),
@@ -72,7 +72,7 @@ FUSED = re.compile(r"(^|[._])(qkv|w?qkv_?proj|query_key_value|c_attn|in_proj|gat
 
 
 def tensor_styles(model: nn.Module, given: Mapping[str, str] | None, size: int) -> dict[str, str]:
-    """The style of each module that the axis cuts, by its name, in the order of the model's modules.
+    """The style of each module that the axis shards, by its name, in the order of the model's modules.
 
     `given`: the recipe's patterns of names, with `*` for any text, and their styles; of several patterns that match a module, the last
     counts. None: the model's own `tensor_plan`, else the plan that a Hugging Face model brings. A layer that shares its weight with a
@@ -83,9 +83,9 @@ def tensor_styles(model: nn.Module, given: Mapping[str, str] | None, size: int) 
     _add_layers_with_shared_weights(model, chosen)
     for name, style in chosen.items():
         _check(model, name, style, size)
-        if source and STYLES[style].gives == "cut" and FUSED.search(name):  # transformers knows how its own layers lie
+        if source and STYLES[style].output_layout == "sharded" and FUSED.search(name):  # transformers knows how its own layers lie
             raise RecipeError(
-                f"the style {style!r} for {name!r}, by its name a layer of several matrices one below the other; cut in {size} as one, "
+                f"the style {style!r} for {name!r}, by its name a layer of several matrices one below the other; sharded in {size} as one, "
                 "it gives a rank parts of some and none of others; make them layers of their own (query, key and value), or give this one "
                 "'colwise_gathered' and the layer that follows 'rowwise_split'"
             )
@@ -99,8 +99,8 @@ def check_stage_parts(styles: Mapping[str, str], stages: Sequence[str]) -> None:
     for name, style in styles.items():
         if name in stages and STYLES[style].exposes_shards:
             raise RecipeError(
-                f"the layer {name!r} is cut {style!r}, and is called as a stage's part by itself; what lies between a layer that gives a "
-                "cut output and the one that takes it must be in one part; put both layers into a module of their own, and name that in "
+                f"the layer {name!r} is sharded {style!r}, and is called as a stage's part by itself; what lies between a layer that gives a "
+                "sharded output and the one that takes it must be in one part; put both layers into a module of their own, and name that in "
                 "Recipe.stages"
             )
 
@@ -116,7 +116,7 @@ def _source(model: nn.Module, given: Mapping[str, str] | None) -> tuple[str, Map
     theirs = _hugging_face(model)
     if not theirs:
         raise RecipeError(
-            "tensor parallelism on a model without a map of its layers; the axis cuts only what it is told to; give "
+            "tensor parallelism on a model without a map of its layers; the axis shards only what it is told to; give "
             "Recipe(tensor={'blocks.*.query': 'colwise', 'blocks.*.projection': 'rowwise', ...}), or set `tensor_plan` on the model"
         )
     for pattern, style in theirs.items():
@@ -163,7 +163,7 @@ def _add_layers_with_shared_weights(model: nn.Module, chosen: dict[str, str]) ->
             if parameter is not None:
                 owners.setdefault(id(parameter), []).append(name)
     for names in owners.values():
-        mapped = [name for name in names if name in chosen and STYLES[chosen[name]].cuts != "nothing"]
+        mapped = [name for name in names if name in chosen and STYLES[chosen[name]].shards != "nothing"]
         if not mapped or len(names) == 1:
             continue
         dims = {shard_dim(model.get_submodule(name), "weight", chosen[name]) for name in mapped}
@@ -177,7 +177,7 @@ def _add_layers_with_shared_weights(model: nn.Module, chosen: dict[str, str]) ->
         dims = {shard_dim(model.get_submodule(name), "weight", chosen[name]) if name in chosen else None for name in names}
         if len(dims) > 1:
             raise RecipeError(
-                f"modules {', '.join(map(repr, names))} share a weight, and the styles {[chosen.get(name) for name in names]} would cut it "
+                f"modules {', '.join(map(repr, names))} share a weight, and the styles {[chosen.get(name) for name in names]} would shard it "
                 "in different ways; give an embedding 'embedding' and the output layer tied to it 'vocabulary'"
             )
 
@@ -189,7 +189,7 @@ def _check(model: nn.Module, name: str, style: str, size: int) -> None:
     if isinstance(parent, nn.MultiheadAttention):
         raise RecipeError(
             f"the style {style!r} for {name!r}, which is inside a torch.nn.MultiheadAttention; that module computes with its parameters "
-            "and does not call its layers; write the attention with four torch.nn.Linear, and cut those"
+            "and does not call its layers; write the attention with four torch.nn.Linear, and shard those"
         )
     wanted = STYLES[style].kinds
     if style == "replicated":
@@ -210,7 +210,7 @@ def _check(model: nn.Module, name: str, style: str, size: int) -> None:
         dim = shard_dim(module, parameter, style)
         if tensor is not None and dim is not None and tensor.shape[dim] % size:
             raise RecipeError(
-                f"{name}.{parameter} of shape {tuple(tensor.shape)} with tensor={size}; the style {style!r} cuts its dim {dim}, and "
+                f"{name}.{parameter} of shape {tuple(tensor.shape)} with tensor={size}; the style {style!r} shards its dim {dim}, and "
                 f"{tensor.shape[dim]} is not a multiple of {size}; choose a tensor axis that divides it (a vocabulary may be padded), or "
                 "leave the layer whole"
             )
@@ -263,10 +263,10 @@ def sizes_of(module: Any) -> tuple[int, int]:
 
 def shard_dim(module: nn.Module, parameter: str, style: str) -> int | None:
     """The dim along which a parameter is sharded under a style; None if it stays whole."""
-    cuts = STYLES[style].cuts
-    if cuts == "nothing" or (parameter == "bias" and cuts == "inputs"):
+    shards = STYLES[style].shards
+    if shards == "nothing" or (parameter == "bias" and shards == "inputs"):
         return None
     if parameter == "bias":
         return 0
     transposed = is_transposed(module) or isinstance(module, nn.Embedding)
-    return int((cuts == "inputs") != transposed)
+    return int((shards == "inputs") != transposed)
