@@ -18,13 +18,15 @@ from lockstep.plan import Checkpointing
 
 
 def checkpoint_activations(block: nn.Module, mode: Checkpointing) -> None:
-    """Have the block keep few of its activations, and compute the others again in its backward, under the same random numbers.
+    """Checkpoint the block's activations: keep few of them, and recompute the others in its backward with the same
+    random numbers.
 
-    `full`: it keeps its inputs only. `selective`: also the results of matrix products, convolutions and attention, which cost most to
-    compute again. (Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016; Korthikanti et al., Reducing Activation
-    Recomputation in Large Transformer Models, 2022.) An empty cache of keys and values, which models of transformers make unless told not
-    to, is kept from it; a filled one is a `RecipeError` in the forward. A block that is a BatchNorm layer stays as it is: it keeps its
-    input only in any case, and its running statistics would see it twice.
+    `full`: keep the block's inputs only. `selective`: also keep the results of matrix products, convolutions and
+    attention, which are the most expensive to recompute. (Chen et al., Training Deep Nets with Sublinear Memory Cost,
+    2016; Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022.) The block does not
+    get an empty cache of keys and values, which models of transformers make by default; a filled cache is a
+    `RecipeError` in the forward. A BatchNorm layer as a block is not changed: it keeps only its input anyway, and
+    recomputation would update its running statistics twice.
     """
     if isinstance(block, _BatchNorm):
         return
@@ -58,7 +60,8 @@ def _without_cache(item: Any) -> Any:
 
 
 def compile_forward(block: nn.Module) -> None:
-    """Compile the block's forward, once for each shape: ranks then run the same code for the same shape, whatever shapes came before.
+    """Compile the block's forward, once for each shape: ranks then run the same code for the same shape, whatever
+    shapes came before.
 
     It draws its random numbers as uncompiled code does, so that dropout has the same masks.
     """

@@ -14,12 +14,13 @@ LARGE_SHARE = 8
 
 
 def blocks_of(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
-    """The names of the model's blocks, in the order of its modules; none lies in another. Perhaps none.
+    """The names of the model's blocks, in the order of its modules. No block lies inside another. The list may be
+    empty.
 
-    `patterns`: what the recipe names them, with `*` for any text: `"blocks.*"`. None: the members of lists of alike modules
-    (`nn.ModuleList` or `nn.Sequential`), the outermost ones; where there is none, the modules with an eighth of all parameters.
-    What shares a parameter with another part of the model is no block. Raises `RecipeError` where a pattern matches no module, or one
-    that is none, or blocks lie in one another.
+    `patterns`: the recipe's names of blocks, with `*` for any text: `"blocks.*"`. None: the members of the outermost
+    lists of equal modules (`nn.ModuleList` or `nn.Sequential`); if there is none, the modules with an eighth of all
+    parameters. A module that shares a parameter with another part of the model is no block. Raises `RecipeError` if a
+    pattern matches no module, or a module that cannot be a block, or if blocks lie inside one another.
     """
     if patterns is None:
         found = list(_repeated(model, "")) or list(_large(model, "", _size(model) / LARGE_SHARE))

@@ -1,6 +1,7 @@
 """`torch.nn.DataParallel`, for old habits: one process cuts each microbatch over several GPUs.
 
-Each forward copies the model to the other GPUs, and Python runs all of them in one process. One process a GPU (`replicate`) is faster.
+Each forward copies the model to the other GPUs, and Python runs all of them in one process. One process a GPU
+(`replicate`) is faster.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def gpus_of(home: torch.device, count: int) -> list[int]:
 
 
 def check_no_batchnorm(model: nn.Module, count: int) -> None:
-    """Raises `RecipeError` where a model's forward on parts of a microbatch would compute something else than on the whole."""
+    """Raises `RecipeError` if the model's output on parts of a microbatch would differ from that on the whole."""
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm):
             raise RecipeError(
@@ -36,9 +37,10 @@ def check_no_batchnorm(model: nn.Module, count: int) -> None:
 
 
 def wrap_data_parallel(model: nn.Module, gpus: list[int]) -> None:
-    """Have the model's forward, and nothing else of it, run on all `gpus`, each with a part of dim 0 of every tensor that it is given.
+    """Let `torch.nn.DataParallel` run the model's forward, and nothing else of it: each GPU gets a part of dim 0 of
+    every tensor argument.
 
-    The model is on the first GPU, where the whole output comes back. Raises `RecipeError`.
+    The model and its whole output are on the first GPU. Raises `RecipeError`.
     """
     check_no_batchnorm(model, len(gpus))
     parallel = nn.DataParallel(_OwnForward(model), device_ids=gpus)

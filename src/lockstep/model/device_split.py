@@ -32,7 +32,8 @@ class PlacedLayer:
 
 
 def devices_of(home: torch.device, count: int) -> list[torch.device]:
-    """The devices of this process that share out the layers, `home` first; on a CPU all of them are the CPU. Raises `PlanError`."""
+    """The devices over which this process places the layers, `home` first. On a CPU all of them are the CPU. Raises
+    `PlanError`."""
     if home.type != "cuda":
         return [home] * count
     there = torch.cuda.device_count()
@@ -45,11 +46,11 @@ def devices_of(home: torch.device, count: int) -> list[torch.device]:
 
 
 def layers_of(model: nn.Module, patterns: Sequence[str] | None, parts: Sequence[str]) -> list[PlacedLayer]:
-    """The layers that can be placed, in order. Perhaps none.
+    """The layers that can be placed, in order. The list may be empty.
 
-    `patterns`: `Recipe.blocks`. `parts`: as `stages.sequential_parts` found them. Where there are parts and no patterns, layers are the parts, and
-    the members of each that is an `nn.Sequential` and no block; else the blocks, as `blocks_of` finds them. What shares a parameter with
-    another part of the model is none. Raises `RecipeError`.
+    `patterns`: `Recipe.blocks`. `parts`: from `stages.sequential_parts`. If there are parts and no patterns, the layers
+    are the parts, or the members of a part that is an `nn.Sequential` and no block. Otherwise they are the blocks, from
+    `blocks_of`. A module that shares a parameter with another part of the model is no layer. Raises `RecipeError`.
     """
     blocks = blocks_of(model, patterns)
     if patterns is None and parts:
@@ -66,10 +67,10 @@ def layers_of(model: nn.Module, patterns: Sequence[str] | None, parts: Sequence[
 
 
 def device_indices(names: Sequence[str], nbytes: Sequence[int], rest_bytes: int, wanted: int | tuple[int, ...]) -> list[int]:
-    """The number of each layer's device: runs, ascending.
+    """The index of each layer's device, ascending.
 
-    `wanted`: `Plan.split`, so many devices, balanced by bytes, or so many layers on each. `rest_bytes`: what the first one holds besides.
-    Raises `RecipeError`.
+    `wanted`: `Plan.split`, the number of devices, balanced by bytes, or the number of layers on each. `rest_bytes`:
+    bytes on the first device that belong to no layer. Raises `RecipeError`.
     """
     listed = f"{', '.join(names[:8])}{', ...' if len(names) > 8 else ''}" or "none"
     if isinstance(wanted, tuple):
@@ -152,7 +153,7 @@ def _tensors(module: nn.Module) -> list[Tensor]:
 
 
 def _check_shared(names: Sequence[str], modules: Sequence[nn.Module], numbers: Sequence[int]) -> None:
-    """Raises `RecipeError` where a tensor would have to be on two devices: a buffer, that is, since what shares a parameter is no layer."""
+    """Raises `RecipeError` if a buffer would have to be on two devices. (A module with a shared parameter is no layer.)"""
     holders: dict[int, int] = {}
     for place, module in enumerate(modules):
         for tensor in _tensors(module):

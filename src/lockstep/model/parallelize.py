@@ -48,7 +48,8 @@ def parallelize(
 ) -> Parallelized:
     """Change the model in place, so that this rank holds and computes its part under the plan. Every rank calls it.
 
-    `begin`: seeds the random generators with a key. `blocks`, `tensor` and `stages`: as in `Recipe`. Raises `RecipeError`.
+    `begin`: seeds the random generators with a key. `blocks`, `tensor` and `stages`: as in `Recipe`. Raises
+    `RecipeError`.
     """
     model = initial.module
     block_names = blocks_of(model, blocks)
@@ -73,7 +74,7 @@ def parallelize(
 
     if styles:
         assert mesh.torch_mesh is not None
-        tensor_parallel(model, mesh.torch_mesh["tensor"], styles, fill=materialize)
+        tensor_parallel(model, mesh.torch_mesh["tensor"], styles, materialize=materialize)
     _wrap_blocks(model, block_names or [layer.name for layer in layers] or roots, plan)
     if mesh.axis("shard").size > 1:
         _shard(model, mesh, plan, block_names, roots if pipeline is not None else None, materialize)
@@ -131,7 +132,7 @@ def _shard(
 ) -> None:
     """Shard the whole model, or each of the parts `roots` that this rank of a pipeline holds."""
     free = plan.sharding == "full"
-    options: dict[str, Any] = {"free_after_forward": free, "offload": plan.offload, "fill": materialize}
+    options: dict[str, Any] = {"free_after_forward": free, "offload": plan.offload, "materialize": materialize}
     if roots is None:
         shard(model, mesh, blocks, **options)
     else:

@@ -1,4 +1,4 @@
-"""The `shard` axis: FSDP2 shards the parameters, their gradients and the optimizer's state over the ranks, block by block.
+"""The `shard` axis: FSDP2 shards parameters, gradients and optimizer state over the ranks, block by block.
 
 `lockstep.train.reducers.fsdp` reduces the gradients.
 """
@@ -31,14 +31,14 @@ def shard(
     free_after_forward: bool,
     free_root: bool = False,
     offload: bool,
-    fill: Callable[[nn.Module], None],
+    materialize: Callable[[nn.Module], None],
 ) -> None:
     """Shard the parameters of `model` over the `shard` axis, block by block, in place. Every rank calls it.
 
     `free_after_forward`: free a gathered block after its forward and gather it again for its backward; else it stays
     gathered from the forward on. `free_root`: the same for parameters outside the blocks; for a whole model that is
     useless, because the backward begins with them. `offload`: shards and their gradients are in the CPU's memory.
-    `fill`: called with a module just before it is sharded, to materialize it on the mesh's device, so that no rank ever
+    `materialize`: called with a module just before it is sharded, to materialize it on the mesh's device, so that no rank ever
     holds more than one whole block beside its shards. Raises `RecipeError`.
     """
     for name, parameter in model.named_parameters():
@@ -55,22 +55,22 @@ def shard(
     axis = mesh.torch_mesh["shard"]
     modules = [model.get_submodule(name) for name in blocks]
     on_cpu = mesh.world.device.type == "cpu"
-    visits = SkippedBlockGuard(model, modules, gathers_ahead=on_cpu)
+    guard = SkippedBlockGuard(model, modules, gathers_ahead=on_cpu)
     policy = CPUOffloadPolicy() if offload else OffloadPolicy()
     for module in modules:
-        fill(module)
+        materialize(module)
         fully_shard(module, mesh=axis, reshard_after_forward=free_after_forward, offload_policy=policy)
-    fill(model)
+    materialize(model)
     root = fully_shard(model, mesh=axis, reshard_after_forward=free_root, offload_policy=policy)
-    # In the backward it gathers a block ahead by itself, on a CPU only then without waiting for it.
+    # FSDP2 prefetches a block in the backward; on a CPU it would wait for it without this.
     root._set_unshard_async_op(on_cpu)
-    visits.enter()
+    guard.install()
 
 
 def shard_parts(model: nn.Module, mesh: Mesh, parts: Mapping[str, Sequence[str]], **how: Any) -> None:
-    """Cut the parameters of each of these parts of a model, which are called by themselves. `parts`: names, and the blocks in each.
+    """Shard each of these parts of a model, which are called separately. `parts`: names, and the blocks in each.
 
-    `how`: as in `shard`. Raises `RecipeError` where two parts have a parameter in common.
+    `how`: as in `shard`. Raises `RecipeError` if two parts have a shared parameter.
     """
     shared = shared_names(model)
     for names in shared:

@@ -22,18 +22,18 @@ from lockstep.base.errors import RecipeError
 
 
 class SkippedBlockGuard:
-    """Made before the model is sharded, and entered after it, so that its hooks run outside of FSDP2's."""
+    """Create it before the model is sharded and install it afterwards, so that its hooks run outside FSDP2's."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[Any], *, gathers_ahead: bool) -> None:
-        """`blocks`: in their order. `gathers_ahead`: start to gather a block's parameters when the one before it runs."""
+        """`blocks`: in their order. `gathers_ahead`: gather a block's parameters when the block before it runs."""
         self._model = model
         self._blocks = list(blocks)
         self._gathers_ahead = gathers_ahead
         self._next = 0
-        self._for_nothing = False
+        self._passing_through = False
         model.register_forward_hook(self._after_all)
 
-    def enter(self) -> None:
+    def install(self) -> None:
         """Install the hooks. Call it after the model is sharded."""
         self._model.register_forward_pre_hook(self._start, prepend=True)
         for place, block in enumerate(self._blocks):
@@ -44,23 +44,23 @@ class SkippedBlockGuard:
 
     def _before(self, place: int) -> Any:
         def hook(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-            if self._for_nothing:
+            if self._passing_through:
                 return None
             first = place >= self._next
             skipped, self._next = range(self._next, place), max(self._next, place + 1)
-            visited = self._visit(skipped, (arguments, keywords)) if skipped else None
-            if first and self._gathers_ahead:  # what is gathered here is visited in this forward, before weights can change
+            changed = self._pass_through(skipped, (arguments, keywords)) if skipped else None
+            if first and self._gathers_ahead:  # gathered blocks run in this forward, before weights can change
                 for block in self._blocks[place : place + 2]:
                     block.unshard(async_op=True)
-            return visited
+            return changed
 
         return hook
 
     def _after_all(self, _: nn.Module, __: Any, output: Any) -> Any:
         skipped, self._next = range(self._next, len(self._blocks)), len(self._blocks)
-        return self._visit(skipped, output) if skipped else None
+        return self._pass_through(skipped, output) if skipped else None
 
-    def _visit(self, skipped: range, value: Any) -> Any:
+    def _pass_through(self, skipped: range, value: Any) -> Any:
         """Pass one tensor of `value` through the skipped blocks. Returns the same structure."""
         leaves, structure = tree_flatten(value)
         tensors = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -71,16 +71,16 @@ class SkippedBlockGuard:
                 "parameters every rank must gather every block; call the first block in every forward, or name others in Recipe.blocks"
             )
         place = tensors[0] if place is None else place
-        self._for_nothing = True
+        self._passing_through = True
         try:
             for block in skipped:
-                leaves[place] = _passed(self._blocks[block], leaves[place])
+                leaves[place] = _pass_through_block(self._blocks[block], leaves[place])
         finally:
-            self._for_nothing = False
+            self._passing_through = False
         return tree_unflatten(leaves, structure)
 
 
-def _passed(block: nn.Module, tensor: Tensor) -> Tensor:
+def _pass_through_block(block: nn.Module, tensor: Tensor) -> Tensor:
     own = block.__dict__.get("forward")
     block.forward = lambda value: value.view_as(value)
     try:

@@ -1,12 +1,13 @@
-"""SyncBatchNorm: every microbatch is split across the data ranks, and its statistics are taken over all of its slices (law 2).
+"""SyncBatchNorm: every microbatch is split over the data ranks, with statistics over all of its slices (law 2).
 
-All ranks compute microbatch 0's slices together, then 1's, and so on, so a model's statistics, outputs and gradients are those of one
-process over the same microbatches. Each layer exchanges (mean, variance, number of values) in the forward, and two sums for each channel
-in the backward. So every rank must come to the same layers in the same order: a layer in a branch that only some ranks take makes the
-others wait for it until the process group's timeout. Outside of a step's microbatches nothing is split, and nothing is exchanged.
+All ranks compute their slices of microbatch 0 together, then those of microbatch 1, and so on. So a model's statistics,
+outputs and gradients are those of one process over the same microbatches. Each layer exchanges (mean, variance, number
+of values) in the forward, and two sums for each channel in the backward. Every rank must therefore run the same layers
+in the same order: a layer in a branch that only some ranks take deadlocks until the process group's timeout. Outside of
+a step's microbatches nothing is split or exchanged.
 
-The slices' other work is apart: each has random numbers of its own (dropout masks and a random `collate` depend on the number of ranks,
-as they do nowhere else), and its own loss, the mean over its samples or the sum over them.
+Everything else in a slice is independent: it has its own random numbers (only here do dropout masks and a random
+`collate` depend on the number of ranks), and its own loss, the mean or the sum over its samples.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class SyncBatchNormExchange:
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
-    """Torch's layer, whose forward works on CPUs too and takes its statistics over the slices of a microbatch."""
+    """Torch's layer with a forward that works on CPUs too and computes its statistics over all slices of a microbatch."""
 
     _exchange: SyncBatchNormExchange
 
@@ -82,9 +83,10 @@ def use_exchange(model: nn.Module, exchange: SyncBatchNormExchange) -> None:
 
 
 def split_microbatches(models: Sequence[nn.Module], mesh: Mesh, plan: Plan, *, microbatch: int) -> Mesh:
-    """The mesh with microbatches of `microbatch` samples split among its data ranks, where a model has a SyncBatchNorm that trains.
+    """The mesh, with microbatches of `microbatch` samples split over its data ranks if a model has a SyncBatchNorm in
+    training mode.
 
-    Every rank calls it. Raises `RecipeError` where that cannot be.
+    Every rank calls it. Raises `RecipeError` if other settings do not allow the split.
     """
     mine = [(name, type(layer).__name__, isinstance(layer, nn.SyncBatchNorm)) for name, layer in training_batchnorms(models)]
     layers = [layer for theirs in mesh.axis("pipeline").gather_values(mine) for layer in theirs]
@@ -106,15 +108,16 @@ def split_microbatches(models: Sequence[nn.Module], mesh: Mesh, plan: Plan, *, m
 
 
 def training_batchnorms(models: Sequence[nn.Module]) -> list[tuple[str, _BatchNorm]]:
-    """The BatchNorm layers that normalise by a microbatch's own statistics, SyncBatchNorm too, and their names."""
+    """The BatchNorm layers, SyncBatchNorm too, that are in training mode, and their names."""
     named = [item for model in models for item in model.named_modules()]
     return [(name, module) for name, module in named if isinstance(module, _BatchNorm) and module.training]
 
 
 class _Normalise(torch.autograd.Function):
-    """BatchNorm of one slice by the statistics of its microbatch: (output, mean, variance, number of values) of each channel.
+    """BatchNorm of one slice by the statistics of its microbatch. Returns (output, mean, variance, number of values)
+    for each channel.
 
-    The last three are for the running statistics, in float64, the variance not corrected, and have no gradient.
+    The last three are for the running statistics, in float64, the variance uncorrected, and have no gradient.
     """
 
     @staticmethod

@@ -89,9 +89,9 @@ def one_step(subject: str, dtype: torch.dtype, sizes: dict[str, int]) -> Found:
     model = built(subject, dtype)
     assert mesh.torch_mesh is not None
     styles = tensor_styles(model, SUBJECTS[subject][1], sizes["tensor"])
-    tensor_parallel(model, mesh.torch_mesh["tensor"], styles, fill=keep)
+    tensor_parallel(model, mesh.torch_mesh["tensor"], styles, materialize=keep)
     if sizes.get("shard", 1) > 1:
-        shard(model, mesh, [f"blocks.{place}" for place in range(2)], free_after_forward=True, offload=False, fill=keep)
+        shard(model, mesh, [f"blocks.{place}" for place in range(2)], free_after_forward=True, offload=False, materialize=keep)
     parameters = list(model.parameters())
     engine: Any = (
         FsdpReducer(model, parameters, mesh, bitwise=False, max_microbatches=MICROBATCHES)
@@ -216,7 +216,10 @@ def filled() -> list[Any]:
     made, values = InitialModel.build(Model, 7, mesh), build(Model, 7)
     device = torch.device("cpu")
     tensor_parallel(
-        made.module, mesh.torch_mesh["tensor"], tensor_styles(made.module, TIED, 2), fill=lambda layer: made.materialize(layer, device)
+        made.module,
+        mesh.torch_mesh["tensor"],
+        tensor_styles(made.module, TIED, 2),
+        materialize=lambda layer: made.materialize(layer, device),
     )
     made.materialize(made.module, device)
     parameters = dict(made.module.named_parameters())
@@ -233,7 +236,7 @@ def test_a_model_without_values_is_filled_and_cut_layer_by_layer(pool: WorkerPoo
 def first_forward(model: nn.Module, styles: dict[str, str], ranks: int) -> None:
     mesh = mesh_of(tensor=ranks)
     assert mesh.torch_mesh is not None
-    tensor_parallel(model, mesh.torch_mesh["tensor"], styles, fill=keep)
+    tensor_parallel(model, mesh.torch_mesh["tensor"], styles, materialize=keep)
     model(text(0))
 
 
@@ -282,7 +285,7 @@ def llama_gradients(ranks: int, **changes: Any) -> list[tuple[str, Tensor]]:
     if ranks > 1:
         mesh = mesh_of(tensor=ranks)
         assert mesh.torch_mesh is not None
-        tensor_parallel(model, mesh.torch_mesh["tensor"], tensor_styles(model, None, ranks), fill=keep)
+        tensor_parallel(model, mesh.torch_mesh["tensor"], tensor_styles(model, None, ranks), materialize=keep)
         assert isinstance(model.model.layers[1].self_attn.q_proj.weight, DTensor)
     torch.manual_seed(3)
     words = torch.randint(32, (2, 7), generator=torch.Generator().manual_seed(2))
@@ -325,7 +328,7 @@ def copied() -> bool:
     mesh = mesh_of(tensor=2)
     assert mesh.torch_mesh is not None
     model = Model()
-    tensor_parallel(model, mesh.torch_mesh["tensor"], tensor_styles(model, TIED, 2), fill=keep)
+    tensor_parallel(model, mesh.torch_mesh["tensor"], tensor_styles(model, TIED, 2), materialize=keep)
     before = model(text(0))
     average = deepcopy(model)
     with torch.no_grad():
@@ -342,7 +345,7 @@ def drawn() -> list[Any]:
     mesh = mesh_of(tensor=2)
     assert mesh.torch_mesh is not None
     model = DropsOtherwise()
-    tensor_parallel(model, mesh.torch_mesh["tensor"], tensor_styles(model, {"up": "colwise", "down": "rowwise"}, 2), fill=keep)
+    tensor_parallel(model, mesh.torch_mesh["tensor"], tensor_styles(model, {"up": "colwise", "down": "rowwise"}, 2), materialize=keep)
     output = model(torch.ones(16, 8))
     assert model.seen is not None
     return [model.seen.tolist(), output.tolist(), torch.rand(4).tolist()]

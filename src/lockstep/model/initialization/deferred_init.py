@@ -43,13 +43,13 @@ def keyed_init(key: int) -> Iterator[None]:
 
 
 def build(factory: Callable[[], Any], key: int) -> Any:
-    """The model that `factory` returns, whole, with the values that `key` gives."""
+    """Return the model that `factory` builds at once, with the values that `key` gives."""
     with keyed_init(key):
         return factory()
 
 
 class DeferredModel:
-    """A model without storage, and how to compute each of its tensors alone."""
+    """A model without storage, whose tensors can be computed one at a time."""
 
     module: Any
     """The result of the factory. Its parameters and buffers are on the meta device; its other tensors have their
@@ -68,7 +68,8 @@ class DeferredModel:
 
     @classmethod
     def build(cls, factory: Callable[[], Any], key: int) -> DeferredModel:
-        """Run `factory` without computing its tensors. Raises `CannotDefer` where it must be run whole, or fails."""
+        """Run `factory` without computing its tensors. Raises `CannotDefer` if its initialization cannot be deferred,
+        or if it fails."""
         with _older_objects_frozen():
             return cls._record(factory, InitRecorder(key))
 
@@ -94,9 +95,10 @@ class DeferredModel:
 
     @torch.no_grad()
     def materialize(self, tensor: str | Tensor) -> Tensor:
-        """The values of one parameter or buffer, given by its name or as it stands in the module: a new plain tensor on the CPU.
+        """Compute the values of one parameter or buffer, given by its name or as it is in the module: a new plain
+        tensor on the CPU.
 
-        Needs memory for it and for what it depends on, and nothing else. Leaves torch's default generator as it was.
+        Needs memory only for the tensor and for those on which it depends. Torch's default generator keeps its state.
         """
         meta = self._names[tensor] if isinstance(tensor, str) else tensor
         source = self._sources[id(meta)]

@@ -1,4 +1,5 @@
-"""Parameters and buffers without values (torch's fake tensors): they keep their class, and are given their contents in place."""
+"""Parameters and buffers without values (torch's fake tensors): they keep their class, and are given their contents in
+place."""
 
 from __future__ import annotations
 

@@ -18,18 +18,21 @@ from lockstep.model.initialization.recorder import CannotDefer
 
 @dataclass(slots=True)
 class InitialModel:
-    """A model from its factory. Its initialization is deferred if the plan shards or splits it, and if the factory allows that."""
+    """A model from its factory. Its initialization is deferred if the plan shards or splits it, and if the factory
+    allows that."""
 
     module: Any
     deferred: DeferredModel | None
     """The source of the values of single tensors; None if the module was initialized at once."""
     reason: str | None
-    """The reason why the module was initialized at once under a plan that asks for deferred initialization; else None."""
+    """The reason why the module was initialized at once under a plan that asks for deferred initialization; else None.
+    """
 
     checksums: dict[str, int] = field(default_factory=dict)
     """Checksums of the values computed on this rank, by name, if there are other ranks."""
     given: frozenset[str] = frozenset()
-    """First names of the parameters and buffers whose values are loaded later; their initial values are not computed."""
+    """First names of the parameters and buffers whose values are loaded later; their initial values are not computed.
+    """
 
     @classmethod
     def build(cls, factory: Callable[[], Any], key: int, mesh: Mesh) -> InitialModel:
@@ -70,7 +73,8 @@ class InitialModel:
                 named.update({name: values[id(tensor)] for name, tensor in named.items() if id(tensor) in values})
 
     def compute_checksums(self, parts: Iterable[str]) -> None:
-        """Compute the values of these parts only for `check_values`, which compares them with those of the rank that holds them."""
+        """Compute the values of these parts only for `check_values`, which compares them with those of the rank that
+        holds them."""
         if self.deferred is not None:
             for part in parts:
                 module = self.module.get_submodule(part)
@@ -79,7 +83,8 @@ class InitialModel:
                         self.checksums[name] = checksum(self.deferred.materialize(tensor))
 
     def check_values(self, world: World) -> None:
-        """Raises `RecipeError` on every rank if two ranks have computed different values for a tensor. Every rank calls it."""
+        """Raises `RecipeError` on every rank if two ranks have computed different values for a tensor. Every rank calls
+        it."""
         check_checksums(self.checksums, world)
 
     def _value(self, tensor: Tensor, deferred: DeferredModel, device: torch.device) -> Tensor:

@@ -1,4 +1,5 @@
-"""The dispatch modes in which a model's factory runs: keyed random operations, and the recording of all operations that write."""
+"""The dispatch modes in which a model's factory runs: keyed random operations, and the recording of all operations that
+write."""
 
 from __future__ import annotations
 

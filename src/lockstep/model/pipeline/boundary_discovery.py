@@ -1,6 +1,7 @@
 """The shapes that the stages of a pipeline exchange, found by computing one microbatch of each kind stage by stage.
 
-Torch's own shape inference computes every part and the loss once more for each schedule, and deadlocks if a part fails on one rank.
+Torch's own shape inference computes every part and the loss once more for each schedule, and deadlocks if a part fails
+on one rank.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class BoundaryDiscovery:
         self._checked_modes: set[bool] = set()
         """The training modes in which the model's forward was found to be sequential."""
         self._known: dict[tuple[int, bool], list[Boundary]] = {}
-        """The boundary after each stage but the last, by the signature of the inputs and by whether there is a backward."""
+        """The boundary after each stage but the last, by the signature of the inputs and by whether there is a
+        backward."""
 
     def routes(self, microbatches: Sequence[PipelineMicrobatch], *, backward: bool) -> list[list[Boundary]]:
         """For each microbatch the boundary after each stage but the last. Every rank calls it."""
@@ -48,7 +50,8 @@ class BoundaryDiscovery:
         return [self._known[key] for key in keys]
 
     def _undiscovered(self, keys: Sequence[tuple[int, bool]]) -> list[int]:
-        """The first microbatch of each new kind. If ranks must run in lockstep, every microbatch that is new to any of them."""
+        """The first microbatch of each new kind. If ranks must run in lockstep, every microbatch that is new to any of
+        them."""
         if self._forwards.lockstep_ranks is None:
             firsts = {key: index for index, key in reversed(list(enumerate(keys))) if key not in self._known}
             return sorted(firsts.values())

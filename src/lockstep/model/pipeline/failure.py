@@ -49,7 +49,8 @@ class PipelineFailure:
             self.raise_known()
 
     def raise_known(self) -> None:
-        """Raise this rank's error, or else the first of the others'. Every rank calls it, when all know that some rank has an error."""
+        """Raise this rank's error, or else the first of the others'. Every rank calls it, when all know that some rank
+        has an error."""
         mine, self.error = self.error, None
         everyone = self._world.gather_values(None if mine is None else [type(mine).__name__, str(mine)])
         if mine is not None:

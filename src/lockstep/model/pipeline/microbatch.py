@@ -23,13 +23,16 @@ class PipelineLoss:
 
 @dataclass(frozen=True, slots=True)
 class PipelineMicrobatch:
-    """One microbatch. Every rank of a pipeline has the same ones, in the same order; functions that a rank does not call may be anything."""
+    """One microbatch. Every rank of a pipeline has the same ones, in the same order; functions that a rank does not
+    call may be anything."""
 
     position: tuple[int, ...]
     """The start of its random streams, see `ModuleRandomStreams.start`."""
     inputs: Callable[[], Any]
-    """The arguments of the first part: a tuple of arguments, a dict of keywords, or one tensor. Called twice, on the first rank."""
+    """The arguments of the first part: a tuple of arguments, a dict of keywords, or one tensor. Called twice, on the
+    first rank."""
     score: Callable[[Any], Any]
-    """(the last part's output) -> `PipelineLoss`, or anything in a forward without backward. Called on the last rank."""
+    """(the last part's output) -> `PipelineLoss`, or anything in a forward without backward. Called on the last rank.
+    """
     is_dummy: bool = False
     """True if it is computed only for other ranks' collectives."""

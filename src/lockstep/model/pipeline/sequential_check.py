@@ -1,4 +1,7 @@
-"""A pipeline calls a model's parts one after another, never its forward: so that must do the same, and nothing in between."""
+"""A check that a model's forward is sequential: it calls its parts one after another and does nothing in between.
+
+A pipeline calls the parts and never the model's forward, so both must compute the same.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from lockstep.base.errors import RecipeError
 
 
 class SequentialCheck:
-    """The parts of a model, and its forward as it was made. For `Pipeline`, before any axis changes how modules are called."""
+    """The parts of a model, and its original forward. Create it before any axis changes the modules' calls."""
 
     def __init__(self, model: nn.Module, parts: Sequence[str]) -> None:
         self._forward = model.forward
@@ -22,9 +25,10 @@ class SequentialCheck:
         self._forwards = {id(module): module.forward for module in model.modules()}
 
     def check(self, call: Callable[[Callable[..., Any]], Any]) -> None:
-        """Raises `RecipeError` unless the forward hands each part the output of the one before, and returns the last one's.
+        """Raises `RecipeError` unless the forward passes each part the output of the part before, and returns the
+        output of the last.
 
-        `call`: calls the function it is given with what the model is called with. The parts are not computed: they need no values.
+        `call`: calls a function with the model's inputs. The parts are not computed, so they need no values.
         """
         handed: list[_Placeholder] = []
         original: Any = nn.Module.__call__
@@ -65,8 +69,8 @@ class SequentialCheck:
         after = f"after {self._parts[place - 1]!r}" if place else f"before {self._parts[0]!r}"
         own = f"does something of its own {after} ({type(error).__name__}: {error})"
         return (
-            f"the model's forward {error if isinstance(error, _NotSequential) else own}; a pipeline calls the parts that the recipe's stages "
-            "name, each with the output of the one before, and nothing between them; move what lies between into a part, or name "
+            f"the model's forward {error if isinstance(error, _NotSequential) else own}; a pipeline calls the parts that the recipe's "
+            "stages name, each with the output of the one before, and nothing between them; move what lies between into a part, or name "
             "parts that hold it"
         )
 
@@ -80,7 +84,7 @@ class _Unpacked(Exception):
 
 
 class _Placeholder:
-    """Stands for what a part returned. Nothing can be done with it but hand it on."""
+    """Placeholder for the output of a part, which can only be passed on."""
 
     def __iter__(self) -> Any:
         raise _Unpacked

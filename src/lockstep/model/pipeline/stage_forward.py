@@ -20,7 +20,8 @@ from lockstep.model.sync_batchnorm import SyncBatchNormExchange
 class StageForwards:
     """Calls the parts of a stage one after another, with the microbatch's random streams.
 
-    `shards`: the ranks whose forwards hold collectives inside a stage, as with sharded parameters; None if there are none.
+    `shards`: the ranks whose forwards hold collectives inside a stage, as with sharded parameters; None if there are
+    none.
     """
 
     def __init__(self, model: nn.Module, stages: Stages, rank: int, streams: ModuleRandomStreams, shards: World | None) -> None:
@@ -39,7 +40,8 @@ class StageForwards:
         self._streams.start(microbatch.position)
 
     def output(self, stage: int, microbatch: PipelineMicrobatch, received: tuple[Tensor, ...], route: Sequence[Boundary]) -> Any:
-        """The output of the stage's last part. `received`: from the stage before. `route`: the boundaries that are known."""
+        """The output of the stage's last part. `received`: from the stage before. `route`: the boundaries that are
+        known."""
         parts = self.parts[stage]
         self._streams.start(microbatch.position, self.stages.ranges[stage].start)
         if stage == 0:

@@ -15,12 +15,13 @@ from lockstep.base.errors import RecipeError
 
 @dataclass(frozen=True, slots=True)
 class SharedParameter:
-    """A parameter that stages on several ranks hold. Each rank has a gradient of its own: they are to be summed, and counted once."""
+    """A shared parameter on several ranks of a pipeline. Each rank has a gradient of its own: they must be summed, and
+    counted once in the norm."""
 
     name: str
     """The first name in the whole model."""
     ranks: tuple[int, ...]
-    """Along the pipeline, ascending. The first one counts it."""
+    """Ranks of the pipeline, ascending. The first one counts the gradient in the norm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +39,10 @@ class Stages:
     def split(
         cls, model: nn.Module, patterns: Sequence[str] | None, *, ranks: int, per_rank: int = 1, costs: Sequence[float] | None = None
     ) -> Stages:
-        """Cut `model` for a pipeline of `ranks`, of which each takes `per_rank` stages.
+        """Split `model` into stages for a pipeline of `ranks`, with `per_rank` stages on each.
 
-        `patterns`: `Recipe.stages`. `costs`: one for each part, None: its parameters. Call it before anything is taken out of the model.
-        Raises `RecipeError`.
+        `patterns`: `Recipe.stages`. `costs`: one for each part; None: the number of its parameters. Call it before any
+        parameter is removed from the model. Raises `RecipeError`.
         """
         parts = sequential_parts(model, patterns)
         if not parts:
@@ -80,10 +81,11 @@ class Stages:
 
 
 def sequential_parts(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
-    """The names of the parts in the order in which they are called, each with the output of the one before. Empty: nobody says.
+    """The names of the model's sequential parts, in the order of their calls. Empty if the order is unknown.
 
-    An `nn.Sequential` has its members. Otherwise `patterns` name modules, with `*` for any text: pattern after pattern, and what one
-    matches in the model's order. Raises `RecipeError` where they are no such parts, or leave out a parameter or buffer.
+    The parts of an `nn.Sequential` are its members. Otherwise `patterns` name modules, with `*` for any text: in the
+    order of the patterns, and for one pattern in the order of the model's modules. Raises `RecipeError` if these cannot
+    be parts, or leave out a parameter or buffer.
     """
     if patterns is None:
         if not isinstance(model, nn.Sequential) or type(model).forward is not nn.Sequential.forward:
@@ -102,7 +104,8 @@ def sequential_parts(model: nn.Module, patterns: Sequence[str] | None) -> list[s
 
 
 def balanced(costs: Sequence[float], count: int) -> list[range]:
-    """Cut `costs` into `count` contiguous runs, none empty, so that the largest sum is as small as it can be; then, as even as can be."""
+    """Split `costs` into `count` contiguous runs, none empty, with the smallest possible maximum of the sums, and then
+    as evenly as possible."""
     most = _best(costs, count, lambda cost: cost, max, math.inf)[-1][0]
     table = _best(costs, count, lambda cost: cost * cost, lambda one, other: one + other, most)
     runs: list[range] = []
@@ -130,9 +133,10 @@ def schedule_calls(count: int, stages: Stages, schedule: str) -> list[tuple[int,
 
 
 def check_microbatches(count: int, stages: Stages) -> None:
-    """Raises `RecipeError` where a full global batch leaves stages without work throughout. `count`: its microbatches, a data rank.
+    """Raises `RecipeError` if a full global batch has fewer microbatches than stages. `count`: microbatches of a data
+    rank.
 
-    For the plan as a whole, before the first step. A short batch at the end of an epoch may have fewer, and is computed.
+    Checked once for a plan, before the first step. A short batch at the end of an epoch may have fewer.
     """
     if count < len(stages.ranges):
         raise RecipeError(
@@ -142,9 +146,10 @@ def check_microbatches(count: int, stages: Stages) -> None:
 
 
 def keep_only_parts(model: nn.Module, names: Sequence[str]) -> None:
-    """Take every parameter and buffer out of `model` that none of these parts holds; the names of the others stay as they are.
+    """Remove every parameter and buffer from `model` that none of these parts holds. The names of the others do not
+    change.
 
-    A tied parameter stays under each of its names. The modules stay too, without their tensors.
+    A shared parameter keeps each of its names. The modules stay, without their tensors.
     """
     held = {id(tensor) for name in names for tensor in _tensors(model.get_submodule(name))}
     for module in model.modules():

@@ -33,11 +33,11 @@ class VariableShapeStage(PipelineStage):
     routes: Sequence[Sequence[Boundary]]
     """For each microbatch of the call, the boundary after each stage but the last."""
     losses: list[Tensor]
-    """The schedule's: outputs of the last stage, of the microbatches so far."""
+    """The losses of the schedule: outputs of the last stage, of the microbatches so far."""
     around: Callable[[int], AbstractContextManager[Any]]
-    """Entered around the backward of a microbatch of the call."""
+    """The context of the backward of a microbatch."""
     on_missing_gradient: Callable[[], None]
-    """Called where no gradient goes back for what the stage received."""
+    """Called if a received tensor gets no gradient."""
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if not self.is_first:
@@ -64,7 +64,7 @@ class VariableShapeStage(PipelineStage):
             )
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """Torch's keeps the loss, and with it all that the backward of the inputs has not freed, to the end of the call."""
+        """Free the graph of the loss, which torch's stage keeps until the end of the call."""
         with self.around(bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
         if self.is_last and self.has_backward:

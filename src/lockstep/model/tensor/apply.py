@@ -35,18 +35,18 @@ SHAPES = re.compile(
 """Messages of torch and Python about a size for which code was not written."""
 
 
-def tensor_parallel(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str], *, fill: Callable[[nn.Module], None]) -> None:
+def tensor_parallel(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str], *, materialize: Callable[[nn.Module], None]) -> None:
     """Shard the layers of `model` over `mesh`, one axis, in place. Every rank calls it, before FSDP2 shards the model
     and before there is an optimizer.
 
-    `styles`: from `tensor_styles`. `fill`: called with a layer just before it is sharded, to materialize it; the rank
+    `styles`: from `tensor_styles`. `materialize`: called with a layer just before it is sharded, to materialize it; the rank
     keeps its shard of the values, which all ranks must have alike. Nothing is sent. Parameters without values stay on
     the meta device, and so do parameters that are not sharded. Shared parameters stay shared.
     """
     shared = shared_names(model)
     layers = {name: _LayerStyle(name, style) for name, style in styles.items()}
     for name, layer in layers.items():
-        fill(model.get_submodule(name))
+        materialize(model.get_submodule(name))
         parallelize_module(model.get_submodule(name), mesh, layer, src_data_rank=None)
     for names in shared:
         share_parameter(model, names)
@@ -62,10 +62,10 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str
 
 @torch.no_grad()
 def reduce_partial_gradients(parameters: Sequence[Tensor]) -> None:
-    """Complete the gradients that are sums of the tensor ranks' parts, such as those of a norm's weight under `sequence`.
+    """All-reduce gradients that are partial sums, such as those of a norm's weight under `sequence`.
 
-    Once a step, after its last backward. Every rank of the tensor axis calls it alike; a rank without such a gradient, while others
-    have it, must have zeros.
+    Call it once a step, after the last backward. Every rank of the tensor axis calls it alike; a rank without a
+    gradient that others have must have zeros.
     """
     for parameter in parameters:
         gradient = parameter.grad
@@ -204,9 +204,9 @@ def _wrapped_class(kind: Any) -> type[nn.Module]:
 def _explained(name: str, layers: Sequence[str], error: Exception) -> str:
     first_line = str(error).partition("\n")[0]
     return (
-        f"the forward of {name} failed with its layers {', '.join(layers)} sharded over the tensor axis: {first_line}; between a 'colwise' and "
-        "a 'rowwise' layer each rank has a part of the features, and whole heads of them, so code there must not name their full number: "
-        "write -1 for the heads, as in query.view(batch, length, -1, head_dim) and mixed.reshape(batch, length, -1); give query, key and "
-        "value layers of their own, since one for all three is sharded across them; have no norm over the features there; or give the first "
-        "layer 'colwise_gathered' and the second 'rowwise_split', which leave what lies between whole"
+        f"the forward of {name} failed with its layers {', '.join(layers)} sharded over the tensor axis: {first_line}; between a 'colwise' "
+        "and a 'rowwise' layer each rank has a part of the features, and whole heads of them, so code there must not name their full "
+        "number: write -1 for the heads, as in query.view(batch, length, -1, head_dim) and mixed.reshape(batch, length, -1); give query, "
+        "key and value layers of their own, since one for all three is sharded across them; have no norm over the features there; or give "
+        "the first layer 'colwise_gathered' and the second 'rowwise_split', which leave what lies between whole"
     )

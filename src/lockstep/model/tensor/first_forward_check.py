@@ -44,7 +44,8 @@ class BypassableLayer(Protocol):
 
 
 class FirstForwardCheck:
-    """`layers`: those whose parts the user's code sees, by their module's name. Every rank of the tensor axis makes it alike."""
+    """`layers`: the sharded layers whose shards the user's code sees, by module name. Every rank of the tensor axis
+    makes one."""
 
     def __init__(self, model: nn.Module, layers: Mapping[str, BypassableLayer]) -> None:
         self._modules = {name: model.get_submodule(name) for name in layers}
@@ -126,11 +127,11 @@ class FirstForwardCheck:
             error = float((found.double() - truth.double()).norm() / truth.double().norm()) if same_shape else float("inf")
             if error > allowed:
                 raise RecipeError(
-                    f"{name} computes something else with its layers {', '.join(layer.removeprefix(f'{name}.') for layer in layers)} sharded "
-                    f"over the tensor axis: its first output differs by {error:.1g} of its size, where rounding explains {allowed:.1g}; "
-                    "code between a 'colwise' and a 'rowwise' layer must compute each head, or each feature, from itself alone: write "
-                    "query.view(batch, length, -1, head_dim), with -1 for the heads; no norm or softmax over the features; query, key and "
-                    "value from layers of their own; or give these layers 'colwise_gathered' and 'rowwise_split'"
+                    f"{name} computes something else with its layers {', '.join(layer.removeprefix(f'{name}.') for layer in layers)} "
+                    f"sharded over the tensor axis: its first output differs by {error:.1g} of its size, where rounding explains "
+                    f"{allowed:.1g}; code between a 'colwise' and a 'rowwise' layer must compute each head, or each feature, from itself "
+                    "alone: write query.view(batch, length, -1, head_dim), with -1 for the heads; no norm or softmax over the features; "
+                    "query, key and value from layers of their own; or give these layers 'colwise_gathered' and 'rowwise_split'"
                 )
 
 
@@ -147,7 +148,7 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _same_numbers(given: Any) -> Iterator[Callable[[], bool]]:
-    """Leaves torch's generators as they were. Gives a function that tells whether they have been drawn from within."""
+    """Restore torch's generators afterwards. Yields a function that returns True if they have been used."""
     devices = {leaf.device for leaf in tree_leaves(given) if isinstance(leaf, Tensor) and leaf.is_cuda}
 
     def states() -> list[Tensor]:
@@ -159,7 +160,7 @@ def _same_numbers(given: Any) -> Iterator[Callable[[], bool]]:
 
 
 def _plain(item: Any) -> Any:
-    """A call's arguments, without objects that a forward may change."""
+    """The arguments of a call, without objects that a forward may change."""
     if isinstance(item, dict):
         return {name: _plain(member) for name, member in item.items()}
     if type(item) in (list, tuple):

@@ -129,8 +129,9 @@ class ShardedFeatures(TorchFunctionMode):
             return func(*args, **kwargs)
         if sharded:
             raise RecipeError(
-                f"{getattr(func, '__name__', func)} of a tensor that is sharded over the features and one that is sharded over the sequence, or "
-                "a sharded parameter; let the first go through a 'rowwise_sequence' layer before, or call that parameter's own layer"
+                f"{getattr(func, '__name__', func)} of a tensor that is sharded over the features and one that is sharded over the "
+                "sequence, or a sharded parameter; let the first go through a 'rowwise_sequence' layer before, or call "
+                "that parameter's own layer"
             )
         if any(isinstance(tensor, ShardedLogits) for tensor in tensors):
             return func(*args, **kwargs)
@@ -212,8 +213,8 @@ def checked_output(output: Any, name: str) -> Any:
     def leave(item: Any) -> Any:
         if is_sharded(item):
             raise RecipeError(
-                f"an output of {name}, of shape {tuple(item.shape)} on each rank, is sharded over the tensor axis, and the loss would see a "
-                "part of it; end with a 'rowwise' layer, or give the output layer the style 'vocabulary' or 'colwise_gathered'"
+                f"an output of {name}, of shape {tuple(item.shape)} on each rank, is sharded over the tensor axis, and the loss would see "
+                "a part of it; end with a 'rowwise' layer, or give the output layer the style 'vocabulary' or 'colwise_gathered'"
             )
         return item if isinstance(item, ShardedLogits) else gather_full(item)
 

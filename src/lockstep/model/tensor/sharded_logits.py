@@ -32,7 +32,7 @@ WRITES = re.compile(r".*[^_]_|__(setitem|i(add|sub|mul|truediv|floordiv|mod|pow|
 
 
 class ShardedLogits(DTensor):
-    """Cut along one dim, its classes, over one mesh axis. To code outside of this package, a tensor with all classes."""
+    """Logits sharded along one dim, the classes, over one mesh axis. Code outside of this package sees all classes."""
 
     __slots__ = ()
 
@@ -45,8 +45,8 @@ class ShardedLogits(DTensor):
             name = getattr(func, "__name__", "")
             if WRITES.fullmatch(name) and isinstance(args[0], ShardedLogits):
                 raise LossError(
-                    f"Tensor.{name} changes logits in place that the style 'loss' has sharded over the tensor axis; each rank has some of the "
-                    "classes; write it without changing in place, or give the output layer the style 'vocabulary'"
+                    f"Tensor.{name} changes logits in place that the style 'loss' has sharded over the tensor axis; each rank has some of "
+                    "the classes; write it without changing in place, or give the output layer the style 'vocabulary'"
                 )
             if name in KEEPS_CLASSES and _is_simple(args[1:]):
                 return tree_map(as_sharded_logits, func(*args, **kwargs))
@@ -66,14 +66,15 @@ def as_sharded_logits(item: Any) -> Any:
 
 
 def gather_full(item: Any) -> Any:
-    """The plain whole tensor of a distributed one, with a gradient; anything else as it is."""
+    """Gather a DTensor into a plain tensor with a gradient; return anything else unchanged."""
     if not isinstance(item, DTensor):
         return item
     return local_shard(item.redistribute(placements=[Replicate()] * item.device_mesh.ndim))
 
 
 def local_shard(tensor: DTensor) -> Tensor:
-    """This rank's part, with a gradient. No view as that of `to_local`, which loses FSDP2's hooks where a user changes it in place."""
+    """This rank's shard, with a gradient. It is no view like `to_local`'s, which loses FSDP2's hooks if a user changes
+    it in place."""
     held: Tensor = _LocalShard.apply(tensor)  # type: ignore[no-untyped-call]
     return held
 
@@ -124,7 +125,8 @@ def _cross_entropy(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """(..., this rank's classes) logits, (...) classes of all, (...) which of them count -> (...) losses, 0 where they do not count."""
+    """(..., this rank's classes) logits, (...) classes of all, (...) which of them count -> (...) losses, 0 where they
+    do not count."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, target: Tensor, counts: Tensor, mesh: Any) -> Tensor:

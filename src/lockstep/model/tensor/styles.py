@@ -19,7 +19,7 @@ class Style:
     """How one layer is sharded. A *sharded* tensor is this rank's shard of the features (or of the heads)."""
 
     kinds: tuple[str, ...]
-    """The kinds of module that it is for: `linear` (also `Conv1D` of transformers), `embedding`, `any`."""
+    """The kinds of module that it applies to: `linear` (also `Conv1D` of transformers), `embedding`, `any`."""
     shards: Literal["outputs", "inputs", "nothing"]
     """The dim of the weight that is sharded: the layer's outputs, or its inputs (an embedding's vocabulary)."""
     input_layout: Literal["whole", "sharded", "sequence"]
@@ -72,11 +72,11 @@ FUSED = re.compile(r"(^|[._])(qkv|w?qkv_?proj|query_key_value|c_attn|in_proj|gat
 
 
 def tensor_styles(model: nn.Module, given: Mapping[str, str] | None, size: int) -> dict[str, str]:
-    """The style of each module that the axis shards, by its name, in the order of the model's modules.
+    """The style of each sharded module, by its name, in the order of the model's modules.
 
-    `given`: the recipe's patterns of names, with `*` for any text, and their styles; of several patterns that match a module, the last
-    counts. None: the model's own `tensor_plan`, else the plan that a Hugging Face model brings. A layer that shares its weight with a
-    mapped one (tied embeddings) gets the style that fits. `size`: of the axis. Raises `RecipeError`.
+    `given`: the recipe's patterns of names, with `*` for any text, and their styles; if several match a module, the
+    last one counts. None: the model's own `tensor_plan`, or else the plan of a Hugging Face model. A layer that shares
+    its weight with a mapped one (tied embeddings) gets the matching style. `size`: of the axis. Raises `RecipeError`.
     """
     source, patterns = _source(model, given)
     chosen = _matched(model, source, patterns)
@@ -99,9 +99,9 @@ def check_stage_parts(styles: Mapping[str, str], stages: Sequence[str]) -> None:
     for name, style in styles.items():
         if name in stages and STYLES[style].exposes_shards:
             raise RecipeError(
-                f"the layer {name!r} is sharded {style!r}, and is called as a stage's part by itself; what lies between a layer that gives a "
-                "sharded output and the one that takes it must be in one part; put both layers into a module of their own, and name that in "
-                "Recipe.stages"
+                f"the layer {name!r} is sharded {style!r}, and is called as a stage's part by itself; what lies between a layer that gives "
+                "a sharded output and the one that takes it must be in one part; put both layers into a module of their own, and name that "
+                "in Recipe.stages"
             )
 
 
@@ -177,8 +177,8 @@ def _add_layers_with_shared_weights(model: nn.Module, chosen: dict[str, str]) ->
         dims = {shard_dim(model.get_submodule(name), "weight", chosen[name]) if name in chosen else None for name in names}
         if len(dims) > 1:
             raise RecipeError(
-                f"modules {', '.join(map(repr, names))} share a weight, and the styles {[chosen.get(name) for name in names]} would shard it "
-                "in different ways; give an embedding 'embedding' and the output layer tied to it 'vocabulary'"
+                f"modules {', '.join(map(repr, names))} share a weight, and the styles {[chosen.get(name) for name in names]} would shard "
+                "it in different ways; give an embedding 'embedding' and the output layer tied to it 'vocabulary'"
             )
 
 
@@ -256,7 +256,7 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def sizes_of(module: Any) -> tuple[int, int]:
-    """A linear layer's numbers of outputs and inputs."""
+    """The numbers of outputs and inputs of a linear layer."""
     shape = tuple(module.weight.shape)
     return (shape[1], shape[0]) if is_transposed(module) else (shape[0], shape[1])
 

@@ -1,9 +1,9 @@
 """Gradients of a model that FSDP2 shards: the reduce-scatters of its backward, and one all-reduce for what they leave out.
 
-The ranks of the shard axis compute in rounds of one microbatch each, because each of them takes part in every reduce-scatter. A rank that has
-no microbatch left computes a dummy microbatch, whose gradient is set to zero before it is sent. The sum over rounds and ranks is put
-into FSDP2 as its reduce-scatter: plain, or in the canonical order. The gradient shards are summed over the `replicate` axis (hybrid
-sharding) once a step, not once a round.
+The ranks of the shard axis compute in rounds of one microbatch each, because each of them takes part in every
+reduce-scatter. A rank that has no microbatch left computes a dummy microbatch, whose gradient is set to zero before it
+is sent. The sum over rounds and ranks is put into FSDP2 as its reduce-scatter: plain, or in the canonical order. The
+gradient shards are summed over the `replicate` axis (hybrid sharding) once a step, not once a round.
 """
 
 from __future__ import annotations
