@@ -20,11 +20,11 @@ class Boundary:
     gradients: tuple[bool, ...]
     """True for each tensor that gets a gradient from the next stage."""
     single: bool
-    """A tensor, not a tuple of one."""
+    """True for a tensor, False for a tuple."""
 
     @classmethod
     def of(cls, value: Any, part: str) -> Boundary:
-        """Raises `RecipeError` where `value`, the output of `part`, is something else."""
+        """The boundary of `value`, the output of `part`. Raises `RecipeError` if it is neither tensor nor tuple of tensors."""
         tensors = value if isinstance(value, tuple) else (value,)
         if not tensors:
             raise RecipeError(
@@ -41,7 +41,7 @@ class Boundary:
                 )
             if hasattr(tensor, "placements"):
                 raise RecipeError(
-                    f"the part {part!r} of the model returns a distributed tensor, cut over the tensor axis, and the next one is on "
+                    f"the part {part!r} of the model returns a distributed tensor, sharded over the tensor axis, and the next one is on "
                     "another rank; a stage of a pipeline hands on whole tensors; have the part's last layer give its output whole"
                 )
         return cls(
@@ -52,9 +52,9 @@ class Boundary:
         )
 
     @classmethod
-    def read(cls, said: Any) -> Boundary:
+    def from_json(cls, described: Any) -> Boundary:
         """The boundary that `to_json` described."""
-        shapes, dtypes, gradients, single = said
+        shapes, dtypes, gradients, single = described
         return cls(tuple(map(tuple, shapes)), tuple(dtypes), tuple(gradients), single)
 
     def to_json(self) -> list[Any]:
@@ -66,14 +66,14 @@ class Boundary:
         return self.dtypes, self.gradients, self.single, tuple(map(len, self.shapes))
 
     def tensors(self, device: torch.device | str) -> tuple[Tensor, ...]:
-        """New ones, without values."""
+        """New tensors without values."""
         return tuple(
             torch.empty(shape, dtype=getattr(torch, dtype), device=device, requires_grad=gradient)
             for shape, dtype, gradient in zip(self.shapes, self.dtypes, self.gradients, strict=True)
         )
 
     def check(self, value: Any, part: str) -> None:
-        """Raises `RecipeError` where a microbatch is handed on otherwise than the one from which this was learned."""
+        """Raises `RecipeError` if a microbatch has another output than the one from which this boundary was discovered."""
         found = Boundary.of(value, part)
         if found != self:
             raise RecipeError(

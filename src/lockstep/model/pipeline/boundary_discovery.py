@@ -108,7 +108,7 @@ class BoundaryDiscovery:
             described = self._world.value_of(stage % self._stages.ranks, described)
             if described is None:
                 self._failure.raise_known()
-            route.append(Boundary.read(described))
+            route.append(Boundary.from_json(described))
             if backward and not any(route[-1].gradients):  # every stage has something to train
                 raise RecipeError(
                     f"the part {self._stages.last_part(stage)!r} of the model hands on {route[-1].describe()}, and parts up to it have "
