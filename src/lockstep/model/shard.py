@@ -19,7 +19,7 @@ from lockstep.model.skipped_blocks import SkippedBlockGuard
 
 def reshard(model: nn.Module) -> None:
     """Free what a forward without a backward has gathered; the parameters are shards again."""
-    for group in fsdp_modules(model):
+    for group in fsdp_groups(model):
         group.reshard()
 
 
@@ -88,6 +88,6 @@ def shard_parts(model: nn.Module, mesh: Mesh, parts: Mapping[str, Sequence[str]]
         share_parameter(model, names)
 
 
-def fsdp_modules(model: nn.Module) -> list[Any]:
+def fsdp_groups(model: nn.Module) -> list[Any]:
     """The modules whose parameters FSDP2 gathers together."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
 from lockstep.comm.mesh import Mesh, to_local
-from lockstep.model.shard import fsdp_modules
+from lockstep.model.shard import fsdp_groups
 from lockstep.train.reducers.fsdp_exchange import Gather, OrderedScatter, Scatter
 from lockstep.train.reducers.step_stats import Number, Slots, Told, forget_unused
 
@@ -34,7 +34,7 @@ class FsdpReducer:
         dtype = torch.float64 if any(p.dtype is torch.float64 for p in parameters) else torch.float32
         self._slots = Slots(len(parameters), max_microbatches, dtype=dtype, device=device)
         self._scatters: list[Scatter] = []
-        self._groups = fsdp_modules(model)
+        self._groups = fsdp_groups(model)
         memory = mesh.axis("shard").memory
         for group in self._groups:
             scatter = OrderedScatter(mesh, group._get_fsdp_state()._fsdp_param_group) if bitwise else Scatter(memory)
@@ -108,10 +108,10 @@ class _Used:
         self._hooks: dict[int, Any] = {}
         places = {id(parameter): place for place, parameter in enumerate(parameters)}
         self._handles: list[Any] = []
-        for group in fsdp_modules(model):
+        for group in fsdp_groups(model):
             own = [
                 (module, name, places[id(parameter)])
-                for module in _modules_of(group)
+                for module in modules_of(group)
                 for name, parameter in module._parameters.items()
                 if id(parameter) in places
             ]
@@ -143,9 +143,9 @@ class _Used:
         return hook
 
 
-def _modules_of(group: nn.Module) -> Iterator[nn.Module]:
+def modules_of(group: nn.Module) -> Iterator[nn.Module]:
     """Those whose parameters are gathered with the group's: all in it, but for what is in another group."""
     yield group
     for child in group.children():
         if not isinstance(child, FSDPModule):
-            yield from _modules_of(child)
+            yield from modules_of(child)
