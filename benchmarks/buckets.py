@@ -32,7 +32,7 @@ USUAL = 25.0
 
 def measure(case: str, size: float, first: float, steps: int) -> float:
     """Runs in each process. Seconds of a step."""
-    import lockstep.train.reducers.ddp as replicate
+    import lockstep.training.reducers.ddp as replicate
 
     if first == size:  # as torch has it where a size is given
         replicate.DistributedDataParallel = partial(replicate.DistributedDataParallel, bucket_cap_mb=size)

@@ -1,4 +1,4 @@
-"""What `Recipe.comm` sends, how fast its steps are over slow wires, and what it does to the loss.
+"""What `Recipe.gradient_compression` sends, how fast its steps are over slow wires, and what it does to the loss.
 
     python benchmarks/compression.py [--modes exact int8] [--wires 100 1000] [--milliseconds 10] [--steps 200] [--timed 20] [--json FILE]
 
@@ -36,14 +36,14 @@ sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "tests")]
 import gpt  # noqa: E402
 from doctor.network import network  # noqa: E402
 
-MODES = ("exact", "bf16", "fp16", "int8", "powersgd:4")
+MODES = ("none", "bf16", "fp16", "int8", "powersgd:4")
 WARM_UP = 5
 CONTEXT = 128
 PORT = "29417"
 PREFIX = "figures "
 
 
-def recipe(comm: str, steps: int) -> ls.Recipe:
+def recipe(gradient_compression: str, steps: int) -> ls.Recipe:
     training, held_out = (gpt.Windows(text, CONTEXT) for text in gpt.read_text())
     return ls.Recipe(
         model=lambda: gpt.GPT(layers=4, width=128, heads=2, context=CONTEXT, dropout=0.0),
@@ -56,7 +56,7 @@ def recipe(comm: str, steps: int) -> ls.Recipe:
         microbatch=4,
         steps=steps,
         clip_norm=1.0,
-        comm=comm,
+        gradient_compression=gradient_compression,
         evaluation=ls.Evaluation(data=held_out, microbatch=32),
     )
 
@@ -84,12 +84,12 @@ def sent_bytes() -> int:
 
 def timed(modes: Iterable[str], steps: int) -> None:
     """Runs on each host."""
-    for comm in modes:
+    for gradient_compression in modes:
         meter = Meter()
         with tempfile.TemporaryDirectory() as folder:
-            result = ls.train(recipe(comm, WARM_UP + steps), run_dir=f"{folder}/run", plan="replicate=2,transport=torch", hooks=[meter])
+            result = ls.train(recipe(gradient_compression, WARM_UP + steps), run_dir=f"{folder}/run", plan="replicate=2,transport=torch", hooks=[meter])
         if result.rank == 0:
-            print(PREFIX + json.dumps({"mode": comm, **meter.figures}), flush=True)
+            print(PREFIX + json.dumps({"mode": gradient_compression, **meter.figures}), flush=True)
 
 
 def over_wire(modes: list[str], megabits: int, milliseconds: float, steps: int) -> list[dict[str, Any]]:
@@ -123,17 +123,17 @@ def environment(rank: int, address: str) -> dict[str, str]:
     return {**{name: str(value) for name, value in place.items()}, **settings}
 
 
-def loss_of(comm: str, steps: int) -> float:
+def loss_of(gradient_compression: str, steps: int) -> float:
     """Runs in each of two processes that share memory."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        return float(ls.train(recipe(comm, steps), run_dir=f"{folder}/run", plan="replicate=2").metrics["loss"])
+        return float(ls.train(recipe(gradient_compression, steps), run_dir=f"{folder}/run", plan="replicate=2").metrics["loss"])
 
 
 def show(modes: list[str], rows: list[dict[str, Any]], losses: dict[str, float], steps: int) -> None:
     wires = list(dict.fromkeys((row["megabits"], row["milliseconds"]) for row in rows))
     table = Table(title=f"GPT on 2 processes of 1 thread, {os.cpu_count()} cores")
-    table.add_column("comm")
+    table.add_column("gradient_compression")
     for column in ("bytes a step", *(f"steps/s, {rate} Mbit/s, {delay:g} ms" for rate, delay in wires), f"loss, {steps} steps"):
         table.add_column(column, justify="right")
     for mode in modes:
@@ -145,7 +145,7 @@ def show(modes: list[str], rows: list[dict[str, Any]], losses: dict[str, float],
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--modes", nargs="+", default=list(MODES), help="of Recipe.comm (default: %(default)s)")
+    parser.add_argument("--modes", nargs="+", default=list(MODES), help="of Recipe.gradient_compression (default: %(default)s)")
     parser.add_argument("--wires", nargs="+", type=int, default=[100, 1000], help="Mbit/s (default: %(default)s)")
     parser.add_argument("--milliseconds", type=float, default=10.0, help="there and back (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=200, help="for the loss (default: %(default)s)")

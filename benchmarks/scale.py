@@ -39,7 +39,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
-from lockstep.train.reducers import ddp as replicate
+from lockstep.training.reducers import ddp as replicate
 
 PLANS = {"replicate": "transport=torch", "shard": "shard=8,replicate=auto,transport=torch"}
 WARMUP, STEPS = 20, 300

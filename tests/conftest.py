@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import hypothesis
 import pytest
+from processes import let_signals_end_what_tests_start
 
 from lockstep.testing import leaks
 from lockstep.testing.pool import WorkerPool
@@ -25,6 +26,7 @@ PRELOADED = ("lockstep.run", "lockstep.autotune.autotune", "lockstep.model.pipel
 
 def pytest_configure(config: pytest.Config) -> None:
     """Give the session a temporary folder in which nobody else writes; `tmp_path` stays where pytest keeps it."""
+    let_signals_end_what_tests_start()
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     config.stash[FOLDER] = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="lockstep-tests-")
     tempfile.tempdir = None

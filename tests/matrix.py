@@ -1,6 +1,8 @@
-"""python tests/matrix.py [MODEL ...]: every model of tests/scripts/models.py verified under every plan, in fp32 and in bf16.
+"""python tests/matrix.py [MODEL ...]: verifies every model of tests/scripts/models.py under every plan, in fp32 and
+bf16.
 
-A model and a precision are one verification, whose plans share its reference and twins. Exit status: 0 where all pass.
+Each model and precision is one verification: its plans share the reference and the perturbed runs. Exit status: 0 if
+all pass.
 """
 
 from __future__ import annotations
@@ -30,32 +32,34 @@ MODELS = (
 )
 _PIPELINES = [plan for plan in PLANS if "pipeline" in plan]
 REFUSED = [
-    # Their forward does more than to call one part after another; those in stages are the same models as a pipeline takes them.
+    # Their forwards do more than call one part after another. The models in stages are the same, written for a
+    # pipeline.
     *((model, _PIPELINES, "that is no nn.Sequential") for model in ("gpt2", "llama")),
 ]
-"""Models, with plans that lockstep refuses with an error in these words (tests/verify/test_matrix.py sees it). All others must pass."""
+"""Models, plans that lockstep refuses for them, and words of the error (tests/verify/test_matrix.py). All others must
+pass."""
 PRECISIONS = ("fp32", "bf16")
 STEPS = 3
-ROW = "{:24} {:5} {:34} {:>8}  {:12} {:>5}"
+ROW = "{:24} {:5} {:34} {:>10}  {:12} {:>5}"
 
 
 def faults(report: Report) -> list[str]:
-    """What is wrong in it, a text each."""
+    """Return a text for each mismatch."""
     found = [
-        f"{verdict.plan}: {f'{verdict.failure.text()}; {verdict.failure.why()}' if verdict.failure else verdict.error}"
+        f"{verdict.plan}: {f'{verdict.mismatch.text()}; {verdict.mismatch.why()}' if verdict.mismatch else verdict.error}"
         for verdict in report.verdicts
         if not verdict.passed
     ]
-    return found + ([f"another cut of the batch: {report.recipe.text()}"] if report.recipe else [])
+    return found + ([f"another microbatch size: {report.microbatch_size_mismatch.text()}"] if report.microbatch_size_mismatch else [])
 
 
 def rows(model: str, precision: str, plans: Sequence[str], report: Report) -> Iterator[str]:
-    """A line of the table for each plan."""
+    """Return a table line for each plan."""
     for plan, verdict in zip(plans, report.verdicts, strict=True):
         compared = (*verdict.comparisons, *verdict.float64)
-        worst = max((each.worst.ratio for each in compared if each.worst is not None), default=0.0)
-        said = "passes" if verdict.passed else "FAILS" if verdict.ran else "DID NOT RUN"
-        yield ROW.format(model, precision, plan, f"{worst:.3g}", said, f"{verdict.seconds:.0f}")
+        largest = max((each.largest.times_rounding for each in compared if each.largest is not None), default=0.0)
+        outcome = "passes" if verdict.passed else "FAILS" if verdict.ran else "DID NOT RUN"
+        yield ROW.format(model, precision, plan, f"{largest:.3g}", outcome, f"{verdict.seconds:.0f}")
 
 
 def plans_of(model: str) -> list[str]:
@@ -69,22 +73,21 @@ def main() -> int:
     chosen = parser.parse_args().models or MODELS
     began, cells = time.monotonic(), 0
     wrong: list[str] = []
-    print(ROW.format("model", "type", "plan", "× noise", "verdict", "s"), flush=True)
+    print(ROW.format("model", "type", "plan", "× rounding", "verdict", "s"), flush=True)
     with pools(preload=["transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama"]) as workers:
         for model, precision in product(chosen, PRECISIONS):
-            # The first step in float64, and the same batch cut otherwise, are the same in every precision.
+            # The float64 step and the microbatch size check are the same in every precision.
             once = precision == "fp32"
             plans = plans_of(model)
-            report = verified([SCRIPT, model, precision], plans, workers, steps=STEPS, float64=once, other_microbatch=once)
+            report = verified([SCRIPT, model, precision], plans, workers, steps=STEPS, float64=once, check_microbatch_size=once)
             print(*rows(model, precision, plans, report), sep="\n", flush=True)
             cells += len(report.verdicts)
             wrong += [f"{model} in {precision}, {fault}" for fault in faults(report)]
-            for remark in report.remarks + [f"{verdict.plan}: {remark}" for verdict in report.verdicts for remark in verdict.remarks]:
-                print(f"  note: {remark}")
+            for note in report.notes + [f"{verdict.plan}: {note}" for verdict in report.verdicts for note in verdict.notes]:
+                print(f"  note: {note}")
     print(*wrong, sep="\n")
-    print(
-        f"{cells} cells, {len(wrong)} wrong, {(time.monotonic() - began) / 60:.0f} minutes. × noise: of what rounding alone does; 10 fails"
-    )
+    minutes = (time.monotonic() - began) / 60
+    print(f"{cells} cells, {len(wrong)} wrong, {minutes:.0f} minutes. × rounding: multiple of what rounding alone does; above 10 fails")
     return 1 if wrong else 0
 
 

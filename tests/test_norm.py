@@ -17,7 +17,7 @@ from lockstep.comm.mesh import Mesh
 from lockstep.comm.world import join
 from lockstep.plan import Plan
 from lockstep.testing.pool import WorkerPool
-from lockstep.train import precision
+from lockstep.training import precision
 
 SHAPES = [(40, 7), (40,), (3, 2**16), (1, 5), (), (0, 4), (700, 200)]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.train import precision
+from lockstep.training import precision
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 

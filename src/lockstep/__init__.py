@@ -12,9 +12,8 @@ from lockstep.base.errors import install_excepthook
 from lockstep.base.garbage import collector_paused
 
 if TYPE_CHECKING:
-    from lockstep.hooks.user_hooks import EarlyStopping as EarlyStopping
-    from lockstep.hooks.user_hooks import ExponentialMovingAverage as ExponentialMovingAverage
-    from lockstep.hooks.user_hooks import Hook as Hook
+    from lockstep.hooks.early_stopping import EarlyStopping as EarlyStopping
+    from lockstep.hooks.moving_average import ExponentialMovingAverage as ExponentialMovingAverage
     from lockstep.launch.spawn import spawn as spawn
     from lockstep.logging.fingerprint import fingerprint as fingerprint
     from lockstep.logging.loggers import MLflow as MLflow
@@ -33,15 +32,16 @@ if TYPE_CHECKING:
     from lockstep.saving import Saving as Saving
     from lockstep.schedule import warmup_cosine as warmup_cosine
     from lockstep.session import Session as Session
+    from lockstep.training.hook import Hook as Hook
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "EarlyStopping": "lockstep.hooks.user_hooks",
+    "EarlyStopping": "lockstep.hooks.early_stopping",
     "Evaluation": "lockstep.recipe",
-    "ExponentialMovingAverage": "lockstep.hooks.user_hooks",
+    "ExponentialMovingAverage": "lockstep.hooks.moving_average",
     "Gathered": "lockstep.recipe",
-    "Hook": "lockstep.hooks.user_hooks",
+    "Hook": "lockstep.training.hook",
     "Loss": "lockstep.recipe",
     "MLflow": "lockstep.logging.loggers",
     "Mean": "lockstep.recipe",

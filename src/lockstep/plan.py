@@ -25,7 +25,7 @@ WORDS: dict[str, tuple[str, ...]] = {
 }
 """The settings whose value is a word."""
 SETTINGS = (
-    *("sharding", "offload", "checkpointing", "halvings", "schedule", "compile", "split", "data_parallel", "transport"),
+    *("sharding", "offload", "checkpointing", "microbatch_splits", "schedule", "compile", "split", "data_parallel", "transport"),
     *("threads", "workers", "prefetch"),
 )
 """Those that a plan's text has only where they are not the default."""
@@ -63,7 +63,7 @@ class Plan:
     checkpointing: Checkpointing = "none"
     """Activations: `full` keeps each block's inputs and computes the rest again in its backward; `selective` also keeps the results of
     matrix products, convolutions and attention."""
-    halvings: int = 0
+    microbatch_splits: int = 0
     """How often each microbatch of the recipe is halved, for memory; a part has at least one sample. The model is the same to rounding, as
     far as no random numbers are drawn: random streams belong to what is computed at once. Refused with BatchNorm, whose statistics do."""
     schedule: Schedule = "1f1b"
@@ -105,8 +105,8 @@ class Plan:
                 f"offload=yes with shard={given.get('shard', 1)}; what is kept on the CPU is what the shard axis cuts; give shard two "
                 "processes or more, or leave offload=yes out"
             )
-        if not _counts(self.halvings, 0, 32):
-            raise PlanError(f"halvings={self.halvings}; it counts how often each microbatch is halved and is 0 to 32")
+        if not _counts(self.microbatch_splits, 0, 32):
+            raise PlanError(f"microbatch_splits={self.microbatch_splits}; it counts how often each microbatch is halved and is 0 to 32")
         if self.workers != "auto" and not _counts(self.workers, 0, MOST):
             raise PlanError(f"workers={self.workers}; it counts loader processes a rank and is 0 to {MOST}, or auto")
         if self.threads not in ("auto", None) and not _counts(self.threads, 1, MOST):

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Precision = Literal["fp32", "bf16", "fp16"]
-COMM = ("exact", "bf16", "fp16", "int8")
+COMPRESSIONS = ("none", "bf16", "fp16", "int8")
 """And `powersgd:RANK`."""
 
 
@@ -197,7 +197,7 @@ class Recipe:
     precision: Precision | Literal["auto"] = "fp32"
     """What the forward computes in: `fp32`, or autocast to `bf16` or `fp16` (with loss scaling). Parameters stay as the model made them.
     `auto`: `fp32`, or what this device computes in hardware where that is measured to be faster; a run that goes on keeps it."""
-    comm: str = "exact"
+    gradient_compression: str = "none"
     """How replicas send gradients: `exact`, or for slow links in fewer bytes: `bf16`, `fp16`, `int8`, `powersgd:RANK`. It changes what is
     learned, on more than one process."""
     seed: int = 0
@@ -231,7 +231,7 @@ class Recipe:
         check_clip_norm(self.clip_norm)
         if self.precision != "auto":
             check_precision(self.precision)
-        check_comm(self.comm)
+        check_compression(self.gradient_compression)
         check_seed(self.seed)
         for kind, names in (("blocks", self.blocks), ("stages", self.stages)):
             if names is not None and (isinstance(names, str) or not all(isinstance(name, str) for name in names)):
@@ -316,28 +316,28 @@ def check_precision(value: Any) -> None:
         raise RecipeError(f"precision={value!r}; known are {', '.join(get_args(Precision))}, and with ls.train auto")
 
 
-def check_comm(value: Any) -> None:
-    """Raises `RecipeError` unless `value` is one of `COMM`, or `powersgd:` and a rank."""
-    if value in COMM:
+def check_compression(value: Any) -> None:
+    """Raises `RecipeError` unless `value` is one of `COMPRESSIONS`, or `powersgd:` and a rank."""
+    if value in COMPRESSIONS:
         return
     if not isinstance(value, str) or value.partition(":")[0] != "powersgd":
-        raise RecipeError(f"comm={value!r}; known are {', '.join(COMM)} and powersgd:RANK, such as powersgd:4")
+        raise RecipeError(f"gradient_compression={value!r}; known are {', '.join(COMPRESSIONS)} and powersgd:RANK, such as powersgd:4")
     if powersgd_rank(value) is None:
         raise RecipeError(
-            f"comm={value!r}; the rank of powersgd is a whole number of at least 1, behind a colon: the more, the closer to exact and the "
-            "more bytes; write for example comm='powersgd:4'"
+            f"gradient_compression={value!r}; the rank of powersgd is a whole number of at least 1, behind a colon: the more, the closer to exact and the "
+            "more bytes; write for example gradient_compression='powersgd:4'"
         )
 
 
-def powersgd_rank(comm: str) -> int | None:
+def powersgd_rank(gradient_compression: str) -> int | None:
     """The rank in `powersgd:RANK`; None where there is none, or it is another word."""
-    word, _, rank = comm.partition(":")
+    word, _, rank = gradient_compression.partition(":")
     return int(rank) if word == "powersgd" and rank.isascii() and rank.isdecimal() and int(rank) else None
 
 
-def keeps_rest(comm: str) -> bool:
+def keeps_rest(gradient_compression: str) -> bool:
     """Whether what is not sent in one step is kept for the next."""
-    return comm == "int8" or comm.startswith("powersgd")
+    return gradient_compression == "int8" or gradient_compression.startswith("powersgd")
 
 
 def check_seed(value: Any) -> None:

@@ -13,7 +13,7 @@ Resume = Literal["auto", "never", "must"]
 """Where the run directory holds an unfinished run: `auto` goes on with it, `never` refuses; `must` refuses where there is none."""
 
 OutOfMemory = Literal["retry", "halve", "same-bits", "stop"]
-"""What changes in the plan when memory runs out. `retry`: the next of checkpointing, offload and halvings, but in bitwise numerics none
+"""What changes in the plan when memory runs out. `retry`: the next of checkpointing, offload and microbatch_splits, but in bitwise numerics none
 that changes bits; `halve`: the next, whatever the numerics; `same-bits`: none that changes bits, whatever the numerics; `stop`: nothing."""
 
 
@@ -76,10 +76,10 @@ def check_resume(value: Any, name: str) -> Resume:
     return found
 
 
-def check_may_differ(value: Collection[str]) -> frozenset[str]:
+def check_allow_change(value: Collection[str]) -> frozenset[str]:
     """Raises `CheckpointError` where it is one text, whose letters would be taken for fields."""
     if isinstance(value, str):
-        raise CheckpointError(f"may_differ={value!r}; it is a list of fields of the recipe: may_differ={value.split(',')!r}")
+        raise CheckpointError(f"allow_change={value!r}; it is a list of fields of the recipe: allow_change={value.split(',')!r}")
     return frozenset(value)
 
 
@@ -90,16 +90,16 @@ def check_out_of_memory(value: str, name: str) -> OutOfMemory:
     return cast(OutOfMemory, value)
 
 
-def differences(saved: Mapping[str, Any], now: Mapping[str, Any], *, may_differ: frozenset[str] = frozenset()) -> list[str]:
+def differences(saved: Mapping[str, Any], now: Mapping[str, Any], *, allow_change: frozenset[str] = frozenset()) -> list[str]:
     """What two recipes as `Recipe.describe` gives them differ in: `steps: 100, now 200`. Nested ones by their path: evaluation.every."""
     found = []
     for name in sorted(saved.keys() | now.keys()):
-        if name in may_differ:
+        if name in allow_change:
             continue
         before, after = saved.get(name), now.get(name)
         if isinstance(before, Mapping) and isinstance(after, Mapping):
-            inner = frozenset(each.removeprefix(f"{name}.") for each in may_differ if each.startswith(f"{name}."))
-            found += [f"{name}.{line}" for line in differences(before, after, may_differ=inner)]
+            inner = frozenset(each.removeprefix(f"{name}.") for each in allow_change if each.startswith(f"{name}."))
+            found += [f"{name}.{line}" for line in differences(before, after, allow_change=inner)]
         elif before != after:
             found.append(f"{name}: {before!r}, now {after!r}")
     return found

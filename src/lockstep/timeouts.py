@@ -1,4 +1,4 @@
-"""How long a rank may stand still before somebody asks why, and what happens then. Part of how a run is executed."""
+"""How long a rank may make no progress before the watchdog acts, and what it does then. Part of how a run is executed."""
 
 from __future__ import annotations
 
@@ -9,40 +9,44 @@ from lockstep.base.errors import LaunchError
 from lockstep.base.units import seconds
 
 OnHang = Literal["end", "report"]
-"""`end`: report it, save what is whole, and end with a status of its own. `report`: report it, and go on waiting."""
+"""`end`: report the hang, save the last whole step, and end with an exit status of its own. `report`: report it and wait on."""
 
-TIMES = 20.0
-LEAST_SECONDS = 60.0
-"""Of what a step itself is made of."""
-LEAST_SECONDS_OUTSIDE = 300.0
-"""Of what disks, networks and users' hooks do, whose time may be odd: data, saves, evaluations."""
+TIMES_USUAL = 20.0
+"""A phase may take this many times what it usually takes."""
+LEAST_STEP_SECONDS = 60.0
+"""Smallest timeout of `STEP_PHASES`."""
+LEAST_OTHER_SECONDS = 300.0
+"""Smallest timeout of all other phases. Data, saves and evaluations depend on disks, networks and users' code, whose times vary."""
 FIRST_SECONDS = 540.0
-"""Where nothing is known. Gloo and NCCL give up after 600."""
-STEADY = ("compute", "exchange", "update")
+"""Timeout of a phase that has never ended yet. Gloo and NCCL give up after 600 seconds."""
+STEP_PHASES = ("compute", "exchange", "update")
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
-    """How long a phase of a rank may last."""
+class WatchdogTimeouts:
+    """How long each phase of a rank may last."""
 
     fixed_seconds: float | None = None
-    """So long, whatever the phase. None: by what it took before."""
+    """The timeout of every phase. None: a multiple of what the phase usually takes."""
     on_hang: OnHang = "end"
 
     @classmethod
-    def parse(cls, after: str | None, on_hang: str | None) -> Patience | None:
-        """`after`: "auto" (None is that), "off", or a time; None is returned where it is off. Raises `LaunchError`."""
+    def parse(cls, hang_after: str | None, on_hang: str | None) -> WatchdogTimeouts | None:
+        """Read the values of `--hang-after` and `--on-hang`. Return None for "off". Raises `LaunchError`.
+
+        `hang_after`: "auto" (also None), "off", or a time. `on_hang`: see `OnHang`; None is "end".
+        """
         if on_hang is not None and on_hang not in get_args(OnHang):
             raise LaunchError(f"--on-hang={on_hang!r}; it is one of {', '.join(get_args(OnHang))}")
-        if after == "off":
+        if hang_after == "off":
             return None
-        fixed = None if after in (None, "auto") else seconds(str(after), "--hang-after", LaunchError)
+        fixed = None if hang_after in (None, "auto") else seconds(str(hang_after), "--hang-after", LaunchError)
         return cls(fixed, cast(OnHang, on_hang or "end"))
 
     def limit_seconds(self, phase: str, usual_seconds: float | None) -> float:
-        """`usual_seconds`: what the phase took of late; None: it has never ended yet."""
+        """The timeout of a phase. `usual_seconds`: how long it took recently; None if it has never ended yet."""
         if self.fixed_seconds is not None:
             return self.fixed_seconds
         if usual_seconds is None:
             return FIRST_SECONDS
-        return max(LEAST_SECONDS if phase in STEADY else LEAST_SECONDS_OUTSIDE, TIMES * usual_seconds)
+        return max(LEAST_STEP_SECONDS if phase in STEP_PHASES else LEAST_OTHER_SECONDS, TIMES_USUAL * usual_seconds)

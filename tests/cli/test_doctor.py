@@ -13,8 +13,9 @@ from typing import Any
 
 import psutil
 import pytest
+from processes import started
 
-from lockstep.doctor.definitions import COLLECTIVES, DATA_TYPES
+from lockstep.doctor.expected_results import COLLECTIVES, DATA_TYPES
 
 LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -29,7 +30,7 @@ def doctor(*options: str, cwd: Path, before: tuple[str, ...] = (), **variables: 
 
 def bad(ended: subprocess.CompletedProcess[str]) -> dict[str, dict[str, str]]:
     """The lines of what is not well, by what was looked at."""
-    return {line["check"]: line for line in json.loads(ended.stdout)["lines"] if line["verdict"] in ("slow", "wrong")}
+    return {line["check"]: line for line in json.loads(ended.stdout)["checks"] if line["verdict"] in ("slow", "failed")}
 
 
 def test_a_machine_that_is_well(tmp_path: Path) -> None:
@@ -38,14 +39,14 @@ def test_a_machine_that_is_well(tmp_path: Path) -> None:
     wrong = {check: line for check, line in bad(ended).items() if line["section"] != "links"}  # how fast they are depends on what else runs
     assert wrong == {}
     assert ended.returncode == (1 if bad(ended) else 0)
-    collectives = {line["check"]: line["verdict"] for line in found["lines"] if line["section"] == "collectives"}
+    collectives = {line["check"]: line["verdict"] for line in found["checks"] if line["section"] == "collectives"}
     assert {name: collectives[name] for name in COLLECTIVES} == dict.fromkeys(COLLECTIVES, "ok")
     checked = {(row["collective"], row["type"], row["group"]) for row in found["checked"] if row["type"] is not None}
     assert len(checked) == (len(COLLECTIVES) - 1) * len(DATA_TYPES) * 2
     assert {row["collective"] for row in found["timed"]} == set(COLLECTIVES)
     all_reduce = [row for row in found["timed"] if row["collective"] == "all-reduce"]
     assert all(row["bus_bandwidth"] == row["algorithm_bandwidth"] == row["size_bytes"] / row["seconds"] for row in all_reduce)
-    assert [(link["sender"], link["receiver"]) for link in found["links"]] == [(0, 1), (1, 0)]
+    assert [(link["sender"], link["receiver"]) for link in found["point_to_point"]] == [(0, 1), (1, 0)]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -64,8 +65,8 @@ def test_the_table_fits_and_says_what_to_do(tmp_path: Path, width: int) -> None:
     assert all(len(line) <= width for line in ended.stdout.splitlines())
     assert "  NCCL_DEBUG " in ended.stdout
     assert "→ NCCL_DEBUG=WARN" in ended.stdout
-    assert "one process exchanges with nobody" in ended.stdout
-    assert ended.stdout.splitlines()[-1].startswith(("1 to mend: NCCL_DEBUG", "2 to mend: threads, NCCL_DEBUG"))
+    assert "a single process has no peers" in ended.stdout
+    assert ended.stdout.splitlines()[-1].startswith(("1 to fix: NCCL_DEBUG", "2 to fix: threads, NCCL_DEBUG"))
     assert ended.stderr == ""
 
 
@@ -76,7 +77,7 @@ def test_a_small_shared_memory_is_found(tmp_path: Path) -> None:
     ended = doctor("--nproc", "1", "--json", cwd=tmp_path, before=before)
     assert ended.returncode == 1
     line = bad(ended)["/dev/shm"]
-    assert (line["verdict"], line["found"]) == ("wrong", "16 MiB free; 128 MiB is enough for 1 process in most cases")
+    assert (line["verdict"], line["found"]) == ("failed", "16 MiB free; up to 128 MiB needed for 1 process")
     assert "--shm-size" in line["remedy"]
 
 
@@ -93,8 +94,8 @@ def test_an_interface_that_does_not_exist_is_found_and_nothing_hangs(tmp_path: P
     ended = doctor("--nproc", "2", "--json", cwd=tmp_path, GLOO_SOCKET_IFNAME="nowhere0")
     assert ended.returncode == 1
     found = bad(ended)
-    assert found["interface"]["found"].startswith("GLOO_SOCKET_IFNAME names 'nowhere0'; there are lo")
-    assert found["the process group"]["section"] == "meeting"
+    assert found["interface"]["found"].startswith("GLOO_SOCKET_IFNAME names 'nowhere0'; the interfaces are lo")
+    assert found["the process group"]["section"] == "rendezvous"
     assert "nowhere0" in found["the process group"]["found"]
 
 
@@ -117,10 +118,10 @@ def test_mistakes_are_told_before_anything_starts(tmp_path: Path, options: list[
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_ends_it_with_one_line(tmp_path: Path, number: signal.Signals) -> None:
     line = [LOCKSTEP, "doctor", "--nproc", "2"]
-    with subprocess.Popen(line, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as started:
-        while not psutil.Process(started.pid).children():
+    with started(line, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as doctor:
+        while not psutil.Process(doctor.pid).children():
             time.sleep(0.05)
-        started.send_signal(number)
-        output, told = started.communicate()
-    assert started.returncode == 128 + number
+        doctor.send_signal(number)
+        output, told = doctor.communicate()
+    assert doctor.returncode == 128 + number
     assert (output, told) == ("", f"lockstep: stopped by {number.name}; no worker is left\n")

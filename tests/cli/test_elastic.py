@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 from doctor.network import Network, network
+from processes import started
 
 LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 SCRIPT = str(Path(__file__).parent.parent / "scripts" / "elastic.py")
@@ -63,11 +64,11 @@ def test_a_run_that_loses_a_worker_goes_on_from_what_a_survivor_had(
 def test_a_run_that_was_asked_to_end_is_not_started_again(tmp_path: Path) -> None:
     run = tmp_path / "run"
     line = [LOCKSTEP, "run", "--nproc", "2", "--max-restarts", "3", "--run-dir", str(run), SCRIPT, "0.05"]
-    with subprocess.Popen(line, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as started:
+    with started(line, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as launcher:
         wait_for(lambda: bool(events(run, "checkpoint-saved")))
-        started.send_signal(signal.SIGTERM)
-        _, told = started.communicate()
-    assert started.returncode == 75
+        launcher.send_signal(signal.SIGTERM)
+        _, told = launcher.communicate()
+    assert launcher.returncode == 75
     assert "restart" not in told
     assert events(run)[-1]["event"] == "preempted"
 

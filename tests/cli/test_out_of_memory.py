@@ -41,9 +41,9 @@ def test_it_starts_again_under_the_plan_that_a_rank_wrote_down_until_memory_is_e
     """Rank 0 sees no more of rank 1 than its end."""
     ended = lockstep_run(tmp_path, "--run-dir", "run", "--plan", "pipeline=2", SCRIPT, "with 2 samples")
     assert ended.returncode == 0, ended.stderr
-    assert AGAIN.findall(ended.stderr) == [("1", "checkpointing=full"), ("1", "halvings=1")]
+    assert AGAIN.findall(ended.stderr) == [("1", "checkpointing=full"), ("1", "microbatch_splits=1")]
     assert len(list(tmp_path.glob("fired-*"))) >= 2
-    assert result(tmp_path)["plan"].endswith("pipeline=2,numerics=fast,checkpointing=full,halvings=1")
+    assert result(tmp_path)["plan"].endswith("pipeline=2,numerics=fast,checkpointing=full,microbatch_splits=1")
     assert resumed_at(tmp_path) == [AT, AT]
 
 
@@ -64,8 +64,8 @@ def test_it_does_what_the_command_line_says(tmp_path: Path) -> None:
 
 
 def test_it_ends_where_nothing_is_left_to_change_in_the_one_directory_that_all_starts_had(tmp_path: Path) -> None:
-    ended = lockstep_run(tmp_path, "--plan", "replicate=1,checkpointing=full,halvings=1", SCRIPT, "never")
+    ended = lockstep_run(tmp_path, "--plan", "replicate=1,checkpointing=full,microbatch_splits=1", SCRIPT, "never")
     assert (ended.returncode, len(list(tmp_path.glob("fired-*")))) == (1, 2)
-    assert [change for _, change in AGAIN.findall(ended.stderr)] == ["halvings=2"]
-    assert "lockstep: memory ran out with checkpointing=full,halvings=2; microbatches have one sample each" in ended.stderr
+    assert [change for _, change in AGAIN.findall(ended.stderr)] == ["microbatch_splits=2"]
+    assert "lockstep: memory ran out with checkpointing=full,microbatch_splits=2; microbatches have one sample each" in ended.stderr
     assert len(list((tmp_path / "runs").iterdir())) == 1

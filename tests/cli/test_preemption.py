@@ -8,25 +8,27 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from processes import started
 
 LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 GPT = Path(__file__).parent.parent / "scripts" / "chaos.py"
 ENDLESS = GPT.with_name("endless.py")
 
 
-def started(folder: Path, *line: str) -> subprocess.Popen[str]:
+def lockstep_run(folder: Path, *line: str) -> AbstractContextManager[subprocess.Popen[str]]:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([LOCKSTEP, "run", *line], env=environment, stderr=subprocess.PIPE, text=True)
+    return started([LOCKSTEP, "run", *line], env=environment, stderr=subprocess.PIPE, text=True)
 
 
-def gpt(folder: Path, plan: str) -> subprocess.Popen[str]:
+def gpt(folder: Path, plan: str) -> AbstractContextManager[subprocess.Popen[str]]:
     (folder / "seen").mkdir(exist_ok=True)
-    return started(folder, "--plan", f"{plan},numerics=bitwise", "--run-dir", str(folder / "run"), str(GPT), str(folder / "seen"))
+    return lockstep_run(folder, "--plan", f"{plan},numerics=bitwise", "--run-dir", str(folder / "run"), str(GPT), str(folder / "seen"))
 
 
 def result(folder: Path) -> dict[str, Any]:
@@ -86,7 +88,7 @@ def test_it_saves_ends_with_75_and_goes_on_to_the_same_model(
 
 
 def test_a_deadline_asks_too(tmp_path: Path) -> None:
-    with started(tmp_path, "--nproc", "2", "--stop-after", "5s", str(ENDLESS), str(tmp_path / "run")) as ended:
+    with lockstep_run(tmp_path, "--nproc", "2", "--stop-after", "5s", str(ENDLESS), str(tmp_path / "run")) as ended:
         words = ended.communicate()[1]
     assert ended.returncode == 75, words
     *_, last = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
@@ -94,7 +96,7 @@ def test_a_deadline_asks_too(tmp_path: Path) -> None:
 
 
 def test_a_signal_that_comes_to_workers_and_launcher_is_one_wish(tmp_path: Path) -> None:
-    with started(tmp_path, "--nproc", "2", str(ENDLESS), str(tmp_path / "run")) as ended:
+    with lockstep_run(tmp_path, "--nproc", "2", str(ENDLESS), str(tmp_path / "run")) as ended:
         wait_for_steps(tmp_path / "run", ended)
         for number in [worker(ended.pid, 0), worker(ended.pid, 1), ended.pid]:
             os.kill(number, signal.SIGTERM)
@@ -105,7 +107,7 @@ def test_a_signal_that_comes_to_workers_and_launcher_is_one_wish(tmp_path: Path)
 
 
 def test_a_second_signal_does_not_wait_for_the_step(tmp_path: Path) -> None:
-    with started(tmp_path, "--nproc", "1", str(ENDLESS), str(tmp_path / "run"), "60") as ended:
+    with lockstep_run(tmp_path, "--nproc", "1", str(ENDLESS), str(tmp_path / "run"), "60") as ended:
         while not (tmp_path / "computes").exists():
             time.sleep(0.01)
         began = time.monotonic()
@@ -129,7 +131,7 @@ def test_a_second_signal_does_not_wait_for_the_step(tmp_path: Path) -> None:
     ],
 )
 def test_a_time_has_a_unit(tmp_path: Path, option: list[str], words: str) -> None:
-    with started(tmp_path, *option, str(ENDLESS), str(tmp_path / "run")) as ended:
+    with lockstep_run(tmp_path, *option, str(ENDLESS), str(tmp_path / "run")) as ended:
         said = ended.communicate()[1]
     assert ended.returncode == 2
     assert words in said

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from processes import started
 
 LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 SCRIPTS = Path(__file__).parent.parent / "scripts"
@@ -105,15 +106,13 @@ def test_sigterm_to_the_command_leaves_no_process(tmp_path: Path) -> None:
     script.write_text(
         "import os, subprocess, time\nprint(os.getpid(), subprocess.Popen(['sleep', '1000']).pid, flush=True)\ntime.sleep(1000)"
     )
-    with subprocess.Popen(
-        [LOCKSTEP, "run", "--nproc", "2", str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as started:
-        assert started.stdout is not None
-        assert started.stderr is not None
-        processes = [int(number) for _ in range(2) for number in started.stdout.readline().split()]
-        started.send_signal(signal.SIGTERM)
-        assert started.stderr.read() == "lockstep: stopped by SIGTERM; no worker is left\n"
-    assert started.returncode == 143
+    with started([LOCKSTEP, "run", "--nproc", "2", str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        assert launcher.stderr is not None
+        processes = [int(number) for _ in range(2) for number in launcher.stdout.readline().split()]
+        launcher.send_signal(signal.SIGTERM)
+        assert launcher.stderr.read() == "lockstep: stopped by SIGTERM; no worker is left\n"
+    assert launcher.returncode == 143
     assert len(processes) == 4
     for number in processes:
         with suppress(psutil.NoSuchProcess):
@@ -124,12 +123,30 @@ def test_sigkill_to_the_command_leaves_no_worker(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(1000)")
     temporary = {"TMPDIR": str(tmp_path)}
-    with subprocess.Popen([LOCKSTEP, "run", str(script)], stdout=subprocess.PIPE, text=True, env={**os.environ, **temporary}) as started:
-        assert started.stdout is not None
-        worker = int(started.stdout.readline())
-        started.kill()
+    with started([LOCKSTEP, "run", str(script)], stdout=subprocess.PIPE, text=True, env={**os.environ, **temporary}) as launcher:
+        assert launcher.stdout is not None
+        worker = int(launcher.stdout.readline())
+        launcher.kill()
     with suppress(psutil.NoSuchProcess):
         psutil.Process(worker).wait(10)
+
+
+def test_under_nohup_a_run_outlives_its_terminal_and_still_ends_its_workers(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import os, signal, time\nprint(os.getpid(), signal.getsignal(signal.SIGHUP).name, flush=True)\ntime.sleep(1000)")
+    line = ["sh", "-c", "trap '' HUP INT; exec \"$@\"", "sh", LOCKSTEP, "run", "--nproc", "2", str(script)]
+    with started(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        workers = [launcher.stdout.readline().split() for _ in range(2)]
+        launcher.send_signal(signal.SIGHUP)
+        launcher.send_signal(signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            launcher.wait(0.5)
+        launcher.send_signal(signal.SIGTERM)
+        assert launcher.communicate()[1] == "lockstep: stopped by SIGTERM; no worker is left\n"
+    assert launcher.returncode == 143
+    assert [action for _, action in workers] == ["SIG_IGN"] * 2
+    assert not any(psutil.pid_exists(int(number)) for number, _ in workers)
 
 
 def test_one_process_a_gpu_is_refused_without_a_gpu(tmp_path: Path) -> None:

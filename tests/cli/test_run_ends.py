@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from processes import started
 
 LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 ENDLESS = Path(__file__).parent.parent / "scripts" / "endless.py"
@@ -40,14 +41,14 @@ def test_a_run_that_is_ended_saves_and_says_so_and_gives_its_directory_up(
     run = tmp_path / "run"
     line = [LOCKSTEP, "run", "--nproc", str(nproc), "--plan", plan, str(ENDLESS), str(run)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(tmp_path)}  # killed loader workers leave a folder there
-    with subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as started:
+    with started(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as launcher:
         deadline = time.monotonic() + 50
         while not (run / "metrics.jsonl").exists() or not (run / "metrics.jsonl").stat().st_size:
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        os.kill(started.pid if target is None else worker(started.pid, target), number)
-        started.communicate()
-    assert started.returncode == status
+        os.kill(launcher.pid if target is None else worker(launcher.pid, target), number)
+        launcher.communicate()
+    assert launcher.returncode == status
     assert not (run / "lock").exists()
     rows = [json.loads(row) for row in (run / "events.jsonl").read_text().splitlines()]
     (last,) = [row for row in rows if row["event"] == event]

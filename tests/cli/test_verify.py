@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from processes import started
 
 from lockstep.cli.verify import rearranged
 
@@ -92,7 +93,7 @@ def test_a_mistake_is_one_message_and_status_2(tmp_path: Path, arguments: list[s
 
 
 def test_right_plans_pass_and_are_shown(tmp_path: Path) -> None:
-    """Of the same bits, for which two runs do; docs/verify.md has the other kind."""
+    """With numerics=bitwise, which needs only two runs; docs/verify.md tests the other kind."""
     options = ["--steps", "3", "--whole-microbatch-loss", "--html", "page.html", "--keep", "kept"]
     ended = verify(SCRIPT, "--steps", "9", "--plans", "replicate=2,numerics=bitwise", *options, folder=tmp_path)
     assert (ended.returncode, ended.stderr) == (0, "")
@@ -112,16 +113,16 @@ def check(name: str, folder: Path, plans: Sequence[str] = ("replicate=2",), *opt
 def test_a_rate_that_follows_the_number_of_processes_is_found(tmp_path: Path) -> None:
     status, report = check("rate of the world", tmp_path, ("replicate=2",), "--no-float64", "--whole-microbatch-loss")
     assert (status, report["passed"]) == (1, False)
-    failure = report["plans"][0]["failure"]
-    assert (failure["step"], failure["what"]) == (0, "lr")
-    assert failure["cause"].startswith("another learning rate: 0.02 where the reference has 0.01")
+    mismatch = report["plans"][0]["mismatch"]
+    assert (mismatch["step"], mismatch["check"]) == (0, "lr")
+    assert mismatch["cause"].startswith("another learning rate: 0.02 instead of 0.01")
 
 
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("fails", "(exit status 1), so that there is nothing to compare plans with; make `lockstep run --nproc 1 "),
-        ("never trains", "ended without a step of lockstep's training; verify compares the steps of ls.train or ls.Session; call one of"),
+        ("fails", "(exit status 1), so there is nothing to compare plans with; make `lockstep run --nproc 1 "),
+        ("never trains", "ended without a training step; verify compares the steps of ls.train or ls.Session; call one of"),
     ],
 )
 def test_a_script_that_cannot_be_compared_is_a_mistake(tmp_path: Path, name: str, text: str) -> None:
@@ -135,11 +136,11 @@ def test_a_script_that_cannot_be_compared_is_a_mistake(tmp_path: Path, name: str
 def test_sigterm_leaves_no_process(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import os, time\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(1000)")
-    with subprocess.Popen([LOCKSTEP, "verify", str(script), "--plans", "replicate=2"], cwd=tmp_path) as started:
+    with started([LOCKSTEP, "verify", str(script), "--plans", "replicate=2"], cwd=tmp_path) as command:
         while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
             time.sleep(0.05)
-        started.terminate()
-    assert started.returncode == 143
+        command.terminate()
+    assert command.returncode == 143
     with suppress(psutil.NoSuchProcess):
         psutil.Process(int((tmp_path / "pid").read_text())).wait(10)
 
@@ -148,17 +149,17 @@ def test_sigterm_leaves_no_process(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "what", "tensor", "cause"),
     [
-        ("mask of the rank", "microbatch", None, "starts from the right random state and leaves another than the reference's"),
-        ("data of the rank", "microbatch", None, "the data, the model or the loss looks at something that is not the same for all"),
+        ("mask of the rank", "microbatch", None, "starts from the right random state but ends in another state"),
+        ("data of the rank", "microbatch", None, "the data, the model or the loss depends on something that is not the same on all ranks"),
         ("bias of the world", "microbatch", "head.bias", "every microbatch's gradient of 'head.bias' is 2 times what it should be"),
     ],
 )
 def test_a_mistake_of_the_scripts_is_named(tmp_path: Path, name: str, what: str, tensor: str | None, cause: str) -> None:
     status, report = check(name, tmp_path)
-    failure = report["plans"][0]["failure"]
-    assert (status, failure["step"], failure["what"]) == (1, 0, what)
-    assert tensor is None or failure["name"] == tensor
-    assert cause in failure["cause"]
+    mismatch = report["plans"][0]["mismatch"]
+    assert (status, mismatch["step"], mismatch["check"]) == (1, 0, what)
+    assert tensor is None or mismatch["name"] == tensor
+    assert cause in mismatch["cause"]
 
 
 @pytest.mark.slow
@@ -166,7 +167,7 @@ def test_a_mean_over_tokens_is_found_though_every_plan_agrees(tmp_path: Path) ->
     status, report = check("mean over tokens", tmp_path)
     assert status == 1
     assert report["plans"][0]["passed"]
-    assert "the loss is not a sum over samples" in report["recipe"]["failure"]["cause"]
+    assert "the loss is not a sum over samples" in report["microbatch_size"]["mismatch"]["cause"]
 
 
 @pytest.mark.slow
@@ -181,6 +182,6 @@ def test_a_plan_under_which_the_script_fails_is_shown_with_its_error(tmp_path: P
 def test_the_whole_of_it_passes_on_a_right_script(tmp_path: Path) -> None:
     plans = ("replicate=2", "replicate=3", "replicate=4", "replicate=2,numerics=bitwise", "replicate=3,numerics=bitwise")
     status, report = check("", tmp_path, plans)
-    assert (status, report["passed"], report["recipe"]["checked"], report["remarks"]) == (0, True, True, [])
+    assert (status, report["passed"], report["microbatch_size"]["checked"], report["notes"]) == (0, True, True, [])
     assert all(plan["float64"] for plan in report["plans"][:3])
-    assert [plan["worst"] for plan in report["plans"][3:]] == [None, None]
+    assert [plan["largest"] for plan in report["plans"][3:]] == [None, None]

@@ -28,7 +28,7 @@ class Record:
         (Pair(np.zeros(2), F), Pair(np.ones(1), F)),
     ],
 )
-def test_batches_made_alike_may_differ_in_shapes_and_plain_values(then, now):
+def test_batches_made_alike_allow_change_in_shapes_and_plain_values(then, now):
     assert difference(structure(then), structure(now)) is None
 
 

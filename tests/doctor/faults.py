@@ -1,6 +1,6 @@
-"""A rank of an examination in which one thing is broken: python faults.py FOLDER DEADLINE_SECONDS, with FAULT=NAME in the environment.
+"""One rank of the doctor with a planted fault: python faults.py FOLDER DEADLINE_SECONDS, with FAULT=NAME in the environment.
 
-It is broken in rank 1; a barrier, which would hang where one rank leaves it out, in all.
+The fault is in rank 1. A barrier that does nothing is planted in all ranks, because it would hang if one rank alone skipped it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lockstep.doctor import collectives
+from lockstep.doctor import collective_checks
 from lockstep.doctor.worker import run
 
 CULPRIT = 1
@@ -23,7 +23,7 @@ AHEAD_SECONDS = 30.0
 
 def after(name: str, change: Callable[..., None]) -> None:
     """Have a collective of torch's do something more on one rank, when it is done."""
-    holder = collectives if name.endswith("_single") and hasattr(collectives, name) else dist
+    holder = collective_checks if name.endswith("_single") and hasattr(collective_checks, name) else dist
     real = getattr(holder, name)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 NET = "10.229.9"
-WIRE = Path(__file__).with_name("wire.py")
+DELAYED_LINK = Path(__file__).with_name("delayed_link.py")
 
 
 def run(line: str, *, check: bool = True) -> int:
@@ -26,7 +26,7 @@ class Network:
     def __init__(self, count: int) -> None:
         self.name = f"doctor-{os.getpid()}"
         self.hosts = {number: f"{self.name}-{number}" for number in range(1, count + 1)}
-        self._wires: list[subprocess.Popen[bytes]] = []
+        self._links: list[subprocess.Popen[bytes]] = []
 
     def address(self, number: int) -> str:
         return f"{NET}.{number}"
@@ -74,20 +74,20 @@ class Network:
     def delay(self, number: int, milliseconds: float) -> None:
         """All that a host sends and receives comes so much later."""
         if not os.path.exists("/dev/net/tun"):
-            pytest.skip("no /dev/net/tun, by which a wire with a delay is made")
+            pytest.skip("no /dev/net/tun, by which a link with a delay is made")
         run(f"ip -n {self.hosts[number]} link del eth0")
-        line = [sys.executable, str(WIRE), self.hosts[number], "eth0", self.name, f"tap{number}", str(milliseconds / 1000)]
-        wire = subprocess.Popen(line, stdout=subprocess.PIPE)
-        self._wires.append(wire)
-        assert wire.stdout is not None
-        if wire.stdout.readline() != b"ready\n":
+        line = [sys.executable, str(DELAYED_LINK), self.hosts[number], "eth0", self.name, f"tap{number}", str(milliseconds / 1000)]
+        link = subprocess.Popen(line, stdout=subprocess.PIPE)
+        self._links.append(link)
+        assert link.stdout is not None
+        if link.stdout.readline() != b"ready\n":
             pytest.skip("this kernel makes no TAP devices")
         self._connect(number, f"tap{number}")
 
     def down(self) -> None:
-        for wire in self._wires:
-            wire.kill()
-            wire.communicate()
+        for link in self._links:
+            link.kill()
+            link.communicate()
         for each in (*self.hosts.values(), self.name):
             run(f"ip netns del {each}", check=False)
 

@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from lockstep.cli.run import command
-from lockstep.launch.machines import Machines, Place
+from lockstep.launch.machines import Machines
+from lockstep.options import LaunchOptions
 
 JOB = Path(__file__).resolve().parents[2] / "examples" / "kubernetes" / "pytorchjob.yaml"
 TOLD = {"PET_NNODES": "2:4", "PET_RDZV_ENDPOINT": "gpt-worker-0:23456"}
@@ -93,7 +94,7 @@ def test_its_command_is_one_of_ours_and_its_volumes_are_there(job: dict[str, Any
     assert line[:2] == ["lockstep", "run"]
     given = command.make_context("lockstep run", line[2:]).params
     host, _, port = TOLD["PET_RDZV_ENDPOINT"].partition(":")
-    assert Machines.parse(given["nnodes"], Place(given["rdzv"])) == Machines(2, 4, host, int(port))
+    assert Machines.parse(LaunchOptions(nnodes=given["nnodes"], rdzv=given["rdzv"])) == Machines(2, 4, host, int(port))
     assert host == f"{job['metadata']['name']}-worker-0"
     assert container["ports"][0]["containerPort"] == int(port)
     elastic = job["spec"]["elasticPolicy"]

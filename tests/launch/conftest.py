@@ -8,11 +8,13 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 
 import pytest
 
 from lockstep.launch.failure import Ending
 from lockstep.launch.local import run_workers
+from lockstep.options import RunOptions
 
 Starter = Callable[..., Ending]
 
@@ -21,7 +23,7 @@ Starter = Callable[..., Ending]
 def run(tmp_path: Path) -> Starter:
     """Run `source` in `count` workers; it finds the rank as `rank`."""
 
-    def run(source: str, count: int = 2, max_restarts: int = 0, **given: str) -> Ending:
+    def run(source: str, count: int = 2, max_restarts: int = 0, **given: Any) -> Ending:
         path = tmp_path / "script.py"
         path.write_text("import os, signal, sys, time\nrank = int(os.environ['RANK'])\n" + dedent(source))
 
@@ -29,6 +31,6 @@ def run(tmp_path: Path) -> Starter:
             line = [sys.executable, "-u", "-P", "-m", "lockstep.launch.worker", str(path)]
             return subprocess.Popen(line, cwd=tmp_path, env={**os.environ, **environment}, start_new_session=True)
 
-        return run_workers(start, count=count, launcher="lockstep", given=given, max_restarts=max_restarts)
+        return run_workers(start, count=count, launcher="lockstep", options=RunOptions(**given), max_restarts=max_restarts)
 
     return run

@@ -7,7 +7,8 @@ import os
 import pytest
 
 from lockstep.base.errors import LaunchError
-from lockstep.launch.environment import COMPARE_EVERY, Environment
+from lockstep.launch.environment import Environment
+from lockstep.options import COMPARE_EVERY
 
 pytestmark = pytest.mark.usefixtures("eight_cores")
 
@@ -21,13 +22,13 @@ def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_process_without_a_launcher_is_rank_0_of_1() -> None:
     assert Environment.read({"HOME": "/root"}) == Environment(
-        rank=0, local_rank=0, world_size=1, local_world_size=1, launcher="python", plan=None, run_dir=None, threads=8
+        rank=0, local_rank=0, world_size=1, local_world_size=1, launcher="python", compare_every=COMPARE_EVERY, threads=8
     )
 
 
 def test_what_torchrun_sets_is_read() -> None:
     assert Environment.read(TORCHRUN) == Environment(
-        rank=3, local_rank=1, world_size=4, local_world_size=2, launcher="torchrun", plan=None, run_dir=None, threads=4
+        rank=3, local_rank=1, world_size=4, local_world_size=2, launcher="torchrun", compare_every=COMPARE_EVERY, threads=4
     )
 
 
@@ -48,8 +49,8 @@ def test_how_a_run_is_looked_after_is_read() -> None:
             Environment.read({name: value})
 
 
-def test_fields_that_may_differ_are_a_list() -> None:
-    assert Environment.read({"LOCKSTEP_MAY_DIFFER": "steps, schedule,"}).may_differ == {"steps", "schedule"}
+def test_fields_that_may_change_are_a_list() -> None:
+    assert Environment.read({"LOCKSTEP_ALLOW_CHANGE": "steps, schedule,"}).allow_change == {"steps", "schedule"}
 
 
 def test_an_empty_plan_or_run_directory_is_none() -> None:

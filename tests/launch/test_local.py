@@ -22,6 +22,7 @@ from lockstep.launch.failure import Ending
 from lockstep.launch.local import GRACE_SECONDS, run_workers
 from lockstep.launch.rendezvous import LoopbackRendezvous
 from lockstep.launch.spawned_call import PASSED_ON
+from lockstep.options import RunOptions
 
 Starter = Callable[..., Ending]
 
@@ -333,7 +334,7 @@ def test_a_worker_that_cannot_be_started_stops_the_others(tmp_path: Path) -> Non
         return started[0]
 
     with pytest.raises(OSError, match="no more processes"):
-        run_workers(start, count=2, launcher="lockstep", given={})
+        run_workers(start, count=2, launcher="lockstep", options=RunOptions())
     assert started[0].poll() == -signal.SIGTERM
 
 
@@ -357,6 +358,6 @@ def test_a_process_that_does_not_end_is_left_and_named(monkeypatch: pytest.Monke
     def start(environment: Mapping[str, str]) -> workers.Process:
         return Held() if environment["RANK"] == "1" else subprocess.Popen(["false"], start_new_session=True)
 
-    ending = run_workers(start, count=2, launcher="lockstep", given={})
+    ending = run_workers(start, count=2, launcher="lockstep", options=RunOptions())
     assert sleeper.wait() == -signal.SIGTERM
     assert (ending.status, ending.stopped, ending.left) == (1, [1], [1])

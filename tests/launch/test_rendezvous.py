@@ -12,6 +12,7 @@ from lockstep.base.errors import LaunchError
 from lockstep.launch.local import run_workers
 from lockstep.launch.machines import Machines
 from lockstep.launch.rendezvous import Meeting, check_machines
+from lockstep.options import RunOptions
 
 
 @pytest.fixture
@@ -36,7 +37,9 @@ def test_another_command_at_the_same_place_is_refused(machines: Machines) -> Non
     keeper = Meeting.at(machines)
     keeper.agree("command", "train.py")
     with pytest.raises(LaunchError, match=r"'other\.py'.*'train\.py'"):
-        run_workers(lambda _: pytest.fail("started"), count=1, launcher="lockstep", given={}, machines=machines, command="other.py")
+        run_workers(
+            lambda _: pytest.fail("started"), count=1, launcher="lockstep", options=RunOptions(), machines=machines, command="other.py"
+        )
 
 
 def test_a_port_that_may_not_be_used_is_named(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:

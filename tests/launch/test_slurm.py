@@ -8,8 +8,9 @@ import pytest
 
 from lockstep.base.errors import LaunchError
 from lockstep.launch.machines import Machines
-from lockstep.launch.slurm.batch_script import Batch, JobState, Step, expand_counts, expand_nodes, limit_seconds
-from lockstep.launch.slurm.batch_script import commands as sbatch
+from lockstep.launch.slurm import commands as sbatch
+from lockstep.launch.slurm.batch_script import Batch, JobState, SlurmStep, expand_counts, expand_nodes, limit_seconds
+from lockstep.options import LaunchOptions
 
 STEP = {
     "SLURM_JOB_ID": "12",
@@ -133,7 +134,7 @@ def test_numbers_of_tasks() -> None:
 
 
 def test_a_task_of_srun_is_a_process_of_the_run() -> None:
-    step = Step.read({**STEP, "SLURM_CPUS_PER_TASK": "6"})
+    step = SlurmStep.read({**STEP, "SLURM_CPUS_PER_TASK": "6"})
     assert step is not None
     assert step.variables("10.0.0.1") == {
         "RANK": "2",
@@ -162,25 +163,27 @@ def test_variables_are_set_where_no_launcher_has_and_srun_started_several(monkey
 
 def test_the_launchers_of_a_step_meet_at_its_first_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sbatch, "address_of", lambda node: node)
-    step = Step.read(LAUNCHERS)
+    step = SlurmStep.read(LAUNCHERS)
     assert step is not None
-    assert sbatch.machines_of(step, "eth1") == Machines(2, 2, "n1", 11009, 1, "eth1", "the first node of the Slurm job,")
-    alone = Step.read({**LAUNCHERS, "SLURM_STEP_NODELIST": "n1", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_NODEID": "0"})
+    assert sbatch.machines_of(step, LaunchOptions(interface="eth1")) == Machines(
+        2, 2, "n1", 11009, 1, "eth1", "the first node of the Slurm job,"
+    )
+    alone = SlurmStep.read({**LAUNCHERS, "SLURM_STEP_NODELIST": "n1", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_NODEID": "0"})
     assert alone is not None
-    assert sbatch.machines_of(alone, None) is None
+    assert sbatch.machines_of(alone, LaunchOptions()) is None
     with pytest.raises(LaunchError, match="--interface eth1 on one machine"):
-        sbatch.machines_of(alone, "eth1")
-    several = Step.read(STEP)
+        sbatch.machines_of(alone, LaunchOptions(interface="eth1"))
+    several = SlurmStep.read(STEP)
     assert several is not None
     with pytest.raises(LaunchError, match="srun started 4 times lockstep run on 2 nodes"):
-        sbatch.machines_of(several, None)
+        sbatch.machines_of(several, LaunchOptions())
 
 
 @pytest.mark.parametrize(("name", "value"), [("SLURM_STEP_NODELIST", "n[1"), ("SLURM_PROCID", "one"), ("SLURM_JOB_ID", None)])
 def test_half_a_step_is_refused(name: str, value: str | None) -> None:
     environ = {key: found for key, found in {**STEP, name: value}.items() if found is not None}
     with pytest.raises(LaunchError, match="SLURM_STEP_ID=1, and the rest of what srun sets is not there or not whole"):
-        Step.read(environ)
+        SlurmStep.read(environ)
 
 
 def test_the_address_of_a_node_is_its_name_or_what_slurm_has(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -198,6 +198,7 @@ def test_a_notebooks_functions_run_in_forks_that_leave_its_own_things_alone(tmp_
     source = """
         import atexit, os, signal, sys, torch
         import lockstep as ls
+        from lockstep.base.errors import WorkerError
         torch.set_num_threads(2)
         matrix = torch.ones(700, 700)
         (matrix @ matrix).exp().sum()
@@ -221,7 +222,7 @@ def test_a_notebooks_functions_run_in_forks_that_leave_its_own_things_alone(tmp_
         print(type(result) is Result, result.value.item(), *others)
         try:
             ls.spawn(main, nproc=2, args=(True,))
-        except ls.errors.WorkerError as error:
+        except WorkerError as error:
             print(str(error).splitlines()[-2])
         """
     line = [sys.executable, "-", str(tmp_path / "notes")]

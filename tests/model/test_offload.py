@@ -24,9 +24,9 @@ from lockstep.model.parallelize import check_devices
 from lockstep.model.pipeline.stages import SharedParameter
 from lockstep.plan import Plan
 from lockstep.testing.pool import WorkerPool
-from lockstep.train import precision
-from lockstep.train.reducers.fsdp_exchange import OrderedScatter
-from lockstep.train.reducers.tied_gradients import TiedGradients
+from lockstep.training import precision
+from lockstep.training.reducers.fsdp_exchange import OrderedScatter
+from lockstep.training.reducers.tied_gradients import TiedGradients
 
 PLANS = {"shard=2": 2, "shard=3": 3, "replicate=2,shard=2": 4}
 GPU = World(0, 2, 0, 2, ELSEWHERE, owns_group=False)

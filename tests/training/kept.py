@@ -14,7 +14,7 @@ from torch.utils.data import Subset
 
 import lockstep as ls
 from lockstep.launch.termination import Preempted
-from lockstep.train.state import state_of
+from lockstep.training.state import state_of
 
 sys.path.append(str(Path(__file__).parents[1] / "scripts"))
 from models import MODELS

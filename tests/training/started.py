@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lockstep.model.initialization.deferred_init import DeferredModel
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from training.kept import recipe, run
@@ -16,10 +17,9 @@ import lockstep as ls
 from lockstep.base.errors import RecipeError
 from lockstep.checkpoint import foreign
 from lockstep.comm.mesh import to_local
-from lockstep.model.initialization.deferred_init import DeferredModel
-from lockstep.train import pretrained as starting
-from lockstep.train.pretrained import Start
-from lockstep.train.state import aliases, tensors_of
+from lockstep.training import pretrained as starting
+from lockstep.training.pretrained import Start
+from lockstep.training.state import aliases, tensors_of
 
 GIVEN = recipe()
 

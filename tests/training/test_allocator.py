@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from lockstep.testing.pool import WorkerPool
-from lockstep.train.allocator import OWN_GPU_SETTINGS, OWN_SETTINGS, expand_segments, keep_freed_memory
+from lockstep.training.allocator import OWN_GPU_SETTINGS, OWN_SETTINGS, expand_segments, keep_freed_memory
 
 CODE = """
 import ctypes, resource, sys, torch
-from lockstep.train.allocator import keep_freed_memory
+from lockstep.training.allocator import keep_freed_memory
 ctypes.CDLL(None).mallopt(-3, 1 << 16)  # as glibc is set up, it depends on where things lie: on luck
 if sys.argv[1] == "kept":
     assert keep_freed_memory({})

@@ -24,7 +24,7 @@ from lockstep.autotune.trial import Trial
 from lockstep.base.errors import LockstepError
 from lockstep.launch.termination import Preempted
 from lockstep.testing.pool import WorkerPool
-from lockstep.train import precision as precisions
+from lockstep.training import precision as precisions
 
 EVERYTHING = "workers=auto,threads=auto,prefetch=auto"
 
@@ -252,11 +252,11 @@ def test_a_run_keeps_its_microbatch_under_any_plan(pool: WorkerPool, tmp_path: P
 
 def choose_again(folder: str) -> tuple[int, dict[str, str]]:
     Trial.compute_seconds = lambda self, *, microbatch, **_: 1.0 if microbatch == 2 else 100.0  # type: ignore[method-assign, assignment]
-    result = ls.train(recipe(microbatch="auto", precision="auto", steps=6), run_dir=folder, plan="workers=1", may_differ=["microbatch"])
+    result = ls.train(recipe(microbatch="auto", precision="auto", steps=6), run_dir=folder, plan="workers=1", allow_change=["microbatch"])
     return values(chosen(result))["microbatch"], sources(chosen(result))
 
 
-def test_a_microbatch_that_may_differ_is_chosen_again(pool: WorkerPool, tmp_path: Path) -> None:
+def test_a_microbatch_that_allow_change_is_chosen_again(pool: WorkerPool, tmp_path: Path) -> None:
     pool.run(1, asked_to_end, str(tmp_path / "run"))
     assert pool.run(1, choose_again, str(tmp_path / "run")) == [(2, {"precision": "checkpoint", "microbatch": "measurement"})]
 

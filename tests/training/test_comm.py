@@ -20,7 +20,7 @@ from lockstep.base.errors import CheckpointError, LossError, RecipeError
 from lockstep.comm import segment
 from lockstep.testing.pool import WorkerPool
 
-NEAR = {"exact": 1e-6, "fp16": 3e-3, "bf16": 3e-2, "int8": 3e-2, "powersgd:1": 0.6, "powersgd:3": 1e-5}
+NEAR = {"none": 1e-6, "fp16": 3e-3, "bf16": 3e-2, "int8": 3e-2, "powersgd:1": 0.6, "powersgd:3": 1e-5}
 """How near to exact five steps of SGD stay, in units of their way. A rank of 3 is that of the network's smaller matrix."""
 ROUNDED = ("bf16", "fp16", "int8")
 ALL = (*ROUNDED, "powersgd:1")
@@ -30,12 +30,12 @@ def wide() -> nn.Module:
     return network(width=64)
 
 
-def trained(run_dir: str, plan: str, comm: str, hosts: str = "aaa") -> tuple[str, Tensor, float]:
+def trained(run_dir: str, plan: str, gradient_compression: str, hosts: str = "aaa") -> tuple[str, Tensor, float]:
     """Each rank is on the host that its letter names. Returns the fingerprint, the way of all parameters as one vector, the first loss."""
     segment._host = lambda: [hosts[distributed.get_rank()] if distributed.is_initialized() else "a", 1]  # type: ignore[assignment]
     way = Way()
     optimizer: Callable[..., Any] = lambda model: torch.optim.SGD(model.parameters(), lr=0.1)  # noqa: E731
-    changes = {"model": wide, "optimizer": optimizer, "steps": 5, "comm": comm, "clip_norm": 100.0}
+    changes = {"model": wide, "optimizer": optimizer, "steps": 5, "gradient_compression": gradient_compression, "clip_norm": 100.0}
     result = ls.train(recipe(**changes), run_dir=run_dir, plan=plan, hooks=[way])
     return result.fingerprint, way.so_far, way.first_loss
 
@@ -51,38 +51,40 @@ class Way(ls.Hook):
 
 
 @pytest.mark.parametrize("size", [pytest.param(size, marks=tier(size)) for size in (2, 3)])
-@pytest.mark.parametrize("comm", NEAR)
-def test_ranks_stay_alike_and_near_the_exact_way_whatever_carries_it(pool: WorkerPool, tmp_path: Path, comm: str, size: int) -> None:
-    ((_, exact, loss),) = pool.run(1, trained, str(tmp_path / "alone"), "replicate=1", "exact")
+@pytest.mark.parametrize("gradient_compression", NEAR)
+def test_ranks_stay_alike_and_near_the_exact_way_whatever_carries_it(
+    pool: WorkerPool, tmp_path: Path, gradient_compression: str, size: int
+) -> None:
+    ((_, exact, loss),) = pool.run(1, trained, str(tmp_path / "alone"), "replicate=1", "none")
     ways = {"memory": "auto", "gloo": "torch"}
     found = {
-        name: pool.run(size, trained, str(tmp_path / name), f"replicate={size},transport={transport}", comm)
+        name: pool.run(size, trained, str(tmp_path / name), f"replicate={size},transport={transport}", gradient_compression)
         for name, transport in ways.items()
     }
     for everyone in found.values():
         assert len({fingerprint for fingerprint, _, _ in everyone}) == 1
-        if comm != "exact" or size == 2:  # exact sums the mean over three ranks, whose last digit is rounded
+        if gradient_compression != "none" or size == 2:  # exact sums the mean over three ranks, whose last digit is rounded
             assert everyone[0][2] == loss
-    if comm != "exact":
+    if gradient_compression != "none":
         assert found["memory"][0][0] == found["gloo"][0][0]
     away = float((found["gloo"][0][1] - exact).norm() / exact.norm())
-    assert away <= NEAR[comm]
-    if comm in ("bf16", "fp16", "int8", "powersgd:1"):
+    assert away <= NEAR[gradient_compression]
+    if gradient_compression in ("bf16", "fp16", "int8", "powersgd:1"):
         assert away > 1e-5  # it is what was asked for, and not the exact sum
 
 
-@pytest.mark.parametrize("comm", ALL)
-def test_ranks_of_several_hosts_stay_alike(pool: WorkerPool, tmp_path: Path, comm: str) -> None:
-    ((_, exact, loss),) = pool.run(1, trained, str(tmp_path / "alone"), "replicate=1", "exact")
-    everyone = pool.run(3, trained, str(tmp_path / "hosts"), "replicate=3", comm, "aba")
+@pytest.mark.parametrize("gradient_compression", ALL)
+def test_ranks_of_several_hosts_stay_alike(pool: WorkerPool, tmp_path: Path, gradient_compression: str) -> None:
+    ((_, exact, loss),) = pool.run(1, trained, str(tmp_path / "alone"), "replicate=1", "none")
+    everyone = pool.run(3, trained, str(tmp_path / "hosts"), "replicate=3", gradient_compression, "aba")
     assert len({fingerprint for fingerprint, _, _ in everyone}) == 1
     assert everyone[0][2] == loss
-    assert 1e-5 < float((everyone[0][1] - exact).norm() / exact.norm()) <= NEAR[comm]
+    assert 1e-5 < float((everyone[0][1] - exact).norm() / exact.norm()) <= NEAR[gradient_compression]
 
 
-@pytest.mark.parametrize("comm", ALL)
-def test_one_process_sends_nothing_and_computes_exactly(pool: WorkerPool, tmp_path: Path, comm: str) -> None:
-    found = [pool.run(1, trained, str(tmp_path / each), "replicate=1", each)[0][0] for each in ("exact", comm)]
+@pytest.mark.parametrize("gradient_compression", ALL)
+def test_one_process_sends_nothing_and_computes_exactly(pool: WorkerPool, tmp_path: Path, gradient_compression: str) -> None:
+    found = [pool.run(1, trained, str(tmp_path / each), "replicate=1", each)[0][0] for each in ("none", gradient_compression)]
     assert found[0] == found[1]
 
 
@@ -106,9 +108,11 @@ def late(step: int, rank: int) -> Tensor:
     return directions(step, rank) * (step >= 3)
 
 
-def stepped(run_dir: str, comm: str, steps: int, gradient: Callable[[int, int], Tensor], weights: Sequence[float] | None) -> Tensor:
+def stepped(
+    run_dir: str, gradient_compression: str, steps: int, gradient: Callable[[int, int], Tensor], weights: Sequence[float] | None
+) -> Tensor:
     """The matrix after so many steps of length 1 along the mean of the ranks' gradients. `weights`: each step's, if any."""
-    with ls.Session(run_dir=run_dir, plan="replicate=auto,transport=torch", comm=comm) as session:
+    with ls.Session(run_dir=run_dir, plan="replicate=auto,transport=torch", gradient_compression=gradient_compression) as session:
         model, optimizer = session.prepare(Table, lambda model: torch.optim.SGD(model.parameters(), lr=1.0, weight_decay=0.0))
         rank = session.rank
         for step in session.steps(None, global_batch=session.world_size, microbatch=1, steps=steps):
@@ -121,17 +125,19 @@ def stepped(run_dir: str, comm: str, steps: int, gradient: Callable[[int, int], 
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=tier(3))])
-@pytest.mark.parametrize("comm", ["int8", "powersgd:2"])
-def test_what_is_not_sent_in_one_step_is_sent_in_the_next_ones(pool: WorkerPool, tmp_path: Path, comm: str, size: int) -> None:
+@pytest.mark.parametrize("gradient_compression", ["int8", "powersgd:2"])
+def test_what_is_not_sent_in_one_step_is_sent_in_the_next_ones(
+    pool: WorkerPool, tmp_path: Path, gradient_compression: str, size: int
+) -> None:
     """So the way falls short by what the last steps lost, however many there were."""
     short = {}
     for steps in (1, 40):
-        everyone = pool.run(size, stepped, str(tmp_path / f"{steps}"), comm, steps, directions, None)
+        everyone = pool.run(size, stepped, str(tmp_path / f"{steps}"), gradient_compression, steps, directions, None)
         assert all(torch.equal(each, everyone[0]) for each in everyone)
         exact = -steps * torch.stack([directions(0, rank) for rank in range(size)]).mean(dim=0)
         short[steps] = float((everyone[0] - exact).norm())
     assert short[1] > 0
-    assert short[40] < (3 if comm == "int8" else 12) * short[1]
+    assert short[40] < (3 if gradient_compression == "int8" else 12) * short[1]
 
 
 def test_a_matrix_whose_gradient_was_zero_is_sent_once_it_is_not(pool: WorkerPool, tmp_path: Path) -> None:
@@ -153,9 +159,9 @@ def huge(step: int, rank: int) -> Tensor:
     return directions(step, rank) * 1e6
 
 
-@pytest.mark.parametrize("comm", ROUNDED)
-def test_gradients_beyond_the_range_of_a_short_type_come_out_right(pool: WorkerPool, tmp_path: Path, comm: str) -> None:
-    found = pool.run(2, stepped, str(tmp_path / "run"), comm, 1, huge, None)[0]
+@pytest.mark.parametrize("gradient_compression", ROUNDED)
+def test_gradients_beyond_the_range_of_a_short_type_come_out_right(pool: WorkerPool, tmp_path: Path, gradient_compression: str) -> None:
+    found = pool.run(2, stepped, str(tmp_path / "run"), gradient_compression, 1, huge, None)[0]
     exact = -torch.stack([huge(0, rank) for rank in range(2)]).mean(dim=0)
     assert float((found - exact).norm()) < 0.04 * float(exact.norm())
 
@@ -166,17 +172,19 @@ def broken(step: int, rank: int) -> Tensor:
     return made
 
 
-@pytest.mark.parametrize("comm", ALL)
-def test_a_gradient_that_is_not_finite_on_one_rank_ends_the_run_on_all(pool: WorkerPool, tmp_path: Path, comm: str) -> None:
+@pytest.mark.parametrize("gradient_compression", ALL)
+def test_a_gradient_that_is_not_finite_on_one_rank_ends_the_run_on_all(pool: WorkerPool, tmp_path: Path, gradient_compression: str) -> None:
     with pytest.raises(LossError, match="finite"):
-        pool.run(2, stepped, str(tmp_path / "run"), comm, 3, broken, None)
+        pool.run(2, stepped, str(tmp_path / "run"), gradient_compression, 3, broken, None)
 
 
-def scaled(run_dir: str, comm: str, first: float) -> list[Tensor]:
+def scaled(run_dir: str, gradient_compression: str, first: float) -> list[Tensor]:
     """The matrix after each of three steps in fp16. `first`: another parameter's gradient in the first step, in which the matrix has none
     where it is 0."""
     found = []
-    with ls.Session(run_dir=run_dir, plan="replicate=2,transport=torch", comm=comm, precision="fp16") as session:
+    with ls.Session(
+        run_dir=run_dir, plan="replicate=2,transport=torch", gradient_compression=gradient_compression, precision="fp16"
+    ) as session:
         model, optimizer = session.prepare(Table, lambda model: torch.optim.SGD(model.parameters(), lr=1.0))
         for step in session.steps(None, global_batch=2, microbatch=1, steps=3):
             for _ in step.microbatches():
@@ -187,13 +195,15 @@ def scaled(run_dir: str, comm: str, first: float) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize(("comm", "first", "behind"), [("int8", 0.0, 0), ("powersgd:1", 1.0, 1)])
-def test_a_step_that_is_skipped_leaves_nothing_behind(pool: WorkerPool, tmp_path: Path, comm: str, first: float, behind: int) -> None:
+@pytest.mark.parametrize(("gradient_compression", "first", "behind"), [("int8", 0.0, 0), ("powersgd:1", 1.0, 1)])
+def test_a_step_that_is_skipped_leaves_nothing_behind(
+    pool: WorkerPool, tmp_path: Path, gradient_compression: str, first: float, behind: int
+) -> None:
     """The steps after it are those of a run without it: the loss scale, half of what it was, changes no bits.
 
     DDP lays out its buckets anew after the first step, and so the blocks of int8: there that run begins with a step that sends nothing.
     """
-    skipped, plain = (pool.run(2, scaled, str(tmp_path / str(each)), comm, each)[0] for each in (1e35, first))
+    skipped, plain = (pool.run(2, scaled, str(tmp_path / str(each)), gradient_compression, each)[0] for each in (1e35, first))
     assert not bool(skipped[0].any())
     assert bool(skipped[1].any())
     for after, without in zip(skipped[behind:], plain, strict=False):
@@ -204,22 +214,25 @@ def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
     return [row for row in map(json.loads, (run_dir / "events.jsonl").read_text().splitlines()) if row["event"] == name]
 
 
-@pytest.mark.parametrize("comm", ALL)
-def test_a_run_goes_on_and_says_what_is_not_saved(pool: WorkerPool, tmp_path: Path, comm: str) -> None:
-    whole = pool.run(2, kept.run, "replicate=2", str(tmp_path / "whole"), None, {"comm": comm})
-    assert pool.run(2, kept.run, "replicate=2", str(tmp_path / "run"), kept.STOPPED_AT, {"comm": comm})[0][0] == "preempted"
-    ended = pool.run(2, kept.run, "replicate=2", str(tmp_path / "run"), None, {"comm": comm})
+@pytest.mark.parametrize("gradient_compression", ALL)
+def test_a_run_goes_on_and_says_what_is_not_saved(pool: WorkerPool, tmp_path: Path, gradient_compression: str) -> None:
+    whole = pool.run(2, kept.run, "replicate=2", str(tmp_path / "whole"), None, {"gradient_compression": gradient_compression})
+    assert (
+        pool.run(2, kept.run, "replicate=2", str(tmp_path / "run"), kept.STOPPED_AT, {"gradient_compression": gradient_compression})[0][0]
+        == "preempted"
+    )
+    ended = pool.run(2, kept.run, "replicate=2", str(tmp_path / "run"), None, {"gradient_compression": gradient_compression})
     assert ended[0] == ended[1]
     said = events(tmp_path / "run", "unsent-rest-dropped")
-    assert [each["comm"] for each in said] == ([] if comm in ("bf16", "fp16") else [comm])
-    if comm == "bf16":
+    assert [each["gradient_compression"] for each in said] == ([] if gradient_compression in ("bf16", "fp16") else [gradient_compression])
+    if gradient_compression == "bf16":
         assert ended == whole
 
 
 def test_another_comm_is_another_recipe(pool: WorkerPool, tmp_path: Path) -> None:
-    pool.run(2, kept.run, "replicate=2", str(tmp_path / "run"), kept.STOPPED_AT, {"comm": "int8"})
-    assert json.loads((tmp_path / "run" / "run.json").read_text())["recipe"]["comm"] == "int8"
-    with pytest.raises(CheckpointError, match="comm: 'int8', now 'exact'"):
+    pool.run(2, kept.run, "replicate=2", str(tmp_path / "run"), kept.STOPPED_AT, {"gradient_compression": "int8"})
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["recipe"]["gradient_compression"] == "int8"
+    with pytest.raises(CheckpointError, match="gradient_compression: 'int8', now 'none'"):
         pool.run(1, kept.run, "replicate=1", str(tmp_path / "run"), None, {})
 
 
@@ -228,19 +241,34 @@ def double() -> nn.Module:
 
 
 def refusing(run_dir: str, plan: str, changes: dict[str, Any]) -> None:
-    ls.train(recipe(comm="int8", **changes), run_dir=run_dir, plan=plan)
+    ls.train(recipe(gradient_compression="int8", **changes), run_dir=run_dir, plan=plan)
 
 
 @pytest.mark.parametrize(
     ("plan", "size", "changes", "text"),
     [
-        ("replicate=2,numerics=bitwise", 2, {}, "comm='int8' with numerics=bitwise; each process rounds what it sends"),
-        ("shard=2", 2, {}, "comm='int8' with shard=2; only whole replicas send their gradients in fewer bytes; take a plan of replicate"),
-        ("tensor=2", 2, {}, "comm='int8' with tensor=2; only whole replicas"),
-        ("pipeline=2", 2, {}, "comm='int8' with pipeline=2; only whole replicas"),
-        ("split=2", 1, {}, "comm='int8' with split=2; only whole replicas"),
-        ("replicate=2", 2, {"model": double}, "comm='int8' with the parameter '0.weight' of torch.float64; what is sent in fewer bytes"),
-        ("replicate=1", 1, {"model": double}, "comm='int8' with the parameter '0.weight' of torch.float64; what is sent in fewer bytes"),
+        ("replicate=2,numerics=bitwise", 2, {}, "gradient_compression='int8' with numerics=bitwise; each process rounds what it sends"),
+        (
+            "shard=2",
+            2,
+            {},
+            "gradient_compression='int8' with shard=2; only whole replicas send their gradients in fewer bytes; take a plan of replicate",
+        ),
+        ("tensor=2", 2, {}, "gradient_compression='int8' with tensor=2; only whole replicas"),
+        ("pipeline=2", 2, {}, "gradient_compression='int8' with pipeline=2; only whole replicas"),
+        ("split=2", 1, {}, "gradient_compression='int8' with split=2; only whole replicas"),
+        (
+            "replicate=2",
+            2,
+            {"model": double},
+            "gradient_compression='int8' with the parameter '0.weight' of torch.float64; what is sent in fewer bytes",
+        ),
+        (
+            "replicate=1",
+            1,
+            {"model": double},
+            "gradient_compression='int8' with the parameter '0.weight' of torch.float64; what is sent in fewer bytes",
+        ),
     ],
 )
 def test_what_cannot_be_sent_in_fewer_bytes_is_refused(
@@ -252,11 +280,11 @@ def test_what_cannot_be_sent_in_fewer_bytes_is_refused(
 
 
 def test_a_session_refuses_what_a_recipe_does() -> None:
-    with pytest.raises(RecipeError, match="comm='int4'; known are exact, bf16, fp16, int8 and powersgd:RANK"):
-        ls.Session(comm="int4")
+    with pytest.raises(RecipeError, match="gradient_compression='int4'; known are none, bf16, fp16, int8 and powersgd:RANK"):
+        ls.Session(gradient_compression="int4")
 
 
-def on_one_rank(run_dir: str, comm: str) -> list[Tensor]:
+def on_one_rank(run_dir: str, gradient_compression: str) -> list[Tensor]:
     """The last matrix is used by the microbatches of one rank alone, the bias by none. AdamW would decay what has a gradient of zeros."""
 
     def loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
@@ -265,7 +293,12 @@ def on_one_rank(run_dir: str, comm: str) -> list[Tensor]:
             return (hidden @ model[2].weight.T - batch[2]).square().mean()  # type: ignore[index]
         return hidden.square().mean()
 
-    changes = {"loss": loss, "steps": 1, "comm": comm, "optimizer": lambda m: torch.optim.AdamW(m.parameters(), lr=0.1, weight_decay=0.5)}
+    changes = {
+        "loss": loss,
+        "steps": 1,
+        "gradient_compression": gradient_compression,
+        "optimizer": lambda m: torch.optim.AdamW(m.parameters(), lr=0.1, weight_decay=0.5),
+    }
     way = Way()
     ls.train(recipe(**changes), run_dir=run_dir, plan="replicate=auto", hooks=[way])
     return list(way.so_far.split([6 * 16, 16, 16 * 3, 3]))
@@ -278,7 +311,7 @@ def first_samples() -> list[int]:
     return samples_at(0, 4, of=len(rows(48)))
 
 
-@pytest.mark.parametrize("comm", ALL)
-def test_a_parameter_that_nobody_used_has_no_gradient(pool: WorkerPool, tmp_path: Path, comm: str) -> None:
-    found = pool.run(2, on_one_rank, str(tmp_path / "run"), comm)[0]
+@pytest.mark.parametrize("gradient_compression", ALL)
+def test_a_parameter_that_nobody_used_has_no_gradient(pool: WorkerPool, tmp_path: Path, gradient_compression: str) -> None:
+    found = pool.run(2, on_one_rank, str(tmp_path / "run"), gradient_compression)[0]
     assert [bool(way.any()) for way in found] == [True, True, True, False]

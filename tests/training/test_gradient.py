@@ -21,7 +21,7 @@ from lockstep.assignment import batch_span, microbatch_spans, total_steps
 from lockstep.comm.mesh import full_tensor
 from lockstep.recipe import Precision
 from lockstep.testing.pool import WorkerPool
-from lockstep.train.precision import autocast
+from lockstep.training.precision import autocast
 
 Batch = Sequence[Tensor]
 

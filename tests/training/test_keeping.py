@@ -111,8 +111,8 @@ def test_another_recipe_is_refused_with_what_differs_unless_it_may(tmp_path: Pat
     with pytest.raises(CheckpointError, match=words):
         ls.train(recipe(steps=8, clip_norm=2.0), run_dir=str(tmp_path / "run"))
     with pytest.raises(CheckpointError, match=r": clip_norm: 1.0, now 2.0; go on"):
-        ls.train(recipe(steps=8, clip_norm=2.0), run_dir=str(tmp_path / "run"), may_differ=["steps"])
-    assert ls.train(recipe(steps=8, clip_norm=2.0), run_dir=str(tmp_path / "run"), may_differ=["steps", "clip_norm"]).steps == 8
+        ls.train(recipe(steps=8, clip_norm=2.0), run_dir=str(tmp_path / "run"), allow_change=["steps"])
+    assert ls.train(recipe(steps=8, clip_norm=2.0), run_dir=str(tmp_path / "run"), allow_change=["steps", "clip_norm"]).steps == 8
 
 
 def wider() -> nn.Module:
@@ -122,7 +122,7 @@ def wider() -> nn.Module:
 def test_a_checkpoint_of_another_model_is_refused_with_what_differs(pool: WorkerPool, tmp_path: Path) -> None:
     stopped(tmp_path / "run")
     with pytest.raises(CheckpointError) as caught:
-        ls.train(recipe(steps=6, model=wider), run_dir=str(tmp_path / "run"), may_differ=["model"])
+        ls.train(recipe(steps=6, model=wider), run_dir=str(tmp_path / "run"), allow_change=["model"])
     words = str(caught.value)
     assert words.startswith("the checkpoint is of another model: not in the checkpoint: ")
     assert "model/4.weight float32(3, 3)" in words.replace("0/", "").replace(" 4.", " model/4.")
@@ -137,7 +137,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 def test_another_optimizer_is_refused(tmp_path: Path) -> None:
     stopped(tmp_path / "run")
     with pytest.raises(CheckpointError, match=r"^the checkpoint's optimizers are \['AdamW'\] and this run's are \['SGD'\]"):
-        ls.train(recipe(steps=6, optimizer=sgd), run_dir=str(tmp_path / "run"), may_differ=["optimizer"])
+        ls.train(recipe(steps=6, optimizer=sgd), run_dir=str(tmp_path / "run"), allow_change=["optimizer"])
 
 
 def momentum(model: nn.Module) -> torch.optim.Optimizer:
@@ -415,7 +415,7 @@ def test_an_exception_on_one_rank_saves_the_last_step_of_all(pool: WorkerPool, t
     whole = ls.train(recipe(steps=6), run_dir=str(tmp_path / "whole"))
     with pytest.raises(CheckpointError, match="loss: "):
         ls.train(recipe(steps=6), run_dir=str(tmp_path / "run"))
-    result = ls.train(recipe(steps=6), run_dir=str(tmp_path / "run"), may_differ=["loss"])
+    result = ls.train(recipe(steps=6), run_dir=str(tmp_path / "run"), allow_change=["loss"])
     assert result.steps == whole.steps == 6
 
 
@@ -571,12 +571,12 @@ def test_a_loss_scale_that_was_halved_is_taken_up(tmp_path: Path) -> None:
 
 
 def test_a_field_that_no_recipe_has_cannot_differ(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"^may_differ='stepps'; it names fields of the recipe, which are blocks, clip_norm, "):
-        ls.train(recipe(), run_dir=str(tmp_path / "run"), may_differ=["stepps"])
+    with pytest.raises(CheckpointError, match=r"^allow_change='stepps'; it names fields of the recipe, which are blocks, clip_norm, "):
+        ls.train(recipe(), run_dir=str(tmp_path / "run"), allow_change=["stepps"])
     with pytest.raises(
-        CheckpointError, match=r"^may_differ='steps,seed'; it is a list of fields of the recipe: may_differ=\['steps', 'seed'\]"
+        CheckpointError, match=r"^allow_change='steps,seed'; it is a list of fields of the recipe: allow_change=\['steps', 'seed'\]"
     ):
-        ls.train(recipe(), run_dir=str(tmp_path / "run"), may_differ="steps,seed")
+        ls.train(recipe(), run_dir=str(tmp_path / "run"), allow_change="steps,seed")
 
 
 def test_files_that_may_not_be_read_end_the_run_with_the_reason_and_are_not_called_damaged(

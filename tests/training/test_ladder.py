@@ -27,7 +27,7 @@ def plans(draw: st.DrawFn) -> Plan:
         "numerics": draw(st.sampled_from(["fast", "bitwise"])),
         "checkpointing": draw(st.sampled_from(["none", "selective", "full"])),
         "offload": draw(st.booleans()),
-        "halvings": draw(st.integers(0, 3)),
+        "microbatch_splits": draw(st.integers(0, 3)),
         **{name: draw(axes) for name in ("replicate", "shard", "tensor", "pipeline", "data_parallel")},
     }
     try:
@@ -43,7 +43,7 @@ def climbed(plan: Plan, device: str, setting: OutOfMemory, microbatch: int, whol
     while isinstance(found, Plan):
         tried.append(found)
         assert len(tried) < 20
-        largest = -(-microbatch // 2 ** (found.halvings - plan.halvings))
+        largest = -(-microbatch // 2 ** (found.microbatch_splits - plan.microbatch_splits))
         found = next_plan(found, device, setting, largest=largest, whole=whole)
     return tried, found
 
@@ -68,7 +68,7 @@ def test_each_plan_has_one_rung_more_than_the_one_before_and_there_is_a_last(
         assert [name for name in Plan.__slots__ if getattr(before, name) != getattr(after, name)] == [changed]
         assert after.checkpointing == "full" or after.data_parallel > 1
         assert not after.offload or (device == "cuda" and after.shard != 1) or plan.offload
-        assert after.halvings - before.halvings in (0, 1)
+        assert after.microbatch_splits - before.microbatch_splits in (0, 1)
     orders = [RUNGS.index(changes(*two).partition("=")[0]) for two in pairwise(tried)]
     assert orders == sorted(orders)
 
@@ -78,10 +78,10 @@ def test_halves_come_last_go_down_to_one_sample_and_only_where_bits_may_change(
     plan: Plan, device: str, setting: OutOfMemory, microbatch: int, whole: str | None
 ) -> None:
     tried, why_not = climbed(plan, device, setting, microbatch, whole)
-    halvings = tried[-1].halvings - plan.halvings
+    microbatch_splits = tried[-1].microbatch_splits - plan.microbatch_splits
     may = whole is None and (setting == "halve" or (setting == "retry" and plan.numerics == "fast"))
-    assert 2**halvings >= microbatch if may else halvings == 0
-    assert 2 ** (halvings - 1) < microbatch
+    assert 2**microbatch_splits >= microbatch if may else microbatch_splits == 0
+    assert 2 ** (microbatch_splits - 1) < microbatch
     assert ("one sample" in why_not) == (may or microbatch == 1)
     assert ("halves, and it must stay whole" in why_not) == (whole is not None and microbatch > 1)
 
@@ -138,17 +138,17 @@ def test_what_is_remembered_gives_the_first_plan_all_that_the_last_one_had(
 
 
 def test_what_cannot_be_under_another_plan_is_left_out() -> None:
-    remembered = Remembered().with_plan(Plan(shard=2, offload=True, checkpointing="full", halvings=1), FAILURE)
-    assert remembered.over(Plan(replicate=1), "cuda") == Plan(replicate=1, checkpointing="full", halvings=1)
-    assert remembered.over(Plan(shard=2), "cpu") == Plan(shard=2, checkpointing="full", halvings=1)
-    assert remembered.over(Plan(data_parallel=2), "cuda") == Plan(data_parallel=2, halvings=1)
+    remembered = Remembered().with_plan(Plan(shard=2, offload=True, checkpointing="full", microbatch_splits=1), FAILURE)
+    assert remembered.over(Plan(replicate=1), "cuda") == Plan(replicate=1, checkpointing="full", microbatch_splits=1)
+    assert remembered.over(Plan(shard=2), "cpu") == Plan(shard=2, checkpointing="full", microbatch_splits=1)
+    assert remembered.over(Plan(data_parallel=2), "cuda") == Plan(data_parallel=2, microbatch_splits=1)
 
 
 def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / FILE
     for written in (
         Remembered(checkpointing="full", failures=[FAILURE]),
-        Remembered(checkpointing="full", offload=True, halvings=2, failures=[FAILURE, FAILURE]),
+        Remembered(checkpointing="full", offload=True, microbatch_splits=2, failures=[FAILURE, FAILURE]),
     ):
         written.write(path)
         assert Remembered.parse(path.read_text(), path) == written
@@ -174,12 +174,12 @@ def test_every_rank_sees_what_one_has_written_down_since_they_began(tmp_path: Pa
         "[]",
         "{}",
         *(
-            json.dumps({"checkpointing": "full", "offload": False, "halvings": 0, "failures": [FAILURE], **wrong})
+            json.dumps({"checkpointing": "full", "offload": False, "microbatch_splits": 0, "failures": [FAILURE], **wrong})
             for wrong in (
                 {"checkpointing": "some"},
                 {"offload": 1},
-                {"halvings": -1},
-                {"halvings": "1"},
+                {"microbatch_splits": -1},
+                {"microbatch_splits": "1"},
                 {"failures": []},
                 {"failures": [{}]},
                 {"failures": 3},

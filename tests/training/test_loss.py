@@ -16,7 +16,7 @@ from training.subjects import network, recipe, rows, same, samples_at, squared_e
 import lockstep as ls
 from lockstep.base.errors import LossError
 from lockstep.testing.pool import WorkerPool
-from lockstep.train.loss import Weights, contribution, measured, weights_of
+from lockstep.training.loss import Weights, contribution, measured, weights_of
 
 W = torch.ones((), requires_grad=True)
 

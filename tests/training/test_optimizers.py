@@ -21,7 +21,7 @@ from training.subjects import FEATURES, OUTPUTS, network, recipe, rows, same, sa
 import lockstep as ls
 from lockstep.base.errors import LockstepError, RecipeError
 from lockstep.testing.pool import WorkerPool
-from lockstep.train.optim import STATE_IS_ZERO_AT_FIRST, Schedule, allocate_state, apply, built, check_gradients, trainable
+from lockstep.training.optim import STATE_IS_ZERO_AT_FIRST, Schedule, allocate_state, apply, built, check_gradients, trainable
 
 VARIANTS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Adam": partial(torch.optim.Adam, weight_decay=0.1),
@@ -281,8 +281,8 @@ def test_a_fused_optimizer_scales_and_clips_as_it_steps(
     def pass_over(*_: Any) -> None:
         raise AssertionError("a pass over the gradient")
 
-    monkeypatch.setattr("lockstep.train.precision.clip", pass_over)
-    monkeypatch.setattr("lockstep.train.precision.LossScale.unscale", pass_over)
+    monkeypatch.setattr("lockstep.training.precision.clip", pass_over)
+    monkeypatch.setattr("lockstep.training.precision.LossScale.unscale", pass_over)
     fused, fused_norms = clipped(kind, True, precision, tmp_path / "fused")
     assert fused_norms == pytest.approx(norms, rel=1e-4)
     for name, value in state.items():

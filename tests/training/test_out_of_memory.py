@@ -76,9 +76,9 @@ def test_in_bitwise_numerics_it_stops_before_bits_change_unless_that_is_allowed(
     assert (run_dir / FILE).read_text() == remembered
     kind, (note,) = injected(plan, run_dir, enough="with 2 samples", setting="halve")
     assert (kind, fired(run_dir)) == ("OutOfMemoryError", 3)
-    assert note == GOES_ON.format(run_dir, "halvings=1")
+    assert note == GOES_ON.format(run_dir, "microbatch_splits=1")
     kind, (_, ended_under) = injected(plan, run_dir, enough="with 2 samples")
-    assert (kind, ended_under, fired(run_dir)) == ("ended", f"{plan},checkpointing=full,halvings=1", 3)
+    assert (kind, ended_under, fired(run_dir)) == ("ended", f"{plan},checkpointing=full,microbatch_splits=1", 3)
     assert "dropout masks are others" in events(run_dir, "plan-changed")[-1]["note"]
 
 
@@ -88,9 +88,15 @@ def test_it_tries_down_to_single_samples_and_then_says_what_was_tried(tmp_path: 
     assert fired(run_dir) == 5
     assert [kind for kind, _ in ends] == ["OutOfMemoryError"] * 5
     tried = json.loads((run_dir / FILE).read_text())["failures"]
-    assert [(each["step"], each["then"]) for each in tried] == [(3, "checkpointing=full"), (3, "halvings=1"), (3, "halvings=2")]
+    assert [(each["step"], each["then"]) for each in tried] == [
+        (3, "checkpointing=full"),
+        (3, "microbatch_splits=1"),
+        (3, "microbatch_splits=2"),
+    ]
     assert ends[3] == ends[4]
-    assert ends[4][1][0].startswith("lockstep: memory ran out with checkpointing=full,halvings=2; microbatches have one sample each")
+    assert ends[4][1][0].startswith(
+        "lockstep: memory ran out with checkpointing=full,microbatch_splits=2; microbatches have one sample each"
+    )
 
 
 @pytest.mark.parametrize("setting", ["stop", "same-bits"])
@@ -220,14 +226,14 @@ def test_a_plan_with_halves_is_refused_for_batchnorm(tmp_path: Path, convert: An
     def build() -> nn.Module:
         return normed() if convert is nn.Module else convert(normed())
 
-    with pytest.raises(RecipeError, match=r"halvings=1, and BatchNorm \('1'\) takes its statistics over what is computed at once"):
-        ls.train(recipe(model=build), plan="halvings=1", run_dir=str(tmp_path / "run"))
+    with pytest.raises(RecipeError, match=r"microbatch_splits=1, and BatchNorm \('1'\) takes its statistics over what is computed at once"):
+        ls.train(recipe(model=build), plan="microbatch_splits=1", run_dir=str(tmp_path / "run"))
 
 
 def test_nor_is_one_of_a_stream(tmp_path: Path) -> None:
     data = ls.Stream(lambda shard, epoch, start: islice(rows(12, seed=shard), start, None), shards=4)
-    with pytest.raises(RecipeError, match=r"halvings=1, and an ls.Stream reads each microbatch from a shard of its own"):
-        ls.train(recipe(data=data), plan="halvings=1", run_dir=str(tmp_path / "run"))
+    with pytest.raises(RecipeError, match=r"microbatch_splits=1, and an ls.Stream reads each microbatch from a shard of its own"):
+        ls.train(recipe(data=data), plan="microbatch_splits=1", run_dir=str(tmp_path / "run"))
 
 
 def weighted(model: nn.Module, batch: Any) -> ls.Loss:
@@ -274,22 +280,22 @@ def cases() -> Iterator[tuple[str, str, int | None, int]]:
     yield "replicate=2", "a weight that the forward knows", 5, 2
 
 
-@pytest.mark.parametrize(("plan", "name", "microbatch", "halvings"), list(cases()))
+@pytest.mark.parametrize(("plan", "name", "microbatch", "microbatch_splits"), list(cases()))
 def test_halves_have_the_gradient_of_the_whole(
-    pool: WorkerPool, tmp_path: Path, plan: str, name: str, microbatch: int | None, halvings: int
+    pool: WorkerPool, tmp_path: Path, plan: str, name: str, microbatch: int | None, microbatch_splits: int
 ) -> None:
     """With microbatches of 5, 5, 5, 5 and 3 samples of unlike weight, a mean of means is another."""
     found = []
-    for number in (0, halvings):
+    for number in (0, microbatch_splits):
         run_dir = tmp_path / str(number)
-        arguments = (name, f"{plan},halvings={number}", str(run_dir), microbatch)
+        arguments = (name, f"{plan},microbatch_splits={number}", str(run_dir), microbatch)
         losses = pool.run(2, in_double, *arguments) if plan.endswith("2") else [in_double(*arguments)]
         found.append((losses[0], load_file(run_dir / "model.safetensors")))
     (loss, whole), (loss_of_halves, halves) = found
     assert loss_of_halves == pytest.approx(loss, rel=1e-12)
     for each in whole:
         torch.testing.assert_close(halves[each], whole[each], rtol=1e-12, atol=1e-12)
-    assert json.loads((tmp_path / str(halvings) / "run.json").read_text())["plan"]["halvings"] == halvings
+    assert json.loads((tmp_path / str(microbatch_splits) / "run.json").read_text())["plan"]["microbatch_splits"] == microbatch_splits
 
 
 def test_evaluations_are_halved_too(tmp_path: Path) -> None:
@@ -300,5 +306,5 @@ def test_evaluations_are_halved_too(tmp_path: Path) -> None:
         return squared_error(model, batch)
 
     evaluation = ls.Evaluation(data=rows(16), every=1, microbatch=8)
-    ls.train(recipe(loss=loss, evaluation=evaluation, steps=1), plan="halvings=1", run_dir=str(tmp_path / "run"))
+    ls.train(recipe(loss=loss, evaluation=evaluation, steps=1), plan="microbatch_splits=1", run_dir=str(tmp_path / "run"))
     assert seen == {True: [2] * 8, False: [4] * 4}

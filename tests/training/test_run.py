@@ -21,7 +21,7 @@ from training.subjects import network, recipe, rows, same, squared_error, state_
 import lockstep as ls
 from lockstep.base.errors import DataError, LockstepError, LossError, PlanError, RecipeError, RunDirectoryError
 from lockstep.testing.pool import WorkerPool
-from lockstep.train.set_up import check_same
+from lockstep.training.set_up import check_same
 
 
 class Final(ls.Hook):
@@ -304,7 +304,11 @@ REFUSED: dict[str, tuple[str | None, dict[str, Any], str]] = {
 OWN = {
     "plan": ({}, {"plan": "replicate=2,transport=torch"}, "PlanError: plan is replicate=2,numerics=fast on rank 0 and "),
     "precision": ({}, {"precision": "bf16"}, "RecipeError: precision is fp32 on rank 0 and bf16 on rank 1; all processes of a run"),
-    "comm": ({"comm": "bf16"}, {"comm": "int8"}, "RecipeError: comm is bf16 on rank 0 and int8 on rank 1; all processes of a run"),
+    "gradient_compression": (
+        {"gradient_compression": "bf16"},
+        {"gradient_compression": "int8"},
+        "RecipeError: gradient_compression is bf16 on rank 0 and int8 on rank 1; all processes of a run",
+    ),
     "batch": ({}, {"global_batch": 8}, "RecipeError: global_batch is 12 on rank 0 and 8 on rank 1; all processes of a run train by one"),
     "saving": ({"saving": ls.Saving(every=1)}, {}, "RecipeError: saving is Saving(every=1, last=2"),
 }

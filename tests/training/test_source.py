@@ -8,7 +8,7 @@ from lockstep.assignment import MicrobatchAssignment
 from lockstep.comm.mesh import Mesh
 from lockstep.comm.world import World
 from lockstep.data.loader import Loader
-from lockstep.train.microbatches import Length, from_data, from_indices
+from lockstep.training.microbatches import Length, from_data, from_indices
 
 CPU = torch.device("cpu")
 
@@ -64,22 +64,22 @@ def test_steps_without_data_begin_where_they_are_asked_to():
 @given(
     size=st.integers(1, 40),
     microbatch=st.integers(1, 40) | st.none(),
-    halvings=st.integers(0, 6),
+    microbatch_splits=st.integers(0, 6),
     ranks=st.integers(1, 4),
 )
 def test_halves_lie_in_their_microbatch_and_differ_by_at_most_a_sample(
-    size: int, microbatch: int | None, halvings: int, ranks: int
+    size: int, microbatch: int | None, microbatch_splits: int, ranks: int
 ) -> None:
-    def length(halvings: int) -> Length:
+    def length(microbatch_splits: int) -> Length:
         about = {"samples": size, "global_batch": size, "steps": 1, "epochs": None}
-        return Length(**about, microbatch=microbatch, mesh=a_mesh(0, ranks), halvings=halvings)
+        return Length(**about, microbatch=microbatch, mesh=a_mesh(0, ranks), microbatch_splits=microbatch_splits)
 
-    whole, parts = length(0).cut(size), length(halvings).cut(size)
+    whole, parts = length(0).cut(size), length(microbatch_splits).cut(size)
     assert [start for start, _ in parts] == [0, *(stop for _, stop in parts[:-1])]
     assert parts[-1][1] == size
     for start, stop in whole:
         sizes = [end - begin for begin, end in parts if start <= begin and end <= stop]
         assert sum(sizes) == stop - start
-        assert len(sizes) == min(2**halvings, stop - start)
+        assert len(sizes) == min(2**microbatch_splits, stop - start)
         assert max(sizes) - min(sizes) <= 1
-    assert length(halvings).largest == max(stop - start for start, stop in parts)
+    assert length(microbatch_splits).largest == max(stop - start for start, stop in parts)

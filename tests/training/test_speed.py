@@ -26,7 +26,7 @@ def tokens(batch: Any) -> Tensor:
 def timed(run_dir: str, plan: str, changes: Mapping[str, Any] | None = None) -> None:
     """A run on devices that are said to do 1 MFLOP/s."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lockstep.train.train_module.peak_of", lambda device, precision: 1e6)
+        patch.setattr("lockstep.training.train_module.peak_of", lambda device, precision: 1e6)
         ls.train(recipe(steps=4, tensor={"0": "colwise", "2": "rowwise"}, **(changes or {})), run_dir=run_dir, plan=plan, log_every=2)
 
 

@@ -23,8 +23,8 @@ from lockstep.base.errors import CheckpointError, DataError, LossError, RecipeEr
 from lockstep.data.loader import StreamLoader
 from lockstep.data.shards import Position
 from lockstep.testing.pool import WorkerPool
-from lockstep.train.microbatches import Length, from_stream, positions_in
-from lockstep.verify import records
+from lockstep.training.microbatches import Length, from_stream, positions_in
+from lockstep.verify import trace_reader
 from lockstep.verify.trace_request import Tracing
 
 
@@ -323,7 +323,7 @@ def test_a_trace_names_the_samples_of_a_stream_alike_at_any_world_size(pool: Wor
     for processes in (1, 2):
         (tmp_path / str(processes)).mkdir()
         pool.run(processes, traced, str(tmp_path / str(processes)), None)
-        (trace,) = records.read(tmp_path / str(processes))
+        (trace,) = trace_reader.read_traces(tmp_path / str(processes))
         written.append({(each.step, each.index): each.samples for each in trace.microbatches})
     batches = Segment(MicrobatchAssignment(1), (12, 4), streamed().data, 0, 2, {}).batches
     named = {at: tuple(named_by(sample) for sample in batch) for at, batch in batches.items()}

@@ -14,12 +14,13 @@ from training.subjects import network, recipe, rows, sgd
 
 import lockstep as ls
 from lockstep.testing.pool import WorkerPool
-from lockstep.train.step import Step
-from lockstep.train.train_module import Pair
-from lockstep.verify import records
+from lockstep.training.step import Step
+from lockstep.training.train_module import Pair
+from lockstep.verify import trace_reader
 from lockstep.verify.compare import compare
+from lockstep.verify.distance import distance
+from lockstep.verify.tolerance import Rounding
 from lockstep.verify.trace_request import Tracing
-from lockstep.verify.yardstick import Yardstick, distance
 
 
 class Seen(ls.Hook):
@@ -58,11 +59,11 @@ def train(plan: str, folder: str, changes: dict[str, Any], tracing: dict[str, An
     return seen.steps
 
 
-def traced(pool: WorkerPool, path: Path, processes: int, plan: str, **given: Any) -> tuple[records.Trace, list[list[int]]]:
+def traced(pool: WorkerPool, path: Path, processes: int, plan: str, **given: Any) -> tuple[trace_reader.Trace, list[list[int]]]:
     folder = path / plan
     folder.mkdir(parents=True)
     seen = pool.run(processes, train, plan, str(folder), given.pop("changes", {}), given)
-    (trace,) = records.read(folder)
+    (trace,) = trace_reader.read_traces(folder)
     return trace, seen
 
 
@@ -73,9 +74,9 @@ def test_a_plan_writes_the_trace_that_one_process_writes(pool: WorkerPool, tmp_p
     assert seen == [[1, 2]] * 2
     assert trace.steps == 3
     assert sorted(trace.ranks) == ([0, 1] if plan == "replicate=2" else [0])
-    comparison = compare(alone, trace, Yardstick(alone, []), bitwise=True)
-    assert (comparison.findings, comparison.worst) == ([], None)
-    assert [m.rank for m in trace.of_step(0)] == ([0, 0, 1, 1] if plan == "replicate=2" else [0, 1, 0, 1])
+    comparison = compare(alone, trace, Rounding(alone, []), bitwise=True)
+    assert (comparison.differences, comparison.largest) == ([], None)
+    assert [m.rank for m in trace.microbatches_of(0)] == ([0, 0, 1, 1] if plan == "replicate=2" else [0, 1, 0, 1])
     assert all((m.gradients is None) == (plan == "shard=2") for m in trace.microbatches)
     assert trace.facts["microbatch"] == 4
 
@@ -87,22 +88,22 @@ def test_the_stages_of_a_pipeline_write_the_model_between_them(
     alone, _ = traced(pool, tmp_path, 1, "replicate=1", steps=2, changes={"clip_norm": 0.1})
     trace, seen = traced(pool, tmp_path, processes, plan, steps=2, changes={"clip_norm": 0.1})
     assert seen == [[1]] * processes
-    comparison = compare(alone, trace, Yardstick(alone, []), bitwise=False)
-    assert comparison.findings == []
-    assert trace.first.initial["parameters"].keys() == alone.first.initial["parameters"].keys()
+    comparison = compare(alone, trace, Rounding(alone, []), bitwise=False)
+    assert comparison.differences == []
+    assert trace.rank_0.initial["parameters"].keys() == alone.rank_0.initial["parameters"].keys()
     assert {path.name for path in (tmp_path / plan).glob("step-00000-gradients-*")} == {
         f"step-00000-gradients-0-{rank}.safetensors" for rank in writers
     }
     exact, _ = traced(pool, tmp_path, processes, f"{plan},schedule=gpipe", steps=1, float64=True)
-    assert {mark.dtype for mark in exact.first.steps[0].tensors["gradients"].values() if mark is not None} == {"float64"}
+    assert {summary.dtype for summary in exact.rank_0.steps[0].tensors["gradients"].values() if summary is not None} == {"float64"}
 
 
 def test_microbatches_add_up_to_the_gradient_that_is_written(pool: WorkerPool, tmp_path: Path) -> None:
     norms = []
     for precision in ("fp32", "fp16"):
         trace, _ = traced(pool, tmp_path / precision, 1, "replicate=1", steps=1, changes={"precision": precision})
-        step = trace.first.steps[0]
-        parts = [m.gradients for m in trace.of_step(0) if m.gradients is not None]
+        step = trace.rank_0.steps[0]
+        parts = [m.gradients for m in trace.microbatches_of(0) if m.gradients is not None]
         for name, mark in step.tensors["gradients"].items():
             leaves = [leaf.projection for part in parts if (leaf := part[name]) is not None]
             assert len(leaves) == 4
@@ -113,10 +114,10 @@ def test_microbatches_add_up_to_the_gradient_that_is_written(pool: WorkerPool, t
     assert norms[4:] == pytest.approx(norms[:4], rel=1e-2)  # without the loss scale
 
 
-def test_what_makes_a_run_a_twin(pool: WorkerPool, tmp_path: Path) -> None:
+def test_what_perturbs_a_run(pool: WorkerPool, tmp_path: Path) -> None:
     changes = {"precision": "bf16", "evaluation": ls.Evaluation(data=rows(8), every=1, metrics={"error": ls.Mean(errors)})}
-    twin = {"steps": 1, "float64": True, "microbatch": 8, "eval_mode": True, "noise": 1}
-    trace, seen = traced(pool, tmp_path, 1, "replicate=1", **twin, changes={"model": dropping, **changes})
+    overrides = {"steps": 1, "float64": True, "microbatch": 8, "eval_mode": True, "noise": 1}
+    trace, seen = traced(pool, tmp_path, 1, "replicate=1", **overrides, changes={"model": dropping, **changes})
     plain, _ = traced(pool, tmp_path, 1, "replicate=1,numerics=fast", steps=1, changes={"model": dropping, **changes})
     assert seen == [[]]
     assert {name: trace.facts[name] for name in ("precision", "microbatch", "islands")} == {
@@ -124,11 +125,11 @@ def test_what_makes_a_run_a_twin(pool: WorkerPool, tmp_path: Path) -> None:
         "microbatch": 8,
         "islands": [],
     }
-    assert [m.drew for m in trace.microbatches] == [False, False]
-    assert [m.drew for m in plain.microbatches] == [True] * 4
-    twins, own = trace.first.initial["parameters"], plain.first.initial["parameters"]
-    assert {mark.dtype for mark in twins.values() if mark is not None} == {"float64"}
-    assert 0 < max(distance(twins[name], own[name]) for name in own) < 1e-13
+    assert [m.drew_random_numbers for m in trace.microbatches] == [False, False]
+    assert [m.drew_random_numbers for m in plain.microbatches] == [True] * 4
+    perturbed, own = trace.rank_0.initial["parameters"], plain.rank_0.initial["parameters"]
+    assert {summary.dtype for summary in perturbed.values() if summary is not None} == {"float64"}
+    assert 0 < max(distance(perturbed[name], own[name]) for name in own) < 1e-13
 
 
 def dropping() -> nn.Module:
@@ -150,7 +151,10 @@ def test_two_pairs_have_a_trace_each_and_end_together(tmp_path: Path, monkeypatc
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit):
         train_two(tmp_path)
-    assert [(trace.pair, trace.steps, len(trace.microbatches)) for trace in records.read(tmp_path)] == [(0, 2, 8), (1, 2, 8)]
+    assert [(trace.module_index, trace.steps, len(trace.microbatches)) for trace in trace_reader.read_traces(tmp_path)] == [
+        (0, 2, 8),
+        (1, 2, 8),
+    ]
 
 
 def test_a_session_that_nobody_verifies_is_of_plain_steps(tmp_path: Path) -> None:

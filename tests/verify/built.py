@@ -1,4 +1,4 @@
-"""Traces built from tensors, for tests of what reads them."""
+"""Traces built from tensors, for tests of the code that compares traces."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.verify.records import Mark, Marks, Rank, Step, Trace
 from lockstep.verify.trace import mark
+from lockstep.verify.trace_reader import RankTrace, StepTrace, Summaries, TensorSummary, Trace
 
 
 class Built(Trace):
-    """A trace without files; `exact` has the tensors that it knows."""
+    """A trace without files. `exact`: its tensors by kind, step and name."""
 
     exact: Mapping[tuple[str, int, str], Any]
 
@@ -25,24 +25,24 @@ class Built(Trace):
 
 
 def built(gradients: Sequence[Mapping[str, Tensor | None]], *, loss: float = 1.0, plan: str = "replicate=1") -> Built:
-    """One rank, whose gradients in each step are these; its parameters are the same tensors."""
+    """Return a trace of one rank with these gradients in each step, and the same tensors as parameters."""
     steps = []
     for tensors in gradients:
-        marks = marked(tensors)
+        summaries = summarized(tensors)
         steps.append(
-            Step(
+            StepTrace(
                 loss=loss, weight=None, norm=None, lr=None, gain=1.0,
-                tensors={"gradients": marks, "states": {}, "parameters": marks, "buffers": {}},
+                tensors={"gradients": summaries, "states": {}, "parameters": summaries, "buffers": {}},
             )
         )  # fmt: skip
-    return Built(None, plan, 1, {}, 0, {0: Rank({"parameters": marked(gradients[0]), "buffers": {}}, steps)}, [])
+    return Built(None, plan, 1, {}, 0, {0: RankTrace({"parameters": summarized(gradients[0]), "buffers": {}}, steps)}, [])
 
 
-def marked(tensors: Mapping[str, Tensor | None]) -> Marks:
-    return {name: None if value is None else Mark.of(mark(name, value)) for name, value in tensors.items()}
+def summarized(tensors: Mapping[str, Tensor | None]) -> Summaries:
+    return {name: None if value is None else TensorSummary.from_json(mark(name, value)) for name, value in tensors.items()}
 
 
 def noise(seed: int, name: str, size: int) -> Tensor:
-    """Standard normal, the same in every run."""
+    """Return standard normal numbers, the same in every run."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return torch.randn(size, generator=torch.Generator().manual_seed(int.from_bytes(digest[:6], "little")))

@@ -1,6 +1,6 @@
-"""A data-parallel engine in one process, written for its faults: each rank is a copy of the model, a wrong engine overrides a method.
+"""A data-parallel trainer in one process: each rank is a copy of the model. A faulty engine overrides a method.
 
-It writes its traces with the real `Tracer`, as `Step` does.
+It writes its traces with the real `Tracer`, as a session does.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from lockstep.assignment import contiguous_range
 from lockstep.keys import key
-from lockstep.verify import records
+from lockstep.verify import trace_reader
 from lockstep.verify.perturb import change_model
-from lockstep.verify.records import Trace
 from lockstep.verify.trace import Tracer
+from lockstep.verify.trace_reader import Trace
 from lockstep.verify.trace_request import Tracing
 
 SAMPLES = 64
@@ -28,7 +28,7 @@ Gradients = dict[str, Tensor]
 
 
 class Network(nn.Module):
-    """Dropout, BatchNorm, a buffer of its own, and a layer that only samples with an odd number use."""
+    """A model with dropout, BatchNorm, a buffer of its own, and a layer that only samples with an odd index use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Network(nn.Module):
 
 
 def dataset() -> tuple[Tensor, Tensor, Tensor]:
-    """Features, targets, and how many of a sample's tokens count: uneven."""
+    """Return features, targets, and a mask with a different number of tokens for each sample."""
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(SAMPLES, FEATURES, generator=generator)
     y = torch.randn(SAMPLES, TOKENS, generator=generator)
@@ -57,7 +57,7 @@ def dataset() -> tuple[Tensor, Tensor, Tensor]:
 
 
 class Engine:
-    """A right one."""
+    """A correct engine."""
 
     microbatch: ClassVar[int] = 4
     global_batch: ClassVar[int] = 24
@@ -65,7 +65,7 @@ class Engine:
     model: ClassVar[type[nn.Module]] = Network
     compute: ClassVar[torch.dtype] = torch.float32
     weighted: ClassVar[bool] = True
-    """Whether the loss comes with a weight."""
+    """True if the loss has a weight."""
 
     def __init__(
         self, folder: Path, *, ranks: int = 1, steps: int = 4, seed: int = 0, noise: int | None = None, float64: bool = False
@@ -76,7 +76,7 @@ class Engine:
         self.data = [part.double() if float64 else part for part in dataset()]
         torch.manual_seed(self.key(1))
         model = self.model()
-        self.models = [self.started(copy.deepcopy(model), rank) for rank in range(ranks)]
+        self.models = [self.start(copy.deepcopy(model), rank) for rank in range(ranks)]
         for each in self.models:
             each.train()
             change_model(each, self.tracing)
@@ -87,9 +87,9 @@ class Engine:
     def key(self, *parts: int) -> int:
         return key(self.seed, *parts) >> 1
 
-    # What a wrong engine does otherwise.
+    # Faulty engines override these.
 
-    def started(self, model: nn.Module, rank: int) -> nn.Module:
+    def start(self, model: nn.Module, rank: int) -> nn.Module:
         return model
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -100,21 +100,21 @@ class Engine:
         return [int(sample) for sample in order[index * self.microbatch : (index + 1) * self.microbatch]]
 
     def mine(self, rank: int) -> Sequence[int]:
-        """A rank's microbatches, in the order in which it computes them."""
+        """Return the rank's microbatches in the order in which it computes them."""
         return contiguous_range(self.count, rank, self.size)
 
     def stream(self, step: int, index: int, rank: int) -> int:
         return self.key(3, step, index)
 
     def factor(self, step: int, index: int, rank: int) -> float:
-        """Of the backward's seed, which is 1 / weight of the whole batch."""
+        """Return a factor on the seed of the backward, which is 1 / weight of the whole batch."""
         return 1.0
 
     def accumulate(self, step: int, rank: int, parts: list[Gradients]) -> Gradients:
         return added(parts)
 
     def reduce(self, step: int, locals_: list[Gradients]) -> list[Gradients]:
-        """What each rank has afterwards."""
+        """Return the reduced gradients of each rank."""
         return [added(locals_)] * self.size
 
     def norm(self, step: int, rank: int, reduced: Gradients, local: Gradients) -> float:
@@ -127,16 +127,16 @@ class Engine:
         self.optimizers[rank].step()
 
     def running(self, rank: int) -> list[int]:
-        """The microbatches whose statistics go to a rank's buffers, in order."""
+        """Return the microbatches whose statistics update the rank's buffers, in order."""
         return list(range(self.count))
 
     def finish(self, step: int, rank: int) -> None:
-        """After the update, for buffers."""
+        """Change buffers after the update."""
 
     def loss(self, rank: int, parts: dict[int, float]) -> float:
         return sum(parts.values())
 
-    # How a step goes.
+    # A step.
 
     @property
     def count(self) -> int:
@@ -152,7 +152,7 @@ class Engine:
             self.step(step)
         for tracer in self.tracers:
             tracer.close()
-        (trace,) = records.read(self.folder)
+        (trace,) = trace_reader.read_traces(self.folder)
         return trace
 
     def step(self, step: int) -> None:
@@ -188,7 +188,7 @@ class Engine:
         return found, float(total.detach())
 
     def note(self, index: int, model: nn.Module, kept: dict[str, Tensor]) -> None:
-        """Take down what the forward did to the running statistics, and undo it."""
+        """Record what the forward did to the running statistics, and undo it."""
         for name, buffer in model.named_buffers():
             if name.endswith(("running_mean", "running_var")):
                 self.statistics[index, name] = ((buffer - 0.9 * kept[name]).clone(), buffer)
@@ -225,7 +225,7 @@ class Engine:
 
 
 def added(parts: Sequence[Gradients]) -> Gradients:
-    """One after another, as `.grad` is."""
+    """Return the sum, added one after another as in `.grad`."""
     total: Gradients = {}
     for part in parts:
         for name, gradient in part.items():

@@ -1,4 +1,4 @@
-"""Wrong engines, each with the one mistake that its name says; as people make them when they write such an engine by hand."""
+"""Faulty engines, each with the one mistake that its name says, as people make them in training loops of their own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lockstep.assignment import contiguous_range
 
 
 class MeanOfMeans(Engine):
-    """Each rank divides by its own weight, and the ranks' gradients are averaged."""
+    """Each rank divides by its own weight; then the ranks' gradients are averaged."""
 
     def factor(self, step: int, index: int, rank: int) -> float:
         mask = self.data[2]
@@ -19,7 +19,7 @@ class MeanOfMeans(Engine):
 
 
 class MeanOfMeansInTheSum(MeanOfMeans):
-    """The same, done where the ranks are added: each microbatch's own gradient is right."""
+    """The same mistake in the reduction: each microbatch's own gradient is right."""
 
     def factor(self, step: int, index: int, rank: int) -> float:
         return 1.0
@@ -31,7 +31,7 @@ class MeanOfMeansInTheSum(MeanOfMeans):
 
 
 class NotReduced(Engine):
-    """One parameter was left out of the buckets."""
+    """One parameter is missing from the buckets."""
 
     left_out = "first.weight"
 
@@ -46,14 +46,14 @@ class NothingReduced(Engine):
 
 
 class DividedTwice(Engine):
-    """The loss is divided by the weight of all, and the all-reduce takes the mean."""
+    """The loss is divided by the weight of the whole batch, and the all-reduce averages."""
 
     def reduce(self, step: int, locals_: list[Gradients]) -> list[Gradients]:
         return [{name: gradient / self.size for name, gradient in added(locals_).items()}] * self.size
 
 
 class OneBiasTimesTwo(Engine):
-    """As a replicated bias under tensor parallelism whose gradient every rank adds."""
+    """Every rank adds the gradient of a bias, like a replicated bias under tensor parallelism."""
 
     def reduce(self, step: int, locals_: list[Gradients]) -> list[Gradients]:
         whole = added(locals_)
@@ -68,9 +68,9 @@ class StatisticsOfOneRank(Engine):
 
 
 class BatchNormInEvalMode(Engine):
-    """On all ranks but the first, the model was left in eval mode; its dropout with it."""
+    """BatchNorm is left in eval mode on all ranks but the first."""
 
-    def started(self, model: nn.Module, rank: int) -> nn.Module:
+    def start(self, model: nn.Module, rank: int) -> nn.Module:
         if rank:
             model.get_submodule("norm").train = lambda mode=True: model.get_submodule("norm")  # type: ignore[method-assign]
             model.get_submodule("norm").training = False
@@ -90,7 +90,7 @@ class MaskOfTheRank(Engine):
 
 
 class SampleSeenTwice(Engine):
-    """The batch is padded, by repeating the first sample, where a rank starts."""
+    """A rank's first sample is replaced by the first sample of the batch, as padding repeats it."""
 
     def samples(self, step: int, index: int) -> list[int]:
         samples = super().samples(step, index)
@@ -100,14 +100,14 @@ class SampleSeenTwice(Engine):
 
 
 class LocalNorm(Engine):
-    """Clips by the norm of what the rank computed."""
+    """Clips by the norm of the rank's own gradient."""
 
     def norm(self, step: int, rank: int, reduced: Gradients, local: Gradients) -> float:
         return total_norm(local)
 
 
 class NormOfAShard(Engine):
-    """Clips by the norm of half the parameters, as a shard's norm that nobody summed."""
+    """Clips by the norm of half the parameters, like the norm of a shard that is not summed over ranks."""
 
     def norm(self, step: int, rank: int, reduced: Gradients, local: Gradients) -> float:
         names = sorted(reduced)
@@ -115,7 +115,7 @@ class NormOfAShard(Engine):
 
 
 class BufferOutOfStep(Engine):
-    """A buffer of the model's own follows what its rank has seen."""
+    """A buffer depends on what its rank has seen."""
 
     def finish(self, step: int, rank: int) -> None:
         buffer: Tensor = self.models[rank].get_buffer("scale")
@@ -124,9 +124,9 @@ class BufferOutOfStep(Engine):
 
 
 class AnotherSeed(Engine):
-    """Each rank draws its weights itself."""
+    """Each rank draws its own initial weights."""
 
-    def started(self, model: nn.Module, rank: int) -> nn.Module:
+    def start(self, model: nn.Module, rank: int) -> nn.Module:
         if rank:
             with torch.no_grad():
                 nn.init.normal_(model.get_parameter("last.weight"))
@@ -134,14 +134,14 @@ class AnotherSeed(Engine):
 
 
 class ScheduleStepsTwice(Engine):
-    """The scheduler is stepped once a rank."""
+    """The schedule is stepped once per rank."""
 
     def rate(self, step: int, rank: int) -> float:
         return super().rate(step * self.size, rank)
 
 
 class StateReset(Engine):
-    """The optimizer is made anew before step 2."""
+    """The optimizer loses its state before step 2."""
 
     def update(self, step: int, rank: int) -> None:
         if step == 2 and self.size > 1:
@@ -159,7 +159,7 @@ class NotCleared(Engine):
 
 
 class MicrobatchLeftOut(Engine):
-    """With no_sync, the last microbatch but one is not added."""
+    """With no_sync, the last microbatch but one is not added to the gradient."""
 
     def accumulate(self, step: int, rank: int, parts: list[Gradients]) -> Gradients:
         return added(parts if rank == 0 or self.size == 1 else [*parts[:-2], parts[-1]])
@@ -179,7 +179,7 @@ class UnusedIsLost(Engine):
 
 
 class LossOfOneRank(Engine):
-    """What is logged is rank 0's."""
+    """Rank 0 logs its own loss."""
 
     def loss(self, rank: int, parts: dict[int, float]) -> float:
         mine = contiguous_range(self.count, rank, self.size)
@@ -187,7 +187,7 @@ class LossOfOneRank(Engine):
 
 
 class NotApplied(Engine):
-    """Rank 1 skips a step on its own (its loss scale overflowed, say)."""
+    """Rank 1 skips a step on its own, as if its loss scale had overflowed."""
 
     def update(self, step: int, rank: int) -> None:
         if not (step == 1 and rank == 1):
@@ -203,7 +203,7 @@ class ShortTypeSum(Engine):
 
 
 class OneElement(Engine):
-    """One element of one gradient is lost, as at the edge of a shard."""
+    """One element of one gradient is lost, as can happen at the edge of a shard."""
 
     def reduce(self, step: int, locals_: list[Gradients]) -> list[Gradients]:
         whole = added(locals_)

@@ -1,4 +1,4 @@
-"""`lockstep verify` whose runs are forked from processes that have imported torch: a third of the time, and the same in all else."""
+"""`lockstep verify` with runs that are forked from processes that have imported torch. It takes a third of the time."""
 
 from __future__ import annotations
 
@@ -16,26 +16,27 @@ from unittest.mock import patch
 
 from lockstep.base.errors import USER_ERROR_STATUS, UserError, WorkerError
 from lockstep.testing.pool import WorkerPool
-from lockstep.verify.records import read
-from lockstep.verify.run import Ended, Runner, asked
-from lockstep.verify.runs_to_take import Job, parse_plans
-from lockstep.verify.verdict import Report, Verification, Wanted
+from lockstep.verify.jobs import Job, parse_plans
+from lockstep.verify.runner import JobResult, Runner, tracing_of
+from lockstep.verify.trace_reader import read_traces
+from lockstep.verify.verdict import Report
+from lockstep.verify.verification import Verification, VerifyOptions
 
 MOST_PROCESSES = 8
 PRELOADED = ("torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed.tensor.parallel", "lockstep.verify.probe")
 
 
 class Pooled(Runner):
-    """A `Runner` with a pool of workers for each of its slots, instead of `lockstep run`."""
+    """A `Runner` that uses a pool of workers for each slot instead of `lockstep run`."""
 
     def __init__(self, script: Sequence[str], folder: Path, pools: SimpleQueue[WorkerPool]) -> None:
         super().__init__(script, folder, timeout_seconds=600, slots=pools.qsize())
         self._pools = pools
 
-    def _ended(self, job: Job) -> Ended:
+    def _result(self, job: Job) -> JobResult:
         trace = self._folder / job.name / "trace"
         trace.mkdir(parents=True)
-        tracing = asked(job, trace).variables()
+        tracing = tracing_of(job, trace).variables()
         given = {"LOCKSTEP_PLAN": str(job.plan), "LOCKSTEP_RUN_DIR": str(self._folder / job.name / "run"), **tracing}
         began, status, said = time.monotonic(), 0, ""
         pool = self._pools.get()
@@ -47,11 +48,11 @@ class Pooled(Runner):
             status, said = 1, str(error)
         finally:
             self._pools.put(pool)
-        return Ended(job=job, status=status, traces=[] if status else read(trace), error=said, seconds=time.monotonic() - began)
+        return JobResult(job=job, status=status, traces=[] if status else read_traces(trace), error=said, seconds=time.monotonic() - began)
 
 
 def run_script(line: Sequence[str], given: dict[str, str]) -> None:
-    """What a worker does: the script, up to the step that ends it. What it prints goes beside its run directory."""
+    """Run the script in a worker, up to the step that ends it. Its output goes to a file beside its run directory."""
     sys.argv = list(line)
     environment = patch.dict(os.environ, given, LOCKSTEP_LAUNCHER="lockstep", OMP_NUM_THREADS="1")
     with environment, open(given["LOCKSTEP_RUN_DIR"] + ".txt", "a") as said, redirect_stdout(said), redirect_stderr(said):
@@ -64,7 +65,7 @@ def run_script(line: Sequence[str], given: dict[str, str]) -> None:
 
 @contextmanager
 def pools(*, preload: Sequence[str] = ()) -> Iterator[SimpleQueue[WorkerPool]]:
-    """One for each core. `preload`: modules that scripts import and that take long."""
+    """Yield a pool for each core. `preload`: modules that scripts import and that take long to import."""
     made: SimpleQueue[WorkerPool] = SimpleQueue()
     with ExitStack() as stack:
         for _ in os.sched_getaffinity(0):
@@ -72,7 +73,7 @@ def pools(*, preload: Sequence[str] = ()) -> Iterator[SimpleQueue[WorkerPool]]:
         yield made
 
 
-def verified(line: Sequence[str], plans: Sequence[str], pools: SimpleQueue[WorkerPool], **wanted: Any) -> Report:
-    """What `lockstep verify` says of the script under `plans`. `wanted`: the rest of `Wanted`."""
+def verified(line: Sequence[str], plans: Sequence[str], pools: SimpleQueue[WorkerPool], **options: Any) -> Report:
+    """Return the report on the script under `plans`. `options`: the other fields of `VerifyOptions`."""
     with tempfile.TemporaryDirectory() as folder, Pooled(line, Path(folder), pools) as runner:
-        return Verification(line[0], Wanted(plans=parse_plans(plans, bitwise=False), **wanted), runner).run()
+        return Verification(line[0], VerifyOptions(plans=parse_plans(plans, bitwise=False), **options), runner).run()

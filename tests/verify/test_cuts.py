@@ -1,4 +1,4 @@
-"""The yardstick where a plan cuts layers: a right row-wise tensor-parallel layer adds partial products, which rounds otherwise."""
+"""Plans that cut layers: a correct row-wise tensor-parallel layer adds partial products, which changes rounding."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from torch.nn import functional as F
 from verify.engine import FEATURES, TOKENS, Engine
 
 from lockstep.verify.compare import compare
-from lockstep.verify.records import Trace
-from lockstep.verify.yardstick import Yardstick
+from lockstep.verify.tolerance import Rounding
+from lockstep.verify.trace_reader import Trace
 
 WIDTH = 48
 PARTS = 2
 
 
 class RowWise(nn.Linear):
-    """A linear layer whose input dim is shared out: each part's product is rounded to the compute type, then they are added."""
+    """A linear layer with its input dim in parts: the parts' products are rounded to the compute dtype, then added."""
 
     parts = 1
     bias_times = 1.0
@@ -68,7 +68,7 @@ class WholeShort(Whole):
 
 def cut(kind: type[Engine], bias_times: float = 1.0) -> type[Engine]:
     class Cut(kind):  # type: ignore[valid-type,misc]
-        def started(self, model: nn.Module, rank: int) -> nn.Module:
+        def start(self, model: nn.Module, rank: int) -> nn.Module:
             for module in model.modules():
                 if isinstance(module, RowWise):
                     module.parts, module.bias_times = PARTS, bias_times
@@ -78,13 +78,13 @@ def cut(kind: type[Engine], bias_times: float = 1.0) -> type[Engine]:
 
 
 @pytest.fixture(scope="module")
-def right(tmp_path_factory: pytest.TempPathFactory) -> Callable[[type[Engine], int], tuple[Trace, Yardstick]]:
+def right(tmp_path_factory: pytest.TempPathFactory) -> Callable[[type[Engine], int], tuple[Trace, Rounding]]:
     @cache
-    def made(kind: type[Engine], seed: int) -> tuple[Trace, Yardstick]:
+    def made(kind: type[Engine], seed: int) -> tuple[Trace, Rounding]:
         folder = tmp_path_factory.mktemp("right")
         reference = kind(folder / "reference", seed=seed, steps=6).run()
-        twins = [kind(folder / f"twin-{noise}", seed=seed, steps=6, noise=noise).run() for noise in range(3)]
-        return reference, Yardstick(reference, twins)
+        perturbed = [kind(folder / f"perturbed-{noise}", seed=seed, steps=6, noise=noise).run() for noise in range(3)]
+        return reference, Rounding(reference, perturbed)
 
     return made
 
@@ -92,30 +92,30 @@ def right(tmp_path_factory: pytest.TempPathFactory) -> Callable[[type[Engine], i
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 @pytest.mark.parametrize("kind", [Whole, WholeShort])
 def test_a_right_cut_passes_in_any_compute_type(
-    right: Callable[..., tuple[Trace, Yardstick]], tmp_path: Path, kind: type[Engine], seed: int
+    right: Callable[..., tuple[Trace, Rounding]], tmp_path: Path, kind: type[Engine], seed: int
 ) -> None:
-    reference, yardstick = right(kind, seed)
-    found = compare(reference, cut(kind)(tmp_path / "cut", seed=seed, steps=6).run(), yardstick, bitwise=False)
-    assert found.findings == []
-    assert found.worst is not None
-    assert found.worst.ratio < 5
+    reference, rounding = right(kind, seed)
+    found = compare(reference, cut(kind)(tmp_path / "cut", seed=seed, steps=6).run(), rounding, bitwise=False)
+    assert found.differences == []
+    assert found.largest is not None
+    assert found.largest.times_rounding < 5
 
 
 @pytest.mark.parametrize("kind", [Whole, WholeShort])
 def test_a_bias_that_every_part_adds_is_caught_in_any_compute_type(
-    right: Callable[..., tuple[Trace, Yardstick]], tmp_path: Path, kind: type[Engine]
+    right: Callable[..., tuple[Trace, Rounding]], tmp_path: Path, kind: type[Engine]
 ) -> None:
-    reference, yardstick = right(kind, 0)
-    found = compare(reference, cut(kind, bias_times=PARTS)(tmp_path / "cut", steps=6).run(), yardstick, bitwise=False)
-    assert found.findings[0].step == 0
-    assert found.findings[0].check == "microbatch"
+    reference, rounding = right(kind, 0)
+    found = compare(reference, cut(kind, bias_times=PARTS)(tmp_path / "cut", steps=6).run(), rounding, bitwise=False)
+    assert found.differences[0].step == 0
+    assert found.differences[0].check == "microbatch"
 
 
-def test_other_bits_of_a_microbatch_are_told_but_where_a_compiler_rounds(
-    right: Callable[..., tuple[Trace, Yardstick]], tmp_path: Path
+def test_other_bits_of_a_microbatch_are_noted_unless_the_plan_compiles(
+    right: Callable[..., tuple[Trace, Rounding]], tmp_path: Path
 ) -> None:
-    reference, yardstick = right(Whole, 0)
+    reference, rounding = right(Whole, 0)
     trace = cut(Whole)(tmp_path / "cut", steps=6).run()
-    (remark,) = compare(reference, trace, yardstick, bitwise=False).remarks
-    assert "gradients of single microbatches have other bits than the reference's" in remark
-    assert compare(reference, replace(trace, plan="replicate=2,numerics=fast,compile=yes"), yardstick, bitwise=False).remarks == []
+    (note,) = compare(reference, trace, rounding, bitwise=False).notes
+    assert "gradients of single microbatches differ from the reference's in some bits" in note
+    assert compare(reference, replace(trace, plan="replicate=2,numerics=fast,compile=yes"), rounding, bitwise=False).notes == []

@@ -1,4 +1,4 @@
-"""Planted faults: each wrong engine is caught, with the step, the tensor and the cause named; and right ones raise no alarm."""
+"""Planted faults: verify finds each one and names its step, tensor and cause. Correct engines pass."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from torch import nn
 from verify import faults
 from verify.engine import Engine, Network
 
-from lockstep.verify.cause import Evidence, likely_cause
-from lockstep.verify.compare import BEFORE, Comparison, compare
-from lockstep.verify.records import Trace
-from lockstep.verify.yardstick import Yardstick
+from lockstep.verify.causes.evidence import Evidence
+from lockstep.verify.causes.likely_cause import likely_cause
+from lockstep.verify.compare import BEFORE_FIRST_STEP, Comparison, compare
+from lockstep.verify.tolerance import Rounding
+from lockstep.verify.trace_reader import Trace
 
 EPS_RATIO = 2.0**-52 / 2.0**-23
 
@@ -37,52 +38,52 @@ FAULTS = [
     Expected(faults.MeanOfMeansInTheSum, 0, "gradients", "last.bias", "a mean of means", ranks=3),
     Expected(faults.NotReduced, 0, "gradients", "first.weight", "the gradient of 'first.weight' was not reduced"),
     Expected(faults.NothingReduced, 0, "gradients", "last.bias", "the gradient was not reduced"),
-    Expected(faults.DividedTwice, 0, "gradients", "last.bias", "divided by the number of processes once too often"),
+    Expected(faults.DividedTwice, 0, "gradients", "last.bias", "divided by the world size once too often"),
     Expected(faults.DividedTwice, 0, "gradients", "last.bias", "is 0.3333 times what it should be", ranks=3),
     Expected(
         faults.OneBiasTimesTwo, 0, "gradients", "last.bias", "the gradient of 'last.bias' is 2 times what it should be, multiplied by"
     ),
-    Expected(faults.StatisticsOfOneRank, 0, "buffers", "norm.running_mean", "BatchNorm statistics out of step"),
+    Expected(faults.StatisticsOfOneRank, 0, "buffers", "norm.running_mean", "BatchNorm statistics out of sync"),
     Expected(faults.BatchNormInEvalMode, 0, "microbatch", "last.bias", "BatchNorm statistics: microbatch 3 on rank 1"),
     Expected(faults.SameDropoutMask, 0, "microbatch", "last.bias", "the same dropout mask on several ranks: microbatch 3 on rank 1"),
     Expected(faults.MaskOfTheRank, 0, "microbatch", "last.bias", "another dropout mask"),
     Expected(faults.SampleSeenTwice, 1, "samples", "", "is seen twice, sample"),
-    Expected(faults.LocalNorm, 0, "norm", "", "about that of what the rank computed itself, before the reduction"),
-    Expected(faults.NormOfAShard, 0, "norm", "", "taken over a part of the gradient"),
-    Expected(faults.BufferOutOfStep, 1, "buffers", "scale", "a buffer out of step: 'scale' on rank 1"),
-    Expected(faults.AnotherSeed, BEFORE, "initial", "last.weight", "did not start from rank 0's weights"),
+    Expected(faults.LocalNorm, 0, "norm", "", "about the norm of the rank's own gradient, before the reduction"),
+    Expected(faults.NormOfAShard, 0, "norm", "", "that of a part of the gradient"),
+    Expected(faults.BufferOutOfStep, 1, "buffers", "scale", "a buffer out of sync: 'scale' on rank 1"),
+    Expected(faults.AnotherSeed, BEFORE_FIRST_STEP, "initial", "last.weight", "did not start from rank 0's weights"),
     Expected(faults.ScheduleStepsTwice, 1, "lr", "", "the learning rate 0.0081 is that of step 2"),
     Expected(faults.StateReset, 2, "states", "last.bias/step", "it was reset"),
     Expected(faults.NotCleared, 1, "gradients", "last.bias", "it was not cleared between steps"),
-    Expected(faults.MicrobatchLeftOut, 0, "gradients", "last.bias", "microbatch 4 (rank 1) is left out"),
+    Expected(faults.MicrobatchLeftOut, 0, "gradients", "last.bias", "microbatch 4 (rank 1) is missing"),
     Expected(faults.MicrobatchTwice, 0, "gradients", "last.bias", "microbatch 3 (rank 1) is counted twice"),
     Expected(faults.UnusedIsLost, 0, "missing", "odd.bias", "the gradient of 'odd.bias' was not reduced: ranks", ranks=6),
-    Expected(faults.LossOfOneRank, 0, "loss", "", "the loss that rank 0 records is not"),
+    Expected(faults.LossOfOneRank, 0, "loss", "", "the loss that rank 0 logs is not"),
     Expected(faults.NotApplied, 1, "states", "last.bias/step", "the optimizer's state"),
-    Expected(faults.WeightDecayOnARank, 0, "ranks", "last.bias", "from the same gradient: one was updated by other settings"),
+    Expected(faults.WeightDecayOnARank, 0, "ranks", "last.bias", "from the same gradient: the optimizer has other settings on one of them"),
     Expected(faults.ShortTypeSum, 0, "gradients", "last.bias", "is a bfloat16 number, and the reference's are not"),
-    Expected(faults.OneElement, 0, "gradients", "odd.weight", "1 of the 256 elements of 'odd.weight' are wrong, the first at number 53"),
+    Expected(faults.OneElement, 0, "gradients", "odd.weight", "1 of the 256 elements of 'odd.weight' are wrong, the first at index 53"),
 ]
 
 
 @pytest.fixture(scope="module")
-def right(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Trace, Yardstick]]:
-    """The reference and its yardstick, made once for each kind of engine and seed."""
+def right(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Trace, Rounding]]:
+    """Return a function that makes the reference and its rounding, once for each engine class and seed."""
 
     @cache
-    def made(kind: type[Engine] = Engine, seed: int = 0, steps: int = 4) -> tuple[Trace, Yardstick]:
+    def made(kind: type[Engine] = Engine, seed: int = 0, steps: int = 4) -> tuple[Trace, Rounding]:
         folder = tmp_path_factory.mktemp("right")
         reference = kind(folder / "reference", seed=seed, steps=steps).run()
-        twins = [kind(folder / f"twin-{noise}", seed=seed, steps=steps, noise=noise).run() for noise in range(3)]
-        return reference, Yardstick(reference, twins)
+        perturbed = [kind(folder / f"perturbed-{noise}", seed=seed, steps=steps, noise=noise).run() for noise in range(3)]
+        return reference, Rounding(reference, perturbed)
 
     return made
 
 
 def verified(right: Any, trace: Trace, **given: Any) -> tuple[Comparison, str | None]:
-    reference, yardstick = right(**given)
-    comparison = compare(reference, trace, yardstick, bitwise=False)
-    cause = likely_cause(Evidence(reference, trace, comparison.findings)) if comparison.findings else None
+    reference, rounding = right(**given)
+    comparison = compare(reference, trace, rounding, bitwise=False)
+    cause = likely_cause(Evidence(reference, trace, comparison.differences)) if comparison.differences else None
     return comparison, cause
 
 
@@ -90,8 +91,8 @@ def verified(right: Any, trace: Trace, **given: Any) -> tuple[Comparison, str | 
 def test_a_planted_fault_is_caught_and_named(right: Any, tmp_path: Path, expected: Expected) -> None:
     trace = expected.engine(tmp_path / "plan", ranks=expected.ranks).run()
     comparison, cause = verified(right, trace)
-    assert comparison.findings, "not caught"
-    first = comparison.findings[0]
+    assert comparison.differences, "not caught"
+    first = comparison.differences[0]
     assert (first.step, first.check, first.name) == (expected.step, expected.check, expected.name)
     assert cause is not None
     assert expected.cause in cause
@@ -100,10 +101,10 @@ def test_a_planted_fault_is_caught_and_named(right: Any, tmp_path: Path, expecte
 @pytest.mark.parametrize("engine", [faults.DividedTwice, faults.MeanOfMeansInTheSum, faults.NotReduced, faults.MicrobatchTwice])
 def test_a_wrong_sum_is_no_sum_of_the_microbatches(right: Any, tmp_path: Path, engine: type[Engine]) -> None:
     comparison, _ = verified(right, engine(tmp_path / "plan", ranks=2).run())
-    assert {finding.name for finding in comparison.findings if finding.check == "sum"} >= {"first.weight"}
+    assert {finding.name for finding in comparison.differences if finding.check == "sum"} >= {"first.weight"}
 
 
-def test_every_wrong_engine_is_tried() -> None:
+def test_every_faulty_engine_is_tried() -> None:
     engines = {value for value in vars(faults).values() if isinstance(value, type) and issubclass(value, Engine) and value is not Engine}
     assert engines == {expected.engine for expected in FAULTS}
     assert len(engines) >= 12
@@ -112,13 +113,13 @@ def test_every_wrong_engine_is_tried() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
 def test_a_right_engine_passes(right: Any, tmp_path: Path, ranks: int) -> None:
     comparison, _ = verified(right, Engine(tmp_path / "plan", ranks=ranks).run())
-    assert comparison.findings == []
-    assert comparison.worst is None or comparison.worst.ratio < 3
-    assert comparison.remarks == []
+    assert comparison.differences == []
+    assert comparison.largest is None or comparison.largest.times_rounding < 3
+    assert comparison.notes == []
 
 
 class RoundedOtherwise(Engine):
-    """What nearly cancels, as the gradient of a bias before BatchNorm, is nothing but rounding: a plan may round it otherwise."""
+    """Halves a gradient that is nothing but rounding: that of a bias before BatchNorm, which cancels."""
 
     def reduce(self, step: int, locals_: list[Any]) -> list[Any]:
         return [{**part, "first.bias": part["first.bias"] * 0.5} for part in super().reduce(step, locals_)]
@@ -126,13 +127,13 @@ class RoundedOtherwise(Engine):
 
 def test_a_gradient_of_nothing_but_rounding_is_no_fault(right: Any, tmp_path: Path) -> None:
     comparison, _ = verified(right, RoundedOtherwise(tmp_path / "plan", ranks=2).run())
-    assert comparison.findings == []
+    assert comparison.differences == []
 
 
 class Counts(Engine):
-    """Not the engine is wrong: the model counts its microbatches, so that what one gives depends on those before it."""
+    """The model counts its microbatches, so its output depends on the microbatches before."""
 
-    def started(self, model: nn.Module, rank: int) -> nn.Module:
+    def start(self, model: nn.Module, rank: int) -> nn.Module:
         calls = itertools.count()
         model.register_forward_hook(lambda module, given, output: output * (1 + 0.01 * next(calls)))
         return model
@@ -157,19 +158,22 @@ class CountsInTurns(Counts):
     ("engine", "cause"),
     [
         (CountsWithoutBatchNorm, "microbatch 3 has another gradient on rank 1 from the same samples and the same random state: the data"),
-        (CountsInTurns, "on rank 0 microbatch 0 is right, and microbatch 2 is not, which comes behind others there than on one process"),
+        (
+            CountsInTurns,
+            "on rank 0 microbatch 0 is right and microbatch 2 is not, which follows other microbatches there than on one process",
+        ),
     ],
 )
-def test_a_model_that_keeps_something_between_microbatches_is_named(right: Any, tmp_path: Path, engine: type[Engine], cause: str) -> None:
+def test_a_model_that_keeps_state_between_microbatches_is_named(right: Any, tmp_path: Path, engine: type[Engine], cause: str) -> None:
     kind = CountsWithoutBatchNorm if engine is CountsWithoutBatchNorm else Counts
     comparison, said = verified(right, engine(tmp_path / "plan", ranks=2).run(), kind=kind)
-    assert (comparison.findings[0].step, comparison.findings[0].check) == (0, "microbatch")
+    assert (comparison.differences[0].step, comparison.differences[0].check) == (0, "microbatch")
     assert cause in str(said)
-    assert "keeps something from one microbatch to the next" in str(said)
+    assert "keeps state from one microbatch to the next" in str(said)
 
 
 class Momentum(Engine):
-    """Without clipping, and with an optimizer in which the gradient's size counts."""
+    """No clipping, and an optimizer whose update depends on the gradient's size."""
 
     clip = None
 
@@ -183,27 +187,27 @@ class Momentum(Engine):
 @pytest.mark.parametrize("kind", [Engine, Momentum])
 def test_right_engines_raise_no_alarm(right: Any, tmp_path: Path, kind: type[Engine], ranks: int, seed: int) -> None:
     comparison, _ = verified(right, kind(tmp_path / "plan", ranks=ranks, seed=seed, steps=8).run(), kind=kind, seed=seed, steps=8)
-    assert comparison.findings == []
+    assert comparison.differences == []
 
 
 def test_the_same_bits_are_the_same_bits(right: Any, tmp_path: Path) -> None:
-    reference, yardstick = right()
-    same = compare(reference, Engine(tmp_path / "same").run(), yardstick, bitwise=True)
-    assert (same.findings, same.worst) == ([], None)
-    assert set(same.curves["gradients"]) == {0.0}
+    reference, rounding = right()
+    same = compare(reference, Engine(tmp_path / "same").run(), rounding, bitwise=True)
+    assert (same.differences, same.largest) == ([], None)
+    assert set(same.divergence["gradients"]) == {0.0}
 
 
 def test_bitwise_forgives_no_rounding(right: Any, tmp_path: Path) -> None:
-    reference, yardstick = right()
+    reference, rounding = right()
     trace = Engine(tmp_path / "plan", ranks=3).run()
-    assert compare(reference, trace, yardstick, bitwise=False).passed
-    first = compare(reference, trace, yardstick, bitwise=True).findings[0]
+    assert compare(reference, trace, rounding, bitwise=False).passed
+    first = compare(reference, trace, rounding, bitwise=True).differences[0]
     assert (first.step, first.check) == (0, "gradients")
-    assert first.ratio < 10
+    assert first.times_rounding < 10
 
 
 class SmallFactor(Engine):
-    """Smaller than what a float32 run tells from rounding."""
+    """A factor that float32 cannot tell from rounding."""
 
     def reduce(self, step: int, locals_: list[Any]) -> list[Any]:
         if self.size == 1:
@@ -212,15 +216,15 @@ class SmallFactor(Engine):
 
 
 def test_float64_sees_what_rounding_hides(right: Any, tmp_path: Path) -> None:
-    reference, yardstick = right()
-    assert compare(reference, SmallFactor(tmp_path / "short", ranks=2).run(), yardstick, bitwise=False).passed
+    reference, rounding = right()
+    assert compare(reference, SmallFactor(tmp_path / "short", ranks=2).run(), rounding, bitwise=False).passed
     exact = Engine(tmp_path / "exact", steps=1, float64=True).run()
-    twins = [Engine(tmp_path / f"twin-{noise}", steps=1, float64=True, noise=noise).run() for noise in range(2)]
-    scaled = yardstick.in_float64(exact, twins, scale=4 * EPS_RATIO, margin=4)
+    perturbed = [Engine(tmp_path / f"perturbed-{noise}", steps=1, float64=True, noise=noise).run() for noise in range(2)]
+    scaled = rounding.in_float64(exact, perturbed, scale=4 * EPS_RATIO, margin=4)
     right_plan = compare(exact, Engine(tmp_path / "right", ranks=2, steps=1, float64=True).run(), scaled, bitwise=False)
-    assert right_plan.findings == []
+    assert right_plan.differences == []
     trace = SmallFactor(tmp_path / "wrong", ranks=2, steps=1, float64=True).run()
     wrong = compare(exact, trace, scaled, bitwise=False)
-    assert wrong.findings[0].check == "gradients"
-    assert wrong.findings[0].ratio > 1e3
-    assert "mean of means" not in (likely_cause(Evidence(exact, trace, wrong.findings)) or "")
+    assert wrong.differences[0].check == "gradients"
+    assert wrong.differences[0].times_rounding > 1e3
+    assert "mean of means" not in (likely_cause(Evidence(exact, trace, wrong.differences)) or "")

@@ -1,4 +1,4 @@
-"""A cut of the matrix that `make verify` runs whole, and that nothing is missing from it unsaid."""
+"""A part of the matrix that `make verify` runs whole, and the plans that the matrix leaves out."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from verify.pooled import run_script, verified
 
 from lockstep.base.errors import RecipeError
 from lockstep.testing.pool import WorkerPool
-from lockstep.verify.runs_to_take import parse_plans
+from lockstep.verify.jobs import parse_plans
 
-CUT = {
+PART = {
     ("gpt-dropout", "fp32"): ["shard=2", "tensor=2", "pipeline=2", "split=2"],
     ("convolutions", "bf16"): ["replicate=3", "shard=2,pipeline=2"],
 }
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize(("model", "precision"), CUT)
-def test_a_cut_of_the_matrix_passes(pool: WorkerPool, model: str, precision: str) -> None:
+@pytest.mark.parametrize(("model", "precision"), PART)
+def test_a_part_of_the_matrix_passes(pool: WorkerPool, model: str, precision: str) -> None:
     pools: SimpleQueue[WorkerPool] = SimpleQueue()
     pools.put(pool)
     exact = precision == "fp32"
-    report = verified([SCRIPT, model, precision], CUT[model, precision], pools, steps=2, float64=exact, other_microbatch=exact)
+    report = verified([SCRIPT, model, precision], PART[model, precision], pools, steps=2, float64=exact, check_microbatch_size=exact)
     assert faults(report) == []
-    assert len(report.verdicts) == len(CUT[model, precision])
+    assert len(report.verdicts) == len(PART[model, precision])
     assert all(bool(verdict.float64) == exact for verdict in report.verdicts)
-    assert report.recipe_checked == exact
+    assert report.microbatch_size_checked == exact
 
 
-def test_the_cut_is_one() -> None:
-    assert all(precision in PRECISIONS and set(plans) <= set(plans_of(model)) for (model, precision), plans in CUT.items())
+def test_the_part_is_in_the_matrix() -> None:
+    assert all(precision in PRECISIONS and set(plans) <= set(plans_of(model)) for (model, precision), plans in PART.items())
 
 
 def test_every_model_is_in_the_matrix() -> None:

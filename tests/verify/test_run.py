@@ -1,4 +1,7 @@
-"""Jobs as subprocesses: room for them, their end, and what they are given. Stand-ins for the script, which import nothing."""
+"""Jobs as subprocesses: how many at once, how they end, and their environment.
+
+Stand-ins for the script import nothing.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,8 @@ import psutil
 import pytest
 
 from lockstep.plan import Plan
-from lockstep.verify.run import Runner
-from lockstep.verify.runs_to_take import Job
+from lockstep.verify.jobs import Job
+from lockstep.verify.runner import Runner
 
 
 def job(name: str, processes: int = 1, **given: Any) -> Job:
@@ -24,8 +27,10 @@ def job(name: str, processes: int = 1, **given: Any) -> Job:
 
 @pytest.fixture
 def runner(tmp_path: Path) -> Callable[..., Runner]:
-    def made(program: str, *, slots: int = 2, timeout_seconds: float = 30.0, tell: Callable[[str], None] = lambda _: None) -> Runner:
-        found = Runner(["train.py"], tmp_path / "runs", timeout_seconds=timeout_seconds, slots=slots, tell=tell)
+    def made(
+        program: str, *, slots: int = 2, timeout_seconds: float = 30.0, report_progress: Callable[[str], None] = lambda _: None
+    ) -> Runner:
+        found = Runner(["train.py"], tmp_path / "runs", timeout_seconds=timeout_seconds, slots=slots, report_progress=report_progress)
         found._command = lambda job, run_dir: [sys.executable, "-c", program, job.name]  # type: ignore[method-assign]
         return found
 
@@ -41,16 +46,16 @@ def test_a_job_is_a_lockstep_run_of_the_script_as_it_is(tmp_path: Path) -> None:
     ]
 
 
-def test_a_run_is_told_what_to_trace_and_to_use_one_thread(
+def test_a_run_is_asked_for_a_trace_and_to_use_one_thread(
     runner: Callable[..., Runner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     program = "import json, os; print(json.dumps(dict(os.environ)))"
     with runner(program) as made:
-        made.run([job("twin", noise=2, microbatch=3)])
-    seen = json.loads((tmp_path / "runs" / "twin" / "stdout").read_text())
+        made.run([job("perturbed", noise_seed=2, microbatch=3)])
+    seen = json.loads((tmp_path / "runs" / "perturbed" / "stdout").read_text())
     assert {name: value for name, value in seen.items() if name.startswith("LOCKSTEP_TRACE")} == {
-        "LOCKSTEP_TRACE": str(tmp_path / "runs" / "twin" / "trace"),
+        "LOCKSTEP_TRACE": str(tmp_path / "runs" / "perturbed" / "trace"),
         "LOCKSTEP_TRACE_STEPS": "2",
         "LOCKSTEP_TRACE_NOISE": "2",
         "LOCKSTEP_TRACE_MICROBATCH": "3",
@@ -68,13 +73,13 @@ def test_no_more_processes_run_at_once_than_there_is_room_for(runner: Callable[.
         assert sum(size for start, stop, size in spans if start <= now < stop) <= 2
 
 
-def test_a_run_that_does_not_end_is_ended(runner: Callable[..., Runner], tmp_path: Path) -> None:
-    told: list[str] = []
+def test_a_run_that_times_out_is_ended(runner: Callable[..., Runner], tmp_path: Path) -> None:
+    progress: list[str] = []
     program = "import os, sys, time; print(os.getpid(), flush=True); print('stuck', file=sys.stderr, flush=True); time.sleep(1000)"
-    with runner(program, timeout_seconds=1.0, tell=told.append) as made:
+    with runner(program, timeout_seconds=1.0, report_progress=progress.append) as made:
         (ended,) = made.run([job("slow")])
     assert (ended.timed_out, ended.traces, ended.error) == (True, [], "stuck")
-    assert told == ["slow: did not end in time, 1 s"]
+    assert progress == ["slow: timed out, 1 s"]
     assert not psutil.pid_exists(int((tmp_path / "runs" / "slow" / "stdout").read_text()))
 
 

@@ -1,4 +1,4 @@
-"""Traces as they are written and read: marks, projections, files, what is asked for by the environment."""
+"""Traces, written and read: tensor summaries, projections, files, and requests in environment variables."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lockstep.base.errors import LaunchError
-from lockstep.verify import records, trace
-from lockstep.verify.records import Mark
+from lockstep.verify import trace, trace_reader
+from lockstep.verify.distance import distance
 from lockstep.verify.trace import TensorFile, Tracer, mark, project
+from lockstep.verify.trace_reader import TensorSummary
 from lockstep.verify.trace_request import Tracing
-from lockstep.verify.yardstick import distance
 
 
-def marked(name: str, tensor: Tensor) -> Mark:
-    found = Mark.of(mark(name, tensor))
+def summarized(name: str, tensor: Tensor) -> TensorSummary:
+    found = TensorSummary.from_json(mark(name, tensor))
     assert found is not None
     return found
 
@@ -33,7 +33,7 @@ def test_the_distance_of_two_tensors_is_seen_in_their_projections() -> None:
         generator = torch.Generator().manual_seed(seed)
         x = torch.randn(300, generator=generator)
         y = x + 1e-3 * torch.randn(300, generator=generator)
-        ratios.append(distance(marked(f"w{seed}", x), marked(f"w{seed}", y)) / float((x.double() - y.double()).norm()))
+        ratios.append(distance(summarized(f"w{seed}", x), summarized(f"w{seed}", y)) / float((x.double() - y.double()).norm()))
     assert min(ratios) > 0.3
     assert max(ratios) < 1.9
     assert np.mean(np.square(ratios)) == pytest.approx(1.0, abs=0.15)
@@ -43,14 +43,14 @@ def test_one_element_is_seen_exactly() -> None:
     x = torch.randn(1000)
     y = x.clone()
     y[777] += 0.5
-    assert distance(marked("w", x), marked("w", y)) == pytest.approx(abs(float(y[777].double() - x[777].double())), rel=1e-9)
+    assert distance(summarized("w", x), summarized("w", y)) == pytest.approx(abs(float(y[777].double() - x[777].double())), rel=1e-9)
 
 
 def test_projections_are_linear_and_differ_by_name() -> None:
     x, y = torch.randn(2, 500, dtype=torch.float64)
-    total = marked("w", x + y).projection
-    np.testing.assert_allclose(total, marked("w", x).projection + marked("w", y).projection, rtol=1e-9)
-    assert not np.allclose(marked("w", x).projection, marked("v", x).projection)
+    total = summarized("w", x + y).projection
+    np.testing.assert_allclose(total, summarized("w", x).projection + summarized("w", y).projection, rtol=1e-9)
+    assert not np.allclose(summarized("w", x).projection, summarized("v", x).projection)
 
 
 def test_a_tensor_has_one_mark_however_it_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,9 +94,9 @@ def test_a_projection_rounds_no_more_than_float64_does() -> None:
 )
 def test_any_tensor_is_marked_and_kept(tmp_path: Path, tensor: Tensor) -> None:
     values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    found = marked("w", tensor)
+    found = summarized("w", tensor)
     assert found.norm == pytest.approx(float(values.double().norm()), rel=1e-9)
-    assert found.sha == marked("w", tensor.clone().contiguous()).sha
+    assert found.sha256 == summarized("w", tensor.clone().contiguous()).sha256
     with TensorFile(tmp_path / "one.safetensors") as file:
         file.add("w", tensor)
         file.add("again", tensor)
@@ -108,15 +108,15 @@ def test_any_tensor_is_marked_and_kept(tmp_path: Path, tensor: Tensor) -> None:
 
 def test_what_is_not_finite_is_null_and_far_from_all_else(tmp_path: Path) -> None:
     line = json.dumps(mark("w", torch.tensor([1.0, math.inf])), allow_nan=False)
-    broken = Mark.of(json.loads(line))
-    assert math.isinf(distance(broken, marked("w", torch.ones(2))))
-    assert distance(broken, Mark.of(mark("w", torch.tensor([math.inf, 2.0])))) == 0.0
+    broken = TensorSummary.from_json(json.loads(line))
+    assert math.isinf(distance(broken, summarized("w", torch.ones(2))))
+    assert distance(broken, TensorSummary.from_json(mark("w", torch.tensor([math.inf, 2.0])))) == 0.0
 
 
 def test_what_is_missing_on_one_side_is_infinitely_far() -> None:
     assert distance(None, None) == 0.0
-    assert math.isinf(distance(None, marked("w", torch.ones(2))))
-    assert math.isinf(distance(marked("w", torch.ones(3)), marked("w", torch.ones(2))))
+    assert math.isinf(distance(None, summarized("w", torch.ones(2))))
+    assert math.isinf(distance(summarized("w", torch.ones(3)), summarized("w", torch.ones(2))))
 
 
 def named(scale: float = 1.0) -> list[tuple[str, Tensor | None]]:
@@ -141,11 +141,14 @@ def trace_steps(folder: Path, steps: int, *, rank: int = 0, whole: bool = True, 
 def test_a_trace_is_read_as_it_was_written(tmp_path: Path) -> None:
     for rank in (0, 1):
         assert trace_steps(tmp_path, 3, rank=rank, asked=3) == [False, False, True]
-    (found,) = records.read(tmp_path)
-    assert (found.plan, found.world_size, found.pair, found.steps, sorted(found.ranks)) == ("replicate=2", 2, 0, 3, [0, 1])
-    assert found.facts == {"batchnorm": False, "pairs": 1}
-    assert [(m.rank, m.index, m.samples, m.drew) for m in found.of_step(1)] == [(0, 0, (0, 8), False), (1, 1, (7, 8), False)]
-    step = found.first.steps[2]
+    (found,) = trace_reader.read_traces(tmp_path)
+    assert (found.plan, found.world_size, found.module_index, found.steps, sorted(found.ranks)) == ("replicate=2", 2, 0, 3, [0, 1])
+    assert found.facts == {"batchnorm": False, "modules": 1}
+    assert [(m.rank, m.index, m.samples, m.drew_random_numbers) for m in found.microbatches_of(1)] == [
+        (0, 0, (0, 8), False),
+        (1, 1, (7, 8), False),
+    ]
+    step = found.rank_0.steps[2]
     assert (step.loss, step.weight, step.norm, step.lr, step.gain) == (1.5, None, None, 0.1, 0.5)
     assert step.tensors["gradients"]["b"] is None
     assert step.tensors["parameters"]["a"] is not None
@@ -171,7 +174,7 @@ def test_a_rank_that_holds_a_part_runs_through_the_tensors_and_writes_none(tmp_p
     tracer.applied(0, 0, loss=1.0, weight=None, norm=None, lr=None, parameters=gathered(), buffers=gathered(), states=gathered())
     tracer.close()
     assert looked == ["a", "b"] * 6
-    (found,) = records.read(tmp_path)
+    (found,) = trace_reader.read_traces(tmp_path)
     assert sorted(found.ranks) == [0]
 
 
@@ -184,29 +187,29 @@ def test_ranks_that_hold_a_stage_each_have_the_model_between_them(tmp_path: Path
         tracer.gradients(0, 0, mine)
         tracer.applied(0, 0, loss=1.0, weight=None, norm=None, lr=None, parameters=mine, buffers=[], states=[])
         tracer.close()
-    (found,) = records.read(tmp_path)
+    (found,) = trace_reader.read_traces(tmp_path)
     assert sorted(found.ranks) == [0]
-    step = found.first.steps[0]
+    step = found.rank_0.steps[0]
     assert {name: mark.norm for name, mark in step.tensors["gradients"].items() if mark} == pytest.approx(
         {"first": 2**0.5, "last": 12**0.5}
     )
-    assert found.first.initial["parameters"].keys() == {"first", "last"}
+    assert found.rank_0.initial["parameters"].keys() == {"first", "last"}
     last = found.tensor(0, "gradients", "last")
     assert last is not None
     assert last.tolist() == [2.0, 2.0, 2.0]
 
 
 def test_a_run_that_never_trained_has_no_trace(tmp_path: Path) -> None:
-    assert records.read(tmp_path) == []
+    assert trace_reader.read_traces(tmp_path) == []
     Tracer(Tracing(folder=tmp_path), rank=0, world_size=1, plan="replicate=1", whole=True).close()
-    assert records.read(tmp_path) == []
+    assert trace_reader.read_traces(tmp_path) == []
 
 
 def test_half_a_line_is_left_out(tmp_path: Path) -> None:
     trace_steps(tmp_path, 2)
     path = tmp_path / "rank-0.jsonl"
     path.write_text(path.read_text()[:-20])
-    (found,) = records.read(tmp_path)
+    (found,) = trace_reader.read_traces(tmp_path)
     assert found.steps == 1
 
 
@@ -221,7 +224,7 @@ def test_the_order_of_the_backward_is_noted(tmp_path: Path) -> None:
     tracer.applied(0, 0, loss=1.0, weight=None, norm=None, lr=None, parameters=model.named_parameters(), buffers=[], states=[])
     tracer.close()
     assert not any(parameter._backward_hooks for parameter in model.parameters())
-    order = records.read(tmp_path)[0].backward_order
+    order = trace_reader.read_traces(tmp_path)[0].backward_order
     assert sorted(order) == sorted(name for name, _ in model.named_parameters())
     assert {name[0] for name in order[:2]} == {"1"}
 

@@ -1,4 +1,4 @@
-"""A whole verification, with runs that are engines in this process instead of the user's script in others."""
+"""A whole verification. Its runs are engines in this process instead of processes with a user's script."""
 
 from __future__ import annotations
 
@@ -16,77 +16,78 @@ from verify.engine import Engine, Network
 
 from lockstep.base.errors import LaunchError, PlanError
 from lockstep.plan import Plan
-from lockstep.verify.page import page
-from lockstep.verify.run import Ended
-from lockstep.verify.runs_to_take import (
+from lockstep.verify.html_page import page
+from lockstep.verify.jobs import (
     Job,
-    alone,
-    common_microbatch,
     in_float64,
-    microbatch_jobs,
-    noise_jobs,
+    microbatch_for_all,
+    microbatch_size_jobs,
     parse_plans,
+    perturbed_jobs,
     plan_job,
     reference_jobs,
+    reference_plan,
 )
-from lockstep.verify.verdict import Report, Verification, Wanted
+from lockstep.verify.runner import JobResult
+from lockstep.verify.verdict import Report
+from lockstep.verify.verification import Verification, VerifyOptions
 
 
 class PerSample(Network):
-    """What it does with a sample does not depend on the others in the microbatch."""
+    """A model that treats each sample of a microbatch alone."""
 
     def forward(self, sample: Tensor, x: Tensor) -> Tensor:
         return self.last(self.odd(self.dropout(torch.tanh(self.norm(self.first(x))))))
 
 
 class Quiet(Engine):
-    """No dropout, and BatchNorm by its running statistics: what the same batch cut otherwise is tried with."""
+    """Eval mode, as in the microbatch size check: no dropout, and BatchNorm with its running statistics."""
 
     model = PerSample
 
-    def started(self, model: nn.Module, rank: int) -> nn.Module:
+    def start(self, model: nn.Module, rank: int) -> nn.Module:
         model.eval()
         model.train = lambda mode=True: model  # type: ignore[method-assign]
         return model
 
 
 class InProcess:
-    """Stands for `Runner`: each job is an engine, run when it is started."""
+    """Stands in for `Runner`: each job is an engine that runs when it is started."""
 
     def __init__(self, folder: Path, kinds: Callable[[Job], type[Engine]] = lambda job: Engine) -> None:
         self.folder = folder
         self.jobs: list[Job] = []
         self.failing: dict[str, tuple[int, str]] = {}
-        self.facts: dict[str, Any] = {"microbatch": 4, "global_batch": 24, "precision": "fp32", "comm": "exact"}
+        self.facts: dict[str, Any] = {"microbatch": 4, "global_batch": 24, "precision": "fp32", "gradient_compression": "none"}
         self.kinds = kinds
 
-    def start(self, job: Job) -> Future[Ended]:
+    def start(self, job: Job) -> Future[JobResult]:
         self.jobs.append(job)
-        future: Future[Ended] = Future()
-        future.set_result(self.ended(job))
+        future: Future[JobResult] = Future()
+        future.set_result(self.result(job))
         return future
 
-    def run(self, jobs: Sequence[Job]) -> list[Ended]:
+    def run(self, jobs: Sequence[Job]) -> list[JobResult]:
         return [self.start(job).result() for job in jobs]
 
-    def ended(self, job: Job) -> Ended:
+    def result(self, job: Job) -> JobResult:
         if job.name in self.failing:
             status, error = self.failing[job.name]
-            return Ended(job=job, status=status, traces=[], error=error, seconds=1.0, timed_out=status == 143)
+            return JobResult(job=job, status=status, traces=[], error=error, seconds=1.0, timed_out=status == 143)
         kind = self.kinds(job)
         made = type("Made", (kind,), {"microbatch": job.microbatch or 4})
         folder = self.folder / f"{len(self.jobs)}-{job.name}"
-        trace = made(folder, ranks=job.processes, steps=job.steps, noise=job.noise, float64=job.float64).run()
+        trace = made(folder, ranks=job.processes, steps=job.steps, noise=job.noise_seed, float64=job.float64).run()
         trace.facts = {**trace.facts, **self.facts, "microbatch": job.microbatch or self.facts["microbatch"]}
-        return Ended(job=job, status=0, traces=[trace], error="", seconds=1.0)
+        return JobResult(job=job, status=0, traces=[trace], error="", seconds=1.0)
 
 
-def wanted(*plans: str, steps: int = 3, bitwise: bool = False, float64: bool = True, other: bool = False) -> Wanted:
-    return Wanted(plans=parse_plans(plans, bitwise=bitwise), steps=steps, float64=float64, other_microbatch=other)
+def options(*plans: str, steps: int = 3, bitwise: bool = False, float64: bool = True, other: bool = False) -> VerifyOptions:
+    return VerifyOptions(plans=parse_plans(plans, bitwise=bitwise), steps=steps, float64=float64, check_microbatch_size=other)
 
 
-def verify(runner: InProcess, asked: Wanted) -> Report:
-    return Verification("train.py", asked, runner).run()  # type: ignore[arg-type]
+def verify(runner: InProcess, wanted: VerifyOptions) -> Report:
+    return Verification("train.py", wanted, runner).run()  # type: ignore[arg-type]
 
 
 def of_plan(kind: type[Engine], part: str = "plan-") -> Callable[[Job], type[Engine]]:
@@ -95,12 +96,20 @@ def of_plan(kind: type[Engine], part: str = "plan-") -> Callable[[Job], type[Eng
 
 def test_right_plans_pass_in_the_runs_type_and_in_float64(tmp_path: Path) -> None:
     runner = InProcess(tmp_path)
-    report = verify(runner, wanted("replicate=2", "replicate=3"))
+    report = verify(runner, options("replicate=2", "replicate=3"))
     assert report.passed
     assert [verdict.plan for verdict in report.verdicts] == ["replicate=2,numerics=fast", "replicate=3,numerics=fast"]
     assert all(len(verdict.float64) == 1 and verdict.float64[0].passed for verdict in report.verdicts)
     assert {job.name for job in runner.jobs} == {
-        *("reference-fast", "twin-0", "twin-1", "twin-2", "reference-fast-float64", "twin-0-float64", "twin-1-float64"),
+        *(
+            "reference-fast",
+            "perturbed-0",
+            "perturbed-1",
+            "perturbed-2",
+            "reference-fast-float64",
+            "perturbed-0-float64",
+            "perturbed-1-float64",
+        ),
         *("plan-replicate2-numericsfast", "plan-replicate3-numericsfast"),
         *("plan-replicate2-numericsfast-float64", "plan-replicate3-numericsfast-float64"),
     }
@@ -108,71 +117,74 @@ def test_right_plans_pass_in_the_runs_type_and_in_float64(tmp_path: Path) -> Non
 
 
 class Nudged(Engine):
-    """The sum is off by a thousandth of itself, on all ranks alike."""
+    """The gradient is off by a thousandth of itself, in the same way on all ranks."""
 
     def reduce(self, step: int, locals_: list[Any]) -> list[Any]:
         return [{name: gradient * 1.001 for name, gradient in each.items()} for each in super().reduce(step, locals_)]
 
 
-def test_what_compression_changes_is_said_and_fails_no_plan(tmp_path: Path) -> None:
-    runner = InProcess(tmp_path, lambda job: Engine if job.exact or job.processes == 1 else Nudged)
-    runner.facts["comm"] = "int8"
-    report = verify(runner, wanted("replicate=2", "replicate=1"))
+def test_the_effect_of_compression_is_reported_and_fails_no_plan(tmp_path: Path) -> None:
+    runner = InProcess(tmp_path, lambda job: Engine if job.uncompressed or job.processes == 1 else Nudged)
+    runner.facts["gradient_compression"] = "int8"
+    report = verify(runner, options("replicate=2", "replicate=1"))
     assert report.passed
     assert [job.name for job in runner.jobs if job.name.endswith("-compressed")] == [
         "plan-replicate2-numericsfast-compressed",
         "plan-replicate1-numericsfast-compressed",
     ]
-    (two,), (one,) = (verdict.compressed for verdict in report.verdicts)
+    (two,), (one,) = (verdict.compression for verdict in report.verdicts)
     assert two.gradient == pytest.approx(1e-3, rel=1e-2)
     assert 0 < two.loss < 1
     assert 0 < two.parameters < 1
     assert two.text().startswith(
-        f"comm=int8: after 3 steps the loss differs by {two.loss:.2g} of its size from comm=exact, the parameters by "
+        f"gradient_compression=int8: after 3 steps the loss differs by {two.loss:.2g} of its size from the uncompressed run, "
     )
     assert (one.gradient, one.parameters, one.loss) == (0.0, 0.0, 0.0)
-    assert json.loads(json.dumps(report.as_json()))["plans"][0]["compressed"] == [
-        {"comm": "int8", "steps": 3, "gradient": two.gradient, "parameters": two.parameters, "loss": two.loss}
+    assert json.loads(json.dumps(report.as_json()))["plans"][0]["compression"] == [
+        {"gradient_compression": "int8", "steps": 3, "gradient": two.gradient, "parameters": two.parameters, "loss": two.loss}
     ]
     assert two.text() in page(report)
 
 
 @pytest.mark.parametrize(
     ("kind", "text"),
-    [(faults.NothingReduced, "value on another rank"), (faults.SampleSeenTwice, "other samples")],
+    [(faults.NothingReduced, "value on another rank"), (faults.SampleSeenTwice, "samples on rank 1, microbatch 3: different")],
 )
 def test_ranks_that_differ_under_compression_fail(tmp_path: Path, kind: type[Engine], text: str) -> None:
     runner = InProcess(tmp_path, of_plan(kind, "plan-replicate2-numericsfast-compressed"))
-    runner.facts["comm"] = "int8"
-    (verdict,) = verify(runner, wanted("replicate=2")).verdicts
+    runner.facts["gradient_compression"] = "int8"
+    (verdict,) = verify(runner, options("replicate=2")).verdicts
     assert not verdict.passed
-    assert verdict.failure is not None
-    assert text in verdict.failure.text()
+    assert verdict.mismatch is not None
+    assert text in verdict.mismatch.text()
 
 
 def test_a_plan_that_cannot_compress_did_not_run(tmp_path: Path) -> None:
     runner = InProcess(tmp_path)
-    runner.facts["comm"] = "int8"
-    runner.failing["plan-replicate2-numericsbitwise-compressed"] = (2, "lockstep: RecipeError: comm='int8' with numerics=bitwise")
-    (verdict,) = verify(runner, wanted("replicate=2", bitwise=True, float64=False)).verdicts
-    assert (verdict.ran, verdict.status, verdict.passed) == (False, 2, False)
+    runner.facts["gradient_compression"] = "int8"
+    runner.failing["plan-replicate2-numericsbitwise-compressed"] = (
+        2,
+        "lockstep: RecipeError: gradient_compression='int8' with numerics=bitwise",
+    )
+    (verdict,) = verify(runner, options("replicate=2", bitwise=True, float64=False)).verdicts
+    assert (verdict.ran, verdict.exit_status, verdict.passed) == (False, 2, False)
 
 
 def test_a_wrong_plan_fails_and_the_right_one_beside_it_does_not(tmp_path: Path) -> None:
     runner = InProcess(tmp_path, lambda job: faults.DividedTwice if job.processes == 2 else Engine)
-    report = verify(runner, wanted("replicate=2", "replicate=3"))
+    report = verify(runner, options("replicate=2", "replicate=3"))
     wrong, right = report.verdicts
     assert (wrong.passed, right.passed, report.passed) == (False, True, False)
-    assert wrong.failure is not None
-    assert wrong.failure.text() == "step 0: gradient 'last.bias': off by 0.5 of its size, 1.05e+06 × rounding"
+    assert wrong.mismatch is not None
+    assert wrong.mismatch.text() == "step 0: gradient 'last.bias': off by 0.5 of its size, 1.05e+06 × rounding"
     assert wrong.row(10.0) == (wrong.plan, "2", "fails", "10 × rounding", "1.05e+06 × rounding", "gradient last.bias, step 0")
     assert right.row(10.0)[2] == "passes"
-    assert report.summary() == "1 of 2 plans not shown to train the same model as one process"
-    assert "divided by the number of processes once too often" in str(wrong.failure.cause)
+    assert report.summary() == "1 of 2 plans failed to show that they train the same model as one process"
+    assert "divided by the world size once too often" in str(wrong.mismatch.cause)
     found = json.loads(json.dumps(report.as_json(), allow_nan=False))
-    assert (found["passed"], found["plans"][0]["failure"]["name"], found["plans"][0]["failure"]["step"]) == (False, "last.bias", 0)
-    assert found["plans"][1]["failure"] is None
-    assert len(found["twins"]["gradients"]) == len(found["plans"][0]["curves"]["gradients"]) == 3
+    assert (found["passed"], found["plans"][0]["mismatch"]["name"], found["plans"][0]["mismatch"]["step"]) == (False, "last.bias", 0)
+    assert found["plans"][1]["mismatch"] is None
+    assert len(found["rounding_spread"]["gradients"]) == len(found["plans"][0]["divergence"]["gradients"]) == 3
 
 
 def test_what_only_float64_sees_fails_too(tmp_path: Path) -> None:
@@ -180,15 +192,15 @@ def test_what_only_float64_sees_fails_too(tmp_path: Path) -> None:
         def reduce(self, step: int, locals_: list[Any]) -> list[Any]:
             return [{name: g * (1 + 2e-8) for name, g in part.items()} for part in super().reduce(step, locals_)]
 
-    (verdict,) = verify(InProcess(tmp_path / "a", of_plan(TooSmall)), wanted("replicate=2")).verdicts
-    assert verdict.failure is not None
-    assert verdict.failure.text().endswith("(in float64)")
+    (verdict,) = verify(InProcess(tmp_path / "a", of_plan(TooSmall)), options("replicate=2")).verdicts
+    assert verdict.mismatch is not None
+    assert verdict.mismatch.text().endswith("(in float64)")
     assert verdict.row(10.0)[5].endswith("(float64)")
-    assert verify(InProcess(tmp_path / "b", of_plan(TooSmall)), wanted("replicate=2", float64=False)).passed
+    assert verify(InProcess(tmp_path / "b", of_plan(TooSmall)), options("replicate=2", float64=False)).passed
 
 
 class DecayOfTheWorld(Engine):
-    """Too little for float32 in the first step, where a parameter near 0 may turn either way."""
+    """Weight decay that grows with the world size. In float32 its first step is within the tolerance."""
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.002 * self.size)
@@ -196,16 +208,16 @@ class DecayOfTheWorld(Engine):
 
 def test_what_float64_sees_at_an_earlier_step_counts(tmp_path: Path) -> None:
     runner = InProcess(tmp_path, lambda job: DecayOfTheWorld)
-    (verdict,) = verify(runner, wanted("replicate=2")).verdicts
-    assert verdict.comparisons[0].findings[0].step > 0, "the run's own type sees it later"
-    assert verdict.failure is not None
-    assert (verdict.failure.finding.step, verdict.failure.float64) == (0, True)
-    assert "the gradient is right and the update is not" in str(verdict.failure.cause)
+    (verdict,) = verify(runner, options("replicate=2")).verdicts
+    assert verdict.comparisons[0].differences[0].step > 0, "the run's own type sees it later"
+    assert verdict.mismatch is not None
+    assert (verdict.mismatch.difference.step, verdict.mismatch.float64) == (0, True)
+    assert "the gradient and the optimizer's state are right, but the update is not" in str(verdict.mismatch.cause)
 
 
-def test_bitwise_plans_are_held_to_a_bitwise_reference_without_twins(tmp_path: Path) -> None:
+def test_bitwise_plans_are_held_to_a_bitwise_reference_without_perturbed_runs(tmp_path: Path) -> None:
     runner = InProcess(tmp_path)
-    report = verify(runner, wanted("replicate=3", bitwise=True))
+    report = verify(runner, options("replicate=3", bitwise=True))
     assert [job.name for job in runner.jobs] == ["reference-bitwise", "plan-replicate3-numericsbitwise"]
     assert not report.passed  # this engine adds in another order at 3 ranks
     assert report.verdicts[0].bitwise
@@ -214,16 +226,16 @@ def test_bitwise_plans_are_held_to_a_bitwise_reference_without_twins(tmp_path: P
 def test_a_script_that_fails_in_float64_is_verified_without_it(tmp_path: Path) -> None:
     runner = InProcess(tmp_path)
     runner.failing["reference-fast-float64"] = (1, "Traceback\nRuntimeError: expected Float")
-    report = verify(runner, wanted("replicate=2"))
+    report = verify(runner, options("replicate=2"))
     assert report.passed
-    assert report.remarks == ["the first step was not repeated in float64: the script fails in it (RuntimeError: expected Float)"]
+    assert report.notes == ["the first step was not repeated in float64: the script fails in it (RuntimeError: expected Float)"]
 
 
 def test_a_plan_under_which_the_script_fails_did_not_run(tmp_path: Path) -> None:
     runner = InProcess(tmp_path)
     runner.failing["plan-replicate2-numericsfast"] = (2, "lockstep: PlanError: why")
-    (verdict,) = verify(runner, wanted("replicate=2")).verdicts
-    assert (verdict.ran, verdict.passed, verdict.status, verdict.error) == (False, False, 2, "lockstep: PlanError: why")
+    (verdict,) = verify(runner, options("replicate=2")).verdicts
+    assert (verdict.ran, verdict.passed, verdict.exit_status, verdict.error) == (False, False, 2, "lockstep: PlanError: why")
 
 
 @pytest.mark.parametrize(
@@ -232,35 +244,35 @@ def test_a_plan_under_which_the_script_fails_did_not_run(tmp_path: Path) -> None
         (
             1,
             "Traceback\nValueError: boom",
-            r"'train.py' fails under one process \(exit status 1\), so that .*\nTraceback\nValueError: boom",
+            r"'train.py' fails under one process \(exit status 1\), so there is .*\nTraceback\nValueError: boom",
         ),
         (
             143,
             "",
-            r"'train.py' under one process did not come to its step 3 in 1 s; verify waits that long for each run; give fewer --steps",
+            r"'train.py' under one process did not finish 3 steps in 1 s; verify waits that long for each run; give fewer --steps",
         ),
-        (0, "", r"'train.py' ended without a step of lockstep's training; verify compares the steps of ls.train or ls.Session; call one"),
+        (0, "", r"'train.py' ended without a training step; verify compares the steps of ls.train or ls.Session; call one"),
     ],
 )
 def test_a_script_that_cannot_be_verified_is_a_mistake(tmp_path: Path, status: int, error: str, text: str) -> None:
     runner = InProcess(tmp_path)
     runner.failing["reference-fast"] = (status, error)
     with pytest.raises(LaunchError, match=f"(?s)^{text}"):
-        verify(runner, wanted("replicate=2"))
+        verify(runner, options("replicate=2"))
 
 
 def test_a_size_that_is_left_to_the_plan_is_fixed_for_all(tmp_path: Path) -> None:
     runner = InProcess(tmp_path)
     runner.facts["microbatch"] = None
-    report = verify(runner, wanted("replicate=2", "replicate=3", float64=False))
+    report = verify(runner, options("replicate=2", "replicate=3", float64=False))
     assert report.passed
     assert {job.microbatch for job in runner.jobs[1:]} == {8}
     assert len({job.name for job in runner.jobs}) == len(runner.jobs)
-    assert report.remarks[0].endswith("verified with microbatch=8 under every plan")
+    assert report.notes[0].endswith("verified with microbatch=8 under every plan")
 
 
 class MeanOfWeights(Quiet):
-    """Each microbatch is divided by its own weight and counts by its samples."""
+    """Each microbatch is divided by its own weight and counts by its number of samples."""
 
     def factor(self, step: int, index: int, rank: int) -> float:
         samples = self.samples(step, index)
@@ -275,35 +287,35 @@ class MeanOverTokens(MeanOfWeights):
     ("kind", "cause"),
     [
         (Quiet, None),
-        (MeanOverTokens, "return ls.Sum(total) and give Recipe.weight"),
-        (MeanOfWeights, "It has weights, so that its total is to be the sum of what the samples give alone: it may be a mean all the same"),
+        (MeanOverTokens, "return ls.Sum(total), and give Recipe.weight"),
+        (MeanOfWeights, "With weights, its total must be a sum over samples: it may be a mean all the same"),
     ],
 )
-def test_the_same_batch_cut_otherwise_has_the_same_gradient(tmp_path: Path, kind: type[Engine], cause: str | None) -> None:
+def test_another_microbatch_size_has_the_same_gradient(tmp_path: Path, kind: type[Engine], cause: str | None) -> None:
     runner = InProcess(tmp_path, lambda job: kind if job.name.startswith("microbatch-") else Engine)
-    report = verify(runner, wanted("replicate=2", float64=False, other=True))
-    assert report.recipe_checked
+    report = verify(runner, options("replicate=2", float64=False, other=True))
+    assert report.microbatch_size_checked
     assert [job.name for job in runner.jobs if job.name.startswith("micro")] == ["microbatch-4", "microbatch-2"]
     assert report.verdicts[0].passed
-    assert (report.recipe is None) == report.passed == (cause is None)
+    assert (report.microbatch_size_mismatch is None) == report.passed == (cause is None)
     said = "every plan trains the same model as one process"
     assert report.summary() == said + ("" if cause is None else ", but the loss depends on how a batch is cut into microbatches")
-    if report.recipe is not None:
-        assert (report.recipe.finding.step, report.recipe.finding.name) == (0, "last.bias")
-        assert "the loss is not a sum over samples: cut into microbatches of 2 instead of 4" in str(report.recipe.cause)
-        assert str(cause) in str(report.recipe.cause)
+    if report.microbatch_size_mismatch is not None:
+        assert (report.microbatch_size_mismatch.difference.step, report.microbatch_size_mismatch.difference.name) == (0, "last.bias")
+        assert "the loss is not a sum over samples: cut into microbatches of 2 instead of 4" in str(report.microbatch_size_mismatch.cause)
+        assert str(cause) in str(report.microbatch_size_mismatch.cause)
 
 
-def test_a_forward_that_draws_in_eval_mode_is_not_judged_by_its_cuts(tmp_path: Path) -> None:
+def test_a_forward_that_draws_in_eval_mode_is_not_tried_with_another_microbatch_size(tmp_path: Path) -> None:
     runner = InProcess(tmp_path)  # with dropout on
-    report = verify(runner, wanted("replicate=2", float64=False, other=True))
-    assert (report.recipe_checked, report.recipe) == (False, None)
-    assert "draws random numbers even in eval mode" in report.remarks[0]
+    report = verify(runner, options("replicate=2", float64=False, other=True))
+    assert (report.microbatch_size_checked, report.microbatch_size_mismatch) == (False, None)
+    assert "draws random numbers even in eval mode" in report.notes[0]
 
 
 @pytest.mark.parametrize("kind", [Engine, faults.NotReduced])
 def test_the_page_stands_alone(tmp_path: Path, kind: type[Engine]) -> None:
-    report = verify(InProcess(tmp_path, of_plan(kind)), wanted("replicate=2", "replicate=4", float64=False))
+    report = verify(InProcess(tmp_path, of_plan(kind)), options("replicate=2", "replicate=4", float64=False))
     report.script = "<train>.py"
     text = page(report)
     assert text.startswith("<!doctype html>")
@@ -328,13 +340,13 @@ def test_plans_are_read_with_their_processes() -> None:
     ("texts", "bitwise", "message"),
     [
         ([], False, "no plan to verify; --plans takes at least one; give for example --plans replicate=2"),
-        (["replicate=2,halvings=1"], False, "halvings=1 in plan 'replicate=2,halvings=1'; verify compares microbatch by microbatch"),
+        (["replicate=2,microbatch_splits=1"], False, "microbatch_splits=1 in plan 'replicate=2,microbatch_splits=1'; verify compares"),
         (["numerics=bitwise"], False, "replicate=auto in plan 'numerics=bitwise'; verify starts as many processes as the axes multiply to"),
-        (["replicate=2", "replicate=2,numerics=fast"], False, "plan 'replicate=2,numerics=fast' stands twice in --plans; give it once"),
+        (["replicate=2", "replicate=2,numerics=fast"], False, "plan 'replicate=2,numerics=fast' is given twice in --plans; give it once"),
         (
             ["replicate=2,numerics=fast"],
             True,
-            "numerics=fast in plan 'replicate=2,numerics=fast' with --bitwise; it asks for the same bits",
+            "numerics=fast in plan 'replicate=2,numerics=fast' with --bitwise, which requires the same bits",
         ),
         (["replicate"], False, "'replicate' in plan 'replicate'; a plan is made of name=value pairs"),
     ],
@@ -349,27 +361,27 @@ def test_only_bits_of_a_compiled_plan_are_compared_with_a_compiled_run() -> None
     plans = parse_plans(["replicate=2,compile=yes", "shard=2,numerics=bitwise", "shard=2,numerics=bitwise,compile=yes"], bitwise=False)
     expected = ["replicate=1,numerics=fast", "replicate=1,numerics=bitwise", "replicate=1,numerics=bitwise,compile=yes"]
     assert [str(job.plan) for job in reference_jobs(plans, 4).values()] == expected
-    assert [str(alone(plan)) for plan, _ in plans] == expected
+    assert [str(reference_plan(plan)) for plan, _ in plans] == expected
 
 
 def test_jobs_have_folders_of_their_own() -> None:
     plans = parse_plans(["replicate=2", "replicate=2,numerics=bitwise", "replicate=2,workers=1"], bitwise=False)
     plans += parse_plans(["replicate=2,numerics=bitwise,compile=yes"], bitwise=False)
-    jobs = [*reference_jobs(plans, 4).values(), *noise_jobs(4, None), *(plan_job(plan, count, 4, None) for plan, count in plans)]
-    jobs += [in_float64(job) for job in jobs if job.noise is None] + microbatch_jobs(32, 8)
+    jobs = [*reference_jobs(plans, 4).values(), *perturbed_jobs(4, None), *(plan_job(plan, count, 4, None) for plan, count in plans)]
+    jobs += [in_float64(job) for job in jobs if job.noise_seed is None] + microbatch_size_jobs(32, 8)
     assert len({job.name for job in jobs}) == len(jobs)
 
 
 @pytest.mark.parametrize(
     ("global_batch", "microbatch", "sizes"), [(32, 8, [8, 4]), (32, 7, [7, 4]), (8, 1, [1, 2]), (1, 1, []), (6, 2, [2, 1])]
 )
-def test_the_other_cut_is_about_half(global_batch: int, microbatch: int, sizes: list[int]) -> None:
-    assert [job.microbatch for job in microbatch_jobs(global_batch, microbatch)] == sizes
+def test_the_other_microbatch_size_is_about_half(global_batch: int, microbatch: int, sizes: list[int]) -> None:
+    assert [job.microbatch for job in microbatch_size_jobs(global_batch, microbatch)] == sizes
 
 
 def test_a_common_size_gives_every_process_a_microbatch() -> None:
-    assert common_microbatch(10, [(Plan.parse("replicate=2"), 2), (Plan.parse("replicate=4"), 4)]) == 3
-    assert common_microbatch(1, [(Plan.parse("replicate=4"), 4)]) == 1
+    assert microbatch_for_all(10, [(Plan.parse("replicate=2"), 2), (Plan.parse("replicate=4"), 4)]) == 3
+    assert microbatch_for_all(1, [(Plan.parse("replicate=4"), 4)]) == 1
 
 
 def test_default_dtype_is_left_as_it_was() -> None:

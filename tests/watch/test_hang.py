@@ -13,7 +13,7 @@ from lockstep.comm.in_flight import Call
 from lockstep.hooks.hang.report import Hang, enclosing, judged
 from lockstep.hooks.hang.snapshot import Doing, Frame, Place, doing
 from lockstep.logging.phases import FADES
-from lockstep.timeouts import Patience
+from lockstep.timeouts import WatchdogTimeouts
 
 REDUCE = Call("all_reduce", "default_pg", 7, "float32 (4,)")
 USER, TORCH = Frame("/home/me/train.py", 12, "loss"), Frame("/site-packages/torch/distributed/distributed_c10d.py", 9, "all_reduce")
@@ -132,7 +132,7 @@ class Pace:
     def __init__(self, seed: int, *, stops: bool) -> None:
         self._random = random.Random(seed)
         self._usual: list[dict[str, float]] = [{} for _ in range(self._random.choice((1, 2, 4)))]
-        self._patience = Patience()
+        self._timeouts = WatchdogTimeouts()
         self._base = {"data": 0.01, "compute": self._random.choice((0.01, 1.0, 10.0)), "evaluation": 30.0, "saving": 2.0, "hooks": 0.001}
         self.stops_at = self._random.randrange(20, 60) if stops else None
         self.stopped = self._random.randrange(len(self._usual))
@@ -158,7 +158,7 @@ class Pace:
         return said
 
     def _asked(self, name: str, took: list[float]) -> list[Hang | None]:
-        limits = [self._patience.limit_seconds(name, usual.get(name)) for usual in self._usual]
+        limits = [self._timeouts.limit_seconds(name, usual.get(name)) for usual in self._usual]
         moments = [limit + 0.1 for limit in limits if limit + 0.1 < max(took)] + [max(took) - 0.1]
         return [self._at(moment, name, took, limits) for moment in moments if any(moment >= limit for limit in limits)]
 

@@ -11,9 +11,11 @@ import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
+from torch import nn
 
 from lockstep import __version__
 from lockstep.autotune import cache as cached
@@ -32,14 +34,17 @@ from lockstep.autotune.choices import (
 from lockstep.autotune.trial import Trial
 from lockstep.base.errors import PlanError, RecipeError
 from lockstep.data.structure import structure
+from lockstep.hooks.checkpointer import saved_recipe
 from lockstep.launch.environment import threads_per_process
 from lockstep.logging.run_directory import device_name
-from lockstep.model.sync_batchnorm import training_batchnorms
+from lockstep.model.sync_batchnorm import SyncBatchNormExchange, training_batchnorms
+from lockstep.opening import Opened
 from lockstep.plan import MEASURED
 from lockstep.recipe import Recipe
-from lockstep.session import Session
-from lockstep.train import precision as precisions
-from lockstep.train.set_up import use_threads
+from lockstep.training import precision as precisions
+from lockstep.training.context import Context
+from lockstep.training.prepare import ModelOptions, build_model
+from lockstep.training.set_up import use_threads
 
 OF_THE_RECIPE = ("precision", "microbatch")
 TIMED = ("threads", "precision", "microbatch")
@@ -47,37 +52,36 @@ TIMED = ("threads", "precision", "microbatch")
 CUTTING = ("shard", "tensor", "pipeline")
 
 
-def settled(recipe: Recipe, session: Session) -> Recipe:
-    """The recipe with a value for each `auto`; the session's plan gets its own. Every rank calls it, with the pair prepared.
+def autotune(recipe: Recipe, opened: Opened) -> tuple[Recipe, Context]:
+    """The recipe and the context with a value for each `auto`. Every rank calls it, before the run's model is built.
 
-    Raises `RecipeError` and `PlanError` where a setting cannot be measured.
+    Measures with a model that is built for it and then dropped. Raises `RecipeError` and `PlanError` if a setting cannot be measured.
     """
+    context = opened.context
     auto = [name for name in OF_THE_RECIPE if getattr(recipe, name) == "auto"]
-    auto += [name for name in MEASURED if getattr(session.plan, name) == "auto"]
-    saved = session.saved_recipe()
+    auto += [name for name in MEASURED if getattr(context.plan, name) == "auto"]
+    saved = {} if context.overrides.bare else saved_recipe(opened.request.checkpoints(context), context.world)
+    saved = {name: value for name, value in saved.items() if name not in opened.request.allow_change}
     kept = {name: saved[name] for name in auto if name in OF_THE_RECIPE and name in saved}
     recipe = replace(recipe, **kept)
-    choosing = _Choosing(recipe, session, [name for name in auto if name not in kept])
+    choosing = _Choosing(recipe, context, [name for name in auto if name not in kept])
     measured, source = choosing.choose()
     chosen = {**kept, **measured.chosen}
     sources = {name: "checkpoint" if name in kept else "rule" if name in choosing.ruled else source for name in auto}
     recipe = replace(recipe, **{name: value for name, value in chosen.items() if name in OF_THE_RECIPE})
-    plan = replace(session.plan, **{name: value for name, value in chosen.items() if name in MEASURED})
-    session.plan = plan
+    plan = replace(context.plan, **{name: value for name, value in chosen.items() if name in MEASURED})
     if isinstance(plan.threads, int):
         use_threads(plan.threads)
-    if "precision" in chosen:
-        session.precision = chosen["precision"]
-        session.pairs[0].compute_in(session.precision)
     facts: dict[str, Any] = {
         "settings": {name: {"value": chosen[name], "source": sources[name]} for name in auto},
         "seconds": measured.figures,
         "took_seconds": round(measured.seconds, 3),
     }
-    session.recorder.settle(recipe.describe(), plan, session.device, facts)
-    session.event("settings-chosen", None, **facts)
-    session.recorder.message(f"chosen: {_said(chosen, sources, measured.seconds)}")
-    return recipe
+    context.recorder.settle(recipe.describe(), plan, context.device, facts)
+    context.recorder.event("settings-chosen", 0, **facts)
+    context.recorder.message(f"chosen: {_said(chosen, sources, measured.seconds)}")
+    precision = chosen.get("precision", context.precision)
+    return recipe, replace(context, plan=plan, precision=precision, recipe=recipe.describe())
 
 
 def _said(chosen: Mapping[str, Any], sources: Mapping[str, str], seconds: float) -> str:
@@ -92,11 +96,11 @@ def _said(chosen: Mapping[str, Any], sources: Mapping[str, str], seconds: float)
     return "; ".join(f"{', '.join(said)} ({words[source]})" for source, said in parts.items() if said)
 
 
-@dataclass(slots=True)
+@dataclass
 class _Choosing:
     recipe: Recipe
     """With `auto` for what is still to be chosen."""
-    session: Session
+    context: Context
     names: list[str]
     """What is to be chosen."""
     candidates: dict[str, list[Any]] = field(default_factory=dict)
@@ -104,9 +108,19 @@ class _Choosing:
     ruled: dict[str, Any] = field(default_factory=dict)
     """Those for which there is one value only."""
 
+    @cached_property
+    def model(self) -> nn.Module:
+        """A model to measure with, in training mode, as the plan wants it. Built when it is first needed."""
+        options = ModelOptions(blocks=self.recipe.blocks, tensor=self.recipe.tensor, stages=self.recipe.stages)
+        made = build_model(self.context, self.recipe.model, options, number=0, exchange=SyncBatchNormExchange(), weights=None)
+        if made.parallel.streams is not None:
+            made.parallel.streams.close()
+        model: nn.Module = made.built.module
+        return model
+
     def choose(self) -> tuple[Measured, str]:
         """And where those are from that are not `ruled`: `cache` or `measurement`."""
-        if not self.session.measures:
+        if self.context.overrides.bare:
             bare = {"precision": "fp32", "microbatch": None, "threads": torch.get_num_threads(), "workers": 0, "prefetch": PREFETCH}
             self.ruled = {name: bare[name] for name in self.names}
             return Measured(self.ruled), "rule"
@@ -114,7 +128,7 @@ class _Choosing:
         by_name = {"precision": self._precisions, "microbatch": self._microbatches, "threads": self._threads}
         self.candidates = {name: by_name[name]() for name in self.names if name in by_name}
         self.ruled = {name: values[0] for name, values in self.candidates.items() if len(values) == 1}
-        if self.session.plan.workers == 0 and "prefetch" in self.names:
+        if self.context.plan.workers == 0 and "prefetch" in self.names:
             self.ruled["prefetch"] = PREFETCH
         if len(self.ruled) == len(self.names):
             return Measured(self.ruled), "rule"
@@ -123,11 +137,11 @@ class _Choosing:
         if found is not None:
             return found, "cache"
         measured = self._measured()
-        if path is not None and self.session.rank == 0:
+        if path is not None and self.context.world.rank == 0:
             try:
                 cached.write(path, measured)
             except OSError as error:
-                self.session.event("cache-not-written", path=str(path), reason=str(error))
+                self.context.recorder.event("cache-not-written", 0, path=str(path), reason=str(error))
         return measured, "measurement"
 
     def _check(self) -> None:
@@ -135,11 +149,11 @@ class _Choosing:
         if "microbatch" not in self.names:
             return
         example = f"give a microbatch, for example microbatch={max(1, self.recipe.global_batch // 8)}"
-        if self.session.plan.numerics == "bitwise":
+        if self.context.plan.numerics == "bitwise":
             raise RecipeError(
                 f"numerics=bitwise with microbatch='auto'; other machines and numbers of processes may measure another one; {example}"
             )
-        if layers := training_batchnorms([self.session.pairs[0].model]):
+        if layers := training_batchnorms([self.model]):
             raise RecipeError(
                 f"microbatch='auto' with BatchNorm ({layers[0][0]!r}); it takes its statistics over one microbatch, whose size so changes "
                 f"what is learned, not only the speed; {example}"
@@ -147,7 +161,7 @@ class _Choosing:
 
     def _check_whole(self) -> None:
         """Raises `PlanError` where no process has the whole model."""
-        plan = self.session.plan
+        plan = self.context.plan
         for axis in CUTTING:
             if (size := getattr(plan, axis)) != 1:
                 name = self.names[0]
@@ -157,33 +171,33 @@ class _Choosing:
                 )
 
     def _precisions(self) -> list[Any]:
-        return precisions.choices(self.session.device)
+        return precisions.choices(self.context.device)
 
     def _microbatches(self) -> list[Any]:
         """Up to one a rank."""
         recipe = self.recipe
         batch = recipe.global_batch if recipe.epochs is None else min(recipe.global_batch, len(recipe.data))
-        return doubling(-(-batch // self.session.mesh.data.size))
+        return doubling(-(-batch // self.context.mesh.data.size))
 
     def _threads(self) -> list[Any]:
         """On a GPU, and in bitwise numerics, as they are."""
-        if self.session.device.type != "cpu" or self.session.plan.numerics == "bitwise":
+        if self.context.device.type != "cpu" or self.context.plan.numerics == "bitwise":
             return [torch.get_num_threads()]
-        return doubling(threads_per_process(self.session.world.local_size))
+        return doubling(threads_per_process(self.context.world.local_size))
 
     def _cached(self) -> tuple[Measured | None, Any]:
         """What an earlier run measured, the same on every rank, and, on rank 0, the file for it."""
         path, found, problem = None, None, None
-        if self.session.rank == 0:
+        if self.context.world.rank == 0:
             try:
                 path = cached.folder(os.environ) / cached.name_of(self._facts())
                 measured = cached.read(path, self._fits)
                 found = None if measured is None else [measured.chosen, measured.figures, measured.seconds]
             except (OSError, ValueError, RuntimeError) as error:
                 problem = str(error)
-        found, problem = self.session.world.value_of(0, [found, problem])
+        found, problem = self.context.world.value_of(0, [found, problem])
         if problem is not None:
-            self.session.event("cache-ignored", path=str(path), reason=problem)
+            self.context.recorder.event("cache-ignored", 0, path=str(path), reason=problem)
         return None if found is None else Measured(*found), path
 
     def _fits(self, chosen: Mapping[str, Any]) -> bool:
@@ -195,7 +209,7 @@ class _Choosing:
 
     def _facts(self) -> dict[str, Any]:
         """All that the figures depend on, as JSON."""
-        recipe, session, model = self.recipe, self.session, self.session.pairs[0].model
+        recipe, context, model = self.recipe, self.context, self.model
         with self._trial(1) as trial:
             item = next(trial.fetched(self._reference()), None)
         described = recipe.describe()
@@ -209,9 +223,9 @@ class _Choosing:
                 for name, each in named
             ],
             "batch": None if item is None else [str(structure(item.batch)), _shapes(item.batch)],
-            "plan": str(session.plan),
-            "world": [session.world_size, session.world.local_size, threads_per_process(1), torch.get_num_threads()],
-            "machine": [socket.gethostname(), device_name(session.device), torch.__version__, __version__],
+            "plan": str(context.plan),
+            "world": [context.world.size, context.world.local_size, threads_per_process(1), torch.get_num_threads()],
+            "machine": [socket.gethostname(), device_name(context.device), torch.__version__, __version__],
         }
 
     def _reference(self) -> int | None:
@@ -222,7 +236,7 @@ class _Choosing:
     def _trial(self, timings: int) -> Trial:
         given = self.recipe.microbatch
         recipe = replace(self.recipe, microbatch=None) if given == "auto" else self.recipe
-        return Trial(recipe, self.session.pairs[0], self.session.mesh, self.session.plan, timings)
+        return Trial(recipe, self.model, self.context, timings)
 
     def _measured(self) -> Measured:
         """Every rank calls it: they measure at once, as they will train."""
@@ -264,15 +278,15 @@ class _Choosing:
                 raise
             if sizes and seconds is not None:
                 count = trial.length(each).most_microbatches
-                found[each] = step_seconds(seconds, microbatches=count, ranks=self.session.mesh.data.size)
+                found[each] = step_seconds(seconds, microbatches=count, ranks=self.context.mesh.data.size)
         return found
 
     def _loading(self, mean: float, most: float, computed: float | None) -> dict[str, int]:
         """How the data are fetched, where a microbatch is `computed` in so many seconds; None: that is not known."""
-        plan, found = self.session.plan, {}
+        plan, found = self.context.plan, {}
         workers = plan.workers
         if workers == "auto":
-            cores = threads_per_process(self.session.world.local_size)
+            cores = threads_per_process(self.context.world.local_size)
             workers = found["workers"] = 0 if computed is None else loader_workers(mean, computed, cores)
         if "prefetch" in self.names:
             found["prefetch"] = PREFETCH if computed is None else prefetch_depth(most, computed, workers)

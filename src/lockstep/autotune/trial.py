@@ -12,22 +12,21 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch import nn
 
-from lockstep.comm.mesh import Mesh
 from lockstep.data.device import to_device
 from lockstep.data.generators import seed_generators
 from lockstep.data.isolation import Isolation
 from lockstep.data.loader import Loader, Microbatch, StreamLoader
 from lockstep.keys import RandomStream, key
 from lockstep.launch.failure import out_of_memory
-from lockstep.plan import Plan
 from lockstep.recipe import Precision, Recipe
 from lockstep.recipe import Stream as DataStream
-from lockstep.train import precision as precisions
-from lockstep.train.forward import output_of
-from lockstep.train.loss import contribution, weights_of
-from lockstep.train.microbatches import Length
-from lockstep.train.train_module import Pair
+from lockstep.training import precision as precisions
+from lockstep.training.context import Context
+from lockstep.training.executors.executor import call_model
+from lockstep.training.loss import contribution, weights_of
+from lockstep.training.microbatches import Length
 
 SECONDS = 4.0
 """For all timings of forwards and backwards together, of which each gets its share: two repetitions at least, or a quarter of it all."""
@@ -45,9 +44,8 @@ class Trial:
 
     recipe: Recipe
     """With a `microbatch`, or None."""
-    pair: Pair
-    mesh: Mesh
-    plan: Plan
+    model: nn.Module
+    context: Context
     timings: int
     """How many there will be, for a share of the time."""
     _loader: Loader | StreamLoader = field(init=False)
@@ -56,19 +54,19 @@ class Trial:
     _known: dict[tuple[int | None, Precision, int], float | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        data, collate, seed, device = self.recipe.data, self.recipe.collate, self.recipe.seed, self.pair.device
+        data, collate, seed, device = self.recipe.data, self.recipe.collate, self.recipe.seed, self.context.device
         kind = StreamLoader if isinstance(data, DataStream) else Loader
         self._loader = kind(data, collate=collate, seed=seed, workers=0, device=device)
 
     def __enter__(self) -> Trial:
-        device = self.pair.device
+        device = self.context.device
         self._stack.callback(self._loader.close)
         self._stack.enter_context(Isolation())
         if device.type == "cuda":
             self._stack.callback(torch.cuda.reset_peak_memory_stats, device)
             self._stack.callback(torch.cuda.empty_cache)
             self._stack.enter_context(torch.random.fork_rng([device]))
-        if self.plan.compile:  # each size would be compiled first
+        if self.context.plan.compile:  # each size would be compiled first
             self._stack.enter_context(torch.compiler.set_stance("force_eager"))
         self._stack.callback(self._drop_gradients)
         return self
@@ -85,8 +83,8 @@ class Trial:
             microbatch=microbatch,
             steps=recipe.steps,
             epochs=recipe.epochs,
-            mesh=self.mesh,
-            halvings=self.plan.halvings,
+            mesh=self.context.mesh,
+            microbatch_splits=self.context.plan.microbatch_splits,
         )
 
     def fetched(self, microbatch: int | None) -> Iterator[Microbatch]:
@@ -99,7 +97,7 @@ class Trial:
 
     def is_over(self) -> bool:
         """Whether the time for all timings has passed, on rank 0."""
-        return bool(self.mesh.world.value_of(0, time.perf_counter() - self._began > SECONDS))
+        return bool(self.context.mesh.world.value_of(0, time.perf_counter() - self._began > SECONDS))
 
     def compute_seconds(self, *, microbatch: int | None, precision: Precision, threads: int) -> float | None:
         """A microbatch's forward and backward, on the slowest rank. None: there was no room on a rank."""
@@ -107,7 +105,7 @@ class Trial:
         if case not in self._known:
             torch.set_num_threads(threads)
             item = next(self.fetched(microbatch), None)
-            everyone = self.mesh.world.gather_values(0.0 if item is None else self._timed(item, precision))
+            everyone = self.context.mesh.world.gather_values(0.0 if item is None else self._timed(item, precision))
             self._known[case] = None if None in everyone else max(everyone)
         return self._known[case]
 
@@ -117,13 +115,13 @@ class Trial:
         while (before := time.perf_counter()) - began < FETCH_SECONDS and next(fetched, None) is not None:
             took.append(time.perf_counter() - before)
         took = took[1:] or took or [0.0]  # the first one opens files
-        everyone = self.mesh.world.gather_values([sum(took) / len(took), max(took)])
+        everyone = self.context.mesh.world.gather_values([sum(took) / len(took), max(took)])
         return max(mean for mean, _ in everyone), max(most for _, most in everyone)
 
     def _timed(self, item: Microbatch, precision: Precision) -> float | None:
         """On this rank. None: there was no room."""
-        if self.pair.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.pair.device)
+        if self.context.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.context.device)
         until = time.perf_counter() + SECONDS / self.timings
         took: list[float] = []
         try:
@@ -139,28 +137,28 @@ class Trial:
         return min(took[1:] or took)
 
     def _once(self, item: Microbatch, given: Any, precision: Precision) -> float:
-        recipe, device = self.recipe, self.pair.device
+        recipe, device = self.recipe, self.context.device
         weights = None if recipe.weight is None else {name: value or 1.0 for name, value in weights_of(recipe.weight(given)).items()}
         seed_generators(key(recipe.seed, RandomStream.FORWARD, 0, item.index), device)
         _finish(device)
         began = time.perf_counter()
         batch = to_device(given, device)
         with precisions.autocast(precision, device):
-            loss = recipe.loss(output_of(recipe.inputs, self.pair.model, batch), batch)
+            loss = recipe.loss(call_model(recipe.inputs, self.model, batch), batch)
         one = torch.ones((), dtype=torch.float64, device=device)
         part = contribution(loss, samples=item.size, step_samples=item.size, batch=given, weights=weights, prescale=one)
-        torch.autograd.backward(part.total, part.seed)
+        torch.autograd.backward(part.total, part.grad_output)
         _finish(device)
         return time.perf_counter() - began
 
     def _leaves_room(self) -> bool:
-        device = self.pair.device
+        device = self.context.device
         if device.type != "cuda":
             return True
         return torch.cuda.max_memory_allocated(device) <= (1 - FREE) * torch.cuda.get_device_properties(device).total_memory
 
     def _drop_gradients(self) -> None:
-        for parameter in self.pair.parameters:
+        for parameter in self.model.parameters():
             parameter.grad = None
 
 

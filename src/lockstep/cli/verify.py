@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import click
 
 from lockstep.base.errors import USER_ERROR_STATUS, LaunchError
-from lockstep.launch.script import check_module, check_script
-from lockstep.verify.runs_to_take import parse_plans
+from lockstep.cli.arguments import check_target, script_arguments
+from lockstep.verify.jobs import parse_plans
 
 if TYPE_CHECKING:
     from lockstep.verify.verdict import Report, Verdict
@@ -25,7 +25,7 @@ _FLAGS = {"--bitwise", "--json", "--no-float64", "--whole-microbatch-loss", "-m"
 
 
 class _Command(click.Command):
-    """`--plans` takes several values, and what stands between SCRIPT and it is the script's."""
+    """A command whose `--plans` takes several values. Arguments between SCRIPT and `--plans` are the script's."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         return super().parse_args(ctx, rearranged(args))
@@ -37,17 +37,19 @@ class _Command(click.Command):
 @click.command("verify", cls=_Command, context_settings={"allow_interspersed_args": False})
 @click.option("--plans", multiple=True, metavar="PLAN...", help='Plans to verify: "replicate=2" "shard=2,numerics=bitwise" ...')
 @click.option("--steps", default=8, show_default=True, type=click.IntRange(min=1), metavar="K", help="Steps to compare.")
-@click.option("--bitwise", is_flag=True, help="Ask for the same bits under every plan (numerics=bitwise).")
+@click.option("--bitwise", is_flag=True, help="Require the same bits under every plan (numerics=bitwise).")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON for programs instead of a table.")
-@click.option("--html", type=click.Path(dir_okay=False), metavar="FILE", help="Write a page with the curves of divergence.")
-@click.option("--no-float64", is_flag=True, help="Leave out the first step in float64, which sees what rounding hides.")
-@click.option("--whole-microbatch-loss", is_flag=True, help="The loss is meant to depend on how the batch is cut (contrastive losses).")
-@click.option("--timeout", default=600.0, show_default=True, type=click.FloatRange(min=1), metavar="SECONDS", help="For each run.")
-@click.option("--jobs", type=click.IntRange(min=1), metavar="N", help="Processes at once. Default: cores, or 1 run where there are GPUs.")
+@click.option("--html", type=click.Path(dir_okay=False), metavar="FILE", help="Write a page with each plan's divergence from one process.")
+@click.option("--no-float64", is_flag=True, help="Do not repeat the first step in float64, which shows what rounding hides.")
+@click.option(
+    "--whole-microbatch-loss", is_flag=True, help="The loss may depend on how the batch is cut into microbatches (contrastive losses)."
+)
+@click.option("--timeout", default=600.0, show_default=True, type=click.FloatRange(min=1), metavar="SECONDS", help="Longest time of a run.")
+@click.option(
+    "--jobs", type=click.IntRange(min=1), metavar="N", help="Processes at once. Default: the number of cores; with GPUs, one run."
+)
 @click.option("--keep", type=click.Path(file_okay=False), metavar="DIR", help="Keep the traces of all runs in this new directory.")
-@click.option("-m", "is_module", is_flag=True, help="SCRIPT is the name of a module, as in python -m.")
-@click.argument("script")
-@click.argument("arguments", metavar="[ARGS]...", nargs=-1, type=click.UNPROCESSED)
+@script_arguments
 def command(
     plans: tuple[str, ...],
     steps: int,
@@ -63,54 +65,52 @@ def command(
     script: str,
     arguments: tuple[str, ...],
 ) -> int:
-    """Prove that plans train the model that one process does.
+    """Prove that plans train the same model as one process.
 
-    Runs the script, unchanged, on one process and under each plan for K steps, and compares every gradient, parameter and buffer. The
-    yardstick is how far apart rounding alone drives the model (twins with noise of one unit in the last place). Names the first step and
-    parameter that differ by more, and the likely cause. Everything from --plans on is for verify; before it, what follows SCRIPT is the
-    script's.
+    Runs the script, unchanged, on one process and under each plan for K steps, and compares every gradient, parameter
+    and buffer. The tolerance is measured: it is a multiple of what rounding alone does to this model (perturbed runs
+    with noise of one unit in the last place). Names the first step and parameter that differ by more, and the likely
+    cause. Arguments between SCRIPT and --plans are the script's; everything from --plans on is for verify.
 
     \b
     Examples:
       lockstep verify train.py --lr 0.1 --plans "replicate=2" "replicate=3,numerics=bitwise"
       lockstep verify --plans replicate=2 --steps 4 --html verify.html train.py --lr 0.1
 
-    Exit status: 0 where all plans pass, 1 where one does not, 2 for a mistake (a bad plan, a script that fails or never trains).
+    Exit status: 0 if all plans pass, 1 if one does not, 2 for a mistake (a bad plan, a script that fails or never
+    trains).
     """
     parsed = parse_plans(plans, bitwise=bitwise)
-    if is_module:
-        check_module(script)
-    else:
-        check_script(script)
+    check_target(script, is_module=is_module)
     if html is not None and not Path(html).absolute().parent.is_dir():
         raise LaunchError(f"--html {html}; its directory is not there; name a file in a directory that is")
 
-    from lockstep.verify.run import Runner  # numpy and safetensors: after all that can be checked without them
-    from lockstep.verify.verdict import Verification, Wanted
+    from lockstep.verify.runner import Runner  # imports numpy and safetensors: after all checks that need neither
+    from lockstep.verify.verification import Verification, VerifyOptions
 
-    wanted = Wanted(plans=parsed, steps=steps, float64=not no_float64, other_microbatch=not whole_microbatch_loss)
+    options = VerifyOptions(plans=parsed, steps=steps, float64=not no_float64, check_microbatch_size=not whole_microbatch_loss)
     line = [*(["-m"] if is_module else []), script, *arguments]
     with (
         _ended_by_sigterm(),
         _folder(keep) as folder,
-        Runner(line, folder, timeout_seconds=timeout, slots=jobs or _slots(), tell=_tell) as runner,
+        Runner(line, folder, timeout_seconds=timeout, slots=jobs or _slots(), report_progress=_report_progress) as runner,
     ):
-        report = Verification(script, wanted, runner).run()
+        report = Verification(script, options, runner).run()
         if html is not None:
-            from lockstep.verify.page import page
+            from lockstep.verify.html_page import page
 
             Path(html).write_text(page(report), encoding="utf-8")
     if as_json:
         print(json.dumps(report.as_json(), indent=2, allow_nan=False))
     else:
         show(report)
-    if any(not verdict.ran and verdict.status == USER_ERROR_STATUS for verdict in report.verdicts):
+    if any(not verdict.ran and verdict.exit_status == USER_ERROR_STATUS for verdict in report.verdicts):
         return USER_ERROR_STATUS
     return 0 if report.passed else 1
 
 
 def rearranged(args: Sequence[str]) -> list[str]:
-    """Options first, each plan with a `--plans` of its own; then `--`, the script and its arguments."""
+    """Return `args` with the options first, a `--plans` before each plan, then `--`, the script and its arguments."""
     own, rest = _own(args, 0)
     script, after = args[rest : rest + 1], list(args[rest + 1 :])
     if "--plans" not in own:
@@ -123,7 +123,7 @@ def rearranged(args: Sequence[str]) -> list[str]:
 
 
 def _own(args: Sequence[str], start: int) -> tuple[list[str], int]:
-    """The options that stand from `start` on, and where they end."""
+    """Return the options that begin at `start`, and the position behind them."""
     found: list[str] = []
     place = start
     while place < len(args) and args[place].startswith("-"):
@@ -144,7 +144,7 @@ def _own(args: Sequence[str], start: int) -> tuple[list[str], int]:
 
 
 def show(report: Report) -> None:
-    """The table, and below it what is wrong."""
+    """Print the table, and below it the mismatches and notes."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -156,30 +156,30 @@ def show(report: Report) -> None:
     for name in COLUMNS:
         table.add_column(name, justify="right" if name == "processes" else "left", overflow="fold", no_wrap=name == "plan")
     for verdict in report.verdicts:
-        table.add_row(*verdict.row(report.limit), style=None if verdict.passed else "red")
+        table.add_row(*verdict.row(report.tolerance), style=None if verdict.passed else "red")
     console.print(table)
     console.print(Text(report.summary(), style="green" if report.passed else "red"))
     for verdict in report.verdicts:
         for line in _lines(verdict):
             console.print(Text(line))
-    if report.recipe is not None:
-        console.print(Text(f"the same batch cut into other microbatches: {report.recipe.text()}\n  {report.recipe.why()}"))
-    for remark in report.remarks:
-        console.print(Text(f"note: {remark}"))
+    if (mismatch := report.microbatch_size_mismatch) is not None:
+        console.print(Text(f"the same batch with another microbatch size: {mismatch.text()}\n  {mismatch.why()}"))
+    for note in report.notes:
+        console.print(Text(f"note: {note}"))
     if not all(verdict.bitwise for verdict in report.verdicts):
         console.print(Text(ROUNDING, style="dim"))
 
 
 def _lines(verdict: Verdict) -> Iterator[str]:
     if not verdict.ran:
-        yield f"{verdict.plan}: the run failed (exit status {verdict.status}):\n{verdict.error}"
-    if verdict.failure is not None:
-        yield f"{verdict.plan}: {verdict.failure.text()}"
-        yield f"  {verdict.failure.why()}"
-    for each in verdict.compressed:
+        yield f"{verdict.plan}: the run failed (exit status {verdict.exit_status}):\n{verdict.error}"
+    if verdict.mismatch is not None:
+        yield f"{verdict.plan}: {verdict.mismatch.text()}"
+        yield f"  {verdict.mismatch.why()}"
+    for each in verdict.compression:
         yield f"  {verdict.plan}: {each.text()}"
-    for remark in verdict.remarks:
-        yield f"  note, {verdict.plan}: {remark}"
+    for note in verdict.notes:
+        yield f"  note, {verdict.plan}: {note}"
 
 
 @contextmanager
@@ -190,14 +190,14 @@ def _folder(keep: str | None) -> Iterator[Path]:
         return
     path = Path(keep).absolute()
     if path.exists() and any(path.iterdir()):
-        raise LaunchError(f"--keep {keep}; the directory is not empty; traces go to a new one; name another, or remove it")
+        raise LaunchError(f"--keep {keep}; the directory is not empty; traces go to an empty one; name another, or remove it")
     path.mkdir(parents=True, exist_ok=True)
     yield path
 
 
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM leaves through the `with` blocks, which end what was started."""
+    """Turn SIGTERM into an exception, so that leaving the `with` blocks ends what was started."""
     before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         yield
@@ -205,8 +205,8 @@ def _ended_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _tell(line: str) -> None:
-    """Progress, for people who watch."""
+def _report_progress(line: str) -> None:
+    """Print progress if a person watches."""
     if sys.stderr.isatty():
         print(f"lockstep verify: {line}", file=sys.stderr)
 

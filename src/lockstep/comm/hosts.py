@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket
 
+from lockstep.base.torch_private import GradBucket
 from lockstep.comm.segment import Unavailable
 from lockstep.comm.shared_memory import SharedGroup
 

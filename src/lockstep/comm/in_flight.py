@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lockstep.base.torch_private import active_collectives_json
 from lockstep.comm.shared_memory import SharedGroup
 
 
@@ -48,9 +49,7 @@ def under_way() -> list[Call]:
 
 
 def _of_torch() -> list[Call]:
-    from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
-
-    entries = json.loads(_dump_fr_trace_json(onlyActive=True)).get("entries", [])
+    entries = json.loads(active_collectives_json()).get("entries", [])
     return [_call(entry) for entry in entries if not entry["retired"]]
 
 

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.assignment import MicrobatchAssignment
+from lockstep.base.torch_private import flatten_mesh, forget_process_groups
+from lockstep.base.torch_private import to_local as to_local
 from lockstep.comm.hosts import Hosts, forget_hosts
 from lockstep.comm.shared_memory import SharedGroup
 from lockstep.comm.world import World
@@ -146,7 +148,7 @@ def _made(world: World, sizes: tuple[tuple[str, int], ...]) -> tuple[DeviceMesh,
         axes = [axis for axis, _ in sizes]
         mesh = init_device_mesh(world.device.type, tuple(size for _, size in sizes), mesh_dim_names=tuple(axes))
         shared = tuple(axis for axis in DATA_AXES if axis in axes)
-        _meshes[key] = mesh, mesh[shared]._flatten("data") if len(shared) > 1 else None
+        _meshes[key] = mesh, flatten_mesh(mesh[shared], "data") if len(shared) > 1 else None
     return _meshes[key]
 
 
@@ -176,7 +178,7 @@ def forget_meshes() -> None:
     """Let go of all meshes and their process groups, whose sockets close then. For the end of a process group."""
     forget_hosts()
     for mesh, _ in _meshes.values():
-        mesh._get_root_mesh()._pg_registry.clear()
+        forget_process_groups(mesh)
     _meshes.clear()
 
 
@@ -192,12 +194,6 @@ def _alone(world: World) -> World:
 
 def _part(world: World, part: DeviceMesh) -> World:
     return replace(world, rank=part.get_local_rank(), size=part.size(), owns_group=False, group=part.get_group())
-
-
-def to_local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor that may be distributed, sharing its memory."""
-    part: Tensor = tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor
-    return part
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.base.torch_private import profiler_enabled
 from lockstep.comm.segment import LINE_BYTES, CallsDiffer, ExchangeError, PeerStopped, Segment, Unavailable, open_segment
 from lockstep.comm.wait_times import waits
 
@@ -211,7 +212,7 @@ class SharedGroup:
     def _do(self, name: str, call: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
         self._is_called = True
         try:
-            if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+            if profiler_enabled():
                 with torch.profiler.record_function(f"shared:{name}"):
                     call(*args, **kwargs)
             else:

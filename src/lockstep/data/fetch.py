@@ -12,10 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Subset, TensorDataset, default_collate
-from torch.utils.data._utils.collate import collate as collate_with
-from torch.utils.data._utils.collate import default_collate_fn_map
 
 from lockstep.base.errors import DataError
+from lockstep.base.torch_private import collate as collate_with
+from lockstep.base.torch_private import default_collate_fn_map
 from lockstep.data.generators import seed_generators
 from lockstep.keys import RandomStream, key
 

@@ -17,10 +17,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.multiprocessing import _prctl_pr_set_pdeathsig, get_sharing_strategy  # type: ignore[attr-defined]
+from torch.multiprocessing import get_sharing_strategy
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep.base.errors import LaunchError, WorkerError
+from lockstep.base.parent_death import die_with_parent
+from lockstep.base.torch_private import shut_down_workers
 from lockstep.data.fetch import Fetcher
 from lockstep.data.shards import StreamFetcher
 
@@ -55,7 +57,7 @@ class Workers:
             collate_fn=_as_it_is,
             pin_memory=pinned,
             prefetch_factor=prefetch,
-            worker_init_fn=partial(_set_up, self._folder),
+            worker_init_fn=partial(_set_up, self._folder, os.getpid()),
             persistent_workers=True,
             generator=torch.Generator(),
             # A dataset or a collate may be a lambda or live in a notebook: only a fork takes it along.
@@ -79,10 +81,9 @@ class Workers:
 
     def close(self) -> None:
         """End the processes. One that is busy may finish its microbatch; after 5 seconds it is terminated."""
-        batches, self._batches, self._loader._iterator = self._batches, None, None
+        batches, self._batches = self._batches, None
         try:
-            if batches is not None:
-                batches._shutdown_workers()
+            shut_down_workers(self._loader, batches)
         finally:
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -156,7 +157,7 @@ def _check_temporary_folder() -> None:
         )
 
 
-def _set_up(folder: str, worker: int) -> None:
+def _set_up(folder: str, parent: int, worker: int) -> None:
     """Have the sockets in a folder that the training process removes: a worker that ends while it sends leaves its own behind.
 
     Have the system end this process when the training process is killed: it holds copies of the sockets that peers wait on.
@@ -165,7 +166,7 @@ def _set_up(folder: str, worker: int) -> None:
     sent (the queue's own thread finds that out, and would leave the batch out: a wait for ever).
     """
     multiprocessing.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
-    _prctl_pr_set_pdeathsig(signal.SIGKILL)
+    die_with_parent(parent)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(LATER_SECONDS))
     multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(_end_at_once)  # type: ignore[attr-defined]

@@ -1,1 +1,1 @@
-"""Is this machine, or are these machines, fit to train?"""
+"""`lockstep doctor`: check and time one machine, or several together, before a training run."""

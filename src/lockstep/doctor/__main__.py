@@ -1,5 +1,7 @@
-"""A rank of an examination: what `lockstep.doctor.examine` starts, with SIGINT blocked. It ends the rank without a traceback, also while
-Python starts and torch is imported."""
+"""Entry point of one rank, which `lockstep.doctor.diagnose` starts with SIGINT blocked.
+
+SIGINT then ends the rank without a traceback, also while Python starts and torch is imported.
+"""
 
 import signal
 import sys

@@ -1,7 +1,8 @@
-"""What each rank of an examination does: meet the others, check collectives, time them and the links. Started by `lockstep.doctor.examine`.
+"""One rank of the doctor: join the others, check the collectives, time them, and measure every pair of ranks.
 
-`python -P -m lockstep.doctor FOLDER DEADLINE_SECONDS`. FOLDER has `machine.json`, what the launcher found of its machine; here go
-`results-RANK.json`: all ranks agree on the results, so any one of them will do.
+`lockstep.doctor.diagnose` starts it as `python -P -m lockstep.doctor FOLDER DEADLINE_SECONDS`. FOLDER holds
+`machine.json`, the launcher's checks of its machine. The rank writes `results-RANK.json` there. All ranks agree on the
+results, so that any of these files will do.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm.world import World, join
-from lockstep.doctor import collectives, timing
-from lockstep.doctor.board import Board
-from lockstep.doctor.definitions import subgroups
-from lockstep.doctor.late import Note
-from lockstep.doctor.line import names_of_machines
+from lockstep.doctor import benchmark, collective_checks
+from lockstep.doctor.check_result import machine_names
+from lockstep.doctor.coordination import ProbeCoordinator
+from lockstep.doctor.expected_results import subgroups
+from lockstep.doctor.stalled_probe import RankStatus
 from lockstep.launch import worker
 from lockstep.launch.environment import Environment
 
-MEETING_SECONDS = 120.0
-"""For all ranks to have imported torch and found the store."""
+RENDEZVOUS_SECONDS = 120.0
+"""Seconds in which all ranks must import torch and connect to the store."""
 
 
-class Results:
-    """What is known so far, as JSON; written at the end, however it comes."""
+class ResultsFile:
+    """The results so far, as JSON values, and the file that they are written to at the end, early or not."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -43,90 +44,95 @@ class Results:
         partial.write_text(json.dumps(self.values), encoding="utf-8")
         partial.replace(self._path)
 
-    def give_up(self, notes: list[Note]) -> None:
-        """Write what is known and who is where, and end the process: its main thread may never do so."""
-        self.values["notes"] = [note.as_json() for note in notes]
+    def abort(self, statuses: list[RankStatus]) -> None:
+        """Write the results so far with the ranks' statuses, and end the process. Its main thread may never do so."""
+        self.values["statuses"] = [asdict(status) for status in statuses]
         self.write()
         os._exit(1)
 
 
 def main(folder: Path, deadline_seconds: float) -> None:
-    """The whole of it. The environment says who this rank is."""
-    me = Environment.read(os.environ)
-    torch.set_num_threads(me.threads)
-    results = Results(folder / f"results-{me.rank}.json")
-    results.values |= {"world_size": me.world_size, "machine": int(os.environ["GROUP_RANK"])}
-    if me.world_size > 1:
-        board = Board(me.rank, me.world_size, deadline_seconds, results.give_up)
-        _examine(board, me, results, json.loads((folder / "machine.json").read_text(encoding="utf-8")))
+    """Run all probes of this rank, which the environment variables identify."""
+    environment = Environment.read(os.environ)
+    torch.set_num_threads(environment.threads)
+    results = ResultsFile(folder / f"results-{environment.rank}.json")
+    results.values |= {"world_size": environment.world_size, "machine": int(os.environ["GROUP_RANK"])}
+    if environment.world_size > 1:
+        coordinator = ProbeCoordinator(environment.rank, environment.world_size, deadline_seconds, results.abort)
+        machine = json.loads((folder / "machine.json").read_text(encoding="utf-8"))
+        _run_probes(coordinator, environment, results.values, machine)
     results.write()
 
 
-def _examine(board: Board, me: Environment, results: Results, machine: dict[str, Any]) -> None:
-    values = results.values
-    with board.probe("all processes at the store", MEETING_SECONDS):
-        everyone = board.everyone([int(os.environ["GROUP_RANK"]), machine if me.local_rank == 0 else None])
-    places = [int(place) for place, _ in everyone]
-    values["ranks"] = places
-    values["machines"] = [found for _, found in sorted((each for each in everyone if each[1] is not None), key=lambda each: int(each[0]))]
-    names = names_of_machines([(found["facts"]["host"], found["facts"]["address"]) for found in values["machines"]])
-    with board.probe("the process group"):
-        timeout = timedelta(seconds=MEETING_SECONDS)  # the board's deadline comes first
-        world = join(rank=me.rank, size=me.world_size, local_rank=me.local_rank, local_size=me.local_world_size, timeout=timeout)
+def _run_probes(coordinator: ProbeCoordinator, environment: Environment, values: dict[str, Any], machine: dict[str, Any]) -> None:
+    with coordinator.probe("connecting to the store", RENDEZVOUS_SECONDS):
+        gathered = coordinator.all_gather([int(os.environ["GROUP_RANK"]), machine if environment.local_rank == 0 else None])
+    machine_of_rank = [int(number) for number, _ in gathered]
+    values["ranks"] = machine_of_rank
+    values["machines"] = [each for _, each in sorted((each for each in gathered if each[1] is not None), key=lambda each: int(each[0]))]
+    names = machine_names([(each["info"]["host"], each["info"]["address"]) for each in values["machines"]])
+    with coordinator.probe("the process group"):
+        world = join(
+            rank=environment.rank,
+            size=environment.world_size,
+            local_rank=environment.local_rank,
+            local_size=environment.local_world_size,
+            timeout=timedelta(seconds=RENDEZVOUS_SECONDS),  # the coordinator's deadline comes first
+        )
     values["backend"] = "nccl" if world.device.type == "cuda" else "gloo"
     if len(names) > 1 and machine["path"] is not None:
-        with board.probe("the run directory on all machines"):
-            values["shared"] = _is_shared(board, Path(machine["path"]))
-    groups = _groups(board, world)
+        with coordinator.probe("the run directory on all machines"):
+            values["shared"] = _ranks_that_share(coordinator, Path(machine["path"]))
+    groups = _groups(coordinator, world)
     if len(names) > 1:
-        values["clocks"] = timing.clocks(board, groups[0], [places.index(place) for place in range(len(names))])
+        first_ranks = [machine_of_rank.index(number) for number in range(len(names))]
+        values["clocks"] = benchmark.measure_clocks(coordinator, groups[0], first_ranks)
     values["checked"] = []
     for group in groups:
-        for row in collectives.check(board, group):
-            values["checked"].append(row)  # one by one: what is known is told, however it ends
-    values["timed"] = timing.collectives(board, groups[0])
-    topology = values["machines"][places[me.rank]]["facts"]["topology"]
-    local = [places[:rank].count(places[rank]) for rank in range(me.world_size)]
+        for row in collective_checks.check(coordinator, group):
+            values["checked"].append(row)  # one by one: an abort writes the rows so far
+    values["timed"] = benchmark.time_collectives(coordinator, groups[0])
+    topology = values["machines"][machine_of_rank[environment.rank]]["info"]["topology"]
+    local_ranks = [machine_of_rank[:rank].count(machine_of_rank[rank]) for rank in range(environment.world_size)]
 
     def kind(pair: tuple[int, int]) -> str:
         one, other = pair
-        if places[one] != places[other]:
+        if machine_of_rank[one] != machine_of_rank[other]:
             return "machines"
-        return str(topology.get(f"{local[one]}-{local[other]}", "local"))
+        return str(topology.get(f"{local_ranks[one]}-{local_ranks[other]}", "local"))
 
-    found = timing.links(board, groups[0], places, [names[place] for place in places], kind)
-    values["links"] = [asdict(link) for link in found]
-    with board.probe("the end"):
-        board.together()
+    measured = benchmark.measure_pairs(coordinator, groups[0], machine_of_rank, [names[number] for number in machine_of_rank], kind)
+    values["point_to_point"] = [asdict(each) for each in measured]
+    with coordinator.probe("the end"):
+        coordinator.barrier()
 
 
-def _groups(board: Board, world: World) -> list[collectives.Group]:
-    """All ranks, then each of `subgroups` that this rank is in. Every rank makes every group."""
-    groups = [collectives.Group("all ranks", list(range(world.size)), world.rank, None, world.device)]
+def _groups(coordinator: ProbeCoordinator, world: World) -> list[collective_checks.RankGroup]:
+    """Return the group of all ranks, then each of `subgroups` that this rank is in. Every rank creates every group."""
+    groups = [collective_checks.RankGroup("all ranks", list(range(world.size)), world.rank, None, world.device)]
     for name, parts in subgroups(world.size).items():
-        for members in parts:
-            with board.probe(f"the group of {name}"):
-                made = dist.new_group(members)
-            if world.rank in members:
-                groups.append(collectives.Group(name, members, members.index(world.rank), made, world.device))
+        for ranks in parts:
+            with coordinator.probe(f"the group of {name}"):
+                process_group = dist.new_group(ranks)
+            if world.rank in ranks:
+                groups.append(collective_checks.RankGroup(name, ranks, ranks.index(world.rank), process_group, world.device))
     return groups
 
 
-def _is_shared(board: Board, path: Path) -> list[int]:
-    """The ranks that see in that folder what rank 0 puts there."""
-    name = None
-    if board.rank == 0:
+def _ranks_that_share(coordinator: ProbeCoordinator, path: Path) -> list[int]:
+    """Return the ranks that see a file which rank 0 creates in that folder. Called by every rank."""
+    if coordinator.rank == 0:
         with tempfile.NamedTemporaryFile(prefix=".lockstep-doctor-", dir=path) as file:
-            name = board.everyone(Path(file.name).name)[0]
-            seen = board.everyone(True)
+            coordinator.all_gather(Path(file.name).name)
+            seen = coordinator.all_gather(True)
     else:
-        name = board.everyone(None)[0]
-        seen = board.everyone((path / str(name)).exists())
-    return [rank for rank, found in enumerate(seen) if found]
+        name = coordinator.all_gather(None)[0]
+        seen = coordinator.all_gather((path / str(name)).exists())
+    return [rank for rank, is_seen in enumerate(seen) if is_seen]
 
 
 def run(arguments: Sequence[str]) -> None:
-    """The process's whole life."""
+    """Run this process from its command-line arguments to its exit status."""
     record = worker.begin()
     folder, deadline_seconds = arguments
     worker.run(lambda: main(Path(folder), float(deadline_seconds)), record)

@@ -20,7 +20,7 @@ from lockstep.saving import OutOfMemory
 
 FILE = "out-of-memory.json"
 """In the run directory."""
-RUNGS = ("checkpointing", "offload", "halvings")
+RUNGS = ("checkpointing", "offload", "microbatch_splits")
 """The fields of a plan that are changed, in this order. All but the last leave the bits as they are."""
 
 
@@ -30,7 +30,7 @@ class Remembered:
 
     checkpointing: str = "none"
     offload: bool = False
-    halvings: int = 0
+    microbatch_splits: int = 0
     failures: list[dict[str, Any]] = field(default_factory=list)
     """Each with `step` (those done), `rank`, `error`, and `then`: what was changed for it."""
 
@@ -39,7 +39,7 @@ class Remembered:
         """Raises `RunDirectoryError` where it is not what `write` wrote."""
         try:
             found = cls(**json.loads(text))
-            Plan(checkpointing=found.checkpointing, halvings=found.halvings)  # type: ignore[arg-type]  # which it checks
+            Plan(checkpointing=found.checkpointing, microbatch_splits=found.microbatch_splits)  # type: ignore[arg-type]  # which it checks
             complete = all({"step", "rank", "error", "then"} <= each.keys() for each in found.failures)
             if isinstance(found.offload, bool) and found.failures and complete:
                 return found
@@ -100,7 +100,7 @@ def next_plan(plan: Plan, device: str, setting: OutOfMemory, *, largest: int | N
             f"what is left is to compute each microbatch in halves, which changes the bits from there on, and {said}; allow it with "
             "--out-of-memory halve (LOCKSTEP_OUT_OF_MEMORY=halve), or cut the model over more processes"
         )
-    return replace(plan, halvings=plan.halvings + 1)
+    return replace(plan, microbatch_splits=plan.microbatch_splits + 1)
 
 
 def changes(before: Plan, after: Plan) -> str:

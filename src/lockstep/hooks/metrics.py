@@ -1,67 +1,73 @@
-"""What the steps came to: found out, told and written down at logging steps."""
+"""The hook that reads the results of steps at logging steps, and writes metrics.jsonl."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-
 from lockstep.base.errors import LossError
-from lockstep.logging.recorder import Pace, Recorder
-from lockstep.train.step import Step
-from lockstep.train.step_result import Outcome
-from lockstep.train.train_module import Pair
+from lockstep.logging.recorder import Pace
+from lockstep.training.consensus import Request
+from lockstep.training.hook import ControlHook, Run
+from lockstep.training.step_result import StepResult
+from lockstep.training.train_module import TrainModule
 
-_OVERFLOWS_TO_TELL = 8
-"""In a row. Fewer are fp16's way to find its scale, and no more than events."""
+_OVERFLOWS_TO_REPORT = 8
+"""Steps in a row. Fewer are the normal search of fp16 for its loss scale, and only events."""
 
 
-class Reports:
-    """Of a session's loop of steps; the same on every rank."""
+class Metrics(ControlHook):
+    """Every rank reads; rank 0 writes."""
 
-    def __init__(self, pairs: Sequence[Pair], recorder: Recorder, event: Callable[..., None]) -> None:
+    def __init__(self) -> None:
         self.pace = Pace()
-        self._pairs = pairs
-        self._processes = pairs[0].mesh.world.size
-        self._recorder = recorder
-        self._event = event
-        self._unread: list[Outcome] = []
-        self._told: list[Pair] = []
+        self._unread: list[StepResult] = []
+        self._reported: list[TrainModule] = []
 
-    def add(self, step: Step) -> None:
-        """A step is committed."""
-        self.pace.count(step.samples, step.source.weights)
-        self._unread += step.committed.values()
+    def before_steps(self, run: Run) -> None:
+        self.pace = Pace()
 
-    def read(self) -> None:
-        """Find out what the steps since the last time came to. Raises `LossError`."""
-        outcomes, self._unread = self._unread, []
-        for outcome in outcomes:
-            outcome.check()
-            if outcome.applied is False:
-                reason = "the scaled gradient overflowed; the loss scale was halved"
-                self._event("step-skipped", outcome.layout.step, reason=reason)
-        for pair in self._pairs:
-            if pair.overflows >= _OVERFLOWS_TO_TELL and pair not in self._told:
-                self._told.append(pair)
-                self._recorder.message(
-                    f"warning: {pair.overflows} steps in a row were skipped, because the fp16 gradient overflowed even at a loss scale of "
-                    f"{pair.overflowed_at:g}; where that falls below 1, the run ends"
-                )
+    def between_steps(self, run: Run) -> None:
+        assert run.source is not None, "a step has begun"
+        self.pace.count(run.source.samples, run.source.weights)
+        self._unread += run.results
+        if run.is_logging_step or run.stopping is not None:
+            self._read(run)
+        if run.is_logging_step:
+            self._write(run)
 
-    def log(self, step: Step, extra: Mapping[str, float]) -> None:
-        """Write a line for a step. `extra`: what else is in it."""
-        outcome = step.committed[0]
-        speed = self.pace.restart()
-        values = {"loss": outcome.loss(), "lr": outcome.pair.schedule.rate(), "gradient_norm": float(outcome.norm), **speed, **extra}
-        if (mfu := outcome.pair.flops.utilisation(speed["samples_per_second"], self._processes)) is not None:
-            values["mfu"] = mfu
-        terms = {f"loss/{name}": value for name, value in outcome.term_losses().items()}
-        self._recorder.step(step.index + 1, values, {**terms, **step.logged})
+    def on_agreement(self, run: Run, agreed: Request) -> None:
+        if agreed.end is not None:
+            self._read(run)
 
-    def check_any_applied(self, steps_done: int) -> None:
-        """After the last step. Raises `LossError` where none changed the model."""
-        for pair in self._pairs:
-            if pair.overflows and pair.overflows == steps_done:
+    def after_steps(self, run: Run) -> None:
+        for module in run.modules:
+            if module.overflows and module.overflows == run.step:
                 raise LossError(
-                    f"none of the {steps_done} steps was applied: the fp16 gradient overflowed in each, at last at a loss scale of "
-                    f"{pair.overflowed_at:g}; each such step halves the scale; take more steps, or precision='bf16' or 'fp32'"
+                    f"none of the {run.step} steps was applied: the fp16 gradient overflowed in each, at last at a loss scale of "
+                    f"{module.overflowed_at:g}; each such step halves the scale; take more steps, or precision='bf16' or 'fp32'"
                 )
+
+    def _read(self, run: Run) -> None:
+        """Find out the results of the steps since the last call. Raises `LossError`."""
+        results, self._unread = self._unread, []
+        for result in results:
+            result.check()
+            if result.applied is False:
+                run.event("step-skipped", result.layout.step, reason="the scaled gradient overflowed; the loss scale was halved")
+        for module in run.modules:
+            if module.overflows >= _OVERFLOWS_TO_REPORT and module not in self._reported:
+                self._reported.append(module)
+                run.context.recorder.message(
+                    f"warning: {module.overflows} steps in a row were skipped, because the fp16 gradient overflowed even at a loss scale of "
+                    f"{module.overflowed_at:g}; if it falls below 1, the run ends"
+                )
+
+    def _write(self, run: Run) -> None:
+        """Write the line of the latest step. The first model's numbers stand for the step. Every rank calls it."""
+        assert run.source is not None, "a step has begun"
+        result, world_size = run.results[0], run.context.world.size
+        speed = self.pace.restart()
+        module = result.module
+        values = {"loss": result.loss(), "lr": module.schedule.rate(), "gradient_norm": float(result.norm), **speed, **run.measured}
+        if (mfu := module.flops.utilisation(speed["samples_per_second"], world_size)) is not None:
+            values["mfu"] = mfu
+        terms = {f"loss/{name}": value for name, value in result.term_losses().items()}
+        run.context.recorder.step(run.source.step + 1, values, {**terms, **run.logged})

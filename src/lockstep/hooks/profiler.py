@@ -1,4 +1,4 @@
-"""Some steps under torch's profiler: a trace of each rank, one of all, and a table of what the time went to."""
+"""The hook that profiles some steps: a trace of each rank, one of all ranks, and a table of where the time went."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import socket
 import statistics
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from lockstep.comm.world import World
 from lockstep.hooks.stragglers import peak_bytes
 from lockstep.hooks.timeline import Parts, heaviest, merged, parts
-from lockstep.logging.phases import Phases
+from lockstep.training.hook import ControlHook, Run
 
 OPERATORS = 10
 """In the table."""
@@ -32,26 +31,22 @@ PHASES_THREAD = 0
 """The number of the row of phases in a trace."""
 
 
-class Profiling:
-    """Of one rank. Every rank makes one, and makes the same calls on it."""
+class Profiler(ControlHook):
+    """Traces a range of steps with torch's profiler. Every rank has one."""
 
-    def __init__(
-        self, steps: range, run_dir: Path, world: World, phases: Phases, event: Callable[..., None], show: Callable[[str], None]
-    ) -> None:
-        """`show`: prints lines."""
+    def __init__(self, steps: range) -> None:
         self._steps = steps
-        self._folder = run_dir / "profile"
-        self._world = world
-        self._phases = phases
-        self._event = event
-        self._show = show
         self._profiler: profile | None = None
         self._began = 0.0
-        self._is_told = False
+        self._is_done = False
 
-    def before(self, step: int) -> None:
-        """Before a step: begin, where it is the first."""
-        if step != self._steps.start:
+    def on_start(self, run: Run) -> None:
+        self._run, self._world, self._phases = run, run.context.world, run.context.phases
+        self._folder = run.context.run_dir / "profile"
+        self._show = run.context.recorder.message
+
+    def before_step(self, run: Run) -> None:
+        if run.source is None or run.source.step != self._steps.start:
             return
         self._world.gather_values(None)
         if self._world.device.type == "cuda":
@@ -62,19 +57,19 @@ class Profiling:
         self._phases.log = []
         self._began = time.time()
 
-    def after(self, step: int) -> None:
-        """After a step: write what was seen, where it was the last."""
-        if self._profiler is not None and step == self._steps.stop - 1:
+    def between_steps(self, run: Run) -> None:
+        if self._profiler is not None and run.source is not None and run.source.step == self._steps.stop - 1:
             self._finish(self._profiler, time.time())
 
-    def close(self) -> None:
-        """End without a trace, and say so, where the run did not go through all of the steps."""
+    def on_end(self, run: Run) -> None:
         if self._profiler is not None:
             self._profiler.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._profiler = self._phases.log = None
-        if not self._is_told:
+        if not self._is_done:
             first, last = self._steps.start, self._steps.stop - 1
-            self._show(f"no profile: the run did not go through all of steps {first} to {last}; give --profile others, or train longer")
+            run.context.recorder.message(
+                f"no profile: the run did not go through all of steps {first} to {last}; give --profile others, or train longer"
+            )
 
     def _finish(self, profiler: profile, ended: float) -> None:
         profiler.__exit__(None, None, None)  # type: ignore[no-untyped-call]
@@ -101,11 +96,11 @@ class Profiling:
             except _FAILURES as error:
                 failures = [f"rank 0: {error}"]
         if failures:
-            self._event("profile-failed", reason=failures[0])
+            self._run.event("profile-failed", reason=failures[0])
             self._show(f"no profile: it cannot be written ({failures[0]}); training goes on")
         else:
-            self._event("profiled", steps=[self._steps.start, self._steps.stop], folder=str(self._folder))
-        self._is_told = True
+            self._run.event("profiled", steps=[self._steps.start, self._steps.stop], folder=str(self._folder))
+        self._is_done = True
 
     def _export(self, profiler: profile, seen: Sequence[tuple[str, float, float]]) -> tuple[dict[str, Any], float]:
         """Write this rank's trace. Returns it, and when its clock was 0, in seconds since 1970."""

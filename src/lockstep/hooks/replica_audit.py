@@ -1,55 +1,59 @@
-"""Whether those who hold the same still hold the same: a checksum a rank, compared."""
+"""The hook that compares a checksum of each replica: flipped bits and changed models are found."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lockstep.base.errors import DivergenceError
 from lockstep.comm.mesh import Mesh, to_local
-from lockstep.comm.world import World
-from lockstep.train.state import state_of
-from lockstep.train.train_module import Pair
+from lockstep.training.hook import ControlHook, Run
+from lockstep.training.state import state_of
 
 _WORD_BYTES = 8
 _MIX = 0x9E3779B97F4A7C15 - 2**64
 """An odd number, so that every tensor's sum counts, each by its place."""
 
 
-@dataclass(slots=True)
-class Replicas:
-    """Of one rank, with those at the same place of all axes but `replicate`."""
+class ReplicaAudit(ControlHook):
+    """Compares the ranks that stand at the same place of all axes but `replicate`."""
 
-    mesh: Mesh
-    pairs: Sequence[Pair]
-    agreed: int = 0
-    """Steps done when they were the same the last time."""
+    def __init__(self, *, every: int) -> None:
+        """`every`: steps from one comparison to the next; 0: never."""
+        self._every = every
+        self._agreed = 0
+        """Steps done when they were the same the last time."""
 
-    def compare(self, step: int) -> None:
-        """After `step` steps. Every rank calls it, and each raises `DivergenceError` where any differs from its replicas."""
-        replicas = self.mesh.axis("replicate")
-        if replicas.size == 1:
+    def between_steps(self, run: Run) -> None:
+        if self._every and run.step % self._every == 0:
+            self.compare(run)
+
+    def compare(self, run: Run) -> None:
+        """Compare now, unless it is done. Every rank calls it, and each raises `DivergenceError` if any differs from its replicas."""
+        mesh = run.context.mesh
+        replicas = mesh.axis("replicate")
+        if replicas.size == 1 or not self._every or self._agreed == run.step:
             return
-        state = state_of(self.pairs, {}).tensors
+        state = state_of(run.modules, {}).tensors
         sums = torch.stack([checksum(to_local(tensor)) for tensor in state.values()]).cpu()
         everyone = replicas.gather_rows(mixed(sums).reshape(1), [1] * replicas.size)
         differs = bool((everyone != everyone[0]).any())
-        if self.mesh.world.any(differs):
-            raise DivergenceError(self._said(step, replicas, list(state), sums, differs))
-        self.agreed = step
+        if mesh.world.any(differs):
+            raise DivergenceError(self._message(run.step, mesh, list(state), sums, differs))
+        self._agreed = run.step
 
-    def _said(self, step: int, replicas: World, names: Sequence[str], sums: Tensor, differs: bool) -> str:
+    def _message(self, step: int, mesh: Mesh, names: Sequence[str], sums: Tensor, differs: bool) -> str:
         """The same words on every rank."""
+        replicas = mesh.axis("replicate")
         everyone = replicas.gather_rows(sums.reshape(1, -1), [1] * replicas.size)
-        ranks = replicas.gather_values(self.mesh.world.rank)
+        ranks = replicas.gather_values(mesh.world.rank)
         mine = difference(names, dict(zip(ranks, everyone.tolist(), strict=True))) if differs else ""
-        said = next(text for text in self.mesh.world.gather_values(mine) if text)
+        found = next(text for text in mesh.world.gather_values(mine) if text)
         return (
-            f"replicas differ after step {step}, and were the same after step {self.agreed}: {said}; a bit of memory has flipped, or a "
+            f"replicas differ after step {step}, and were the same after step {self._agreed}: {found}; a bit of memory has flipped, or a "
             "machine computes otherwise than the others, or a script changed the model on some ranks only; replicas are compared before a "
             "save: the same command goes on from the last one; leave out a machine that is named again"
         )

@@ -34,7 +34,7 @@ class Straggler:
     """How much longer its own work takes than the others'."""
 
 
-class Stragglers:
+class StragglerFinder:
     """Of a run. Told of each window, it says who has become one."""
 
     def __init__(self, peers: Sequence[int]) -> None:

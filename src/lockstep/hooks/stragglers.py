@@ -8,18 +8,20 @@ import resource
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
 from typing import TextIO
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lockstep.comm.mesh import Mesh
-from lockstep.hooks.straggler_rule import PARTS, Stragglers
+from lockstep.comm.wait_times import counted
+from lockstep.hooks.straggler_rule import PARTS, StragglerFinder
 from lockstep.logging.metrics import keep_up_to
-from lockstep.logging.phases import Phases
+from lockstep.logging.stream_times import StreamTimes
+from lockstep.training.hook import ControlHook, Run
 
 _OF_HOOKS = ("hooks", "script")
 _OF_COMPUTE = ("compute", "update")
@@ -30,68 +32,70 @@ _RANKS_AT_ONCE = 256
 """Of more ranks, as many times more seldom: what that costs a step does not grow with them."""
 
 
-class Ranks:
-    """One a rank; every rank makes it, and makes the same calls on it."""
+class Stragglers(ControlHook):
+    """Measures where each rank's time goes, writes `ranks.jsonl`, and names ranks that have become slow."""
 
-    def __init__(self, mesh: Mesh, phases: Phases, run_dir: Path, event: Callable[..., None], warn: Callable[[str], None]) -> None:
-        self._mesh = mesh
-        self._phases = phases
-        self._event = event
-        self._warn = warn
-        world = mesh.world
-        self.hosts, parts = zip(*world.gather_values([socket.gethostname(), mesh.axis("pipeline").rank]), strict=True)
-        self._stragglers = Stragglers(parts)
-        self._every = self._left = -(-world.size // _RANKS_AT_ONCE)
-        """Logging steps from one look to the next, and those that are left."""
-        self._memory = 0.0
-        self._path = run_dir / "ranks.jsonl"
+    def __init__(self) -> None:
+        self._memory_bytes = 0.0
         self._file: TextIO | None = None
-        self._share = 0
-        self._steps = 0
-        self.restart()
+        self._finder: StragglerFinder | None = None
+        self._stack = ExitStack()
+        self._share = self._steps = 0
 
-    def begin(self, step: int) -> None:
-        """The run begins, or goes on, with `step` steps done."""
-        if self._mesh.world.rank == 0 and self._file is None and self._path.exists():
-            keep_up_to(step, self._path)
-        self.restart()
+    def on_start(self, run: Run) -> None:
+        self._stack.enter_context(counted())
+        context = run.context
+        if context.device.type == "cuda":
+            context.phases.stream = StreamTimes(partial(torch.cuda.Event, enable_timing=True))
+        self._phases, self._mesh = context.phases, context.mesh
+        mine = [socket.gethostname(), context.mesh.axis("pipeline").rank]
+        self.hosts, parts = zip(*context.world.gather_values(mine), strict=True)
+        self._finder = StragglerFinder(parts)
+        self._every = self._left = -(-context.world.size // _RANKS_AT_ONCE)
+        """Logging steps from one exchange to the next, and those that are left."""
+        self._path = context.run_dir / "ranks.jsonl"
 
-    def restart(self) -> None:
-        """Begin to count anew."""
+    def before_steps(self, run: Run) -> None:
+        if run.context.world.rank == 0 and self._file is None and self._path.exists():
+            keep_up_to(run.step, self._path)
+        self._restart()
+
+    def between_steps(self, run: Run) -> None:
+        assert run.source is not None, "a step has begun"
+        self._share += run.source.mine
+        self._steps += 1
+        if run.is_logging_step:
+            self._left -= 1
+            if not self._left:
+                self._exchange(run)
+            run.measured["memory_bytes"] = self._memory_bytes
+
+    def on_end(self, run: Run) -> None:
+        self._stack.close()
+        if self._file is not None:
+            self._file.close()
+
+    def _restart(self) -> None:
         self._since = time.perf_counter()
         totals, waited = self._times()
         self._spent, self._waited = dict(totals), dict(waited)
         self._share = self._steps = 0
 
-    def count(self, share: int) -> None:
-        """A step is done. `share`: microbatches that this rank computed in it."""
-        self._share += share
-        self._steps += 1
-
-    def log(self, step: int) -> float:
-        """After a logging step; `step`: those done. Every rank calls it. Returns the most memory that any rank has had, in bytes, as of the
-        last time that ranks were looked at.
-        """
-        self._left -= 1
-        if self._left:
-            return self._memory
+    def _exchange(self, run: Run) -> None:
+        """Gather all ranks' times. Every rank calls it."""
+        world = run.context.world
         seconds, steps = time.perf_counter() - self._since, max(self._steps, 1)
-        mine = [seconds, *self._parts(), float(self._share), float(peak_bytes(self._mesh.world.device))]
-        everyone = self._mesh.world.gather_rows(torch.tensor([mine], dtype=torch.float64), [1] * self._mesh.world.size)
+        mine = [seconds, *self._parts(), float(self._share), float(peak_bytes(world.device))]
+        everyone = world.gather_rows(torch.tensor([mine], dtype=torch.float64), [1] * world.size)
         columns = dict(zip(_COLUMNS, everyone.numpy().T, strict=True))
-        if self._mesh.world.rank == 0:
+        if world.rank == 0:
             self._file = self._file or self._path.open("a", encoding="utf-8", buffering=1)
             ranks = {name: (columns[name] / steps).round(6).tolist() for name in _COLUMNS[:5]}
-            self._file.write(json.dumps({"step": step, "time": time.time(), "ranks": ranks, "hosts": self.hosts}) + "\n")
-        self._look(columns, steps, seconds)
+            self._file.write(json.dumps({"step": run.step, "time": time.time(), "ranks": ranks, "hosts": self.hosts}) + "\n")
+        self._report(run, columns, steps, seconds)
         self._every = self._left = next_look(float(columns["step"].max()) / self._every, before=self._every, ranks=len(self.hosts))
-        self.restart()
-        self._memory = float(columns["memory"].max())
-        return self._memory
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+        self._restart()
+        self._memory_bytes = float(columns["memory"].max())
 
     def _parts(self) -> list[float]:
         """Seconds since the last time, without waits: data, compute, hooks; and communication."""
@@ -111,16 +115,17 @@ class Ranks:
         stream = self._phases.stream
         return (self._phases.totals, self._phases.waited) if stream is None else (stream.totals(), defaultdict(float))
 
-    def _look(self, columns: Mapping[str, NDArray[np.float64]], steps: int, seconds: float) -> None:
-        """Tell who has become slow. What counts is the time a microbatch: ranks may compute different numbers of them."""
+    def _report(self, run: Run, columns: Mapping[str, NDArray[np.float64]], steps: int, seconds: float) -> None:
+        """Name ranks that have become slow, by their time for each microbatch: ranks may compute different numbers of them."""
+        assert self._finder is not None, "on_start has made it"
         share = columns["share"]
         scale = np.where(share > 0, share.mean() / np.maximum(share, 1.0), 1.0)
         times = np.stack([columns[part] * (1.0 if part == "hooks" else scale) / steps for part in PARTS])
-        for each in self._stragglers.look(times, seconds):
+        for each in self._finder.look(times, seconds):
             host = self.hosts[each.rank]
             details = {"rank": each.rank, "host": host, "part": each.part, "seconds": each.seconds, "usual_seconds": each.usual_seconds}
-            self._event("straggler", **details, times=round(each.times, 2))
-            self._warn(
+            run.event("straggler", **details, times=round(each.times, 2))
+            run.context.recorder.message(
                 f"rank {each.rank} on {host} is slow: its own work takes {each.times:.2f} times the others', most of it in {each.part} "
                 f"({each.seconds * 1e3:.1f} ms a step, and {each.usual_seconds * 1e3:.1f} elsewhere)"
             )

@@ -34,13 +34,12 @@ from lockstep.launch.folder import folder_of_a_launcher
 from lockstep.launch.machines import Machines
 from lockstep.launch.rendezvous import JOIN_SECONDS, SILENCE_SECONDS, LoopbackRendezvous, Meeting
 from lockstep.launch.workers import POLL_SECONDS, Start, Workers
+from lockstep.options import RunOptions
 
 GRACE_SECONDS = {signal.SIGINT: 5.0, signal.SIGTERM: 30.0, signal.SIGUSR1: 30.0, signal.SIGHUP: 30.0, signal.SIGQUIT: 5.0}
 """From a signal that the launcher got and passed on to SIGKILL. A second signal ends the wait."""
 
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-_AGREED_IN_ADVANCE = ("default_run_dir",)
-"""What the first machine's word holds for, of what goes to the workers."""
 _REGROUPS = "lockstep/regroups"
 """In the store of a start: workers that save and end do so for another start."""
 _DONE, _KNOWN = "lockstep/done", "lockstep/known"
@@ -54,24 +53,24 @@ def run_workers(
     *,
     count: int,
     launcher: Launcher,
-    given: Mapping[str, str | None],
+    options: RunOptions,
     max_restarts: int = 0,
     machines: Machines | None = None,
     command: str = "",
 ) -> Ending:
     """Start `count` workers, wait for all of them, and say how they ended. On a failure of any, the others are stopped.
 
-    After a failure all are started again, up to `max_restarts` times, unless it was a `UserError`. `given` goes to the workers, where it is
-    not None: `run_dir` as LOCKSTEP_RUN_DIR (see `Environment`). In the main thread, SIGINT, SIGTERM, SIGUSR1, SIGHUP and SIGQUIT are passed
-    on to the workers; what handled them before is put back at the end. `machines`: the run is on several, which start again too where one
-    is lost or joins; on each this is called with the same `command`. Raises `LaunchError` where they cannot meet.
+    After a failure all are started again, up to `max_restarts` times, unless it was a `UserError`. Workers get the `options` in their
+    environment. In the main thread, SIGINT, SIGTERM, SIGUSR1, SIGHUP and SIGQUIT are passed on to the workers, except those that this
+    process ignores; the handlers from before are put back at the end. `machines`: the run is on several machines. Its workers also start
+    again when a machine is lost or joins. Each machine calls this with the same `command`. Raises `LaunchError` if they cannot meet.
     """
-    variables = {name: value for name, value in given.items() if value is not None}
     with folder_of_a_launcher() as folder, _quiet_torch():
         rendezvous = LoopbackRendezvous() if machines is None else Meeting.at(machines)
         if isinstance(rendezvous, Meeting):
             _check_command(rendezvous, command)
-            variables |= {name: rendezvous.agree(name, variables[name]) for name in _AGREED_IN_ADVANCE if name in variables}
+            if options.default_run_dir is not None:
+                options = replace(options, default_run_dir=rendezvous.agree("default_run_dir", options.default_run_dir))
         # The entry point is a name for torch's own accounts: `start` is what starts a worker.
         spec = WorkerSpec(
             role="default",
@@ -85,7 +84,7 @@ def run_workers(
         if rendezvous.interface is not None:
             chosen |= dict.fromkeys(_INTERFACES, rendezvous.interface)
         asked = _INTERFACES if machines is not None and machines.interface is not None else ()
-        environment = {"LOCKSTEP_LAUNCHER": launcher} | {f"LOCKSTEP_{name.upper()}": value for name, value in variables.items()}
+        environment = {"LOCKSTEP_LAUNCHER": launcher, **options.to_environment()}
         environment |= {name: value for name, value in chosen.items() if name not in os.environ or name in asked}
         agent = Agent(spec, start, environment, folder)
         ending = None
@@ -102,7 +101,7 @@ def _check_command(rendezvous: Meeting, command: str) -> None:
     first = rendezvous.agree("command", command)
     if first != command:
         raise LaunchError(
-            f"this machine was to run {command!r}, and the first that came to {rendezvous.machines.place} runs {first!r}; every machine "
+            f"this machine was to run {command!r}, and the first that came to {rendezvous.machines.endpoint} runs {first!r}; every machine "
             "of a run is given the same command; give that one, or another port for another run"
         )
 
@@ -176,8 +175,8 @@ class Agent(SimpleElasticAgent):
         everyone = [json.loads(store.get(f"lockstep/agent-{each}")) for each in range(len(machines))]
         self._remaining_restarts = max(0, worker_group.spec.max_restarts - max(restarts for restarts, _, _ in everyone))
         if why := why_again(everyone, machines):
-            # Whatever was said of an unfinished run, by now there may be one.
-            self._given |= {"LOCKSTEP_RESTARTED": why, "LOCKSTEP_RESUME": "auto"}
+            # Whatever --resume was given: by now the run directory may hold an unfinished run.
+            self._given |= RunOptions(restarted=why, resume="auto").to_environment()
         self._machines, self._why = machines, None
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -356,12 +355,12 @@ def why_again(everyone: Sequence[Any], machines: Sequence[str]) -> str | None:
 
 def _said(error: Exception, machines: Machines) -> str:
     if isinstance(error, RendezvousClosedError):
-        return f"the run at {machines.place} was ended by another machine, whose own output says why"
+        return f"the run at {machines.endpoint} was ended by another machine, whose own output says why"
     if isinstance(error, RendezvousTimeoutError):
-        return f"fewer than {machines.least} machines came to {machines.place} within {JOIN_SECONDS} s; start the same command on them"
+        return f"fewer than {machines.least} machines came to {machines.endpoint} within {JOIN_SECONDS} s; start the same command on them"
     return (
-        f"the rendezvous at {machines.place} is gone: the machine that keeps it has ended, or cannot be reached; what was saved is in the "
-        "run directory; the same command, started again on every machine, goes on from there"
+        f"the rendezvous at {machines.endpoint} is gone: the machine that keeps it has ended, or cannot be reached; what was saved is in "
+        "the run directory; the same command, started again on every machine, goes on from there"
     )
 
 

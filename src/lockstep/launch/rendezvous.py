@@ -116,7 +116,7 @@ class Meeting(DynamicRendezvousHandler):
             )
         except (DistError, RendezvousError) as error:
             raise LaunchError(
-                f"{machines.said} answers, and not as a rendezvous does ({error}); another program listens there; give another port"
+                f"{machines.option} answers, and not as a rendezvous does ({error}); another program listens there; give another port"
             ) from error
         meeting.machines = machines
         meeting.keeps_the_store = kept is not None
@@ -129,7 +129,7 @@ class Meeting(DynamicRendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """As torch's. Each time the workers get a new store: torch would keep the first, and its address where that machine is gone."""
-        say(f"lockstep: waits at {self.machines.place} for the machines of the run ({self.machines.number})")
+        say(f"lockstep: waits at {self.machines.endpoint} for the machines of the run ({self.machines.count})")
         self._bootstrap_store_info = self._shared_tcp_store_server = None
         found = super().next_rendezvous()
         place = found.bootstrap_store_info
@@ -204,13 +204,13 @@ def _kept(machines: Machines, address: str) -> TCPStore | None:
     except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL and machines.node_rank == 0:
             raise LaunchError(
-                f"{machines.said}: {address} is no address of this machine, whose number is 0; the others look for number 0 there; correct "
-                "the address, or --node-rank"
+                f"{machines.option}: {address} is no address of this machine, whose number is 0; the others look for number 0 there; "
+                "correct the address, or --node-rank"
             ) from None
         if error.errno in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
             return None
         raise LaunchError(
-            f"{machines.said}: cannot listen there ({error.strerror}); it is a free port of one of the machines; give another"
+            f"{machines.option}: cannot listen there ({error.strerror}); it is a free port of one of the machines; give another"
         ) from None
 
 
@@ -227,11 +227,11 @@ def _joined(machines: Machines, address: str, own: str) -> TCPStore:
             tried = f"tried {address} port {machines.port} from {own} on {interface_of(own) or 'an interface without a name'}: {error}"
             if waited > JOIN_SECONDS:
                 raise LaunchError(
-                    f"nobody at {machines.said} for {JOIN_SECONDS} s ({tried}); the same command runs on that machine too, and keeps the "
+                    f"nobody at {machines.option} for {JOIN_SECONDS} s ({tried}); the same command runs on that machine too, and keeps the "
                     "rendezvous; start it there, or correct the address, or let this machine reach that port"
                 ) from None
             if waited > SAY_SECONDS and not is_said:
-                say(f"lockstep: no answer yet at {machines.said} ({tried}); goes on trying for {JOIN_SECONDS} s")
+                say(f"lockstep: no answer yet at {machines.option} ({tried}); goes on trying for {JOIN_SECONDS} s")
                 is_said = True
         time.sleep(0.5)
 

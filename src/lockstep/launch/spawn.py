@@ -17,11 +17,11 @@ import torch
 
 from lockstep.base.errors import LaunchError, UserError, WorkerError
 from lockstep.launch.count import count_processes
-from lockstep.launch.environment import check_run_dir
 from lockstep.launch.failure import Ending, Record
 from lockstep.launch.local import run_workers
 from lockstep.launch.spawned_call import PASSED_ON, Call, work
 from lockstep.launch.termination import Preempted
+from lockstep.options import RunOptions, check_run_dir
 from lockstep.plan import Plan
 
 T = TypeVar("T")
@@ -57,7 +57,7 @@ def spawn(
     count = count_processes(nproc, Plan.parse(plan) if plan is not None else None, torch.cuda.device_count, name="nproc=")
     directory = os.path.abspath(run_dir) if run_dir is not None else None
     with closing(_Starter(_start_method(main), main, args)) as starter:
-        _raise_failure(run_workers(starter.start, count=count, launcher="spawn", given={"plan": plan, "run_dir": directory}))
+        _raise_failure(run_workers(starter.start, count=count, launcher="spawn", options=RunOptions(plan=plan, run_dir=directory)))
         result: T = starter.result()
     return result
 

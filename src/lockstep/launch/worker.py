@@ -31,6 +31,7 @@ from types import CodeType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
 from lockstep.base.errors import LaunchError
+from lockstep.base.parent_death import die_with_parent
 from lockstep.launch import grace
 from lockstep.launch.failure import describe, exit_status
 from lockstep.launch.termination import PREEMPTED_STATUS, Preempted, Terminated, in_a_worker
@@ -43,7 +44,6 @@ IS_OVER = "LOCKSTEP_WORKER_IS_OVER"
 AGAIN = "LOCKSTEP_WORKER_AGAIN"
 PASSED_ON = "LOCKSTEP_WORKER_PASSED_ON"
 
-_PR_SET_PDEATHSIG = 1
 _INTERRUPTED_STATUS = 128 + signal.SIGINT
 
 
@@ -69,7 +69,7 @@ def begin() -> Path | None:
     if needs_time and is_over and again and passed_on and record:
         grace.tell_by(Path(needs_time), Path(is_over), Path(again), Path(passed_on), Path(record))
     if agent is not None:
-        _die_with(int(agent))
+        die_with_parent(int(agent))
     if crash is not None and not faulthandler.is_enabled():
         # Kept open for as long as the process lives: faulthandler writes to the descriptor.
         faulthandler.enable(open(crash, "w", encoding="utf-8"), all_threads=False)  # noqa: SIM115
@@ -202,14 +202,6 @@ def _user_frames(frames: TracebackType | None) -> TracebackType | None:
     while frames is not None and os.path.dirname(frames.tb_frame.f_code.co_filename) == here:
         frames = frames.tb_next
     return frames
-
-
-def _die_with(agent: int) -> None:
-    """Have the kernel kill this process when its launcher is gone, however that came about."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != agent:
-            os._exit(1)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import nn
 
+from lockstep.base.torch_private import has_compiled_forward, is_compiled_in_place
 from lockstep.recipe import Precision
 
 _PEAKS = {
@@ -76,6 +77,4 @@ class Flops:
 
 def is_compiled(model: nn.Module) -> bool:
     """Whether torch.compile has made any part of it."""
-    return any(
-        module._compiled_call_impl is not None or hasattr(module.forward, "_torchdynamo_orig_callable") for module in model.modules()
-    )
+    return any(is_compiled_in_place(module) or has_compiled_forward(module) for module in model.modules())

@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from lockstep.base.errors import RecipeError
+from lockstep.base.torch_private import BatchNormBase, tree_map
 from lockstep.plan import Checkpointing
 
 
@@ -28,7 +27,7 @@ def checkpoint_activations(block: nn.Module, mode: Checkpointing) -> None:
     `RecipeError` in the forward. A BatchNorm layer as a block is not changed: it keeps only its input anyway, and
     recomputation would update its running statistics twice.
     """
-    if isinstance(block, _BatchNorm):
+    if isinstance(block, BatchNormBase):
         return
     forward: Callable[..., Any] = block.forward
     contexts = noop_context_fn if mode == "full" else functools.partial(create_selective_checkpoint_contexts, _expensive())

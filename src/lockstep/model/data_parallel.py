@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.base.errors import PlanError, RecipeError
+from lockstep.base.torch_private import BatchNormBase
 
 
 def gpus_of(home: torch.device, count: int) -> list[int]:
@@ -29,7 +29,7 @@ def gpus_of(home: torch.device, count: int) -> list[int]:
 def check_no_batchnorm(model: nn.Module, count: int) -> None:
     """Raises `RecipeError` if the model's output on parts of a microbatch would differ from that on the whole."""
     for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm):
+        if isinstance(module, BatchNormBase):
             raise RecipeError(
                 f"data_parallel={count} and a model with BatchNorm ({name!r}); each GPU would take the statistics of its part of a "
                 f"microbatch, and those of all but the first be lost; use replicate={count}"

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.base.errors import PlanError, RecipeError
+from lockstep.base.torch_private import apply_to_own_tensors, own_buffers, own_modules, own_parameters
 from lockstep.model.blocks import blocks_of, blocks_with_shared_parameters
 from lockstep.model.pipeline.stages import balanced
 
@@ -106,8 +107,8 @@ def split(model: nn.Module, layers: Sequence[PlacedLayer], devices: Sequence[tor
         _compute_on(module, devices[number], home, comes_home=not layer.feeds_next)
     for module in model.modules():
         if id(module) not in inside:
-            module._apply(lambda tensor: tensor.to(home), recurse=False)  # type: ignore[no-untyped-call]
-            if module is not model and (module._parameters or module._buffers):
+            apply_to_own_tensors(module, lambda tensor: tensor.to(home))
+            if module is not model and (own_parameters(module) or own_buffers(module)):
                 _compute_on(module, home, home, comes_home=False)
     _compute_on(model, home, home, comes_home=True)
     _explain(model)
@@ -143,7 +144,7 @@ def _members(part: nn.Module, name: str, blocks: Sequence[str]) -> Iterator[str]
     if name in blocks or not isinstance(part, nn.Sequential) or type(part).forward is not nn.Sequential.forward:
         yield name
         return
-    for child_name, child in part._modules.items():
+    for child_name, child in own_modules(part).items():
         if child is not None:
             yield from _members(child, f"{name}.{child_name}", blocks)
 

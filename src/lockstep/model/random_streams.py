@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.base.torch_private import DropoutBase, in_backward
 from lockstep.keys import MASK, key
 
 DRAWING = (
-    nn.modules.dropout._DropoutNd,
+    DropoutBase,
     nn.RReLU,
     nn.RNNBase,
     nn.MultiheadAttention,
@@ -84,7 +85,7 @@ class ModuleRandomStreams:
 
     def _ended(self, module: nn.Module, _: Any, __: Any) -> None:
         before = torch.default_generator.initial_seed() & MASK
-        if torch._C._current_graph_task_id() != -1:  # a recomputation, in the midst of a backward
+        if in_backward():  # a recomputation, in the midst of a backward
             if before in self._followers:
                 self._begin(self._followers[before])
             return

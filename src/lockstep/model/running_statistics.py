@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.base.errors import RecipeError
+from lockstep.base.torch_private import BatchNormBase, own_buffers, version
 from lockstep.comm.mesh import Mesh, to_local
 
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
@@ -26,13 +26,13 @@ BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 class _ScratchBuffers:
     """The buffers of one BatchNorm module, and the scratch buffers that take their place during a microbatch."""
 
-    module: _BatchNorm
+    module: BatchNormBase
     kept: dict[str, Tensor]
     taken: dict[str, Tensor]
 
     @classmethod
-    def of(cls, module: _BatchNorm) -> _ScratchBuffers:
-        kept = {name: module._buffers[name] for name in BUFFERS}
+    def of(cls, module: BatchNormBase) -> _ScratchBuffers:
+        kept = {name: own_buffers(module)[name] for name in BUFFERS}
         scratch = cls(module, {name: buffer for name, buffer in kept.items() if buffer is not None}, {})
         scratch.renew()
         return scratch
@@ -43,10 +43,10 @@ class _ScratchBuffers:
 
     def swap_in(self, module: nn.Module, _: Any) -> None:
         if module.training:
-            module._buffers.update(self.taken)
+            own_buffers(module).update(self.taken)
 
     def swap_out(self, module: nn.Module, _: Any, __: Any) -> None:
-        module._buffers.update(self.kept)
+        own_buffers(module).update(self.kept)
 
     def row(self) -> Tensor:
         """Return (keep, calls, gain of the mean..., gain of the variance...) of the current microbatch, and renew the
@@ -90,7 +90,7 @@ class RunningStatistics:
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
         self.mesh = mesh
         """The mesh that assigns microbatches to ranks."""
-        modules = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
+        modules = [m for m in model.modules() if isinstance(m, BatchNormBase) and m.running_mean is not None]
         self._scratches = [_ScratchBuffers.of(module) for module in modules]
         self._hooks = [scratch.module.register_forward_pre_hook(scratch.swap_in) for scratch in self._scratches]
         self._hooks += [scratch.module.register_forward_hook(scratch.swap_out, always_call=True) for scratch in self._scratches]
@@ -126,7 +126,7 @@ class RunningStatistics:
                 "model was prepared; ranks sum the gradients of what was trainable then; freeze in the model's factory, or give the "
                 "parameter a group of the optimizer with lr=0"
             )
-        self._versions = [tensor._version for tensor in self._watched]
+        self._versions = [version(tensor) for tensor in self._watched]
         self._bits = {name: _bits(buffer) for name, buffer in self._others.items()} if compare else {}
         self.discard()
 
@@ -160,7 +160,7 @@ class RunningStatistics:
 
     def _changed(self) -> str | None:
         """Describe the first tensor that has changed since `begin`; None if nothing has changed."""
-        versions = [tensor._version for tensor in self._watched]
+        versions = [version(tensor) for tensor in self._watched]
         if versions != self._versions:
             return next(name for name, now, then in zip(self._names, versions, self._versions, strict=True) if now != then)
         if not self._others:

@@ -1,17 +1,18 @@
 """The `shard` axis: FSDP2 shards parameters, gradients and optimizer state over the ranks, block by block.
 
-`lockstep.train.reducers.fsdp` reduces the gradients.
+`lockstep.training.reducers.fsdp` reduces the gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from lockstep.base.errors import RecipeError
+from lockstep.base.torch_private import set_unshard_async
 from lockstep.comm.mesh import Mesh
 from lockstep.model.shared_parameters import share_parameter, shared_names
 from lockstep.model.skipped_blocks import SkippedBlockGuard
@@ -63,7 +64,7 @@ def shard(
     materialize(model)
     root = fully_shard(model, mesh=axis, reshard_after_forward=free_root, offload_policy=policy)
     # FSDP2 prefetches a block in the backward; on a CPU it would wait for it without this.
-    root._set_unshard_async_op(on_cpu)
+    set_unshard_async(root, on_cpu)
     guard.install()
 
 
@@ -91,3 +92,11 @@ def shard_parts(model: nn.Module, mesh: Mesh, parts: Mapping[str, Sequence[str]]
 def fsdp_groups(model: nn.Module) -> list[Any]:
     """The modules whose parameters FSDP2 gathers together."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def modules_of(group: nn.Module) -> Iterator[nn.Module]:
+    """The modules whose parameters FSDP2 gathers together with the group's: all in it that belong to no inner group."""
+    yield group
+    for child in group.children():
+        if not isinstance(child, FSDPModule):
+            yield from modules_of(child)

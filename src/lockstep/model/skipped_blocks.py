@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lockstep.base.errors import RecipeError
+from lockstep.base.torch_private import tree_flatten, tree_unflatten
 
 
 class SkippedBlockGuard:

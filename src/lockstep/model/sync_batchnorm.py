@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.base.errors import RecipeError
+from lockstep.base.torch_private import BatchNormBase
 from lockstep.comm.mesh import Mesh
 from lockstep.comm.world import World
 from lockstep.plan import Plan
@@ -52,7 +52,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         exchange = self._exchange
         if exchange.world is None or exchange.is_dummy is None or not self.training:
-            return _BatchNorm.forward(self, input)
+            unsplit: Tensor = BatchNormBase.forward(self, input)
+            return unsplit
         self._check_input_dim(input)
         output, mean, variance, number = _Normalise.apply(input, self.weight, self.bias, self.eps, exchange.world, exchange.is_dummy)  # type: ignore[no-untyped-call]
         if self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None:
@@ -107,10 +108,10 @@ def split_microbatches(models: Sequence[nn.Module], mesh: Mesh, plan: Plan, *, m
     return mesh.split(min(microbatch, mesh.data.size))
 
 
-def training_batchnorms(models: Sequence[nn.Module]) -> list[tuple[str, _BatchNorm]]:
+def training_batchnorms(models: Sequence[nn.Module]) -> list[tuple[str, BatchNormBase]]:
     """The BatchNorm layers, SyncBatchNorm too, that are in training mode, and their names."""
     named = [item for model in models for item in model.named_modules()]
-    return [(name, module) for name, module in named if isinstance(module, _BatchNorm) and module.training]
+    return [(name, module) for name, module in named if isinstance(module, BatchNormBase) and module.training]
 
 
 class _Normalise(torch.autograd.Function):

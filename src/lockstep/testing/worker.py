@@ -32,7 +32,7 @@ from lockstep.comm.mesh import forget_meshes
 from lockstep.testing import leaks
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import TCPStore
+    from lockstep.base.torch_private import TCPStore
 
 PACKET_BYTES = 1 << 17
 MOST_WORKERS = 100

@@ -1,1 +1,1 @@
-"""`lockstep verify`: does a plan train the same model? Runs of the user's script, what each left in its trace, and their comparison."""
+"""`lockstep verify`: runs the user's script on one process and under each plan, and compares the traces of the runs."""

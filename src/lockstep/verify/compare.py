@@ -1,9 +1,13 @@
-"""Two traces and a yardstick in, a verdict out. Pure: nothing is run here.
+"""Compares a plan's trace with the reference's. Pure: nothing is run here.
 
-What is compared, in the order in which a step makes it: the samples of every microbatch; where ranks hold whole parameters, each
-microbatch's own gradient, bit for bit with the reference's, and their sum in float64; the reduced gradient; the norm that is clipped by;
-the learning rate; the optimizers' states; the parameters; the buffers; the loss and its weight. Before the first step: the weights that
-it starts from.
+Before the first step, the initial weights are compared. In each step, in the order in which a step computes them:
+
+1. the samples of every microbatch;
+2. if ranks hold whole parameters: each microbatch's own gradient, bit for bit, and the sum of all of them in float64;
+3. the reduced gradient, and the norm that it is clipped by;
+4. the learning rate;
+5. the optimizer states, the parameters and the buffers;
+6. the loss and its weight.
 """
 
 from __future__ import annotations
@@ -16,45 +20,39 @@ from typing import Literal
 
 import numpy as np
 
-from lockstep.verify.records import Mark, Marks, Trace
-from lockstep.verify.yardstick import Yardstick, distance, pooled, tensor_distance
+from lockstep.verify.distance import distance, pooled, tensor_distance
+from lockstep.verify.tolerance import TOLERANCE, Rounding
+from lockstep.verify.trace_reader import Summaries, TensorSummary, Trace
 
-LIMIT = 10.0
-"""A plan passes while its distance from the reference is at most this many times the twins'."""
-SUM_LIMIT = 4.0
-"""The reduced gradient may miss the float64 sum of the microbatches' by this many times what adding them in their own type costs."""
-BEFORE = -1
-"""The step of what is wrong before the first one."""
+SUM_TOLERANCE = 4.0
+"""Largest distance of a reduced gradient from the float64 sum of the microbatches' gradients, in multiples of that
+sum's rounding."""
+BEFORE_FIRST_STEP = -1
 
 Check = Literal[
     "initial",
     "samples",
     "microbatch",
     "missing",
-    "sum",
     "gradients",
-    "ranks",
+    "sum",
     "norm",
     "lr",
     "states",
     "parameters",
     "buffers",
+    "ranks",
     "loss",
     "weight",
 ]
-ORDER: tuple[Check, ...] = (
-    *("initial", "samples", "microbatch", "missing", "gradients", "sum", "norm", "lr", "states", "parameters", "buffers", "ranks"),
-    *("loss", "weight"),
-)
-"""Which of several findings at one step comes first."""
-SAID: Mapping[Check, str] = {
+DESCRIPTIONS: Mapping[Check, str] = {
     "initial": "initial value",
-    "samples": "other samples",
+    "samples": "samples",
     "microbatch": "gradient of one microbatch",
-    "missing": "gradient (there on one side only)",
+    "missing": "missing gradient",
     "gradients": "gradient",
     "sum": "sum of the microbatches' gradients",
-    "norm": "norm that is clipped by",
+    "norm": "gradient norm",
     "lr": "learning rate",
     "states": "optimizer state",
     "parameters": "parameter",
@@ -63,255 +61,315 @@ SAID: Mapping[Check, str] = {
     "loss": "loss",
     "weight": "weight of the loss",
 }
+"""What each check compares. Of several differences at one step, the check that stands first here is reported first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
-    """Something that differs by more than it may."""
+class Difference:
+    """A value that differs by more than the tolerance."""
 
     step: int
-    """-1: before the first."""
+    """`BEFORE_FIRST_STEP` for an initial value."""
     check: Check
     name: str = ""
-    """Of the tensor. Empty where it is not about one."""
+    """Name of the tensor. Empty if the check is not about a tensor."""
     rank: int = 0
-    ratio: float = math.inf
-    """Its distance over its unit."""
+    times_rounding: float = math.inf
+    """Distance from the reference, in multiples of rounding."""
     relative: float = math.inf
-    """Its distance over the reference's norm."""
+    """Distance from the reference, relative to the reference's norm."""
     microbatches: tuple[int, ...] = ()
-    """Those involved; empty: all of the step."""
+    """Microbatches involved. Empty: all of the step."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Comparison:
-    """A plan's trace against the reference's."""
+    """A plan's trace compared with the reference's."""
 
     plan: str
     steps: int
     bitwise: bool
-    findings: list[Finding] = field(default_factory=list)
-    """Those at the first step that has any, the first one first."""
-    worst: Finding | None = None
-    """The largest ratio of a gradient, state, parameter, buffer, norm or loss: how close it came."""
-    curves: dict[str, list[float]] = field(default_factory=dict)
-    """`gradients`, `parameters`, `loss`: at each step, the relative distance from the reference, tensors pooled."""
-    remarks: list[str] = field(default_factory=list)
+    differences: list[Difference] = field(default_factory=list)
+    """Differences at the first step that has any, in the order of the computation."""
+    largest: Difference | None = None
+    """The difference that is the most times its rounding, within the tolerance or not. None: no bit differs."""
+    divergence: dict[str, list[float]] = field(default_factory=dict)
+    """Relative distance from the reference at each step, tensors pooled, for `gradients`, `parameters` and `loss`."""
+    notes: list[str] = field(default_factory=list)
 
     @property
     def passed(self) -> bool:
-        return not self.findings
+        return not self.differences
 
 
-def compare(reference: Trace, plan: Trace, yardstick: Yardstick, *, bitwise: bool, limit: float = LIMIT) -> Comparison:
-    """`bitwise`: every bit must be the reference's. `limit`: how many units it may be away where it need not be."""
+def compare(reference: Trace, plan: Trace, rounding: Rounding, *, bitwise: bool, tolerance: float = TOLERANCE) -> Comparison:
+    """Compare `plan` with `reference`.
+
+    With `bitwise` every bit must be equal; without it, `tolerance` is in multiples of rounding.
+    """
     steps = min(reference.steps, plan.steps)
     comparison = Comparison(plan=plan.plan, steps=steps, bitwise=bitwise)
-    _compare(_Side(reference, plan, yardstick, bitwise, limit, comparison), steps, _CHECKS)
+    _compare(_Comparator(reference, plan, rounding, bitwise, tolerance, comparison), steps, _CHECKS)
     if plan.steps != reference.steps and comparison.passed:
-        comparison.findings = [Finding(step=steps, check="samples")]
-    comparison.curves = curves(reference, plan, steps)
+        comparison.differences = [Difference(step=steps, check="samples")]
+    comparison.divergence = divergence(reference, plan, steps)
     return comparison
 
 
 def compare_compressed(exact: Trace, compressed: Trace) -> Comparison:
-    """The same run with gradients sent in fewer bytes: what that may not change is compared, how far the rest is away is in `curves`."""
+    """Compare a run that compresses its gradients with the same run without compression.
+
+    Only what compression may not change is checked: samples, missing gradients, and that ranks agree. How far it leads
+    the values away is in `divergence`.
+    """
     steps = min(exact.steps, compressed.steps)
     comparison = Comparison(plan=compressed.plan, steps=steps, bitwise=False)
-    _compare(_Side(exact, compressed, Yardstick(exact, []), False, LIMIT, comparison), steps, checks=(_samples, _missing, _ranks))
-    comparison.curves = curves(exact, compressed, steps)
+    comparator = _Comparator(exact, compressed, Rounding(exact, []), False, TOLERANCE, comparison)
+    _compare(comparator, steps, checks=(_samples, _missing, _ranks))
+    comparison.divergence = divergence(exact, compressed, steps)
     return comparison
 
 
-def curves(reference: Trace, other: Trace, steps: int) -> dict[str, list[float]]:
-    """The relative distance of `other` at each step, tensors pooled; and of the loss."""
+def divergence(reference: Trace, other: Trace, steps: int) -> dict[str, list[float]]:
+    """Return the relative distance at each step of the gradients and the parameters, tensors pooled, and of the
+    loss."""
     found: dict[str, list[float]] = {"gradients": [], "parameters": [], "loss": []}
     for step in range(steps):
-        ours, theirs = reference.first.steps[step], other.first.steps[step]
+        ours, theirs = reference.rank_0.steps[step], other.rank_0.steps[step]
         for kind in ("gradients", "parameters"):
-            marks = ours.tensors[kind]
-            pairs = {name: (mark, theirs.tensors[kind].get(name)) for name, mark in marks.items()}
-            found[kind].append(pooled([tensor_distance(reference, other, step, kind, *item) for item in pairs.items()], marks))
+            summaries = ours.tensors[kind]
+            pairs = {name: (summary, theirs.tensors[kind].get(name)) for name, summary in summaries.items()}
+            found[kind].append(pooled([tensor_distance(reference, other, step, kind, *item) for item in pairs.items()], summaries))
         found["loss"].append(abs(theirs.loss - ours.loss) / (abs(ours.loss) or 1.0))
     return found
 
 
 @dataclass(slots=True)
-class _Side:
-    """What is compared with what."""
+class _Comparator:
+    """A comparison in progress."""
 
     reference: Trace
     plan: Trace
-    yardstick: Yardstick
+    rounding: Rounding
     bitwise: bool
-    limit: float
+    tolerance: float
     comparison: Comparison
 
-    def judge(self, check: Check, *, step: int, away: float, unit: float, norm: float, **where: object) -> Iterator[Finding]:
-        """A finding where `away` is more than it may be; noted where it is the closest so far to that."""
-        if away == 0.0:
+    def judge(
+        self,
+        check: Check,
+        *,
+        step: int,
+        distance: float,
+        rounding: float,
+        norm: float,
+        rank: int,
+        name: str = "",
+        microbatch: int | None = None,
+    ) -> Iterator[Difference]:
+        """Yield a difference if `distance` exceeds the tolerance; record it if it is the largest so far."""
+        if distance == 0.0:
             return
-        finding = Finding(step=step, check=check, ratio=away / unit, relative=away / norm if norm else math.inf, **where)  # type: ignore[arg-type]
-        worst = self.comparison.worst
-        if worst is None or finding.ratio > worst.ratio:
-            self.comparison.worst = finding
-        if self.bitwise or not finding.ratio <= self.limit:
-            yield finding
+        found = Difference(
+            step=step,
+            check=check,
+            name=name,
+            rank=rank,
+            times_rounding=distance / rounding,
+            relative=_relative(distance, norm),
+            microbatches=() if microbatch is None else (microbatch,),
+        )
+        largest = self.comparison.largest
+        if largest is None or found.times_rounding > largest.times_rounding:
+            self.comparison.largest = found
+        if self.bitwise or not found.times_rounding <= self.tolerance:
+            yield found
 
 
-def _compare(side: _Side, steps: int, checks: Sequence[Callable[[_Side, int], Iterator[Finding]]]) -> None:
-    findings = list(_initial(side))
+_CheckFunction = Callable[[_Comparator, int], Iterator[Difference]]
+
+
+def _compare(comparator: _Comparator, steps: int, checks: Sequence[_CheckFunction]) -> None:
+    differences = list(_initial(comparator))
     for step in range(steps):
-        if findings:
+        if differences:
             break
         for check in checks:
-            findings += check(side, step)
-    places = {name: place for place, name in enumerate(side.reference.backward_order)}
-    side.comparison.findings = sorted(
-        findings, key=lambda f: (ORDER.index(f.check), places.get(f.name.partition("/")[0] if f.check == "states" else f.name, 0), f.rank)
-    )
+            differences += check(comparator, step)
+    positions = {name: position for position, name in enumerate(comparator.reference.backward_order)}
+    order = list(DESCRIPTIONS)
+
+    def position(found: Difference) -> tuple[int, int, int]:
+        parameter = found.name.partition("/")[0] if found.check == "states" else found.name
+        return order.index(found.check), positions.get(parameter, 0), found.rank
+
+    comparator.comparison.differences = sorted(differences, key=position)
 
 
-def _initial(side: _Side) -> Iterator[Finding]:
-    """The weights that it starts from are the same bits on every rank, whatever the plan."""
-    for rank, entry in side.plan.ranks.items():
+def _initial(comparator: _Comparator) -> Iterator[Difference]:
+    """Check that the initial weights have the same bits on every rank, under any plan."""
+    for rank, entry in comparator.plan.ranks.items():
         for kind in ("parameters", "buffers"):
-            ours, theirs = side.reference.first.initial[kind], entry.initial[kind]
+            ours, theirs = comparator.reference.rank_0.initial[kind], entry.initial[kind]
             for name in {**ours, **theirs}:
                 away = distance(ours.get(name), theirs.get(name))
                 if away:
-                    norm = mark.norm if (mark := ours.get(name)) is not None else 0.0
-                    yield Finding(step=BEFORE, check="initial", name=name, rank=rank, relative=away / norm if norm else math.inf)
+                    relative = _relative(away, _norm(ours.get(name)))
+                    yield Difference(step=BEFORE_FIRST_STEP, check="initial", name=name, rank=rank, relative=relative)
 
 
-def _samples(side: _Side, step: int) -> Iterator[Finding]:
-    ours = {m.index: m.samples for m in side.reference.of_step(step)}
-    taken = Counter(m.index for m in side.plan.of_step(step) if m.rank == _first_of(side.plan, step, m.index))
-    theirs = {m.index: m.samples for m in side.plan.of_step(step)}
-    twice = {index for index, times in taken.items() if times > 1}
+def _samples(comparator: _Comparator, step: int) -> Iterator[Difference]:
+    """Check that each microbatch has the reference's samples and is computed once."""
+    ours = {m.index: m.samples for m in comparator.reference.microbatches_of(step)}
+    microbatches = comparator.plan.microbatches_of(step)
+    theirs = {m.index: m.samples for m in microbatches}
+    # Every rank that holds a part of the model notes the microbatch: the lowest rank's entries are counted.
+    lowest = {m.index: m.rank for m in reversed(microbatches)}
+    times = Counter(m.index for m in microbatches if m.rank == lowest[m.index])
     for index in sorted(ours.keys() | theirs.keys()):
-        if ours.get(index) != theirs.get(index) or index in twice:
-            rank = next((m.rank for m in side.plan.of_step(step) if m.index == index), 0)
-            yield Finding(step=step, check="samples", rank=rank, microbatches=(index,))
+        if ours.get(index) != theirs.get(index) or times[index] > 1:
+            yield Difference(step=step, check="samples", rank=lowest.get(index, 0), microbatches=(index,))
 
 
-def _first_of(trace: Trace, step: int, index: int) -> int:
-    """Ranks that share a layer or a stage all say the same of a microbatch; one of them counts, and where ranks are whole, all do."""
-    return min(m.rank for m in trace.of_step(step) if m.index == index)
+def _microbatches(comparator: _Comparator, step: int) -> Iterator[Difference]:
+    """Check each microbatch's own gradient while the parameters have the reference's bits.
 
-
-def _microbatches(side: _Side, step: int) -> Iterator[Finding]:
-    """Bit for bit, while the parameters have the same bits: in fast numerics, in the first step."""
-    if step and not side.bitwise:
+    Without `bitwise` they have these bits only in the first step.
+    """
+    if step and not comparator.bitwise:
         return
-    ours = {m.index: m.gradients for m in side.reference.of_step(step)}
+    ours = {m.index: m.gradients for m in comparator.reference.microbatches_of(step)}
     differ = 0
-    for microbatch in side.plan.of_step(step):
+    for microbatch in comparator.plan.microbatches_of(step):
         expected, found = ours.get(microbatch.index), microbatch.gradients
         if expected is None or found is None:
             continue
-        units: dict[str, float] = {}
-        for name, mark in expected.items():
-            away = distance(mark, found.get(name))
+        rounding: dict[str, float] = {}
+        for name, summary in expected.items():
+            away = distance(summary, found.get(name))
             if away == 0.0:
                 continue
             differ += 1
-            units = units or side.yardstick.microbatch_units(step, microbatch.index)
-            where = {"name": name, "rank": microbatch.rank, "microbatches": (microbatch.index,)}
-            norm = mark.norm if mark is not None else 0.0
-            yield from side.judge("microbatch", step=step, away=away, unit=units.get(name, 1e-38), norm=norm, **where)
-    alone = side.plan.facts.get("pairs", 1) == 1  # of several, one's forward may run another that the step has moved already
-    if differ and alone and not side.bitwise and "compile=yes" not in side.plan.plan:
-        side.comparison.remarks.append(
-            f"step {step}: {differ} gradients of single microbatches have other bits than the reference's; expected are the same bits on "
-            "one kind of machine with as many threads"
+            rounding = rounding or comparator.rounding.of_microbatch(step, microbatch.index)
+            yield from comparator.judge(
+                "microbatch",
+                step=step,
+                distance=away,
+                rounding=rounding.get(name, 1e-38),
+                norm=_norm(summary),
+                rank=microbatch.rank,
+                name=name,
+                microbatch=microbatch.index,
+            )
+    # With several train modules, one module's forward may run another that this step has updated already.
+    alone = comparator.plan.facts.get("modules", 1) == 1
+    if differ and alone and not comparator.bitwise and "compile=yes" not in comparator.plan.plan:
+        comparator.comparison.notes.append(
+            f"step {step}: {differ} gradients of single microbatches differ from the reference's in some bits; on one kind of machine and "
+            "with the same number of threads they should not"
         )
 
 
-def _missing(side: _Side, step: int) -> Iterator[Finding]:
-    ours = side.reference.first.steps[step].tensors["gradients"]
-    for rank, entry in side.plan.ranks.items():
+def _missing(comparator: _Comparator, step: int) -> Iterator[Difference]:
+    """Check that the same parameters have a gradient."""
+    ours = comparator.reference.rank_0.steps[step].tensors["gradients"]
+    for rank, entry in comparator.plan.ranks.items():
         theirs = entry.steps[step].tensors["gradients"]
         for name in {**ours, **theirs}:
             if (ours.get(name) is None) != (theirs.get(name) is None):
-                yield Finding(step=step, check="missing", name=name, rank=rank)
+                yield Difference(step=step, check="missing", name=name, rank=rank)
 
 
-def _sums(side: _Side, step: int) -> Iterator[Finding]:
-    """Each whole rank's reduced gradient against the sum, in float64, of all microbatches' own.
+def _sums(comparator: _Comparator, step: int) -> Iterator[Difference]:
+    """Check the reduced gradient of ranks that hold whole parameters against the microbatches' sum in float64.
 
-    In fast numerics a plan may scale the loss on its way (by 3, say), which rounds a gradient that nearly cancels quite otherwise: there it
-    may miss the sum by what the twins miss one another by, too.
+    With numerics=fast a plan may scale the loss before the backward (by 3, say). That rounds a gradient that nearly
+    cancels in another way. There the gradient may also miss the sum by what the perturbed runs differ by.
     """
-    units = {} if side.bitwise else side.yardstick.units(step, "gradients")
-    parts = [m for m in side.plan.of_step(step) if m.gradients is not None]
-    if not parts or len(parts) < len(side.reference.of_step(step)):
+    measured = {} if comparator.bitwise else comparator.rounding.of_tensors(step, "gradients")
+    parts = [m.gradients for m in comparator.plan.microbatches_of(step) if m.gradients is not None]
+    if not parts or len(parts) < len(comparator.reference.microbatches_of(step)):
         return
-    for rank, entry in side.plan.ranks.items():
+    for rank, entry in comparator.plan.ranks.items():
         gain = entry.steps[step].gain
-        for name, mark in entry.steps[step].tensors["gradients"].items():
-            leaves = [leaf for m in parts if m.gradients is not None and (leaf := m.gradients.get(name)) is not None]
-            if mark is None or not leaves or math.isnan(mark.norm):
+        for name, total in entry.steps[step].tensors["gradients"].items():
+            terms = [term for gradients in parts if (term := gradients.get(name)) is not None]
+            if total is None or not terms or math.isnan(total.norm):
                 continue
-            away, unit = sum_error(mark, leaves, gain)
-            unit = max(unit, units.get(name, 0.0))
-            if not away <= SUM_LIMIT * unit:
-                ratio = side.limit / SUM_LIMIT * away / unit if unit else math.inf  # so that a ratio above `limit` fails, as elsewhere
-                yield Finding(step=step, check="sum", name=name, rank=rank, ratio=ratio, relative=away / (mark.norm or 1.0))
+            away, rounding = sum_error(total, terms, gain)
+            rounding = max(rounding, measured.get(name, 0.0))
+            if not away <= SUM_TOLERANCE * rounding:
+                # Scaled so that, as for other checks, more than `tolerance` fails.
+                times = comparator.tolerance / SUM_TOLERANCE * away / rounding if rounding else math.inf
+                relative = away / (total.norm or 1.0)
+                yield Difference(step=step, check="sum", name=name, rank=rank, times_rounding=times, relative=relative)
 
 
-def sum_error(total: Mark, leaves: list[Mark], gain: float) -> tuple[float, float]:
-    """How far a sum is from the float64 sum of its leaves times `gain`, and what rounding costs it: half a unit in the last place of
-    each partial sum, which are as large as the leaves together at most, and their errors add up like a random walk."""
-    expected = gain * np.sum([leaf.projection for leaf in leaves], axis=0)
+def sum_error(total: TensorSummary, terms: list[TensorSummary], gain: float) -> tuple[float, float]:
+    """Return the distance of `total` from the float64 sum of `terms` times `gain`, and the rounding of that sum.
+
+    Each partial sum is rounded by half a unit in the last place, and is at most as large as all terms together. The
+    errors add up like a random walk.
+    """
+    expected = gain * np.sum([term.projection for term in terms], axis=0)
     away = float(np.sqrt(np.mean((expected - total.projection) ** 2)))
-    unit = 0.5 * total.eps * math.sqrt(len(leaves) + 2) * abs(gain) * sum(leaf.norm for leaf in leaves)
-    return away, unit
+    rounding = 0.5 * total.eps * math.sqrt(len(terms) + 2) * abs(gain) * sum(term.norm for term in terms)
+    return away, rounding
 
 
-def _tensors(side: _Side, step: int) -> Iterator[Finding]:
-    ours = side.reference.first.steps[step].tensors
+def _tensors(comparator: _Comparator, step: int) -> Iterator[Difference]:
+    """Check gradients, optimizer states, parameters and buffers."""
+    ours = comparator.reference.rank_0.steps[step].tensors
     for kind in ("gradients", "states", "parameters", "buffers"):
-        units = side.yardstick.units(step, kind)
-        for rank, entry in side.plan.ranks.items():
+        rounding = comparator.rounding.of_tensors(step, kind)
+        for rank, entry in comparator.plan.ranks.items():
             theirs = entry.steps[step].tensors[kind]
-            for name, mark in ours[kind].items():
-                if kind == "gradients" and (mark is None) != (theirs.get(name) is None):
-                    continue  # found missing already
+            for name, summary in ours[kind].items():
                 found = theirs.get(name)
-                away = distance(mark, found) if rank else tensor_distance(side.reference, side.plan, step, kind, name, (mark, found))
-                norm = mark.norm if mark is not None else 0.0
-                unit = units.get(name, 1e-38)
-                yield from side.judge(kind, step=step, away=away, unit=unit, norm=norm, name=name, rank=rank)
+                if kind == "gradients" and (summary is None) != (found is None):
+                    continue  # `_missing` reports it
+                pair = (summary, found)
+                away = distance(*pair) if rank else tensor_distance(comparator.reference, comparator.plan, step, kind, name, pair)
+                unit, norm = rounding.get(name, 1e-38), _norm(summary)
+                yield from comparator.judge(kind, step=step, distance=away, rounding=unit, norm=norm, rank=rank, name=name)
 
 
-def _scalars(side: _Side, step: int) -> Iterator[Finding]:
-    ours = side.reference.first.steps[step]
-    for rank, entry in side.plan.ranks.items():
+def _scalars(comparator: _Comparator, step: int) -> Iterator[Difference]:
+    """Check the gradient norm, the loss, the learning rate and the weight of the loss."""
+    ours = comparator.reference.rank_0.steps[step]
+    for rank, entry in comparator.plan.ranks.items():
         theirs = entry.steps[step]
         if ours.norm is not None and theirs.norm is not None:
-            away, unit = abs(theirs.norm - ours.norm), side.yardstick.scalar(step, "norm")
-            yield from side.judge("norm", step=step, away=away, unit=unit, norm=ours.norm, rank=rank)
-        away, unit = abs(theirs.loss - ours.loss), side.yardstick.scalar(step, "loss")
+            away, rounding = abs(theirs.norm - ours.norm), comparator.rounding.of_scalar(step, "norm")
+            yield from comparator.judge("norm", step=step, distance=away, rounding=rounding, norm=ours.norm, rank=rank)
         if not (math.isnan(ours.loss) and math.isnan(theirs.loss)):
-            yield from side.judge("loss", step=step, away=away, unit=unit, norm=abs(ours.loss), rank=rank)
+            away, rounding = abs(theirs.loss - ours.loss), comparator.rounding.of_scalar(step, "loss")
+            yield from comparator.judge("loss", step=step, distance=away, rounding=rounding, norm=abs(ours.loss), rank=rank)
         if ours.lr != theirs.lr:
-            yield Finding(step=step, check="lr", rank=rank)
+            yield Difference(step=step, check="lr", rank=rank)
         if not math.isclose(ours.weight or 0.0, theirs.weight or 0.0, rel_tol=1e-6):
-            yield Finding(step=step, check="weight", rank=rank)
+            yield Difference(step=step, check="weight", rank=rank)
 
 
-def _ranks(side: _Side, step: int) -> Iterator[Finding]:
-    """Ranks that each hold the whole model hold the same bits of it."""
-    first = side.plan.first.steps[step].tensors
-    for rank, entry in side.plan.ranks.items():
+def _ranks(comparator: _Comparator, step: int) -> Iterator[Difference]:
+    """Check that ranks which hold the whole model hold the same bits of it."""
+    rank_0 = comparator.plan.rank_0.steps[step].tensors
+    for rank, entry in comparator.plan.ranks.items():
         for kind in ("gradients", "parameters", "buffers"):
-            theirs: Marks = entry.steps[step].tensors[kind]
-            for name, mark in first[kind].items():
-                away = distance(mark, theirs.get(name))
+            theirs: Summaries = entry.steps[step].tensors[kind]
+            for name, summary in rank_0[kind].items():
+                away = distance(summary, theirs.get(name))
                 if rank and away:
-                    norm = mark.norm if mark is not None else 0.0
-                    yield Finding(step=step, check="ranks", name=name, rank=rank, relative=away / norm if norm else math.inf)
+                    relative = _relative(away, _norm(summary))
+                    yield Difference(step=step, check="ranks", name=name, rank=rank, relative=relative)
 
 
-_CHECKS = (_samples, _microbatches, _missing, _sums, _tensors, _scalars, _ranks)
+def _norm(summary: TensorSummary | None) -> float:
+    return summary.norm if summary is not None else 0.0
+
+
+def _relative(distance: float, norm: float) -> float:
+    return distance / norm if norm else math.inf
+
+
+_CHECKS: tuple[_CheckFunction, ...] = (_samples, _microbatches, _missing, _sums, _tensors, _scalars, _ranks)

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from lockstep.base.torch_private import TorchDispatchMode
 from lockstep.verify.trace_request import Tracing
 
 

@@ -34,7 +34,7 @@ class Tracing:
     eval_mode: bool = False
     """Whether the model trains in eval mode: no dropout, and BatchNorm by its running statistics."""
     exact: bool = False
-    """Whether gradients are sent as they are, whatever the recipe's `comm`."""
+    """Whether gradients are sent as they are, whatever the recipe's `gradient_compression`."""
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Tracing | None:
@@ -57,6 +57,7 @@ class Tracing:
     def variables(self) -> dict[str, str]:
         """What `read` reads: the other direction."""
         given: dict[str, object | None] = {
+            "LOCKSTEP_PROBE": "lockstep.verify.probe",
             FOLDER: self.folder,
             STEPS: self.steps,
             NOISE: self.noise,

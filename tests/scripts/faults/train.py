@@ -64,7 +64,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--mistake", default="")
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--comm", default="exact")
+    parser.add_argument("--gradient-compression", default="none")
     options = parser.parse_args()
     mistake = options.mistake
     if mistake == "fails":
@@ -86,7 +86,7 @@ def main() -> None:
         microbatch=4,
         steps=options.steps,
         clip_norm=1.0,
-        comm=options.comm,
+        gradient_compression=options.gradient_compression,
     )
     ls.train(recipe)
     print("trained to the end")

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.base.errors import MismatchError
+from lockstep.base.torch_private import TorchDispatchMode, resolve_process_group, schema
 from lockstep.comm.in_flight import Call, announced
 from lockstep.hooks.hang.snapshot import line_of, stack_of
 
@@ -46,9 +46,9 @@ class Checked(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
-            name = func._schema.name.rpartition("::")[2].strip("_")
+            name = schema(func).name.rpartition("::")[2].strip("_")
             if name not in _NOT_OF_ALL:
-                given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
+                given = {argument.name: value for argument, value in zip(schema(func).arguments, args, strict=False)}
                 given |= kwargs or {}
                 if "group_name" in given or "process_group" in given:
                     self._compare(name, given)
@@ -104,8 +104,7 @@ def _group_in_words(call: str, several: Sequence[Mapping[str, Any]]) -> str:
 
 def _group_of(given: Mapping[str, Any]) -> dist.ProcessGroup:
     if "group_name" in given:
-        group: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(given["group_name"])  # type: ignore[attr-defined]
-        return group
+        return resolve_process_group(given["group_name"])
     unboxed: dist.ProcessGroup = dist.ProcessGroup.unbox(given["process_group"])
     return unboxed
 

@@ -9,23 +9,21 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from lockstep.base.errors import HangError, cannot_write, say
-from lockstep.comm.world import World
+from lockstep.base.torch_private import default_store
 from lockstep.hooks.hang.report import Hang
 from lockstep.hooks.hang.snapshot import Place
 from lockstep.hooks.hang.watchdog import StoreMailbox, Watchdog
 from lockstep.launch.failure import describe
 from lockstep.launch.grace import is_over, needing_time, tell_failure
 from lockstep.launch.termination import HUNG_STATUS
-from lockstep.logging.phases import Phases
-from lockstep.timeouts import Patience
+from lockstep.timeouts import WatchdogTimeouts
+from lockstep.training.context import Context
+from lockstep.training.hook import Hook, Run
 
 SAVING_SECONDS = 300.0
 """At most, for the last save of a rank that is stuck."""
@@ -33,47 +31,66 @@ NEWS_SECONDS = 0.5
 """From the verdict to the first rank's end, so that all know of it before they lose a peer."""
 
 
-@dataclass(slots=True)
-class Standstill:
-    """Of one rank."""
+class HangHook(Hook):
+    """Watches this rank's training thread; when the run hangs, reports it, saves the last whole step, and ends the process."""
 
-    patience: Patience
-    run_dir: Path
-    world: World
-    event: Callable[..., None]
-    rescue: Callable[[BaseException], bool]
-
-    def watch(self, phases: Phases, attempt: str) -> Watchdog:
-        """Begin to watch this thread, which trains. Every rank calls it. `attempt`: of this start of the run, the same on all."""
-        mailbox = None
-        if self.world.size > 1:
-            mailbox = StoreMailbox(dist.distributed_c10d._get_default_store(), f"lockstep/watch/{attempt}")
-        watchdog = Watchdog(
-            phases,
-            self.patience,
-            rank=self.world.rank,
-            size=self.world.size,
+    def __init__(self, timeouts: WatchdogTimeouts | None, context: Context, rescue: Callable[[Run, BaseException], bool]) -> None:
+        """Begins to watch. Every rank calls it. `timeouts`: None: there is no watchdog. `rescue`: saves without the other ranks' help."""
+        self._timeouts = timeouts
+        self._context = context
+        self._rescue = rescue
+        self._run: Run | None = None
+        self._watchdog: Watchdog | None = None
+        if timeouts is None:
+            return
+        world, mailbox = context.world, None
+        if world.size > 1:
+            mailbox = StoreMailbox(default_store(), f"lockstep/watch/{context.recorder.attempt}")
+        self._watchdog = Watchdog(
+            context.phases,
+            timeouts,
+            rank=world.rank,
+            size=world.size,
             mailbox=mailbox,
-            told=self.act,
+            told=self._act,
             is_over=is_over,
-            ended=self.end,
+            ended=self._end,
         )
-        watchdog.start()
-        return watchdog
+        self._watchdog.start()
 
-    def act(self, hang: Hang, places: Mapping[int, Place], gathered: bool, mine: Place) -> None:
+    def watch(self, run: Run) -> None:
+        """From now on there is a run, which can be saved."""
+        self._run = run
+
+    @property
+    def ends_the_process(self) -> bool:
+        """True if the watchdog is about to end this process: then nothing else may."""
+        return self._watchdog is not None and self._watchdog.has_ended_the_run
+
+    def close(self) -> None:
+        """Stop watching."""
+        if self._watchdog is not None:
+            self._watchdog.close()
+
+    def _event(self, name: str, **details: Any) -> None:
+        if self._run is not None:
+            self._run.event(name, **details)
+        else:
+            self._context.recorder.event(name, 0, **details)
+
+    def _act(self, hang: Hang, places: Mapping[int, Place], gathered: bool, mine: Place) -> None:
         """In the watchdog's thread, on every rank."""
-        ends = self.patience.on_hang == "end"
+        ends = self._timeouts is not None and self._timeouts.on_hang == "end"
         if gathered:
-            path = self.run_dir / f"hang-{mine.step:08d}.txt"
+            path = self._context.run_dir / f"hang-{mine.step:08d}.txt"
             where = f"all stacks: {path}"
             try:
                 path.write_text(page(hang, places), encoding="utf-8")
             except OSError as failure:
                 where = f"{cannot_write(path, failure)}; all stacks:\n\n{page(hang, places)}"
             say(f"lockstep: {self._text(hang, mine.step)}\n{where}")
-        if self.world.rank == 0:
-            self.event("hang", kind=hang.kind, ranks=list(hang.ranks), summary=hang.summary, seconds=round(mine.seconds, 1))
+        if self._context.world.rank == 0:
+            self._event("hang", kind=hang.kind, ranks=list(hang.ranks), summary=hang.summary, seconds=round(mine.seconds, 1))
         if not ends:
             return
         error = HangError(hang.summary)
@@ -89,9 +106,9 @@ class Standstill:
                 stream.flush()
         os._exit(HUNG_STATUS)
 
-    def end(self) -> None:
+    def _end(self) -> None:
         """In the watchdog's thread, where the launcher ends the run and this rank waits for one that is gone, and will not hear of it."""
-        self.event("run-failed", error="a peer was lost: another process of this run ended, or the connection to it broke")
+        self._event("run-failed", error="a peer was lost: another process of this run ended, or the connection to it broke")
         self._save(HangError("the run was ended while this process waited for another"))
         os._exit(128 + signal.SIGTERM)
 
@@ -101,10 +118,11 @@ class Standstill:
     def _save(self, error: HangError) -> None:
         with ExitStack() as stack:
             stack.enter_context(needing_time())
-            if self.world.device.type == "cuda":  # the stream at hand may wait for what does not come
-                apart = torch.cuda.Stream(self.world.device)  # type: ignore[no-untyped-call]
+            if self._context.world.device.type == "cuda":  # the stream at hand may wait for what does not come
+                apart = torch.cuda.Stream(self._context.world.device)  # type: ignore[no-untyped-call]
                 stack.enter_context(torch.cuda.stream(apart))
-            self.rescue(error)
+            if self._run is not None:
+                self._rescue(self._run, error)
 
 
 def page(hang: Hang, places: Mapping[int, Place]) -> str:

@@ -23,7 +23,7 @@ from lockstep.hooks.hang.native_stacks import Stacks, read
 from lockstep.hooks.hang.report import Hang, judged
 from lockstep.hooks.hang.snapshot import Place, line_of, look
 from lockstep.logging.phases import Phases
-from lockstep.timeouts import Patience
+from lockstep.timeouts import WatchdogTimeouts
 
 TICK_SECONDS = 0.2
 ANSWER_SECONDS = 1.2
@@ -77,7 +77,7 @@ class Watchdog:
     def __init__(
         self,
         phases: Phases,
-        patience: Patience,
+        timeouts: WatchdogTimeouts,
         *,
         rank: int,
         size: int,
@@ -90,7 +90,7 @@ class Watchdog:
         waits for what will not come. `told`: called in the watchdog's thread on every rank that found a hang out: the hang, all
         places, whether this rank is the one that gathered them, and its own place."""
         self._phases = phases
-        self._patience = patience
+        self._timeouts = timeouts
         self._rank = rank
         self._size = size
         self._mailbox = mailbox
@@ -138,7 +138,7 @@ class Watchdog:
         return time.monotonic() - self._over_since >= STUCK_SECONDS and self._place().doing == "waits"
 
     def _limit_seconds(self) -> float:
-        return self._patience.limit_seconds(self._phases.name, self._phases.usual(self._phases.name))
+        return self._timeouts.limit_seconds(self._phases.name, self._phases.usual(self._phases.name))
 
     def _is_to_ask(self) -> bool:
         is_late = self._phases.seconds >= self._limit_seconds()
@@ -156,7 +156,7 @@ class Watchdog:
             step=phases.step,
             seconds=phases.seconds,
             limit_seconds=self._limit_seconds(),
-            is_first=self._patience.fixed_seconds is None and phases.usual(phases.name) is None,
+            is_first=self._timeouts.fixed_seconds is None and phases.usual(phases.name) is None,
         )
         return replace(place, children=self._stacks.of_children()) if place.is_late and place.doing != "waits" else place
 
@@ -218,7 +218,7 @@ class Watchdog:
             self._not_before = time.monotonic() + AGAIN_SECONDS
             return
         self._reported_since = self._phases.since
-        self.has_ended_the_run = self._patience.on_hang == "end"
+        self.has_ended_the_run = self._timeouts.on_hang == "end"
         self._told(hang, places, gathered, mine)
 
     def _tell_alone(self) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from lockstep.base.errors import LaunchError
 from lockstep.launch.termination import PREEMPTED_STATUS
+from lockstep.options import flag
 
 _FIRST_PORT, _PORTS = 10000, 20000
 """Below those that Linux gives to whoever asks for any."""
@@ -82,8 +83,8 @@ class Batch:
     def _step(self) -> list[str]:
         cpus = [f"--cpus-per-task={self.cpus_per_task}"] if self.cpus_per_task is not None else []
         srun = ["srun", *cpus, "--kill-on-bad-exit=0", "--open-mode=append", f"--output={self.name}-%j-%n-%N.txt"]
-        has_run_dir = any(option == "--run-dir" or option.startswith("--run-dir=") for option in self.run)
-        run_dir = [] if has_run_dir else [f'--run-dir "runs/{self.name}-$SLURM_JOB_ID"']
+        has_run_dir = any(option.partition("=")[0] == flag("run_dir") for option in self.run)
+        run_dir = [] if has_run_dir else [f'{flag("run_dir")} "runs/{self.name}-$SLURM_JOB_ID"']
         run = ["lockstep run", *run_dir, shlex.join([*self.run, self.script, *self.arguments])]
         return [
             "# The nodes meet at the first of them, at a port made of the job's number: lockstep run sees both in what srun sets.",
@@ -115,7 +116,7 @@ def limit_seconds(time: str) -> int | None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
+class SlurmStep:
     """What srun says, to each of its tasks, of them all."""
 
     nodes: Sequence[str]
@@ -135,7 +136,7 @@ class Step:
     """On this node, where there are any."""
 
     @classmethod
-    def read(cls, environ: Mapping[str, str]) -> Step | None:
+    def read(cls, environ: Mapping[str, str]) -> SlurmStep | None:
         """None outside of srun: there, and in a batch script itself, what starts is one process. Raises `LaunchError`."""
         if "SLURM_STEP_ID" not in environ:
             return None

@@ -12,8 +12,9 @@ from collections.abc import Callable, MutableMapping
 from contextlib import suppress
 
 from lockstep.base.errors import LaunchError
-from lockstep.launch.machines import Machines, Place
-from lockstep.launch.slurm.batch_script import JobState, Step
+from lockstep.launch.machines import Machines
+from lockstep.launch.slurm.batch_script import JobState, SlurmStep
+from lockstep.options import LaunchOptions
 
 POLL_SECONDS = 2.0
 
@@ -56,18 +57,19 @@ def _show_new(path: str, start: int, node: str, show: Callable[[str], None], *, 
     return start + whole
 
 
-def machines_of(step: Step, interface: str | None) -> Machines | None:
-    """Those of a step that started one `lockstep run` on each of its nodes; None for one node. Raises `LaunchError`."""
+def machines_of(step: SlurmStep, options: LaunchOptions) -> Machines | None:
+    """The nodes of a Slurm step that started one `lockstep run` on each of them; None for one node. Raises `LaunchError`."""
     step.check_launchers()
-    number = len(step.nodes)
-    if number == 1:
-        return Machines.parse("1", Place(), interface)
-    return Machines(number, number, address_of(step.nodes[0]), step.port, step.node, interface, "the first node of the Slurm job,")
+    count = len(step.nodes)
+    if count == 1:
+        return Machines.parse(options)
+    host = address_of(step.nodes[0])
+    return Machines(count, count, host, step.port, step.node, options.interface, "the first node of the Slurm job,")
 
 
 def set_task_variables(environ: MutableMapping[str, str]) -> None:
     """Where srun started this process as one of several, and no launcher stands between: set what a launcher would set."""
-    step = Step.read(environ) if "RANK" not in environ and "WORLD_SIZE" not in environ else None
+    step = SlurmStep.read(environ) if "RANK" not in environ and "WORLD_SIZE" not in environ else None
     if step is not None and sum(step.tasks) > 1:
         for name, value in step.variables(address_of(step.nodes[0])).items():
             environ.setdefault(name, value)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from lockstep.base.torch_private import gradient_hooks, post_accumulate_hooks, storage_address
 from lockstep.model.initialization.fake_parameters import fake_parameters_keep_class, replace_contents
 from lockstep.model.initialization.operation_log import OperationLog, StorageView
 from lockstep.model.initialization.recorder import CannotDefer, InitRecorder, KeyedInit
@@ -157,9 +158,9 @@ def _check(recorder: InitRecorder, tensors: list[tuple[str, Any]]) -> None:
             raise CannotDefer(f"{name} is on the device {tensor.device}, not on the CPU")
         if not tensor.is_leaf or tensor.grad is not None:
             raise CannotDefer(f"{name} is part of a graph of gradients, or has a gradient")
-        if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
+        if gradient_hooks(tensor) or post_accumulate_hooks(tensor):
             raise CannotDefer(f"{name} has hooks on its gradient")
-        storage = tensor.untyped_storage()._cdata
+        storage = storage_address(tensor.untyped_storage())
         if tensor.numel() and storage in seen:
             raise CannotDefer(f"{name} and {seen[storage]} are two tensors that share memory")
         seen[storage] = name

@@ -11,18 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.base.torch_private import FAKE_PARAMETER_MARK, make_subclass, swap_implementations
+
 
 def replace_contents(tensor: Any, new: Any) -> Any:
     """Exchange the contents of `tensor` and `new`. `tensor` keeps its identity, class and attributes. Returns an object
     with its former contents."""
     kind = _plain_class(tensor)
     if issubclass(kind, nn.Parameter):
-        new = torch.Tensor._make_subclass(kind, new, tensor.requires_grad)
+        new = make_subclass(kind, new, tensor.requires_grad)
     else:
         new.requires_grad_(tensor.requires_grad)
     kept = {name: value for name, value in vars(tensor).items() if name not in _fake_attributes()}
     former = vars(tensor).copy()
-    torch._C._swap_tensor_impl(tensor, new)
+    swap_implementations(tensor, new)
     tensor.__class__, new.__class__ = new.__class__, tensor.__class__
     vars(tensor).clear()
     vars(tensor).update(kept)
@@ -32,7 +34,7 @@ def replace_contents(tensor: Any, new: Any) -> Any:
 
 def _plain_class(tensor: Any) -> Any:
     """The class of a tensor but for its being without values."""
-    from torch._subclasses.fake_tensor import FakeTensor
+    from lockstep.base.torch_private import FakeTensor
 
     if not isinstance(tensor, FakeTensor):
         return type(tensor)
@@ -43,10 +45,10 @@ def _plain_class(tensor: Any) -> Any:
 
 @cache
 def _fake_attributes() -> frozenset[str]:
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from lockstep.base.torch_private import FakeTensorMode
 
     with FakeTensorMode():
-        return frozenset(vars(torch.empty(1))) | {"_is_param"}
+        return frozenset(vars(torch.empty(1))) | {FAKE_PARAMETER_MARK}
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.base.torch_private import own_buffers, own_parameters
 from lockstep.comm.mesh import Mesh
 from lockstep.comm.world import World
 from lockstep.model.consistency import check_checksums, check_structure, checksum, checksums_of
@@ -69,7 +70,8 @@ class InitialModel:
         empty = {id(tensor): tensor for tensor in (*part.parameters(), *part.buffers()) if tensor.is_meta}
         values = {number: self._value(tensor, self.deferred, device) for number, tensor in empty.items()}
         for module in self.module.modules():
-            for named in (module._parameters, module._buffers):
+            tensors: tuple[dict[str, Any], ...] = own_parameters(module), own_buffers(module)
+            for named in tensors:
                 named.update({name: values[id(tensor)] for name, tensor in named.items() if id(tensor) in values})
 
     def compute_checksums(self, parts: Iterable[str]) -> None:

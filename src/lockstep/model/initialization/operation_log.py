@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
+from lockstep.base.torch_private import storage_address, tree_leaves, tree_map
 from lockstep.keys import key as key_of
 
 
@@ -95,8 +95,9 @@ class OperationLog:
 
     def keep(self, storage: Any) -> int:
         """Storages are known by their addresses, so each that was seen is kept: they have no memory of their own."""
-        self._kept[storage._cdata] = storage
-        return int(storage._cdata)
+        address = storage_address(storage)
+        self._kept[address] = storage
+        return address
 
     def constant(self, storage: int, value: torch.UntypedStorage) -> None:
         """Hold the values of a storage that no operation writes."""

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
 from lockstep.base.errors import LockstepError
+from lockstep.base.torch_private import TorchDispatchMode, schema, storage_address, tree_map
 from lockstep.model.initialization.operation_log import LoggedOperation, OperationLog, OperationSeeds, StorageView, tensors_of
 
 OVERWRITES = frozenset(
@@ -55,7 +54,7 @@ class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
     def __init__(self, key: int) -> None:
         super().__init__(key)
         # Importing it takes a quarter of a second.
-        from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, FakeTensorMode
+        from lockstep.base.torch_private import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, FakeTensorMode
 
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.fake_class = FakeTensor
@@ -68,7 +67,7 @@ class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
         return isinstance(item, self.fake_class)
 
     def view(self, fake: Any) -> StorageView:
-        storage = fake.untyped_storage()._cdata
+        storage = storage_address(fake.untyped_storage())
         if not self.log.knows(storage):
             raise CannotDefer("it uses a tensor that no operation made")
         return StorageView(storage, fake.dtype, tuple(fake.shape), fake.stride(), fake.storage_offset())
@@ -162,9 +161,9 @@ class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
             if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
                 raise CannotDefer("it makes a tensor that is sparse, or a lazy conjugate or negative")
             storage = tensor.untyped_storage()
-            if self.log.is_constant(storage._cdata):
+            if self.log.is_constant(storage_address(storage)):
                 raise CannotDefer("it makes a view of a tensor with values")
-            known = self.log.knows(storage._cdata) and storage._cdata not in new
+            known = self.log.knows(storage_address(storage)) and storage_address(storage) not in new
             if not known:
                 new.add(self.log.keep(storage))
             outputs.append(None if known else self.view(tensor))
@@ -172,9 +171,9 @@ class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
 
     def _overwritten(self, func: Any, written: list[StorageView], inputs: list[Tensor]) -> set[int]:
         """The storage of which nothing is left, if any."""
-        if func._schema.name not in OVERWRITES or not self.log.is_whole(written[0]):
+        if schema(func).name not in OVERWRITES or not self.log.is_whole(written[0]):
             return set()
-        others = {tensor.untyped_storage()._cdata for tensor in inputs[1:]}
+        others = {storage_address(tensor.untyped_storage()) for tensor in inputs[1:]}
         return {written[0].storage} - others
 
 
@@ -205,7 +204,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
 @cache
 def _writes(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
     arguments = [
-        (place, argument) for place, argument in enumerate(func._schema.arguments) if argument.alias_info and argument.alias_info.is_write
+        (place, argument) for place, argument in enumerate(schema(func).arguments) if argument.alias_info and argument.alias_info.is_write
     ]
     return (
         tuple(place for place, argument in arguments if not argument.kwarg_only),

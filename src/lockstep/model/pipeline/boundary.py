@@ -89,14 +89,14 @@ class Boundary:
         return listed if self.single else f"({listed})"
 
 
-def stage_inputs(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def received_inputs(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Return the received tensors such that the first part may change them in place and their gradients can still be
     sent back."""
     arrived: tuple[Tensor, ...] = _StageInputs.apply(*tensors)  # type: ignore[no-untyped-call]
     return arrived
 
 
-def stage_outputs(value: Any) -> tuple[Tensor, ...]:
+def sendable_outputs(value: Any) -> tuple[Tensor, ...]:
     """Return a stage's output as tensors that can be sent and detached: contiguous, and no views."""
     left: tuple[Tensor, ...] = _StageOutputs.apply(*(value if isinstance(value, tuple) else (value,)))  # type: ignore[no-untyped-call]
     return left

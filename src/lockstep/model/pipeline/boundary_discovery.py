@@ -12,11 +12,11 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from lockstep.base.errors import RecipeError
+from lockstep.base.torch_private import tree_leaves
 from lockstep.comm.world import World
-from lockstep.model.pipeline.boundary import Boundary, stage_outputs
+from lockstep.model.pipeline.boundary import Boundary, sendable_outputs
 from lockstep.model.pipeline.failure import PipelineFailure
 from lockstep.model.pipeline.microbatch import PipelineMicrobatch
 from lockstep.model.pipeline.sequential_check import SequentialCheck
@@ -102,7 +102,7 @@ class BoundaryDiscovery:
                     ):
                         output = self._forwards.output(stage, microbatch, value, route)
                     described = Boundary.of(output, self._stages.last_part(stage)).to_json()
-                    value = tuple(tensor.detach() for tensor in stage_outputs(output))
+                    value = tuple(tensor.detach() for tensor in sendable_outputs(output))
                 except Exception as error:
                     self._failure.error = error
             described = self._world.value_of(stage % self._stages.ranks, described)

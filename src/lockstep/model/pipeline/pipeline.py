@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.base.errors import RecipeError
+from lockstep.base.torch_private import schedule_losses
 from lockstep.comm.world import World
-from lockstep.model.pipeline.boundary import Boundary, stage_inputs, stage_outputs
+from lockstep.model.pipeline.boundary import Boundary, received_inputs, sendable_outputs
 from lockstep.model.pipeline.boundary_discovery import BoundaryDiscovery
 from lockstep.model.pipeline.failure import PipelineFailure
 from lockstep.model.pipeline.microbatch import PipelineMicrobatch
@@ -149,7 +150,7 @@ class Pipeline:
             self._schedules[key] = self._build_schedule(stop - start, schedule, self._routes[start], backward)
         run, stages = self._schedules[key]
         for stage in stages:
-            stage.routes, stage.losses = self._routes[start:stop], run._internal_losses
+            stage.routes, stage.losses = self._routes[start:stop], schedule_losses(run)
             stage.around = lambda chunk: self._forwards.computing(self._microbatches[start + chunk])
             stage.on_missing_gradient = partial(self._missing_gradient, stage.stage_index)
         indices = torch.arange(start, stop)
@@ -209,7 +210,7 @@ class Pipeline:
             self._after(local)
         if stage < len(route):
             route[stage].check(value, self.stages.last_part(stage))
-            return stage_outputs(value)
+            return sendable_outputs(value)
         return value.total * value.seed if torch.is_grad_enabled() else torch.zeros((), device=self.world.device)
 
     def _missing_gradient(self, stage: int) -> None:
@@ -223,7 +224,7 @@ class Pipeline:
 
     def _zeros_with_gradient(self, stage: int, index: int, received: tuple[Tensor, ...]) -> Any:
         """Zeros in place of a failed forward's output. The gradient of what was received is zeros too."""
-        arrived = stage_inputs(received) if received else ()
+        arrived = received_inputs(received) if received else ()
         link = sum((tensor.sum() * 0 for tensor in arrived if tensor.requires_grad), start=torch.zeros((), device=self.world.device))
         route = self._routes[index]
         if stage == len(route):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.comm.world import World
-from lockstep.model.pipeline.boundary import Boundary, stage_inputs
+from lockstep.model.pipeline.boundary import Boundary, received_inputs
 from lockstep.model.pipeline.microbatch import PipelineMicrobatch
 from lockstep.model.pipeline.stages import Stages
 from lockstep.model.random_streams import ModuleRandomStreams
@@ -48,7 +48,7 @@ class StageForwards:
             value = call_with(parts[0], microbatch.inputs())
             parts = parts[1:]
         else:
-            arrived = stage_inputs(received)
+            arrived = received_inputs(received)
             value = arrived[0] if route[stage - 1].single else arrived
         for part in parts:
             value = part(value)

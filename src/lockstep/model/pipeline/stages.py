@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.base.errors import RecipeError
+from lockstep.base.torch_private import BatchNormBase, own_buffers, own_modules, own_parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ def sequential_parts(model: nn.Module, patterns: Sequence[str] | None) -> list[s
     if patterns is None:
         if not isinstance(model, nn.Sequential) or type(model).forward is not nn.Sequential.forward:
             return []
-        return list(model._modules)
+        return list(own_modules(model))
     modules = dict(model.named_modules(remove_duplicate=False))
     modules.pop("", None)
     parts = [name for pattern in patterns for name in _matched(pattern, modules)]
@@ -153,7 +153,7 @@ def keep_only_parts(model: nn.Module, names: Sequence[str]) -> None:
     """
     held = {id(tensor) for name in names for tensor in _tensors(model.get_submodule(name))}
     for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
+        for tensors in (own_parameters(module), own_buffers(module)):
             for name, tensor in tensors.items():
                 if tensor is not None and id(tensor) not in held:
                     tensors[name] = None
@@ -198,7 +198,7 @@ def _check_statistics(model: nn.Module, parts: Sequence[str], cuts: Sequence[ran
         for place in cut:
             for module in model.get_submodule(parts[place]).modules():
                 first, part = holders.setdefault(id(module), (stage, parts[place]))
-                if first != stage and isinstance(module, _BatchNorm) and module.running_mean is not None:
+                if first != stage and isinstance(module, BatchNormBase) and module.running_mean is not None:
                     raise RecipeError(
                         f"the stages {part!r} and {parts[place]!r} share a {type(module).__name__}; its running statistics follow from "
                         "all of its calls in their order, and two stages of a pipeline compute theirs apart; give each a BatchNorm of "

@@ -21,6 +21,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
 )
 
+from lockstep.base.torch_private import stage_input_gradients, stage_inputs
 from lockstep.model.pipeline.boundary import Boundary
 
 ONE_STAGE_A_RANK: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
@@ -52,14 +53,15 @@ class VariableShapeStage(PipelineStage):
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         """Send zeros as the gradient of an input that the output does not depend on: torch's stage sends nothing, and
         the rank before would wait."""
-        received = self.fwd_cache[bwd_chunk_id][1] if bwd_chunk_id in self.fwd_cache else ()
+        received = stage_inputs(self, bwd_chunk_id)
         with self.around(bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         needed = [isinstance(tensor, Tensor) and tensor.requires_grad for tensor in received]
-        found = self.bwd_cache.get(bwd_chunk_id, ())
+        gradients = stage_input_gradients(self)
+        found = gradients.get(bwd_chunk_id, ())
         if any(needs and gradient is None for needs, gradient in zip(needed, found, strict=False)):
             self.on_missing_gradient()
-            self.bwd_cache[bwd_chunk_id] = tuple(
+            gradients[bwd_chunk_id] = tuple(
                 torch.zeros_like(tensor) if needs else gradient for tensor, needs, gradient in zip(received, needed, found, strict=False)
             )
 

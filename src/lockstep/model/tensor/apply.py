@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from lockstep.base.errors import RecipeError
+from lockstep.base.torch_private import own_parameters
 from lockstep.model.shared_parameters import share_parameter, shared_names
 from lockstep.model.tensor.first_forward_check import FirstForwardCheck
 from lockstep.model.tensor.sharded_features import ShardedFeatures, checked_output, is_sharded, mark_sharded
@@ -90,7 +91,7 @@ class _LayerStyle(ParallelStyle):
         return distribute_module(module, device_mesh, self._shard_parameters, before, after)
 
     def _shard_parameters(self, _: str, module: nn.Module, mesh: DeviceMesh) -> None:
-        for name, parameter in list(module._parameters.items()):
+        for name, parameter in list(own_parameters(module).items()):
             if parameter is None or isinstance(parameter, DTensor):
                 continue
             dim = shard_dim(module, name, self._style_name)

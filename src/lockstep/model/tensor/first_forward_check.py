@@ -19,10 +19,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.base.errors import RecipeError
+from lockstep.base.torch_private import disable_current_modes, own_parameters, tree_leaves, tree_map
 from lockstep.model.tensor.sharded_features import is_sharded
 from lockstep.model.tensor.sharded_logits import gather_full
 
@@ -74,7 +73,7 @@ class FirstForwardCheck:
             given = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, given)
             self._comparing = True
             try:
-                with torch.no_grad(), _disable_current_modes(), _evaluating(module), _same_numbers(given) as drawn:
+                with torch.no_grad(), disable_current_modes(), _evaluating(module), _same_numbers(given) as drawn:
                     sharded = _tensors(forward(*given[0], **given[1]))
                     if any(map(is_sharded, sharded)):
                         return
@@ -99,10 +98,10 @@ class FirstForwardCheck:
     @contextmanager
     def _whole(self, names: list[str]) -> Iterator[None]:
         """Give these layers their whole weights inside the context, and let them ignore other ranks."""
-        parts = {name: dict(self._modules[name]._parameters) for name in names}
+        parts = {name: dict(own_parameters(self._modules[name])) for name in names}
         try:
             for name in names:
-                self._modules[name]._parameters.update(
+                own_parameters(self._modules[name]).update(
                     {
                         each: None if part is None else nn.Parameter(gather_full(part), requires_grad=part.requires_grad)
                         for each, part in parts[name].items()
@@ -112,7 +111,7 @@ class FirstForwardCheck:
             yield
         finally:
             for name in names:
-                self._modules[name]._parameters.update(parts[name])
+                own_parameters(self._modules[name]).update(parts[name])
                 self._layers[name].bypassed = False
 
     def _check(self, name: str, layers: list[str], sharded: list[Tensor], whole: list[Tensor]) -> None:

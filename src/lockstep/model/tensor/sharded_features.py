@@ -29,9 +29,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
 from lockstep.base.errors import RecipeError
+from lockstep.base.torch_private import tree_map
 from lockstep.model.tensor.sharded_logits import ShardedLogits, gather_full
 
 MARK = "_lockstep_cut"

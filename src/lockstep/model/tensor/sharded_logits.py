@@ -12,12 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._prims_common import make_contiguous_strides_for
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map
 
 from lockstep.base.errors import LossError
+from lockstep.base.torch_private import DisableTorchFunctionSubclass, assert_async, make_contiguous_strides_for, to_local, tree_map
 
 KEEPS_CLASSES = frozenset(
     {
@@ -39,7 +38,7 @@ class ShardedLogits(DTensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             if func is F.cross_entropy and (loss := _cross_entropy(*args, **kwargs)) is not None:
                 return loss
             name = getattr(func, "__name__", "")
@@ -83,7 +82,7 @@ class _LocalShard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: DTensor) -> Tensor:
         ctx.mesh, ctx.placements, ctx.shape = tensor.device_mesh, tensor.placements, tensor.shape
-        return tensor._local_tensor.detach()
+        return to_local(tensor).detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -137,7 +136,7 @@ class _CrossEntropy(torch.autograd.Function):
         place = target - mesh.get_local_rank() * own
         held = counts & (place >= 0) & (place < own)
         inside = (target >= 0) & (target < own * mesh.size()) | ~counts
-        torch._assert_async(inside.all(), f"a target of the cross entropy is not one of its {own * mesh.size()} classes")
+        assert_async(inside.all(), f"a target of the cross entropy is not one of its {own * mesh.size()} classes")
         place = place.where(held, 0).unsqueeze(-1)
         exponentials = shifted.exp()
         sums = torch.stack([exponentials.sum(-1), shifted.gather(-1, place).squeeze(-1).where(held, 0.0)])

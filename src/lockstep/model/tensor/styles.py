@@ -12,6 +12,7 @@ from typing import Any, Literal
 from torch import nn
 
 from lockstep.base.errors import RecipeError
+from lockstep.base.torch_private import own_parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +160,7 @@ def _add_layers_with_shared_weights(model: nn.Module, chosen: dict[str, str]) ->
     """Cut what shares a weight with a mapped layer like that layer."""
     owners: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        for parameter in module._parameters.values():
+        for parameter in own_parameters(module).values():
             if parameter is not None:
                 owners.setdefault(id(parameter), []).append(name)
     for names in owners.values():
@@ -199,14 +200,14 @@ def _check(model: nn.Module, name: str, style: str, size: int) -> None:
             f"the style 'sequence' for {name!r} ({type(module).__name__}), with modules or buffers inside; it is for what treats every "
             "place of the sequence alike; name a norm or a dropout"
         )
-    if "any" not in wanted and (kind not in wanted or set(module._parameters) - {"weight", "bias"} or any(module.children())):
+    if "any" not in wanted and (kind not in wanted or set(own_parameters(module)) - {"weight", "bias"} or any(module.children())):
         raise RecipeError(
             f"the style {style!r} for {name!r} ({type(module).__name__}); it is for {' or '.join(wanted)} layers; map the layers inside "
             "of it, or leave it whole"
         )
     if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse or module.scale_grad_by_freq):
         raise RecipeError(f"the style {style!r} for {name!r}, an embedding with max_norm, sparse or scale_grad_by_freq; leave it whole")
-    for parameter, tensor in module._parameters.items():
+    for parameter, tensor in own_parameters(module).items():
         dim = shard_dim(module, parameter, style)
         if tensor is not None and dim is not None and tensor.shape[dim] % size:
             raise RecipeError(

@@ -1,0 +1,335 @@
+"""Every private name of torch that lockstep uses. No other module reaches for one; `torch._foreach_*` alone are used in place.
+
+Each name was seen in torch 2.13.0, and tests/base/test_torch_private.py has a test for it. If one of them fails under another torch, the
+function here is the place to mend. The classes and functions of `_HOME` are imported when first used: some of their modules take long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclass
+    from torch._C._distributed_c10d import GradBucket as GradBucket
+    from torch._C._distributed_c10d import TCPStore as TCPStore
+    from torch._prims_common import make_contiguous_strides_for as make_contiguous_strides_for
+    from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
+    from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException
+    from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+    from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather
+    from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather as DefaultAllGather
+    from torch.optim import Optimizer
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+    from torch.utils._pytree import tree_flatten as tree_flatten
+    from torch.utils._pytree import tree_leaves as tree_leaves
+    from torch.utils._pytree import tree_map as tree_map
+    from torch.utils._pytree import tree_unflatten as tree_unflatten
+    from torch.utils.data._utils.collate import collate as collate
+    from torch.utils.data._utils.collate import default_collate_fn_map as default_collate_fn_map
+
+_HOME = {
+    # FSDP2: the base classes of what `set_custom_all_gather` and `set_custom_reduce_scatter` take, and torch's own all-gather.
+    "AllGather": "torch.distributed.fsdp._fully_shard._fsdp_api:AllGather",
+    "ReduceScatter": "torch.distributed.fsdp._fully_shard._fsdp_api:ReduceScatter",
+    "DefaultAllGather": "torch.distributed.fsdp._fully_shard._fsdp_collectives:DefaultAllGather",
+    # Public in `torch.distributed`, which does not re-export them for type checkers.
+    "GradBucket": "torch._C._distributed_c10d:GradBucket",
+    "TCPStore": "torch._C._distributed_c10d:TCPStore",
+    # The common base of BatchNorm1d, 2d, 3d and SyncBatchNorm; that of all dropout layers.
+    "BatchNormBase": "torch.nn.modules.batchnorm:_BatchNorm",
+    "DropoutBase": "torch.nn.modules.dropout:_DropoutNd",
+    # Intercepting operations, and leaving them alone.
+    "TorchDispatchMode": "torch.utils._python_dispatch:TorchDispatchMode",
+    "disable_current_modes": "torch.utils._python_dispatch:_disable_current_modes",
+    "DisableTorchFunctionSubclass": "torch._C:DisableTorchFunctionSubclass",
+    # Tensors without values: shapes and dtypes computed alone, and what is raised if an operation needs values.
+    "FakeTensor": "torch._subclasses.fake_tensor:FakeTensor",
+    "FakeTensorMode": "torch._subclasses.fake_tensor:FakeTensorMode",
+    "DataDependentOutputException": "torch._subclasses.fake_tensor:DataDependentOutputException",
+    "DynamicOutputShapeException": "torch._subclasses.fake_tensor:DynamicOutputShapeException",
+    # Nested containers of tensors.
+    "tree_flatten": "torch.utils._pytree:tree_flatten",
+    "tree_leaves": "torch.utils._pytree:tree_leaves",
+    "tree_map": "torch.utils._pytree:tree_map",
+    "tree_unflatten": "torch.utils._pytree:tree_unflatten",
+    # The default collate with one of its functions exchanged: the map is public in the documentation only.
+    "collate": "torch.utils.data._utils.collate:collate",
+    "default_collate_fn_map": "torch.utils.data._utils.collate:default_collate_fn_map",
+    # (profile_all_threads=True): the public profiler takes it as `experimental_config`.
+    "ProfilerConfig": "torch._C._profiler:_ExperimentalConfig",
+    # The strides of a contiguous tensor of a shape.
+    "make_contiguous_strides_for": "torch._prims_common:make_contiguous_strides_for",
+}
+"""Name here -> module and name in torch."""
+
+SUBCLASSED: Mapping[str, frozenset[str]] = {
+    "torch.distributed.elastic.agent.server.api:SimpleElasticAgent": frozenset(
+        {"_rendezvous", "_start_workers", "_stop_workers", "_restart_workers", "_monitor_workers", "_shutdown", "_exit_barrier"}
+        | {"_worker_group", "_remaining_restarts"}
+    ),
+    "torch.distributed.elastic.rendezvous.dynamic_rendezvous:DynamicRendezvousHandler": frozenset(
+        {"_bootstrap_store_info", "_shared_tcp_store_server", "_create_tcp_store_server"}
+        | {"_heartbeat_lock", "_state_holder", "_this_node"}
+    ),
+    "torch.nn:SyncBatchNorm": frozenset({"_check_input_dim"}),
+}
+"""Protected names that a subclass of ours overrides, or uses on itself, by torch's class."""
+
+RECURRENT_CACHES = frozenset({"_flat_weights", "_flat_weight_refs"})
+"""Attributes that torch's recurrent modules make anew if their parameters are replaced."""
+
+MODULE_DICTS = ("_parameters", "_buffers", "_modules")
+"""The attributes of an `nn.Module` that `own_parameters`, `own_buffers` and `own_modules` return."""
+
+FAKE_PARAMETER_MARK = "_is_param"
+"""The attribute that makes an `nn.Parameter` of a `FakeTensor`."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, _, attribute = _HOME[name].partition(":")
+    value = getattr(import_module(module), attribute)
+    globals()[name] = value
+    return value
+
+
+# Tensors
+
+
+def is_distributed(tensor: Tensor) -> bool:
+    """True for a `DTensor`. Does not import `torch.distributed.tensor`, which takes half a second."""
+    return hasattr(tensor, "_local_tensor")
+
+
+def to_local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor that may be a `DTensor`, sharing its memory.
+
+    Unlike `DTensor.to_local` it makes no autograd node, and no view.
+    """
+    part: Tensor = tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor
+    return part
+
+
+def version(tensor: Tensor) -> int:
+    """Return the number of in-place writes that autograd has counted for the tensor. Writes through `.data` are not counted."""
+    return int(tensor._version)
+
+
+def storage_address(storage: torch.UntypedStorage) -> int:
+    """Return the address of the storage itself; unlike `data_ptr` a storage without memory has one too."""
+    return int(storage._cdata)
+
+
+def gradient_hooks(tensor: Tensor) -> Mapping[int, Callable[[Tensor], Tensor | None]]:
+    """Return the hooks of `Tensor.register_hook`, by number."""
+    return getattr(tensor, "_backward_hooks", None) or {}
+
+
+def post_accumulate_hooks(tensor: Tensor) -> Mapping[int, Callable[[Tensor], None]]:
+    """Return the hooks of `Tensor.register_post_accumulate_grad_hook`, by number."""
+    return getattr(tensor, "_post_accumulate_grad_hooks", None) or {}
+
+
+def make_subclass(kind: type[Tensor], tensor: Tensor, requires_grad: bool) -> Tensor:
+    """Return a tensor of class `kind` that shares the memory of `tensor`, without running the constructor of `kind`."""
+    made: Tensor = torch.Tensor._make_subclass(kind, tensor, requires_grad)
+    return made
+
+
+def swap_implementations(one: Tensor, other: Tensor) -> None:
+    """Exchange the contents of two tensors. Their classes and attributes stay, unlike with `torch.utils.swap_tensors`."""
+    torch._C._swap_tensor_impl(one, other)
+
+
+def assert_async(condition: Tensor, text: str) -> None:
+    """Raise (on a GPU: end the process, later) if the tensor of one element is false, without waiting for its value."""
+    torch._assert_async(condition, text)
+
+
+# Operations and autograd
+
+
+def schema(operation: Any) -> Any:
+    """Return the `FunctionSchema` of an operation that a `TorchDispatchMode` was given: its name and its arguments."""
+    return operation._schema
+
+
+def in_backward() -> bool:
+    """True if autograd is running a backward in this thread: a forward that runs then is a recomputation."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def profiler_enabled() -> bool:
+    """True if a profiler records this thread."""
+    return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
+
+
+def cpu_multiplies_bf16() -> bool:
+    """True if this CPU has matrix instructions for bf16 (AVX512-BF16 or AMX)."""
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def set_allocator_settings(settings: str) -> bool:
+    """Set what PYTORCH_ALLOC_CONF would. False if this torch cannot. The public `torch.cuda.memory` function is deprecated."""
+    configure = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    if configure is None:
+        return False
+    configure(settings)
+    return True
+
+
+# Modules
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return the module's dict of its own parameters, which may be changed; not those of its children."""
+    return module._parameters
+
+
+def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return the module's dict of its own buffers, which may be changed; not those of its children."""
+    return module._buffers
+
+
+def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return the module's dict of its children, which may be changed."""
+    return module._modules
+
+
+def apply_to_own_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
+    """Replace the module's own parameters and buffers by `function` of them, as `module.to` does; not those of its children."""
+    module._apply(function, recurse=False)  # type: ignore[no-untyped-call]
+
+
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """True if `module.compile()` was called."""
+    return module._compiled_call_impl is not None
+
+
+def wraps_compiled(module: nn.Module) -> bool:
+    """True if `torch.compile` returned this module, around the one that it was given."""
+    return "_orig_mod" in module._modules
+
+
+def has_compiled_forward(module: nn.Module) -> bool:
+    """True if the module's forward was given to `torch.compile`."""
+    return hasattr(module.forward, "_torchdynamo_orig_callable")
+
+
+# Optimizers
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """True if a hook waits for `step` of this optimizer, or of every optimizer."""
+    from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or _global_optimizer_pre_hooks
+        or _global_optimizer_post_hooks
+    )
+
+
+def step_is_profiled() -> bool:
+    """True if a profiler is on in any thread: `Optimizer.step` then reports to it."""
+    return bool(torch.autograd.profiler._is_profiler_enabled)
+
+
+def divides_gradients(optimizer: Optimizer) -> bool:
+    """True if `step` divides gradients by the tensor `grad_scale` of the optimizer, and skips if `found_inf` is set: fused ones do."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+# Data loading
+
+
+def end_with_parent(signal_number: int) -> None:
+    """Have the kernel send this process the signal when its parent ends (Linux's PR_SET_PDEATHSIG; nothing on other systems)."""
+    from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
+
+    _prctl_pr_set_pdeathsig(signal_number)
+
+
+def shut_down_workers(loader: Any, batches: Any) -> None:
+    """End the workers of a `DataLoader` with `persistent_workers`; `batches`: its iterator, or None if there was none."""
+    loader._iterator = None
+    if batches is not None:
+        batches._shutdown_workers()
+
+
+# Distributed
+
+
+def default_store() -> Any:
+    """Return the store by which the ranks of the default process group met."""
+    import torch.distributed as dist
+
+    return dist.distributed_c10d._get_default_store()
+
+
+def resolve_process_group(name: str) -> dist.ProcessGroup:
+    """Return the process group whose `group_name` is `name`, as operations of `torch.ops.c10d` are given it."""
+    import torch.distributed as dist
+
+    resolve: Any = dist.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+    group: dist.ProcessGroup = resolve(name)
+    return group
+
+
+def active_collectives_json() -> bytes:
+    """Return the flight recorder's entries of the collectives that are not done, as JSON; some are marked "retired"."""
+    from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
+
+    recorded: bytes = _dump_fr_trace_json(onlyActive=True)
+    return recorded
+
+
+def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """Return a mesh of one axis, `name`, with the ranks of all axes of `mesh`. Every rank calls it: it makes process groups."""
+    return mesh._flatten(name)
+
+
+def forget_process_groups(mesh: DeviceMesh) -> None:
+    """Drop the process groups that the root of `mesh` holds, and with the last reference their sockets."""
+    mesh._get_root_mesh()._pg_registry.clear()
+
+
+def fsdp_parameter_group(module: Any) -> Any:
+    """Return FSDP2's group of the parameters of a module that was given to `fully_shard`; None if it has none of its own."""
+    return module._get_fsdp_state()._fsdp_param_group
+
+
+def set_unshard_async(root: Any, enabled: bool) -> None:
+    """Have the all-gathers of FSDP2's blocks run as async operations of the process group, instead of on streams of their own."""
+    root._set_unshard_async_op(enabled)
+
+
+# Pipelines: `torch.distributed.pipelining` keeps these for itself. torch 2.15 has no `fwd_cache`.
+
+
+def stage_inputs(stage: Any, chunk: int) -> tuple[Any, ...]:
+    """Return what a pipeline stage received for a microbatch whose backward is to come; empty if nothing is kept of it."""
+    return tuple(stage.fwd_cache[chunk][1]) if chunk in stage.fwd_cache else ()
+
+
+def stage_input_gradients(stage: Any) -> dict[int, tuple[Any, ...]]:
+    """Return the dict, by microbatch, of the gradients that a pipeline stage is about to send back."""
+    cache: dict[int, tuple[Any, ...]] = stage.bwd_cache
+    return cache
+
+
+def schedule_losses(schedule: Any) -> list[Tensor]:
+    """Return the list in which a pipeline schedule keeps the losses of the microbatches so far."""
+    losses: list[Tensor] = schedule._internal_losses
+    return losses

@@ -1,0 +1,61 @@
+"""Command-line arguments that several commands have: options derived from `LaunchOptions`, and the script."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, TypeVar
+
+import click
+
+from lockstep.launch.script import check_module, check_script
+from lockstep.options import LaunchOptions, RunOptions, flag, option_of, read_names, variable
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+_FIELDS = {each.name: each for each in fields(LaunchOptions) if option_of(each).on_command_line}
+_IN_ENVIRONMENT = {each.name for each in fields(RunOptions)}
+
+
+def launch_options(command: Command) -> Command:
+    """Give a command all options of `LaunchOptions`: first those of the launcher alone, then those that workers are told too."""
+    for name in sorted(_FIELDS, key=_IN_ENVIRONMENT.__contains__)[::-1]:
+        command = launch_option(name)(command)
+    return command
+
+
+def launch_option(name: str, **changed: Any) -> Callable[[Command], Command]:
+    """Give a command one option of `LaunchOptions`. Its value is None if it was not given. `changed`: other arguments of `click.option`."""
+    option = option_of(_FIELDS[name])
+    details: dict[str, Any] = {"help": option.help, "metavar": option.metavar}
+    if option.kind is bool:
+        details |= {"is_flag": True, "default": None}
+    elif option.kind is int:
+        details["type"] = click.IntRange(option.least, option.most)
+    elif option.kind is frozenset:
+        details["type"] = read_names
+    elif option.choices:
+        details["type"] = click.Choice(option.choices)
+    if name in _IN_ENVIRONMENT:
+        details["envvar"] = variable(name)
+    return click.option(flag(name), name, **(details | changed))
+
+
+def options_from(values: dict[str, Any]) -> LaunchOptions:
+    """The launch options from a command's parameters, those that were not given left at their defaults."""
+    return LaunchOptions(**{name: value for name, value in values.items() if value is not None})
+
+
+def script_arguments(command: Command) -> Command:
+    """Give a command the parameters `is_module`, `script` and `arguments`. Everything after SCRIPT is the script's."""
+    command = click.argument("arguments", metavar="[ARGS]...", nargs=-1, type=click.UNPROCESSED)(command)
+    command = click.argument("script")(command)
+    return click.option("-m", "is_module", is_flag=True, help="SCRIPT is the name of a module, as in python -m.")(command)
+
+
+def check_target(script: str, *, is_module: bool) -> None:
+    """Raise `LaunchError` if the script, or the module, cannot be found."""
+    if is_module:
+        check_module(script)
+    else:
+        check_script(script)

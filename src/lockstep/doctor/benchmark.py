@@ -1,0 +1,257 @@
+"""Measure the duration of collectives by size, latency and bandwidth between pairs of ranks, and the offsets of the
+machines' clocks.
+
+Algorithm and bus bandwidth are as nccl-tests defines them:
+https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md. With S bytes in t seconds on n ranks, algorithm
+bandwidth is S / t. Bus bandwidth is the traffic on each link, to be compared with the hardware's bandwidth: algorithm
+bandwidth times 2 (n - 1) / n for all-reduce, (n - 1) / n for reduce-scatter, all-gather and all-to-all, and 1 for
+broadcast, reduce and send/recv. Gather and scatter have (n - 1) / n in the code of nccl-tests (src/gather.cu). S is the
+size of the whole array: the output of all-gather and gather, the input of reduce-scatter, scatter and all-to-all, which
+is n times one rank's part.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep.doctor.collective_checks import RankGroup, exchange
+from lockstep.doctor.coordination import ProbeCoordinator
+from lockstep.doctor.expected_results import COLLECTIVES, Collective
+from lockstep.doctor.point_to_point import Pair, PairMeasurement, find_outliers, schedule_pairs
+
+SIZES_BYTES = {"cpu": (2**10, 2**16, 2**20, 2**24), "cuda": (2**10, 2**16, 2**20, 2**24, 2**28)}
+SIZE_SECONDS = 0.06
+"""Approximate seconds of repeats for each size of each collective."""
+MOST_REPEATS = 20
+LONGEST_SECONDS = 1.0
+"""A size is left out if it would take longer than this, estimated from the size before."""
+PINGS = 20
+TRANSFER_SECONDS = 0.02
+"""Approximate duration of the transfer that a bandwidth is measured with."""
+TRANSFERS = 3
+FIRST_BYTES = 2**16
+LARGEST_BYTES = {"cpu": 2**24, "cuda": 2**28}
+MEASUREMENTS = 5
+"""Largest number of measurements of an outlier. The best of them counts, so that momentary noise is no slow link."""
+
+_PARTITIONING = ("scatter", "gather", "all-gather", "reduce-scatter", "all-to-all")
+
+
+def algorithm_bandwidth(size_bytes: int, seconds: float) -> float:
+    """Return the algorithm bandwidth in bytes per second; see the text of this module."""
+    return size_bytes / seconds
+
+
+def bus_bandwidth(collective: str, size_bytes: int, seconds: float, ranks: int) -> float:
+    """Return the bus bandwidth in bytes per second; see the text of this module. `collective`: one of `COLLECTIVES`."""
+    factor = 1.0
+    if collective == "all-reduce":
+        factor = 2 * (ranks - 1) / ranks
+    elif collective in _PARTITIONING:
+        factor = (ranks - 1) / ranks
+    return algorithm_bandwidth(size_bytes, seconds) * factor
+
+
+def time_collectives(coordinator: ProbeCoordinator, group: RankGroup) -> list[dict[str, Any]]:
+    """Time every collective on all ranks in float32. Called by every rank.
+
+    Returns a row for each collective and size: `collective`, `size_bytes` (as nccl-tests counts it), `seconds` (the
+    median of the repeats on the slowest rank), `algorithm_bandwidth` and `bus_bandwidth` in bytes per second (None for
+    a barrier).
+    """
+    rows = []
+    for collective in COLLECTIVES:
+        seconds: float | None = None
+        for size_bytes in (0,) if collective == "barrier" else SIZES_BYTES[group.device.type]:
+            if seconds is not None and seconds * 16 > LONGEST_SECONDS:
+                break
+            with coordinator.probe(f"{collective} of {size_bytes} bytes"):
+                seconds = _time_collective(coordinator, group, collective, size_bytes)
+            ranks = len(group.global_ranks)
+            rows.append(
+                {
+                    "collective": collective,
+                    "size_bytes": size_bytes,
+                    "seconds": seconds,
+                    "algorithm_bandwidth": algorithm_bandwidth(size_bytes, seconds) if size_bytes else None,
+                    "bus_bandwidth": bus_bandwidth(collective, size_bytes, seconds, ranks) if size_bytes else None,
+                }
+            )
+    return rows
+
+
+def _time_collective(coordinator: ProbeCoordinator, group: RankGroup, collective: Collective, size_bytes: int) -> float:
+    size = len(group.global_ranks)
+    count = max(size, size_bytes // 4 // size * size)
+    own = torch.zeros(count // size if collective in ("gather", "all-gather") else count, device=group.device)
+
+    def once() -> float:
+        _synchronize(group)
+        began = time.perf_counter()
+        exchange(collective, own, group)
+        _synchronize(group)
+        return time.perf_counter() - began
+
+    once()  # warm-up: creates connections and buffers
+    repeats = int(coordinator.all_gather(_repeats(once()))[0])
+    times = []
+    for _ in range(repeats):
+        dist.barrier(group=group.process_group)
+        times.append(once())
+    return max(float(each) for each in coordinator.all_gather(statistics.median(times)))
+
+
+def _repeats(seconds: float) -> int:
+    return max(2, min(MOST_REPEATS, int(SIZE_SECONDS / seconds)))
+
+
+def _synchronize(group: RankGroup) -> None:
+    if group.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def measure_pairs(
+    coordinator: ProbeCoordinator, group: RankGroup, machine_of_rank: Sequence[int], machines: Sequence[str], kind: Callable[[Pair], str]
+) -> list[PairMeasurement]:
+    """Measure every pair of ranks in both directions. Called by every rank.
+
+    `machine_of_rank[r]` and `machines[r]`: the number and the name of rank r's machine. Outliers are measured again;
+    see `MEASUREMENTS`.
+    """
+    best: dict[Pair, PairMeasurement] = {}
+    rounds = schedule_pairs(machine_of_rank)
+    for _ in range(MEASUREMENTS):
+        for new in _measure_rounds(coordinator, group, rounds, kind):
+            pair = new.sender, new.receiver
+            old = best.get(pair, new)
+            latency_seconds = min(new.latency_seconds, old.latency_seconds)
+            best[pair] = PairMeasurement(*pair, latency_seconds, max(new.bytes_per_second, old.bytes_per_second), new.kind)
+        suspects = {tuple(sorted(pair)) for outlier in find_outliers(best.values(), machines) for pair in outlier.pairs}
+        rounds = [left for pairs in rounds if (left := [pair for pair in pairs if pair in suspects])]
+        if not rounds:
+            break
+    return [best[pair] for pair in sorted(best)]
+
+
+def _measure_rounds(
+    coordinator: ProbeCoordinator, group: RankGroup, rounds: Sequence[Sequence[Pair]], kind: Callable[[Pair], str]
+) -> list[PairMeasurement]:
+    own = []
+    for pairs in rounds:
+        with coordinator.probe("send/recv between ranks " + ", ".join(f"{one} and {other}" for one, other in pairs[:4])):
+            for pair in pairs:
+                if group.group_rank in pair:
+                    own += _measure_both_directions(group, pair, kind(pair))
+            coordinator.barrier()
+    with coordinator.probe("gathering the point-to-point measurements"):
+        fields = [[each.sender, each.receiver, each.latency_seconds, each.bytes_per_second, each.kind] for each in own]
+        gathered = coordinator.all_gather(fields)
+    return [PairMeasurement(*each) for part in gathered for each in part]
+
+
+def _measure_both_directions(group: RankGroup, pair: Pair, kind: str) -> list[PairMeasurement]:
+    """Measure one pair. The sender of a direction measures it, and the receiver only answers."""
+    measured = []
+    for sender, receiver in (pair, pair[::-1]):
+        peer = receiver if group.group_rank == sender else sender
+        if group.group_rank != sender:
+            _serve(group, peer)
+            continue
+        latency = _ping(group, peer) / 2
+        count, seconds = FIRST_BYTES, _transfer(group, peer, FIRST_BYTES)
+        while seconds < TRANSFER_SECONDS and count < LARGEST_BYTES[group.device.type]:
+            count *= 4
+            seconds = _transfer(group, peer, count)
+        seconds = min(seconds, *(_transfer(group, peer, count) for _ in range(TRANSFERS - 1)))
+        _send_count(group, peer, 0)
+        measured.append(PairMeasurement(sender, receiver, latency, count / max(seconds - 2 * latency, seconds / 2), kind))
+    return measured
+
+
+def _ping(group: RankGroup, peer: int) -> float:
+    """Return the shortest round trip of a few bytes, in seconds."""
+    times = []
+    for _ in range(PINGS):
+        began = time.perf_counter()
+        _send_count(group, peer, 1)
+        _receive(group, peer, 1)
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+def _transfer(group: RankGroup, peer: int, count: int) -> float:
+    """Send one message of `count` bytes. Returns the seconds until the acknowledgement arrives."""
+    content = torch.zeros(count, dtype=torch.uint8, device=group.device)
+    _send_count(group, peer, count)
+    _receive(group, peer, 1)
+    began = time.perf_counter()
+    dist.send(content, peer)
+    _receive(group, peer, 1)
+    return time.perf_counter() - began
+
+
+def _serve(group: RankGroup, peer: int) -> None:
+    """Receive and acknowledge as many bytes as the peer requests, until it requests 0.
+
+    A request for 1 byte is a ping.
+    """
+    while count := int(_receive(group, peer, 8).view(torch.int64)[0]):
+        content = torch.empty(count, dtype=torch.uint8, device=group.device)
+        _acknowledge(group, peer)
+        if count > 1:
+            dist.recv(content, peer)
+            _synchronize(group)
+            _acknowledge(group, peer)
+
+
+def _send_count(group: RankGroup, peer: int, count: int) -> None:
+    dist.send(torch.tensor([count], device=group.device).view(torch.uint8), peer)
+
+
+def _acknowledge(group: RankGroup, peer: int) -> None:
+    dist.send(torch.zeros(1, dtype=torch.uint8, device=group.device), peer)
+
+
+def _receive(group: RankGroup, peer: int, count: int) -> torch.Tensor:
+    content = torch.empty(count, dtype=torch.uint8, device=group.device)
+    dist.recv(content, peer)
+    _synchronize(group)
+    return content
+
+
+def measure_clocks(coordinator: ProbeCoordinator, group: RankGroup, first_ranks: Sequence[int]) -> list[tuple[float, float]]:
+    """Measure how far each machine's clock is ahead of the first machine's. Called by every rank.
+
+    Returns (offset, uncertainty) in seconds for each machine. `first_ranks`: the lowest rank of each machine. Such a
+    rank reads its clock before and after it asks the first machine for the time. The shortest of `PINGS` round trips
+    counts.
+    """
+    own = (0.0, 0.0)
+    reference = first_ranks[0]
+    for first in first_ranks[1:]:
+        with coordinator.probe(f"the clock of rank {first}'s machine"):
+            if group.group_rank == first:
+                own = min((_clock_offset(reference) for _ in range(PINGS)), key=lambda measured: measured[1])
+            elif group.group_rank == reference:
+                for _ in range(PINGS):
+                    dist.recv(torch.empty(1, dtype=torch.float64), first)
+                    dist.send(torch.tensor([time.time()], dtype=torch.float64), first)
+            coordinator.barrier()
+    with coordinator.probe("gathering the clock offsets"):
+        gathered = coordinator.all_gather(own)
+    return [(float(gathered[first][0]), float(gathered[first][1])) for first in first_ranks]
+
+
+def _clock_offset(reference: int) -> tuple[float, float]:
+    reference_time = torch.zeros(1, dtype=torch.float64)
+    before, began = time.time(), time.perf_counter()
+    dist.send(reference_time, reference)
+    dist.recv(reference_time, reference)
+    half = (time.perf_counter() - began) / 2
+    return before + half - float(reference_time[0]), half

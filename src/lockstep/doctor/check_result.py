@@ -1,0 +1,87 @@
+"""The result of one check, as a row of the doctor's table. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+Verdict = Literal["ok", "skipped", "slow", "failed"]
+Section = Literal["machine", "environment", "run directory", "rendezvous", "collectives", "point-to-point"]
+
+_BAD: tuple[Verdict, ...] = ("slow", "failed")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckResult:
+    """The result of one check."""
+
+    section: Section
+    check: str
+    """The subject of the check, in one to three words."""
+    verdict: Verdict
+    """`skipped`: not available here, or not run. This is not a fault by itself."""
+    found: str
+    """The observation."""
+    remedy: str = ""
+    """The action to take. Never empty unless the verdict is `ok`."""
+    machine: str = ""
+    """The machine's name. Empty if all processes made the check together."""
+
+    def __post_init__(self) -> None:
+        assert self.remedy or self.verdict == "ok", self
+
+    @property
+    def is_bad(self) -> bool:
+        """True if training would fail or be slower than necessary."""
+        return self.verdict in _BAD
+
+
+def worst(checks: Iterable[CheckResult]) -> Verdict:
+    """Return the overall verdict: `failed` if any check failed, else `slow` if any is slow, else `ok`."""
+    return max((check.verdict for check in checks if check.is_bad), key=_BAD.index, default="ok")
+
+
+def machine_names(hosts: Sequence[tuple[str, str]]) -> list[str]:
+    """Return a unique name for each machine, given its host name and its address.
+
+    This is the host name. If two machines have the same host name, it is the address; if these repeat too, the host
+    name and a number.
+    """
+    names = [name for name, _ in hosts]
+    addresses = [address for _, address in hosts]
+    if len(set(names)) == len(names):
+        return names
+    if len(set(addresses)) == len(addresses):
+        return addresses
+    return [f"{name}#{number}" for number, name in enumerate(names)]
+
+
+def with_machine(machine: str, checks: Iterable[CheckResult]) -> list[CheckResult]:
+    """Return the same results with the name of their machine."""
+    return [replace(check, machine=machine) for check in checks]
+
+
+def format_bytes(size_bytes: float) -> str:
+    """Return a size in binary units: 64 MiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size_bytes < 1024:
+            return f"{size_bytes:.3g} {unit}"
+        size_bytes /= 1024
+    return f"{size_bytes:.3g} TiB"
+
+
+def format_duration(seconds: float) -> str:
+    """Return a duration in the unit that fits: 61 µs, 4.2 ms, 1.3 s."""
+    for factor, unit in ((1e6, "µs"), (1e3, "ms")):
+        if seconds * factor < 1000:
+            return f"{seconds * factor:.3g} {unit}" if seconds * factor < 100 else f"{seconds * factor:.0f} {unit}"
+    return f"{seconds:.3g} s"
+
+
+def format_bandwidth(bytes_per_second: float) -> str:
+    """Return a bandwidth in decimal units: 1.31 GB/s."""
+    for factor, unit in ((1e9, "GB/s"), (1e6, "MB/s")):
+        if bytes_per_second >= 0.9995 * factor:  # rounds up to 1.00 of this unit
+            return f"{bytes_per_second / factor:.3g} {unit}"
+    return f"{bytes_per_second / 1e3:.3g} kB/s"

@@ -1,0 +1,220 @@
+"""Call every collective on the ranks of a group, and compare its output with the expected one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lockstep.comm.world import all_gather_single
+from lockstep.doctor.coordination import ProbeCoordinator
+from lockstep.doctor.expected_results import (
+    COLLECTIVES,
+    Collective,
+    CollectiveCase,
+    DataType,
+    Operation,
+    cases,
+    expected_output,
+    rank_input,
+    root,
+)
+
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_OPERATIONS = {
+    "sum": dist.ReduceOp.SUM,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "product": dist.ReduceOp.PRODUCT,
+    "avg": dist.ReduceOp.AVG,
+}
+_UNSUPPORTED_ERRORS = (RuntimeError, ValueError, TypeError, NotImplementedError)
+"""Exceptions that backends raise for a data type or an operation that they do not support."""
+_MOST_CONTRIBUTIONS = 85
+"""Largest number of ranks that contribute to one position of an average, in the types with coarse rounding (bfloat16).
+"""
+_BARRIERS = 3
+_STAGGER_SECONDS = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class RankGroup:
+    """A process group that this rank is in."""
+
+    name: str
+    global_ranks: list[int]
+    group_rank: int
+    """This rank's number in the group."""
+    process_group: Any
+    """The `torch.distributed` process group. None: the default group, of all ranks."""
+    device: torch.device
+
+    @property
+    def suffix(self) -> str:
+        """The text to append to the name of a probe in this group."""
+        return f" in {self.name}" if self.process_group is not None else ""
+
+
+def check(coordinator: ProbeCoordinator, group: RankGroup) -> Iterator[dict[str, Any]]:
+    """Check every collective in every data type and operation. Called by every rank, with its group of the same name.
+
+    Yields a row for each case: `collective`, `operation`, `type`, `group` and `outcomes`, which has an entry, by rank,
+    for each rank whose output is not as expected. An outcome is `unsupported` with the backend's message, or `wrong`
+    with the difference.
+    """
+    for collective in COLLECTIVES:
+        if collective == "barrier":
+            yield _row(group, "barrier", None, None, _check_barrier(coordinator, group))
+            continue
+        for case in cases(collective):
+            with coordinator.probe(f"{case.name}{group.suffix}"):
+                outcomes = coordinator.all_gather(_outcome(coordinator, case, group))
+            yield _row(group, collective, case.operation, case.data_type, outcomes)
+
+
+def _row(
+    group: RankGroup, collective: Collective, operation: Operation | None, data_type: DataType | None, outcomes: list[Any]
+) -> dict[str, Any]:
+    return {
+        "collective": collective,
+        "operation": operation,
+        "type": data_type.name if data_type is not None else None,
+        "group": group.name,
+        "outcomes": {str(rank): outcome for rank, outcome in enumerate(outcomes) if outcome is not None},
+    }
+
+
+def _outcome(coordinator: ProbeCoordinator, case: CollectiveCase, group: RankGroup) -> dict[str, str] | None:
+    """Run one case. Returns None if this rank's output is as expected."""
+    try:
+        result = call(case, group)
+    except _UNSUPPORTED_ERRORS as error:
+        coordinator.record_error(error)
+        return {"unsupported": (str(error).splitlines() or [type(error).__name__])[0]}
+    expected = expected_output(case, group.global_ranks, group.group_rank)
+    if expected is None:
+        return None
+    wrong = _difference(result, expected, case, len(group.global_ranks))
+    return {"wrong": wrong} if wrong else None
+
+
+def call(case: CollectiveCase, group: RankGroup) -> Tensor:
+    """Call the collective on its defined input. Returns this rank's output, with blocks in the order of ranks."""
+    own = _tensor(rank_input(case, group.global_ranks, group.group_rank), case.data_type, group.device)
+    result = exchange(case.collective, own, group, operation=case.operation)
+    if group.device.type == "cuda":
+        torch.cuda.synchronize()
+    return result
+
+
+def exchange(collective: Collective, own: Tensor, group: RankGroup, *, operation: Operation | None = "sum") -> Tensor:
+    """Call one collective as training does. `own`, the input, is overwritten if the collective works in place."""
+    size, process_group = len(group.global_ranks), group.process_group
+    block = own.numel() // size
+    root_rank = group.global_ranks[root(group.global_ranks)]
+    is_root = group.group_rank == root(group.global_ranks)
+    op: Any = _OPERATIONS[operation or "sum"]
+    match collective:
+        case "send/recv":
+            received = torch.empty_like(own)
+            following, preceding = group.global_ranks[(group.group_rank + 1) % size], group.global_ranks[group.group_rank - 1]
+            # Not batched: if NCCL rejects a data type, it leaves the batch open. Odd ranks receive first, or the ring
+            # would deadlock.
+            if group.group_rank % 2:
+                dist.recv(received, preceding, group=process_group)
+            dist.send(own, following, group=process_group)
+            if group.group_rank % 2 == 0:
+                dist.recv(received, preceding, group=process_group)
+            return received
+        case "broadcast":
+            dist.broadcast(own, root_rank, group=process_group)
+            return own
+        case "reduce":
+            dist.reduce(own, root_rank, op=op, group=process_group)
+            return own
+        case "all-reduce":
+            dist.all_reduce(own, op=op, group=process_group)
+            return own
+        case "scatter":
+            received = own.new_empty(block)
+            dist.scatter(received, list(own.view(size, block)) if is_root else None, root_rank, group=process_group)
+            return received
+        case "gather":
+            parts = [torch.empty_like(own) for _ in range(size)] if is_root else None
+            dist.gather(own, parts, root_rank, group=process_group)
+            return torch.cat(parts) if parts is not None else own
+        case "all-gather":
+            received = own.new_empty(size * own.numel())
+            all_gather_single(received, own, group=process_group)
+            return received
+        case "reduce-scatter":
+            received = own.new_empty(block)
+            reduce_scatter_single(received, own, op=op, group=process_group)
+            return received
+        case "all-to-all":
+            received = torch.empty_like(own)
+            dist.all_to_all_single(received, own, group=process_group)
+            return received
+        case "barrier":
+            dist.barrier(group=process_group)
+            return own
+
+
+def _tensor(values: NDArray[Any], data_type: DataType, device: torch.device) -> Tensor:
+    tensor = torch.from_numpy(values)
+    if not data_type.real:
+        tensor = tensor * (1 + 1j)
+    return tensor.to(getattr(torch, data_type.name)).to(device)
+
+
+def _difference(result: Tensor, expected: NDArray[Any], case: CollectiveCase, size: int) -> str:
+    """Return the first position with a wrong number; empty if there is none.
+
+    The tolerance is 0, but for an average: it may differ by the rounding of a sum and a division.
+    """
+    if result.numel() != len(expected):
+        return f"has {result.numel()} numbers, and must have {len(expected)}"
+    if case.data_type.real:
+        values = result.cpu().to(torch.float64 if case.operation == "avg" else torch.int64).numpy()
+        error = np.abs(values - expected)
+        is_exact = result.cpu().to(torch.float64).numpy() == values
+    else:
+        parts = torch.view_as_real(result.cpu().to(torch.complex128)).numpy()
+        error = np.abs(parts - expected[:, None]).max(axis=1)
+        is_exact = np.ones(len(parts), dtype=np.bool_)
+    tolerance = 0.0
+    if case.operation == "avg":
+        roundings = 2 + min(size, _MOST_CONTRIBUTIONS) / 2
+        tolerance = roundings * torch.finfo(getattr(torch, case.data_type.name)).eps * float(np.abs(expected).max())
+    wrong = np.flatnonzero(~((error <= tolerance) & is_exact))
+    if not len(wrong):
+        return ""
+    first = int(wrong[0])
+    right = bool(expected[first]) if case.data_type.name == "bool" else f"{expected[first]:g}"
+    more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+    return f"has {result[first].item()} at index {first} of {len(expected)}, and must have {right}{more}"
+
+
+def _check_barrier(coordinator: ProbeCoordinator, group: RankGroup) -> list[Any]:
+    """Check that no rank leaves a barrier before the last has entered it: ranks enter one after another, and count
+    themselves first."""
+    early = None
+    for number in range(_BARRIERS):
+        with coordinator.probe(f"barrier{group.suffix}"):
+            time.sleep(_STAGGER_SECONDS * ((group.group_rank + number) % min(4, len(group.global_ranks))))
+            name = f"{group.name}/{group.global_ranks[0]}/{number}"
+            coordinator.add_to_counter(name, 1)
+            exchange("barrier", torch.empty(0), group)
+            entered = coordinator.add_to_counter(name, 0)
+            if entered < len(group.global_ranks):
+                early = {"wrong": f"left when {entered} of {len(group.global_ranks)} ranks had entered"}
+            outcomes = coordinator.all_gather(early)
+    return outcomes

@@ -1,0 +1,151 @@
+"""Coordination of the ranks through the store alone, which works when the collectives under test do not.
+
+[Note: the deadline] Before each probe a rank records its status. A thread watches for four events: the probe passes its
+deadline, it raises, the launcher sends SIGTERM, or another rank gave up. In each case the thread publishes this rank's
+status, with the location of its main thread, waits a moment for those of the other ranks, writes the results so far,
+and ends the process. So a collective that hangs, or a rank that fails, does not block the doctor. A rank without a
+status does not answer: it is stopped, dead, or out of reach.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
+from datetime import timedelta
+from types import FrameType
+from typing import Any
+
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from lockstep.doctor.stalled_probe import RankStatus
+
+_PREFIX = "lockstep-doctor"
+_ABORT_KEY = "abort"
+_POLL_SECONDS = 0.2
+_STATUS_WAIT_SECONDS = 2.0
+"""Seconds to wait for the statuses of other ranks: fewer than the launcher waits after SIGTERM."""
+_STORE_TIMEOUT_SECONDS = 3600
+"""Timeout of the store: longer than any deadline."""
+
+
+class ProbeCoordinator:
+    """Barriers, exchanges of JSON values, and deadlines for the ranks. Used by the main thread of each rank."""
+
+    def __init__(self, rank: int, world_size: int, deadline_seconds: float, on_abort: Callable[[list[RankStatus]], None]) -> None:
+        """`on_abort` runs in the watching thread with the statuses of all ranks that answered.
+
+        It must end the process.
+        """
+        self.rank = rank
+        self.world_size = world_size
+        self._deadline_seconds = deadline_seconds
+        self._on_abort = on_abort
+        self._store = _connect()
+        self._exchanges = 0
+        self._lock = threading.Lock()
+        self._status = RankStatus(rank=rank, index=0, probe="the start")
+        self._deadline: float | None = None
+        self._failed = threading.Event()
+        self._aborting = False
+        self._main_thread = threading.main_thread().ident
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # in all threads: the watching thread waits for it
+        threading.Thread(target=self._watch, args=(_connect(),), name="lockstep-doctor-deadline", daemon=True).start()
+
+    @contextmanager
+    def probe(self, name: str, deadline_seconds: float | None = None) -> Iterator[None]:
+        """Run a step that all ranks take together. If it raises or passes its deadline, all ranks end."""
+        with self._lock:
+            self._status = RankStatus(rank=self.rank, index=self._status.index + 1, probe=name)
+            self._deadline = time.monotonic() + (deadline_seconds or self._deadline_seconds)
+        try:
+            yield
+        except Exception as error:
+            self.record_error(error)
+            self._failed.set()
+        with self._lock:
+            self._deadline = None
+            is_over = self._aborting or self._failed.is_set()
+        if is_over:  # a result from now on may come from another rank's end, so it is not a finding
+            time.sleep(_STORE_TIMEOUT_SECONDS)  # the watching thread ends the process
+
+    def record_error(self, error: Exception) -> None:
+        """Record that this rank's part of the probe raised. Other ranks may or may not have raised as well."""
+        text = (str(error).splitlines() or [""])[0]
+        with self._lock:
+            self._status = replace(self._status, error=f"{type(error).__name__}: {text}")
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return each rank's JSON value, in rank order.
+
+        Called by every rank. Rank 0 gathers the values and publishes the list.
+        """
+        number, self._exchanges = self._exchanges, self._exchanges + 1
+        self._store.set(f"{number}/{self.rank}", json.dumps(value))
+        if self.rank == 0:
+            values = self._store.multi_get([f"{number}/{rank}" for rank in range(self.world_size)])
+            self._store.set(f"{number}/all", f"[{','.join(each.decode() for each in values)}]")
+        gathered: list[Any] = json.loads(self._store.get(f"{number}/all"))
+        return gathered
+
+    def barrier(self) -> None:
+        """Wait until every rank is here. Called by every rank."""
+        self.all_gather(None)
+
+    def add_to_counter(self, name: str, amount: int) -> int:
+        """Add to a counter that all ranks share, and return its new value."""
+        return int(self._store.add(f"count/{name}", amount))
+
+    def _watch(self, store: Any) -> None:
+        while True:
+            is_terminated = signal.sigtimedwait({signal.SIGTERM}, _POLL_SECONDS) is not None
+            with self._lock:
+                is_late = self._deadline is not None and time.monotonic() > self._deadline
+            if is_terminated or is_late or self._failed.is_set() or _has_key(store, _ABORT_KEY):
+                break
+        with self._lock:
+            self._aborting = True
+            own = replace(self._status, location=_location(sys._current_frames().get(self._main_thread or 0)))
+        statuses = {self.rank: own}
+        with suppress(Exception):  # the machine that holds the store may be down
+            store.set(f"status/{self.rank}", json.dumps(asdict(own)))
+            store.set(_ABORT_KEY, "")
+            began = time.monotonic()
+            while len(statuses) < self.world_size and time.monotonic() - began < _STATUS_WAIT_SECONDS:
+                for rank in set(range(self.world_size)) - statuses.keys():
+                    if _has_key(store, f"status/{rank}"):
+                        statuses[rank] = RankStatus(**json.loads(store.get(f"status/{rank}")))
+                time.sleep(_POLL_SECONDS)
+        self._on_abort([statuses[rank] for rank in sorted(statuses)])
+
+
+def _connect() -> Any:
+    """Connect to the launcher's store. Each thread has its own connection, because a call that waits blocks it."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return PrefixStore(_PREFIX, TCPStore(address, port, is_master=False, timeout=timedelta(seconds=_STORE_TIMEOUT_SECONDS)))
+
+
+def _has_key(store: Any, name: str) -> bool:
+    try:
+        return bool(store.check([name]))
+    except Exception:  # the store's machine has ended: the deadline of this rank's probe reports it
+        return False
+
+
+def _location(frame: FrameType | None) -> str | None:
+    """Return file, line and function of a thread's innermost frame. None if that is code of torch or of the doctor."""
+    if frame is None:
+        return None
+    file = frame.f_code.co_filename
+    if f"{os.sep}torch{os.sep}" in file or os.path.dirname(file) == os.path.dirname(__file__) or file == _CONTEXTLIB:
+        return None
+    return f"{file}:{frame.f_lineno}, in {frame.f_code.co_name}"
+
+
+_CONTEXTLIB = contextmanager.__code__.co_filename

@@ -1,0 +1,109 @@
+"""Check this machine, start the ranks, and combine their results."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.doctor import environment_variables, file_system
+from lockstep.doctor.check_result import CheckResult, Verdict, worst
+from lockstep.doctor.machine_checks import machine_checks
+from lockstep.doctor.machine_info import read_machine_info
+from lockstep.doctor.summary import summarize
+from lockstep.launch.failure import Ending
+from lockstep.launch.local import run_workers
+from lockstep.launch.machines import Machines
+from lockstep.options import RunOptions
+
+DEADLINE_SECONDS = 20.0
+"""Deadline of each probe."""
+WORKER = ("-P", "-m", "lockstep.doctor")
+"""Arguments of Python for each rank. A test may give a script that plants a fault first."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Diagnosis:
+    """The doctor's results."""
+
+    checks: list[CheckResult]
+    results: Mapping[str, Any]
+    """The ranks' results, as `lockstep.doctor.worker` writes them: `world_size`, `backend`, `checked`, `timed`,
+    `point_to_point`, ..."""
+    ending: Ending
+    """The end of this machine's workers."""
+
+    @property
+    def verdict(self) -> Verdict:
+        return worst(self.checks)
+
+    @property
+    def is_first_machine(self) -> bool:
+        """True on the first of several machines, which prints the report."""
+        return int(self.results.get("machine", 0)) == 0
+
+    @property
+    def status(self) -> int:
+        """Exit status."""
+        return 0 if self.verdict == "ok" else 1
+
+
+def diagnose(
+    *,
+    nproc: int,
+    machines: Machines | None = None,
+    run_dir: Path | None = None,
+    environ: Mapping[str, str] = os.environ,
+    worker: Sequence[str] = WORKER,
+    deadline_seconds: float = DEADLINE_SECONDS,
+) -> Diagnosis:
+    """Check this machine with `nproc` ranks; or several machines together, each of which calls this.
+
+    `run_dir=None` checks the file system of the working directory. Raises `LaunchError` if the machines cannot reach
+    each other.
+    """
+    world_size = nproc * (machines.least if machines is not None else 1)
+    info = read_machine_info(machines, environ)
+    own = [
+        *machine_checks(info, environ, nproc=nproc, world_size=world_size),
+        *environment_variables.environment_checks(environ, nproc=nproc),
+        *_file_system_checks(file_system.existing(run_dir if run_dir is not None else Path())),
+    ]
+    with tempfile.TemporaryDirectory(prefix="lockstep-doctor-") as name:
+        folder = Path(name)
+        path = str(file_system.existing(run_dir)) if run_dir is not None else None
+        machine = {"info": asdict(info), "checks": [asdict(check) for check in own], "path": path}
+        (folder / "machine.json").write_text(json.dumps(machine), encoding="utf-8")
+
+        def start(variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
+            command = [sys.executable, *worker, name, str(deadline_seconds)]
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
+                return subprocess.Popen(command, env={**environ, **variables}, stdout=sys.stderr, start_new_session=True)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+        ending = run_workers(start, count=nproc, launcher="lockstep", options=RunOptions(), machines=machines, command="lockstep doctor")
+        results = _read_results(folder)
+    results.setdefault("machines", [machine])
+    return Diagnosis(checks=summarize(results, ending), results=results, ending=ending)
+
+
+def _file_system_checks(path: Path) -> list[CheckResult]:
+    try:
+        return file_system.file_system_checks(file_system.probe(path))
+    except OSError as error:
+        return file_system.unusable(path, error)
+
+
+def _read_results(folder: Path) -> dict[str, Any]:
+    """Return the most complete results of any rank. All ranks that reached the end have the same."""
+    found: list[dict[str, Any]] = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("results-*.json"))]
+    return max(found, key=lambda values: (len(values.get("statuses", ())), len(values)), default={})

@@ -1,0 +1,258 @@
+"""Check what a run directory needs of its file system: atomic renames, fsync, exclusive locks, and a clock.
+
+The checks use real files, in a temporary folder that is removed afterwards.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.base.errors import RunDirectoryError
+from lockstep.doctor.check_result import CheckResult, Verdict, format_bytes, format_duration
+from lockstep.doctor.machine_checks import MAX_CLOCK_OFFSET_SECONDS
+
+Rename = Callable[[Path, Path], object]
+
+RENAMES = 40
+"""Number of renames of a file, and of renames of a folder."""
+FILE_BYTES = 256 << 10
+FILES = 8
+"""Number of files in a renamed folder, which stands for a checkpoint."""
+SYNCS = 5
+SLOW_SYNC_SECONDS = 1.0
+"""Slowest acceptable fsync of a file of `FILE_BYTES`. A checkpoint waits for several."""
+LEAST_FREE_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileSystemInfo:
+    """Properties of a file system, measured in one folder."""
+
+    path: str
+    kind: str
+    """Type of the file system in /proc/mounts, such as `ext4` or `nfs4`. Empty if unknown."""
+    free_bytes: int
+    rename_fault: str
+    """Inconsistency that another thread saw during a rename. Empty if renames are atomic."""
+    sync_seconds: float | None
+    """Median duration of an fsync of a file and its folder. None if it failed."""
+    sync_error: str
+    lock_fault: str
+    """Reason why flock does not exclude a second holder. Empty if it does."""
+    clock_offset_seconds: float
+    """Seconds that the file system's clock is ahead of this machine's."""
+
+
+def existing(path: Path) -> Path:
+    """Return the folder, or its nearest ancestor that exists. Raises `RunDirectoryError` if that is a file."""
+    path = path.absolute()
+    found = next(each for each in (path, *path.parents) if each.exists())
+    if not found.is_dir():
+        raise RunDirectoryError(f"--run-dir {path}: {found} is not a folder; a run directory is a folder; choose another path")
+    return found
+
+
+def probe(path: Path, *, rename: Rename = os.rename) -> FileSystemInfo:
+    """Measure the file system of `path`, which must exist. Raises `OSError` if it is not writable."""
+    folder = Path(tempfile.mkdtemp(prefix=".lockstep-doctor-", dir=path))
+    try:
+        sync_seconds, sync_error = _measure_sync(folder)
+        return FileSystemInfo(
+            path=str(path),
+            kind=_file_system_kind(path),
+            free_bytes=shutil.disk_usage(path).free,
+            rename_fault=_check_file_renames(folder, rename) or _check_folder_renames(folder, rename),
+            sync_seconds=sync_seconds,
+            sync_error=sync_error,
+            lock_fault=_lock_fault(folder),
+            clock_offset_seconds=_clock_offset(folder),
+        )
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _check_file_renames(folder: Path, rename: Rename) -> str:
+    """Rename files onto one another while a thread reads the target: it must always read one of them, complete."""
+    target = folder / "target"
+    contents = [bytes([65 + number]) * FILE_BYTES for number in range(2)]
+    target.write_bytes(contents[0])
+
+    def read() -> str:
+        try:
+            found = target.read_bytes()
+        except OSError as error:
+            return f"a file could not be read while another replaced it ({error.strerror})"
+        return "" if found in contents else f"a file had {len(found)} of {FILE_BYTES} bytes while another replaced it"
+
+    def change(number: int) -> None:
+        part = folder / "part"
+        part.write_bytes(contents[number % 2])
+        rename(part, target)
+
+    return _read_during(read, change)
+
+
+def _check_folder_renames(folder: Path, rename: Rename) -> str:
+    """Rename folders to their final names while a thread lists them: under its final name, a folder must have all its
+    files."""
+
+    def read() -> str:
+        for final in folder.glob("final-*"):
+            count = sum((final / str(number)).exists() for number in range(FILES))
+            if count < FILES:
+                return f"a folder had {count} of its {FILES} files after its rename"
+        return ""
+
+    def change(number: int) -> None:
+        part = folder / f"part-{number}"
+        part.mkdir()
+        for file in range(FILES):
+            (part / str(file)).write_bytes(b"x" * 4096)
+        rename(part, folder / f"final-{number}")
+
+    return _read_during(read, change)
+
+
+def _read_during(read: Callable[[], str], change: Callable[[int], None]) -> str:
+    """Make all changes while another thread reads repeatedly.
+
+    Returns the first fault that it saw; empty if there was none.
+    """
+    seen: list[str] = []
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.is_set() and not seen:
+            if text := read():
+                seen.append(text)
+
+    watcher = threading.Thread(target=watch, name="lockstep-doctor-watch")
+    watcher.start()
+    try:
+        for number in range(RENAMES):
+            if seen:
+                break
+            change(number)
+    finally:
+        ended.set()
+        watcher.join()
+    return seen[0] if seen else ""
+
+
+def _measure_sync(folder: Path) -> tuple[float | None, str]:
+    seconds = []
+    for number in range(SYNCS):
+        try:
+            with (folder / f"synced-{number}").open("wb") as file:
+                file.write(os.urandom(FILE_BYTES))
+                file.flush()
+                began = time.perf_counter()
+                os.fsync(file.fileno())
+            descriptor = os.open(folder, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            seconds.append(time.perf_counter() - began)
+        except OSError as error:
+            return None, error.strerror or str(error)
+    return statistics.median(seconds), ""
+
+
+def _lock_fault(folder: Path) -> str:
+    path = folder / "lock"
+    path.touch()
+    first, second = (os.open(path, os.O_RDWR) for _ in range(2))
+    try:
+        fcntl.flock(first, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return ""
+        return "a second lock was granted while the first was held"
+    except OSError as error:
+        return f"{errno.errorcode.get(error.errno or 0, 'error')}: {error.strerror}"
+    finally:
+        os.close(first)
+        os.close(second)
+
+
+def _clock_offset(folder: Path) -> float:
+    path = folder / "clock"
+    before = time.time()
+    path.write_bytes(b"x")
+    after = time.time()
+    stamp = path.stat().st_mtime
+    # Some file systems round time stamps to two seconds.
+    return stamp - min(max(stamp, before), after)
+
+
+def _file_system_kind(path: Path) -> str:
+    """Return the type of the file system in /proc/mounts; empty if unknown."""
+    try:
+        mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
+    except OSError:
+        return ""
+    points = {point.encode().decode("unicode_escape"): kind for _, point, kind, *_ in mounts}
+    return next((points[str(folder)] for folder in (path.resolve(), *path.resolve().parents) if str(folder) in points), "")
+
+
+def file_system_checks(info: FileSystemInfo) -> list[CheckResult]:
+    """Return the results of the measurements. Pure."""
+    other = "keep run directories on another file system (a local disk, NFS, Lustre), and checkpoints on object stores by their URL"
+    checks = [_check("path", "ok", f"{info.path} ({info.kind or 'unknown'}), {format_bytes(info.free_bytes)} free")]
+    if info.free_bytes < LEAST_FREE_BYTES:
+        checks = [
+            _check(
+                "path",
+                "failed",
+                f"{info.path}: {format_bytes(info.free_bytes)} free",
+                "free some space: a run keeps several checkpoints there",
+            )
+        ]
+    if info.rename_fault:
+        checks.append(_check("rename", "failed", f"is not atomic: {info.rename_fault}", other))
+    else:
+        checks.append(_check("rename", "ok", f"atomic: {2 * RENAMES} renames of files and folders, no intermediate state seen"))
+    if info.sync_seconds is None:
+        checks.append(_check("sync", "failed", f"fsync failed: {info.sync_error}; a power failure may lose a checkpoint", other))
+    else:
+        slow = info.sync_seconds > SLOW_SYNC_SECONDS
+        text = f"{format_duration(info.sync_seconds)} for {format_bytes(FILE_BYTES)} and its folder"
+        checks.append(
+            _check("sync", "slow" if slow else "ok", text, "every checkpoint waits for it: use a faster disk, or save less often")
+        )
+    if info.lock_fault:
+        remedy = "two runs could write to one directory: mount it with locking (NFS: with lockd, or version 4; Lustre: -o flock)"
+        checks.append(_check("lock", "failed", f"flock does not exclude: {info.lock_fault}", remedy))
+    else:
+        checks.append(_check("lock", "ok", "flock excludes a second holder"))
+    relation = "ahead of" if info.clock_offset_seconds > 0 else "behind"
+    if abs(info.clock_offset_seconds) > MAX_CLOCK_OFFSET_SECONDS:
+        text = f"the file system's is {format_duration(abs(info.clock_offset_seconds))} {relation} this machine's"
+        checks.append(
+            _check("clock", "failed", text, "synchronize the clocks of machine and file server by NTP (chronyc tracking, timedatectl)")
+        )
+    else:
+        checks.append(_check("clock", "ok", "the file system's agrees with this machine's"))
+    return checks
+
+
+def unusable(path: Path, error: OSError) -> list[CheckResult]:
+    """Return the result for a folder in which `probe` raised."""
+    text = f"{path}: {error.strerror or error}"
+    return [_check("path", "failed", text, "choose a --run-dir in which files can be created")]
+
+
+def _check(check: str, verdict: Verdict, found: str, remedy: str = "") -> CheckResult:
+    return CheckResult(section="run directory", check=check, verdict=verdict, found=found, remedy="" if verdict == "ok" else remedy)

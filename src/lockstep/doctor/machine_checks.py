@@ -1,0 +1,264 @@
+"""Checks of one machine's versions, devices, memory, threads, limits and network interface. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from lockstep.doctor.check_result import CheckResult, Verdict, format_bytes, format_duration
+from lockstep.launch.environment import threads_per_process
+
+SHARED_MEMORY_BYTES = 128 << 20
+"""Space in /dev/shm for each process: for batches from loader workers (torch's DataLoader), and for NCCL's buffers."""
+MEMORY_BYTES = 1 << 30
+"""Memory for each process. torch alone takes a third of it, before a model is created."""
+OPEN_FILES = 1024
+"""Open files of each process: one or two sockets for each other rank, and a file for each tensor from a loader worker.
+"""
+OTHER_THREADS = 32
+"""Threads of a process beside its compute threads: those of Gloo, NCCL and the store, and loader workers."""
+MAX_CLOCK_OFFSET_SECONDS = 2.0
+"""Largest acceptable difference of clocks. Heartbeats are compared by clocks, and count as missed after 10 s."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MachineInfo:
+    """Properties of one machine, read by `lockstep.doctor.machine_info`."""
+
+    host: str
+    address: str
+    """Address under which other machines reach it. Empty if there is only one machine."""
+    interface: str | None
+    """Network interface that has this address."""
+    interfaces: tuple[str, ...]
+    """All network interfaces."""
+    interface_details: str
+    """Speed and MTU of `interface`, as text to append. Empty if unknown."""
+    versions: Mapping[str, str]
+    """Versions that must be the same on all machines, in display order."""
+    gpus: int
+    """Number of GPUs that torch sees."""
+    gpu_names: tuple[str, ...]
+    """Names of the GPUs that the driver sees. Empty if there is no driver."""
+    topology: Mapping[str, str]
+    """Kind of link of each pair of GPUs, such as {"0-1": "NV18"}."""
+    cores: int
+    """Cores in this process's CPU affinity."""
+    cpu_quota: float | None
+    """CPU quota of the control group, in cores. None if there is no quota."""
+    shared_memory_bytes: int | None
+    """Free space in /dev/shm. None if it does not exist."""
+    available_memory_bytes: int
+    """Available memory: the lesser of the machine's and the control group's."""
+    open_files_limit: int
+    """Soft limit of open files per process."""
+    open_files_hard_limit: int
+    locked_memory_bytes: int | None
+    """Soft limit of locked memory. None if there is no limit."""
+    infiniband: tuple[str, ...]
+    free_tasks: int | None
+    """Number of processes and threads that may still be started. None if there is no limit."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables that should be the same on all machines."""
+
+
+def machine_checks(info: MachineInfo, environ: Mapping[str, str], *, nproc: int, world_size: int) -> list[CheckResult]:
+    """Return the results for one machine. `environ`: the environment that the launcher was started with."""
+    return [
+        _versions(info),
+        *_devices(info, environ, nproc),
+        _shared_memory(info, nproc),
+        *_threads(info, environ, nproc),
+        *_limits(info, environ, nproc, world_size),
+        *_interface(info, environ),
+    ]
+
+
+def _check(check: str, verdict: Verdict, found: str, remedy: str = "") -> CheckResult:
+    return CheckResult(section="machine", check=check, verdict=verdict, found=found, remedy="" if verdict == "ok" else remedy)
+
+
+def _versions(info: MachineInfo) -> CheckResult:
+    return _check("versions", "ok", ", ".join(f"{name} {value}" for name, value in info.versions.items()))
+
+
+def _devices(info: MachineInfo, environ: Mapping[str, str], nproc: int) -> list[CheckResult]:
+    if not info.gpus:
+        if not info.gpu_names:
+            return [_check("devices", "ok", f"no GPU; {info.cores} CPU core{'s' if info.cores != 1 else ''}")]
+        hidden = environ.get("CUDA_VISIBLE_DEVICES")
+        seen = f"the driver has {len(info.gpu_names)} GPUs ({info.gpu_names[0]}) and torch sees none"
+        if hidden is not None:
+            return [
+                _check("devices", "failed", f"{seen}: CUDA_VISIBLE_DEVICES={hidden}", "unset CUDA_VISIBLE_DEVICES, unless you want CPUs")
+            ]
+        return [_check("devices", "failed", seen, "install a torch build for CUDA, and a driver that is new enough for it")]
+    names = sorted(set(info.gpu_names))
+    found = f"{info.gpus} GPU{'s' if info.gpus > 1 else ''}: {', '.join(names) or 'the driver gives no name'}"
+    checks = [_check("devices", "ok", found)]
+    if len(names) > 1:
+        checks = [_check("devices", "slow", found, "all GPUs wait for the slowest: choose equal ones with CUDA_VISIBLE_DEVICES")]
+    if nproc > info.gpus:
+        checks.append(_check("processes", "failed", f"{nproc} processes for {info.gpus} GPUs", f"--nproc {info.gpus}: one process per GPU"))
+    if info.topology:
+        kinds = sorted(set(info.topology.values()))
+        counted = ", ".join(f"{kind} × {list(info.topology.values()).count(kind)}" for kind in kinds)
+        checks.append(_check("GPU links", "ok", f"{counted} (nvidia-smi topo -m)"))
+    elif info.gpus > 1:
+        checks.append(_check("GPU links", "skipped", "nvidia-smi shows no topology", "install nvidia-smi to see how the GPUs are linked"))
+    return checks
+
+
+def _shared_memory(info: MachineInfo, nproc: int) -> CheckResult:
+    needed = nproc * SHARED_MEMORY_BYTES
+    if info.shared_memory_bytes is None:
+        return _check("/dev/shm", "failed", "does not exist: loader workers and NCCL fail", "mount a tmpfs on /dev/shm")
+    found = (
+        f"{format_bytes(info.shared_memory_bytes)} free; up to {format_bytes(needed)} needed for {nproc} process{'es' if nproc > 1 else ''}"
+    )
+    enough = info.shared_memory_bytes >= needed
+    remedy = (
+        "make it larger (docker run --shm-size=8g or --ipc=host; Kubernetes: an emptyDir in memory; mount -o remount,size=8g /dev/shm): "
+        "loader workers and NCCL die of a bus error when it is full"
+    )
+    return _check("/dev/shm", "ok" if enough else "failed", found, remedy)
+
+
+def _threads(info: MachineInfo, environ: Mapping[str, str], nproc: int) -> list[CheckResult]:
+    usable = min(info.cores, info.cpu_quota or info.cores)
+    set_to = environ.get("OMP_NUM_THREADS")
+    if set_to is not None and not (set_to.isdecimal() and int(set_to)):
+        return [
+            _check(
+                "threads",
+                "failed",
+                f"OMP_NUM_THREADS is {set_to!r}, which is not a number of threads",
+                "unset it: lockstep chooses the number",
+            )
+        ]
+    threads = int(set_to) if set_to is not None else threads_per_process(nproc)
+    cores = f"{usable:g} core{'' if usable == 1 else 's'}"
+    if info.cpu_quota is not None and info.cpu_quota < info.cores:
+        cores += f" (of {info.cores}, by the control group's CPU quota)"
+    found = f"{nproc} process{'es' if nproc > 1 else ''} × {threads} thread{'s' if threads > 1 else ''} on {cores}"
+    best = max(1, int(usable // nproc))
+    if nproc > usable and threads == 1:
+        why = f"{found}: processes share cores, and each waits for the slowest"
+        return [_check("threads", "slow" if not info.gpus else "ok", why, f"--nproc {max(1, int(usable))}, or more cores")]
+    if threads * nproc > usable:
+        remedy = f"OMP_NUM_THREADS={best}" + ("" if set_to is None else ", or unset it: lockstep divides the cores among the processes")
+        return [_check("threads", "slow", f"{found}: the cores are oversubscribed", remedy)]
+    if not info.gpus and threads * nproc * 2 <= usable:
+        return [_check("threads", "slow", f"{found}: the other cores are idle", f"OMP_NUM_THREADS={best}, or more processes")]
+    return [_check("threads", "ok", found)]
+
+
+def _limits(info: MachineInfo, environ: Mapping[str, str], nproc: int, world_size: int) -> list[CheckResult]:
+    needed = max(OPEN_FILES, 4 * world_size + 256)
+    found = f"{info.open_files_limit} per process"
+    raised = (
+        f"ulimit -n {max(needed, 65536)}"
+        if info.open_files_hard_limit >= needed
+        else f"ask the administrator to raise the hard limit of {info.open_files_hard_limit}"
+    )
+    checks = [_check("open files", "ok" if info.open_files_limit >= needed else "failed", found, f"{raised}; {needed} are needed")]
+    if info.infiniband:
+        limit = "no limit" if info.locked_memory_bytes is None else format_bytes(info.locked_memory_bytes)
+        found = f"{limit}, with {', '.join(info.infiniband)}"
+        remedy = "ulimit -l unlimited (docker run --ulimit memlock=-1; Slurm: PropagateResourceLimits): RDMA locks its buffers"
+        checks.append(_check("locked memory", "ok" if info.locked_memory_bytes is None else "failed", found, remedy))
+    threads = environ.get("OMP_NUM_THREADS", "")
+    each = (int(threads) if threads.isdecimal() else threads_per_process(nproc)) + OTHER_THREADS
+    if info.free_tasks is not None:
+        enough = info.free_tasks >= each * nproc
+        text = f"{info.free_tasks} more may be started; {each * nproc} are needed"
+        checks.append(_check("processes and threads", "ok" if enough else "failed", text, "raise ulimit -u or docker run --pids-limit"))
+    enough = info.available_memory_bytes >= nproc * MEMORY_BYTES
+    remedy = f"less than {format_bytes(MEMORY_BYTES)} per process: use fewer processes, end others, or raise the control group's limit"
+    checks.append(_check("memory", "ok" if enough else "failed", f"{format_bytes(info.available_memory_bytes)} available", remedy))
+    return checks
+
+
+def _interface(info: MachineInfo, environ: Mapping[str, str]) -> list[CheckResult]:
+    """Check the variables that choose the network interface.
+
+    GLOO_SOCKET_IFNAME is a list of names. NCCL_SOCKET_IFNAME is a list of prefixes, or of names after `=`; `^` excludes
+    them.
+    """
+    interfaces = ", ".join(info.interfaces)
+    checks = []
+    gloo = environ.get("GLOO_SOCKET_IFNAME")
+    for name in gloo.split(",") if gloo else ():
+        if name not in info.interfaces:
+            found = f"GLOO_SOCKET_IFNAME names {name!r}; the interfaces are {interfaces}"
+            checks.append(
+                _check("interface", "failed", found, "unset it: lockstep chooses the one through which the machines reach each other")
+            )
+    nccl = environ.get("NCCL_SOCKET_IFNAME")
+    if nccl and not _nccl_finds(nccl, info.interfaces):
+        found = f"NCCL_SOCKET_IFNAME={nccl} matches none of {interfaces}"
+        checks.append(
+            _check("interface", "failed", found, "unset it: lockstep chooses the one through which the machines reach each other")
+        )
+    if checks:
+        return checks
+    if gloo:
+        return [_check("interface", "ok", f"{gloo}, by GLOO_SOCKET_IFNAME")]
+    if not info.address:
+        return [_check("interface", "ok", "loopback: one machine needs no other")]
+    named = info.interface or "not found"
+    return [_check("interface", "ok", f"{named}, {info.address}{info.interface_details}: on the route to the rendezvous")]
+
+
+def _nccl_finds(pattern: str, interfaces: Sequence[str]) -> bool:
+    excludes = pattern.startswith("^")
+    pattern = pattern.removeprefix("^")
+    exact = pattern.startswith("=")
+    names = pattern.removeprefix("=").split(",")
+
+    def fits(interface: str) -> bool:
+        return any(interface == name if exact else interface.startswith(name) for name in names)
+
+    return any(fits(interface) != excludes for interface in interfaces)
+
+
+def clock_check(machine: str, offset_seconds: float, error_seconds: float, reference: str) -> CheckResult:
+    """Return the result for the clock of `machine`, which is `offset_seconds` ± `error_seconds` ahead of that of
+    `reference`."""
+    relation = "ahead of" if offset_seconds > 0 else "behind"
+    text = f"{format_duration(abs(offset_seconds))} {relation} {reference} (± {format_duration(error_seconds)})"
+    skewed = abs(offset_seconds) - error_seconds > MAX_CLOCK_OFFSET_SECONDS
+    remedy = "synchronize the clocks by NTP (chronyc tracking, timedatectl): a machine that is a few seconds off is taken for dead"
+    return CheckResult(
+        section="machine", check="clock", verdict="failed" if skewed else "ok", found=text, remedy=remedy if skewed else "", machine=machine
+    )
+
+
+def version_differences(machines: Sequence[str], info: Sequence[Mapping[str, str]]) -> list[CheckResult]:
+    """Return a result for each version that differs between machines."""
+    checks = []
+    for name in info[0]:
+        values = [versions.get(name, "skipped") for versions in info]
+        other = next((number for number, value in enumerate(values) if value != values[0]), None)
+        if other is not None:
+            text = f"{name} is {values[0]} on {machines[0]} and {values[other]} on {machines[other]}"
+            checks.append(_check("versions", "failed", text, "install the same on all machines"))
+    return checks
+
+
+def parse_topology(text: str) -> dict[str, str]:
+    """Return the kind of link of each pair of GPUs from the output of `nvidia-smi topo -m`: {"0-1": "NV18"}, each pair
+    once."""
+    rows = [re.sub(r"\x1b\[[0-9;]*m", "", line).split("\t") for line in text.splitlines()]
+    header = next((row for row in rows if "GPU0" in (cell.strip() for cell in row) and row[0].strip() != "GPU0"), None)
+    if header is None:
+        return {}
+    columns = {number: cell.strip().removeprefix("GPU") for number, cell in enumerate(header) if re.fullmatch(r"GPU\d+", cell.strip())}
+    found = {}
+    for row in rows:
+        if (name := re.fullmatch(r"GPU(\d+)", row[0].strip())) is not None:
+            for number, other in columns.items():
+                if number < len(row) and int(name[1]) < int(other):
+                    found[f"{name[1]}-{other}"] = row[number].strip()
+    return found

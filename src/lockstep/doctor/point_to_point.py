@@ -1,0 +1,184 @@
+"""Find the pairs of ranks, the ranks and the machines that are slower than the others. Pure.
+
+[Note: outliers] There is no speed that a link should have, but links of one kind should be alike. A node is a rank
+within its machine, or a machine among machines. A node is slow if even its best link is several times worse than the
+best links of the other nodes. Among the other nodes, a link is slow if it is several times worse than the median of its
+kind. So a machine that is slow both ways is named once, instead of each of its links. With two nodes only the two
+directions can be compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median, median_low
+from typing import Literal
+
+from lockstep.doctor.check_result import CheckResult, format_bandwidth, format_duration
+
+SLOW_FACTOR = 3.0
+"""A link is slow if it is more than this many times worse than the median."""
+LATENCY_NOISE_SECONDS = 2e-4
+"""Smaller differences of latencies are ignored: a processor that is busy for a moment causes as much."""
+MANY_RANKS = 64
+"""With more ranks than this, machines are measured between ranks of equal local rank alone."""
+
+Pair = tuple[int, int]
+Metric = Literal["bandwidth", "latency"]
+
+
+@dataclass(frozen=True, slots=True)
+class PairMeasurement:
+    """Latency and bandwidth from one rank to another."""
+
+    sender: int
+    receiver: int
+    latency_seconds: float
+    """Half of the shortest round trip of a few bytes."""
+    bytes_per_second: float
+    """Bandwidth: the best of a few transfers."""
+    kind: str
+    """Kind of link: `machines` between machines; within one, `NV18` or `PHB` if the topology is known, else `local`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outlier:
+    """A node, or one link, that is slower than the others."""
+
+    metric: Metric
+    nodes: tuple[str, ...]
+    """One name: all links of that node in the `direction`. Two names: the link from the first to the second."""
+    pairs: tuple[Pair, ...]
+    """Pairs of ranks whose measurements show it."""
+    value: float
+    """Bytes per second, or seconds."""
+    normal: float
+    """Median of the links that are not slow."""
+    direction: Literal["both", "from", "to"] = "both"
+
+
+def schedule_pairs(machine_of_rank: Sequence[int]) -> list[list[Pair]]:
+    """Return every pair of ranks once, in rounds. In a round each machine is in one pair at most, so that no two share
+    a link.
+
+    `machine_of_rank[r]`: number of rank r's machine. See `MANY_RANKS`.
+    """
+    size = len(machine_of_rank)
+    local_ranks = [sum(machine == machine_of_rank[rank] for machine in machine_of_rank[:rank]) for rank in range(size)]
+    rounds: list[list[Pair]] = []
+    busy: list[set[int]] = []
+    for one in range(size):
+        for other in range(one + 1, size):
+            machines = {machine_of_rank[one], machine_of_rank[other]}
+            if size > MANY_RANKS and len(machines) == 2 and local_ranks[one] != local_ranks[other]:
+                continue
+            free = next((number for number, taken in enumerate(busy) if not taken & machines), len(rounds))
+            if free == len(rounds):
+                rounds.append([])
+                busy.append(set())
+            rounds[free].append((one, other))
+            busy[free] |= machines
+    return rounds
+
+
+def find_outliers(measurements: Iterable[PairMeasurement], machines: Sequence[str]) -> list[Outlier]:
+    """Return what is slower than the others of its kind. `machines[r]`: the name of rank r's machine."""
+    measurements = list(measurements)
+    outliers: list[Outlier] = []
+    metrics: tuple[Metric, ...] = ("bandwidth", "latency")
+    for metric in metrics:
+        for kind in sorted({each.kind for each in measurements}):
+            same_kind = [each for each in measurements if each.kind == kind]
+            if kind == "machines":
+                outliers += _outliers(same_kind, metric, lambda rank: machines[rank])
+            else:
+                outliers += _outliers(same_kind, metric, lambda rank: f"rank {rank}")
+    return outliers
+
+
+def _outliers(measurements: Sequence[PairMeasurement], metric: Metric, node: Callable[[int], str]) -> Iterator[Outlier]:
+    """Yield the outliers among links of one kind. `node`: the node that a rank belongs to.
+
+    A cost is seconds per byte, or seconds of latency: more is worse.
+    """
+    costs: dict[tuple[str, str], list[float]] = {}
+    pairs: dict[tuple[str, str], list[Pair]] = {}
+    for each in measurements:
+        ends = node(each.sender), node(each.receiver)
+        costs.setdefault(ends, []).append(1 / each.bytes_per_second if metric == "bandwidth" else each.latency_seconds)
+        pairs.setdefault(ends, []).append((each.sender, each.receiver))
+    cost = {ends: median_low(values) for ends, values in costs.items()}
+    noise = LATENCY_NOISE_SECONDS if metric == "latency" else 0.0
+    sending, receiving = (_slow_nodes(cost, end, noise) for end in (0, 1))
+    others = {ends: value for ends, value in cost.items() if ends[0] not in sending and ends[1] not in receiving}
+    normal = median_low(others.values()) if others else 0.0
+
+    def to_metric(value: float) -> float:
+        return 1 / value if metric == "bandwidth" else value
+
+    for name in sorted(sending | receiving):
+        direction: Literal["both", "from", "to"] = "both"
+        if not (name in sending and name in receiving):
+            direction = "from" if name in sending else "to"
+        slow = [ends for ends in cost if (ends[0] == name and name in sending) or (ends[1] == name and name in receiving)]
+        value = to_metric(median(cost[ends] for ends in slow))
+        yield Outlier(metric, (name,), tuple(pair for ends in slow for pair in pairs[ends]), value, to_metric(normal), direction)
+    for ends, value in sorted(others.items()):
+        if _is_worse(value, normal, noise):
+            yield Outlier(metric, ends, tuple(pairs[ends]), to_metric(value), to_metric(normal), "from")
+
+
+def _slow_nodes(cost: Mapping[tuple[str, str], float], end: int, noise: float) -> set[str]:
+    """Return the nodes whose best link is worse than the best links of the others. A node with one link is never slow.
+
+    `end`: 0 to look at the nodes as senders, 1 as receivers.
+    """
+    by_node: dict[str, list[float]] = {}
+    for ends, value in cost.items():
+        by_node.setdefault(ends[end], []).append(value)
+    best = {name: min(values) for name, values in by_node.items()}
+    normal = median_low(best.values())
+    return {name for name, value in best.items() if len(by_node[name]) > 1 and _is_worse(value, normal, noise)}
+
+
+def _is_worse(value: float, normal: float, noise: float) -> bool:
+    return value > SLOW_FACTOR * normal and value - normal > noise
+
+
+def point_to_point_checks(measurements: Sequence[PairMeasurement], machines: Sequence[str]) -> list[CheckResult]:
+    """Return a result for each kind of link, and one for each outlier. `machines[r]`: the name of rank r's machine."""
+    results = []
+    for kind in sorted({each.kind for each in measurements}):
+        same_kind = [each for each in measurements if each.kind == kind]
+        rates = [each.bytes_per_second for each in same_kind]
+        middle, lowest, highest = (format_bandwidth(statistic(rates)) for statistic in (median, min, max))
+        latency = format_duration(median(each.latency_seconds for each in same_kind))
+        text = f"{len(same_kind)} links: {middle} ({lowest} to {highest}), {latency} (median)"
+        check = _KINDS.get(kind, f"within a machine, {kind}")
+        results.append(CheckResult(section="point-to-point", check=check, verdict="ok", found=text))
+    return results + [_outlier_check(outlier) for outlier in find_outliers(measurements, machines)]
+
+
+_KINDS = {"machines": "between machines", "local": "within a machine"}
+
+
+def _outlier_check(outlier: Outlier) -> CheckResult:
+    format_value = format_bandwidth if outlier.metric == "bandwidth" else format_duration
+    found = f"{outlier.metric} {format_value(outlier.value)}; the median is {format_value(outlier.normal)}"
+    is_rank = outlier.nodes[0].startswith("rank ")
+    if len(outlier.nodes) == 1:
+        links = {"both": "all its links", "from": "everything it sends", "to": "everything it receives"}[outlier.direction]
+        check, found = outlier.nodes[0], f"{links}: {found}"
+        remedy = (
+            "look at its GPU's slot and links (nvidia-smi topo -m, nvidia-smi nvlink -s), and at other load on its processor"
+            if is_rank
+            else f"look at {outlier.nodes[0]}: network card, cable, negotiated speed (ethtool), switch port, other load"
+        )
+    else:
+        check = f"{outlier.nodes[0]} to {outlier.nodes[1]}"
+        remedy = (
+            "look at the link between the two (nvidia-smi nvlink -s, nvidia-smi topo -m), and at other load on it"
+            if is_rank
+            else "look at the path between the two: cable, switch port, negotiated speed (ethtool), route (tracepath), other traffic"
+        )
+    return CheckResult(section="point-to-point", check=check, verdict="slow", found=found, remedy=remedy)

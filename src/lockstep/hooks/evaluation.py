@@ -1,0 +1,48 @@
+"""The hook that evaluates the model during training."""
+
+from __future__ import annotations
+
+import time
+
+from lockstep.hooks.metrics import Metrics
+from lockstep.recipe import Evaluation as Settings
+from lockstep.recipe import Recipe
+from lockstep.training.evaluate import Evaluator
+from lockstep.training.hook import ControlHook, Run
+
+
+class Evaluation(ControlHook):
+    """Measures every `Evaluation.every` steps, on every rank."""
+
+    def __init__(self, settings: Settings, metrics: Metrics) -> None:
+        self._settings = settings
+        self._pace = metrics
+        self._evaluator: Evaluator | None = None
+
+    def prepare(self, run: Run, recipe: Recipe) -> None:
+        """Build the evaluator of the run's first model."""
+        self._evaluator = Evaluator.of(recipe, self._settings, run.context, run.modules[0])
+
+    def after_step(self, run: Run) -> None:
+        if self._settings.every is not None and run.step % self._settings.every == 0:
+            self.measure(run)
+            run.agree_to_stop()
+
+    def measure(self, run: Run) -> None:
+        """Evaluate now, unless it is done. Every rank calls it."""
+        if self._evaluator is None or run.evaluated_at == run.step:
+            return
+        run.hooks.call("before_evaluation", run)
+        before = run.context.phases.enter("evaluation")
+        started = time.perf_counter()
+        run.metrics = self._evaluator.measure(run.step)
+        run.evaluated_at = run.step
+        run.context.recorder.evaluation(run.step, run.metrics)
+        self._pace.pace.leave_out(time.perf_counter() - started)
+        run.context.phases.enter("hooks")
+        run.hooks.call("after_evaluation", run, run.metrics)
+        run.context.phases.enter(before)
+
+    def on_end(self, run: Run) -> None:
+        if self._evaluator is not None:
+            self._evaluator.loader.close()

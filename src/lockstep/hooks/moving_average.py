@@ -1,0 +1,63 @@
+"""The hook that keeps a moving average of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from lockstep.base.errors import RecipeError
+from lockstep.comm.mesh import to_local
+from lockstep.training.hook import Hook, Run
+
+
+class ExponentialMovingAverage(Hook):
+    """Keeps a moving average of the weights (Polyak and Juditsky, 1992): after each step, decay × average + (1 - decay) × weights.
+
+    `model_average.safetensors` in the run directory holds it at the end, with the model's buffers as they are.
+    """
+
+    def __init__(self, decay: float = 0.999) -> None:
+        if not 0 <= decay < 1:
+            raise RecipeError(f"decay={decay}; it is the share of the old average that stays, from 0 to below 1")
+        self.decay = decay
+        self._averages: dict[str, Tensor] = {}
+        """The average of each parameter by name, sharded like the parameter."""
+
+    def on_start(self, run: Run) -> None:
+        self._averages = {name: parameter.detach().clone() for name, parameter in run.model.named_parameters()}
+
+    def after_step(self, run: Run) -> None:
+        torch._foreach_lerp_(self._local_averages(), _local_parameters(run), 1 - self.decay)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self._averages
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        for name, average in self._averages.items():
+            average.copy_(state[name])
+
+    def on_finish(self, run: Run) -> None:
+        with self.applied(run):
+            run.save("model_average.safetensors", run.model.state_dict())
+
+    @contextmanager
+    def applied(self, run: Run) -> Iterator[None]:
+        """Give the model the averaged weights while the context is entered, for an evaluation, say."""
+        parts = _local_parameters(run)
+        own = [part.clone() for part in parts]
+        torch._foreach_copy_(parts, self._local_averages())
+        try:
+            yield
+        finally:
+            torch._foreach_copy_(parts, own)
+
+    def _local_averages(self) -> list[Tensor]:
+        return [to_local(average) for average in self._averages.values()]
+
+
+def _local_parameters(run: Run) -> list[Tensor]:
+    """The local part of each parameter on this rank."""
+    return [to_local(parameter.detach()) for parameter in run.model.parameters()]

@@ -1,0 +1,73 @@
+"""lockstep's own hooks, in the one order in which they are called, with the reason for each place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lockstep.hooks.checkpointing import Checkpointing
+from lockstep.hooks.evaluation import Evaluation
+from lockstep.hooks.hang.hang_hook import HangHook
+from lockstep.hooks.metrics import Metrics
+from lockstep.hooks.out_of_memory import OutOfMemory
+from lockstep.hooks.preemption import Preemption
+from lockstep.hooks.profiler import Profiler
+from lockstep.hooks.replica_audit import ReplicaAudit
+from lockstep.hooks.stragglers import Stragglers
+from lockstep.hooks.timeline import steps_of
+from lockstep.launch.termination import Termination
+from lockstep.opening import Opened
+from lockstep.recipe import Evaluation as EvaluationSettings
+from lockstep.saving import check_out_of_memory
+from lockstep.timeouts import WatchdogTimeouts
+from lockstep.training.hook import Hook
+
+
+class HouseHooks:
+    """The hooks of one run on one rank: lockstep's own, and the user's among them."""
+
+    def __init__(
+        self,
+        opened: Opened,
+        termination: Termination,
+        *,
+        hooks: Sequence[Hook],
+        evaluation: EvaluationSettings | None,
+    ) -> None:
+        """`hooks`: the user's."""
+        environment, request, bare = opened.environment, opened.request, opened.context.overrides.bare
+        user_hooks = [*hooks, *opened.hooks]
+        setting = check_out_of_memory(environment.out_of_memory or "retry", "LOCKSTEP_OUT_OF_MEMORY")
+        timeouts = None if bare else WatchdogTimeouts.parse(environment.hang_after, environment.on_hang)
+        steps = None if environment.profile is None else steps_of(environment.profile)
+        audit = ReplicaAudit(every=environment.compare_every or 0)
+        self.metrics = Metrics()
+        self.evaluation = None if evaluation is None else Evaluation(evaluation, self.metrics)
+        self.checkpointing = Checkpointing(
+            request.saving, request.resume, request.checkpoints(opened.context), allow_change=request.allow_change, audit=audit
+        )
+        self.out_of_memory = OutOfMemory(opened.given_plan, opened.remembered, setting, is_restarted=environment.launcher == "lockstep")
+        self.hang = HangHook(timeouts, opened.context, self.checkpointing.rescue)
+        evaluating = [] if self.evaluation is None else [self.evaluation]
+        if bare:
+            self.in_order: list[Hook] = [*user_hooks, *evaluating, self.metrics, Preemption(termination, stop_at=environment.stop_at)]
+            return
+        self.in_order = [
+            # Begins a trace before any other hook of the step, and ends it before lockstep's own work between steps.
+            *([] if steps is None else [Profiler(steps)]),
+            # The user's hooks see the step as the script left it.
+            *user_hooks,
+            # Measures what the user's hooks have made of the model, and before a save, which keeps the metrics.
+            *evaluating,
+            # Adds its numbers to the line that `Metrics` writes.
+            Stragglers(),
+            # Finds a loss that is not finite before the step is compared or saved.
+            self.metrics,
+            # Finds a replica that differs before a save.
+            audit,
+            # Remembers another plan first: the emergency save that follows may take long, or fail.
+            self.out_of_memory,
+            # Saves what all hooks before it have left.
+            self.checkpointing,
+            # Ends the run, once it is saved.
+            Preemption(termination, stop_at=environment.stop_at),
+        ]

@@ -1,0 +1,224 @@
+"""Open a run: join the processes, agree on the plan, open the run directory, and fix all of it in one `Context`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any
+
+from lockstep.base.errors import PlanError
+from lockstep.base.torch_private import default_store
+from lockstep.checkpoint.folder import Storage
+from lockstep.checkpoint.store import folder_at
+from lockstep.comm.mesh import Mesh
+from lockstep.comm.world import World, join
+from lockstep.hooks.fallbacks import Remembered, recall
+from lockstep.hooks.hang.collective_check import Checked
+from lockstep.launch.environment import Environment
+from lockstep.launch.slurm.commands import set_task_variables
+from lockstep.launch.termination import Termination
+from lockstep.logging.loggers import Logger
+from lockstep.logging.phases import Phases
+from lockstep.logging.recorder import Recorder
+from lockstep.model.parallelize import check_devices
+from lockstep.options import check_run_dir, check_shared_options
+from lockstep.plan import Plan
+from lockstep.recipe import Precision, check_compression, check_count, check_precision, check_seed
+from lockstep.saving import Resume, Saving, check_allow_change, check_resume, interval
+from lockstep.training.context import Context, Overrides
+from lockstep.training.hook import Hook
+from lockstep.training.set_up import check_compression_fits, check_same, remarks, resolved, set_up_computation
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """A run as the script asks for it: the arguments of `Session`. The launcher's go first."""
+
+    run_dir: str | None
+    seed: int
+    plan: Plan | None
+    precision: Precision
+    gradient_compression: str
+    log_every: int
+    recipe: dict[str, Any] | None
+    saving: Saving
+    resume: Resume
+    allow_change: frozenset[str]
+    loggers: Sequence[Logger]
+
+    @classmethod
+    def checked(
+        cls,
+        *,
+        plan: str | Plan | None,
+        saving: Saving | None,
+        resume: Resume,
+        allow_change: Collection[str],
+        **given: Any,
+    ) -> Request:
+        """The request with these arguments of `Session`. Raises the children of `UserError` for values that are none."""
+        check_count("log_every", given["log_every"], "steps")
+        check_precision(given["precision"])
+        check_compression(given["gradient_compression"])
+        check_seed(given["seed"])
+        check_run_dir(given["run_dir"], "run_dir")
+        if not isinstance(plan, Plan | str | None):
+            raise PlanError(f"plan={plan!r} (a {type(plan).__name__}); it is an ls.Plan, or text such as 'replicate=2,numerics=bitwise'")
+        return cls(
+            plan=Plan.parse(plan) if isinstance(plan, str) else plan,
+            saving=Saving() if saving is None else saving,
+            resume=check_resume(resume, "resume"),
+            allow_change=check_allow_change(allow_change),
+            **given,
+        )
+
+    def over(self, environment: Environment) -> Request:
+        """This request with what the launcher gives instead."""
+        saving, resume = self.saving, self.resume
+        if environment.save_every is not None:
+            saving = replace(saving, every=interval(environment.save_every, "LOCKSTEP_SAVE_EVERY"))
+        if environment.resume is not None:
+            resume = check_resume(environment.resume, "LOCKSTEP_RESUME")
+        return replace(
+            self,
+            plan=self.plan if environment.plan is None else Plan.parse(environment.plan),
+            run_dir=environment.run_dir or self.run_dir,
+            saving=saving,
+            resume=resume,
+            allow_change=self.allow_change | environment.allow_change,
+        )
+
+    def checkpoints(self, context: Context) -> Storage:
+        """Where the run's checkpoints are."""
+        return folder_at(self.saving.folder or context.run_dir / "checkpoints")
+
+    def compared(self, launched: str | None) -> dict[str, Any]:
+        """JSON of everything that the script must give alike on all ranks. Its plan counts only if none is `launched`."""
+        learned = {
+            "seed": self.seed,
+            "precision": self.precision,
+            "gradient_compression": self.gradient_compression,
+            **(self.recipe or {}),
+        }
+        executed = {"plan": launched or str(self.plan or Plan()), "log_every": self.log_every, "resume": self.resume}
+        return {**learned, **executed, "saving": str(self.saving), "allow_change": sorted(self.allow_change)}
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A run that is open on this rank."""
+
+    context: Context
+    environment: Environment
+    hooks: Sequence[Hook]
+    """The probe's."""
+    request: Request
+    """As it was with the launcher's settings."""
+    given_plan: Plan
+    """The plan that was asked for, before what an earlier failure made of it."""
+    remembered: Remembered
+    """Changes to the plan after earlier failures for want of memory."""
+
+
+def open_run(request: Request, termination: Termination, stack: ExitStack) -> Opened:
+    """Every rank calls it. `stack` closes what it opens. Raises `PlanError`, `LaunchError` and `RunDirectoryError`."""
+    set_task_variables(os.environ)
+    environment = Environment.read(os.environ)
+    overrides, hooks = read_probe(os.environ)
+    world = _join(request, environment)
+    asked = request.over(environment)
+    precision = overrides.precision or request.precision
+    compression = overrides.gradient_compression or request.gradient_compression
+    given = (asked.plan or Plan()).resolve(world.size)
+    check_devices(given, world.device)
+    check_compression_fits(given, compression)
+    if environment.check and world.size > 1:
+        given = replace(given, transport="torch")  # only torch's collectives can be compared
+        stack.enter_context(Checked(default_store(), world.rank))
+    mesh = Mesh.of(world, given)
+    stack.callback(mesh.close)
+    stack.enter_context(termination)
+    recorder = Recorder(
+        asked.run_dir,
+        world,
+        resume=asked.resume,
+        default=environment.default_run_dir,
+        loggers=() if overrides.bare else request.loggers,
+    )
+    stack.callback(recorder.close)
+    remembered = recall(world, recorder.path, goes_on=recorder.goes_on)
+    plan = remembered.over(given, world.device.type)
+    set_up_computation(plan, world, environment.threads, stack)
+    context = Context(
+        world=world,
+        mesh=mesh,
+        plan=plan,
+        precision=precision,
+        gradient_compression=compression,
+        requested_compression=request.gradient_compression,
+        seed=request.seed,
+        log_every=request.log_every,
+        recipe=request.recipe,
+        recorder=recorder,
+        phases=Phases(),
+        overrides=overrides,
+    )
+    opened = Opened(context, environment, hooks, asked, given, remembered)
+    _record_start(opened, request)
+    return opened
+
+
+def _join(request: Request, environment: Environment) -> World:
+    """Join the process group. Raises if the ranks were launched, or called, with other settings."""
+    world = join(
+        rank=environment.rank,
+        size=environment.world_size,
+        local_rank=environment.local_rank,
+        local_size=environment.local_world_size,
+    )
+    everyone = world.gather_values([environment.shared(), request.compared(environment.plan)])
+    check_shared_options([launched for launched, _ in everyone])
+    check_same([given for _, given in everyone])
+    return world
+
+
+def _record_start(opened: Opened, request: Request) -> None:
+    """Write run.json, and the events and messages that say how this run differs from what was asked for. `request`: the script's."""
+    context, environment, recorder = opened.context, opened.environment, opened.context.recorder
+    recorder.start(
+        plan=context.plan,
+        world=context.world,
+        launcher=environment.launcher,
+        seed=context.seed,
+        recipe=context.recipe,
+        checkpoints=opened.request.saving.folder,
+    )
+    recorder.event("run-started", 0, plan=str(context.plan), world_size=context.world.size)
+    if environment.restarted is not None:
+        recorder.event("restarted", 0, reason=environment.restarted, restarts=environment.restarts)
+    launched_plan = str(opened.given_plan) if environment.plan is not None else None
+    for name, by_script, launched in (
+        ("plan", request.plan and resolved(request.plan, context.world.size), launched_plan),
+        ("run_dir", request.run_dir, environment.run_dir),
+    ):
+        if by_script and launched and by_script != launched:
+            recorder.event("launcher-overrides-script", 0, what=name, script=by_script, launcher=launched)
+    for remark in remarks(context.plan, context.mesh, context.precision):
+        recorder.event(remark.event, 0, **remark.details)
+        if remark.line is not None:
+            recorder.message(remark.line)
+
+
+def read_probe(environ: Mapping[str, str]) -> tuple[Overrides, tuple[Hook, ...]]:
+    """The overrides and hooks of the module that LOCKSTEP_PROBE names; none without it.
+
+    `lockstep verify` sets the variable. The module's function `install(environ)` returns both.
+    """
+    name = environ.get("LOCKSTEP_PROBE")
+    if name is None:
+        return Overrides(), ()
+    overrides, hooks = import_module(name).install(environ)
+    return overrides, tuple(hooks)

@@ -1,0 +1,283 @@
+"""The options of a launch, each declared once.
+
+The command line of `lockstep run`, the environment that a launcher gives to its workers and what a worker reads from it are all derived
+from the fields of `RunOptions` and `LaunchOptions`. A field `save_every` is `--save-every` on the command line and LOCKSTEP_SAVE_EVERY in
+the environment. An option of the launcher goes before what the script says.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, get_args
+
+from lockstep.base.errors import LaunchError, RunDirectoryError
+from lockstep.base.units import seconds
+from lockstep.plan import Plan
+from lockstep.saving import OutOfMemory, Resume, interval
+from lockstep.timeouts import OnHang, WatchdogTimeouts
+
+COMPARE_EVERY = 100
+"""Steps from one comparison of the replicas to the next, unless `--compare-every` says otherwise."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Option:
+    """The documentation of an option, and how its value is written as text."""
+
+    help: str
+    """Meaning, unit and default, as `--help` shows them."""
+    kind: type = str
+    """`str`, `int`, `float` (seconds since 1970), `bool`, or `frozenset` (names, separated by commas)."""
+    metavar: str | None = None
+    """Placeholder for the value in `--help`; None for flags and for `choices`."""
+    choices: Sequence[str] = ()
+    """The values that are allowed. Empty: any."""
+    least: int = 0
+    """Smallest value of an `int`."""
+    most: int | None = None
+    """Largest value of an `int`. None: no limit."""
+    worker_default: Any = None
+    """The value that a worker uses if the option was not given, for fields whose own default is None."""
+    on_command_line: bool = True
+    """False if only launchers set it, in the environment."""
+    shared: bool = True
+    """True if all ranks must have been given the same: the option decides which collectives they call."""
+
+    def read(self, text: str, name: str) -> Any:
+        """The value of a variable called `name`. Raises `LaunchError` if the text does not fit the kind."""
+        if self.kind is int:
+            return whole_number(text, name)
+        if self.kind is frozenset:
+            return read_names(text)
+        if self.kind is bool:
+            if text not in ("0", "1"):
+                raise LaunchError(f"{name}={text!r}; it is 1 for yes, or 0; correct what sets it, or unset it")
+            return text == "1"
+        if self.kind is float:
+            try:
+                return float(text)
+            except ValueError:
+                raise LaunchError(f"{name}={text!r}; it is a time in seconds since 1970; correct what sets it, or unset it") from None
+        return text
+
+    def write(self, value: Any) -> str:
+        """The text from which `read` makes the value again."""
+        if self.kind is frozenset:
+            return ",".join(sorted(value))
+        return str(int(value)) if self.kind is bool else str(value)
+
+
+def _option(default: Any, help: str, **details: Any) -> Any:
+    return field(default=default, metadata={"option": Option(help=help, **details)})
+
+
+def option_of(declared: Field[Any]) -> Option:
+    """The documentation that a field of `RunOptions` or `LaunchOptions` carries."""
+    found: Option = declared.metadata["option"]
+    return found
+
+
+def flag(name: str) -> str:
+    """The option `name` on the command line: `--save-every` for `save_every`."""
+    return f"--{name.replace('_', '-')}"
+
+
+def variable(name: str) -> str:
+    """The option `name` in the environment: LOCKSTEP_SAVE_EVERY for `save_every`."""
+    return f"LOCKSTEP_{name.upper()}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunOptions:
+    """What the processes of a run are told: options of `lockstep run`, which workers find in their environment.
+
+    The variables hold under every launcher, and for `lockstep run` too, where its command line goes before them. A field that has its
+    default was not given.
+    """
+
+    plan: str | None = _option(
+        None,
+        'How the recipe is executed, such as "replicate=2,numerics=bitwise". Default: the plan of the script.',
+        metavar="PLAN",
+    )
+    run_dir: str | None = _option(
+        None, "The run directory, which the run writes to. Default: that of the script, or a new one.", metavar="DIR", shared=False
+    )
+    resume: str | None = _option(
+        None,
+        "If DIR holds an unfinished run: continue it (auto) or refuse (never). must refuses if it holds none. Default: auto, or what the "
+        "script says.",
+        choices=get_args(Resume),
+    )
+    save_every: str | None = _option(
+        None,
+        "Steps (500) or time (10m) from one checkpoint to the next. Default: 10m, or what the script says.",
+        metavar="STEPS|TIME",
+    )
+    out_of_memory: str | None = _option(
+        None,
+        "What changes in the plan when memory runs out. retry (default): what needs less memory; under numerics=bitwise nothing that "
+        "changes bits. halve: that too. same-bits: under any numerics nothing that changes bits. stop: nothing.",
+        choices=get_args(OutOfMemory),
+    )
+    hang_after: str | None = _option(
+        None,
+        "How long a process may make no progress before the watchdog acts. auto (default): a multiple of what each phase usually takes.",
+        metavar="TIME|auto|off",
+    )
+    on_hang: str | None = _option(
+        None, "The watchdog reports a hang and ends the run (end, default), or reports it and waits on.", choices=get_args(OnHang)
+    )
+    compare_every: int | None = _option(
+        None,
+        f"Steps from one comparison of the replicas to the next. 0: never. Default: {COMPARE_EVERY}.",
+        kind=int,
+        metavar="STEPS",
+        worker_default=COMPARE_EVERY,
+    )
+    profile: str | None = _option(
+        None, "Trace steps A to B - 1 on every rank, on one clock, and report where their time went.", metavar="steps=A:B"
+    )
+    check: bool = _option(
+        False, "Compare every collective across ranks before it is called. Slow; meant for finding the cause of a hang.", kind=bool
+    )
+    allow_change: frozenset[str] = _option(
+        frozenset(),
+        "Fields of the recipe that may differ from those of the run that is continued: steps,schedule.",
+        kind=frozenset,
+        metavar="FIELDS",
+    )
+    stop_at: float | None = _option(
+        None, "When the run saves and ends, in seconds since 1970.", kind=float, on_command_line=False, shared=False
+    )
+    default_run_dir: str | None = _option(
+        None, "The run directory if neither the launcher nor the script names one.", on_command_line=False, shared=False
+    )
+    restarted: str | None = _option(
+        None, "Why the launcher started the workers again. Not set at their first start.", on_command_line=False, shared=False
+    )
+
+    def to_environment(self) -> dict[str, str]:
+        """The variables of the options that were given."""
+        given = ((each, getattr(self, each.name)) for each in fields(RunOptions))
+        return {variable(each.name): option_of(each).write(value) for each, value in given if value != each.default}
+
+    def shared(self) -> dict[str, str]:
+        """The options that must be the same on all ranks: the value, as text, by the variable's name."""
+        found = {each.name: getattr(self, each.name) for each in fields(RunOptions) if option_of(each).shared}
+        return {variable(name): str(sorted(value) if isinstance(value, frozenset) else value) for name, value in found.items()}
+
+
+def read_options(environ: Mapping[str, str]) -> dict[str, Any]:
+    """The values of the fields of `RunOptions` that the environment holds, or their defaults. Raises `LaunchError`."""
+    found = {}
+    for each in fields(RunOptions):
+        option = option_of(each)
+        if text := environ.get(variable(each.name)):
+            found[each.name] = option.read(text, variable(each.name))
+        elif option.worker_default is not None:
+            found[each.name] = option.worker_default
+    return found
+
+
+def check_shared_options(everyone: Sequence[Mapping[str, str]]) -> None:
+    """Raise `LaunchError` if a rank was given another option than rank 0. `everyone`: `RunOptions.shared` of each rank.
+
+    Every rank calls it with the same values, so that all of them raise or none does.
+    """
+    for rank, given in enumerate(everyone):
+        for name, value in given.items():
+            if value != everyone[0][name]:
+                raise LaunchError(
+                    f"{name} is {everyone[0][name]} for rank 0 and {value} for rank {rank}; all processes of a run are told the same; "
+                    "set it for all of them, or for none"
+                )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchOptions(RunOptions):
+    """All options of `lockstep run`: those that its workers are told, and those that only the launcher needs."""
+
+    nproc: str = _option(
+        "auto",
+        "Processes to start on this machine. auto (default): as many as the plan has, or one per GPU, or 1. gpu: one per GPU.",
+        metavar="N|auto|gpu",
+    )
+    stop_after: str | None = _option(None, "Save and end after this time, such as 55m, with exit status 75.", metavar="TIME")
+    max_restarts: int = _option(
+        0, "Start the processes again after a failure, at most R times in the whole run. Default: 0.", kind=int, metavar="R"
+    )
+    nnodes: str | None = _option(
+        None,
+        "Machines: N, or at least A and at most B. Give the same command on each. Default: 1, or the nodes of the Slurm job.",
+        metavar="N|A:B",
+    )
+    rdzv: str | None = _option(None, "Where the machines meet: the address of one of them and a free port there.", metavar="HOST:PORT")
+    node_rank: int | None = _option(
+        None, "Instead of --rdzv, with the next two: the number of this machine, from 0.", kind=int, metavar="R"
+    )
+    master_addr: str | None = _option(None, "The address of machine 0.", metavar="HOST")
+    master_port: int | None = _option(None, "A free port of machine 0.", kind=int, least=1, most=65535, metavar="PORT")
+    interface: str | None = _option(None, "The network interface to use. Default: the one that leads to the rendezvous.", metavar="NAME")
+    local_rank_argument: bool = _option(False, "Give SCRIPT --local_rank=N, as torch.distributed.launch does.", kind=bool)
+
+    def validate(self) -> Plan | None:
+        """Return the plan, if one was given. Raises a `UserError` for a value that cannot be read."""
+        plan = Plan.parse(self.plan) if self.plan is not None else None
+        check_run_dir(self.run_dir, flag("run_dir"))
+        if self.save_every is not None:
+            interval(self.save_every, flag("save_every"))
+        if self.stop_after is not None:
+            seconds(self.stop_after, flag("stop_after"), LaunchError)
+        WatchdogTimeouts.parse(self.hang_after, self.on_hang)
+        return plan
+
+    def for_workers(self, *, default_run_dir: str, now_seconds: float) -> RunOptions:
+        """The options that workers are told: paths are absolute, and `--stop-after` is a moment. `now_seconds`: since 1970."""
+        values = {each.name: getattr(self, each.name) for each in fields(RunOptions)} | {"default_run_dir": default_run_dir}
+        if self.run_dir is not None:
+            values["run_dir"] = os.path.abspath(self.run_dir)
+        if self.stop_after is not None:
+            values["stop_at"] = now_seconds + seconds(self.stop_after, flag("stop_after"), LaunchError)
+        return RunOptions(**values)
+
+    def same_on_all_machines(self) -> list[str]:
+        """The options that every machine of a run must be given alike, as texts such as "plan=shard=2"."""
+        names = [*(each.name for each in fields(RunOptions) if option_of(each).on_command_line), "stop_after"]
+        values = [(each, getattr(self, each.name)) for each in fields(LaunchOptions) if each.name in names]
+        return [f"{each.name}={option_of(each).write(value)}" for each, value in values if value != each.default]
+
+    def arguments(self) -> list[str]:
+        """The arguments of `lockstep run` that give these options."""
+        found = []
+        for each in fields(LaunchOptions):
+            option, value = option_of(each), getattr(self, each.name)
+            if value != each.default and option.on_command_line:
+                found += [flag(each.name)] if option.kind is bool else [flag(each.name), option.write(value)]
+        return found
+
+
+def read_names(text: str) -> frozenset[str]:
+    """The names in a list that is separated by commas."""
+    return frozenset(filter(None, map(str.strip, text.split(","))))
+
+
+def whole_number(text: str, name: str) -> int:
+    """The value of a variable called `name`. Raises `LaunchError` unless it is a whole number of at least 0."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = -1
+    if value < 0:
+        raise LaunchError(f"{name}={text!r}; it is a whole number of at least 0; correct what sets it, or unset it")
+    return value
+
+
+def check_run_dir(run_dir: str | None, name: str) -> None:
+    """Raise `RunDirectoryError` for an empty path: it would name the working directory. `name`: the option or keyword that it came by."""
+    if run_dir == "":
+        raise RunDirectoryError(
+            f"{name} is empty; it names the folder that the run writes to (is a shell variable unset?); give a path, or leave {name} out"
+        )

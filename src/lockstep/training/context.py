@@ -1,0 +1,84 @@
+"""Everything that the parts of a run need to know of it, decided before they are built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.comm.mesh import Mesh
+from lockstep.comm.world import World
+from lockstep.logging.phases import Phases
+from lockstep.logging.recorder import Recorder
+from lockstep.plan import Plan
+from lockstep.recipe import Precision
+
+
+class Probe(Protocol):
+    """Watches each microbatch on its way. `lockstep verify` installs one."""
+
+    def forward(self) -> AbstractContextManager[None]:
+        """Entered before a microbatch's forward; left when the next one is asked for."""
+
+    def before_backward(self, module: int, microbatch: int, total: Tensor, grad_output: Tensor) -> None:
+        """Called before the backward of `grad_output * total`. `module`: its number in the session. `microbatch`: its place in the step."""
+
+    def without_backward(self, module: int, microbatch: int) -> None:
+        """Called instead for a microbatch whose backward a pipeline's schedule has computed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Overrides:
+    """Changes to a run that its script does not know of. The default changes nothing."""
+
+    precision: Precision | None = None
+    gradient_compression: str | None = None
+    microbatch: int | None = None
+    """Samples."""
+    change_model: Callable[[nn.Module], None] | None = None
+    """Called with each model that a factory has built."""
+    change_loaded: Callable[[nn.Module], None] | None = None
+    """Called with each model that pretrained weights were loaded into."""
+    change_batch: Callable[[Any], Any] | None = None
+    probe: Probe | None = None
+    bare: bool = False
+    """True: no checkpoints, no measuring of `auto` settings, no loggers, and none of the hooks that look after a run."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Context:
+    """One run on one rank. Made once, when the session is entered; nothing of it changes while the session runs."""
+
+    world: World
+    mesh: Mesh
+    plan: Plan
+    precision: Precision
+    gradient_compression: str
+    requested_compression: str
+    """As the script asked for it; the overrides may have changed it."""
+    seed: int
+    log_every: int
+    """Steps between two lines of metrics.jsonl."""
+    recipe: dict[str, Any] | None
+    """The recipe as JSON; None for a loop of the script's own."""
+    recorder: Recorder
+    phases: Phases
+    overrides: Overrides
+
+    @property
+    def device(self) -> torch.device:
+        """The device that this rank computes on."""
+        return self.world.device
+
+    @property
+    def bitwise(self) -> bool:
+        return self.plan.numerics == "bitwise"
+
+    @property
+    def run_dir(self) -> Path:
+        return self.recorder.path

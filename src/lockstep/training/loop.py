@@ -1,0 +1,163 @@
+"""The loop of steps: how it is laid out, and what happens before and after each step, on every rank alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.base.errors import LossError, RecipeError
+from lockstep.data.loader import Loader, StreamLoader
+from lockstep.model.pipeline.stages import check_microbatches
+from lockstep.model.sync_batchnorm import split_microbatches
+from lockstep.recipe import Stream, check_batch, check_data, check_length
+from lockstep.training.hook import Run
+from lockstep.training.microbatches import Length, Microbatches, from_data, from_indices, from_stream, positions_in
+from lockstep.training.set_up import batchnorm, check_microbatch_is_fixed, check_settled
+from lockstep.training.step import Step
+from lockstep.training.step_result import no_weight
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoopOptions:
+    """A loop of steps as the script asks for it: fields as in `Recipe`."""
+
+    data: Any
+    global_batch: int
+    microbatch: int | None
+    steps: int | None
+    epochs: int | None
+    collate: Callable[[list[Any]], Any] | None
+    weight: Callable[[Any], Any] | None
+
+
+def lay_out_loop(run: Run, options: LoopOptions) -> Length:
+    """Check a loop's options, decide which rank computes which microbatch, and build the reducers. Every rank calls it.
+
+    Raises `DataError` and `RecipeError`.
+    """
+    plan, data, models = run.context.plan, options.data, [module.model for module in run.modules]
+    check_settled(plan, options.microbatch)
+    check_batch(options.global_batch, options.microbatch)
+    check_length(options.steps, options.epochs)
+    if data is not None:
+        check_data("data", data, global_batch=options.global_batch, microbatch=options.microbatch, epochs=options.epochs)
+    if not run.modules:
+        raise RecipeError("session.steps before session.prepare; a step needs a model and an optimizer; prepare them first")
+    microbatch = _microbatch(run, options)
+    check_microbatch_is_fixed(plan, options.global_batch, microbatch)
+    mesh = split_microbatches(models, run.context.mesh, plan, microbatch=microbatch or options.global_batch)
+    run.exchange.world = mesh.data if mesh.assignment.slices else None
+    if isinstance(data, Stream) and mesh.assignment.slices:
+        raise RecipeError(
+            f"SyncBatchNorm on {mesh.data.size} data ranks with an ls.Stream; it splits each microbatch over the ranks, and a shard is "
+            "read by one of them; use plain BatchNorm, whose statistics are one microbatch's, or a map-style dataset"
+        )
+    run.global_batch, run.microbatch = options.global_batch, microbatch
+    length = Length(
+        samples=options.global_batch if data is None or isinstance(data, Stream) else len(data),
+        global_batch=options.global_batch,
+        microbatch=microbatch,
+        steps=options.steps,
+        epochs=options.epochs,
+        mesh=mesh,
+        microbatch_splits=plan.microbatch_splits,
+    )
+    if (pipeline := run.modules[0].parallel.pipeline) is not None:
+        pipeline.exchange = run.exchange if mesh.assignment.slices else None
+        rounds = [len(mesh.assignment.with_dummies(length.most_microbatches, rank)) for rank in range(mesh.assignment.ranks)]
+        check_microbatches(min(rounds), pipeline.stages)
+    if run.loop.loops == 0 and (remark := batchnorm(models, length)) is not None:
+        run.remark(remark)
+    for number, module in enumerate(run.modules):
+        choice = module.begin_loop(mesh, length.most_microbatches)
+        if run.loop.loops == 0:
+            run.event("gradient-reducer", model=number, reducer=choice.reducer.__name__, reason=choice.reason)
+    return length
+
+
+def _microbatch(run: Run, options: LoopOptions) -> int | None:
+    """The microbatch to train with. Raises `RecipeError`."""
+    override = run.context.overrides.microbatch
+    if override is None or override == options.microbatch:
+        return options.microbatch
+    if isinstance(options.data, Stream):
+        raise RecipeError(
+            f"microbatch={override} instead of {options.microbatch} with an ls.Stream; other microbatches read from other shards, so the "
+            "same samples cannot be cut otherwise; leave the microbatch as it is"
+        )
+    return override
+
+
+def sources(
+    run: Run, options: LoopOptions, length: Length, first: int, close: Callable[[Callable[[], object]], object]
+) -> Iterator[Microbatches]:
+    """Each step's microbatches on this rank, from step `first` on. `close` is given what must be called when the run ends."""
+    context, data = run.context, options.data
+    if data is None:
+        return from_indices(length, seed=context.seed, first=first)
+    workers, prefetch = int(context.plan.workers), int(context.plan.prefetch)
+    how: dict[str, Any] = {
+        "collate": options.collate,
+        "seed": context.seed,
+        "workers": workers,
+        "prefetch": prefetch,
+        "device": context.device,
+    }
+    if isinstance(data, Stream):
+        streamed = StreamLoader(data, **how)
+        close(streamed.close)
+        positions = positions_in(run.loop.resumed, data.shards) if run.loop.resumed is not None and first else {}
+        return from_stream(streamed, length, seed=context.seed, first=first, positions=positions)
+    loader = Loader(data, **how)
+    close(loader.close)
+    return from_data(loader, length, seed=context.seed, first=first)
+
+
+def steps(run: Run, batches: Iterator[Microbatches], *, total: int, weight: Callable[[Any], Any] | None) -> Iterator[Step]:
+    """Give each step to the script, which computes and commits it; then call the hooks and do what the ranks agree on.
+
+    `batches`: each step's microbatches. `total`: the number of steps. `weight`: as in `Recipe`.
+    """
+    context, terms = run.context, None
+    context.recorder.show(total)
+    run.hooks.call("before_steps", run)
+    for source in context.phases.during("data", batches):
+        context.phases.step = source.step
+        if weight is not None:
+            terms = _weigh(source, weight, terms)
+        if len(run.modules) > 1:
+            source.keep()
+        run.is_logging_step = (source.step + 1) % context.log_every == 0 or source.step + 1 == total
+        run.begin_step(source)
+        step = Step(source, run)
+        context.phases.enter("compute")
+        yield step
+        _check_committed(step, run)
+        context.phases.enter("hooks")
+        run.hooks.call("after_step", run)
+        context.phases.enter("between steps")
+        run.end_step(source)
+        run.hooks.call("between_steps", run)
+        run.agree()
+        if run.stopping is not None:
+            run.event("stopped", reason=run.stopping)
+            break
+    run.hooks.call("after_steps", run)
+
+
+def _weigh(source: Microbatches, weight: Callable[[Any], Any], terms: list[str] | None) -> list[str]:
+    """Sum the weights of the step over all ranks. Returns the names of the loss's terms. Raises `LossError` if a sum is 0."""
+    terms = source.weigh(weight, terms)
+    for name, total in (source.weights or {}).items():
+        if not total:
+            raise LossError(no_weight(source.step, name))
+    return terms
+
+
+def _check_committed(step: Step, run: Run) -> None:
+    if len(step.committed) < len(run.modules):
+        raise LossError(
+            f"step {step.index} ended with {len(step.committed)} of {len(run.modules)} prepared models committed; call "
+            "step.commit(optimizer) for each on every rank, in every step"
+        )

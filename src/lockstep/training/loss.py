@@ -1,0 +1,235 @@
+"""What a user's loss and weight functions may return, and what it means: terms of Σ total / Σ weight."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import lru_cache
+from numbers import Real
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lockstep.base.errors import LossError
+from lockstep.recipe import Loss, Sum
+
+IGNORE_INDEX = -100
+"""The label that torch's cross entropy leaves out by default."""
+SINGLE = "loss"
+"""The name of the only term where the loss is not a dict."""
+Weights = dict[str, float]
+
+
+class Contribution(NamedTuple):
+    """The part of one microbatch in a step: the gradient of `grad_output * total`, and the numbers to record."""
+
+    total: Tensor
+    """Scalar with a gradient."""
+    grad_output: Tensor
+    """Scalar: the gradient that the backward of `total` starts with. NaN if the loss is not finite, so that every rank sees it in the
+    summed gradient."""
+    value: Tensor | float
+    """Scalar: the part of the microbatch in the step's loss; its raw total if only the forward knows the weight."""
+    weight: Tensor | None
+    """Scalar: the weight, if only the forward knows it."""
+    terms: dict[str, Tensor]
+    """Each term's part of the step's loss, if there are several."""
+
+
+def contribution(loss: Any, *, samples: int, step_samples: int, batch: Any, weights: Weights | None, prescale: Tensor) -> Contribution:
+    """Read what a loss function returned for a microbatch of `samples` in a step of `step_samples`. Raises `LossError`.
+
+    `weights`: each term's denominator over the whole step, where `Recipe.weight` gives it. `prescale`: what a total is divided by before
+    its backward where only the forward knows the weight.
+    """
+    if isinstance(loss, Loss):
+        return _forward_known(loss, weights, prescale)
+    _check_terms(loss, weights)
+    if isinstance(loss, Tensor) or not isinstance(loss, Mapping):  # the first is ten times as fast to ask
+        total = _term(SINGLE, loss, batch=batch, weights=weights)
+        scale = _scale(SINGLE, loss, samples / step_samples, weights)
+        if total.is_cpu:
+            number = total.item()
+            return Contribution(total, _constant(scale if math.isfinite(number) else math.nan, total.dtype), number * scale, None, {})
+        value = _recorded(total) * scale
+        return Contribution(total, _grad_output(total, value, scale), value, None, {})
+    scaled = {}
+    for name, term in loss.items():
+        scaled[name] = _term(name, term, batch=batch, weights=weights) * _scale(name, term, samples / step_samples, weights)
+    total = sum(scaled.values(), start=torch.zeros((), device=next(iter(scaled.values())).device))
+    value = _recorded(total)
+    terms = {name: term.detach() for name, term in scaled.items()}
+    return Contribution(total, _grad_output(total, value, 1.0), value, None, terms)
+
+
+def measured(loss: Any, *, samples: int, batch: Any, weights: Weights | None) -> dict[str, tuple[float, float]]:
+    """Read what a loss function returned for a microbatch of `samples` that is not learned from: (total, weight) of each term.
+
+    By the names that the terms have in a row of metrics. `weights`: this microbatch's. Raises `LossError` as in training.
+    """
+    if isinstance(loss, Loss):
+        part = _forward_known(loss, weights, torch.ones(()), learns=False)
+        assert part.weight is not None
+        return {SINGLE: (float(part.total.detach()), float(part.weight))}
+    _check_terms(loss, weights)
+    several = isinstance(loss, Mapping)
+    found = {}
+    for name, term in loss.items() if several else [(SINGLE, loss)]:
+        total = float(_term(name, term, batch=batch, weights=weights, learns=False).detach())
+        pair = (total, weights[name]) if isinstance(term, Sum) and weights is not None else (total * samples, float(samples))
+        found[f"{SINGLE}/{name}" if several else SINGLE] = pair
+    return found
+
+
+def weights_of(raw: Any) -> Weights:
+    """Read what a weight function returned for one microbatch: each term's name and denominator. Raises `LossError`."""
+    named = raw if isinstance(raw, Mapping) else {SINGLE: raw}
+    _check_text("weight", named)
+    weights = {name: _number(name, value) for name, value in named.items()}
+    for name, value in weights.items():
+        if not 0 <= value < float("inf"):
+            raise LossError(f"the weight of term {name!r} is {value}; it counts what the term sums over and is finite and not negative")
+    return weights
+
+
+def _check_terms(loss: Any, weights: Weights | None) -> None:
+    if not isinstance(loss, Tensor) and isinstance(loss, Mapping):
+        if not loss:
+            raise LossError("the loss is an empty dict; give it one term at least, or return the loss itself")
+        _check_text("loss", loss)
+        if weights is not None:
+            _check_names(loss, weights)
+    elif weights is not None and weights.keys() != {SINGLE}:
+        _check_names({SINGLE: loss}, weights)
+
+
+def _check_text(whose: str, terms: Mapping[Any, Any]) -> None:
+    for name in terms:
+        if not isinstance(name, str):
+            raise LossError(
+                f"the {whose} has a term named {name!r} (a {type(name).__name__}); a name is text, under which the term is recorded; "
+                f"name it {str(name)!r}, in the loss and in the weight"
+            )
+
+
+def _check_names(terms: Mapping[str, Any], weights: Weights) -> None:
+    if missing := set(weights) ^ {name for name, term in terms.items() if isinstance(term, Sum)}:
+        raise LossError(
+            f"the loss has terms {sorted(terms)} and the weight has {sorted(weights)}; {sorted(missing)} is not a Sum in one and a "
+            "weight in the other; a weight goes with each ls.Sum of the loss, by the same name"
+        )
+
+
+def _scale(name: str, term: Any, share: float, weights: Weights | None) -> float:
+    """What to multiply a term's total by: 1 / Σ weight. `share`: of the step's samples, this microbatch's."""
+    return 1.0 / weights[name] if isinstance(term, Sum) and weights is not None else share
+
+
+def _term(name: str, term: Any, *, batch: Any, weights: Weights | None, learns: bool = True) -> Tensor:
+    """A term's total as it came."""
+    if isinstance(term, Loss):
+        raise LossError(
+            f"term {name!r} of the loss is an ls.Loss; several terms have several denominators, which must be known before the forward; "
+            "return {name: ls.Sum(total)} and give Recipe.weight = batch -> {name: denominator}"
+        )
+    if isinstance(term, Sum):
+        if weights is None:
+            raise LossError(
+                f"term {name!r} of the loss is an ls.Sum, and there is no weight to divide it by; give Recipe.weight = batch -> its "
+                "denominator, or return ls.Loss(total, weight)"
+            )
+        return _checked(name, term.total, learns)
+    total = _checked(name, term, learns)
+    if weights is not None and name in weights:
+        raise LossError(
+            f"term {name!r} of the loss is a plain scalar, the mean over this microbatch's samples, and Recipe.weight gives it another "
+            "denominator; return ls.Sum(total), the sum over what the weight counts, or drop the weight"
+        )
+    where = _ignore_index_in(batch)
+    if where is not None:
+        part = f"batch{where}"
+        raise LossError(
+            f"term {name!r} of the loss is a plain scalar, and {part} holds the ignore index {IGNORE_INDEX}; a mean over tokens "
+            "that are not ignored would be weighted as a mean over samples; return ls.Sum(total) with Recipe.weight = batch -> "
+            f"({part} != {IGNORE_INDEX}).sum(), or ls.Loss(total, weight); where {part} is no label, return ls.Sum(loss * n) with "
+            "Recipe.weight = batch -> n, the samples of the microbatch"
+        )
+    return total
+
+
+def _forward_known(loss: Loss, weights: Weights | None, prescale: Tensor, *, learns: bool = True) -> Contribution:
+    if weights is not None:
+        raise LossError(
+            "the loss is an ls.Loss, which brings its own weight, and Recipe.weight is given too; return ls.Sum, or drop the weight"
+        )
+    total = _checked(SINGLE, loss.total, learns)
+    value = _recorded(total)
+    if isinstance(loss.weight, Tensor) and loss.weight.numel() != 1:
+        raise LossError(f"the weight of ls.Loss has shape {tuple(loss.weight.shape)}; it is a number or a scalar tensor")
+    if isinstance(loss.weight, Tensor):
+        weight = loss.weight.detach().to(total.device, value.dtype, non_blocking=True).reshape(())
+    else:
+        weight = torch.full((), _number(SINGLE, loss.weight), dtype=value.dtype, device=total.device)
+    return Contribution(total, _grad_output(total, value, 1.0 / prescale), value, weight, {})
+
+
+@lru_cache(maxsize=64)
+def _constant(value: float, dtype: torch.dtype) -> Tensor:
+    """A scalar on the CPU, made once. Backward only reads it."""
+    return torch.tensor(value, dtype=dtype)
+
+
+def _recorded(total: Tensor) -> Tensor:
+    value = total.detach()
+    return value if value.dtype in (torch.float32, torch.float64) else value.float()
+
+
+def _grad_output(total: Tensor, value: Tensor, scale: float | Tensor) -> Tensor:
+    return ((value - value) + scale).to(total.dtype)
+
+
+def _checked(name: str, total: Any, learns: bool) -> Tensor:
+    if not isinstance(total, Tensor):
+        raise LossError(
+            f"term {name!r} of the loss is {total!r} (a {type(total).__name__}); it must be a scalar tensor with a gradient: do not call "
+            ".item() or float() on it"
+        )
+    if total.numel() != 1:
+        raise LossError(f"term {name!r} of the loss has shape {tuple(total.shape)}; it must be a scalar; take its mean() or sum()")
+    if total.is_complex():
+        raise LossError(
+            f"term {name!r} of the loss is complex ({total.dtype}); only a real number can be made smaller; take its .abs() or its .real"
+        )
+    if learns and not total.requires_grad:
+        raise LossError(
+            f"term {name!r} of the loss has no gradient; it must depend on the model's parameters through differentiable operations: look "
+            "for .detach(), torch.no_grad() or an argmax on the way"
+        )
+    return total.reshape(()) if total.dim() else total
+
+
+def _number(name: Any, value: Any) -> float:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return float(value)
+    if isinstance(value, Real) and not isinstance(value, bool):
+        return float(value)
+    kind = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    raise LossError(
+        f"the weight of term {name!r} is {kind}; it is a number or a scalar tensor: the denominator of the term in this microbatch"
+    )
+
+
+def _ignore_index_in(batch: Any) -> str | None:
+    """Which part of the batch holds the ignore index, as it is written after the batch: "", "[0]", "['labels'][1]". None: none does."""
+    if isinstance(batch, Tensor):
+        if batch.dtype not in (torch.int64, torch.int32) or not batch.is_cpu or not batch.numel():
+            return None
+        return "" if int(batch.min()) < 0 and bool((batch == IGNORE_INDEX).any()) else None
+    if not isinstance(batch, list | tuple | Mapping):
+        return None
+    for name, part in enumerate(batch) if isinstance(batch, list | tuple) else batch.items():
+        where = _ignore_index_in(part)
+        if where is not None:
+            return f"[{name!r}]{where}"
+    return None

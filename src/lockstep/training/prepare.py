@@ -1,0 +1,124 @@
+"""From a model's factory and its optimizers' to a `TrainModule` on this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from lockstep.base.errors import RecipeError
+from lockstep.data.generators import seed_generators
+from lockstep.keys import RandomStream, key
+from lockstep.model.initialization.initial_model import InitialModel
+from lockstep.model.parallelize import Parallelized, parallelize
+from lockstep.model.sync_batchnorm import SyncBatchNormExchange, use_exchange
+from lockstep.recipe import Weights
+from lockstep.training import optim
+from lockstep.training.context import Context
+from lockstep.training.hook import Run
+from lockstep.training.optimizer_meshes import separate_meshes
+from lockstep.training.pretrained import Start
+from lockstep.training.train_module import TrainModule
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelOptions:
+    """How a plan may cut a model, as in `Recipe`."""
+
+    blocks: Sequence[str] | None = None
+    tensor: Mapping[str, str] | None = None
+    stages: Sequence[str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelModel:
+    """A model on this rank as the plan wants it."""
+
+    built: InitialModel
+    parallel: Parallelized
+    pretrained: Start | None
+
+
+def build_model(
+    context: Context,
+    factory: Callable[[], Any],
+    options: ModelOptions,
+    *,
+    number: int,
+    exchange: SyncBatchNormExchange,
+    weights: Weights | None,
+) -> ParallelModel:
+    """Build model `number` of a run and parallelize it. Every rank calls it. Raises `RecipeError`.
+
+    Its initial values follow from the run's seed, whatever the plan; those that `weights` has are still empty.
+    """
+    change, mesh = context.overrides.change_model, context.mesh
+    built = InitialModel.build(
+        factory if change is None else _changed(factory, change), key(context.seed, RandomStream.MODEL, number), mesh
+    )
+    model = built.module
+    optim.check_gradients(model, optim.trainable(model), bitwise=context.bitwise)
+    pretrained = None if weights is None else Start.of(weights, model, context.world)
+    if pretrained is not None:
+        built.given = frozenset(pretrained.theirs)
+    if built.deferred is None and context.plan.split == 1:
+        model.to(context.device)
+    model.train()
+    use_exchange(model, exchange)
+    parallel = parallelize(
+        built,
+        mesh,
+        context.plan,
+        begin=partial(seed_generators, device=context.device),
+        blocks=options.blocks,
+        tensor=options.tensor,
+        stages=options.stages,
+    )
+    built.check_values(context.world)
+    return ParallelModel(built, parallel, pretrained)
+
+
+def prepare(
+    run: Run,
+    factory: Callable[[], Any],
+    build_optimizer: Callable[[Any], Any],
+    options: ModelOptions,
+    *,
+    schedule: Callable[[Any], Any] | None,
+    weights: Weights | None,
+) -> TrainModule:
+    """Build a model, parallelize it, load its weights, and build its optimizers. Every rank calls it. Raises `RecipeError`."""
+    context = run.context
+    if run.modules and context.mesh.axis("pipeline").size > 1:
+        raise RecipeError(
+            f"a second session.prepare with pipeline={context.plan.pipeline}; a pipeline computes one model's stages; use another "
+            "plan, or make the two one model"
+        )
+    made = build_model(context, factory, options, number=len(run.modules), exchange=run.exchange, weights=weights)
+    model, parallel = made.built.module, made.parallel
+    if made.built.reason is not None:
+        run.event("model-built-whole", reason=made.built.reason)
+    if made.pretrained is not None:
+        run.event("weights-loaded", **made.pretrained.fill(model, context.world))
+        if context.overrides.change_loaded is not None:
+            context.overrides.change_loaded(model)
+    build = partial(optim.built, build_optimizer, model, in_part=parallel.pipeline is not None)
+    optimizers = build() if parallel.pipeline is None else parallel.pipeline.raise_on_all_ranks(build)
+    if context.bitwise and optim.unfuse(optimizers):
+        run.event("optimizer-not-fused", reason="a fused kernel rounds differently on a part of a tensor than on the whole")
+    for optimizer in optimizers:
+        separate_meshes(optimizer)
+        optim.allocate_state(optimizer)
+    module = TrainModule(model, optim.trainable(model), optimizers, parallel=parallel, context=context, schedule=schedule)
+    run.modules.append(module)
+    return module
+
+
+def _changed(factory: Callable[[], Any], change: Callable[[Any], None]) -> Callable[[], Any]:
+    def build() -> Any:
+        model = factory()
+        change(model)
+        return model
+
+    return build

@@ -1,0 +1,289 @@
+"""Gradients of replicas in fewer bytes, as `Recipe.gradient_compression` asks for it: communication hooks for DDP, and what they keep between steps.
+
+(No `from __future__ import annotations` here: DDP looks at its hooks' annotations, and wants classes.)
+"""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.base.errors import RecipeError
+from lockstep.base.torch_private import GradBucket
+from lockstep.comm.compressed_sum import RoundedSum, Senders
+from lockstep.comm.quantize import Rounding
+from lockstep.comm.wait_times import waits
+from lockstep.comm.world import World
+from lockstep.recipe import powersgd_rank
+
+LEAST_GAIN = 2
+"""A matrix is sent as two thin ones where those are so many times smaller; torch's own number."""
+_REVIVING_SEED = 1
+
+
+class Compression(ABC):
+    """How one model's gradients are sent. Made once for the model by `compression_for`, alike on every rank; it outlives DDP.
+
+    What compression takes from a gradient (`int8`, `powersgd`) is added to the next step's, in the memory of the rank that sends: error
+    feedback. (Seide et al., 1-Bit Stochastic Gradient Descent, 2014; Karimireddy et al., Error Feedback Fixes SignSGD, 2019.)
+    """
+
+    def __init__(self, world: World) -> None:
+        self._senders = Senders.of(world)
+        self._unit = 1.0
+
+    def begin(self, unit: float) -> None:
+        """A step begins, whose gradients are multiplied by `unit`, the same on all ranks: that of a loss scale, say."""
+        if unit != self._unit:
+            self._rescale(unit / self._unit)
+            self._unit = unit
+
+    @abstractmethod
+    def forget(self) -> None:
+        """The step was not applied, and what is left of it is worth nothing: nothing is added to the next."""
+
+    @abstractmethod
+    def sum_bucket(self, slots: Tensor, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """A communication hook for DDP: the bucket's sum over ranks, not its mean. `slots`: a parameter; its gradient is not rounded."""
+
+    @abstractmethod
+    def _rescale(self, factor: float) -> None: ...
+
+
+class Bucket(NamedTuple):
+    """One of DDP's, its gradients still to be replaced by their sum."""
+
+    buffer: Tensor
+    gradients: list[Tensor]
+    """Views of the buffer, each laid out as its parameter."""
+    parameters: list[Tensor]
+    done: torch.futures.Future[Tensor]
+
+    @classmethod
+    def of(cls, bucket: GradBucket) -> "Bucket":
+        buffer = bucket.buffer()
+        done: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
+        return cls(buffer, gradients_of(bucket), bucket.parameters(), done)
+
+    def of_slots(self, slots: Tensor) -> Tensor:
+        """The part of the buffer that is theirs; empty where they are in another bucket."""
+        parts = zip(self.gradients, self.parameters, strict=True)
+        return next((gradient for gradient, parameter in parts if parameter is slots), self.buffer[:0])
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Parts of `flat`, as long as the buffer, as the gradients are parts of that."""
+        start = self.buffer.storage_offset() - flat.storage_offset()
+        return [flat.as_strided(g.shape, g.stride(), g.storage_offset() - start) for g in self.gradients]
+
+
+class Rounded(Compression):
+    """Each number in a shorter type, see `RoundedSum`. Buckets are on their way while the backward goes on."""
+
+    def __init__(self, world: World, rounding: Rounding, parameters: Sequence[nn.Parameter]) -> None:
+        super().__init__(world)
+        self._rounding = rounding
+        self._keeps = rounding.name == "int8" and self._senders.is_one
+        self._left = {id(parameter): torch.zeros_like(parameter) for parameter in parameters if self._keeps}
+        self._sums: list[tuple[Bucket, RoundedSum]] = []
+
+    def forget(self) -> None:
+        for left in self._left.values():
+            left.zero_()
+
+    def _rescale(self, factor: float) -> None:
+        for left in self._left.values():
+            left.mul_(factor)
+
+    def sum_bucket(self, slots: Tensor, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        if bucket.index() == 0:
+            self._sums = []  # of a backward that failed, there may be some
+        held = Bucket.of(bucket)
+        self._start(held, slots)
+        if bucket.is_last():
+            with nullcontext() if self._senders.hosts is None else self._senders.hosts.telling():
+                self._end(slots)
+        return held.done
+
+    def _start(self, bucket: Bucket, slots: Tensor) -> None:
+        if self._senders.inside is not None:
+            self._senders.inside.all_reduce(bucket.buffer)
+        summed = RoundedSum(self._rounding, self._senders, keeps=self._keeps)
+        if self._senders.is_one:
+            exact = bucket.of_slots(slots)
+            said = exact.clone()
+            exact.zero_()
+            if self._keeps:
+                torch._foreach_add_(*self._with_memory(bucket, bucket.buffer))
+            with nullcontext() if self._senders.hosts is None else self._senders.hosts.telling():
+                summed.start(bucket.buffer, said)
+        self._sums.append((bucket, summed))
+
+    def _end(self, slots: Tensor) -> None:
+        sums, self._sums = self._sums, []
+        if self._senders.is_one:
+            for _, summed in sums:
+                summed.fold()
+            for bucket, summed in sums:
+                if self._keeps:
+                    left = summed.left.view(-1)[: bucket.buffer.numel()].nan_to_num_(0.0, 0.0, 0.0)
+                    parts, memories = self._with_memory(bucket, left)
+                    torch._foreach_copy_(memories, parts)
+                exact = bucket.of_slots(slots)
+                said = torch.empty_like(exact)
+                summed.finish(bucket.buffer, said)
+                exact.copy_(said)
+        for bucket, _ in sums:
+            if self._senders.inside is not None:
+                self._senders.inside.broadcast(bucket.buffer, 0)
+            bucket.done.set_result(bucket.buffer)
+
+    def _with_memory(self, bucket: Bucket, flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """The parts of `flat` that are those of parameters, and what is kept of each parameter."""
+        known = [(part, self._left[id(p)]) for part, p in zip(bucket.views(flat), bucket.parameters, strict=True) if id(p) in self._left]
+        return [part for part, _ in known], [left for _, left in known]
+
+
+class LowRank(Compression):
+    """Each matrix as the product of two thin ones: torch's PowerSGD. (Vogels et al., 2019.) What is no matrix, or too small to gain by it,
+    is sent as it is.
+
+    All matrices of a step go at once, after the backward: three exchanges, whatever the number of buckets.
+    """
+
+    def __init__(self, world: World, rank: int, parameters: Sequence[nn.Parameter]) -> None:
+        super().__init__(world)
+        self._rank = rank
+        matrices = [_Matrix(len(p), p.numel() // len(p), id(p)) for p in parameters if p.dim() > 1 and p.numel()]
+        matrices = [each for each in matrices if (each.rows + each.columns) * rank * LEAST_GAIN < each.rows * each.columns]
+        self._matrices = sorted(matrices, key=lambda each: (each.rows, each.columns))  # as torch takes them: those of one shape together
+        self._buckets: list[Bucket] = []
+        self._reviving = torch.Generator()
+        self.forget()
+
+    def forget(self) -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState  # it imports NumPy
+
+        # It begins late because DDP makes its buckets anew after the first step; what it is given here is the same in every step.
+        self._state = PowerSGDState(
+            self._senders.group, self._rank, start_powerSGD_iter=2, min_compression_rate=0, orthogonalization_epsilon=1e-30
+        )
+        self._state.iter = self._state.start_powerSGD_iter
+        self._reviving.manual_seed(_REVIVING_SEED)
+
+    def _rescale(self, factor: float) -> None:
+        for error in self._state.error_dict.values():
+            error.mul_(factor)
+
+    def sum_bucket(self, slots: Tensor, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        if bucket.index() == 0:
+            self._buckets = []  # of a backward that failed, there may be some
+        held = Bucket.of(bucket)
+        self._buckets.append(held)
+        if bucket.is_last():
+            buckets, self._buckets = self._buckets, []
+            began = time.perf_counter()
+            with nullcontext() if self._senders.hosts is None else self._senders.hosts.telling():
+                self._sum({id(p): g for each in buckets for p, g in zip(each.parameters, each.gradients, strict=True)})
+            waits.seconds += time.perf_counter() - began
+            for each in buckets:
+                each.done.set_result(each.buffer)
+        return held.done
+
+    def _sum(self, gradients: dict[int, Tensor]) -> None:
+        """Replace them by their sums over ranks."""
+        thin = [gradients.pop(each.parameter) for each in self._matrices]
+        for tensors, add in ((list(gradients.values()), self._add), (thin, self._add_matrices)):
+            if not tensors:
+                continue
+            flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+            if self._senders.inside is not None:
+                self._senders.inside.all_reduce(flat)
+            if self._senders.is_one:
+                add(flat)
+            if self._senders.inside is not None:
+                self._senders.inside.broadcast(flat, 0)
+            parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+            torch._foreach_copy_(tensors, [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)])
+
+    def _add(self, flat: Tensor) -> None:
+        dist.all_reduce(flat, group=self._senders.group)
+
+    def _add_matrices(self, flat: Tensor) -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
+
+        self._revive()
+        powerSGD_hook(self._state, _Matrices(flat, self._matrices)).wait()
+        flat.mul_(self._senders.size)  # it gives the mean
+
+    def _revive(self) -> None:
+        """A thin matrix's column of zeros, which a gradient of zeros leaves, would be one for ever: it is drawn anew."""
+        if (kept := self._state.q_memory_dict.get(0)) is None or kept.all():
+            return
+        ranks = [min(each.rows, each.columns, self._rank) for each in self._matrices]
+        parts = torch.split(kept, [each.columns * rank for each, rank in zip(self._matrices, ranks, strict=True)])
+        for part, rank in zip(parts, ranks, strict=True):
+            columns = part.view(-1, rank)
+            dead = ~columns.any(dim=0)
+            if dead.any():
+                columns[:, dead] = torch.randn(len(columns), int(dead.sum()), generator=self._reviving).to(columns)
+
+
+class _Matrix(NamedTuple):
+    rows: int
+    columns: int
+    parameter: int
+    """The `id` of the one whose gradient it is, all dims but the first taken for one."""
+
+
+class _Matrices:
+    """What torch's hook takes for one of DDP's buckets."""
+
+    def __init__(self, flat: Tensor, matrices: Sequence[_Matrix]) -> None:
+        self._flat = flat
+        self._matrices = matrices
+
+    def buffer(self) -> Tensor:
+        return self._flat
+
+    def gradients(self) -> list[Tensor]:
+        parts = torch.split(self._flat, [each.rows * each.columns for each in self._matrices])
+        return [part.view(each.rows, each.columns) for part, each in zip(parts, self._matrices, strict=True)]
+
+    def index(self) -> int:
+        return 0
+
+    def is_last(self) -> bool:
+        return True
+
+
+def compression_for(
+    gradient_compression: str, world: World, parameters: Sequence[nn.Parameter], names: Sequence[str]
+) -> Compression | None:
+    """What `gradient_compression`, as in `Recipe`, asks for; None where gradients are sent as they are, or to nobody. Raises `RecipeError`."""
+    if gradient_compression == "none":
+        return None
+    for name, parameter in zip(names, parameters, strict=True):
+        if parameter.dtype is not torch.float32:
+            raise RecipeError(
+                f"gradient_compression={gradient_compression!r} with the parameter {name!r} of {parameter.dtype}; what is sent in fewer bytes is a gradient of float32; "
+                "make the model float32 (precision='bf16' computes in bf16 all the same), or leave gradient_compression='none'"
+            )
+    if world.size == 1:
+        return None
+    rank = powersgd_rank(gradient_compression)
+    return Rounded(world, Rounding(gradient_compression), parameters) if rank is None else LowRank(world, rank, parameters)
+
+
+def gradients_of(bucket: GradBucket) -> list[Tensor]:
+    """Views of the bucket, each laid out as its parameter is: `bucket.gradients()` takes all of them for contiguous."""
+    return [
+        gradient.as_strided(parameter.shape, parameter.stride())
+        if not parameter.is_contiguous() and torch.ops.aten.is_non_overlapping_and_dense(parameter)
+        else gradient
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True)
+    ]

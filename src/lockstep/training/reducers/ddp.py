@@ -1,0 +1,240 @@
+"""Gradient reduction by DistributedDataParallel: every rank holds the whole model, buckets are summed while the backward computes.
+
+DDP wraps the *loss*, not the model: its forward is an identity on the last microbatch's loss that touches every parameter. So the
+user's model keeps its own class and may be called as often as they like; a parameter that the loss does not reach still reports to DDP
+(its hook fires, without a gradient), so that no `find_unused_parameters` pass is needed; and a rank without a microbatch takes part
+with a loss of zero.
+
+DDP gets one more parameter, `stats`. Its gradient is set after the backward and carries the step's numbers
+(`lockstep.training.reducers.step_stats`). It is ready last, so it completes the last bucket. The numbers arrive exactly, except for the
+last digit if `loss_factor` is no power of two.
+
+(No `from __future__ import annotations` here: DDP inspects the annotations of its hooks and needs classes.)
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lockstep.base.errors import RecipeError
+from lockstep.base.torch_private import GradBucket
+from lockstep.comm.mesh import Mesh
+from lockstep.comm.ordered_sum import OrderedSum, Shares
+from lockstep.comm.wait_times import waits
+from lockstep.training.reducers.compression import Compression, gradients_of
+from lockstep.training.reducers.step_stats import Number, StepStats, StepStatsVector, clear_unused
+from lockstep.tree import Counter
+
+
+class _Touch(torch.autograd.Function):
+    """The identity on a loss, whose graph reaches every parameter without giving it a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.parameters = len(parameters)
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return (*gradients, *[None] * ctx.parameters)
+
+
+class _LossModule(nn.Module):
+    """The module that DDP wraps: the parameters and `stats`, with `_Touch` as its forward. Without buffers, DDP synchronizes none."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], length: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.stats = nn.Parameter(torch.zeros(length, dtype=dtype, device=parameters[0].device))
+        self.touched = nn.ParameterList(parameters)
+        self._parameters_once = list(parameters)
+
+    def forward(self, loss: Tensor) -> Tensor:
+        touched: Tensor = _Touch.apply(loss, *self._parameters_once)  # type: ignore[no-untyped-call]
+        return touched
+
+
+def loss_factor(mesh: Mesh, *, bitwise: bool, compression: Compression | None) -> int:
+    """The factor for the loss: DDP's own all-reduce, which runs without Python, computes the mean over ranks instead of the sum."""
+    return 1 if bitwise or compression is not None or mesh.data.hosts is not None else mesh.data.size
+
+
+class DdpReducer:
+    """A `GradientReducer` for a model that every rank holds whole."""
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        mesh: Mesh,
+        *,
+        bitwise: bool,
+        max_microbatches: int,
+        compression: Compression | None = None,
+    ) -> None:
+        """`compression` sends the gradients in fewer bytes; None sends them as they are. Not with `bitwise`."""
+        world = mesh.data
+        self._memory = world.memory
+        self._waits_in_torch = world.hosts is None and compression is None
+        self._parameters = list(parameters)
+        self._places = {id(parameter): place for place, parameter in enumerate(parameters)}
+        self._world = world
+        self._assignment = mesh.assignment
+        self._bitwise = bitwise
+        self._used = [0.0] * len(parameters)
+        self._dtype = torch.float64 if any(p.dtype is torch.float64 for p in parameters) else torch.float32
+        self._vector = StepStatsVector(len(parameters), max_microbatches, dtype=self._dtype, device=parameters[0].device)
+        self._ddp: DistributedDataParallel | None = None
+        self._hooks: list[Any] = []
+        self._factor = loss_factor(mesh, bitwise=bitwise, compression=compression)
+        if world.size > 1:
+            self._wrapped = _LossModule(self._parameters, self._vector.length, self._dtype)
+            self._ddp = DistributedDataParallel(self._wrapped, gradient_as_bucket_view=True, init_sync=False)
+            if bitwise:
+                self._ddp.register_comm_hook(None, self._ordered_bucket)
+            elif compression is not None:
+                self._ddp.register_comm_hook(self._wrapped.stats, compression.sum_bucket)
+            elif world.hosts is not None:
+                self._ddp.register_comm_hook(None, world.hosts.sum_bucket)
+            self._hooks = [p.register_post_accumulate_grad_hook(self._note_use(i)) for i, p in enumerate(self._parameters)]  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._ddp = None
+
+    def begin_step(self, count: int) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._count = count
+        self._share = self._assignment.indices(count, self._world.rank)
+        self._left = len(self._share)
+        self._synchronized = False
+        if self._bitwise:
+            self._counter: Counter[list[Tensor]] = Counter(_add_into_left, start=self._share.start, count=count)
+            self._shares = Shares.of(count, self._world.size)
+            self._sums: list[tuple[OrderedSum, Tensor, torch.futures.Future[Tensor]]] = []
+        self._used[:] = [0.0] * len(self._used)
+        self._complete_at = time.perf_counter()
+
+    def backward(self, total: Tensor, grad_output: Tensor, *, own_parameters_only: bool, is_dummy: bool) -> None:
+        """See `GradientReducer.backward`. If the ranks have collectives inside the backward, no bucket is sent before the last backward ends."""
+        if is_dummy:
+            torch.autograd.grad(total, self._parameters, grad_output, allow_unused=True)
+            return
+        self._left -= 1
+        if self._factor > 1:
+            grad_output = grad_output * self._factor
+        inputs = self._parameters if own_parameters_only else None
+        if self._ddp is not None and self._left == 0 and not self._assignment.round_robin:
+            self._synchronize(total, grad_output, inputs)
+            return
+        torch.autograd.backward(total, grad_output, inputs=inputs)
+        if self._bitwise:
+            self._counter.push(self._take_leaf())
+
+    def reduce(self, values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool) -> StepStats:
+        if self._ddp is None:
+            if self._bitwise:
+                self._put_root()
+            recorded = self._vector.column(values) if isinstance(values[0], Tensor) else [self._rounded(value) for value in values]
+            return StepStats(self._used, recorded, None if weights is None else self._vector.column(weights), flag)
+        if not self._synchronized:
+            zero = torch.zeros((), device=self._wrapped.stats.device, requires_grad=True)
+            self._synchronize(zero, torch.zeros_like(zero), None)
+        stats = self._wrapped.stats
+        packed = self._vector.pack(self._used, self._share, values, weights, flag)
+        torch.autograd.backward(stats.view_as(stats), packed * self._factor)
+        assert stats.grad is not None
+        summed, stats.grad = stats.grad, None
+        received = self._vector.unpack(summed, self._count, weighted=weights is not None)
+        if not all(self._used):
+            clear_unused(self._parameters, received)
+        return received
+
+    def _synchronize(self, total: Tensor, grad_output: Tensor, inputs: list[nn.Parameter] | None) -> None:
+        assert self._ddp is not None
+        self._synchronized = True
+        try:
+            torch.autograd.backward(self._ddp(total), grad_output, inputs=inputs)
+            if self._waits_in_torch:  # DDP waits for its last all-reduces in C++
+                waits.seconds += time.perf_counter() - self._complete_at
+        except RuntimeError as error:
+            if "mark a variable ready only once" not in str(error):
+                raise
+            raise RecipeError(
+                "a parameter's gradient was ready twice in one backward, as with reentrant activation checkpointing; ranks sum each "
+                "gradient once; pass use_reentrant=False to torch.utils.checkpoint.checkpoint"
+            ) from error
+
+    def _rounded(self, value: Number) -> float:
+        """The value as it would arrive from another rank, so that a single rank records the same bits."""
+        return float(np.float32(value)) if self._dtype is torch.float32 else float(value)
+
+    def _note_use(self, index: int) -> Callable[[Tensor], None]:
+        def hook(parameter: Tensor) -> None:
+            self._complete_at = time.perf_counter()
+            if parameter.grad is not None:
+                self._used[index] = 1.0
+
+        return hook
+
+    def _take_leaf(self) -> list[Tensor]:
+        leaf = []
+        for index, parameter in enumerate(self._parameters):
+            if parameter.grad is None:
+                leaf.append(torch.zeros_like(parameter))
+            else:
+                self._used[index] = 1.0
+                leaf.append(parameter.grad)
+                parameter.grad = None
+        return leaf
+
+    def _put_root(self) -> None:
+        (root,) = self._counter.values
+        for parameter, gradient, used in zip(self._parameters, root, self._used, strict=True):
+            parameter.grad = gradient if used else None
+
+    def _ordered_bucket(self, _: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """Start this bucket's ordered sum; at the last bucket, finish all sums in bucket order, which is the same on all ranks."""
+        members = [self._places.get(id(parameter)) for parameter in bucket.parameters()]
+        buffer, last_leaf = bucket.buffer(), gradients_of(bucket)
+        counter: Counter[list[Tensor]] = Counter(_add_into_right, start=self._share.start, count=self._count)
+        for node, value in zip(self._counter.nodes, self._counter.values, strict=True):
+            counter.push_node(node, [torch.zeros_like(g) if m is None else value[m] for m, g in zip(members, last_leaf, strict=True)])
+        if self._share:
+            counter.push(last_leaf)
+        nodes = [buffer if value is last_leaf else _flatten(value, like=bucket) for value in counter.values]
+        ordered = OrderedSum(nodes, self._shares, self._world.rank, self._memory)
+        ordered.start(buffer.numel(), buffer)
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
+        self._sums.append((ordered, buffer, future))
+        if bucket.is_last():
+            for waiting, _, _ in self._sums:
+                waiting.fold()
+            for waiting, into, promised in self._sums:
+                promised.set_result(into.copy_(waiting.finish()))
+        return future
+
+
+def _flatten(value: Sequence[Tensor], like: GradBucket) -> Tensor:
+    """The tensors in one flat buffer, with the offsets and strides of the bucket's gradients."""
+    buffer = like.buffer()
+    flat = torch.zeros_like(buffer)
+    start = buffer.storage_offset()
+    views = [flat.as_strided(g.shape, g.stride(), g.storage_offset() - start) for g in gradients_of(like)]
+    torch._foreach_copy_(views, list(value))
+    return flat
+
+
+def _add_into_left(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
+    torch._foreach_add_(left, right)
+    return left
+
+
+def _add_into_right(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
+    torch._foreach_add_(right, left)
+    return right

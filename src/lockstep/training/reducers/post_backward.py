@@ -1,0 +1,73 @@
+"""Gradient reduction in one exchange after the last backward of the step.
+
+This is the fastest way for replicas that share the memory of one host: the processors themselves do the exchange, so nothing could
+overlap with it, and DistributedDataParallel's copy of every gradient into its buckets takes longer than the exchange. It also serves
+parameters that DistributedDataParallel does not take, such as DTensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.comm.mesh import Mesh, to_local
+from lockstep.training.reducers.step_stats import Number, StepStats, StepStatsVector, clear_unused
+
+
+class PostBackwardReducer:
+    """A `GradientReducer` for a model of which every data rank holds the same part, or the whole."""
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        mesh: Mesh,
+        *,
+        max_microbatches: int,
+        complete: Callable[[Sequence[nn.Parameter]], None] | None = None,
+    ) -> None:
+        """`complete` is called with the parameters after the last backward, to complete gradients that are still partial sums."""
+        self._parameters = list(parameters)
+        self._mesh = mesh
+        self._complete = complete
+        dtype = torch.float64 if any(p.dtype is torch.float64 for p in parameters) else torch.float32
+        self._vector = StepStatsVector(len(parameters), max_microbatches, dtype=dtype, device=mesh.world.device)
+
+    def begin_step(self, count: int) -> None:
+        self._count = count
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def backward(self, total: Tensor, grad_output: Tensor, *, own_parameters_only: bool, is_dummy: bool) -> None:
+        if is_dummy:
+            torch.autograd.grad(total, self._parameters, grad_output, allow_unused=True)
+        else:
+            torch.autograd.backward(total, grad_output, inputs=self._parameters if own_parameters_only else None)
+
+    def reduce(self, values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool) -> StepStats:
+        return self.reduce_used(self.used(), values, weights, flag=flag)
+
+    def used(self) -> list[float]:
+        """Complete the gradients of the last backward. Returns 1 for each parameter that a microbatch of this rank used, else 0."""
+        if self._complete is not None:
+            self._complete(self._parameters)
+        return [float(parameter.grad is not None) for parameter in self._parameters]
+
+    def reduce_used(self, used: Sequence[float], values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool) -> StepStats:
+        """`reduce`, given what `used` returned."""
+        data = self._mesh.data
+        share = self._mesh.assignment.indices(self._count, data.rank)
+        packed = self._vector.pack(used, share, values, weights, flag)
+        if data.size > 1:
+            for parameter in self._parameters:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+            data.sum_each([*(to_local(p.grad) for p in self._parameters if p.grad is not None), packed])
+        stats = self._vector.unpack(packed, self._count, weighted=weights is not None)
+        if data.size > 1 and not all(used):
+            clear_unused(self._parameters, stats)
+        return stats
+
+    def close(self) -> None:
+        """Nothing to do: there are no hooks on the model."""

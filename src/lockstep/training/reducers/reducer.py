@@ -1,0 +1,102 @@
+"""How a model's gradients are accumulated on a rank and summed over all ranks: the protocol, and which reducer a mesh needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from lockstep.comm.mesh import Mesh
+from lockstep.training.reducers import ddp
+from lockstep.training.reducers.compression import Compression
+from lockstep.training.reducers.ddp import DdpReducer
+from lockstep.training.reducers.fsdp import FsdpReducer
+from lockstep.training.reducers.pipeline import PipelineReducer
+from lockstep.training.reducers.post_backward import PostBackwardReducer
+from lockstep.training.reducers.step_stats import Number, StepStats
+from lockstep.training.reducers.tied_gradients import TiedGradients
+
+
+class GradientReducer(Protocol):
+    """One model's gradients on one rank, from the first microbatch of a step to the sum over all ranks.
+
+    In every step, on every rank: `begin_step`, then `backward` for each microbatch of this rank, then `reduce`.
+    """
+
+    def begin_step(self, count: int) -> None:
+        """Clear the gradients, for a step of `count` microbatches over all ranks."""
+
+    def backward(self, total: Tensor, grad_output: Tensor, *, own_parameters_only: bool, is_dummy: bool) -> None:
+        """Accumulate the gradient of `grad_output * total`, the loss of the next microbatch.
+
+        `own_parameters_only`: other models' parameters in the graph get no gradient. `is_dummy`: the microbatch is computed only so
+        that every rank takes part in the collectives of its backward; its gradient is discarded.
+        """
+
+    def reduce(self, values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool) -> StepStats:
+        """Sum over all ranks. Each `.grad` then is the sum over the step's microbatches, or this rank's shard of it, or None if no
+        microbatch used the parameter.
+
+        `values`, `weights`: one number for each microbatch of this rank; `weights` is None on all ranks or on none.
+        """
+
+    def close(self) -> None:
+        """Remove the reducer's hooks from the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReducerChoice:
+    """The reducer that a mesh needs."""
+
+    reducer: type[DdpReducer | FsdpReducer | PostBackwardReducer]
+    """For a pipeline's stages: the one that sums over the data axes."""
+    reason: str
+
+
+def choose_reducer(mesh: Mesh, *, bitwise: bool, compressed: bool) -> ReducerChoice:
+    """The reducer for a model parallelized on `mesh`. `compressed`: gradients are sent in fewer bytes. Pure: from values to a value."""
+    if mesh.axis("shard").size > 1:
+        return ReducerChoice(FsdpReducer, "the shard axis has more than one rank")
+    if mesh.torch_mesh is not None:
+        return ReducerChoice(PostBackwardReducer, "DistributedDataParallel takes no DTensors and no pipeline schedules")
+    if bitwise:
+        return ReducerChoice(DdpReducer, "numerics=bitwise: buckets are summed in the canonical order")
+    if compressed:
+        return ReducerChoice(DdpReducer, "gradient_compression: buckets are sent in fewer bytes")
+    if mesh.data.memory is not None:
+        return ReducerChoice(PostBackwardReducer, "all replicas share the memory of one host")
+    return ReducerChoice(DdpReducer, "buckets are summed while the backward computes")
+
+
+def loss_factor(mesh: Mesh, *, bitwise: bool, compression: Compression | None) -> int:
+    """The factor by which the reducer multiplies a loss before its backward. A loss scale must leave room for it."""
+    chosen = choose_reducer(mesh, bitwise=bitwise, compressed=compression is not None)
+    return ddp.loss_factor(mesh, bitwise=bitwise, compression=compression) if chosen.reducer is DdpReducer else 1
+
+
+def build_reducer(
+    choice: ReducerChoice,
+    model: nn.Module,
+    parameters: Sequence[nn.Parameter],
+    mesh: Mesh,
+    *,
+    tied: TiedGradients | None,
+    bitwise: bool,
+    max_microbatches: int,
+    compression: Compression | None,
+    complete: Callable[[Sequence[nn.Parameter]], None] | None,
+) -> GradientReducer:
+    """Build the reducer of a model that is parallelized on `mesh`. Every rank calls it. `tied`: the tied parameters of a pipeline.
+
+    `compression`: only if the mesh has no other axis than `replicate`. `complete`: see `PostBackwardReducer`.
+    """
+    if choice.reducer is DdpReducer:
+        return DdpReducer(parameters, mesh, bitwise=bitwise, max_microbatches=max_microbatches, compression=compression)
+    inner: PostBackwardReducer | FsdpReducer
+    if choice.reducer is FsdpReducer:
+        inner = FsdpReducer(model, parameters, mesh, bitwise=bitwise, max_microbatches=max_microbatches)
+    else:
+        inner = PostBackwardReducer(parameters, mesh, max_microbatches=max_microbatches, complete=complete)
+    return inner if tied is None else PipelineReducer(inner, tied)

@@ -1,0 +1,90 @@
+"""The few numbers of a step that ride along with the gradients' exchange: used parameters, losses, weights, one flag.
+
+They are packed into one vector that is summed over the ranks. Each number is written by one rank and is zero on all others, so the
+sum is exact, and a step needs no collective beyond the gradients' own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_MAX_LIST_LENGTH = 256
+"""CPU values up to this number are returned as a list, which is faster to read; more are returned as a tensor."""
+Number = Tensor | float
+"""A scalar tensor, or a number that the host knows already."""
+
+
+class StepStats(NamedTuple):
+    """The numbers of all ranks together."""
+
+    used: Tensor | list[float]
+    """(parameters,): 0 if no microbatch used the parameter."""
+    values: Tensor | list[float]
+    """(microbatches,): the recorded value of each microbatch, its part of the loss."""
+    weights: Tensor | None
+    """(microbatches,): the weight of each microbatch; None if the forward does not compute it."""
+    flags: Tensor | bool
+    """The number of data ranks that raised their flag, or whether any did."""
+
+
+class StepStatsVector:
+    """Layout of the vector: a flag for each parameter, a value and a weight for each microbatch, and this rank's one flag."""
+
+    def __init__(self, parameters: int, max_microbatches: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        self._parameters = parameters
+        self._max_microbatches = max_microbatches
+        self._dtype = dtype
+        self._device = device
+        self.length = parameters + 2 * max_microbatches + 1
+
+    def pack(self, used: Sequence[float], share: range, values: Sequence[Number], weights: Sequence[Number] | None, flag: bool) -> Tensor:
+        """Return this rank's vector. `values` and `weights` have one number for each microbatch of `share`."""
+        row = np.zeros(self.length, dtype=np.float64 if self._dtype is torch.float64 else np.float32)
+        row[: self._parameters] = used
+        row[-1] = flag
+        columns = [(self._parameters, values), (self._parameters + self._max_microbatches, weights or [])]
+        if self._device.type == "cpu":
+            for start, numbers in columns:
+                if numbers:
+                    row[_slice(start, share)] = [float(number) for number in numbers]
+            return torch.from_numpy(row)
+        packed = torch.from_numpy(row).pin_memory().to(self._device, non_blocking=True)
+        for start, numbers in columns:
+            if numbers:
+                packed[_slice(start, share)] = self.column(numbers)
+        return packed
+
+    def unpack(self, summed: Tensor, count: int, *, weighted: bool) -> StepStats:
+        """Read the sum of all ranks' vectors for a step of `count` microbatches."""
+        first, second = self._parameters, self._parameters + self._max_microbatches
+        weights = summed[second : second + count].clone() if weighted else None
+        if summed.is_cuda:
+            summed = summed.clone()
+            return StepStats(summed[:first], summed[first : first + count], weights, summed[-1])
+        if count > _MAX_LIST_LENGTH:
+            return StepStats(summed[:first].tolist(), summed[first : first + count].clone(), weights, bool(summed[-1]))
+        numbers = summed.tolist()
+        return StepStats(numbers[:first], numbers[first : first + count], weights, bool(numbers[-1]))
+
+    def column(self, numbers: Sequence[Number]) -> Tensor:
+        """The numbers as one tensor, (len(numbers),)."""
+        if isinstance(numbers[0], float):
+            return torch.tensor(numbers, dtype=self._dtype)
+        return torch.stack([number for number in numbers if isinstance(number, Tensor)]).to(self._dtype)
+
+
+def clear_unused(parameters: Sequence[Tensor], stats: StepStats) -> None:
+    """Set `.grad` to None if no microbatch used the parameter. With zeros instead, AdamW would decay the weight and momentum move it."""
+    used = stats.used if isinstance(stats.used, list) else stats.used.tolist()
+    for parameter, was_used in zip(parameters, used, strict=True):
+        if not was_used:
+            parameter.grad = None
+
+
+def _slice(start: int, share: range) -> slice:
+    return slice(start + share.start, start + share.stop, share.step)

@@ -1,0 +1,153 @@
+"""What a session finds and sets for its duration: threads, determinism, and what is worth telling of its plan here."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from lockstep.base.errors import PlanError, RecipeError
+from lockstep.comm.mesh import Mesh
+from lockstep.comm.world import World
+from lockstep.model.sync_batchnorm import training_batchnorms
+from lockstep.plan import MEASURED, Plan
+from lockstep.recipe import Precision
+from lockstep.training import precision as precisions
+from lockstep.training.allocator import expand_segments, keep_freed_memory
+from lockstep.training.microbatches import Length
+
+
+class Remark(NamedTuple):
+    """An event, and a line for the person who watches, where it is worth one."""
+
+    event: str
+    details: dict[str, Any]
+    line: str | None = None
+
+
+def remarks(plan: Plan, mesh: Mesh, precision: Precision) -> Iterator[Remark]:
+    """What makes this run slower than it need be."""
+    for axis, reason in mesh.apart.items():
+        yield Remark("no-shared-memory", {"axis": axis, "reason": reason})
+    if (gpus := plan.data_parallel) > 1:
+        better = f"replicate={gpus}, one process a GPU, is faster: nothing copies the model in each step, and each has a Python of its own"
+        yield Remark("data-parallel", {"gpus": gpus, "better": better}, f"warning: data_parallel={gpus}; {better}")
+    if warning := precisions.slow_on_this_cpu(precision, mesh.world.device):
+        yield Remark("slow-precision", {"reason": warning}, f"warning: {warning}")
+
+
+def batchnorm(models: Sequence[nn.Module], length: Length) -> Remark | None:
+    """Where statistics over the whole global batch would be others."""
+    plain = [name for name, each in training_batchnorms(models) if not isinstance(each, nn.SyncBatchNorm)]
+    if not plain or length.most_microbatches == 1:
+        return None
+    samples = max(stop - start for start, stop in length.cut(length.span(0)[1] - length.span(0)[0]))
+    line = (
+        f"BatchNorm: {len(plain)} of the layers ({plain[0]!r}{', ...' if len(plain) > 1 else ''}) take their statistics over one "
+        f"microbatch at a time, {samples} samples, at any number of processes; docs/plans.md, SyncBatchNorm, says how microbatches "
+        "are split over processes instead"
+    )
+    return Remark("batchnorm-per-microbatch", {"layers": plain, "samples": samples}, line)
+
+
+def check_microbatch_is_fixed(plan: Plan, global_batch: int, microbatch: int | None) -> None:
+    """Raises `RecipeError` where microbatches depend on the number of processes and the plan asks for bits that do not."""
+    if plan.numerics == "bitwise" and microbatch is None:
+        raise RecipeError(
+            "numerics=bitwise with microbatch=None; without a fixed microbatch each number of processes computes others; "
+            f"give a microbatch, for example microbatch={max(1, global_batch // 8)}"
+        )
+
+
+def check_settled(plan: Plan, microbatch: object) -> None:
+    """Raises `PlanError` and `RecipeError` where a setting is left to measurement and nothing has measured it."""
+    why = "in a loop of your own; only ls.train has a loss to measure with; give a number"
+    for name in MEASURED:
+        if getattr(plan, name) == "auto":
+            raise PlanError(f"{name}=auto {why}: {name}=2")
+    if microbatch == "auto":
+        raise RecipeError(f"microbatch='auto' {why} of samples: microbatch=8")
+
+
+def check_compression_fits(plan: Plan, gradient_compression: str) -> None:
+    """Raises `RecipeError` where gradients cannot be sent in fewer bytes under this plan."""
+    if gradient_compression == "none":
+        return
+    if plan.numerics == "bitwise":
+        raise RecipeError(
+            f"gradient_compression={gradient_compression!r} with numerics=bitwise; each process rounds what it sends, so that their number shows in the bits; take "
+            "gradient_compression='none', or numerics=fast"
+        )
+    for axis in ("shard", "tensor", "pipeline", "split"):
+        if getattr(plan, axis) != 1:
+            raise RecipeError(
+                f"gradient_compression={gradient_compression!r} with {axis}={getattr(plan, axis)}; only whole replicas send their gradients in fewer bytes; take a plan of "
+                "replicate alone, or gradient_compression='none'"
+            )
+
+
+def resolved(plan: Plan, world_size: int) -> str:
+    """In words; as it stands where it does not fit the processes."""
+    try:
+        return str(plan.resolve(world_size))
+    except PlanError:
+        return str(plan)
+
+
+def use_threads(number: int) -> None:
+    """Compute with so many. Where they are so many already, torch is not told: it would have MKL use all of them for small products too,
+    which makes a step of a small GPT 3 to 7 % slower."""
+    if number != torch.get_num_threads():
+        torch.set_num_threads(number)
+
+
+def check_same(everyone: Sequence[Mapping[str, Any]]) -> None:
+    """`everyone`: what the script gave on each rank, by name. Raises `PlanError` or `RecipeError` where one gave another plan, recipe or
+    saving."""
+    first, *others = everyone
+    for rank, other in enumerate(others, start=1):
+        for name in {**first, **other}:
+            if first.get(name) != other.get(name):
+                raise (PlanError if name == "plan" else RecipeError)(
+                    f"{name} is {first.get(name)} on rank 0 and {other.get(name)} on rank {rank}; all processes of a run train by one "
+                    "recipe under one plan; give all of them the same, whatever their rank"
+                )
+
+
+def set_up_computation(plan: Plan, world: World, threads: int, stack: ExitStack) -> None:
+    """Threads and determinism for the duration of the session; what was set before is put back. Raises `PlanError`.
+
+    `threads`: where the plan has no number of them.
+    """
+    bitwise = plan.numerics == "bitwise"
+    pinned = bitwise and (world.device.type == "cpu" or plan.offload)
+    if pinned and plan.threads not in (None, "auto", 1):
+        raise PlanError(
+            f"threads={plan.threads} with numerics=bitwise; on a CPU the number of threads changes bits, so it is 1; leave threads out"
+        )
+    given = plan.threads if isinstance(plan.threads, int) else threads
+    stack.callback(use_threads, torch.get_num_threads())
+    use_threads(1 if pinned else given)
+    if world.device.type == "cpu":
+        keep_freed_memory(os.environ)
+    else:
+        expand_segments(os.environ)
+    if bitwise and world.device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
+        stack.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+    if plan.compile:  # past its limits torch goes on with code that is not compiled: for other shapes on each rank
+        limits = {"recompile_limit": sys.maxsize, "accumulated_recompile_limit": sys.maxsize}
+        stack.enter_context(torch.compiler.config.patch(limits))  # type: ignore[attr-defined]  # torch adds it to its modules of settings
+    stack.callback(random.setstate, random.getstate())
+    stack.callback(np.random.set_state, np.random.get_state())
+    stack.callback(torch.default_generator.set_state, torch.default_generator.get_state())

@@ -1,0 +1,232 @@
+"""What a session is, apart from its plan: tensors by name, and JSON. The names do not depend on how a plan lays the tensors out.
+
+`0/model/fc.weight` is a parameter or buffer of the first module, `0/optimizer/0/fc.weight/exp_avg` what its first optimizer keeps of it,
+`state/average/...` what somebody else's state_dict has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lockstep.base.errors import CheckpointError
+from lockstep.checkpoint.json_state import decode, encode, tensors_in
+from lockstep.checkpoint.load import Reader
+from lockstep.checkpoint.pieces import torch_dtype
+from lockstep.comm.mesh import Mesh
+from lockstep.training.train_module import TrainModule
+
+_LISTED = 5
+_OF_THE_PLAN = {"params", "foreach", "fused", "capturable", "differentiable"}
+"""In an optimizer's parameter groups."""
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Whatever keeps something that a run needs to go on."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Tensors, numbers, text, None, and lists, tuples and dicts of them; the same on every rank, or distributed tensors."""
+        ...
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Take up what `state_dict` gave."""
+        ...
+
+
+@dataclass(slots=True)
+class State:
+    """As it is now; the tensors are not copied."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    """What this rank holds of them."""
+    values: dict[str, Any] = field(default_factory=dict)
+    """JSON. A rank of a pipeline has its own part."""
+
+
+def state_of(modules: Sequence[TrainModule], others: Mapping[str, Stateful]) -> State:
+    """The state of a session. Raises `CheckpointError` where a part of it cannot be saved."""
+    state = State()
+    state.values["pairs"] = {str(number): _module(module, number, state.tensors) for number, module in enumerate(modules)}
+    state.values["state"] = {name: encode(other.state_dict(), f"state/{name}", state.tensors) for name, other in others.items()}
+    return state
+
+
+def restore(reader: Reader, modules: Sequence[TrainModule], others: Mapping[str, Stateful], mesh: Mesh) -> None:
+    """Give everything its saved values. Every rank calls it.
+
+    Raises `CheckpointError` where the checkpoint is of something else, and `Damaged`, both on every rank alike; what was restored by then
+    is of no use.
+    """
+    values = reader.manifest.values
+    _check_same_parts(values, modules, others)
+    targets = {f"{number}/model/{name}": tensor for number, module in enumerate(modules) for name, tensor in tensors_of(module.model)}
+    for number, module in enumerate(modules):
+        for place, optimizer in enumerate(module.optimizers):
+            _make_room(optimizer, dict(_named(module)), f"{number}/optimizer/{place}", reader.tensors)
+            targets |= _optimizer(optimizer, _named(module), f"{number}/optimizer/{place}")[0]
+    apart = set(tensors_in(values))
+    _check_tensors(targets, {name: kind for name, kind in reader.tensors.items() if name not in apart}, mesh)
+    now = state_of((), others).tensors
+    targets |= {name: _like(now.get(name), *reader.tensors[name]) for name in tensors_in(values)}
+    reader.fill(targets, mesh.world)
+    for number, module in enumerate(modules):
+        _restore_module(module, values["pairs"][str(number)], targets)
+    for name, other in others.items():
+        other.load_state_dict(decode(values["state"][name], targets.__getitem__))
+
+
+def _module(module: TrainModule, number: int, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    tensors.update((f"{number}/model/{name}", tensor) for name, tensor in tensors_of(module.model))
+    optimizers: dict[str, Any] = {}
+    for place, optimizer in enumerate(module.optimizers):
+        prefix = f"{number}/optimizer/{place}"
+        found, rest = _optimizer(optimizer, _named(module), prefix)
+        tensors.update(found)
+        groups = [{key: _number(value) for key, value in group.items() if key not in _OF_THE_PLAN} for group in optimizer.param_groups]
+        said = {"class": type(optimizer).__qualname__, "groups": groups, "rest": rest}
+        optimizers[str(place)] = encode(said, prefix, tensors)
+    training = encode(module.state_dict(), f"{number}/training", tensors)
+    return {"optimizers": optimizers, "training": training, "tied": aliases(module.model)}
+
+
+def _restore_module(module: TrainModule, saved: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    for optimizer, encoded in zip(module.optimizers, saved["optimizers"].values(), strict=True):
+        its = decode(encoded, tensors.__getitem__)
+        for group, values in zip(optimizer.param_groups, its["groups"], strict=True):
+            for key, value in values.items():
+                if isinstance(group.get(key), Tensor):
+                    group[key].fill_(value)
+                else:
+                    group[key] = value
+        for name, parameter in _named(module):
+            if name in its["rest"]:
+                optimizer.state[parameter].update(its["rest"][name])
+    module.load_state_dict(decode(saved["training"], tensors.__getitem__))
+
+
+def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters and buffers that its state dict has, tied ones once, by their first names there."""
+    others = aliases(model)
+    return ((name, tensor.detach()) for name, tensor in _saved(model) if name not in others)
+
+
+def aliases(model: nn.Module) -> dict[str, str]:
+    """The other names of what its state dict has under several -> the first."""
+    firsts: dict[int, str] = {}
+    found = {name: firsts.setdefault(id(tensor), name) for name, tensor in _saved(model)}
+    return {name: first for name, first in found.items() if name != first}
+
+
+def _saved(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, then buffers, each under all of its names in the state dict."""
+    saved = model.state_dict().keys()
+    for named in (model.named_parameters, model.named_buffers):
+        yield from ((name, tensor) for name, tensor in named(remove_duplicate=False) if name in saved)
+
+
+def _named(module: TrainModule) -> Iterator[tuple[str, nn.Parameter]]:
+    return zip(module.names, module.parameters, strict=True)
+
+
+def _optimizer(
+    optimizer: Optimizer, named: Iterator[tuple[str, nn.Parameter]], prefix: str
+) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
+    """Its tensors by name, and the rest of what it keeps of each parameter."""
+    tensors: dict[str, Tensor] = {}
+    rest: dict[str, dict[str, Any]] = {}
+    for name, parameter in named:
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                tensors[f"{prefix}/{name}/{key}"] = value.detach()
+            else:
+                rest.setdefault(name, {})[key] = value
+    return tensors, rest
+
+
+def _number(value: Any) -> Any:
+    """A setting of an optimizer, where a tensor stands for a number."""
+    return value.item() if isinstance(value, Tensor) else value
+
+
+def _make_room(
+    optimizer: Optimizer, named: Mapping[str, nn.Parameter], prefix: str, saved: Mapping[str, tuple[str, tuple[int, ...]]]
+) -> None:
+    """Give the optimizer the tensors that it would make in its first step, as the checkpoint has them."""
+    mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    on_device = any(group.get("capturable") or group.get("fused") for group in optimizer.param_groups)
+    for full, (dtype, shape) in saved.items():
+        if not full.startswith(f"{prefix}/"):
+            continue
+        name, _, key = full.removeprefix(f"{prefix}/").rpartition("/")
+        parameter = named.get(name)
+        if parameter is None or id(parameter) not in mine or key in optimizer.state[parameter]:
+            continue
+        if shape == tuple(parameter.shape):
+            optimizer.state[parameter][key] = torch.empty_like(parameter.detach(), dtype=torch_dtype(dtype))
+        else:
+            device = "cpu" if key == "step" and not on_device else parameter.device
+            optimizer.state[parameter][key] = torch.empty(shape, dtype=torch_dtype(dtype), device=device)
+
+
+def _like(template: Tensor | None, dtype: str, shape: tuple[int, ...]) -> Tensor:
+    if template is not None and tuple(template.shape) == shape and template.dtype == torch_dtype(dtype):
+        return torch.empty_like(template)
+    return torch.empty(shape, dtype=torch_dtype(dtype))
+
+
+def _check_same_parts(values: Mapping[str, Any], modules: Sequence[TrainModule], others: Mapping[str, Stateful]) -> None:
+    if len(values["pairs"]) != len(modules):
+        raise CheckpointError(f"the checkpoint holds {len(values['pairs'])} (model, optimizer) pairs and this run prepared {len(modules)}")
+    for number, module in enumerate(modules):
+        saved = values["pairs"][str(number)]["optimizers"]
+        theirs, ours = [each["class"] for each in saved.values()], [type(optimizer).__qualname__ for optimizer in module.optimizers]
+        if theirs != ours:
+            raise CheckpointError(f"the checkpoint's optimizers are {theirs} and this run's are {ours}; go on with those it was saved with")
+        for place, (optimizer, its) in enumerate(zip(module.optimizers, saved.values(), strict=True)):
+            if len(its["groups"]) != len(optimizer.param_groups):
+                raise CheckpointError(
+                    f"optimizer {place} has {len(optimizer.param_groups)} parameter groups and had {len(its['groups'])} in the checkpoint"
+                )
+    missing, unexpected = sorted(others.keys() - values["state"].keys()), sorted(values["state"].keys() - others.keys())
+    if missing or unexpected:
+        raise CheckpointError(
+            "the checkpoint's other state is not this run's: "
+            + listed({"not in the checkpoint": missing, "in the checkpoint alone": unexpected})
+            + "; hooks and session.include are to be as they were"
+        )
+
+
+def _check_tensors(targets: Mapping[str, Tensor], saved: Mapping[str, tuple[str, tuple[int, ...]]], mesh: Mesh) -> None:
+    """Raises `CheckpointError` unless these are the saved tensors. Every rank calls it."""
+    mine = {name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in targets.items()}
+    everyone = {name: said for part in mesh.axis("pipeline").gather_values(mine) for name, said in part.items()}
+    there = {name: [dtype, list(shape)] for name, (dtype, shape) in saved.items()}
+    other = sorted(name for name in there.keys() & everyone.keys() if there[name] != everyone[name])
+    found = {
+        "not in the checkpoint": [_said(name, everyone[name]) for name in sorted(everyone.keys() - there.keys())],
+        "in the checkpoint alone": [_said(name, there[name]) for name in sorted(there.keys() - everyone.keys())],
+        "others": [f"{_said(name, everyone[name])}, saved as {_said('', there[name])}" for name in other],
+    }
+    if any(found.values()):
+        raise CheckpointError(f"the checkpoint is of another model: {listed(found)}")
+
+
+def _said(name: str, kind: Sequence[Any]) -> str:
+    dtype, shape = kind
+    return f"{name.replace('/model/', ' ')} {dtype}{tuple(shape)}".removeprefix("0 ").strip()
+
+
+def listed(found: Mapping[str, Sequence[str]]) -> str:
+    """Names, the first few of each kind, with the words before them."""
+    parts = []
+    for words, names in found.items():
+        if names:
+            more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+            parts.append(f"{words}: {', '.join(names[:_LISTED])}{more}")
+    return "; ".join(parts)

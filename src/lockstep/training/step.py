@@ -1,0 +1,307 @@
+"""The step as a transaction: accumulate, reduce, scale, clip, apply. The model changes only after the reduced gradient is known."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lockstep.base.errors import DataError, LossError, RecipeError
+from lockstep.data.loader import Microbatch
+from lockstep.logging.metrics import as_number
+from lockstep.logging.recorder import NAMES_OF_A_ROW
+from lockstep.recipe import check_clip_norm
+from lockstep.training.hook import Run
+from lockstep.training.loss import Contribution, contribution
+from lockstep.training.microbatches import Microbatches
+from lockstep.training.reducers.step_stats import Number
+from lockstep.training.step_result import StepResult
+from lockstep.training.train_module import TrainModule
+
+
+class Step:
+    """One optimizer step under way, the same on all ranks. Made by `Session.steps`."""
+
+    def __init__(self, source: Microbatches, run: Run) -> None:
+        self.index = source.step
+        """0 for the first step of the loop."""
+        self.samples = source.samples
+        """Samples of the global batch."""
+        self.count = source.count
+        """Microbatches of the global batch over all ranks; the slices of them if SyncBatchNorm splits them."""
+        self.source = source
+        self.committed: dict[int, StepResult] = {}
+        """The result of each model's commit, by its number in the session."""
+        self._run = run
+        self._modules = run.modules
+        self._mesh = run.modules[0].mesh
+        self._statistics = [statistics for module in run.modules for statistics in module.statistics]
+        self._streams = [(module.parallel.streams, number) for number, module in enumerate(run.modules)]
+        self._polls = run.context.device.type == "cpu"
+        self._compares = run.is_logging_step or self.index == 0
+        self._phases = run.context.phases
+        self._probe = run.context.overrides.probe
+        self._computed = False
+        self._current: Microbatch | None = None
+        self._accumulation: _Accumulation | None = None
+
+    def compute(self, inputs: Callable[[Any], Any] | None, loss: Callable[[Any, Any], Any]) -> None:
+        """Forward and backward of all of this rank's microbatches, under every plan. A pipeline has no other way. Every rank calls it.
+
+        `inputs` and `loss`: as in `Recipe`. Only if one model is prepared. Raises `LossError`, `RecipeError`.
+        """
+        number = self._number(None)
+        if self._computed:
+            raise LossError(
+                f"after step {self.index}: a second step.compute; one computes all microbatches; let its loss return the sum of both losses, "
+                "or a dict of terms"
+            )
+        self._computed = True
+        self._modules[number].executor.train(self._begun(number), inputs, loss)
+
+    def microbatches(self) -> Iterator[Any]:
+        """The batches of this rank, one microbatch after another, each under its own random generators. A rank may have none.
+
+        May be run through again after a `commit`, for another model: with the same batches, and generators of their own.
+        """
+        for module in self._modules:
+            _check_loop(module)
+        return (batch for _, batch in self.batches())
+
+    def backward(self, loss: Any, optimizer: Any = None) -> None:
+        """Accumulate the gradient of this microbatch's loss. Called once for each microbatch, on the rank that has it.
+
+        `loss`: a scalar (the mean over this microbatch's samples), an `ls.Loss`, or with `weight` given to `steps`, an `ls.Sum` or a
+        dict. `optimizer`: names the model if several are prepared; other models that the loss reaches get no gradient.
+        Raises `LossError`.
+        """
+        number = self._number(optimizer)
+        _check_loop(self._modules[number])
+        self._begun(number).backward(loss)
+
+    def commit(self, optimizer: Any = None, *, clip_norm: float | None = None) -> None:
+        """Reduce, scale, clip, apply: on all ranks or on none. Every rank calls it once a step, for each prepared model.
+
+        `clip_norm`: the largest global norm of the gradient. Raises `LossError` if the loss or the gradient is not finite (on a GPU at
+        the next logging step; the model is not updated by such a step if the optimizer is `fused`).
+        """
+        check_clip_norm(clip_norm)
+        number = self._number(optimizer)
+        if number in self.committed:
+            raise LossError(f"after step {self.index}: a second commit for one model; each has one commit a step; leave the second one out")
+        module, accumulation = self._modules[number], self._begun(number)
+        accumulation.check_complete()
+        self._phases.enter("exchange")
+        stats = module.reducer.reduce(
+            accumulation.values, accumulation.weights, flag=self._run.consensus.flag(may_stop=self._run.is_logging_step)
+        )
+        self._phases.enter("update")
+        for statistics in self._statistics:
+            statistics.check(compare=self._compares)
+        terms = [part.terms for part in accumulation.parts]
+        if self._polls and not _all_finite(stats.values):  # torch.where, say, may keep it out of the gradient
+            StepResult(self.source.layout, module, stats.values, stats.weights, math.nan, False, stats.flags, [], clip_norm).check()
+        self._run.is_whole = False
+        module.divide_by_weight(stats.weights)
+        self._run.hooks.call("after_backward", self._run, module.model)
+        norm, applied = module.apply(self.index, clip_norm, measure=self._run.is_logging_step)
+        for statistics in self._statistics:
+            statistics.commit(self.count, apply=torch.isfinite(torch.as_tensor(norm)) if applied is None else applied)
+        result = StepResult(self.source.layout, module, stats.values, stats.weights, norm, applied, stats.flags, terms, clip_norm)
+        self._end_commit(number, result)
+
+    def log(self, values: dict[str, float]) -> None:
+        """Add numbers to this step's line in metrics.jsonl and to the progress display; rank 0's are written.
+
+        Raises `DataError` for a value that is no number, or a name that the line has already.
+        """
+        for name, value in values.items():
+            if name in NAMES_OF_A_ROW:
+                raise DataError(f"step.log({{{name!r}: ...}}); the run itself writes {name!r} in every line; choose another name")
+            self._run.logged[name] = as_number(name, value)
+
+    def batches(self) -> Iterator[tuple[Microbatch, Any]]:
+        """This rank's microbatches with their batches on the device, each under its own random generators."""
+        self._begin_statistics()
+        passes = len(self.committed)
+        for current, batch in self._phases.during("data", self.source.batches(passes)):
+            self._current = current
+            self._run.exchange.is_dummy = current.is_dummy
+            for statistics in self._statistics:
+                statistics.discard()  # updates without a backward: by recomputation, or by forwards that are no microbatch's
+            position = self.source.position(current, passes)
+            for streams, number in self._streams:
+                if streams is not None:
+                    streams.set_position((*position, number) if number else position)
+            with self._probed():
+                yield current, self._changed(batch)
+
+    def fetched(self) -> list[tuple[Microbatch, Any]]:
+        """All of this rank's microbatches at once."""
+        self._begin_statistics()
+        return [(current, self._changed(batch)) for current, batch in self._phases.during("data", self.source.batches(0))]
+
+    @property
+    def current(self) -> Microbatch:
+        """The microbatch that `batches` gave last. Raises `LossError` if there is none."""
+        if self._current is None:
+            raise LossError(f"after step {self.index}: backward outside of a loop over step.microbatches(); the loss is a microbatch's")
+        return self._current
+
+    def _probed(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._probe is None else self._probe.forward()
+
+    def _changed(self, batch: Any) -> Any:
+        change = self._run.context.overrides.change_batch
+        return batch if change is None else change(batch)
+
+    def _begin_statistics(self) -> None:
+        for statistics in self._statistics:
+            statistics.begin(compare=self._compares)
+
+    def _end_commit(self, number: int, result: StepResult) -> None:
+        self.committed[number] = result
+        self._accumulation = self._current = self._run.exchange.is_dummy = None
+        if len(self.committed) == len(self._modules):
+            self._run.results = [self.committed[each] for each in range(len(self._modules))]
+            self._run.step += 1
+            self._run.is_committed = True
+        if self._polls:
+            result.check()
+        self._phases.enter("compute" if len(self.committed) < len(self._modules) else "script")
+
+    def _begun(self, number: int) -> _Accumulation:
+        """The accumulation of model `number`, set_position if it is not yet."""
+        if self._accumulation is None:
+            self._modules[number].begin_step(self.count, self.samples)
+            self._accumulation = _Accumulation(self, number, self._modules[number], alone=len(self._modules) == 1, probe=self._probe)
+        if self._accumulation.number != number:
+            raise LossError(
+                f"after step {self.index}: backward for a second model before the first one's commit; run through step.microbatches() and "
+                "commit for one (model, optimizer) pair, then for the next"
+            )
+        return self._accumulation
+
+    def note_forward(self) -> None:
+        """Note the running statistics that the latest forward has updated."""
+        for statistics in self._statistics:  # a forward of one model may call others
+            statistics.note_microbatch()
+
+    def _number(self, optimizer: Any) -> int:
+        """The number of the model that `optimizer` updates."""
+        if optimizer is None and len(self._modules) == 1:
+            return 0
+        for number, module in enumerate(self._modules):
+            if optimizer is module.optimizers or any(optimizer is each for each in module.optimizers):
+                return number
+        given = "no optimizer" if optimizer is None else f"an optimizer ({type(optimizer).__name__}) that this session did not prepare"
+        raise LossError(
+            f"after step {self.index}: {given}, with {len(self._modules)} models prepared; name one that session.prepare returned"
+        )
+
+
+class _Accumulation:
+    """Gradient accumulation of one model in a step, from its first microbatch to its commit. See `executor.Accumulation`."""
+
+    def __init__(self, step: Step, number: int, module: TrainModule, *, alone: bool, probe: Any) -> None:
+        self.number = number
+        self.values: list[Number] = []
+        self.parts: list[Contribution] = []
+        """One for each microbatch whose loss was computed here: not on the earlier stages of a pipeline."""
+        self.microbatches = step.batches
+        self.fetched = step.fetched
+        self.grad_output = module.grad_output
+        self._step = step
+        self._module = module
+        self._alone = alone
+        self._probe = probe
+        self._seen: list[int] = []
+        self._weights: list[Tensor | None] = []
+
+    @property
+    def weights(self) -> Sequence[Number] | None:
+        """One for each microbatch, if only the forward knows them."""
+        return [weight for weight in self._weights if weight is not None] if self._module.forward_knows_weight else None
+
+    def random_position(self, microbatch: Microbatch) -> tuple[int, ...]:
+        return self._step.source.position(microbatch, 0)
+
+    def contribution(self, loss: Any, microbatch: Microbatch) -> Contribution:
+        assert self._module.prescale is not None, "begin_step comes first"
+        return contribution(
+            loss,
+            samples=microbatch.size,
+            step_samples=self._step.samples,
+            batch=microbatch.batch,
+            weights=self._step.source.weights,
+            prescale=self._module.prescale,
+        )
+
+    def backward(self, loss: Any) -> None:
+        current = self._step.current
+        is_dummy = current.is_dummy
+        if not is_dummy and self._seen and self._seen[-1] >= current.index:
+            raise LossError(
+                f"after step {self._step.index}, microbatch {current.index}: a second backward; each microbatch has one: add the losses, and "
+                "call it on their sum"
+            )
+        part = self.contribution(loss, current)
+        grad_output = self.grad_output(part)
+        if not is_dummy:
+            self._step.note_forward()
+            self._note(current, part.value, part.weight, part)
+            if self._probe is not None:
+                self._probe.before_backward(self.number, current.index, part.total, grad_output)
+        self._module.reducer.backward(part.total, grad_output, own_parameters_only=not self._alone, is_dummy=is_dummy)
+
+    def record(self, microbatch: Microbatch, value: Number, weight: Tensor | None, part: Contribution | None) -> None:
+        self._note(microbatch, value, weight, part)
+        if self._probe is not None:
+            self._probe.without_backward(self.number, microbatch.index)
+
+    def _note(self, microbatch: Microbatch, value: Number, weight: Tensor | None, part: Contribution | None) -> None:
+        self._seen.append(microbatch.index)
+        self.values.append(value)
+        self._weights.append(weight)
+        if part is not None:
+            self.parts.append(part)
+
+    def check_complete(self) -> None:
+        """Raise `LossError` unless all microbatches of this rank are here, with losses of one kind. Every rank calls it."""
+        step, mesh = self._step, self._module.mesh
+        if len(self._seen) < step.source.mine:
+            missing = [place for place in mesh.assignment.indices(step.count, mesh.data.rank) if place not in self._seen]
+            raise LossError(
+                f"after step {step.index}: commit without a backward for microbatches {missing} of this rank; call step.backward once for "
+                "each microbatch; for one that is to count for nothing, give a loss multiplied by 0"
+            )
+        if self._module.forward_knows_weight is None:
+            self._module.agree_on_loss(self.parts)
+        if {part.weight is not None for part in self.parts} - {self._module.forward_knows_weight}:
+            raise LossError(
+                f"after step {step.index}: the loss is an ls.Loss for some microbatches and not for others; it must be the same kind for "
+                "all: return ls.Loss(total, weight) always, or never"
+            )
+        for place, part in zip(self._seen, self.parts, strict=False):  # earlier stages of a pipeline have no parts
+            if part.terms.keys() != set(self._module.terms):
+                raise LossError(
+                    f"after step {step.index}, microbatch {place}: the loss has terms {list(part.terms)} and had {self._module.terms} "
+                    "before; it must have the same terms for every microbatch: give one that does not apply as a zero, (output * 0).sum()"
+                )
+
+
+def _check_loop(module: TrainModule) -> None:
+    """Raise `RecipeError` if the plan has no loop over microbatches."""
+    if (why := module.executor.why_no_loop) is not None:
+        raise RecipeError(
+            f"step.microbatches or step.backward with {why}; call step.compute(inputs, loss), with inputs and loss as in a Recipe"
+        )
+
+
+def _all_finite(values: Tensor | list[float]) -> bool:
+    return all(map(math.isfinite, values)) if isinstance(values, list) else bool(np.isfinite(values.numpy()).all())

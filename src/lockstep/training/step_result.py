@@ -1,0 +1,113 @@
+"""The result of a step for one model: its loss, and whether the model could be updated."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lockstep.base.errors import LossError
+from lockstep.comm.mesh import to_local
+from lockstep.comm.world import exact_sum
+from lockstep.training.microbatches import Layout
+from lockstep.training.train_module import TrainModule
+
+
+@dataclass(slots=True)
+class StepResult:
+    """The result of a commit. Numbers stay on the device until they are read."""
+
+    layout: Layout
+    module: TrainModule
+    values: Tensor | list[float]
+    """(microbatches,): the part of each microbatch in the loss; its raw total if `weights` is given."""
+    weights: Tensor | None
+    """(microbatches,): the weight of each microbatch, if only the forward knows it."""
+    norm: Tensor | float
+    """Scalar: the gradient's global norm before clipping. In a step that is not logged it may be another number that is finite if the
+    norm is."""
+    applied: bool | None
+    """True if the model was updated. None: a GPU decided, and `check` finds out."""
+    flags: Tensor | bool
+    """The number of data ranks that asked for something, or whether any did."""
+    terms: list[dict[str, Tensor]]
+    """For each microbatch of this rank: each term's part of the loss, if the loss has several terms."""
+    clip_norm: float | None
+    """The largest norm that the commit allowed; None: no clipping."""
+
+    def loss(self) -> float:
+        """Σ total / Σ weight over the step's microbatches, the same on every rank; in bitwise numerics, the same at any world size."""
+        total = exact_sum(self._values())
+        if self.weights is None:
+            return total
+        weight = exact_sum(self.weights.tolist())
+        return total / weight if weight else math.nan
+
+    def term_losses(self) -> dict[str, float]:
+        """Each term's part of the loss, if there are several. Every rank calls it."""
+        if not self.module.terms:
+            return {}
+        rows = [{name: float(value) for name, value in terms.items()} for terms in self.terms]
+        on_output_rank = self.module.executor.on_output_rank
+        everyone = [row for theirs in self.module.mesh.data.gather_values(on_output_rank(lambda: rows)) for row in theirs]
+        return {name: exact_sum([row[name] for row in everyone]) for name in self.module.terms}
+
+    def check(self) -> None:
+        """Raise `LossError`, on every rank alike, if the loss or the gradient of this step is not finite."""
+        if math.isfinite(float(self.norm)) and self.applied is not False and self.weights is None:
+            return
+        layout = self.layout
+        for place, value in enumerate(self._values()):
+            if not math.isfinite(value):
+                raise LossError(
+                    f"after step {layout.step}: the loss is {value} in {layout.name(place)}, computed by {layout.owner(place)} from "
+                    f"{layout.words(place)}; a step needs a finite loss; the model was not changed by this step: "
+                    "look at those samples, the learning rate, and divisions, logarithms and roots in the model"
+                )
+        if self.weights is not None:
+            self._check_weights(self.weights.tolist())
+        if self.applied is False and self.module.overflowed_at < 1:
+            raise LossError(
+                f"after step {layout.step}: every loss is finite and the gradient is not, first in {self._not_finite()}, after "
+                f"{self.module.overflows} steps in a row, at a loss scale of {self.module.overflowed_at:g}; only a scale above 1 can be why "
+                "a gradient overflows; the model was not changed by these steps: look for square roots and norms at 0, and try "
+                "precision='bf16' or 'fp32'"
+            )
+        if not math.isfinite(float(self.norm)) and self.module.loss_scale is None:
+            raise LossError(
+                f"after step {layout.step}: every loss is finite and the gradient is not, first in {self._not_finite()}; a step needs a finite "
+                "gradient; the model was not changed by this step: look for square roots and norms at 0, and for overflow"
+            )
+
+    def _values(self) -> list[float]:
+        return self.values if isinstance(self.values, list) else self.values.cpu().numpy().tolist()
+
+    def _check_weights(self, weights: list[float]) -> None:
+        for place, weight in enumerate(weights):
+            if not 0 <= weight < math.inf:
+                raise LossError(
+                    f"after step {self.layout.step}: the weight of microbatch {place} is {weight}; a weight counts what was summed and is "
+                    "finite and not negative"
+                )
+        if not any(weights):
+            raise LossError(no_weight(self.layout.step, "loss"))
+
+    def _not_finite(self) -> str:
+        module = self.module
+        order = {name: place for place, (name, _) in enumerate(module.model.named_modules())}  # each stage's rank has them all
+        found = [
+            (order[name.rpartition(".")[0]], place, name)
+            for place, (name, parameter) in enumerate(zip(module.names, module.parameters, strict=True))
+            if parameter.grad is not None and not bool(torch.isfinite(to_local(parameter.grad)).all())
+        ]
+        everyone = [first for firsts in module.mesh.world.gather_values(found[:1]) for first in firsts]
+        return f"parameter {min(everyone)[-1]!r}" if everyone else "the norm over all parameters (it overflows)"
+
+
+def no_weight(step: int, term: str) -> str:
+    return (
+        f"after step {step}: the weights of term {term!r} add up to 0 over the whole global batch; the loss is divided by their sum; check the "
+        "labels (are all ignored?) or use a larger global_batch"
+    )

@@ -1,0 +1,272 @@
+"""A model with its optimizers on one rank: its gradients are reduced, scaled, clipped and applied here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lockstep.base.torch_private import divides_gradients
+from lockstep.comm.mesh import Mesh, to_local
+from lockstep.logging.flops import Flops, peak_of
+from lockstep.model.parallelize import Parallelized
+from lockstep.model.running_statistics import RunningStatistics
+from lockstep.model.tensor.apply import reduce_partial_gradients
+from lockstep.recipe import keeps_rest
+from lockstep.training import optim, precision
+from lockstep.training.context import Context
+from lockstep.training.executors.executor import Executor
+from lockstep.training.executors.pipelined import PipelineExecutor
+from lockstep.training.executors.serial import SerialExecutor
+from lockstep.training.loss import Contribution
+from lockstep.training.optim import Schedule
+from lockstep.training.reducers.compression import compression_for
+from lockstep.training.reducers.reducer import GradientReducer, ReducerChoice, build_reducer, choose_reducer, loss_factor
+from lockstep.training.reducers.tied_gradients import TiedGradients
+
+
+class TrainModule:
+    """A model and its optimizers on one rank, with what one step of them leaves for the next."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: dict[str, nn.Parameter],
+        optimizers: Sequence[Optimizer],
+        *,
+        parallel: Parallelized,
+        context: Context,
+        schedule: Callable[[Any], Any] | None,
+    ) -> None:
+        """`parameters`: the trainable ones, by name."""
+        self.model = model
+        self.names = list(parameters)
+        self.parameters = list(parameters.values())
+        self.optimizers = optimizers
+        self.mesh = context.mesh
+        self.device = context.device
+        self.parallel = parallel
+        self.schedule = Schedule(schedule, optimizers)
+        self.norm = precision.Norm(context.mesh, bitwise=context.bitwise)
+        self.flops = Flops(model, peak_of(context.device, context.precision))
+        self.autocast = precision.autocast(context.precision, context.device)
+        """The context manager for forwards."""
+        self._bitwise = context.bitwise
+        self._compression = compression_for(context.gradient_compression, context.mesh.data, self.parameters, self.names)
+        self._keeps_rest = keeps_rest(context.gradient_compression)
+        factor = loss_factor(context.mesh, bitwise=context.bitwise, compression=self._compression)
+        self._factor = 2.0 ** (factor - 1).bit_length()
+        self.loss_scale = precision.LossScale(factor=factor) if context.precision == "fp16" else None
+        self.overflows = 0
+        """The number of steps in a row, up to the latest one, in which the scaled gradient overflowed."""
+        self.overflowed_at = math.inf
+        """The loss scale in the latest of them."""
+        self.forward_knows_weight: bool | None = None
+        """True if only the forward knows the weight of a microbatch. None before the first commit."""
+        self.terms: list[str] = []
+        """The names of the loss's terms, if there are several. Empty before the first commit."""
+        self.prescale: Tensor | None = None
+        """Scalar: a power of two near the last step's weight, by which a total is divided before its backward if only the forward knows
+        the weight. None before the first backward."""
+        self.gain: Tensor | float = 1.0
+        """The factor by which the summed gradient was multiplied after the reduction, in the latest step."""
+        self._reducer: GradientReducer | None = None
+        self._max_microbatches = 0
+        self._tied: TiedGradients | None = None
+        self.executor: Executor
+        if parallel.pipeline is None:
+            self.executor = SerialExecutor(model, self.device, self.autocast, self.flops, parallel.streams)
+            self.statistics = [RunningStatistics(model, context.mesh)]
+            """BatchNorm's running statistics: of the model, or of each stage of a pipeline on this rank."""
+        else:
+            self.executor = PipelineExecutor(parallel.pipeline)
+            self._tied = TiedGradients(parameters, parallel.shared_parameters, parallel.pipeline.world)
+            self.statistics = [RunningStatistics(module, context.mesh) for module in parallel.pipeline.modules]
+            parallel.pipeline.watch(self._around_stage, self._after_stage)
+        fused = all(group.get("fused") for optimizer in optimizers for group in optimizer.param_groups)
+        self._gates_on_device = fused and all(to_local(parameter).is_cuda for parameter in self.parameters)
+        self._optimizer_unscales = (
+            fused
+            and all(divides_gradients(optimizer) for optimizer in optimizers)
+            and all(to_local(parameter) is parameter and parameter.dtype is torch.float32 for parameter in self.parameters)
+        )
+        """True if the optimizers divide the gradient while they read it, as for torch's GradScaler. It saves a pass over the gradient."""
+
+    def begin_loop(self, mesh: Mesh, max_microbatches: int) -> ReducerChoice:
+        """Build the reducer for a loop of steps of at most `max_microbatches` each. Every rank calls it.
+
+        `mesh`: the context's, with the assignment of microbatches to ranks that this loop uses.
+        """
+        choice = choose_reducer(mesh, bitwise=self._bitwise, compressed=self._compression is not None)
+        if self._reducer is None or mesh.assignment != self.mesh.assignment or max_microbatches > self._max_microbatches:
+            self._close_reducer()
+            self.mesh, self._max_microbatches = mesh, max_microbatches
+            for statistics in self.statistics:
+                statistics.mesh = mesh
+            self._reducer = build_reducer(
+                choice,
+                self.model,
+                self.parameters,
+                mesh,
+                tied=self._tied,
+                bitwise=self._bitwise,
+                max_microbatches=max_microbatches,
+                compression=self._compression,
+                complete=None if mesh.torch_mesh is None else reduce_partial_gradients,
+            )
+        return choice
+
+    @property
+    def reducer(self) -> GradientReducer:
+        """The reducer of the current loop."""
+        assert self._reducer is not None, "begin_loop comes first"
+        return self._reducer
+
+    def begin_step(self, count: int, samples: int) -> None:
+        """Start gradient accumulation for a step of `count` microbatches and `samples` samples over all ranks."""
+        if self.prescale is None:
+            self.prescale = torch.tensor(2.0 ** round(math.log2(samples)), dtype=torch.float64, device=self.device)
+        if self._compression is not None and self._keeps_rest:
+            scale = 1.0 if self.loss_scale is None else self.loss_scale.value
+            self._compression.begin(scale / self.prescale.item())
+        self.reducer.begin_step(count)
+
+    def grad_output(self, part: Contribution) -> Tensor:
+        """The gradient that the backward of `part.total` starts with: its share of the loss, times the loss scale."""
+        return part.grad_output if self.loss_scale is None else part.grad_output * self.loss_scale.value
+
+    def agree_on_loss(self, parts: Sequence[Contribution]) -> None:
+        """At the first commit, tell ranks without a microbatch what kind of loss the others have. Every rank calls it."""
+        mine = [parts[0].weight is not None, list(parts[0].terms)] if parts else None
+        self.forward_knows_weight, self.terms = next(kind for kind in self.mesh.world.gather_values(mine) if kind is not None)
+
+    def divide_by_weight(self, weights: Tensor | None) -> None:
+        """Divide the summed gradient by the sum of `weights`, and choose the next step's `prescale`. None: it is divided already.
+
+        Weights that add up to nothing make the gradient NaN, so that the step is not applied.
+        """
+        self.gain = 1.0
+        if weights is None:
+            return
+        assert self.prescale is not None, "begin_step comes first"
+        total = weights.double().sum()
+        valid = (weights >= 0).all() & (total > 0) & torch.isfinite(total)
+        self.gain = torch.where(valid, self.prescale / total, math.nan)
+        gradients = self.gradients()
+        if gradients:
+            precision.scale(gradients, self.gain.to(gradients[0].dtype))
+        self.prescale = torch.where(valid, torch.exp2(torch.round(torch.log2(total))), self.prescale)
+
+    def gradients(self) -> list[Tensor]:
+        """The gradients of all parameters that have one."""
+        return [p.grad for p in self.parameters if p.grad is not None]
+
+    def apply(self, step: int, clip_norm: float | None, *, measure: bool) -> tuple[Tensor | float, bool | None]:
+        """Unscale and clip the reduced gradient and step the optimizers, or, if it is not finite, do nothing.
+
+        Returns the gradient's global norm before clipping (without `clip_norm` and `measure`: a number that is finite if the norm is),
+        and whether the step was applied: None if a GPU decides and nobody has waited for it yet.
+        """
+        gradients = self.gradients()
+        divisor: Tensor | float = 1.0
+        if self.loss_scale is not None:
+            if self._optimizer_unscales:
+                divisor = self.loss_scale.value
+            else:
+                self.loss_scale.unscale(gradients)
+        counted = gradients if self._tied is None else self._counted_in_norm(self._tied)
+        norm = (self.norm.of(counted) if measure or clip_norm is not None else self.norm.check(counted)) / divisor
+        if clip_norm is not None:
+            if self._optimizer_unscales:
+                divisor = divisor * precision.excess(norm, clip_norm)
+            else:
+                precision.clip(gradients, norm, clip_norm)
+        self.schedule.before_step(step)
+        applied = self._step_optimizers(norm, divisor)
+        if applied is not False:
+            self.schedule.after_step()
+        return norm, applied
+
+    def _step_optimizers(self, norm: Tensor | float, divisor: Tensor | float) -> bool | None:
+        if isinstance(divisor, Tensor) or divisor != 1.0:
+            grad_scale = torch.as_tensor(divisor, dtype=torch.float32, device=self.device)
+            for optimizer in self.optimizers:
+                optimizer.grad_scale = grad_scale  # type: ignore[attr-defined]  # read by torch's fused optimizers
+        try:
+            return self._step_if_finite(norm)
+        finally:
+            for optimizer in self.optimizers:
+                vars(optimizer).pop("grad_scale", None)
+
+    def _step_if_finite(self, norm: Tensor | float) -> bool | None:
+        if self._gates_on_device and self.loss_scale is None:
+            found_inf = (~torch.isfinite(torch.as_tensor(norm, device=self.device))).float()
+            for optimizer in self.optimizers:
+                optimizer.found_inf = found_inf  # type: ignore[attr-defined]  # read by torch's fused optimizers
+                optimizer.step()
+            return None
+        applied = math.isfinite(float(norm))
+        self.overflows = 0 if applied else self.overflows + 1
+        if self._compression is not None and not applied:
+            self._compression.forget()
+        if self.loss_scale is not None:
+            if not applied:
+                self.overflowed_at = self._factor * self.loss_scale.value
+            self.loss_scale.update(overflowed=not applied)
+        if applied:
+            for optimizer in self.optimizers:
+                optim.apply(optimizer)
+        return applied
+
+    def _counted_in_norm(self, tied: TiedGradients) -> list[Tensor]:
+        """The gradients that count in the norm on this rank: a tied parameter counts on one of the stages that hold it."""
+        return [p.grad for p in self.parameters if p.grad is not None and tied.counts(p)]
+
+    @contextmanager
+    def _around_stage(self, stage: int) -> Iterator[None]:
+        self.statistics[stage].discard()  # updates by a recomputation since the last forward
+        with self.autocast:
+            yield
+
+    def _after_stage(self, stage: int) -> None:
+        self.statistics[stage].note_microbatch()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state that steps leave for the next ones, besides that of the model and the optimizers."""
+        return {
+            "schedule": self.schedule.state_dict(),
+            "loss_scale": None if self.loss_scale is None else [self._factor * self.loss_scale.value, self.loss_scale.in_a_row],
+            "overflows": self.overflows,
+            "overflowed_at": self.overflowed_at,
+            "prescale": None if self.prescale is None else self.prescale.item(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned, possibly under another plan."""
+        self.schedule.load_state_dict(state["schedule"])
+        if self.loss_scale is not None and state["loss_scale"] is not None:
+            scale, self.loss_scale.in_a_row = state["loss_scale"]
+            self.loss_scale.value = scale / self._factor
+        self.overflows, self.overflowed_at = state["overflows"], state["overflowed_at"]
+        if state["prescale"] is not None:
+            self.prescale = torch.tensor(state["prescale"], dtype=torch.float64, device=self.device)
+
+    def close(self) -> None:
+        """Remove all hooks from the model, and its gradients."""
+        for statistics in self.statistics:
+            statistics.close()
+        if self.parallel.streams is not None:
+            self.parallel.streams.close()
+        self._close_reducer()
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def _close_reducer(self) -> None:
+        if self._reducer is not None:
+            self._reducer.close()
+            self._reducer = None

@@ -1,0 +1,61 @@
+"""What causes are inferred from: two traces, and the first step at which they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lockstep.verify.causes.fit import FIT_TOLERANCE
+from lockstep.verify.compare import Difference
+from lockstep.verify.trace_reader import MicrobatchTrace, Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """The first step at which something differs, and its differences in the order of the computation."""
+
+    reference: Trace
+    plan: Trace
+    differences: Sequence[Difference]
+
+    @property
+    def first(self) -> Difference:
+        """The first difference."""
+        return self.differences[0]
+
+    @property
+    def step(self) -> int:
+        return self.first.step
+
+    @property
+    def expected_microbatches(self) -> dict[int, MicrobatchTrace]:
+        """The reference's microbatches of the step, by index."""
+        return {m.index: m for m in self.reference.microbatches_of(self.step)}
+
+    @property
+    def microbatches(self) -> list[MicrobatchTrace]:
+        """The plan's microbatches of the step, on all ranks."""
+        return self.plan.microbatches_of(self.step)
+
+    def of(self, *checks: str) -> list[Difference]:
+        """Return the differences that these checks found."""
+        return [difference for difference in self.differences if difference.check in checks]
+
+    def names(self, *checks: str) -> list[str]:
+        """Return the names of the tensors that these checks found to differ, each once."""
+        return list(dict.fromkeys(difference.name for difference in self.of(*checks)))
+
+
+def listed(items: Sequence[object]) -> str:
+    """Return the items as in a sentence: "1, 2 and 3"."""
+    words = [str(item) for item in items]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def wrong_factor(factor: float, world_size: int, what: str) -> str:
+    """Return the cause for something that is `factor` times what it should be."""
+    text = f"a wrong factor: {what} is {factor:.4g} times what it should be"
+    for power, words in ((-1, "divided by the world size once too often"), (1, "multiplied by the world size")):
+        if abs(factor - float(world_size) ** power) < FIT_TOLERANCE * max(1.0, factor) and world_size > 1:
+            return f"{text}, {words}"
+    return text

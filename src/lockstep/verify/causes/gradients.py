@@ -1,0 +1,178 @@
+"""Causes of a wrong reduced gradient.
+
+The strongest test is a fit. The trace has each microbatch's own gradient, so a wrong gradient can be written as a sum:
+β times each rank's own sum over its microbatches, plus what the step before left behind. If the fit is exact, β names
+the fault: (1, 0) was not reduced; (2, 2) has a wrong factor; if Σ 1/β is the number of ranks, the ranks' means were
+averaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from lockstep.verify.causes.evidence import Evidence, listed, wrong_factor
+from lockstep.verify.causes.fit import FIT_TOLERANCE, least_squares, ratio, stacked
+from lockstep.verify.trace_reader import MicrobatchTrace, RankTrace, Vector
+
+
+def wrong_sum(evidence: Evidence) -> str | None:
+    """Fit the wrong gradients with the ranks' sums over their own microbatches."""
+    for names in (evidence.names("gradients", "sum"), evidence.names("gradients", "sum")[:1]):
+        for rank in sorted({difference.rank for difference in evidence.of("gradients", "sum")}):
+            if cause := _fit(evidence, names, rank):
+                return cause
+    return None
+
+
+def _fit(evidence: Evidence, names: list[str], rank: int) -> str | None:
+    entry = evidence.plan.ranks[rank]
+    gradients = entry.steps[evidence.step].tensors["gradients"]
+    target = stacked(gradients, names)
+    all_differ = names == [name for name, summary in gradients.items() if summary is not None]
+    what = "the gradient" if all_differ or len(names) > 3 else f"the gradient of {listed([repr(name) for name in names])}"
+    expected = stacked(evidence.reference.rank_0.steps[evidence.step].tensors["gradients"], names)
+    factor = ratio(expected, target)
+    if factor is not None and abs(factor - 1) > FIT_TOLERANCE:
+        return wrong_factor(factor, evidence.plan.world_size, what)
+    if evidence.step:
+        before = stacked(evidence.plan.ranks[rank].steps[evidence.step - 1].tensors["gradients"], names)
+        left_over = ratio(before, target - expected)
+        if left_over is not None:
+            return f"{what} still holds {left_over:.3g} times the gradient of the step before: it was not cleared between steps"
+    sums = sums_by_rank(evidence, names, entry.steps[evidence.step].gain)
+    return _ranks_miscounted(sums, target, what, rank) or _microbatches_miscounted(evidence, names, target, what, entry)
+
+
+def _ranks_miscounted(sums: dict[int, Vector], target: Vector, what: str, rank: int) -> str | None:
+    """Fit `target` with the ranks' sums: each must count once."""
+    ranks = [r for r in sums if np.any(sums[r])]
+    factors = least_squares([sums[r] for r in ranks], target)
+    if factors is None or len(ranks) < 2 or all(abs(factor - 1) <= FIT_TOLERANCE for factor in factors):
+        return None
+    present = [r for r, factor in zip(ranks, factors, strict=True) if abs(factor) > FIT_TOLERANCE]
+    if len(present) == 1:
+        factor = factors[ranks.index(present[0])]
+        times = "" if abs(factor - 1) < FIT_TOLERANCE else f", times {factor:.4g}"
+        owner = "its own microbatches" if present[0] == rank else f"rank {present[0]}'s microbatches"
+        return f"{what} was not reduced: rank {rank} holds the sum over {owner} alone{times}"
+    missing = [r for r, factor in zip(ranks, factors, strict=True) if abs(factor) <= FIT_TOLERANCE]
+    if missing:
+        return f"{what} was not reduced over all ranks: on rank {rank} the gradients of ranks {listed(missing)} are missing"
+    factors_text = listed([f"{factor:.4g}" for factor in factors])
+    if all(factor > 0 for factor in factors) and abs(sum(1 / factor for factor in factors) - len(factors)) < 0.01 * len(factors):
+        return (
+            f"a mean of means: in {what} the ranks' sums count {factors_text} times instead of once, as if each rank divided by its own "
+            "weight and the results were averaged"
+        )
+    return f"a wrong weight for each rank: in {what} the sums of ranks {listed(ranks)} count {factors_text} times"
+
+
+def _microbatches_miscounted(evidence: Evidence, names: list[str], target: Vector, what: str, entry: RankTrace) -> str | None:
+    """Fit `target` with single microbatches: some may count twice or not at all."""
+    parts = [m for m in _microbatches_with_gradients(evidence) if m.gradients is not None]
+    gain = entry.steps[evidence.step].gain
+    columns = [gain * stacked(m.gradients or {}, names) for m in parts]
+    if len(columns) * 2 > len(target):
+        return None
+    factors = least_squares(columns, target)
+    if factors is None:
+        return None
+    wrong = [(m, factor) for m, factor in zip(parts, factors, strict=True) if abs(factor - 1) > FIT_TOLERANCE]
+    if len(wrong) > len(parts) / 2:
+        return None
+    texts = [f"microbatch {m.index} (rank {m.rank}) {_counted(factor)}" for m, factor in wrong]
+    return f"{', '.join(texts)} in {what}" if texts else None
+
+
+def _counted(factor: float) -> str:
+    if abs(factor) < FIT_TOLERANCE:
+        return "is missing"
+    return "is counted twice" if abs(factor - 2) < FIT_TOLERANCE else f"is counted {factor:.4g} times"
+
+
+def _microbatches_with_gradients(evidence: Evidence) -> list[MicrobatchTrace]:
+    """Return the plan's microbatches if they have gradients of their own, else the reference's."""
+    if any(m.gradients is not None for m in evidence.microbatches):
+        return evidence.microbatches
+    return list(evidence.expected_microbatches.values())
+
+
+def sums_by_rank(evidence: Evidence, names: list[str], gain: float) -> dict[int, Vector]:
+    """Return each rank's sum over its own microbatches' gradients of `names`, times `gain`."""
+    owners = {m.index: m.rank for m in evidence.microbatches}
+    sums: dict[int, Vector] = {}
+    for microbatch in _microbatches_with_gradients(evidence):
+        rank = owners.get(microbatch.index, 0)
+        if microbatch.gradients is not None:
+            sums[rank] = sums.get(rank, 0.0) + gain * stacked(microbatch.gradients, names)
+    return sums
+
+
+def missing_gradient(evidence: Evidence) -> str:
+    name, rank = evidence.first.name, evidence.first.rank
+    expected = evidence.reference.rank_0.steps[evidence.step].tensors["gradients"].get(name)
+    if expected is None:
+        return (
+            f"no microbatch used {name!r} in this step, but it has a gradient (of zeros, say): the optimizer decays the parameter, and its "
+            "momentum moves it"
+        )
+    users = sorted({m.rank for m in evidence.microbatches if m.gradients is not None and m.gradients.get(name) is not None})
+    if users and rank not in users:
+        return f"the gradient of {name!r} was not reduced: ranks {listed(users)} used it, rank {rank} did not and got no gradient"
+    return f"the gradient of {name!r} is lost: some microbatches used it"
+
+
+def few_elements(evidence: Evidence) -> str | None:
+    """A few wrong elements. Needs the tensors themselves."""
+    tensors = _tensors(evidence)
+    if tensors is None:
+        return None
+    expected, found = tensors
+    errors = np.abs(found - expected)
+    wrong = np.flatnonzero(errors > 0.01 * errors.max())
+    if len(wrong) > len(expected) / 4:
+        return None
+    first = int(wrong[0])
+    return (
+        f"{len(wrong)} of the {len(expected)} elements of {evidence.first.name!r} are wrong, the first at index {first} (row-major): "
+        f"{found[first]:.6g} instead of {expected[first]:.6g}; look at the edges of shards, padding and buckets"
+    )
+
+
+def short_dtype(evidence: Evidence) -> str | None:
+    """Elements that all fit into a shorter dtype. Needs the tensors themselves."""
+    tensors = _tensors(evidence)
+    if tensors is None or not np.any(tensors[1]):
+        return None
+    expected, found = tensors
+    for dtype, fits in _FITS.items():
+        if fits(found) and not fits(expected):
+            return (
+                f"every element of the gradient of {evidence.first.name!r} is a {dtype} number, and the reference's are not: the gradient "
+                f"was summed or sent in {dtype}"
+            )
+    return None
+
+
+def _tensors(evidence: Evidence) -> tuple[Vector, Vector] | None:
+    """Return the reference's and the plan's tensor of the first difference, if both traces have them."""
+    first = evidence.first
+    if first.rank or first.check not in ("gradients", "parameters"):
+        return None
+    expected = evidence.reference.tensor(first.step, first.check, first.name)
+    found = evidence.plan.tensor(first.step, first.check, first.name)
+    return (expected, found) if expected is not None and found is not None and expected.shape == found.shape else None
+
+
+def _is_bfloat16(x: Vector) -> bool:
+    short = x.astype(np.float32)
+    return bool(np.all(short == x) and np.all(short.view(np.uint32) & 0xFFFF == 0))
+
+
+_FITS: dict[str, Callable[[Vector], bool]] = {
+    "bfloat16": _is_bfloat16,
+    "float16": lambda x: bool(np.all(x.astype(np.float16) == x)),
+    "float32": lambda x: bool(np.all(x.astype(np.float32) == x)),
+}

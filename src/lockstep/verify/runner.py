@@ -1,0 +1,177 @@
+"""Runs jobs: the user's script as subprocesses, each of which writes a trace."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from lockstep.options import LaunchOptions
+from lockstep.verify.jobs import Job
+from lockstep.verify.trace_reader import Trace, read_traces
+from lockstep.verify.trace_request import Tracing
+
+STOP_SECONDS = 10.0
+"""Seconds from asking a run to stop to killing it."""
+TAIL_LINES = 30
+"""Lines of a failed run's output that are kept."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobResult:
+    """A run that has ended."""
+
+    job: Job
+    status: int
+    """Exit status as a shell shows it: 128 + N after signal N."""
+    traces: list[Trace]
+    """One for each train module; empty if the run failed or never trained."""
+    error: str
+    """Last lines of its stderr, or of its stdout if stderr is empty. Empty if the run succeeded."""
+    seconds: float
+    timed_out: bool = False
+
+
+class Runner:
+    """Runs jobs, several at once if there is room. Use it in a `with`: leaving the block ends every run."""
+
+    def __init__(
+        self,
+        script: Sequence[str],
+        folder: Path,
+        *,
+        timeout_seconds: float,
+        slots: int,
+        report_progress: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """`script`: `[-m] SCRIPT ARGS...`.
+
+        `folder`: the directory for all runs' files. `slots`: processes at once; a job that needs more of them runs
+        alone. `report_progress` is called with a line when a run ends.
+        """
+        self._script = list(script)
+        self._folder = folder
+        self._timeout_seconds = timeout_seconds
+        self._slots = max(1, slots)
+        self._free = self._slots
+        self._changed = threading.Condition()
+        self._pool = ThreadPoolExecutor(max_workers=self._slots)
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self._ending = False
+        self._report_progress = report_progress
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        with self._changed:
+            self._ending = True
+            running = list(self._running)
+            self._changed.notify_all()
+        for process in running:
+            _stop(process)
+        self._pool.shutdown(cancel_futures=True)
+
+    def start(self, job: Job) -> Future[JobResult]:
+        """Run `job` when there is room. A run that fails is a result, not an exception of the future."""
+        return self._pool.submit(self._run, job)
+
+    def run(self, jobs: Sequence[Job]) -> list[JobResult]:
+        """Run all jobs and return their results in the order of `jobs`."""
+        return [future.result() for future in [self.start(job) for job in jobs]]
+
+    def _run(self, job: Job) -> JobResult:
+        needed = min(job.processes, self._slots)
+        with self._changed:
+            self._changed.wait_for(lambda: self._free >= needed or self._ending)
+            self._free -= needed
+        try:
+            result = self._result(job)
+        finally:
+            with self._changed:
+                self._free += needed
+                self._changed.notify_all()
+        outcome = "timed out" if result.timed_out else "done" if result.status == 0 else f"failed (exit status {result.status})"
+        self._report_progress(f"{job.name}: {outcome}, {result.seconds:.0f} s")
+        return result
+
+    def _result(self, job: Job) -> JobResult:
+        folder = self._folder / job.name
+        trace = folder / "trace"
+        trace.mkdir(parents=True)
+        started = time.monotonic()
+        with (folder / "stdout").open("wb") as output, (folder / "stderr").open("wb") as errors, self._changed:
+            if self._ending:
+                return JobResult(job=job, status=1, traces=[], error="", seconds=0.0)
+            process = subprocess.Popen(
+                self._command(job, folder / "run"), env=_environment(job, trace), stdin=subprocess.DEVNULL, stdout=output, stderr=errors
+            )
+            self._running.add(process)
+        timed_out = False
+        try:
+            status = process.wait(self._timeout_seconds)
+        except subprocess.TimeoutExpired:
+            timed_out = True
+            status = _stop(process)
+        finally:
+            with self._changed:
+                self._running.discard(process)
+        failed = status != 0 or timed_out
+        return JobResult(
+            job=job,
+            status=status if status >= 0 else 128 - status,
+            traces=[] if failed else read_traces(trace),
+            error=_tail(folder) if failed else "",
+            seconds=time.monotonic() - started,
+            timed_out=timed_out,
+        )
+
+    def _command(self, job: Job, run_dir: Path) -> list[str]:
+        options = LaunchOptions(nproc=str(job.processes), plan=str(job.plan), run_dir=str(run_dir))
+        return [sys.executable, "-m", "lockstep", "run", *options.arguments(), *self._script]
+
+
+def tracing_of(job: Job, trace: Path) -> Tracing:
+    """Return the trace request that `job` is started with. `trace`: the folder of the trace."""
+    return Tracing(
+        folder=trace,
+        steps=job.steps,
+        noise=job.noise_seed,
+        float64=job.float64,
+        microbatch=job.microbatch,
+        eval_mode=job.eval_mode,
+        exact=job.uncompressed,
+    )
+
+
+def _environment(job: Job, trace: Path) -> dict[str, str]:
+    """Return the job's environment. One thread per process: on CPUs the number of threads changes bits."""
+    return {**os.environ, **tracing_of(job, trace).variables(), "OMP_NUM_THREADS": "1"}
+
+
+def _stop(process: subprocess.Popen[bytes]) -> int:
+    """End a `lockstep run`. It ends its workers; if it is killed, the kernel does."""
+    with suppress(ProcessLookupError):
+        process.send_signal(signal.SIGTERM)
+    try:
+        return process.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
+
+
+def _tail(folder: Path) -> str:
+    for name in ("stderr", "stdout"):
+        lines = (folder / name).read_text(encoding="utf-8", errors="replace").rstrip().splitlines()
+        if lines:
+            return "\n".join(lines[-TAIL_LINES:])
+    return ""

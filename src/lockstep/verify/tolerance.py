@@ -1,0 +1,205 @@
+"""The tolerance of a comparison: `TOLERANCE` times what rounding alone does to this model.
+
+Rounding is measured. The perturbed runs differ from the reference by noise of one unit in the last place. The rounding
+of a tensor at a step is the largest distance between any two of these runs. Two runs may coincide by chance in a small
+tensor or a scalar. So a tensor's rounding is never less than
+
+- the relative rounding that is typical of the other tensors at that step,
+- its own rounding at an earlier step,
+- a few units in the last place.
+
+An optimizer that divides by the gradient's size (Adam) can turn rounding of an element near zero into a full update in
+either direction. This happens more often in a short compute dtype. So a parameter's rounding is also never less than
+the relative difference between the updates of all tensors together, nor than a part of one element's update.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from itertools import combinations, pairwise
+from statistics import median
+from typing import NamedTuple
+
+from lockstep.verify.distance import distance, pooled, tensor_distance
+from lockstep.verify.trace_reader import EPS, Summaries, Trace
+
+TOLERANCE = 10.0
+"""Largest distance from the reference with which a plan passes, in multiples of rounding."""
+MINIMUM_ULPS = 4.0
+"""Smallest rounding of a tensor, in units in the last place of its norm."""
+SIGN_FLIP = 0.25
+"""Smallest rounding of a parameter, in typical updates of one element: at a tolerance of 10, one element may go the
+other way."""
+NEGLIGIBLE = 1e-3
+"""Smallest rounding of an element, in units in the last place of a typical element of all tensors together."""
+
+
+class _Runs(NamedTuple):
+    """Runs that differ by noise alone."""
+
+    reference: Trace
+    perturbed: Sequence[Trace]
+    scale: float = 1.0
+    """Factor that their distances are multiplied by."""
+
+    @property
+    def traces(self) -> list[Trace]:
+        return [self.reference, *self.perturbed]
+
+
+class Rounding:
+    """Rounding of a reference run, measured with its perturbed runs.
+
+    Without perturbed runs it has its smallest values.
+    """
+
+    def __init__(self, reference: Trace, perturbed: Sequence[Trace], *, minimum: float = 0.0) -> None:
+        """`minimum`: smallest relative rounding, for a tensor of its own norm or of typical elements, whichever is
+        larger."""
+        self.reference = reference
+        """The run that plans are compared with."""
+        self._groups = [_Runs(reference, perturbed)]
+        self._minimum = minimum
+        self._sign_flip = SIGN_FLIP
+        self._tensors = cache(self._rounding)
+        self._largest = cache(self._largest_distances)
+
+    def in_float64(self, reference: Trace, perturbed: Sequence[Trace], *, scale: float, margin: float) -> Rounding:
+        """Return the rounding of a float64 `reference`: `margin` times its own or `scale` times this one, whichever is
+        larger.
+
+        `scale` is the ratio of the two dtypes' precisions. It stands for operations inside the model that round to a
+        shorter dtype than float64: such rounding can hide the noise of the float64 runs.
+        """
+        made = Rounding(reference, [])
+        made._groups = [_Runs(reference, perturbed, margin), *(group._replace(scale=scale) for group in self._groups)]
+        made._sign_flip = 0.0
+        return made
+
+    def of_tensors(self, step: int, kind: str) -> dict[str, float]:
+        """Return the rounding of each tensor of `kind` after `step`, by name."""
+        return self._tensors(step, kind)
+
+    def of_microbatch(self, step: int, index: int) -> dict[str, float]:
+        """Return the rounding of each gradient of one microbatch alone, by name."""
+        reference = _microbatch_gradients(self.reference, step, index)
+        largest = dict.fromkeys(reference, 0.0)
+        for group in self._groups:
+            for one, other in combinations([_microbatch_gradients(trace, step, index) for trace in group.traces], 2):
+                for name in reference:
+                    if name in one and name in other:
+                        largest[name] = max(largest[name], group.scale * _finite(distance(one[name], other[name])))
+        return self._at_least_minimum(largest, reference)
+
+    def of_scalar(self, step: int, attribute: str) -> float:
+        """Return the rounding of the step's `loss` or `norm`."""
+        largest = 0.0
+        for group in self._groups:
+            for earlier in range(step + 1):
+                values = [value for trace in group.traces if (value := _scalar(trace, earlier, attribute)) is not None]
+                largest = max([largest, *(group.scale * abs(a - b) for a, b in combinations(values, 2))])
+        size = abs(_scalar(self.reference, step, attribute) or 0.0)
+        if attribute == "norm":
+            gradients = self.reference.rank_0.steps[step].tensors["gradients"]
+            largest = max(largest, _typical(self._largest(step, "gradients"), gradients) * size)
+        return max(largest, MINIMUM_ULPS * self._eps() * size, self._minimum * size, 1e-30)
+
+    def spread(self, step: int, kind: str) -> tuple[float, float]:
+        """Return the smallest and the largest relative distance between any two runs, all tensors of `kind` pooled."""
+        summaries = self.reference.rank_0.steps[step].tensors[kind]
+        found = [
+            pooled([_distance(a, b, step, kind, name) for name in summaries], summaries) for a, b in combinations(self._groups[0].traces, 2)
+        ]
+        return (min(found), max(found)) if found else (0.0, 0.0)
+
+    def loss_spread(self, step: int) -> tuple[float, float]:
+        """Return the smallest and the largest relative difference between the losses of any two runs."""
+        losses = [trace.rank_0.steps[step].loss for trace in self._groups[0].traces]
+        found = [abs(a - b) / (abs(losses[0]) or 1.0) for a, b in combinations(losses, 2)]
+        return (min(found), max(found)) if found else (0.0, 0.0)
+
+    def _eps(self) -> float:
+        summaries = self.reference.rank_0.steps[0].tensors["parameters"].values()
+        return max((summary.eps for summary in summaries if summary is not None), default=EPS["float32"])
+
+    def _rounding(self, step: int, kind: str) -> dict[str, float]:
+        summaries = self.reference.rank_0.steps[step].tensors[kind]
+        largest = {name: max(self._largest(earlier, kind).get(name, 0.0) for earlier in range(step + 1)) for name in summaries}
+        rounding = self._at_least_minimum(largest, summaries)
+        if kind == "parameters":
+            for name, least in self._rounding_of_updates(step, largest).items():
+                rounding[name] = max(rounding[name], least)
+        return rounding
+
+    def _rounding_of_updates(self, step: int, largest: dict[str, float]) -> dict[str, float]:
+        """Return each parameter's smallest rounding, from how far the steps so far have moved it."""
+        rank = self.reference.rank_0
+        states = [rank.initial["parameters"], *(each.tensors["parameters"] for each in rank.steps[: step + 1])]
+        moved = {
+            name: math.sqrt(sum(_finite(distance(before.get(name), after.get(name))) ** 2 for before, after in pairwise(states)))
+            for name in states[-1]
+        }
+        total = sum(value**2 for value in moved.values())
+        relative = math.sqrt(sum(largest[name] ** 2 for name in moved) / total) if total else 0.0
+        return {
+            name: max(relative, self._sign_flip / math.sqrt(summary.elements)) * moved[name]
+            for name, summary in states[-1].items()
+            if summary is not None and summary.elements
+        }
+
+    def _largest_distances(self, step: int, kind: str) -> dict[str, float]:
+        """Return the largest distance between any two runs of a group, by tensor."""
+        largest = dict.fromkeys(self.reference.rank_0.steps[step].tensors[kind], 0.0)
+        for group in self._groups:
+            for one, other in combinations(group.traces, 2):
+                for name in largest:
+                    largest[name] = max(largest[name], group.scale * _finite(_distance(one, other, step, kind, name)))
+        return largest
+
+    def _at_least_minimum(self, largest: dict[str, float], summaries: Summaries) -> dict[str, float]:
+        """Raise each distance to the smallest rounding that its tensor may have."""
+        typical = _typical(largest, summaries)
+        present = [summary for summary in summaries.values() if summary is not None]
+        squares, count = sum(summary.norm**2 for summary in present), sum(summary.elements for summary in present)
+        element = math.sqrt(squares / count) if count and math.isfinite(squares) else 0.0
+        rounding = {}
+        for name, summary in summaries.items():
+            norm, size, eps = (summary.norm, summary.elements, summary.eps) if summary is not None else (0.0, 1, EPS["float64"])
+            rounding[name] = max(
+                largest.get(name, 0.0),
+                typical * norm,
+                MINIMUM_ULPS * eps * norm,
+                self._minimum * max(norm, element * math.sqrt(size)),
+                NEGLIGIBLE * eps * element * math.sqrt(size),
+                1e-38,
+            )
+        return rounding
+
+
+def _typical(distances: dict[str, float], summaries: Summaries) -> float:
+    relative = [
+        distances[name] / summary.norm
+        for name, summary in summaries.items()
+        if name in distances and summary is not None and summary.norm > 0
+    ]
+    return median(relative) if relative else 0.0
+
+
+def _microbatch_gradients(trace: Trace, step: int, index: int) -> Summaries:
+    return next((m.gradients for m in trace.microbatches_of(step) if m.index == index and m.gradients is not None), {})
+
+
+def _distance(one: Trace, other: Trace, step: int, kind: str, name: str) -> float:
+    summaries = (one.rank_0.steps[step].tensors[kind].get(name), other.rank_0.steps[step].tensors[kind].get(name))
+    return tensor_distance(one, other, step, kind, name, summaries)
+
+
+def _scalar(trace: Trace, step: int, attribute: str) -> float | None:
+    value: float | None = getattr(trace.rank_0.steps[step], attribute)
+    return value
+
+
+def _finite(value: float) -> float:
+    return value if math.isfinite(value) else 0.0

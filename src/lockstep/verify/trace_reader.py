@@ -1,0 +1,235 @@
+"""Reads the traces that `lockstep.verify.trace` writes. Without torch: comparing traces needs numpy alone."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import safe_open
+
+EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7, "complex64": 2.0**-23, "complex128": 2.0**-52}
+"""Machine epsilon by dtype. Any other dtype counts as float32."""
+
+Vector = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSummary:
+    """A tensor as the trace has it: its hash, its norm and a random projection instead of its elements."""
+
+    sha256: str
+    norm: float
+    """L2 norm. NaN if it is not finite."""
+    elements: int
+    dtype: str
+    projection: Vector
+    """Sums of the elements under fixed random signs. NaN if they are not finite."""
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any] | None) -> TensorSummary | None:
+        """Return the summary in one entry of a trace; None if there was no tensor."""
+        if row is None:
+            return None
+        projection = np.array([math.nan if value is None else value for value in row["projection"]])
+        return cls(row["sha"], math.nan if row["norm"] is None else row["norm"], row["count"], row["dtype"], projection)
+
+    @property
+    def eps(self) -> float:
+        """Machine epsilon of the tensor's dtype."""
+        return EPS.get(self.dtype, EPS["float32"])
+
+
+Summaries = dict[str, TensorSummary | None]
+"""Tensor summaries by name. None: the tensor does not exist, such as the gradient of an unused parameter."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MicrobatchTrace:
+    """One microbatch as one rank computed it."""
+
+    rank: int
+    step: int
+    index: int
+    samples: tuple[int | str, ...]
+    """Indices of the samples. For a stream: descriptions of them."""
+    rng_before: str | None
+    """Digest of the random generators' state before the forward."""
+    rng_after: str | None
+    """Digest of the same state after the forward."""
+    gradients: Summaries | None
+    """Gradients of this microbatch alone. None: no rank holds whole gradients."""
+
+    @property
+    def drew_random_numbers(self) -> bool:
+        """True if the forward changed the state of the random generators."""
+        return self.rng_after != self.rng_before
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTrace:
+    """One step as one rank saw it."""
+
+    loss: float
+    weight: float | None
+    norm: float | None
+    """Norm that the gradient was clipped by. None: no clipping."""
+    lr: float | None
+    gain: float
+    """Factor that turned the sum over the microbatches into the step's gradient."""
+    tensors: Mapping[str, Summaries]
+    """Summaries by kind: `gradients`, `states`, `parameters`, `buffers`."""
+
+
+@dataclass(slots=True)
+class RankTrace:
+    """Everything that one rank wrote about one train module."""
+
+    initial: Mapping[str, Summaries] = field(default_factory=dict)
+    """`parameters` and `buffers` before the first step."""
+    steps: list[StepTrace] = field(default_factory=list)
+    gradient_order: list[str] = field(default_factory=list)
+    """Parameters in the order in which the first backward completed their gradients."""
+
+
+@dataclass
+class Trace:
+    """One run's trace of one train module."""
+
+    folder: Path | None
+    plan: str
+    world_size: int
+    facts: Mapping[str, Any]
+    module_index: int
+    """Position of the train module in its session."""
+    ranks: dict[int, RankTrace]
+    microbatches: list[MicrobatchTrace]
+
+    @property
+    def rank_0(self) -> RankTrace:
+        """Rank 0's part, which every trace has."""
+        return self.ranks[0]
+
+    @property
+    def steps(self) -> int:
+        """Number of steps."""
+        return len(self.rank_0.steps)
+
+    @property
+    def backward_order(self) -> list[str]:
+        """All parameters from the loss to the input: those that the backward reached, then the others in reverse
+        order."""
+        reached = self.rank_0.gradient_order
+        names = list(self.rank_0.initial.get("parameters", {}))
+        return reached + [name for name in reversed(names) if name not in set(reached)]
+
+    def microbatches_of(self, step: int) -> list[MicrobatchTrace]:
+        """Return the step's microbatches of all ranks, sorted by index."""
+        return sorted((m for m in self.microbatches if m.step == step), key=lambda m: (m.index, m.rank))
+
+    def tensor(self, step: int, kind: str, name: str) -> Vector | None:
+        """Return the tensor itself, flat and in float64; None if the trace has only its summary."""
+        file = self._files.get((step, kind))
+        if file is None or name not in file:
+            return None
+        with safe_open(file[name], framework="numpy") as opened:
+            return np.asarray(opened.get_tensor(name), dtype=np.float64).reshape(-1)
+
+    @cached_property
+    def _files(self) -> dict[tuple[int, str], dict[str, Path]]:
+        found: dict[tuple[int, str], dict[str, Path]] = {}
+        if self.folder is None:
+            return found
+        for path in sorted(self.folder.glob(f"step-*-{self.module_index}-*.safetensors")):
+            _, step, kind, _, _ = path.stem.split("-")
+            with safe_open(path, framework="numpy") as opened:
+                found.setdefault((int(step), kind), {}).update(dict.fromkeys(opened.keys(), path))
+        return found
+
+
+def read_traces(folder: Path) -> list[Trace]:
+    """Return a run's traces, one for each train module. Empty if the run never finished a step."""
+    rows = [row for path in sorted(folder.glob("rank-*.jsonl")) for row in _rows(path)]
+    modules = sorted({row["pair"] for _, row in rows if row["kind"] == "step"})
+    return [_trace(folder, module, len(modules), rows) for module in modules]
+
+
+def _trace(folder: Path, module_index: int, modules: int, rows: list[tuple[int, dict[str, Any]]]) -> Trace:
+    start = next(row for rank, row in rows if row["kind"] == "start" and rank == 0)
+    facts = {"modules": modules} | {name: value for _, row in rows if row["kind"] == "facts" for name, value in row["facts"].items()}
+    trace = Trace(folder, start["plan"], start["world_size"], facts, module_index, {}, [])
+    for rank, row in rows:
+        if row.get("pair") != module_index:
+            continue
+        if row["kind"] == "microbatch":
+            trace.microbatches.append(_microbatch(rank, row))
+            continue
+        entry = trace.ranks.setdefault(rank, RankTrace())
+        if row["kind"] == "initial":
+            entry.initial = {kind: _summaries(row[kind]) for kind in ("parameters", "buffers")}
+        elif row["kind"] == "step":
+            entry.gradient_order = entry.gradient_order or row.get("order", [])
+            entry.steps.append(_step(row))
+    if not start["whole"]:
+        trace.ranks = {0: _merged([trace.ranks[rank] for rank in sorted(trace.ranks)])}
+    return trace
+
+
+def _merged(ranks: list[RankTrace]) -> RankTrace:
+    """Merge ranks that each wrote a part of one model.
+
+    A tensor that two ranks wrote (tied weights) is the lower rank's.
+    """
+
+    def merged(parts: Iterable[Mapping[str, Summaries]]) -> dict[str, Summaries]:
+        found: dict[str, Summaries] = {}
+        for part in parts:
+            for kind, summaries in part.items():
+                found[kind] = {**summaries, **found.get(kind, {})}
+        return found
+
+    steps = [
+        replace(parts[0], tensors=merged(part.tensors for part in parts)) for parts in zip(*(rank.steps for rank in ranks), strict=False)
+    ]
+    order = next((rank.gradient_order for rank in ranks if rank.gradient_order), [])
+    return RankTrace(merged(rank.initial for rank in ranks), steps, order)
+
+
+def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    rank = int(path.stem.partition("-")[2])
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            if line.endswith("\n"):  # a killed run may leave half a line
+                yield rank, json.loads(line)
+
+
+def _summaries(rows: Mapping[str, Any]) -> Summaries:
+    return {name: TensorSummary.from_json(row) for name, row in rows.items()}
+
+
+def _microbatch(rank: int, row: Mapping[str, Any]) -> MicrobatchTrace:
+    return MicrobatchTrace(
+        rank=rank,
+        step=row["step"],
+        index=row["index"],
+        samples=tuple(row["samples"]),
+        rng_before=row["generator"],
+        rng_after=row["left"],
+        gradients=_summaries(row["gradients"]) if "gradients" in row else None,
+    )
+
+
+def _step(row: Mapping[str, Any]) -> StepTrace:
+    return StepTrace(
+        loss=math.nan if row["loss"] is None else row["loss"],
+        weight=row["weight"],
+        norm=row["norm"],
+        lr=row["lr"],
+        gain=row["gain"],
+        tensors={kind: _summaries(row[kind]) for kind in ("gradients", "states", "parameters", "buffers")},
+    )

@@ -1,0 +1,284 @@
+"""A whole verification: starts the runs, compares their traces, and gives a verdict on each plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from lockstep.base.errors import LaunchError
+from lockstep.plan import Plan
+from lockstep.verify import jobs
+from lockstep.verify.causes.evidence import Evidence
+from lockstep.verify.causes.likely_cause import likely_cause
+from lockstep.verify.compare import Comparison, compare, compare_compressed
+from lockstep.verify.jobs import FAST_REFERENCE
+from lockstep.verify.runner import JobResult, Runner
+from lockstep.verify.tolerance import Rounding
+from lockstep.verify.trace_reader import EPS, Trace
+from lockstep.verify.verdict import CompressionEffect, Mismatch, Report, Verdict
+
+COMPUTE_EPS = {"fp32": EPS["float32"], "bf16": EPS["bfloat16"], "fp16": EPS["float16"]}
+"""Machine epsilon of the dtype that each precision computes in."""
+FLOAT64_MARGIN = 4.0
+"""Factor on rounding in float64, which does not shrink exactly as the dtype's precision does."""
+MICROBATCH_SIZE_MINIMUM = 1e-9
+MICROBATCH_SIZE_ULPS = 100.0
+"""Rounding that another microbatch size may cause: relative in float64, or in units in the last place of a shorter
+dtype inside the model."""
+
+_SCALAR_LOSS = (
+    "It is probably a mean over tokens (or pixels, or whatever is not ignored), returned as a plain scalar, so that every microbatch "
+    "counts the same: return ls.Sum(total), and give Recipe.weight = batch -> the number to divide by."
+)
+_WEIGHTED_LOSS = (
+    "With weights, its total must be a sum over samples: it may be a mean all the same, or depend on the size of the microbatch, or the "
+    "model keeps state from one microbatch to the next (a counter, a cache, a hidden state)."
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerifyOptions:
+    """What to verify."""
+
+    plans: Sequence[tuple[Plan, int]]
+    """Plans, each with its number of processes."""
+    steps: int
+    float64: bool
+    """True if the first step is repeated in float64."""
+    check_microbatch_size: bool
+    """True if the loss must not depend on how the batch is cut into microbatches."""
+
+
+class Verification:
+    """Starts every run that the options need and compares their traces.
+
+    Raises `LaunchError` if the script fails on one process, or never trains there.
+    """
+
+    def __init__(self, script: str, options: VerifyOptions, runner: Runner) -> None:
+        self._options = options
+        self._runner = runner
+        self._report = Report(script=script, steps=options.steps)
+        self._script = script
+        self._microbatch: int | None = None
+        self._fast = any(plan.numerics == "fast" for plan, _ in options.plans)
+
+    def run(self) -> Report:
+        references = self._references()
+        started = self._start(next(iter(references.values()))[0].facts)
+        rounding = {plan: [Rounding(trace, []) for trace in traces] for plan, traces in references.items()}
+        if self._fast:
+            perturbed = [_traces(future.result(), "a perturbed run", self._script) for future in started.perturbed]
+            rounding[FAST_REFERENCE] = [
+                Rounding(trace, [run[module] for run in perturbed]) for module, trace in enumerate(references[FAST_REFERENCE])
+            ]
+            self._note_spread(rounding[FAST_REFERENCE][0])
+        rounding_in_float64 = self._rounding_in_float64(started, rounding.get(FAST_REFERENCE, []))
+        runs = zip(self._options.plans, started.plans, started.float64_plans, started.compressed, strict=True)
+        for (plan, processes), run, float64_run, compressed_run in runs:
+            verdict = Verdict(plan=str(plan), processes=processes, bitwise=plan.numerics == "bitwise")
+            self._judge(verdict, run.result(), rounding[jobs.reference_plan(plan)])
+            if verdict.ran and float64_run is not None and rounding_in_float64:
+                self._judge_float64(verdict, float64_run.result(), rounding_in_float64)
+            if verdict.ran and compressed_run is not None:
+                self._judge_compressed(verdict, run.result().traces, compressed_run.result())
+            self._report.verdicts.append(verdict)
+        self._check_microbatch_size(started)
+        return self._report
+
+    def _references(self) -> dict[Plan, list[Trace]]:
+        traces = self._run_references()
+        facts = next(iter(traces.values()))[0].facts
+        if facts["microbatch"] is None:
+            self._microbatch = jobs.microbatch_for_all(facts["global_batch"], self._options.plans)
+            self._report.notes.append(
+                f"the recipe sets no microbatch, so dropout and BatchNorm depend on the plan; verified with microbatch={self._microbatch} "
+                "under every plan"
+            )
+            traces = self._run_references()
+        self._report.steps = min(self._options.steps, next(iter(traces.values()))[0].steps)
+        return traces
+
+    def _run_references(self) -> dict[Plan, list[Trace]]:
+        references = jobs.reference_jobs(self._options.plans, self._options.steps, self._microbatch)
+        results = self._runner.run(list(references.values()))
+        return {plan: _traces(result, "one process", self._script) for plan, result in zip(references, results, strict=True)}
+
+    def _start(self, facts: Mapping[str, Any]) -> _StartedRuns:
+        """Start all other runs. The runner runs them when there is room."""
+        options, start = self._options, self._runner.start
+        plan_jobs = [jobs.plan_job(plan, processes, options.steps, self._microbatch) for plan, processes in options.plans]
+        started = _StartedRuns(plans=[start(job) for job in plan_jobs])
+        started.compressed = [None if facts["gradient_compression"] == "none" else start(jobs.compressed(job)) for job in plan_jobs]
+        if self._fast:
+            started.perturbed = [start(job) for job in jobs.perturbed_jobs(options.steps, self._microbatch)]
+        float64 = options.float64 and self._fast
+        if float64:
+            reference = jobs.reference_jobs(options.plans, options.steps, self._microbatch)[FAST_REFERENCE]
+            started.float64_reference = start(jobs.in_float64(reference))
+            perturbed = jobs.perturbed_jobs(1, self._microbatch, jobs.FLOAT64_PERTURBED_RUNS)
+            started.float64_perturbed = [start(jobs.in_float64(job)) for job in perturbed]
+        started.float64_plans = [start(jobs.in_float64(job)) if float64 and job.plan.numerics == "fast" else None for job in plan_jobs]
+        if options.check_microbatch_size:
+            size = self._microbatch or facts["microbatch"]
+            started.microbatch_sizes = [start(job) for job in jobs.microbatch_size_jobs(facts["global_batch"], size)]
+        return started
+
+    def _rounding_in_float64(self, started: _StartedRuns, fast: Sequence[Rounding]) -> list[Rounding]:
+        """Return the rounding of the float64 reference, for each train module; empty if float64 is not verified."""
+        if started.float64_reference is None:
+            return []
+        result = started.float64_reference.result()
+        perturbed = [future.result() for future in started.float64_perturbed]
+        if not (result.traces and all(run.traces for run in perturbed)):
+            self._report.notes.append(f"the first step was not repeated in float64: the script fails in it ({_last_line(result.error)})")
+            return []
+        facts = result.traces[0].facts
+        if facts.get("islands"):
+            self._report.notes.append(
+                f"the float64 run is only as exact as these operations, which return a shorter dtype: {', '.join(facts['islands'])}"
+            )
+        compute = COMPUTE_EPS[fast[0].reference.facts["precision"]]
+        scale = FLOAT64_MARGIN * max(facts.get("eps", EPS["float64"]), EPS["float64"]) / compute
+        return [
+            rounding.in_float64(trace, [run.traces[module] for run in perturbed], scale=scale, margin=FLOAT64_MARGIN)
+            for module, (rounding, trace) in enumerate(zip(fast, result.traces, strict=True))
+        ]
+
+    def _judge(self, verdict: Verdict, result: JobResult, modules: Sequence[Rounding]) -> None:
+        """`modules`: the reference's rounding for each train module."""
+        verdict.seconds = result.seconds
+        if not _ran(verdict, result):
+            return
+        for rounding, trace in zip(modules, result.traces, strict=True):
+            comparison = compare(rounding.reference, trace, rounding, bitwise=verdict.bitwise)
+            verdict.comparisons.append(comparison)
+            verdict.notes += comparison.notes
+            _note_mismatch(verdict, comparison, rounding.reference, trace, float64=False)
+
+    def _judge_float64(self, verdict: Verdict, result: JobResult, modules: Sequence[Rounding]) -> None:
+        if not result.traces:
+            verdict.notes.append(f"not repeated in float64 under this plan: {_last_line(result.error)}")
+            return
+        for rounding, trace in zip(modules, result.traces, strict=True):
+            comparison = compare(rounding.reference, trace, rounding, bitwise=False)
+            verdict.float64.append(comparison)
+            _note_mismatch(verdict, comparison, rounding.reference, trace, float64=True)
+
+    def _judge_compressed(self, verdict: Verdict, exact: Sequence[Trace], result: JobResult) -> None:
+        """Note the effect of compression, which fails no plan. Ranks that disagree do."""
+        if not _ran(verdict, result):
+            return
+        for without, trace in zip(exact, result.traces, strict=True):
+            comparison = compare_compressed(without, trace)
+            divergence = comparison.divergence
+            verdict.compression.append(
+                CompressionEffect(
+                    gradient_compression=trace.facts["gradient_compression"],
+                    steps=comparison.steps,
+                    gradient=divergence["gradients"][0],
+                    parameters=divergence["parameters"][-1],
+                    loss=divergence["loss"][-1],
+                )
+            )
+            _note_mismatch(verdict, comparison, without, trace, float64=False)
+
+    def _note_spread(self, rounding: Rounding) -> None:
+        steps = range(self._report.steps)
+        self._report.rounding_spread = {kind: [rounding.spread(step, kind) for step in steps] for kind in ("gradients", "parameters")}
+        self._report.rounding_spread["loss"] = [rounding.loss_spread(step) for step in steps]
+
+    def _check_microbatch_size(self, started: _StartedRuns) -> None:
+        """Check that the same batch has the same gradient with another microbatch size."""
+        results = [future.result() for future in started.microbatch_sizes]
+        if len(results) < 2:
+            return
+        if not all(result.traces for result in results):
+            failed = next(result for result in results if not result.traces)
+            self._report.notes.append(f"the loss was not tried with another microbatch size: {_last_line(failed.error)}")
+            return
+        ours, theirs = (result.traces[0] for result in results)
+        if any(microbatch.drew_random_numbers for microbatch in ours.microbatches):
+            self._report.notes.append(
+                "the loss was not tried with another microbatch size: the forward draws random numbers even in eval mode"
+            )
+            return
+        self._report.microbatch_size_checked = True
+        self._report.microbatch_size_mismatch = compare_microbatch_sizes(ours, theirs, results[1].job.microbatch or 0)
+
+
+@dataclass(kw_only=True, slots=True)
+class _StartedRuns:
+    plans: list[Future[JobResult]]
+    compressed: list[Future[JobResult] | None] = field(default_factory=list)
+    float64_plans: list[Future[JobResult] | None] = field(default_factory=list)
+    perturbed: list[Future[JobResult]] = field(default_factory=list)
+    float64_reference: Future[JobResult] | None = None
+    float64_perturbed: list[Future[JobResult]] = field(default_factory=list)
+    microbatch_sizes: list[Future[JobResult]] = field(default_factory=list)
+
+
+def compare_microbatch_sizes(reference: Trace, other: Trace, size: int) -> Mismatch | None:
+    """Compare one batch cut into the recipe's microbatches with the same batch cut into microbatches of `size`. Pure.
+
+    Returns None if the gradient and the loss are the same: the loss is a sum over samples.
+    """
+    minimum = max(MICROBATCH_SIZE_MINIMUM, MICROBATCH_SIZE_ULPS * reference.facts.get("eps", 0.0))
+    rounding = Rounding(reference, [], minimum=minimum)
+    comparison = compare(replace(reference, microbatches=[]), replace(other, microbatches=[]), rounding, bitwise=False)
+    wrong = [difference for difference in comparison.differences if difference.check in ("gradients", "missing", "loss")]
+    if not wrong:
+        return None
+    return Mismatch(
+        difference=wrong[0],
+        float64=True,
+        cause=(
+            f"the loss is not a sum over samples: cut into microbatches of {size} instead of {reference.facts['microbatch']}, the same "
+            f"batch has another gradient. {_SCALAR_LOSS if reference.rank_0.steps[0].weight is None else _WEIGHTED_LOSS} If the loss is "
+            "meant to look at a microbatch as a whole (contrastive losses), give --whole-microbatch-loss"
+        ),
+    )
+
+
+def _ran(verdict: Verdict, result: JobResult) -> bool:
+    """Return True if the run left traces; if not, note the reason in the verdict."""
+    if not result.traces:
+        verdict.ran, verdict.exit_status = False, result.status or 1
+        verdict.error = ("the run timed out; " if result.timed_out else "") + (result.error or "it ended without a step")
+    return verdict.ran
+
+
+def _note_mismatch(verdict: Verdict, comparison: Comparison, reference: Trace, trace: Trace, *, float64: bool) -> None:
+    """Note the comparison's first difference, unless the verdict has one at the same step or before.
+
+    The float64 run's one step may show what the recipe's precision hides until a later step.
+    """
+    if comparison.differences and (verdict.mismatch is None or comparison.differences[0].step < verdict.mismatch.difference.step):
+        cause = likely_cause(Evidence(reference, trace, comparison.differences))
+        verdict.mismatch = Mismatch(difference=comparison.differences[0], float64=float64, cause=cause)
+
+
+def _traces(result: JobResult, under: str, script: str) -> list[Trace]:
+    if result.traces:
+        return result.traces
+    if result.timed_out:
+        raise LaunchError(
+            f"{script!r} under {under} did not finish {result.job.steps} steps in {result.seconds:.0f} s; verify waits that long for "
+            "each run; give fewer --steps, or a longer --timeout"
+        )
+    if result.status:
+        raise LaunchError(
+            f"{script!r} fails under {under} (exit status {result.status}), so there is nothing to compare plans with; make "
+            f"`lockstep run --nproc 1 {script}` work first; its last output:\n{result.error}"
+        )
+    raise LaunchError(
+        f"{script!r} ended without a training step; verify compares the steps of ls.train or ls.Session; call one of them in the script "
+        "(is the call behind a condition that does not hold here?)"
+    )
+
+
+def _last_line(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("The others:")]
+    return lines[-1].strip()[:200] if lines else "it ended without a step"

@@ -1,0 +1,333 @@
+"""Every private name of torch that lockstep uses is in this torch, does what it is used for, and is used through one module."""
+
+import ast
+import gc
+import inspect
+import json
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleavedZeroBubble
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader
+
+import lockstep
+from lockstep.base import torch_private
+
+PACKAGE = Path(lockstep.__file__).parent
+PYTHONS = {
+    *("_exit", "_current_frames", "_getframe", "_replace", "_fields", "_config", "_on_queue_feeder_error", "_exit_function"),
+    *("_run_exitfuncs", "_TextIOBase", "_BufferedIOBase", "_resource_tracker"),
+}
+"""Private names of the standard library."""
+IN_PLACE = "_foreach_"
+
+
+@pytest.fixture
+def group(tmp_path):
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def mesh(group):
+    made = init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
+    yield made
+    torch_private.forget_process_groups(made)
+    gc.collect()
+
+
+@pytest.mark.parametrize("name", torch_private._HOME)
+def test_a_class_or_function_is_there(name):
+    module, _, attribute = torch_private._HOME[name].partition(":")
+    assert getattr(torch_private, name) is getattr(import_module(module), attribute)
+
+
+@pytest.mark.parametrize(("path", "name"), [(path, name) for path, names in torch_private.SUBCLASSED.items() for name in sorted(names)])
+def test_a_protected_name_is_there(path, name):
+    module, _, attribute = path.partition(":")
+    kind = getattr(import_module(module), attribute)
+    assert hasattr(kind, name) or any(f"self.{name}" in inspect.getsource(each.__init__) for each in kind.__mro__[:-1])
+
+
+def test_recurrent_caches():
+    assert vars(nn.LSTM(2, 2)).keys() >= torch_private.RECURRENT_CACHES
+
+
+def test_fake_parameter_mark():
+    with torch_private.FakeTensorMode():
+        assert torch_private.FAKE_PARAMETER_MARK in vars(nn.Parameter(torch.empty(1)))
+
+
+def test_is_distributed_and_to_local(mesh):
+    tensor = torch.arange(4.0)
+    distributed = distribute_tensor(tensor, mesh["a"], [Shard(0)])
+    assert torch_private.is_distributed(distributed)
+    assert not torch_private.is_distributed(tensor)
+    assert torch_private.to_local(tensor) is tensor
+    part = torch_private.to_local(distributed)
+    assert not torch_private.is_distributed(part)
+    assert part.data_ptr() == distributed.to_local().data_ptr()
+
+
+def test_version():
+    tensor = torch.zeros(1)
+    before = torch_private.version(tensor)
+    tensor.add_(1)
+    assert torch_private.version(tensor) == before + 1
+
+
+def test_storage_address():
+    tensor, other = torch.empty(2, device="meta"), torch.empty(2, device="meta")
+    address = torch_private.storage_address(tensor.untyped_storage())
+    assert torch_private.storage_address(tensor[1:].untyped_storage()) == address
+    assert torch_private.storage_address(other.untyped_storage()) != address
+
+
+def test_gradient_hooks():
+    tensor = torch.zeros(1, requires_grad=True)
+    assert not torch_private.gradient_hooks(tensor)
+    tensor.register_hook(print)
+    assert list(torch_private.gradient_hooks(tensor).values()) == [print]
+
+
+def test_post_accumulate_hooks():
+    tensor = torch.zeros(1, requires_grad=True)
+    assert not torch_private.post_accumulate_hooks(tensor)
+    tensor.register_post_accumulate_grad_hook(print)
+    assert list(torch_private.post_accumulate_hooks(tensor).values()) == [print]
+
+
+def test_make_subclass():
+    tensor = torch.zeros(1)
+    made = torch_private.make_subclass(nn.Parameter, tensor, True)
+    assert type(made) is nn.Parameter
+    assert made.requires_grad
+    assert made.data_ptr() == tensor.data_ptr()
+
+
+def test_swap_implementations():
+    one, other = torch.zeros(1), torch.ones(2)
+    one.mark = "one"
+    torch_private.swap_implementations(one, other)
+    assert (one.tolist(), other.tolist()) == ([1, 1], [0])
+    assert one.mark == "one"
+
+
+def test_assert_async():
+    torch_private.assert_async(torch.tensor(True), "fine")
+    with pytest.raises(RuntimeError, match="not fine"):
+        torch_private.assert_async(torch.tensor(False), "not fine")
+
+
+def test_schema():
+    schema = torch_private.schema(torch.ops.aten.add_.Tensor)
+    assert schema.name == "aten::add_"
+    assert [argument.name for argument in schema.arguments if argument.alias_info and argument.alias_info.is_write] == ["self"]
+
+
+def test_in_backward():
+    seen = []
+    tensor = torch.zeros(1, requires_grad=True)
+    tensor.register_hook(lambda _: seen.append(torch_private.in_backward()))
+    tensor.sum().backward()
+    assert seen == [True]
+    assert not torch_private.in_backward()
+
+
+def test_profiler_enabled_and_step_is_profiled():
+    found = []
+    for _ in range(2):
+        found.append((torch_private.profiler_enabled(), torch_private.step_is_profiled()))
+        with torch.profiler.profile():
+            found.append((torch_private.profiler_enabled(), torch_private.step_is_profiled()))
+    assert found == [(False, False), (True, True)] * 2
+
+
+def test_cpu_multiplies_bf16():
+    assert torch_private.cpu_multiplies_bf16() in (True, False)
+
+
+def test_set_allocator_settings():
+    assert hasattr(torch._C, "_accelerator_setAllocatorSettings")  # not called: its settings are the process's for good
+
+
+def test_own_parameters_buffers_and_modules():
+    module = nn.Sequential(nn.BatchNorm1d(2))
+    assert not torch_private.own_parameters(module)
+    assert torch_private.own_modules(module) == {"0": module[0]}
+    assert torch_private.own_parameters(module[0]).keys() == {"weight", "bias"}
+    assert torch_private.own_buffers(module[0]).keys() == {"running_mean", "running_var", "num_batches_tracked"}
+    assert all(name in vars(module) for name in torch_private.MODULE_DICTS)
+
+
+def test_apply_to_own_tensors():
+    module = nn.Sequential(nn.Linear(1, 1))
+    torch_private.apply_to_own_tensors(module, torch.zeros_like)
+    assert module[0].weight.item() != 0
+    torch_private.apply_to_own_tensors(module[0], torch.zeros_like)
+    assert module[0].weight.item() == 0
+
+
+def test_compiled_modules_are_known():
+    plain, in_place, wrapped, forward = (nn.Linear(1, 1) for _ in range(4))
+    in_place.compile()
+    wrapped = torch.compile(wrapped)
+    forward.forward = torch.compile(forward.forward)
+    modules = [plain, in_place, wrapped, forward]
+    assert [torch_private.is_compiled_in_place(module) for module in modules] == [False, True, False, False]
+    assert [torch_private.wraps_compiled(module) for module in modules] == [False, False, True, False]
+    assert torch_private.has_compiled_forward(forward)
+    assert not torch_private.has_compiled_forward(plain)
+
+
+def test_has_step_hooks():
+    parameters = [nn.Parameter(torch.zeros(1))]
+    for register in ("register_step_pre_hook", "register_step_post_hook"):
+        optimizer = torch.optim.SGD(parameters)
+        assert not torch_private.has_step_hooks(optimizer)
+        getattr(optimizer, register)(print)
+        assert torch_private.has_step_hooks(optimizer)
+    for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
+        handle = register(print)
+        assert torch_private.has_step_hooks(torch.optim.SGD(parameters))
+        handle.remove()
+
+
+def test_divides_gradients():
+    parameters = [nn.Parameter(torch.zeros(1))]
+    assert torch_private.divides_gradients(torch.optim.AdamW(parameters, fused=True))
+    assert not torch_private.divides_gradients(torch.optim.AdamW(parameters))
+
+
+def test_end_with_parent():
+    torch_private.end_with_parent(0)  # no signal
+
+
+def test_shut_down_workers():
+    loader = DataLoader([1, 2], num_workers=1, persistent_workers=True, multiprocessing_context="fork")
+    batches = iter(loader)
+    assert next(batches).tolist() == [1]
+    workers = batches._workers
+    torch_private.shut_down_workers(loader, batches)
+    assert not any(worker.is_alive() for worker in workers)
+    assert loader._iterator is None
+
+
+def test_default_store(group):
+    store = torch_private.default_store()
+    store.set("key", "value")
+    assert store.get("key") == b"value"
+
+
+def test_resolve_process_group(group):
+    assert torch_private.resolve_process_group(dist.group.WORLD.group_name) is dist.group.WORLD
+
+
+def test_active_collectives_json(group):
+    dist.barrier()
+    entries = json.loads(torch_private.active_collectives_json()).get("entries", [])
+    assert [entry for entry in entries if not entry["retired"]] == []
+
+
+def test_flatten_mesh_and_forget_process_groups(mesh):
+    flat = torch_private.flatten_mesh(mesh, "ab")
+    assert flat.mesh_dim_names == ("ab",)
+    assert flat.get_group().size() == 1
+    assert mesh._get_root_mesh()._pg_registry
+    torch_private.forget_process_groups(mesh)
+    assert not mesh._get_root_mesh()._pg_registry
+
+
+def test_fsdp_parameter_group(mesh):
+    model = fully_shard(nn.Linear(2, 2), mesh=mesh["a"])
+    found = torch_private.fsdp_parameter_group(model)
+    assert [each.sharded_param for each in found.fsdp_params] == list(model.parameters())
+    assert found.fsdp_params[0].padded_sharded_param_size == torch.Size([2, 2])
+
+
+def test_set_unshard_async(mesh):
+    torch_private.set_unshard_async(fully_shard(nn.Linear(2, 2), mesh=mesh["a"]), True)
+
+
+def test_stage_inputs_and_input_gradients(group):
+    stage = PipelineStage(nn.Linear(1, 1), 0, 1, torch.device("cpu"))
+    assert torch_private.stage_inputs(stage, 0) == ()
+    stage.fwd_cache[0] = ((), [torch.zeros(1)])
+    assert torch_private.stage_inputs(stage, 0) == (torch.zeros(1),)
+    assert torch_private.stage_input_gradients(stage) is stage.bwd_cache
+
+
+def test_schedule_losses(group):
+    stage = PipelineStage(nn.Linear(1, 1), 0, 1, torch.device("cpu"))
+    for schedule in (Schedule1F1B(stage, 1, loss_fn=print), ScheduleInterleavedZeroBubble([stage], 1, loss_fn=print)):
+        assert torch_private.schedule_losses(schedule) == []
+
+
+def is_private(name):
+    return name.startswith("_") and not name.startswith("__") and not name.startswith(IN_PLACE)
+
+
+def defined_in(trees):
+    """The names of all functions, classes, arguments and variables in the trees, and of what they set on `self` and `cls`."""
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) in ("self", "cls"):
+            yield node.attr
+
+
+def private_names_of_torch(tree, known, own):
+    """Uses of a name that is torch's, or at least neither ours nor the standard library's. `known`: private names of torch."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
+            yield from (
+                f"{node.lineno}: import {node.module}.{each.name}"
+                for each in node.names
+                if any(map(is_private, f"{node.module}.{each.name}".split(".")))
+            )
+        elif isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in PYTHONS:
+            base = ast.unparse(node.value)
+            if base in ("self", "cls", "super()"):
+                found = node.attr not in own and not any(node.attr in names for names in torch_private.SUBCLASSED.values())
+            else:
+                found = node.attr in known or node.attr not in own or base.partition(".")[0] in ("torch", "dist", "nn")
+            if found:
+                yield f"{node.lineno}: {ast.unparse(node)}"
+        elif isinstance(node, ast.Constant) and node.value in known:
+            yield f"{node.lineno}: {node.value!r}"
+
+
+def test_no_other_module_has_private_names_of_torch():
+    trees = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
+    home = trees.pop(Path(torch_private.__file__))
+    known = {node.attr for node in ast.walk(home) if isinstance(node, ast.Attribute) and is_private(node.attr)}
+    known |= {node.value for node in ast.walk(home) if isinstance(node, ast.Constant) and is_private(str(node.value))}
+    known -= {name for names in torch_private.SUBCLASSED.values() for name in names} | {"_HOME"}
+    own = set(defined_in(trees.values())) | {"_enclosure"}
+    found = {path.name: list(private_names_of_torch(tree, known, own)) for path, tree in trees.items()}
+    assert {name: uses for name, uses in found.items() if uses} == {}
+
+
+def test_the_search_finds_private_names():
+    code = """
+from torch._C import x
+torch.cpu._is()
+module._parameters
+tensor._unheard_of
+self._mine
+os._exit(0)
+torch._foreach_add_(a, b)
+"""
+    found = list(private_names_of_torch(ast.parse(code), {"_parameters"}, {"_mine"}))
+    assert sorted(int(line.partition(":")[0]) for line in found) == [2, 3, 4, 5]
