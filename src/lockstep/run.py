@@ -156,7 +156,7 @@ def _prepare(recipe: Recipe, session: Session) -> None:
     if pipeline is None:
         check()
     else:
-        pipeline.together(check)
+        pipeline.raise_on_all_ranks(check)
     if session.house.evaluation is not None:
         session.house.evaluation.prepare(run, recipe)
     run.include("run", run)

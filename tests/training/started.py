@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lockstep.model.initialization.deferred_init import DeferredModel
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from training.kept import recipe, run
@@ -16,7 +17,6 @@ import lockstep as ls
 from lockstep.base.errors import RecipeError
 from lockstep.checkpoint import foreign
 from lockstep.comm.mesh import to_local
-from lockstep.model.deferred_init import Deferred
 from lockstep.training import pretrained as starting
 from lockstep.training.pretrained import Start
 from lockstep.training.state import aliases, tensors_of
@@ -74,17 +74,17 @@ def read_bytes(plan: str, run_dir: str, weights: Any) -> tuple[int, int]:
 def computed(plan: str, run_dir: str, weights: Any) -> list[str]:
     """The names of the parameters and buffers whose initial values a rank has computed."""
     names = []
-    original = Deferred.materialise
+    original = DeferredModel.materialize
 
-    def noting(self: Deferred, tensor: Tensor) -> Tensor:
+    def noting(self: DeferredModel, tensor: Tensor) -> Tensor:
         names.append(self.names[id(tensor)])
         return original(self, tensor)
 
-    Deferred.materialise = noting  # type: ignore[method-assign,assignment]
+    DeferredModel.materialize = noting  # type: ignore[method-assign,assignment]
     try:
         started(plan, run_dir, weights)
     finally:
-        Deferred.materialise = original  # type: ignore[method-assign]
+        DeferredModel.materialize = original  # type: ignore[method-assign]
     return names
 
 

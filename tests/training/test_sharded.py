@@ -153,13 +153,11 @@ def refused(model: type[nn.Module], run_dir: str) -> str:
 def test_a_parameter_without_dims_cannot_be_cut(pool: WorkerPool, tmp_path: Path) -> None:
     assert (
         pool.run(2, refused, Scalar, str(tmp_path / "run"))
-        == ["the parameter 'scale' is a scalar, which the shard axis cannot cut; give it one dim, torch.zeros(1), or choose replicate"] * 2
+        == ["the parameter 'scale' is a scalar, which FSDP2 cannot shard; give it one dim, torch.zeros(1), or choose replicate"] * 2
     )
 
 
 def test_a_parameter_that_is_not_contiguous_cannot_be_cut(pool: WorkerPool, tmp_path: Path) -> None:
     one, other = pool.run(2, refused, Turned, str(tmp_path / "run"))
     assert one == other
-    assert one.startswith(
-        "the parameter 'weight' is not contiguous (strides (1, 6)), and the shard axis cuts rows that lie behind one another; "
-    )
+    assert one.startswith("the parameter 'weight' is not contiguous (strides (1, 6)), and FSDP2 shards contiguous rows; ")

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from parallel.elsewhere import ELSEWHERE, SecondDevice
+from model.second_device import ELSEWHERE, SecondDevice
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -230,6 +230,6 @@ def test_where_there_is_no_block_each_layer_is_recomputed_and_not_the_model_over
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[type[nn.Module]] = []
-    monkeypatch.setattr(layout, "recompute", lambda block, mode: found.append(type(block)))
+    monkeypatch.setattr(layout, "checkpoint_activations", lambda block, mode: found.append(type(block)))
     ls.train(recipe(model=small_parts), plan="split=2,checkpointing=full", run_dir=str(tmp_path / "run"))
     assert found == [nn.Linear, nn.LayerNorm] * 9 + [nn.Linear]

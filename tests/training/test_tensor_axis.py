@@ -203,7 +203,7 @@ def refused(run_dir: str, changes: dict[str, Any]) -> str:
     ("changes", "text"),
     [
         ({"tensor": {"*.gate": "colwise"}}, "Recipe.tensor has '*.gate', which matches no module of the model; modules are 0, 0.0, "),
-        ({}, "tensor parallelism on a model without a map of its layers; the axis cuts only what it is told to; give Recipe(tensor="),
+        ({}, "tensor parallelism on a model without a map of its layers; the axis shards only what it is told to; give Recipe(tensor="),
         (
             {"model": partial(Attention, 3), "tensor": ATTENTION},
             "Attention has heads=3 with tensor=2; each rank computes whole heads, and 3 is not a multiple of 2; choose a tensor axis that "

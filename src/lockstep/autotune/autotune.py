@@ -37,7 +37,7 @@ from lockstep.data.structure import structure
 from lockstep.hooks.checkpointer import saved_recipe
 from lockstep.launch.environment import threads_per_process
 from lockstep.logging.run_directory import device_name
-from lockstep.model.sync_batchnorm import Exchange, training_layers
+from lockstep.model.sync_batchnorm import SyncBatchNormExchange, training_batchnorms
 from lockstep.opening import Opened
 from lockstep.plan import MEASURED
 from lockstep.recipe import Recipe
@@ -112,7 +112,7 @@ class _Choosing:
     def model(self) -> nn.Module:
         """A model to measure with, in training mode, as the plan wants it. Built when it is first needed."""
         options = ModelOptions(blocks=self.recipe.blocks, tensor=self.recipe.tensor, stages=self.recipe.stages)
-        made = build_model(self.context, self.recipe.model, options, number=0, exchange=Exchange(), weights=None)
+        made = build_model(self.context, self.recipe.model, options, number=0, exchange=SyncBatchNormExchange(), weights=None)
         if made.parallel.streams is not None:
             made.parallel.streams.close()
         model: nn.Module = made.built.module
@@ -153,7 +153,7 @@ class _Choosing:
             raise RecipeError(
                 f"numerics=bitwise with microbatch='auto'; other machines and numbers of processes may measure another one; {example}"
             )
-        if layers := training_layers([self.model]):
+        if layers := training_batchnorms([self.model]):
             raise RecipeError(
                 f"microbatch='auto' with BatchNorm ({layers[0][0]!r}); it takes its statistics over one microbatch, whose size so changes "
                 f"what is learned, not only the speed; {example}"

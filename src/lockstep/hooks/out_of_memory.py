@@ -11,7 +11,7 @@ from lockstep.base.errors import RecipeError
 from lockstep.hooks.fallbacks import Remembered, changes, climb, more_to_change, next_plan, said
 from lockstep.launch.failures import out_of_memory
 from lockstep.launch.worker_files import request_restart
-from lockstep.model.sync_batchnorm import training_layers
+from lockstep.model.sync_batchnorm import training_batchnorms
 from lockstep.plan import Plan
 from lockstep.recipe import Stream
 from lockstep.saving import OutOfMemory as Setting
@@ -54,7 +54,7 @@ class OutOfMemory(ControlHook):
 
         Raises `RecipeError` if the plan splits microbatches that cannot be split.
         """
-        mine = [name for name, _ in training_layers(models)]
+        mine = [name for name, _ in training_batchnorms(models)]
         layers = [name for theirs in run.context.mesh.axis("pipeline").gather_values(mine) for name in theirs]
         if layers:
             self._unsplittable = (

@@ -1,4 +1,4 @@
-"""Which parts of a model are its blocks: what a plan that shards gathers, frees, checkpoints or compiles one at a time."""
+"""The blocks of a model: the modules that a plan gathers, frees, checkpoints or compiles one at a time."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ from torch import nn
 from lockstep.base.errors import RecipeError
 
 LARGE_SHARE = 8
-"""Where nothing repeats, a module with this part of all parameters (1 / LARGE_SHARE) is a block."""
+"""If no list of modules repeats, a module with at least 1 / LARGE_SHARE of all parameters is a block."""
 
 
 def blocks_of(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
-    """The names of the model's blocks, in the order of its modules; none lies in another. Perhaps none.
+    """The names of the model's blocks, in the order of its modules. No block lies inside another. The list may be
+    empty.
 
-    `patterns`: what the recipe names them, with `*` for any text: `"blocks.*"`. None: the members of lists of alike modules
-    (`nn.ModuleList` or `nn.Sequential`), the outermost ones; where there is none, the modules with an eighth of all parameters.
-    What shares a parameter with another part of the model is no block. Raises `RecipeError` where a pattern matches no module, or one
-    that is none, or blocks lie in one another.
+    `patterns`: the recipe's names of blocks, with `*` for any text: `"blocks.*"`. None: the members of the outermost
+    lists of equal modules (`nn.ModuleList` or `nn.Sequential`); if there is none, the modules with an eighth of all
+    parameters. A module that shares a parameter with another part of the model is no block. Raises `RecipeError` if a
+    pattern matches no module, or a module that cannot be a block, or if blocks lie inside one another.
     """
     if patterns is None:
         found = list(_repeated(model, "")) or list(_large(model, "", _size(model) / LARGE_SHARE))
-        tied = tied_blocks(model, found)
-        return [name for name in found if name not in tied]
+        shared = blocks_with_shared_parameters(model, found)
+        return [name for name in found if name not in shared]
     named = _named(model, patterns)
-    if tied := tied_blocks(model, named):
+    if shared := blocks_with_shared_parameters(model, named):
         raise RecipeError(
-            f"the recipe's block {min(tied)!r} shares a parameter with what lies outside of it; a block's parameters are gathered for it "
+            f"the recipe's block {min(shared)!r} shares a parameter with what lies outside of it; a block's parameters are gathered for it "
             "alone; leave it out of Recipe.blocks, or name a module that holds both"
         )
     return named
@@ -51,7 +52,7 @@ def _named(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     return chosen
 
 
-def tied_blocks(model: nn.Module, blocks: Sequence[str]) -> set[str]:
+def blocks_with_shared_parameters(model: nn.Module, blocks: Sequence[str]) -> set[str]:
     """The blocks with a parameter that another block, or no block, has too."""
     owners: dict[int, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -1,7 +1,8 @@
-"""Every rank builds the same model: a factory that read the rank, the clock or a generator of its own is found out.
+"""Checks that every rank builds the same model, whatever its factory reads: the rank, the clock, a generator of its
+own.
 
-What the model consists of is compared before anything else, since ranks with different parameters would wait for each other's exchanges.
-Values are compared by checksums, taken where they are computed: of a model without values, one tensor after another.
+The structure is compared first, because ranks with different parameters would deadlock in their collectives. Values are
+compared by checksums, computed together with the values: one tensor at a time under deferred initialization.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from lockstep.comm.world import World
 
 
 def check_structure(model: Any, world: World) -> None:
-    """Raises `RecipeError`, on every rank alike, where ranks have other modules, or other parameters and buffers in them. Every rank."""
+    """Raises `RecipeError` on every rank if the modules, parameters or buffers of two ranks differ. Every rank calls
+    it."""
     first, *others = world.gather_values(_structure(model))
     for rank, other in enumerate(others, start=1):
         if other != first:
@@ -34,7 +36,7 @@ def check_structure(model: Any, world: World) -> None:
 
 
 def check_checksums(checksums: Mapping[str, int], world: World) -> None:
-    """Raises `RecipeError`, on every rank alike, where two ranks have other checksums under one name. Every rank calls it.
+    """Raises `RecipeError` on every rank if two ranks have different checksums under one name. Every rank calls it.
 
     A rank need not have all names.
     """
@@ -50,7 +52,7 @@ def check_checksums(checksums: Mapping[str, int], world: World) -> None:
 
 
 def checksums_of(model: Any) -> dict[str, int]:
-    """Of every parameter and buffer that has dense bytes, by name."""
+    """Checksums of every parameter and buffer that has dense bytes, by name."""
     tensors = dict(_tensors(model)) if isinstance(model, nn.Module) else {}
     return {
         name: checksum(tensor)
@@ -60,7 +62,8 @@ def checksums_of(model: Any) -> dict[str, int]:
 
 
 def checksum(tensor: Tensor) -> int:
-    """CRC-32C of the elements as they lie in memory: equal for tensors of equal strides and bits. Copies only what has gaps."""
+    """CRC-32C of the elements as they lie in memory: equal for tensors of equal strides and bits. Copies only tensors
+    with gaps."""
     dense = tensor.detach().resolve_conj().resolve_neg().cpu()
     dense = dense.permute(sorted(range(dense.dim()), key=dense.stride, reverse=True)).contiguous()
     # A single element may have any stride and be contiguous, and could then not be viewed as bytes.

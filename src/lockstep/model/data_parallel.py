@@ -1,6 +1,7 @@
 """`torch.nn.DataParallel`, for old habits: one process cuts each microbatch over several GPUs.
 
-Each forward copies the model to the other GPUs, and Python runs all of them in one process. One process a GPU (`replicate`) is faster.
+Each forward copies the model to the other GPUs, and Python runs all of them in one process. One process a GPU
+(`replicate`) is faster.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ def gpus_of(home: torch.device, count: int) -> list[int]:
     return list(range(count))
 
 
-def check_cuttable(model: nn.Module, count: int) -> None:
-    """Raises `RecipeError` where a model's forward on parts of a microbatch would compute something else than on the whole."""
+def check_no_batchnorm(model: nn.Module, count: int) -> None:
+    """Raises `RecipeError` if the model's output on parts of a microbatch would differ from that on the whole."""
     for name, module in model.named_modules():
         if isinstance(module, BatchNormBase):
             raise RecipeError(
@@ -35,13 +36,14 @@ def check_cuttable(model: nn.Module, count: int) -> None:
             )
 
 
-def cut_over(model: nn.Module, gpus: list[int]) -> None:
-    """Have the model's forward, and nothing else of it, run on all `gpus`, each with a part of dim 0 of every tensor that it is given.
+def wrap_data_parallel(model: nn.Module, gpus: list[int]) -> None:
+    """Let `torch.nn.DataParallel` run the model's forward, and nothing else of it: each GPU gets a part of dim 0 of
+    every tensor argument.
 
-    The model is on the first GPU, where the whole output comes back. Raises `RecipeError`.
+    The model and its whole output are on the first GPU. Raises `RecipeError`.
     """
-    check_cuttable(model, len(gpus))
-    parallel = nn.DataParallel(_Forward(model), device_ids=gpus)
+    check_no_batchnorm(model, len(gpus))
+    parallel = nn.DataParallel(_OwnForward(model), device_ids=gpus)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         for gpu in gpus[1:]:  # drawn from the microbatch's own generator, so that each part has masks of its own
@@ -51,8 +53,9 @@ def cut_over(model: nn.Module, gpus: list[int]) -> None:
     model.forward = forward
 
 
-class _Forward(nn.Module):
-    """What DataParallel copies: it calls the model's own forward, which its replacement would lead back to DataParallel."""
+class _OwnForward(nn.Module):
+    """The module that DataParallel replicates. It calls the forward of the model's class, because `model.forward` is
+    replaced by DataParallel's."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

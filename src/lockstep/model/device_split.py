@@ -1,8 +1,8 @@
-"""The layers of one process shared out over its devices, the simple model parallelism: activations move, layers stay where they are.
+"""Naive model parallelism: the layers of one process are shared out over its devices. Activations move, layers stay.
 
-Layers are placed in runs, in their order. All else stays on the first device, `home`, where batches are and where
-the model's output comes back to. A layer's forward moves what it is called with to its own device. What it returns stays there if the next
-layer is called with it, as in a list of layers, and comes home otherwise.
+Consecutive layers share a device. Everything else stays on the first device, `home`, together with the batches and the
+model's output. The forward of a layer moves its inputs to its device. Its output stays there if it is the input of the
+next layer, as in a list of layers; otherwise it moves to `home`.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from torch import Tensor, nn
 
 from lockstep.base.errors import PlanError, RecipeError
 from lockstep.base.torch_private import apply_to_own_tensors, own_buffers, own_modules, own_parameters
-from lockstep.model.blocks import blocks_of, tied_blocks
+from lockstep.model.blocks import blocks_of, blocks_with_shared_parameters
 from lockstep.model.pipeline.stages import balanced
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
-    """What is on one device as a whole."""
+class PlacedLayer:
+    """A module that is placed on one device as a whole."""
 
     name: str
-    hands_on: bool
-    """Whether the next layer is called with what this one returns."""
+    feeds_next: bool
+    """True if the output of this layer is the input of the next one."""
 
 
 def devices_of(home: torch.device, count: int) -> list[torch.device]:
-    """The devices of this process that share out the layers, `home` first; on a CPU all of them are the CPU. Raises `PlanError`."""
+    """The devices over which this process places the layers, `home` first. On a CPU all of them are the CPU. Raises
+    `PlanError`."""
     if home.type != "cuda":
         return [home] * count
     there = torch.cuda.device_count()
@@ -45,32 +46,32 @@ def devices_of(home: torch.device, count: int) -> list[torch.device]:
     return [torch.device("cuda", number) for number in range(count)]
 
 
-def layers_of(model: nn.Module, patterns: Sequence[str] | None, parts: Sequence[str]) -> list[Layer]:
-    """The layers that can be placed, in order. Perhaps none.
+def layers_of(model: nn.Module, patterns: Sequence[str] | None, parts: Sequence[str]) -> list[PlacedLayer]:
+    """The layers that can be placed, in order. The list may be empty.
 
-    `patterns`: `Recipe.blocks`. `parts`: as `stages.parts_of` found them. Where there are parts and no patterns, layers are the parts, and
-    the members of each that is an `nn.Sequential` and no block; else the blocks, as `blocks_of` finds them. What shares a parameter with
-    another part of the model is none. Raises `RecipeError`.
+    `patterns`: `Recipe.blocks`. `parts`: from `stages.sequential_parts`. If there are parts and no patterns, the layers
+    are the parts, or the members of a part that is an `nn.Sequential` and no block. Otherwise they are the blocks, from
+    `blocks_of`. A module that shares a parameter with another part of the model is no layer. Raises `RecipeError`.
     """
     blocks = blocks_of(model, patterns)
     if patterns is None and parts:
         names = [name for part in parts for name in _members(model.get_submodule(part), part, blocks)]
-        tied = tied_blocks(model, names)
+        shared = blocks_with_shared_parameters(model, names)
         return [
-            Layer(name, after is not None and after not in tied)
+            PlacedLayer(name, after is not None and after not in shared)
             for name, after in zip(names, [*names[1:], None], strict=True)
-            if name not in tied
+            if name not in shared
         ]
     lists = [name.rpartition(".")[0] for name in blocks]
     chained = [isinstance(model.get_submodule(each), nn.ModuleList | nn.Sequential) for each in lists]
-    return [Layer(name, chained[i] and lists[i] in lists[i + 1 : i + 2]) for i, name in enumerate(blocks)]
+    return [PlacedLayer(name, chained[i] and lists[i] in lists[i + 1 : i + 2]) for i, name in enumerate(blocks)]
 
 
-def places(names: Sequence[str], nbytes: Sequence[int], rest_bytes: int, wanted: int | tuple[int, ...]) -> list[int]:
-    """The number of each layer's device: runs, ascending.
+def device_indices(names: Sequence[str], nbytes: Sequence[int], rest_bytes: int, wanted: int | tuple[int, ...]) -> list[int]:
+    """The index of each layer's device, ascending.
 
-    `wanted`: `Plan.split`, so many devices, balanced by bytes, or so many layers on each. `rest_bytes`: what the first one holds besides.
-    Raises `RecipeError`.
+    `wanted`: `Plan.split`, the number of devices, balanced by bytes, or the number of layers on each. `rest_bytes`:
+    bytes on the first device that belong to no layer. Raises `RecipeError`.
     """
     listed = f"{', '.join(names[:8])}{', ...' if len(names) > 8 else ''}" or "none"
     if isinstance(wanted, tuple):
@@ -89,7 +90,7 @@ def places(names: Sequence[str], nbytes: Sequence[int], rest_bytes: int, wanted:
     return [device for device, run in enumerate(runs) for _ in run]
 
 
-def split(model: nn.Module, layers: Sequence[Layer], devices: Sequence[torch.device], wanted: int | tuple[int, ...]) -> None:
+def split(model: nn.Module, layers: Sequence[PlacedLayer], devices: Sequence[torch.device], wanted: int | tuple[int, ...]) -> None:
     """Move every parameter and buffer to its device, and have the forwards move activations. `wanted`: `Plan.split`.
 
     Raises `RecipeError`, also from the forward, where code between layers uses tensors of two devices.
@@ -97,13 +98,13 @@ def split(model: nn.Module, layers: Sequence[Layer], devices: Sequence[torch.dev
     names = [layer.name for layer in layers]
     modules = [model.get_submodule(name) for name in names]
     nbytes = [sum(tensor.nbytes for tensor in _tensors(module)) for module in modules]
-    numbers = places(names, nbytes, sum(tensor.nbytes for tensor in _tensors(model)) - sum(nbytes), wanted)
+    numbers = device_indices(names, nbytes, sum(tensor.nbytes for tensor in _tensors(model)) - sum(nbytes), wanted)
     _check_shared(names, modules, numbers)
     home = devices[0]
     inside = {id(module) for layer in modules for module in layer.modules()}
     for layer, module, number in zip(layers, modules, numbers, strict=True):
         module.to(devices[number])
-        _compute_on(module, devices[number], home, comes_home=not layer.hands_on)
+        _compute_on(module, devices[number], home, comes_home=not layer.feeds_next)
     for module in model.modules():
         if id(module) not in inside:
             apply_to_own_tensors(module, lambda tensor: tensor.to(home))
@@ -113,7 +114,7 @@ def split(model: nn.Module, layers: Sequence[Layer], devices: Sequence[torch.dev
     _explain(model)
 
 
-def moved(value: Any, device: torch.device, copies: list[tuple[Any, list[Any]]] | None = None) -> Any:
+def move_tensors(value: Any, device: torch.device, copies: list[tuple[Any, list[Any]]] | None = None) -> Any:
     """`value` with the tensors in its tuples, lists and mappings on `device`; the object itself where none has to move.
 
     `copies` gets each list and mapping that was copied for it, with its members.
@@ -126,7 +127,7 @@ def moved(value: Any, device: torch.device, copies: list[tuple[Any, list[Any]]] 
         members = list(value)
     else:
         return value
-    parts = [moved(member, device, copies) for member in members]
+    parts = [move_tensors(member, device, copies) for member in members]
     if _identical(parts, members):
         return value
     if isinstance(value, tuple):
@@ -153,7 +154,7 @@ def _tensors(module: nn.Module) -> list[Tensor]:
 
 
 def _check_shared(names: Sequence[str], modules: Sequence[nn.Module], numbers: Sequence[int]) -> None:
-    """Raises `RecipeError` where a tensor would have to be on two devices: a buffer, that is, since what shares a parameter is no layer."""
+    """Raises `RecipeError` if a buffer would have to be on two devices. (A module with a shared parameter is no layer.)"""
     holders: dict[int, int] = {}
     for place, module in enumerate(modules):
         for tensor in _tensors(module):
@@ -171,8 +172,8 @@ def _compute_on(module: nn.Module, device: torch.device, home: torch.device, *, 
     @functools.wraps(forward)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         copies: list[tuple[Any, list[Any]]] = []
-        args, kwargs = moved(args, device, copies), {name: moved(value, device, copies) for name, value in kwargs.items()}
-        with _working(device, home):
+        args, kwargs = move_tensors(args, device, copies), {name: move_tensors(value, device, copies) for name, value in kwargs.items()}
+        with _current_device(device, home):
             output = forward(*args, **kwargs)
         for copied, members in copies:
             if not _identical(list(copied.values()) if isinstance(copied, Mapping) else copied, members):
@@ -180,7 +181,7 @@ def _compute_on(module: nn.Module, device: torch.device, home: torch.device, *, 
                     f"the forward of a {type(module).__name__} changed a {type(copied).__name__} that it was given, of which split had "
                     "made a copy on another device, and the change would be lost; have it return what it adds"
                 )
-        return moved(output, home) if comes_home else output
+        return move_tensors(output, home) if comes_home else output
 
     module.forward = wrapped
 
@@ -190,8 +191,9 @@ def _identical(one: Sequence[Any], other: Sequence[Any]) -> bool:
 
 
 @contextmanager
-def _working(device: torch.device, home: torch.device) -> Iterator[None]:
-    """On another GPU than `home`: it is the current one, and its generator goes on where home's stands, as if there were one."""
+def _current_device(device: torch.device, home: torch.device) -> Iterator[None]:
+    """Make `device` the current GPU, with a random generator that continues the sequence of `home`'s, as on a single
+    GPU."""
     if device == home or device.type != "cuda":
         yield
         return
@@ -203,7 +205,7 @@ def _working(device: torch.device, home: torch.device) -> Iterator[None]:
 
 
 def _explain(model: nn.Module) -> None:
-    """Say what to do where tensors of two devices meet in code that is no layer's."""
+    """Explain the error if code outside the layers uses tensors of two devices together."""
     forward: Callable[..., Any] = model.forward
 
     @functools.wraps(forward)

@@ -1,10 +1,12 @@
-"""Each part of a model draws its random numbers from a stream of its own, so that its dropout does not depend on who computes it (law 2).
+"""Random streams of modules: each sequential part draws from a stream of its own, so dropout does not depend on the
+rank (law 2).
 
-[Note: streams] A part's stream begins when the part before it ends, not when it starts itself. So where `torch.utils.checkpoint` wraps a
-part, however it does, the state that it keeps and puts back for the recomputation is that of the part's own stream: a recomputation
-draws what the forward drew, also where other microbatches' forwards lie between the two, as in a pipeline. Where it wraps several parts
-at once, the recomputation begins the streams of the later ones too: a stream is known by the generator's seed, and which stream followed
-it is taken down in the forward.
+[Note: streams] A part's stream starts when the part before it ends, not when the part itself starts. So
+`torch.utils.checkpoint`, which saves and restores the state of the generator for the recomputation, always saves the
+state of the part's own stream. A recomputation then draws what the forward drew, even if forwards of other microbatches
+lie between the two, as in a pipeline. If several parts are checkpointed together, their recomputation starts the
+streams of the later ones too: a stream is identified by the generator's seed, and the forward records which stream
+follows which.
 """
 
 from __future__ import annotations
@@ -29,21 +31,23 @@ DRAWING = (
     nn.FractionalMaxPool2d,
     nn.FractionalMaxPool3d,
 )
-"""Of torch's own modules, those that may draw random numbers in their forward."""
+"""Torch's modules that may draw random numbers in their forward."""
 REMEMBERED = 2**16
-"""Streams whose followers are kept for recomputations: parts times microbatches on their way."""
+"""Number of streams whose followers are kept for recomputations: parts times microbatches in flight."""
 
 
-class Streams:
-    """The streams of one model's parts, under every plan: with one process they are what makes a pipeline's masks the same.
+class ModuleRandomStreams:
+    """The random streams of one model's sequential parts, under every plan, so that masks on one process are those of a
+    pipeline.
 
-    For each microbatch `start` or `begun`, then the forward. The first part draws from `key(*position)`, part i from
-    `key(*position, i, n)` in the model's n-th forward of this microbatch, and what comes after the last of P parts (the loss) from
-    `key(*position, P, n)`. Where no part can draw, whatever does draws from `key(*position)`.
+    Call `start` or `set_position` for each microbatch, and then the forward. The first part draws from
+    `key(*position)`, part i from `key(*position, i, n)` in the model's n-th forward of this microbatch, and code after
+    the last of P parts (the loss) from `key(*position, P, n)`. If no part can draw, everything draws from
+    `key(*position)`.
     """
 
     def __init__(self, model: nn.Module, parts: Sequence[str], begin: Callable[[int], None]) -> None:
-        """`parts`: as `stages.parts_of` found them. `begin`: starts torch's default generators, and others, from a key."""
+        """`parts`: from `stages.sequential_parts`. `begin`: seeds torch's default generators, and others, with a key."""
         self._begin = begin
         self._position: tuple[int, ...] | None = None
         modules = [model.get_submodule(name) for name in parts]
@@ -60,21 +64,22 @@ class Streams:
         self._handles = [module.register_forward_hook(self._ended) for module in once.values()] if self._several else []
 
     def start(self, position: tuple[int, ...], part: int = 0) -> None:
-        """Begin the stream of `part` in the first forward of a microbatch. A pipeline's stage calls it with its first part."""
-        self.begun(position)
+        """Start the stream of `part` in the first forward of a microbatch. A pipeline's stage calls it with its first
+        part."""
+        self.set_position(position)
         self._begin(key(*position, part, 0) if part and self._several else key(*position))
 
-    def begun(self, position: tuple[int, ...]) -> None:
-        """The same, where the first part's stream has been begun already."""
+    def set_position(self, position: tuple[int, ...]) -> None:
+        """Note a microbatch's position, if the stream of its first part has been started already."""
         self._position = position
         self._calls.clear()
 
     def stop(self) -> None:
-        """For forwards that are no microbatch's: leave the generators alone until the next `start`."""
+        """Leave the generators alone until the next `start`: for forwards that belong to no microbatch."""
         self._position = None
 
     def close(self) -> None:
-        """Take the hooks off the model."""
+        """Remove the hooks from the model."""
         for handle in self._handles:
             handle.remove()
 

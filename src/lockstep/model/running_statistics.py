@@ -1,9 +1,10 @@
-"""Running statistics of BatchNorm that do not depend on who computed which microbatch (law 2).
+"""Running statistics of BatchNorm that do not depend on the assignment of microbatches to ranks (law 2).
 
-Each microbatch's forward updates scratch buffers instead of the running ones. What one microbatch does to a running statistic r is
-r -> keep * r + gain, so (keep, gain) of every microbatch, gathered from all ranks, is applied in the microbatches' order on every rank:
-buffers end equal on all ranks, and at any world size. Other buffers that a forward changes have no such rule and are refused: where torch
-counts the change, in the step that made it; where it does not (a change through `.data`), at the steps where bits are compared.
+Each microbatch's forward updates scratch buffers instead of the running statistics. The update of a running statistic r
+by one microbatch is r -> keep * r + gain. So (keep, gain) of every microbatch is gathered from all ranks, and every
+rank applies them in the microbatches' order: the buffers are equal on all ranks, and at any world size. Other buffers
+that a forward changes have no such rule and are refused. If torch counts the change, that is noticed in the same step;
+a change through `.data` is noticed at steps where bits are compared.
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 @dataclass(slots=True)
-class _Scratch:
-    """One BatchNorm module's own buffers, kept safe while a microbatch updates the ones in their place."""
+class _ScratchBuffers:
+    """The buffers of one BatchNorm module, and the scratch buffers that take their place during a microbatch."""
 
     module: BatchNormBase
     kept: dict[str, Tensor]
     taken: dict[str, Tensor]
 
     @classmethod
-    def of(cls, module: BatchNormBase) -> _Scratch:
+    def of(cls, module: BatchNormBase) -> _ScratchBuffers:
         kept = {name: own_buffers(module)[name] for name in BUFFERS}
         scratch = cls(module, {name: buffer for name, buffer in kept.items() if buffer is not None}, {})
         scratch.renew()
         return scratch
 
     def renew(self) -> None:
-        """Fresh buffers, not zeroed ones: autograd has saved those of the forward for its backward."""
+        """Make new scratch buffers. They are not zeroed in place, because autograd has saved those of the forward."""
         self.taken = {name: torch.zeros_like(buffer) for name, buffer in self.kept.items()}
 
     def swap_in(self, module: nn.Module, _: Any) -> None:
@@ -48,7 +49,8 @@ class _Scratch:
         own_buffers(module).update(self.kept)
 
     def row(self) -> Tensor:
-        """(keep, calls, gain of the mean..., gain of the variance...) of the microbatch at hand, and scratch made ready for the next."""
+        """Return (keep, calls, gain of the mean..., gain of the variance...) of the current microbatch, and renew the
+        scratch buffers."""
         calls = self.taken["num_batches_tracked"].double()
         momentum = self.module.momentum
         gains = torch.cat([self.taken["running_mean"], self.taken["running_var"]]).double()
@@ -82,13 +84,14 @@ class _Scratch:
 
 
 class RunningStatistics:
-    """The buffers of one model. Every rank: `begin` before a step's first forward, `note_microbatch` after each, `commit` once."""
+    """The buffers of one model. Every rank calls `begin` before a step's first forward, `note_microbatch` after each,
+    and `commit` once."""
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
         self.mesh = mesh
-        """Who computes which microbatches."""
+        """The mesh that assigns microbatches to ranks."""
         modules = [m for m in model.modules() if isinstance(m, BatchNormBase) and m.running_mean is not None]
-        self._scratches = [_Scratch.of(module) for module in modules]
+        self._scratches = [_ScratchBuffers.of(module) for module in modules]
         self._hooks = [scratch.module.register_forward_pre_hook(scratch.swap_in) for scratch in self._scratches]
         self._hooks += [scratch.module.register_forward_hook(scratch.swap_out, always_call=True) for scratch in self._scratches]
         self._rows: list[Tensor] = []
@@ -102,7 +105,7 @@ class RunningStatistics:
         self._model = model
         self._world = mesh.world
         self._compares = self._world.any(bool(self._others))
-        """Whether any rank has a buffer to compare."""
+        """True if any rank has a buffer to compare."""
         self.begin(compare=False)
 
     def close(self) -> None:
@@ -110,10 +113,10 @@ class RunningStatistics:
             hook.remove()
 
     def begin(self, *, compare: bool) -> None:
-        """Before the first forward of a step: how what no forward may change stands; earlier forwards do not count.
+        """Note the state of all that a forward must not change, before the first forward of a step.
 
-        `compare`: keep the bits of the buffers too, for `check` to find changes that torch does not count. Raises
-        `RecipeError` where a parameter was frozen or thawed since the model was prepared.
+        `compare`: also copy the bits of the buffers, so that `check` finds changes that torch does not count. Raises
+        `RecipeError` if a parameter was frozen or unfrozen since the model was prepared.
         """
         trainable = [parameter.requires_grad for parameter in self._parameters]
         if trainable != self._trainable:
@@ -128,12 +131,13 @@ class RunningStatistics:
         self.discard()
 
     def note_microbatch(self) -> None:
-        """Take down what the forward just done did to the statistics; what a recomputation in the backward does is not counted."""
+        """Record the updates of the forward that has just ended. Those of a recomputation in the backward are not
+        counted."""
         if self._scratches:
             self._rows.append(torch.cat([scratch.row().to(self._world.device) for scratch in self._scratches]))
 
     def discard(self) -> None:
-        """Forget what other forwards did to the statistics: those of activation checkpointing, or of another model's turn."""
+        """Discard the updates of other forwards: recomputations, or those of another model's turn."""
         for scratch in self._scratches:
             scratch.renew()
 
@@ -155,7 +159,7 @@ class RunningStatistics:
             )
 
     def _changed(self) -> str | None:
-        """What is not as it was at `begin`, in words."""
+        """Describe the first tensor that has changed since `begin`; None if nothing has changed."""
         versions = [version(tensor) for tensor in self._watched]
         if versions != self._versions:
             return next(name for name, now, then in zip(self._names, versions, self._versions, strict=True) if now != then)
@@ -168,9 +172,10 @@ class RunningStatistics:
         return next((f"buffer {name!r}" for name, bits in self._bits.items() if not torch.equal(bits, _bits(self._others[name]))), None)
 
     def commit(self, count: int, *, apply: bool | Tensor) -> None:
-        """Gather the rows of all `count` microbatches and, where the step was applied, update the running statistics. Every rank.
+        """Gather the updates of all `count` microbatches and apply them to the running statistics, if the step was
+        applied. Every rank calls it.
 
-        `apply`: whether it was; a scalar tensor where a GPU decides.
+        `apply`: True if the step was applied; a scalar tensor if a GPU decides.
         """
         if not self._scratches:
             return

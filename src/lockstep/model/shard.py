@@ -1,9 +1,6 @@
-"""The `shard` axis: the parameters, their gradients and the optimizer's state are cut over the ranks, by torch's FSDP2.
+"""The `shard` axis: FSDP2 shards parameters, gradients and optimizer state over the ranks, block by block.
 
-Every rank takes part in every gathering of a block's parameters and every scattering of its gradients, so ranks compute in rounds: one
-microbatch each, dealt in turn, and a rank that has none left computes one for nothing (its gradient is set to zero before it is sent).
-The sum over rounds and ranks is ours, put into FSDP2 as its reduce-scatter: plain, or in the canonical order. The `replicate` axis
-(hybrid sharding) is summed by us too: it needs one exchange a step, not one a round.
+`lockstep.training.reducers.fsdp` reduces the gradients.
 """
 
 from __future__ import annotations
@@ -17,12 +14,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from lockstep.base.errors import RecipeError
 from lockstep.base.torch_private import set_unshard_async
 from lockstep.comm.mesh import Mesh
-from lockstep.model.shared_parameters import tie, ties
-from lockstep.model.skipped_blocks import Visits
+from lockstep.model.shared_parameters import share_parameter, shared_names
+from lockstep.model.skipped_blocks import SkippedBlockGuard
 
 
 def reshard(model: nn.Module) -> None:
-    """Let go of what a forward without a backward has gathered, and leave the parameters cut."""
+    """Free what a forward without a backward has gathered; the parameters are shards again."""
     for group in fsdp_groups(model):
         group.reshard()
 
@@ -35,60 +32,61 @@ def shard(
     free_after_forward: bool,
     free_root: bool = False,
     offload: bool,
-    fill: Callable[[nn.Module], None],
+    materialize: Callable[[nn.Module], None],
 ) -> None:
-    """Cut the parameters of `model`, block by block, over the `shard` axis. The model stays the object it is; every rank calls it.
+    """Shard the parameters of `model` over the `shard` axis, block by block, in place. Every rank calls it.
 
-    `free_after_forward`: gather a block again for its backward, instead of keeping all blocks from the forward on. `free_root`: what is
-    in no block too; for a whole model that is in vain, since the backward begins with it. `offload`: the shards and their gradients are on
-    the CPU. `fill`: called with a module just before it is cut, to give it its values, on the mesh's device: no rank ever holds more than
-    a block and its shards. Raises `RecipeError`.
+    `free_after_forward`: free a gathered block after its forward and gather it again for its backward; else it stays
+    gathered from the forward on. `free_root`: the same for parameters outside the blocks; for a whole model that is
+    useless, because the backward begins with them. `offload`: shards and their gradients are in the CPU's memory.
+    `materialize`: called with a module just before it is sharded, to materialize it on the mesh's device, so that no rank ever
+    holds more than one whole block beside its shards. Raises `RecipeError`.
     """
     for name, parameter in model.named_parameters():
         if not parameter.dim():
             raise RecipeError(
-                f"the parameter {name!r} is a scalar, which the shard axis cannot cut; give it one dim, torch.zeros(1), or choose replicate"
+                f"the parameter {name!r} is a scalar, which FSDP2 cannot shard; give it one dim, torch.zeros(1), or choose replicate"
             )
         if not parameter.is_contiguous():
             raise RecipeError(
-                f"the parameter {name!r} is not contiguous (strides {parameter.stride()}), and the shard axis cuts rows that lie behind "
-                "one another; make it so in the model, nn.Parameter(value.contiguous()), or choose replicate"
+                f"the parameter {name!r} is not contiguous (strides {parameter.stride()}), and FSDP2 shards contiguous rows; make "
+                "it contiguous in the model, nn.Parameter(value.contiguous()), or choose replicate"
             )
     assert mesh.torch_mesh is not None
     axis = mesh.torch_mesh["shard"]
     modules = [model.get_submodule(name) for name in blocks]
     on_cpu = mesh.world.device.type == "cpu"
-    visits = Visits(model, modules, gathers_ahead=on_cpu)
+    guard = SkippedBlockGuard(model, modules, gathers_ahead=on_cpu)
     policy = CPUOffloadPolicy() if offload else OffloadPolicy()
     for module in modules:
-        fill(module)
+        materialize(module)
         fully_shard(module, mesh=axis, reshard_after_forward=free_after_forward, offload_policy=policy)
-    fill(model)
+    materialize(model)
     root = fully_shard(model, mesh=axis, reshard_after_forward=free_root, offload_policy=policy)
-    # In the backward it gathers a block ahead by itself, on a CPU only then without waiting for it.
+    # FSDP2 prefetches a block in the backward; on a CPU it would wait for it without this.
     set_unshard_async(root, on_cpu)
-    visits.enter()
+    guard.install()
 
 
 def shard_parts(model: nn.Module, mesh: Mesh, parts: Mapping[str, Sequence[str]], **how: Any) -> None:
-    """Cut the parameters of each of these parts of a model, which are called by themselves. `parts`: names, and the blocks in each.
+    """Shard each of these parts of a model, which are called separately. `parts`: names, and the blocks in each.
 
-    `how`: as in `shard`. Raises `RecipeError` where two parts have a parameter in common.
+    `how`: as in `shard`. Raises `RecipeError` if two parts have a shared parameter.
     """
-    tied = ties(model)
-    for names in tied:
+    shared = shared_names(model)
+    for names in shared:
         holders = [part for part in parts if any(name.startswith(f"{part}.") for name in names)]
         if len(holders) > 1:
             raise RecipeError(
                 f"the stages {holders[0]!r} and {holders[1]!r} share the parameter {names[0]!r} and are on one rank of the pipeline; "
-                "sharding would part them; put both into one module, or choose another schedule or size of the pipeline"
+                "they would be sharded apart; put both into one module, or choose another schedule or size of the pipeline"
             )
     for name, blocks in parts.items():
         part = model.get_submodule(name)
         if any(True for _ in part.parameters()):
             shard(part, mesh, [block.removeprefix(f"{name}.") for block in blocks if block != name], **how)
-    for names in tied:
-        tie(model, names)
+    for names in shared:
+        share_parameter(model, names)
 
 
 def fsdp_groups(model: nn.Module) -> list[Any]:
@@ -97,7 +95,7 @@ def fsdp_groups(model: nn.Module) -> list[Any]:
 
 
 def modules_of(group: nn.Module) -> Iterator[nn.Module]:
-    """Those whose parameters are gathered with the group's: all in it, but for what is in another group."""
+    """The modules whose parameters FSDP2 gathers together with the group's: all in it that belong to no inner group."""
     yield group
     for child in group.children():
         if not isinstance(child, FSDPModule):

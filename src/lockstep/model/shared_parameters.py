@@ -1,4 +1,4 @@
-"""Parameters that a model has under several names, and that stay one while they are cut."""
+"""Shared parameters: those that a model has under several names (tied weights)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 
-def ties(model: nn.Module) -> list[list[str]]:
+def shared_names(model: nn.Module) -> list[list[str]]:
     """The names of each parameter that has several."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -16,8 +16,8 @@ def ties(model: nn.Module) -> list[list[str]]:
     return [several for several in names.values() if len(several) > 1]
 
 
-def tie(model: nn.Module, names: Sequence[str]) -> None:
-    """Make them one parameter again: the cut one, where one is."""
+def share_parameter(model: nn.Module, names: Sequence[str]) -> None:
+    """Make the parameters under these names one object again: the DTensor, if one of them is a DTensor."""
     found = [model.get_parameter(name) for name in names]
     one = next((parameter for parameter in found if isinstance(parameter, DTensor)), found[0])
     for name in names:

@@ -1,11 +1,12 @@
-"""Blocks are visited by every rank in one order, whatever branch a rank's microbatch takes.
+"""A guard for blocks that a forward skipped: every rank runs all blocks in one order, whatever branch its microbatch
+takes.
 
-FSDP2 gathers a block's parameters when the block runs. A rank that leaves out a block which others run would answer their gathering with
-another one, and hang or corrupt. Here it visits the block for nothing: the block is called with an identity in the place of its forward,
-so that FSDP2's own hooks do all they do, in the forward and in the backward, and the gradient of its parameters is zero.
+FSDP2 gathers a block's parameters when the block runs. If a rank skips a block that others run, their collectives no
+longer match: they deadlock or corrupt data. So the guard calls the skipped block with an identity in place of its
+forward. FSDP2's hooks then run in the forward and in the backward, and the gradient of the block's parameters is zero.
 
-So it is known which block comes next, and on a CPU its parameters are on their way while the one before it computes. On a GPU FSDP2 sees
-to that.
+The order of the blocks is therefore known, and on a CPU the guard gathers the next block while the present one
+computes. On a GPU FSDP2 does that itself.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ from lockstep.base.errors import RecipeError
 from lockstep.base.torch_private import tree_flatten, tree_unflatten
 
 
-class Visits:
-    """Made before the model is sharded, and entered after it, so that its hooks run outside of FSDP2's."""
+class SkippedBlockGuard:
+    """Create it before the model is sharded and install it afterwards, so that its hooks run outside FSDP2's."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[Any], *, gathers_ahead: bool) -> None:
-        """`blocks`: in their order. `gathers_ahead`: start to gather a block's parameters when the one before it runs."""
+        """`blocks`: in their order. `gathers_ahead`: gather a block's parameters when the block before it runs."""
         self._model = model
         self._blocks = list(blocks)
         self._gathers_ahead = gathers_ahead
         self._next = 0
-        self._for_nothing = False
+        self._passing_through = False
         model.register_forward_hook(self._after_all)
 
-    def enter(self) -> None:
-        """Once the model is sharded."""
+    def install(self) -> None:
+        """Install the hooks. Call it after the model is sharded."""
         self._model.register_forward_pre_hook(self._start, prepend=True)
         for place, block in enumerate(self._blocks):
             block.register_forward_pre_hook(self._before(place), prepend=True, with_kwargs=True)
@@ -43,24 +44,24 @@ class Visits:
 
     def _before(self, place: int) -> Any:
         def hook(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-            if self._for_nothing:
+            if self._passing_through:
                 return None
             first = place >= self._next
             skipped, self._next = range(self._next, place), max(self._next, place + 1)
-            visited = self._visit(skipped, (arguments, keywords)) if skipped else None
-            if first and self._gathers_ahead:  # what is gathered here is visited in this forward, before weights can change
+            changed = self._pass_through(skipped, (arguments, keywords)) if skipped else None
+            if first and self._gathers_ahead:  # gathered blocks run in this forward, before weights can change
                 for block in self._blocks[place : place + 2]:
                     block.unshard(async_op=True)
-            return visited
+            return changed
 
         return hook
 
     def _after_all(self, _: nn.Module, __: Any, output: Any) -> Any:
         skipped, self._next = range(self._next, len(self._blocks)), len(self._blocks)
-        return self._visit(skipped, output) if skipped else None
+        return self._pass_through(skipped, output) if skipped else None
 
-    def _visit(self, skipped: range, value: Any) -> Any:
-        """The same value, of which one tensor has been through the skipped blocks."""
+    def _pass_through(self, skipped: range, value: Any) -> Any:
+        """Pass one tensor of `value` through the skipped blocks. Returns the same structure."""
         leaves, structure = tree_flatten(value)
         tensors = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         place = next((place for place in tensors if leaves[place].requires_grad), None)
@@ -70,16 +71,16 @@ class Visits:
                 "parameters every rank must gather every block; call the first block in every forward, or name others in Recipe.blocks"
             )
         place = tensors[0] if place is None else place
-        self._for_nothing = True
+        self._passing_through = True
         try:
             for block in skipped:
-                leaves[place] = _passed(self._blocks[block], leaves[place])
+                leaves[place] = _pass_through_block(self._blocks[block], leaves[place])
         finally:
-            self._for_nothing = False
+            self._passing_through = False
         return tree_unflatten(leaves, structure)
 
 
-def _passed(block: nn.Module, tensor: Tensor) -> Tensor:
+def _pass_through_block(block: nn.Module, tensor: Tensor) -> Tensor:
     own = block.__dict__.get("forward")
     block.forward = lambda value: value.view_as(value)
     try:

@@ -1,12 +1,13 @@
-"""SyncBatchNorm: every microbatch is split across the data ranks, and its statistics are taken over all of its slices (law 2).
+"""SyncBatchNorm: every microbatch is split over the data ranks, with statistics over all of its slices (law 2).
 
-All ranks compute microbatch 0's slices together, then 1's, and so on, so a model's statistics, outputs and gradients are those of one
-process over the same microbatches. Each layer exchanges (mean, variance, number of values) in the forward, and two sums for each channel
-in the backward. So every rank must come to the same layers in the same order: a layer in a branch that only some ranks take makes the
-others wait for it until the process group's timeout. Outside of a step's microbatches nothing is split, and nothing is exchanged.
+All ranks compute their slices of microbatch 0 together, then those of microbatch 1, and so on. So a model's statistics,
+outputs and gradients are those of one process over the same microbatches. Each layer exchanges (mean, variance, number
+of values) in the forward, and two sums for each channel in the backward. Every rank must therefore run the same layers
+in the same order: a layer in a branch that only some ranks take deadlocks until the process group's timeout. Outside of
+a step's microbatches nothing is split or exchanged.
 
-The slices' other work is apart: each has random numbers of its own (dropout masks and a random `collate` depend on the number of ranks,
-as they do nowhere else), and its own loss, the mean over its samples or the sum over them.
+Everything else in a slice is independent: it has its own random numbers (only here do dropout masks and a random
+`collate` depend on the number of ranks), and its own loss, the mean or the sum over its samples.
 """
 
 from __future__ import annotations
@@ -27,24 +28,26 @@ from lockstep.comm.world import World
 from lockstep.plan import Plan
 
 
-class Exchange:
-    """What the SyncBatchNorm layers of a session exchange with, and for which slice. One for all its models."""
+class SyncBatchNormExchange:
+    """The ranks with which all SyncBatchNorm layers of a session exchange statistics, and the state of the current
+    microbatch."""
 
     def __init__(self) -> None:
         self.world: World | None = None
-        """Those among whom microbatches are split. None: they are whole."""
+        """The ranks that a microbatch is split over; None if microbatches are whole."""
         self.is_dummy: bool | None = None
-        """True if this rank has no slice of the microbatch and computes a dummy. None: no slice is being computed."""
+        """True if this rank computes a dummy in place of a slice, False if it computes a slice; None outside of
+        microbatches."""
 
-    def __deepcopy__(self, _: Any) -> Exchange:
+    def __deepcopy__(self, _: Any) -> SyncBatchNormExchange:
         """A copy of a model is a model of the same session."""
         return self
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
-    """Torch's layer, whose forward works on CPUs too and takes its statistics over the slices of a microbatch."""
+    """Torch's layer with a forward that works on CPUs too and computes its statistics over all slices of a microbatch."""
 
-    _exchange: Exchange
+    _exchange: SyncBatchNormExchange
 
     def forward(self, input: Tensor) -> Tensor:
         exchange = self._exchange
@@ -62,8 +65,11 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         return output  # type: ignore[no-any-return]
 
 
-def adopt(model: nn.Module, exchange: Exchange) -> None:
-    """Give the model's `nn.SyncBatchNorm` layers the forward that works here. Raises `RecipeError` for one with a group of its own."""
+def use_exchange(model: nn.Module, exchange: SyncBatchNormExchange) -> None:
+    """Give the model's `nn.SyncBatchNorm` layers the forward of `SyncBatchNorm`, and the exchange.
+
+    Raises `RecipeError` if a layer has a process group of its own.
+    """
     for name, module in model.named_modules():
         if isinstance(module, nn.SyncBatchNorm):
             if module.process_group is not None:
@@ -78,11 +84,12 @@ def adopt(model: nn.Module, exchange: Exchange) -> None:
 
 
 def split_microbatches(models: Sequence[nn.Module], mesh: Mesh, plan: Plan, *, microbatch: int) -> Mesh:
-    """The mesh with microbatches of `microbatch` samples split among its data ranks, where a model has a SyncBatchNorm that trains.
+    """The mesh, with microbatches of `microbatch` samples split over its data ranks if a model has a SyncBatchNorm in
+    training mode.
 
-    Every rank calls it. Raises `RecipeError` where that cannot be.
+    Every rank calls it. Raises `RecipeError` if other settings do not allow the split.
     """
-    mine = [(name, type(layer).__name__, isinstance(layer, nn.SyncBatchNorm)) for name, layer in training_layers(models)]
+    mine = [(name, type(layer).__name__, isinstance(layer, nn.SyncBatchNorm)) for name, layer in training_batchnorms(models)]
     layers = [layer for theirs in mesh.axis("pipeline").gather_values(mine) for layer in theirs]
     if mesh.data.size == 1 or not any(split for *_, split in layers):
         return mesh
@@ -101,16 +108,17 @@ def split_microbatches(models: Sequence[nn.Module], mesh: Mesh, plan: Plan, *, m
     return mesh.split(min(microbatch, mesh.data.size))
 
 
-def training_layers(models: Sequence[nn.Module]) -> list[tuple[str, BatchNormBase]]:
-    """The BatchNorm layers that normalise by a microbatch's own statistics, SyncBatchNorm too, and their names."""
+def training_batchnorms(models: Sequence[nn.Module]) -> list[tuple[str, BatchNormBase]]:
+    """The BatchNorm layers, SyncBatchNorm too, that are in training mode, and their names."""
     named = [item for model in models for item in model.named_modules()]
     return [(name, module) for name, module in named if isinstance(module, BatchNormBase) and module.training]
 
 
 class _Normalise(torch.autograd.Function):
-    """BatchNorm of one slice by the statistics of its microbatch: (output, mean, variance, number of values) of each channel.
+    """BatchNorm of one slice by the statistics of its microbatch. Returns (output, mean, variance, number of values)
+    for each channel.
 
-    The last three are for the running statistics, in float64, the variance not corrected, and have no gradient.
+    The last three are for the running statistics, in float64, the variance uncorrected, and have no gradient.
     """
 
     @staticmethod

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lockstep.base.errors import CheckpointError, RecipeError
 from lockstep.base.events import Event
 from lockstep.data.streams import ShardPosition
-from lockstep.model.sync_batchnorm import Exchange
+from lockstep.model.sync_batchnorm import SyncBatchNormExchange
 from lockstep.recipe import Recipe
 from lockstep.training.consensus import NOTHING, Consensus, Request, merge
 from lockstep.training.context import Context
@@ -184,7 +184,7 @@ class Run:
         """Samples of a microbatch; None: one microbatch for each rank."""
         self.source: Microbatches | None = None
         """The microbatches of the current step on this rank."""
-        self.exchange = Exchange()
+        self.exchange = SyncBatchNormExchange()
         """What SyncBatchNorm layers exchange their statistics with."""
         self.consensus = Consensus(context.mesh, self._request)
         self._stop: str | None = None

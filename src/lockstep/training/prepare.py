@@ -10,8 +10,9 @@ from typing import Any
 from lockstep.base.errors import RecipeError
 from lockstep.data.generators import seed_generators
 from lockstep.keys import RandomStream, key
-from lockstep.model.parallelize import Built, LaidOut, lay_out
-from lockstep.model.sync_batchnorm import Exchange, adopt
+from lockstep.model.initialization.initial_model import InitialModel
+from lockstep.model.parallelize import Parallelized, parallelize
+from lockstep.model.sync_batchnorm import SyncBatchNormExchange, use_exchange
 from lockstep.recipe import Weights
 from lockstep.training.context import Context
 from lockstep.training.hook import Run
@@ -34,8 +35,8 @@ class ModelOptions:
 class ParallelModel:
     """A model on this rank as the plan wants it."""
 
-    built: Built
-    parallel: LaidOut
+    built: InitialModel
+    parallel: Parallelized
     pretrained: Start | None
 
 
@@ -45,7 +46,7 @@ def build_model(
     options: ModelOptions,
     *,
     number: int,
-    exchange: Exchange,
+    exchange: SyncBatchNormExchange,
     weights: Weights | None,
 ) -> ParallelModel:
     """Build model `number` of a run and parallelize it. Every rank calls it. Raises `RecipeError`.
@@ -53,7 +54,9 @@ def build_model(
     Its initial values follow from the run's seed, whatever the plan; those that `weights` has are still empty.
     """
     change, mesh = context.overrides.change_model, context.mesh
-    built = Built.of(factory if change is None else _changed(factory, change), key(context.seed, RandomStream.MODEL, number), mesh)
+    built = InitialModel.build(
+        factory if change is None else _changed(factory, change), key(context.seed, RandomStream.MODEL, number), mesh
+    )
     model = built.module
     optim.check_gradients(model, optim.trainable(model), bitwise=context.bitwise)
     pretrained = None if weights is None else Start.of(weights, model, context.world)
@@ -62,8 +65,8 @@ def build_model(
     if built.deferred is None and context.plan.split == 1:
         model.to(context.device)
     model.train()
-    adopt(model, exchange)
-    parallel = lay_out(
+    use_exchange(model, exchange)
+    parallel = parallelize(
         built,
         mesh,
         context.plan,
@@ -101,7 +104,7 @@ def prepare(
         if context.overrides.change_loaded is not None:
             context.overrides.change_loaded(model)
     build = partial(optim.built, build_optimizer, model, in_part=parallel.pipeline is not None)
-    optimizers = build() if parallel.pipeline is None else parallel.pipeline.together(build)
+    optimizers = build() if parallel.pipeline is None else parallel.pipeline.raise_on_all_ranks(build)
     if context.bitwise and optim.unfuse(optimizers):
         run.event("optimizer-not-fused", reason="a fused kernel rounds differently on a part of a tensor than on the whole")
     for optimizer in optimizers:

@@ -18,7 +18,7 @@ from lockstep.base.errors import PlanError, RecipeError
 from lockstep.base.torch_private import set_allocator_settings
 from lockstep.comm.mesh import Mesh
 from lockstep.comm.world import World
-from lockstep.model.sync_batchnorm import training_layers
+from lockstep.model.sync_batchnorm import training_batchnorms
 from lockstep.plan import MEASURED, Plan
 from lockstep.recipe import Precision
 from lockstep.training import precision as precisions
@@ -54,7 +54,7 @@ def remarks(plan: Plan, mesh: Mesh, precision: Precision) -> Iterator[Remark]:
 
 def batchnorm(models: Sequence[nn.Module], length: Length) -> Remark | None:
     """Where statistics over the whole global batch would be others."""
-    plain = [name for name, each in training_layers(models) if not isinstance(each, nn.SyncBatchNorm)]
+    plain = [name for name, each in training_batchnorms(models) if not isinstance(each, nn.SyncBatchNorm)]
     if not plain or length.most_microbatches == 1:
         return None
     samples = max(stop - start for start, stop in length.cut(length.span(0)[1] - length.span(0)[0]))

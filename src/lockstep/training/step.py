@@ -137,7 +137,7 @@ class Step:
             position = self.source.position(current, passes)
             for streams, number in self._streams:
                 if streams is not None:
-                    streams.begun((*position, number) if number else position)
+                    streams.set_position((*position, number) if number else position)
             with self._probed():
                 yield current, self._changed(batch)
 
@@ -176,7 +176,7 @@ class Step:
         self._phases.enter("compute" if len(self.committed) < len(self._modules) else "script")
 
     def _begun(self, number: int) -> _Accumulation:
-        """The accumulation of model `number`, begun if it is not yet."""
+        """The accumulation of model `number`, set_position if it is not yet."""
         if self._accumulation is None:
             self._modules[number].begin_step(self.count, self.samples)
             self._accumulation = _Accumulation(self, number, self._modules[number], alone=len(self._modules) == 1, probe=self._probe)

@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from lockstep.base.torch_private import divides_gradients
 from lockstep.comm.mesh import Mesh, to_local
 from lockstep.logging.flops import Flops, peak_of
-from lockstep.model.parallelize import LaidOut
+from lockstep.model.parallelize import Parallelized
 from lockstep.model.running_statistics import RunningStatistics
-from lockstep.model.tensor.apply import settle
+from lockstep.model.tensor.apply import reduce_partial_gradients
 from lockstep.recipe import keeps_rest
 from lockstep.training import precision
 from lockstep.training.context import Context
@@ -41,7 +41,7 @@ class TrainModule:
         parameters: dict[str, nn.Parameter],
         optimizers: Sequence[Optimizer],
         *,
-        parallel: LaidOut,
+        parallel: Parallelized,
         context: Context,
         schedule: Callable[[Any], Any] | None,
     ) -> None:
@@ -87,7 +87,7 @@ class TrainModule:
             """BatchNorm's running statistics: of the model, or of each stage of a pipeline on this rank."""
         else:
             self.executor = PipelineExecutor(parallel.pipeline)
-            self._tied = TiedGradients(parameters, parallel.tied, parallel.pipeline.world)
+            self._tied = TiedGradients(parameters, parallel.shared_parameters, parallel.pipeline.world)
             self.statistics = [RunningStatistics(module, context.mesh) for module in parallel.pipeline.modules]
             parallel.pipeline.watch(self._around_stage, self._after_stage)
         fused = all(group.get("fused") for optimizer in optimizers for group in optimizer.param_groups)
@@ -119,7 +119,7 @@ class TrainModule:
                 bitwise=self._bitwise,
                 max_microbatches=max_microbatches,
                 compression=self._compression,
-                complete=None if mesh.torch_mesh is None else settle,
+                complete=None if mesh.torch_mesh is None else reduce_partial_gradients,
             )
         return choice
 

@@ -1,4 +1,4 @@
-"""What goes from one stage of a pipeline to the next: a tensor, or a tuple of tensors."""
+"""The boundary between two stages of a pipeline: a tensor or a tuple of tensors."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from lockstep.base.errors import RecipeError
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """What a stage hands on for microbatches of one shape. The same on every rank."""
+    """The output of a stage for microbatches of one shape. The same on every rank."""
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
     gradients: tuple[bool, ...]
-    """Of each tensor, whether a gradient comes back for it."""
+    """True for each tensor that gets a gradient from the next stage."""
     single: bool
-    """A tensor, not a tuple of one."""
+    """True for a tensor, False for a tuple."""
 
     @classmethod
     def of(cls, value: Any, part: str) -> Boundary:
-        """Raises `RecipeError` where `value`, the output of `part`, is something else."""
+        """The boundary of `value`, the output of `part`. Raises `RecipeError` if it is neither tensor nor tuple of tensors."""
         tensors = value if isinstance(value, tuple) else (value,)
         if not tensors:
             raise RecipeError(
@@ -41,7 +41,7 @@ class Boundary:
                 )
             if hasattr(tensor, "placements"):
                 raise RecipeError(
-                    f"the part {part!r} of the model returns a distributed tensor, cut over the tensor axis, and the next one is on "
+                    f"the part {part!r} of the model returns a distributed tensor, sharded over the tensor axis, and the next one is on "
                     "another rank; a stage of a pipeline hands on whole tensors; have the part's last layer give its output whole"
                 )
         return cls(
@@ -52,56 +52,57 @@ class Boundary:
         )
 
     @classmethod
-    def read(cls, said: Any) -> Boundary:
-        """From what `say` gave, through JSON."""
-        shapes, dtypes, gradients, single = said
+    def from_json(cls, described: Any) -> Boundary:
+        """The boundary that `to_json` described."""
+        shapes, dtypes, gradients, single = described
         return cls(tuple(map(tuple, shapes)), tuple(dtypes), tuple(gradients), single)
 
-    def say(self) -> list[Any]:
+    def to_json(self) -> list[Any]:
         return [self.shapes, self.dtypes, self.gradients, self.single]
 
     @property
-    def kind(self) -> tuple[Any, ...]:
-        """All but the shapes: what must be the same for microbatches that share a schedule."""
+    def signature(self) -> tuple[Any, ...]:
+        """All but the shapes. Microbatches in the same call of a schedule have the same signature."""
         return self.dtypes, self.gradients, self.single, tuple(map(len, self.shapes))
 
     def tensors(self, device: torch.device | str) -> tuple[Tensor, ...]:
-        """New ones, without values."""
+        """New tensors without values."""
         return tuple(
             torch.empty(shape, dtype=getattr(torch, dtype), device=device, requires_grad=gradient)
             for shape, dtype, gradient in zip(self.shapes, self.dtypes, self.gradients, strict=True)
         )
 
     def check(self, value: Any, part: str) -> None:
-        """Raises `RecipeError` where a microbatch is handed on otherwise than the one from which this was learned."""
+        """Raises `RecipeError` if a microbatch has another output than the one from which this boundary was discovered."""
         found = Boundary.of(value, part)
         if found != self:
             raise RecipeError(
-                f"the part {part!r} of the model returns {found.words()}, and returned {self.words()} for another microbatch with "
+                f"the part {part!r} of the model returns {found.describe()}, and returned {self.describe()} for another microbatch with "
                 "inputs of the same shapes; what a stage of a pipeline hands on must follow from the shapes of the inputs; have the part "
                 "return one shape, or join it with the next one in a module of their own"
             )
 
-    def words(self) -> str:
-        """For people."""
+    def describe(self) -> str:
+        """Describe the boundary for an error."""
         each = zip(self.dtypes, self.shapes, self.gradients, strict=True)
         listed = ", ".join(f"{dtype} {list(shape)}{'' if gradient else ' without gradient'}" for dtype, shape, gradient in each)
         return listed if self.single else f"({listed})"
 
 
-def arrive(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """What a stage received, as its first part may use it: also in place; and whatever it does, the gradient can be sent back."""
-    arrived: tuple[Tensor, ...] = _Arrive.apply(*tensors)  # type: ignore[no-untyped-call]
+def received_inputs(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return the received tensors such that the first part may change them in place and their gradients can still be
+    sent back."""
+    arrived: tuple[Tensor, ...] = _StageInputs.apply(*tensors)  # type: ignore[no-untyped-call]
     return arrived
 
 
-def leave(value: Any) -> tuple[Tensor, ...]:
-    """What a stage hands on, as it can be sent and taken out of its graph: contiguous, and no view."""
-    left: tuple[Tensor, ...] = _Leave.apply(*(value if isinstance(value, tuple) else (value,)))  # type: ignore[no-untyped-call]
+def sendable_outputs(value: Any) -> tuple[Tensor, ...]:
+    """Return a stage's output as tensors that can be sent and detached: contiguous, and no views."""
+    left: tuple[Tensor, ...] = _StageOutputs.apply(*(value if isinstance(value, tuple) else (value,)))  # type: ignore[no-untyped-call]
     return left
 
 
-class _Arrive(torch.autograd.Function):
+class _StageInputs(torch.autograd.Function):
     """The identity on tensors that share memory with the leaves they come from. Their gradients come contiguous."""
 
     @staticmethod
@@ -114,7 +115,7 @@ class _Arrive(torch.autograd.Function):
         return tuple(gradient.contiguous() if needs else None for gradient, needs in needed)
 
 
-class _Leave(torch.autograd.Function):
+class _StageOutputs(torch.autograd.Function):
     """The identity on tensors that are no views."""
 
     @staticmethod

@@ -1,17 +1,15 @@
-"""The `pipeline` axis: each rank holds some stages of the model; microbatches go through them one behind another.
+"""The `pipeline` axis: each rank holds some stages of the model, and microbatches go through all stages.
 
-Torch's pipelining runs the schedule: when which microbatch's forward or backward is computed, and what is sent. It is given the shapes that
-its stages exchange: its own way to learn them computes every part and the loss once more, and hangs where a part fails on one rank. Ours
-is: the loss belongs to the last stage's forward, with a scale of its own for each microbatch; microbatches of different shapes share a
-schedule; each part draws from its own random stream; and where a forward fails, the schedule runs to its end, and every rank raises.
+The schedules are those of torch's pipelining: the order of forwards and backwards, and the sends and receives. Ours is
+the rest. The loss is computed in the last stage's forward, with a factor for each microbatch. Microbatches of different
+shapes share a schedule. Each part draws from its own random stream. If a forward fails, the schedule runs to its end,
+and then every rank raises.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,61 +17,31 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.base import errors
-from lockstep.base.errors import LockstepError, RecipeError, UserError
-from lockstep.base.torch_private import schedule_losses, tree_leaves
+from lockstep.base.errors import RecipeError
+from lockstep.base.torch_private import schedule_losses
 from lockstep.comm.world import World
-from lockstep.model.pipeline.boundary import Boundary, arrive, leave
-from lockstep.model.pipeline.chain import Chain
-from lockstep.model.pipeline.stages import Stages, calls
-from lockstep.model.random_streams import Streams
-from lockstep.model.sync_batchnorm import Exchange
+from lockstep.model.pipeline.boundary import Boundary, received_inputs, sendable_outputs
+from lockstep.model.pipeline.boundary_discovery import BoundaryDiscovery
+from lockstep.model.pipeline.failure import PipelineFailure
+from lockstep.model.pipeline.microbatch import PipelineMicrobatch
+from lockstep.model.pipeline.stage_forward import StageForwards
+from lockstep.model.pipeline.stages import Stages, schedule_calls
+from lockstep.model.random_streams import ModuleRandomStreams
+from lockstep.model.sync_batchnorm import SyncBatchNormExchange
 from lockstep.plan import Schedule
-from lockstep.training.reducers.step_stats import Number
 
 if TYPE_CHECKING:
-    from lockstep.model.pipeline.torch_stage import Stage
+    from lockstep.model.pipeline.torch_stage import VariableShapeStage
 
-PER_RANK: dict[str, int] = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 1}
-"""Stages that a schedule puts on each rank."""
-FAILED = -1
-
-
-class StageFailed(LockstepError):
-    """Another rank of a pipeline failed, not by a mistake of the user's that has an error of its own."""
-
-
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """What becomes of the model's output for one microbatch. The gradient of `seed * total` belongs to it."""
-
-    total: Tensor
-    """Scalar with a gradient."""
-    seed: Tensor
-    """Scalar: its scale."""
-    record: Sequence[Number]
-    """Numbers that every rank is told: the loss's value, its weight."""
-
-
-@dataclass(frozen=True, slots=True)
-class Item:
-    """One microbatch. Each rank has all of its own data rank's, in the same order; what it does not call may be anything."""
-
-    position: tuple[int, ...]
-    """Where its random streams start, see `Streams.start`."""
-    inputs: Callable[[], Any]
-    """What the first part is called with: a tuple of arguments, a dict of keywords, or one tensor. Called twice, on the first rank."""
-    score: Callable[[Any], Any]
-    """(the last part's output) -> `Scored`; anything where only the forward is computed. Called on the last rank."""
-    is_dummy: bool = False
-    """True if it is computed only for other ranks' collectives."""
+STAGES_PER_RANK: dict[str, int] = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 1}
+"""The number of stages that a schedule puts on each rank."""
 
 
 class Pipeline:
     """The stages of one model on one rank. Every rank of the pipeline makes one, and makes the same calls on it.
 
-    `model`: this rank's parts have their values by the first call. `pipeline`: the ranks of the axis. `shards`: those whose forwards
-    exchange something inside of a stage, as sharded parameters do: they must run alike. None: nobody.
+    `model`: this rank's parts have their values by the first call. `shards`: the ranks whose forwards hold collectives
+    inside a stage, as with sharded parameters; None if there are none.
     """
 
     def __init__(
@@ -81,7 +49,7 @@ class Pipeline:
         model: nn.Module,
         stages: Stages,
         pipeline: World,
-        streams: Streams,
+        streams: ModuleRandomStreams,
         *,
         schedule: Schedule,
         shards: World | None = None,
@@ -89,191 +57,176 @@ class Pipeline:
         self.stages = stages
         self.world = pipeline
         self.schedule = schedule
-        self._streams = streams
-        self._shards = shards
-        self.exchange: Exchange | None = None
-        """Where microbatches are split over pipelines, what their slices exchange with, in forwards and backwards. None: they are whole."""
-        self._around: Callable[[int], AbstractContextManager[Any]] = lambda _: nullcontext()
-        self._ran: Callable[[int], object] = lambda _: None
         self._group = pipeline.group or dist.group.WORLD
-        self._mine = list(stages.on_rank(pipeline.rank))
-        self._parts = {stage: [model.get_submodule(stages.parts[place]) for place in stages.cuts[stage]] for stage in self._mine}
-        self.modules = [nn.ModuleList(self._parts[stage]) for stage in self._mine]
+        self._forwards = StageForwards(model, stages, pipeline.rank, streams, shards)
+        self.modules = [nn.ModuleList(self._forwards.parts[stage]) for stage in self._forwards.own]
         """The parts of each of this rank's stages."""
-        self._model = model
-        self._chain = Chain(model, stages.parts)
-        self._followed: set[bool] = set()
-        """In which modes the model's forward was seen to call its parts as `run` does."""
-        self._boundaries: dict[tuple[int, bool], list[Boundary]] = {}
-        """By what the inputs look like, and whether there is a backward: what each stage but the last hands on."""
-        self._built: dict[Any, tuple[Any, list[Stage]]] = {}
-        self._items: Sequence[Item] = ()
+        self._failure = PipelineFailure(pipeline)
+        self._discovery = BoundaryDiscovery(model, self._forwards, pipeline, self._failure)
+        self._after: Callable[[int], object] = lambda _: None
+        self._schedules: dict[Any, tuple[Any, list[VariableShapeStage]]] = {}
+        self._microbatches: Sequence[PipelineMicrobatch] = ()
         self._routes: list[list[Boundary]] = []
         self._results: dict[int, Any] = {}
-        self._failure: Exception | None = None
 
-    def watch(self, around: Callable[[int], AbstractContextManager[Any]], ran: Callable[[int], object]) -> None:
-        """`around`: entered around each stage's forward and the loss, autocast say. `ran`: called after each forward of `run` that
-        counts, in the order of the microbatches. Both take the stage's place in `modules`."""
-        self._around, self._ran = around, ran
+    @property
+    def exchange(self) -> SyncBatchNormExchange | None:
+        """The exchange among the slices of a microbatch that is split over pipelines; None if microbatches are whole."""
+        return self._forwards.exchange
+
+    @exchange.setter
+    def exchange(self, exchange: SyncBatchNormExchange | None) -> None:
+        self._forwards.exchange = exchange
+
+    def watch(self, around: Callable[[int], AbstractContextManager[Any]], after: Callable[[int], object]) -> None:
+        """Set the context of each stage's forward and loss (autocast, say), and a function to call after each forward
+        of `run`.
+
+        Both take the stage's index in `modules`. `after` is called in the order of the microbatches, and not for dummy
+        microbatches.
+        """
+        self._forwards.around, self._after = around, after
 
     @property
     def last_rank(self) -> int:
-        """Which rank of the pipeline has the model's output."""
-        return (len(self.stages.cuts) - 1) % self.stages.ranks
+        """The rank of the pipeline that has the model's output."""
+        return (len(self.stages.ranges) - 1) % self.stages.ranks
 
-    def run(self, items: Sequence[Item], columns: int = 1) -> Tensor:
-        """Forward and backward of all microbatches: adds the gradient of Σ seed * total to this rank's parameters' `.grad`.
+    def run(self, microbatches: Sequence[PipelineMicrobatch], columns: int = 1) -> Tensor:
+        """Forward and backward of all microbatches: adds the gradient of Σ seed * total to the `.grad` of this rank's
+        parameters.
 
-        Returns every microbatch's `Scored.record`, of `columns` numbers each: shape (items, columns), float64, the same on every rank.
-        A failed forward raises on every rank, with the gradients then of no use.
+        Returns the `PipelineLoss.record` of every microbatch, which has `columns` numbers: shape (microbatches,
+        columns), float64, the same on every rank. A failed forward raises on every rank; the gradients are then of no
+        use.
         """
-        if not items:
+        if not microbatches:
             return torch.zeros((0, columns), dtype=torch.float64, device=self.world.device)
-        self._pass(items, backward=True)
-        flat = torch.zeros(len(items) * columns + 1, dtype=torch.float64, device=self.world.device)
-        if self._failure is not None:
+        self._run_all(microbatches, backward=True)
+        flat = torch.zeros(len(microbatches) * columns + 1, dtype=torch.float64, device=self.world.device)
+        if self._failure.error is not None:
             flat[-1] = 1.0
         elif self.world.rank == self.last_rank:
-            numbers = [number for place in range(len(items)) for number in self._results[place]]
+            numbers = [number for index in range(len(microbatches)) for number in self._results[index]]
             flat[:-1] = torch.stack([torch.as_tensor(number, dtype=torch.float64, device=flat.device) for number in numbers])
+        self._microbatches, self._results = (), {}
         dist.all_reduce(flat, group=self._group)
         if flat[-1]:
-            self._raise()
-        self._results = {}
-        return flat[:-1].view(len(items), columns)
+            self._failure.raise_known()
+        return flat[:-1].view(len(microbatches), columns)
 
     @torch.no_grad()
-    def forward(self, items: Sequence[Item]) -> list[Any]:
-        """The forward alone. Returns what each item's `score` returned on the last rank, nothing on the others.
+    def forward(self, microbatches: Sequence[PipelineMicrobatch]) -> list[Any]:
+        """Forward without backward. Returns the result of each microbatch's `score` on the last rank, an empty list on
+        the others.
 
-        All microbatches' boundaries are in memory together: hand in some at a time.
+        The activations between stages of all these microbatches are in memory at once: pass a few at a time.
         """
-        if not items:
+        if not microbatches:
             return []
-        self._pass(items, backward=False)
-        self._raise_where_any_failed()
-        results, self._results = self._results, {}
-        return [results[place] for place in range(len(items))] if self.world.rank == self.last_rank else []
+        self._run_all(microbatches, backward=False)
+        results, self._microbatches, self._results = self._results, (), {}
+        self._failure.raise_if_any()
+        return [results[index] for index in range(len(microbatches))] if self.world.rank == self.last_rank else []
 
-    def together(self, compute: Callable[[], Any]) -> Any:
-        """What `compute` returns here; where it fails on any rank, every rank raises. Every rank calls it."""
-        self._failure, result = None, None
-        try:
-            result = compute()
-        except Exception as error:
-            self._failure = error
-        self._raise_where_any_failed()
-        return result
+    def raise_on_all_ranks(self, compute: Callable[[], Any]) -> Any:
+        """Return `compute()`. If it fails on any rank, every rank raises. Every rank calls it."""
+        return self._failure.raise_on_all_ranks(compute)
 
-    def _pass(self, items: Sequence[Item], *, backward: bool) -> None:
-        self._items, self._results, self._failure = items, {}, None
-        kinds = self._signatures()
-        for place in self._unknown([(kind, backward) for kind in kinds]):
-            self._boundaries[kinds[place], backward] = self._learned(items[place], backward)
-        self._routes = [self._boundaries[kind, backward] for kind in kinds]
+    def _run_all(self, microbatches: Sequence[PipelineMicrobatch], *, backward: bool) -> None:
+        self._microbatches, self._results = microbatches, {}
+        self._failure.clear()
+        self._routes = self._discovery.routes(microbatches, backward=backward)
         start = 0
-        for stop in range(1, len(items) + 1):
-            if stop == len(items) or _kinds(self._routes[stop]) != _kinds(self._routes[start]):
-                for first, end, schedule in calls(stop - start, self.stages, self.schedule):
-                    self._call(start + first, start + end, schedule, backward)
+        for stop in range(1, len(microbatches) + 1):
+            if stop == len(microbatches) or _signatures(self._routes[stop]) != _signatures(self._routes[start]):
+                for first, end, schedule in schedule_calls(stop - start, self.stages, self.schedule):
+                    self._run_schedule(start + first, start + end, schedule, backward)
                 start = stop
-        self._items = ()
 
-    def _call(self, start: int, stop: int, schedule: str, backward: bool) -> None:
-        key = stop - start, schedule, _kinds(self._routes[start]), backward
-        if key not in self._built:
-            self._built[key] = self._build(stop - start, schedule, self._routes[start], backward)
-        run, stages = self._built[key]
+    def _run_schedule(self, start: int, stop: int, schedule: str, backward: bool) -> None:
+        key = stop - start, schedule, _signatures(self._routes[start]), backward
+        if key not in self._schedules:
+            self._schedules[key] = self._build_schedule(stop - start, schedule, self._routes[start], backward)
+        run, stages = self._schedules[key]
         for stage in stages:
             stage.routes, stage.losses = self._routes[start:stop], schedule_losses(run)
-            stage.around = lambda chunk: self._slice(self._items[start + chunk])
-            stage.cut_off = partial(self._cut_off, stage.stage_index)
-        places = torch.arange(start, stop)
+            stage.around = lambda chunk: self._forwards.computing(self._microbatches[start + chunk])
+            stage.on_missing_gradient = partial(self._missing_gradient, stage.stage_index)
+        indices = torch.arange(start, stop)
         try:
-            run.step(place=places, target=places if backward else None, return_outputs=False)
+            run.step(index=indices, target=indices if backward else None, return_outputs=False)
         except RuntimeError:
-            if self._alike is None or self._failure is None:
+            if self._forwards.lockstep_ranks is None or self._failure.error is None:
                 raise
-        if self._alike is not None and self._failure is not None:
-            raise self._failure  # and not the error that torch has raised from it
+        if self._forwards.lockstep_ranks is not None and self._failure.error is not None:
+            raise self._failure.error  # and not the error that torch has raised from it
         for stage in stages:
             stage.release()
 
-    def _build(self, count: int, schedule: str, route: list[Boundary], backward: bool) -> tuple[Any, list[Stage]]:
-        from lockstep.model.pipeline.torch_stage import ONE_STAGE_A_RANK, SEVERAL, Stage
+    def _build_schedule(self, count: int, schedule: str, route: list[Boundary], backward: bool) -> tuple[Any, list[VariableShapeStage]]:
+        from lockstep.model.pipeline.torch_stage import ONE_STAGE_A_RANK, SEVERAL_STAGES_A_RANK, VariableShapeStage
 
         loss = (lambda output, _: output) if backward else None
-        last = len(self.stages.cuts) - 1
-        made = []
-        for local, stage in enumerate(self._mine):
-            made.append(
-                Stage(
-                    _Forward(self._parts[stage], _bound(self._forward, stage, local)),
-                    stage,
-                    len(self.stages.cuts),
-                    self.world.device,
-                    input_args=route[stage - 1].tensors("meta") if stage else (),
-                    output_args=route[stage].tensors("meta") if stage < last else torch.empty((), device="meta", requires_grad=backward),
-                    group=self._group,
-                )
+        last = len(self.stages.ranges) - 1
+        stages = [
+            VariableShapeStage(
+                _StageModule(self._forwards.parts[stage], partial(self._forward, stage, local)),
+                stage,
+                len(self.stages.ranges),
+                self.world.device,
+                input_args=route[stage - 1].tensors("meta") if stage else (),
+                output_args=route[stage].tensors("meta") if stage < last else torch.empty((), device="meta", requires_grad=backward),
+                group=self._group,
             )
+            for local, stage in enumerate(self._forwards.own)
+        ]
         if schedule in ONE_STAGE_A_RANK:
             if not backward:
                 schedule = "gpipe"
-            return ONE_STAGE_A_RANK[schedule](made[0], count, loss, scale_grads=False), made
-        return SEVERAL[schedule](made, count, loss, scale_grads=False), made
+            return ONE_STAGE_A_RANK[schedule](stages[0], count, loss, scale_grads=False), stages
+        return SEVERAL_STAGES_A_RANK[schedule](stages, count, loss, scale_grads=False), stages
 
-    def _forward(self, stage: int, local: int, place: int, received: tuple[Tensor, ...]) -> Any:
-        """A stage's forward of microbatch `place`, as torch's schedule calls it. Fails on no rank, so that no other rank waits for it."""
+    def _forward(self, stage: int, local: int, index: int, received: tuple[Tensor, ...]) -> Any:
+        """A stage's forward of one microbatch, called by torch's schedule. If it fails, zeros take the place of its
+        output, so that no other rank waits for it; but it raises if the forward holds collectives, which nothing can
+        stand in for."""
         try:
-            return self._computed(stage, local, place, received)
+            return self._compute(stage, local, index, received)
         except Exception as error:
-            self._failure = self._failure or error
-            if self._alike is not None:  # whose exchanges nothing can stand in for
+            self._failure.note(error)
+            if self._forwards.lockstep_ranks is not None:
                 raise
-            return self._stand_in(stage, place, received)
+            return self._zeros_with_gradient(stage, index, received)
 
-    def _computed(self, stage: int, local: int, place: int, received: tuple[Tensor, ...]) -> Any:
-        item, route = self._items[place], self._routes[place]
-        with self._around(local), self._slice(item):
-            value = self._through(stage, item, received, route)
+    def _compute(self, stage: int, local: int, index: int, received: tuple[Tensor, ...]) -> Any:
+        microbatch, route = self._microbatches[index], self._routes[index]
+        with self._forwards.around(local), self._forwards.computing(microbatch):
+            value = self._forwards.output(stage, microbatch, received, route)
             if stage == len(route):
-                value = item.score(value)
-                self._results[place] = value.record if torch.is_grad_enabled() else value  # the graph is torch's to let go of
-        if torch.is_grad_enabled() and not item.is_dummy:
-            self._ran(local)
+                value = microbatch.score(value)
+                self._results[index] = value.record if torch.is_grad_enabled() else value  # torch frees the graph
+        if torch.is_grad_enabled() and not microbatch.is_dummy:
+            self._after(local)
         if stage < len(route):
-            route[stage].check(value, self._name(stage))
-            return leave(value)
+            route[stage].check(value, self.stages.last_part(stage))
+            return sendable_outputs(value)
         return value.total * value.seed if torch.is_grad_enabled() else torch.zeros((), device=self.world.device)
 
-    def _cut_off(self, stage: int) -> None:
-        first = self.stages.parts[self.stages.cuts[stage].start]
-        self._failure = self._failure or RecipeError(
-            f"what the parts of the model from {first!r} on return does not hang on what {first!r} is given, and parts before it have "
-            "parameters to train, which no gradient would reach; freeze those (requires_grad_(False)), or use what they compute"
+    def _missing_gradient(self, stage: int) -> None:
+        first = self.stages.parts[self.stages.ranges[stage].start]
+        self._failure.note(
+            RecipeError(
+                f"the output of the model's parts from {first!r} on does not depend on the input of {first!r}, so no gradient reaches the "
+                "trainable parameters of the parts before it; freeze those (requires_grad_(False)), or use what they compute"
+            )
         )
 
-    def _through(self, stage: int, item: Item, received: tuple[Tensor, ...], route: Sequence[Boundary]) -> Any:
-        """The output of the stage's last part."""
-        parts = self._parts[stage]
-        self._streams.start(item.position, self.stages.cuts[stage].start)
-        if stage == 0:
-            value = _called(parts[0], item.inputs())
-            parts = parts[1:]
-        else:
-            arrived = arrive(received)
-            value = arrived[0] if route[stage - 1].single else arrived
-        for part in parts:
-            value = part(value)
-        return value
-
-    def _stand_in(self, stage: int, place: int, received: tuple[Tensor, ...]) -> Any:
-        """Zeros in the place of a failed forward's output, whose gradient is zeros too."""
-        arrived = arrive(received) if received else ()
+    def _zeros_with_gradient(self, stage: int, index: int, received: tuple[Tensor, ...]) -> Any:
+        """Zeros in place of a failed forward's output. The gradient of what was received is zeros too."""
+        arrived = received_inputs(received) if received else ()
         link = sum((tensor.sum() * 0 for tensor in arrived if tensor.requires_grad), start=torch.zeros((), device=self.world.device))
-        route = self._routes[place]
+        route = self._routes[index]
         if stage == len(route):
             return link if link.requires_grad or not torch.is_grad_enabled() else link.requires_grad_()
         outputs = []
@@ -284,167 +237,18 @@ class Pipeline:
             outputs.append(zeros)
         return tuple(outputs)
 
-    def _unknown(self, kinds: Sequence[tuple[int, bool]]) -> list[int]:
-        """Which microbatches to learn from: of each kind that is new the first; with others, those that are new to any of them."""
-        if self._alike is None:
-            firsts = {kind: place for place, kind in reversed(list(enumerate(kinds))) if kind not in self._boundaries}
-            return sorted(firsts.values())
-        new = torch.tensor([float(kind not in self._boundaries) for kind in kinds], device=self.world.device)
-        dist.all_reduce(new, group=self._alike.group)
-        return [place for place, flag in enumerate(new.tolist()) if flag]
 
-    def _signatures(self) -> list[int]:
-        """A number for what each microbatch's inputs look like, from the first rank."""
-        numbers = torch.zeros(len(self._items), dtype=torch.int64, device=self.world.device)
-        if self.world.rank == 0:
-            try:
-                numbers = torch.tensor([self._signature(item) for item in self._items], dtype=torch.int64, device=self.world.device)
-            except Exception as error:
-                self._failure = error
-                numbers.fill_(FAILED)
-        dist.broadcast(numbers, group=self._group, group_src=0)
-        found: list[int] = numbers.tolist()
-        if FAILED in found:
-            self._raise()
-        return found
-
-    def _signature(self, item: Item) -> int:
-        self._streams.start(item.position)
-        inputs = item.inputs()
-        if self._model.training not in self._followed:
-            self._chain.check(lambda forward: _called(forward, inputs))
-            self._followed.add(self._model.training)
-        leaves = tree_leaves(inputs)
-        looks = [(list(leaf.shape), str(leaf.dtype)) if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves]
-        text = f"{looks} {self._model.training}"
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
-
-    def _learned(self, item: Item, backward: bool) -> list[Boundary]:
-        """What each stage but the last hands on for microbatches like this one, by computing them one after another. Every rank."""
-        route: list[Boundary] = []
-        value: tuple[Tensor, ...] = ()
-        for stage in range(len(self.stages.cuts) - 1):
-            said = None
-            if stage in self._mine:
-                local = self._mine.index(stage)
-                try:
-                    with (
-                        self._around(local),
-                        self._slice(item),
-                        _buffers_as_they_were(self._parts[stage]),
-                        torch.set_grad_enabled(backward),
-                    ):
-                        output = self._through(stage, item, value, route)
-                    said = Boundary.of(output, self._name(stage)).say()
-                    value = tuple(tensor.detach() for tensor in leave(output))
-                except Exception as error:
-                    self._failure = error
-            said = self.world.value_of(stage % self.stages.ranks, said)
-            if said is None:
-                self._raise()
-            route.append(Boundary.read(said))
-            if backward and not any(route[-1].gradients):  # every stage has something to train
-                raise RecipeError(
-                    f"the part {self._name(stage)!r} of the model hands on {route[-1].words()}, and parts up to it have parameters to "
-                    "train, which no gradient would ever reach; freeze those (requires_grad_(False)), or hand on what a gradient can go "
-                    "through: no detach(), no whole numbers"
-                )
-            value = self._handed_on(stage, value, route[-1])
-        return route
-
-    def _handed_on(self, stage: int, value: tuple[Tensor, ...], boundary: Boundary) -> tuple[Tensor, ...]:
-        source, target = stage % self.stages.ranks, (stage + 1) % self.stages.ranks
-        if source == target or self.world.rank not in (source, target):
-            return value
-        if self.world.rank == source:
-            for tensor in value:
-                dist.send(tensor, group=self._group, group_dst=target)
-            return ()
-        value = boundary.tensors(self.world.device)
-        for tensor in value:
-            dist.recv(tensor.detach(), group=self._group, group_src=source)
-        return value
-
-    @property
-    def _splits(self) -> Exchange | None:
-        """What the slices at hand exchange with: in training alone."""
-        return self.exchange if torch.is_grad_enabled() else None
-
-    @property
-    def _alike(self) -> World | None:
-        """The ranks that must run alike, because their forwards exchange something. None: nobody."""
-        return self._shards if self._splits is None else self._splits.world
-
-    @contextmanager
-    def _slice(self, item: Item) -> Iterator[None]:
-        """Around what is computed of a microbatch: recomputation in a backward takes its statistics as the forward did."""
-        exchange = self._splits
-        if exchange is None:
-            yield
-            return
-        exchange.is_dummy = item.is_dummy
-        try:
-            yield
-        finally:
-            exchange.is_dummy = None
-
-    def _name(self, stage: int) -> str:
-        return self.stages.parts[self.stages.cuts[stage].stop - 1]
-
-    def _raise_where_any_failed(self) -> None:
-        failed = torch.tensor([float(self._failure is not None)], device=self.world.device)
-        dist.all_reduce(failed, group=self._group)
-        if failed:
-            self._raise()
-
-    def _raise(self) -> None:
-        """Raise what failed on any rank: there as it is, elsewhere with its text. Every rank."""
-        mine, self._failure, self._items, self._results = self._failure, None, (), {}
-        everyone = self.world.gather_values(None if mine is None else [type(mine).__name__, str(mine)])
-        if mine is not None:
-            raise mine
-        rank, (name, text) = next((rank, said) for rank, said in enumerate(everyone) if said is not None)
-        kind = getattr(errors, name, None)
-        if isinstance(kind, type) and issubclass(kind, UserError):
-            raise kind(text)
-        raise StageFailed(f"rank {rank} of the pipeline failed: {name}: {text}")
-
-
-class _Forward(nn.Module):
-    """A stage's forward, and the parameters that it uses."""
+class _StageModule(nn.Module):
+    """A stage as torch's pipelining calls it: it holds the stage's parameters."""
 
     def __init__(self, parts: Sequence[nn.Module], compute: Callable[[int, tuple[Tensor, ...]], Any]) -> None:
         super().__init__()
         self.parts = nn.ModuleList(parts)
         self.compute = compute
 
-    def forward(self, *received: Tensor, place: Tensor) -> Any:
-        return self.compute(int(place), received)
+    def forward(self, *received: Tensor, index: Tensor) -> Any:
+        return self.compute(int(index), received)
 
 
-def _called(first: Callable[..., Any], inputs: Any) -> Any:
-    return first(**inputs) if isinstance(inputs, dict) else first(*inputs) if isinstance(inputs, tuple) else first(inputs)
-
-
-def _bound(forward: Callable[[int, int, int, tuple[Tensor, ...]], Any], stage: int, local: int) -> Callable[[int, tuple[Tensor, ...]], Any]:
-    return lambda place, received: forward(stage, local, place, received)
-
-
-def _kinds(route: Sequence[Boundary]) -> tuple[Any, ...]:
-    return tuple(boundary.kind for boundary in route)
-
-
-class _buffers_as_they_were:
-    """Within it, forwards leave no trace in the buffers of `parts`."""
-
-    def __init__(self, parts: Sequence[nn.Module]) -> None:
-        self._kept = [(buffer, buffer.clone()) for part in parts for buffer in part.buffers()]
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *_: object) -> None:
-        with torch.no_grad():
-            for buffer, value in self._kept:
-                if not torch.equal(buffer, value):  # torch counts a version for each write, but for those of BatchNorm
-                    buffer.copy_(value)
+def _signatures(route: Sequence[Boundary]) -> tuple[Any, ...]:
+    return tuple(boundary.signature for boundary in route)

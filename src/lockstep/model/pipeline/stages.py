@@ -1,4 +1,4 @@
-"""Which parts of a model can be the stages of a pipeline, and how they are cut into stages of about the same cost. Touches no process."""
+"""The sequential parts of a model, and their split into pipeline stages of similar cost. Pure: no process is touched."""
 
 from __future__ import annotations
 
@@ -14,36 +14,37 @@ from lockstep.base.torch_private import BatchNormBase, own_buffers, own_modules,
 
 
 @dataclass(frozen=True, slots=True)
-class Tied:
-    """A parameter that stages on several ranks hold. Each rank has a gradient of its own: they are to be summed, and counted once."""
+class SharedParameter:
+    """A shared parameter on several ranks of a pipeline. Each rank has a gradient of its own: they must be summed, and
+    counted once in the norm."""
 
     name: str
-    """As one process calls it."""
+    """The first name in the whole model."""
     ranks: tuple[int, ...]
-    """Along the pipeline, ascending. The first one counts it."""
+    """Ranks of the pipeline, ascending. The first one counts the gradient in the norm."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """A model cut into stages. Stage s is on rank (s mod ranks) of the pipeline. The same on every rank."""
+    """A model split into stages. Stage s is on rank (s mod ranks) of the pipeline. The same on every rank."""
 
     parts: tuple[str, ...]
     """Names of the modules that are called one after another."""
-    cuts: tuple[range, ...]
-    """Of each stage, its parts."""
+    ranges: tuple[range, ...]
+    """The indices in `parts` of each stage's parts."""
     ranks: int
-    tied: tuple[Tied, ...]
+    shared_parameters: tuple[SharedParameter, ...]
 
     @classmethod
-    def of(
+    def split(
         cls, model: nn.Module, patterns: Sequence[str] | None, *, ranks: int, per_rank: int = 1, costs: Sequence[float] | None = None
     ) -> Stages:
-        """Cut `model` for a pipeline of `ranks`, of which each takes `per_rank` stages.
+        """Split `model` into stages for a pipeline of `ranks`, with `per_rank` stages on each.
 
-        `patterns`: `Recipe.stages`. `costs`: one for each part, None: its parameters. Call it before anything is taken out of the model.
-        Raises `RecipeError`.
+        `patterns`: `Recipe.stages`. `costs`: one for each part; None: the number of its parameters. Call it before any
+        parameter is removed from the model. Raises `RecipeError`.
         """
-        parts = parts_of(model, patterns)
+        parts = sequential_parts(model, patterns)
         if not parts:
             raise RecipeError(
                 f"pipeline={ranks} and a model ({type(model).__name__}) that is no nn.Sequential; a pipeline must know the parts of the "
@@ -64,22 +65,27 @@ class Stages:
         runs = balanced([sum(costs[place] for place in unit) for unit in units], count)
         cuts = tuple(range(units[run.start].start, units[run.stop - 1].stop) for run in runs)
         _check_statistics(model, parts, cuts)
-        return cls(tuple(parts), cuts, ranks, _tied(model, parts, cuts, ranks))
+        return cls(tuple(parts), cuts, ranks, _shared_parameters(model, parts, cuts, ranks))
 
     def on_rank(self, rank: int) -> range:
         """The stages of one rank of the pipeline, ascending."""
-        return range(rank, len(self.cuts), self.ranks)
+        return range(rank, len(self.ranges), self.ranks)
 
-    def names_on(self, rank: int) -> list[str]:
+    def last_part(self, stage: int) -> str:
+        """The name of the last part of a stage."""
+        return self.parts[self.ranges[stage].stop - 1]
+
+    def parts_on_rank(self, rank: int) -> list[str]:
         """The parts that one rank of the pipeline holds."""
-        return [self.parts[place] for stage in self.on_rank(rank) for place in self.cuts[stage]]
+        return [self.parts[place] for stage in self.on_rank(rank) for place in self.ranges[stage]]
 
 
-def parts_of(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
-    """The names of the parts in the order in which they are called, each with the output of the one before. Empty: nobody says.
+def sequential_parts(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
+    """The names of the model's sequential parts, in the order of their calls. Empty if the order is unknown.
 
-    An `nn.Sequential` has its members. Otherwise `patterns` name modules, with `*` for any text: pattern after pattern, and what one
-    matches in the model's order. Raises `RecipeError` where they are no such parts, or leave out a parameter or buffer.
+    The parts of an `nn.Sequential` are its members. Otherwise `patterns` name modules, with `*` for any text: in the
+    order of the patterns, and for one pattern in the order of the model's modules. Raises `RecipeError` if these cannot
+    be parts, or leave out a parameter or buffer.
     """
     if patterns is None:
         if not isinstance(model, nn.Sequential) or type(model).forward is not nn.Sequential.forward:
@@ -98,7 +104,8 @@ def parts_of(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
 
 
 def balanced(costs: Sequence[float], count: int) -> list[range]:
-    """Cut `costs` into `count` contiguous runs, none empty, so that the largest sum is as small as it can be; then, as even as can be."""
+    """Split `costs` into `count` contiguous runs, none empty, with the smallest possible maximum of the sums, and then
+    as evenly as possible."""
     most = _best(costs, count, lambda cost: cost, max, math.inf)[-1][0]
     table = _best(costs, count, lambda cost: cost * cost, lambda one, other: one + other, most)
     runs: list[range] = []
@@ -110,13 +117,13 @@ def balanced(costs: Sequence[float], count: int) -> list[range]:
     return runs[::-1]
 
 
-def calls(count: int, stages: Stages, schedule: str) -> list[tuple[int, int, str]]:
-    """How `count` microbatches are run, as [start, stop) and the schedule of each call, one call after another.
+def schedule_calls(count: int, stages: Stages, schedule: str) -> list[tuple[int, int, str]]:
+    """Split `count` microbatches into consecutive calls of torch's schedules: [start, stop) and the schedule's name.
 
-    Torch's 1F1B takes no fewer microbatches than stages: GPipe does those. Its interleaved schedules take a multiple of the number of
-    rounds: what is left over is a call of its own.
+    Torch's 1F1B needs at least as many microbatches as stages; GPipe runs fewer. Its interleaved schedules need a
+    multiple of the number of rounds; the remainder is a call of its own.
     """
-    if schedule == "gpipe" or (schedule == "1f1b" and count >= len(stages.cuts)):
+    if schedule == "gpipe" or (schedule == "1f1b" and count >= len(stages.ranges)):
         return [(0, count, schedule)] if count else []
     if schedule == "1f1b":
         return [(0, count, "gpipe")] if count else []
@@ -126,21 +133,23 @@ def calls(count: int, stages: Stages, schedule: str) -> list[tuple[int, int, str
 
 
 def check_microbatches(count: int, stages: Stages) -> None:
-    """Raises `RecipeError` where a full global batch leaves stages without work throughout. `count`: its microbatches, a data rank.
+    """Raises `RecipeError` if a full global batch has fewer microbatches than stages. `count`: microbatches of a data
+    rank.
 
-    For the plan as a whole, before the first step. A short batch at the end of an epoch may have fewer, and is computed.
+    Checked once for a plan, before the first step. A short batch at the end of an epoch may have fewer.
     """
-    if count < len(stages.cuts):
+    if count < len(stages.ranges):
         raise RecipeError(
-            f"{count} microbatches a step in a pipeline of {len(stages.cuts)} stages; with fewer microbatches than stages some stages "
-            f"always wait; choose a smaller microbatch, so that a step has {len(stages.cuts)} at least on each data rank, or fewer stages"
+            f"{count} microbatches a step in a pipeline of {len(stages.ranges)} stages; with fewer microbatches than stages some stages "
+            f"always wait; choose a smaller microbatch, so that a step has {len(stages.ranges)} at least on each data rank, or fewer stages"
         )
 
 
-def keep_only(model: nn.Module, names: Sequence[str]) -> None:
-    """Take every parameter and buffer out of `model` that none of these parts holds; the names of the others stay as they are.
+def keep_only_parts(model: nn.Module, names: Sequence[str]) -> None:
+    """Remove every parameter and buffer from `model` that none of these parts holds. The names of the others do not
+    change.
 
-    A tied parameter stays under each of its names. The modules stay too, without their tensors.
+    A shared parameter keeps each of its names. The modules stay, without their tensors.
     """
     held = {id(tensor) for name in names for tensor in _tensors(model.get_submodule(name))}
     for module in model.modules():
@@ -197,19 +206,22 @@ def _check_statistics(model: nn.Module, parts: Sequence[str], cuts: Sequence[ran
                     )
 
 
-def _tied(model: nn.Module, parts: Sequence[str], cuts: Sequence[range], ranks: int) -> tuple[Tied, ...]:
+def _shared_parameters(model: nn.Module, parts: Sequence[str], cuts: Sequence[range], ranks: int) -> tuple[SharedParameter, ...]:
     holders: dict[int, set[int]] = {}
     for stage, cut in enumerate(cuts):
         for place in cut:
             for parameter in model.get_submodule(parts[place]).parameters():
                 holders.setdefault(id(parameter), set()).add(stage % ranks)
     return tuple(
-        Tied(name, tuple(sorted(holders[id(parameter)]))) for name, parameter in model.named_parameters() if len(holders[id(parameter)]) > 1
+        SharedParameter(name, tuple(sorted(holders[id(parameter)])))
+        for name, parameter in model.named_parameters()
+        if len(holders[id(parameter)]) > 1
     )
 
 
 def _units(alone: Sequence[bool]) -> list[range]:
-    """Parts that no cut may part: one that can be a stage alone, with those after it that cannot (before the first one, before it)."""
+    """Group the parts so that each group has a trainable parameter: one such part and the parts without after it; the
+    first group also has those before it."""
     starts = [place for place, can in enumerate(alone) if can]
     if not starts:
         return []
@@ -220,7 +232,8 @@ def _units(alone: Sequence[bool]) -> list[range]:
 def _best(
     costs: Sequence[float], count: int, value: Callable[[float], float], join: Callable[[float, float], float], most: float
 ) -> list[tuple[float, int]]:
-    """At row * (len(costs) + 1) + stop: the least value of costs[:stop] in `row` runs, none above `most`, and where the last one starts."""
+    """Dynamic programming over the number of runs. Entry row * (len(costs) + 1) + stop is the least value of
+    costs[:stop] in `row` runs with no sum above `most`, and the start of the last run."""
     length = len(costs)
     sums = [0.0]
     for cost in costs:

@@ -1,6 +1,7 @@
-"""Torch's pipeline stage, for microbatches of different shapes, that tells where gradients end and lets go of what it no longer needs.
+"""Torch's pipeline stage, extended: microbatches of different shapes, detection of missing gradients, and early release
+of memory.
 
-With torch's schedules, which take long to import: who has a pipeline imports this.
+It imports torch's schedules, which takes long; only pipelines import this module.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ from lockstep.base.torch_private import stage_input_gradients, stage_inputs
 from lockstep.model.pipeline.boundary import Boundary
 
 ONE_STAGE_A_RANK: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-SEVERAL: dict[str, Any] = {"interleaved": ScheduleInterleaved1F1B, "zero-bubble": ScheduleInterleavedZeroBubble}
+SEVERAL_STAGES_A_RANK: dict[str, Any] = {"interleaved": ScheduleInterleaved1F1B, "zero-bubble": ScheduleInterleavedZeroBubble}
 
 
-class Stage(PipelineStage):
+class VariableShapeStage(PipelineStage):
     """One stage, for the calls of one schedule."""
 
     routes: Sequence[Sequence[Boundary]]
-    """Of each microbatch in the call, what the stages hand on."""
+    """For each microbatch of the call, the boundary after each stage but the last."""
     losses: list[Tensor]
-    """The schedule's: outputs of the last stage, of the microbatches so far."""
+    """The losses of the schedule: outputs of the last stage, of the microbatches so far."""
     around: Callable[[int], AbstractContextManager[Any]]
-    """Entered around the backward of a microbatch of the call."""
-    cut_off: Callable[[], None]
-    """Called where no gradient goes back for what the stage received."""
+    """The context of the backward of a microbatch."""
+    on_missing_gradient: Callable[[], None]
+    """Called if a received tensor gets no gradient."""
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if not self.is_first:
@@ -50,7 +51,8 @@ class Stage(PipelineStage):
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        """Torch's sends no gradient for an input that the output does not hang on, and the rank before waits for one."""
+        """Send zeros as the gradient of an input that the output does not depend on: torch's stage sends nothing, and
+        the rank before would wait."""
         received = stage_inputs(self, bwd_chunk_id)
         with self.around(bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
@@ -58,20 +60,20 @@ class Stage(PipelineStage):
         gradients = stage_input_gradients(self)
         found = gradients.get(bwd_chunk_id, ())
         if any(needs and gradient is None for needs, gradient in zip(needed, found, strict=False)):
-            self.cut_off()
+            self.on_missing_gradient()
             gradients[bwd_chunk_id] = tuple(
                 torch.zeros_like(tensor) if needs else gradient for tensor, needs, gradient in zip(received, needed, found, strict=False)
             )
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """Torch's keeps the loss, and with it all that the backward of the inputs has not freed, to the end of the call."""
+        """Free the graph of the loss, which torch's stage keeps until the end of the call."""
         with self.around(bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
         if self.is_last and self.has_backward:
             self.losses[bwd_chunk_id] = self.losses[bwd_chunk_id].detach()
 
     def release(self) -> None:
-        """Let go of what the last call received and computed."""
+        """Free the tensors that the last call received and computed."""
         self.clear_runtime_states()
         for received in (*self.args_recv_info.values(), *self.grad_recv_info.values()):
             for info in received:

@@ -1,7 +1,9 @@
-"""The `tensor` axis: the ranks share out each layer's matrix, by torch's distributed tensors, and compute the same microbatch together.
+"""The `tensor` axis: each layer's weight is sharded over the ranks as a DTensor, and the ranks compute the same
+microbatch together.
 
-A `colwise` layer gives each rank a part of its outputs, the `rowwise` layer after it takes such a part and sums over the ranks. What lies
-between is the user's own code on smaller tensors (`lockstep.model.tensor.boundaries`); what lies outside is the same on all ranks.
+A `colwise` layer gives each rank a shard of its outputs. The `rowwise` layer after it takes such a shard and sums over
+the ranks. Between the two the user's own code runs on smaller tensors (`lockstep.model.tensor.sharded_features`);
+outside, all ranks have the same tensors.
 """
 
 from __future__ import annotations
@@ -20,50 +22,51 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from lockstep.base.errors import RecipeError
 from lockstep.base.torch_private import own_parameters
-from lockstep.model.shared_parameters import tie, ties
-from lockstep.model.tensor.boundaries import Region, is_cut, leaving, mark_cut
-from lockstep.model.tensor.first_forward_check import Proof
-from lockstep.model.tensor.logits import as_logits, plain
-from lockstep.model.tensor.styles import STYLES, cut_dim, sizes_of
+from lockstep.model.shared_parameters import share_parameter, shared_names
+from lockstep.model.tensor.first_forward_check import FirstForwardCheck
+from lockstep.model.tensor.sharded_features import ShardedFeatures, checked_output, is_sharded, mark_sharded
+from lockstep.model.tensor.sharded_logits import as_sharded_logits, local_shard
+from lockstep.model.tensor.styles import STYLES, shard_dim, sizes_of
 
 SHAPES = re.compile(
     r"is invalid for input of size|must match|cannot be multiplied|size mismatch|split_with_sizes|not compatible|doesn't match|"
     r"not enough values to unpack|too many values to unpack|Expected size|normalized_shape|not divisible|broadcast|"
     r"should contain \d+ elements"
 )
-"""What torch and Python say where a size is not the one that code was written for."""
+"""Messages of torch and Python about a size for which code was not written."""
 
 
-def tensor_parallel(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str], *, fill: Callable[[nn.Module], None]) -> None:
-    """Cut the layers of `model` over `mesh`, one axis, in place. Every rank calls it, before the model is sharded or given an optimizer.
+def tensor_parallel(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str], *, materialize: Callable[[nn.Module], None]) -> None:
+    """Shard the layers of `model` over `mesh`, one axis, in place. Every rank calls it, before FSDP2 shards the model
+    and before there is an optimizer.
 
-    `styles`: from `styles_of`. `fill`: called with a layer just before it is cut, to give it its values; a rank keeps its part of them,
-    which all ranks must have alike. Nothing is sent. What has no values then stays on the meta device, as do parameters that are not
-    cut. What shared a parameter before shares it afterwards.
+    `styles`: from `tensor_styles`. `materialize`: called with a layer just before it is sharded, to materialize it; the rank
+    keeps its shard of the values, which all ranks must have alike. Nothing is sent. Parameters without values stay on
+    the meta device, and so do parameters that are not sharded. Shared parameters stay shared.
     """
-    tied = ties(model)
-    layers = {name: _Layer(name, style) for name, style in styles.items()}
+    shared = shared_names(model)
+    layers = {name: _LayerStyle(name, style) for name, style in styles.items()}
     for name, layer in layers.items():
-        fill(model.get_submodule(name))
+        materialize(model.get_submodule(name))
         parallelize_module(model.get_submodule(name), mesh, layer, src_data_rank=None)
-    for names in tied:
-        tie(model, names)
-    region = Region(mesh)
-    proof = Proof(model, {name: layer for name, layer in layers.items() if layer.leaves_parts})
+    for names in shared:
+        share_parameter(model, names)
+    features = ShardedFeatures(mesh)
+    check = FirstForwardCheck(model, {name: layer for name, layer in layers.items() if layer.exposes_shards})
     owners = {name.rpartition(".")[0] for name in styles}
     around = {"", *(owner[:end] for owner in owners for end in (*(dot.start() for dot in re.finditer(r"\.", owner)), len(owner)))}
     for name, module in model.named_modules():
         if name in around:
             own = [child for child in styles if child.rpartition(".")[0] == name]
-            _Enclosure(module, name, region, proof, own).enclose(module)
+            _WrappedForward(module, name, features, check, own).wrap(module)
 
 
 @torch.no_grad()
-def settle(parameters: Sequence[Tensor]) -> None:
-    """Complete the gradients that are sums of the tensor ranks' parts, such as those of a norm's weight under `sequence`.
+def reduce_partial_gradients(parameters: Sequence[Tensor]) -> None:
+    """All-reduce gradients that are partial sums, such as those of a norm's weight under `sequence`.
 
-    Once a step, after its last backward. Every rank of the tensor axis calls it alike; a rank without such a gradient, while others
-    have it, must have zeros.
+    Call it once a step, after the last backward. Every rank of the tensor axis calls it alike; a rank without a
+    gradient that others have must have zeros.
     """
     for parameter in parameters:
         gradient = parameter.grad
@@ -71,27 +74,27 @@ def settle(parameters: Sequence[Tensor]) -> None:
             parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
-class _Layer(ParallelStyle):
+class _LayerStyle(ParallelStyle):
     """One layer under its style: torch applies it to the module."""
 
     def __init__(self, name: str, style: str) -> None:
         self._name = name
         self._style_name = style
         self._style = STYLES[style]
-        self.leaves_parts = self._style.leaves_parts
+        self.exposes_shards = self._style.exposes_shards
         self.bypassed = False
-        """Let the module be what it was: whole inputs, whole weights."""
+        """If True, the module runs as if it were not sharded: whole inputs, whole weights."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         before: Any = self._before
         after: Any = self._after
-        return distribute_module(module, device_mesh, self._cut, before, after)
+        return distribute_module(module, device_mesh, self._shard_parameters, before, after)
 
-    def _cut(self, _: str, module: nn.Module, mesh: DeviceMesh) -> None:
+    def _shard_parameters(self, _: str, module: nn.Module, mesh: DeviceMesh) -> None:
         for name, parameter in list(own_parameters(module).items()):
             if parameter is None or isinstance(parameter, DTensor):
                 continue
-            dim = cut_dim(module, name, self._style_name)
+            dim = shard_dim(module, name, self._style_name)
             placement = Replicate() if dim is None else Shard(dim)
             part = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
             held = part.to_local()
@@ -105,29 +108,29 @@ class _Layer(ParallelStyle):
         if self.bypassed:
             return inputs
         if not inputs:
-            raise RecipeError(f"{self._name} is called with keywords alone; a layer that is cut takes its input as the first argument")
+            raise RecipeError(f"{self._name} is called with keywords alone; a layer that is sharded takes its input as the first argument")
         given = inputs[0]
         if not isinstance(given, DTensor):
             given = DTensor.from_local(given, mesh, (self._taken(module, given, mesh.size()),), run_check=False)
-        if self._style.takes == "sequence" and given.dim() < 2:
+        if self._style.input_layout == "sequence" and given.dim() < 2:
             raise RecipeError(f"{self._name} has the style 'sequence' and an input of shape {tuple(given.shape)}; the sequence is dim 1")
-        wanted: dict[str, Placement] = {"whole": Replicate(), "cut": Shard(given.dim() - 1), "sequence": Shard(1)}
-        return given.redistribute(placements=(wanted[self._style.takes],)), *inputs[1:]
+        wanted: dict[str, Placement] = {"whole": Replicate(), "sharded": Shard(given.dim() - 1), "sequence": Shard(1)}
+        return given.redistribute(placements=(wanted[self._style.input_layout],)), *inputs[1:]
 
     def _taken(self, module: nn.Module, given: Tensor, size: int) -> Placement:
-        """How a plain input lies on the ranks."""
-        wants_cut = self._style.takes == "cut" and not self._style.slices
-        if wants_cut and given.shape[-1] * size == sizes_of(module)[1]:
+        """The placement of a plain input."""
+        wants_shard = self._style.input_layout == "sharded" and not self._style.slices_input
+        if wants_shard and given.shape[-1] * size == sizes_of(module)[1]:
             return Shard(given.dim() - 1)
-        if wants_cut:
+        if wants_shard:
             remedy = "'rowwise_split'" if given.shape[-1] == sizes_of(module)[1] else "a 'colwise' layer before it"
             raise RecipeError(
                 f"{self._name} has the style {self._style_name!r} and {sizes_of(module)[1]} inputs, of which each of {size} ranks takes "
                 f"its part, and was given {given.shape[-1]}; give it {remedy}, or leave it whole"
             )
-        if is_cut(given):
+        if is_sharded(given):
             raise RecipeError(
-                f"{self._name} has the style {self._style_name!r}, which takes a whole input, and was given one that is cut over the "
+                f"{self._name} has the style {self._style_name!r}, which takes a whole input, and was given one that is sharded over the "
                 "tensor axis; give it 'rowwise', or the layer before it 'colwise_gathered'"
             )
         return Replicate()
@@ -135,64 +138,65 @@ class _Layer(ParallelStyle):
     def _after(self, _: nn.Module, output: DTensor, __: DeviceMesh) -> Tensor:
         if self.bypassed:
             return output
-        gives: dict[str, Placement] = {"whole": Replicate(), "sequence": Shard(1)}
-        spread = output.redistribute(placements=(gives.get(self._style.gives, Shard(output.dim() - 1)),))
-        if self._style.gives == "classes":
-            logits: Tensor = as_logits(spread)
+        layouts: dict[str, Placement] = {"whole": Replicate(), "sequence": Shard(1)}
+        spread = output.redistribute(placements=(layouts.get(self._style.output_layout, Shard(output.dim() - 1)),))
+        if self._style.output_layout == "classes":
+            logits: Tensor = as_sharded_logits(spread)
             return logits
-        if self._style.gives == "sequence":
+        if self._style.output_layout == "sequence":
             return spread
-        held = plain(spread)
-        return mark_cut(held) if self._style.gives == "cut" else held
+        held = local_shard(spread)
+        return mark_sharded(held) if self._style.output_layout == "sharded" else held
 
 
-class _Enclosure:
-    """Runs the forward of a module with cut layers inside in `region`, and explains what its sizes do to code written for whole tensors.
+class _WrappedForward:
+    """Runs the forward of a module that has sharded layers inside, and explains errors about sizes in code written for
+    whole tensors.
 
-    `name`: the module's, empty for the model. `layers`: those cut directly inside of it.
+    `name`: the module's, empty for the model. `layers`: the sharded layers directly inside it.
     """
 
-    def __init__(self, module: nn.Module, name: str, region: Region, proof: Proof, layers: Sequence[str]) -> None:
+    def __init__(self, module: nn.Module, name: str, features: ShardedFeatures, check: FirstForwardCheck, layers: Sequence[str]) -> None:
         self._name = name
         self._called = name or type(module).__name__
-        self._region = region
-        self._proof = proof
+        self._features = features
+        self._check = check
         self._layers = layers
 
-    def __deepcopy__(self, _: Any) -> _Enclosure:
+    def __deepcopy__(self, _: Any) -> _WrappedForward:
         return self
 
-    def enclose(self, module: Any) -> None:
+    def wrap(self, module: Any) -> None:
         """A class of its own for the module, so that a copy of it runs its own forward, and not this one's."""
         kind: Any = type(module)
         if "forward" in vars(module):  # somebody put one there, which goes before the class's
             module.forward = functools.wraps(module.forward)(functools.partial(_run, self, module, module.forward))
         else:
-            module.__class__ = _enclosed(kind)
-            module._enclosure = self
+            module.__class__ = _wrapped_class(kind)
+            module._wrapped_forward = self
 
     def run(self, module: nn.Module, forward: Callable[..., Any], arguments: Any, keywords: Any) -> Any:
-        with self._region:
+        with self._features:
             try:
                 output = forward(*arguments, **keywords)
             except (RuntimeError, ValueError) as error:
                 if not self._layers or not SHAPES.search(str(error)):
                     raise
                 raise RecipeError(_explained(self._called, self._layers, error)) from error
-            if self._proof.waits_for(self._name):
-                self._proof.compare(self._name, module, forward, arguments, keywords)
-            return output if self._name else leaving(output, self._called)
+            if self._check.waits_for(self._name):
+                self._check.compare(self._name, module, forward, arguments, keywords)
+            return output if self._name else checked_output(output, self._called)
 
 
-def _run(enclosure: _Enclosure, module: nn.Module, forward: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+def _run(enclosure: _WrappedForward, module: nn.Module, forward: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
     return enclosure.run(module, forward, arguments, keywords)
 
 
 @functools.cache
-def _enclosed(kind: Any) -> type[nn.Module]:
+def _wrapped_class(kind: Any) -> type[nn.Module]:
     @functools.wraps(kind.forward)
     def forward(self: Any, *arguments: Any, **keywords: Any) -> Any:
-        return self._enclosure.run(self, functools.partial(kind.forward, self), arguments, keywords)
+        return self._wrapped_forward.run(self, functools.partial(kind.forward, self), arguments, keywords)
 
     made: type[nn.Module] = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
     return made
@@ -201,9 +205,9 @@ def _enclosed(kind: Any) -> type[nn.Module]:
 def _explained(name: str, layers: Sequence[str], error: Exception) -> str:
     first_line = str(error).partition("\n")[0]
     return (
-        f"the forward of {name} failed with its layers {', '.join(layers)} cut over the tensor axis: {first_line}; between a 'colwise' and "
-        "a 'rowwise' layer each rank has a part of the features, and whole heads of them, so code there must not name their full number: "
-        "write -1 for the heads, as in query.view(batch, length, -1, head_dim) and mixed.reshape(batch, length, -1); give query, key and "
-        "value layers of their own, since one for all three is cut across them; have no norm over the features there; or give the first "
-        "layer 'colwise_gathered' and the second 'rowwise_split', which leave what lies between whole"
+        f"the forward of {name} failed with its layers {', '.join(layers)} sharded over the tensor axis: {first_line}; between a 'colwise' "
+        "and a 'rowwise' layer each rank has a part of the features, and whole heads of them, so code there must not name their full "
+        "number: write -1 for the heads, as in query.view(batch, length, -1, head_dim) and mixed.reshape(batch, length, -1); give query, "
+        "key and value layers of their own, since one for all three is sharded across them; have no norm over the features there; or give "
+        "the first layer 'colwise_gathered' and the second 'rowwise_split', which leave what lies between whole"
     )

@@ -1,11 +1,13 @@
-"""At the first forward: do modules with cut layers inside compute what they compute whole?
+"""A check at the first forward: modules with sharded layers inside compute what they compute with whole layers.
 
-Code on a part of the features can be wrong without an error: `query.view(batch, length, heads, -1)` makes heads of half the depth, and
-`qkv.chunk(3, -1)` on a rank's part gives it no value at all. So each module whose inputs and outputs are whole, and which no module
-inside of it has answered for, is computed twice more in its first forward, both times in evaluation mode and without gradients: as it is
-cut, and with its cut layers whole. A rank holds those layers' whole weights for that moment: one attention's, or one perceptron's.
-Of modules that are alike, the first one answers for all. What a module is given beside tensors and plain values (a cache of keys, which a
-second forward would lengthen) is left out of both computations.
+Code on a shard of the features can be wrong without an error: `query.view(batch, length, heads, -1)` makes heads of
+half the depth, and `qkv.chunk(3, -1)` on a rank's shard gives it no value at all. So a module is computed twice more in
+its first forward, in evaluation mode and without gradients: once with its layers sharded, once with whole layers. Its
+inputs and outputs must be whole, and no module inside it may have been checked for the same layers. For that moment a
+rank holds the whole weights of these layers: one attention's, or one MLP's.
+
+Only the first of several equal modules is checked. Arguments other than tensors and plain values (a cache of keys,
+which a second forward would lengthen) are left out of both computations.
 """
 
 from __future__ import annotations
@@ -20,28 +22,31 @@ from torch.distributed.fsdp import FSDPModule
 
 from lockstep.base.errors import RecipeError
 from lockstep.base.torch_private import disable_current_modes, own_parameters, tree_leaves, tree_map
-from lockstep.model.tensor.boundaries import is_cut
-from lockstep.model.tensor.logits import whole_of
+from lockstep.model.tensor.sharded_features import is_sharded
+from lockstep.model.tensor.sharded_logits import gather_full
 
 ROUNDINGS = 8.0
-"""How many times the square root of the type's own rounding, 3e-4 in float32, the outputs may differ by, relative to their size."""
+"""Tolerance of the relative error, in units of the square root of the dtype's rounding error, which is 3e-4 in float32.
+"""
 
 
 MUCH = 2**26
-"""Numbers that a rank can hold beside its own. A module with more in its cut layers, and half the model's, is not computed whole."""
+"""Elements that a rank can hold beside its own. A module is not checked if its sharded layers have more, and more than
+half of all sharded layers' elements."""
 
 
-class Layer(Protocol):
-    """What cuts one module."""
+class BypassableLayer(Protocol):
+    """A sharded layer that can run as a whole."""
 
     bypassed: bool
-    """Where True, the module runs as if it were not cut."""
+    """If True, the module runs as if it were not sharded."""
 
 
-class Proof:
-    """`layers`: those whose parts the user's code sees, by their module's name. Every rank of the tensor axis makes it alike."""
+class FirstForwardCheck:
+    """`layers`: the sharded layers whose shards the user's code sees, by module name. Every rank of the tensor axis
+    makes one."""
 
-    def __init__(self, model: nn.Module, layers: Mapping[str, Layer]) -> None:
+    def __init__(self, model: nn.Module, layers: Mapping[str, BypassableLayer]) -> None:
         self._modules = {name: model.get_submodule(name) for name in layers}
         self._layers = layers
         self._open = set(layers)
@@ -49,34 +54,35 @@ class Proof:
         self._comparing = False
 
     def waits_for(self, name: str) -> bool:
-        """Whether nobody has answered yet for a layer inside the module `name`, whose forward has just ended."""
+        """True if a layer inside the module `name`, whose forward has just ended, has not been checked yet."""
         return bool(self._open) and not self._comparing and bool(self._inside(name))
 
     def compare(self, name: str, module: nn.Module, forward: Callable[..., Any], arguments: Any, keywords: Any) -> None:
-        """Compute the module cut and whole. Leaves the question to the module around it where its inputs or outputs are cut.
+        """Compute the module with sharded layers and with whole ones, and compare.
 
-        Raises `RecipeError` where they differ.
+        Does nothing if its inputs or outputs are sharded: then the module around it is compared. Raises `RecipeError`
+        if the outputs differ.
         """
         inside = self._inside(name)
         kind = type(module), tuple((layer.removeprefix(name), type(self._modules[layer])) for layer in inside)
         if kind not in self._answered and self._size(inside) <= max(MUCH, self._size(self._layers) // 2):
             given = [_plain(list(arguments)), _plain(keywords)]
             blocks = any(isinstance(child, FSDPModule) for child in module.modules() if child is not module)
-            if blocks or any(is_cut(leaf) for leaf in tree_leaves(given)):
+            if blocks or any(is_sharded(leaf) for leaf in tree_leaves(given)):
                 return
             given = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, given)
             self._comparing = True
             try:
                 with torch.no_grad(), disable_current_modes(), _evaluating(module), _same_numbers(given) as drawn:
-                    cut = _tensors(forward(*given[0], **given[1]))
-                    if any(map(is_cut, cut)):
+                    sharded = _tensors(forward(*given[0], **given[1]))
+                    if any(map(is_sharded, sharded)):
                         return
                     drew = drawn()
-                    given = tree_map(whole_of, given)
+                    given = tree_map(gather_full, given)
                     with self._whole(inside):
                         whole = _tensors(forward(*given[0], **given[1]))
                 if not drew:  # one that draws numbers, even when it evaluates, draws others for a part than for the whole
-                    self._check(name or type(module).__name__, inside, cut, whole)
+                    self._check(name or type(module).__name__, inside, sharded, whole)
             finally:
                 self._comparing = False
             self._answered.add(kind)
@@ -91,13 +97,13 @@ class Proof:
 
     @contextmanager
     def _whole(self, names: list[str]) -> Iterator[None]:
-        """Within it, these layers have their whole weights and do not know of other ranks."""
+        """Give these layers their whole weights inside the context, and let them ignore other ranks."""
         parts = {name: dict(own_parameters(self._modules[name])) for name in names}
         try:
             for name in names:
                 own_parameters(self._modules[name]).update(
                     {
-                        each: None if part is None else nn.Parameter(whole_of(part), requires_grad=part.requires_grad)
+                        each: None if part is None else nn.Parameter(gather_full(part), requires_grad=part.requires_grad)
                         for each, part in parts[name].items()
                     }
                 )
@@ -108,8 +114,8 @@ class Proof:
                 own_parameters(self._modules[name]).update(parts[name])
                 self._layers[name].bypassed = False
 
-    def _check(self, name: str, layers: list[str], cut: list[Tensor], whole: list[Tensor]) -> None:
-        for found, truth in zip(map(whole_of, cut), map(whole_of, whole), strict=True):
+    def _check(self, name: str, layers: list[str], sharded: list[Tensor], whole: list[Tensor]) -> None:
+        for found, truth in zip(map(gather_full, sharded), map(gather_full, whole), strict=True):
             if not truth.is_floating_point():
                 continue
             kinds = [truth.dtype]
@@ -120,11 +126,11 @@ class Proof:
             error = float((found.double() - truth.double()).norm() / truth.double().norm()) if same_shape else float("inf")
             if error > allowed:
                 raise RecipeError(
-                    f"{name} computes something else with its layers {', '.join(layer.removeprefix(f'{name}.') for layer in layers)} cut "
-                    f"over the tensor axis: its first output differs by {error:.1g} of its size, where rounding explains {allowed:.1g}; "
-                    "code between a 'colwise' and a 'rowwise' layer must compute each head, or each feature, from itself alone: write "
-                    "query.view(batch, length, -1, head_dim), with -1 for the heads; no norm or softmax over the features; query, key and "
-                    "value from layers of their own; or give these layers 'colwise_gathered' and 'rowwise_split'"
+                    f"{name} computes something else with its layers {', '.join(layer.removeprefix(f'{name}.') for layer in layers)} "
+                    f"sharded over the tensor axis: its first output differs by {error:.1g} of its size, where rounding explains "
+                    f"{allowed:.1g}; code between a 'colwise' and a 'rowwise' layer must compute each head, or each feature, from itself "
+                    "alone: write query.view(batch, length, -1, head_dim), with -1 for the heads; no norm or softmax over the features; "
+                    "query, key and value from layers of their own; or give these layers 'colwise_gathered' and 'rowwise_split'"
                 )
 
 
@@ -141,7 +147,7 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _same_numbers(given: Any) -> Iterator[Callable[[], bool]]:
-    """Leaves torch's generators as they were. Gives a function that tells whether they have been drawn from within."""
+    """Restore torch's generators afterwards. Yields a function that returns True if they have been used."""
     devices = {leaf.device for leaf in tree_leaves(given) if isinstance(leaf, Tensor) and leaf.is_cuda}
 
     def states() -> list[Tensor]:
@@ -153,7 +159,7 @@ def _same_numbers(given: Any) -> Iterator[Callable[[], bool]]:
 
 
 def _plain(item: Any) -> Any:
-    """A call's arguments, without objects that a forward may change."""
+    """The arguments of a call, without objects that a forward may change."""
     if isinstance(item, dict):
         return {name: _plain(member) for name, member in item.items()}
     if type(item) in (list, tuple):

@@ -1,4 +1,5 @@
-"""How the `tensor` axis cuts each layer: from patterns of module names to a style for each module. Nothing here touches a process."""
+"""The styles of the `tensor` axis: a map from patterns of module names to the way each module is sharded. Pure: no
+process is touched."""
 
 from __future__ import annotations
 
@@ -16,31 +17,31 @@ from lockstep.base.torch_private import own_parameters
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """What one layer's ranks hold, take and give. A *cut* tensor is this rank's part of the features (or of the heads)."""
+    """How one layer is sharded. A *sharded* tensor is this rank's shard of the features (or of the heads)."""
 
     kinds: tuple[str, ...]
-    """The kinds of module that it is for: `linear` (also `Conv1D` of transformers), `embedding`, `any`."""
-    cuts: Literal["outputs", "inputs", "nothing"]
-    """The dim of the weight that is cut: that of the layer's outputs, or of its inputs (an embedding's: its vocabulary)."""
-    takes: Literal["whole", "cut", "sequence"]
-    """What it computes on. `sequence`: this rank's part of dim 1."""
-    gives: Literal["whole", "cut", "sequence", "classes"]
-    """`sequence` and `classes` are distributed tensors, cut along dim 1 and along the last dim."""
-    slices: bool = False
-    """It is given a whole input, of which it takes this rank's part."""
+    """The kinds of module that it applies to: `linear` (also `Conv1D` of transformers), `embedding`, `any`."""
+    shards: Literal["outputs", "inputs", "nothing"]
+    """The dim of the weight that is sharded: the layer's outputs, or its inputs (an embedding's vocabulary)."""
+    input_layout: Literal["whole", "sharded", "sequence"]
+    """The layout of the input. `sequence`: this rank's shard of dim 1."""
+    output_layout: Literal["whole", "sharded", "sequence", "classes"]
+    """The layout of the output. `sequence` and `classes` are DTensors, sharded along dim 1 and along the last dim."""
+    slices_input: bool = False
+    """True if the input is whole and the layer takes this rank's shard of it."""
 
     @property
-    def leaves_parts(self) -> bool:
-        """Whether the user's code sees a part of what it was written for, before the layer or after it."""
-        return self.gives == "cut" or (self.takes == "cut" and not self.slices)
+    def exposes_shards(self) -> bool:
+        """True if the user's code sees a sharded tensor, before the layer or after it."""
+        return self.output_layout == "sharded" or (self.input_layout == "sharded" and not self.slices_input)
 
 
 STYLES = {
-    "colwise": Style(("linear", "embedding"), "outputs", "whole", "cut"),
+    "colwise": Style(("linear", "embedding"), "outputs", "whole", "sharded"),
     "colwise_gathered": Style(("linear", "embedding"), "outputs", "whole", "whole"),
-    "rowwise": Style(("linear",), "inputs", "cut", "whole"),
-    "rowwise_split": Style(("linear",), "inputs", "cut", "whole", slices=True),
-    "rowwise_sequence": Style(("linear",), "inputs", "cut", "sequence"),
+    "rowwise": Style(("linear",), "inputs", "sharded", "whole"),
+    "rowwise_split": Style(("linear",), "inputs", "sharded", "whole", slices_input=True),
+    "rowwise_sequence": Style(("linear",), "inputs", "sharded", "sequence"),
     "embedding": Style(("embedding",), "inputs", "whole", "whole"),
     "embedding_sequence": Style(("embedding",), "inputs", "whole", "sequence"),
     "sequence": Style(("any",), "nothing", "sequence", "sequence"),
@@ -48,7 +49,7 @@ STYLES = {
     "loss": Style(("linear",), "outputs", "whole", "classes"),
     "replicated": Style(("any",), "nothing", "whole", "whole"),
 }
-"""By the names that a recipe gives them."""
+"""Styles by their names in a recipe."""
 
 HUGGING_FACE = {
     "colwise": "colwise",
@@ -63,28 +64,29 @@ HUGGING_FACE = {
     "replicated": "replicated",
     "replicated_with_grad_allreduce": "replicated",
 }
-"""What transformers calls them. Under `replicated` a gradient is summed over the axis wherever a whole tensor meets a cut one."""
+"""Styles by their names in transformers. Under `replicated` a gradient is summed over the axis wherever a whole tensor
+meets a sharded one."""
 
 HEADS = re.compile(r"(n|num|number_of)?_?((attention|key_value|kv|q|query)_)?n?heads?")
 FUSED = re.compile(r"(^|[._])(qkv|w?qkv_?proj|query_key_value|c_attn|in_proj|gate_up(_proj)?)$", re.IGNORECASE)
 """Names of layers that hold several matrices, one below the other."""
 
 
-def styles_of(model: nn.Module, given: Mapping[str, str] | None, size: int) -> dict[str, str]:
-    """The style of each module that the axis cuts, by its name, in the order of the model's modules.
+def tensor_styles(model: nn.Module, given: Mapping[str, str] | None, size: int) -> dict[str, str]:
+    """The style of each sharded module, by its name, in the order of the model's modules.
 
-    `given`: the recipe's patterns of names, with `*` for any text, and their styles; of several patterns that match a module, the last
-    counts. None: the model's own `tensor_plan`, else the plan that a Hugging Face model brings. A layer that shares its weight with a
-    mapped one (tied embeddings) gets the style that fits. `size`: of the axis. Raises `RecipeError`.
+    `given`: the recipe's patterns of names, with `*` for any text, and their styles; if several match a module, the
+    last one counts. None: the model's own `tensor_plan`, or else the plan of a Hugging Face model. A layer that shares
+    its weight with a mapped one (tied embeddings) gets the matching style. `size`: of the axis. Raises `RecipeError`.
     """
     source, patterns = _source(model, given)
     chosen = _matched(model, source, patterns)
-    _add_tied(model, chosen)
+    _add_layers_with_shared_weights(model, chosen)
     for name, style in chosen.items():
         _check(model, name, style, size)
-        if source and STYLES[style].gives == "cut" and FUSED.search(name):  # transformers knows how its own layers lie
+        if source and STYLES[style].output_layout == "sharded" and FUSED.search(name):  # transformers knows how its own layers lie
             raise RecipeError(
-                f"the style {style!r} for {name!r}, by its name a layer of several matrices one below the other; cut in {size} as one, "
+                f"the style {style!r} for {name!r}, by its name a layer of several matrices one below the other; sharded in {size} as one, "
                 "it gives a rank parts of some and none of others; make them layers of their own (query, key and value), or give this one "
                 "'colwise_gathered' and the layer that follows 'rowwise_split'"
             )
@@ -93,19 +95,20 @@ def styles_of(model: nn.Module, given: Mapping[str, str] | None, size: int) -> d
     return {name: chosen[name] for name, _ in model.named_modules() if chosen.get(name, "replicated") != "replicated"}
 
 
-def check_inside(styles: Mapping[str, str], stages: Sequence[str]) -> None:
-    """Raises `RecipeError` where the code between two cut layers is no code of one module that a pipeline calls."""
+def check_stage_parts(styles: Mapping[str, str], stages: Sequence[str]) -> None:
+    """Raises `RecipeError` if the code between two sharded layers is not inside one part of a pipeline."""
     for name, style in styles.items():
-        if name in stages and STYLES[style].leaves_parts:
+        if name in stages and STYLES[style].exposes_shards:
             raise RecipeError(
-                f"the layer {name!r} is cut {style!r}, and is called as a stage's part by itself; what lies between a layer that gives a "
-                "cut output and the one that takes it must be in one part; put both layers into a module of their own, and name that in "
-                "Recipe.stages"
+                f"the layer {name!r} is sharded {style!r}, and is called as a stage's part by itself; what lies between a layer that gives "
+                "a sharded output and the one that takes it must be in one part; put both layers into a module of their own, and name that "
+                "in Recipe.stages"
             )
 
 
 def _source(model: nn.Module, given: Mapping[str, str] | None) -> tuple[str, Mapping[str, str]]:
-    """Where the patterns are from, in words, and the patterns. Those of Hugging Face are given our names of styles."""
+    """Return the origin of the patterns, in words, and the patterns. Those of Hugging Face are translated to our
+    styles."""
     if given is not None:
         return "Recipe.tensor", given
     own = getattr(model, "tensor_plan", None)
@@ -114,7 +117,7 @@ def _source(model: nn.Module, given: Mapping[str, str] | None) -> tuple[str, Map
     theirs = _hugging_face(model)
     if not theirs:
         raise RecipeError(
-            "tensor parallelism on a model without a map of its layers; the axis cuts only what it is told to; give "
+            "tensor parallelism on a model without a map of its layers; the axis shards only what it is told to; give "
             "Recipe(tensor={'blocks.*.query': 'colwise', 'blocks.*.projection': 'rowwise', ...}), or set `tensor_plan` on the model"
         )
     for pattern, style in theirs.items():
@@ -153,7 +156,7 @@ def _matched(model: nn.Module, source: str, patterns: Mapping[str, str]) -> dict
     return chosen
 
 
-def _add_tied(model: nn.Module, chosen: dict[str, str]) -> None:
+def _add_layers_with_shared_weights(model: nn.Module, chosen: dict[str, str]) -> None:
     """Cut what shares a weight with a mapped layer like that layer."""
     owners: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -161,10 +164,10 @@ def _add_tied(model: nn.Module, chosen: dict[str, str]) -> None:
             if parameter is not None:
                 owners.setdefault(id(parameter), []).append(name)
     for names in owners.values():
-        mapped = [name for name in names if name in chosen and STYLES[chosen[name]].cuts != "nothing"]
+        mapped = [name for name in names if name in chosen and STYLES[chosen[name]].shards != "nothing"]
         if not mapped or len(names) == 1:
             continue
-        dims = {cut_dim(model.get_submodule(name), "weight", chosen[name]) for name in mapped}
+        dims = {shard_dim(model.get_submodule(name), "weight", chosen[name]) for name in mapped}
         for name in names:
             if name in chosen:
                 continue
@@ -172,11 +175,11 @@ def _add_tied(model: nn.Module, chosen: dict[str, str]) -> None:
             style = {"embedding": {0: "embedding", 1: "colwise_gathered"}, "linear": {0: "vocabulary", 1: "rowwise_split"}}.get(kind, {})
             if len(dims) == 1 and (dim := next(iter(dims))) in style:
                 chosen[name] = style[dim]
-        dims = {cut_dim(model.get_submodule(name), "weight", chosen[name]) if name in chosen else None for name in names}
+        dims = {shard_dim(model.get_submodule(name), "weight", chosen[name]) if name in chosen else None for name in names}
         if len(dims) > 1:
             raise RecipeError(
-                f"modules {', '.join(map(repr, names))} share a weight, and the styles {[chosen.get(name) for name in names]} would cut it "
-                "in different ways; give an embedding 'embedding' and the output layer tied to it 'vocabulary'"
+                f"modules {', '.join(map(repr, names))} share a weight, and the styles {[chosen.get(name) for name in names]} would shard "
+                "it in different ways; give an embedding 'embedding' and the output layer tied to it 'vocabulary'"
             )
 
 
@@ -187,7 +190,7 @@ def _check(model: nn.Module, name: str, style: str, size: int) -> None:
     if isinstance(parent, nn.MultiheadAttention):
         raise RecipeError(
             f"the style {style!r} for {name!r}, which is inside a torch.nn.MultiheadAttention; that module computes with its parameters "
-            "and does not call its layers; write the attention with four torch.nn.Linear, and cut those"
+            "and does not call its layers; write the attention with four torch.nn.Linear, and shard those"
         )
     wanted = STYLES[style].kinds
     if style == "replicated":
@@ -205,10 +208,10 @@ def _check(model: nn.Module, name: str, style: str, size: int) -> None:
     if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse or module.scale_grad_by_freq):
         raise RecipeError(f"the style {style!r} for {name!r}, an embedding with max_norm, sparse or scale_grad_by_freq; leave it whole")
     for parameter, tensor in own_parameters(module).items():
-        dim = cut_dim(module, parameter, style)
+        dim = shard_dim(module, parameter, style)
         if tensor is not None and dim is not None and tensor.shape[dim] % size:
             raise RecipeError(
-                f"{name}.{parameter} of shape {tuple(tensor.shape)} with tensor={size}; the style {style!r} cuts its dim {dim}, and "
+                f"{name}.{parameter} of shape {tuple(tensor.shape)} with tensor={size}; the style {style!r} shards its dim {dim}, and "
                 f"{tensor.shape[dim]} is not a multiple of {size}; choose a tensor axis that divides it (a vocabulary may be padded), or "
                 "leave the layer whole"
             )
@@ -248,23 +251,23 @@ def kind_of(module: nn.Module) -> str:
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether it is the linear layer of GPT-2 in transformers, whose weight is (inputs, outputs)."""
+    """True if it is the linear layer of GPT-2 in transformers, whose weight is (inputs, outputs)."""
     kinds = type(module).__mro__  # a layer that FSDP2 gathers alone is of a class that FSDP2 derives from its own
     return any(kind.__name__ == "Conv1D" for kind in kinds) and hasattr(module, "nf")
 
 
 def sizes_of(module: Any) -> tuple[int, int]:
-    """A linear layer's numbers of outputs and inputs."""
+    """The numbers of outputs and inputs of a linear layer."""
     shape = tuple(module.weight.shape)
     return (shape[1], shape[0]) if is_transposed(module) else (shape[0], shape[1])
 
 
-def cut_dim(module: nn.Module, parameter: str, style: str) -> int | None:
-    """The dim along which a parameter of a module is cut under a style. None: it stays whole."""
-    cuts = STYLES[style].cuts
-    if cuts == "nothing" or (parameter == "bias" and cuts == "inputs"):
+def shard_dim(module: nn.Module, parameter: str, style: str) -> int | None:
+    """The dim along which a parameter is sharded under a style; None if it stays whole."""
+    shards = STYLES[style].shards
+    if shards == "nothing" or (parameter == "bias" and shards == "inputs"):
         return None
     if parameter == "bias":
         return 0
     transposed = is_transposed(module) or isinstance(module, nn.Embedding)
-    return int((cuts == "inputs") != transposed)
+    return int((shards == "inputs") != transposed)

@@ -12,12 +12,13 @@ import torch
 from lockstep.base.errors import RecipeError
 from lockstep.data.device import to_device
 from lockstep.data.loader import Microbatch
-from lockstep.model.pipeline.pipeline import Item, Pipeline, Scored
+from lockstep.model.pipeline.microbatch import PipelineLoss, PipelineMicrobatch
+from lockstep.model.pipeline.pipeline import Pipeline
 from lockstep.training.executors.executor import Accumulation, Inputs, Loss, Score, T, model_arguments
 from lockstep.training.loss import Contribution
 
 EVALUATED_TOGETHER = 2
-"""Microbatches for each stage in one forward pass of an evaluation. Their activations between stages are in memory together."""
+"""Microbatches for each stage in one forward pass of an evaluation. Their activations between stages are in memory raise_on_all_ranks."""
 
 
 class PipelineExecutor:
@@ -34,16 +35,16 @@ class PipelineExecutor:
         share = step.fetched()
         parts: dict[int, Contribution] = {}
 
-        def score(microbatch: Microbatch, batch: Any, output: Any) -> Scored:
+        def score(microbatch: Microbatch, batch: Any, output: Any) -> PipelineLoss:
             part = step.contribution(loss(output, batch), microbatch)
             if not microbatch.is_dummy:
                 parts[microbatch.index] = part._replace(total=part.total.detach())
             grad_output = step.grad_output(part._replace(grad_output=torch.zeros_like(part.grad_output)) if microbatch.is_dummy else part)
-            return Scored(part.total, grad_output, [part.value, 0.0 if part.weight is None else part.weight])
+            return PipelineLoss(part.total, grad_output, [part.value, 0.0 if part.weight is None else part.weight])
 
         rows = self._pipeline.run(
             [
-                Item(
+                PipelineMicrobatch(
                     step.random_position(microbatch),
                     partial(model_arguments, inputs, batch),
                     partial(score, microbatch, batch),
@@ -67,11 +68,11 @@ class PipelineExecutor:
             with torch.autocast(self._device.type, enabled=False):
                 return score(item, batch, output, value)
 
-        while several := list(islice(items, EVALUATED_TOGETHER * len(self._pipeline.stages.cuts))):
+        while several := list(islice(items, EVALUATED_TOGETHER * len(self._pipeline.stages.ranges))):
             batches = [to_device(item.batch, self._device) for item in several]
             results = self._pipeline.forward(
                 [
-                    Item(position(item), partial(model_arguments, inputs, batch), partial(scored, item, batch))
+                    PipelineMicrobatch(position(item), partial(model_arguments, inputs, batch), partial(scored, item, batch))
                     for item, batch in zip(several, batches, strict=True)
                 ]
             )
@@ -79,5 +80,5 @@ class PipelineExecutor:
 
     def on_output_rank(self, compute: Callable[[], Any]) -> Any:
         world, last = self._pipeline.world, self._pipeline.last_rank
-        value = self._pipeline.together(compute if world.rank == last else lambda: None)
+        value = self._pipeline.raise_on_all_ranks(compute if world.rank == last else lambda: None)
         return world.value_of(last, value)

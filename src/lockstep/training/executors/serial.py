@@ -14,7 +14,7 @@ from lockstep.data.generators import seed_generators
 from lockstep.data.loader import Microbatch
 from lockstep.keys import key
 from lockstep.logging.flops import Flops
-from lockstep.model.random_streams import Streams
+from lockstep.model.random_streams import ModuleRandomStreams
 from lockstep.training.executors.executor import Accumulation, Inputs, Loss, Score, T, call_model
 
 
@@ -24,7 +24,12 @@ class SerialExecutor:
     why_no_loop: str | None = None
 
     def __init__(
-        self, model: nn.Module, device: torch.device, autocast: AbstractContextManager[Any], flops: Flops, streams: Streams | None
+        self,
+        model: nn.Module,
+        device: torch.device,
+        autocast: AbstractContextManager[Any],
+        flops: Flops,
+        streams: ModuleRandomStreams | None,
     ) -> None:
         self._model = model
         self._device = device
@@ -46,7 +51,7 @@ class SerialExecutor:
             at = position(item)
             seed_generators(key(*at), self._device)
             if self._streams is not None:
-                self._streams.begun(at)
+                self._streams.set_position(at)
             with self._autocast:
                 output = call_model(inputs, self._model, batch)
                 value = loss(output, batch)

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from lockstep.comm.mesh import to_local
 from lockstep.comm.world import World
-from lockstep.model.pipeline.stages import Tied
+from lockstep.model.pipeline.stages import SharedParameter
 
 
 class TiedGradients:
     """The tied parameters of one model on one rank of a pipeline. `pipeline`: its ranks, of which this is one."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], tied: Sequence[Tied], pipeline: World) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], tied: Sequence[SharedParameter], pipeline: World) -> None:
         """`parameters`: the trainable ones of this rank's stages, by name, in the engine's order."""
         self._pipeline = pipeline
         places = {name: place for place, name in enumerate(parameters)}

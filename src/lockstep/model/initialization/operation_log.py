@@ -1,7 +1,7 @@
-"""What was done to which storage, in order, and how to do again the part of it on which one tensor depends.
+"""The log of all operations that wrote to a storage, and the replay of those on which one tensor depends.
 
-The log knows storages, not tensors: a view is a storage with a size, strides and an offset, so views need no entry, an operation on a
-slice is a write to the storage, and `p.data.copy_(q)` or `p.data = q` need no rule of their own.
+The log knows storages, not tensors: a view is a storage with a size, strides and an offset. So views need no entry, an
+operation on a slice is a write to the storage, and `p.data.copy_(q)` and `p.data = q` need no special rule.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lockstep.base.torch_private import storage_address, tree_leaves, tree_map
 from lockstep.keys import key as key_of
 
 
-class Numbered:
+class OperationSeeds:
     """Counts the random operations, and starts generators from a key."""
 
     def __init__(self, key: int) -> None:
@@ -43,7 +43,7 @@ class Numbered:
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class StorageView:
     """A tensor, as the log knows it."""
 
     storage: int
@@ -61,14 +61,14 @@ class View:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class LoggedOperation:
     """One operation that wrote."""
 
     func: Any
     args: Any
     kwargs: Any
-    outputs: tuple[View | None, ...]
-    """For each tensor that it returned, in order: the view of a new storage, or None for an alias of an old one."""
+    outputs: tuple[StorageView | None, ...]
+    """For each returned tensor, in order: the view of a new storage, or None for an alias of an old one."""
     reads: frozenset[int]
     writes: frozenset[int]
     fresh: frozenset[int]
@@ -80,12 +80,12 @@ class Entry:
     """The default at the time."""
 
 
-class Log:
-    """What was done to which storage, and how to do it again."""
+class OperationLog:
+    """Operations that wrote to storages, in order. `replay` runs them again."""
 
-    def __init__(self, numbered: Numbered) -> None:
-        self._numbered = numbered
-        self._entries: list[Entry] = []
+    def __init__(self, seeds: OperationSeeds) -> None:
+        self._seeds = seeds
+        self._entries: list[LoggedOperation] = []
         self._writers: dict[int, list[int]] = {}
         self._kept: dict[int, Any] = {}
         self._constants: dict[int, torch.UntypedStorage] = {}
@@ -110,16 +110,16 @@ class Log:
     def constant_bytes(self) -> int:
         return sum(value.nbytes() for value in self._constants.values())
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: LoggedOperation) -> None:
         for storage in entry.writes:
             self._writers.setdefault(storage, []).append(len(self._entries))
         self._entries.append(entry)
 
-    def is_whole(self, view: View) -> bool:
-        """Whether it is all of its storage."""
+    def is_whole(self, view: StorageView) -> bool:
+        """True if the view covers its whole storage."""
         return view.offset == 0 and view.bytes == self._kept[view.storage].nbytes() and _is_dense(view)
 
-    def replay(self, views: Iterable[View]) -> list[Tensor]:
+    def replay(self, views: Iterable[StorageView]) -> list[Tensor]:
         """The values of `views` as they are at the end of the log."""
         views = list(views)
         wanted = {view.storage for view in views}
@@ -173,13 +173,13 @@ class Log:
             values[storage] = torch.UntypedStorage(self._kept[storage].nbytes())  # type: ignore[no-untyped-call]
         return values[storage]
 
-    def _run(self, entry: Entry, values: dict[int, torch.UntypedStorage]) -> None:
+    def _run(self, entry: LoggedOperation, values: dict[int, torch.UntypedStorage]) -> None:
         def real(item: Any) -> Any:
-            return item.of(self._value(item.storage, values)) if isinstance(item, View) else item
+            return item.of(self._value(item.storage, values)) if isinstance(item, StorageView) else item
 
         args, kwargs = tree_map(real, entry.args), tree_map(real, entry.kwargs)
         if entry.number is not None:
-            self._numbered.seed(entry.number)
+            self._seeds.seed(entry.number)
         if entry.generator is not None:
             generator = torch.Generator()
             generator.set_state(entry.generator)
@@ -199,8 +199,8 @@ def tensors_of(tree: Any) -> list[Any]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _is_dense(view: View) -> bool:
-    """Whether no two of its elements share a place and no place between them is left out."""
+def _is_dense(view: StorageView) -> bool:
+    """True if the view's elements fill a contiguous range of memory without overlap."""
     expected = 1
     for stride, size in sorted((stride, size) for stride, size in zip(view.stride, view.size, strict=True) if size != 1):
         if stride != expected:

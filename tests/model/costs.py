@@ -52,7 +52,7 @@ class Model(nn.Module):
         return self.head(x)  # type: ignore[no-any-return]
 
 
-class Tied(Model):
+class TiedModel(Model):
     def __init__(self) -> None:
         super().__init__()
         self.head.weight = self.words.weight

@@ -1,4 +1,5 @@
-"""What a plan wraps around each block's forward: recomputation and compilation. Names, parameters and hooks stay as they are."""
+"""Wrappers of a block's forward: activation checkpointing and compilation. Names, parameters and hooks stay as they
+are."""
 
 from __future__ import annotations
 
@@ -15,14 +16,16 @@ from lockstep.base.torch_private import BatchNormBase, tree_map
 from lockstep.plan import Checkpointing
 
 
-def recompute(block: nn.Module, mode: Checkpointing) -> None:
-    """Have the block keep few of its activations, and compute the others again in its backward, under the same random numbers.
+def checkpoint_activations(block: nn.Module, mode: Checkpointing) -> None:
+    """Checkpoint the block's activations: keep few of them, and recompute the others in its backward with the same
+    random numbers.
 
-    `full`: it keeps its inputs only. `selective`: also the results of matrix products, convolutions and attention, which cost most to
-    compute again. (Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016; Korthikanti et al., Reducing Activation
-    Recomputation in Large Transformer Models, 2022.) An empty cache of keys and values, which models of transformers make unless told not
-    to, is kept from it; a filled one is a `RecipeError` in the forward. A block that is a BatchNorm layer stays as it is: it keeps its
-    input only in any case, and its running statistics would see it twice.
+    `full`: keep the block's inputs only. `selective`: also keep the results of matrix products, convolutions and
+    attention, which are the most expensive to recompute. (Chen et al., Training Deep Nets with Sublinear Memory Cost,
+    2016; Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022.) The block does not
+    get an empty cache of keys and values, which models of transformers make by default; a filled cache is a
+    `RecipeError` in the forward. A BatchNorm layer as a block is not changed: it keeps only its input anyway, and
+    recomputation would update its running statistics twice.
     """
     if isinstance(block, BatchNormBase):
         return
@@ -40,7 +43,7 @@ def recompute(block: nn.Module, mode: Checkpointing) -> None:
 
 
 def _is_cache(item: Any) -> bool:
-    """Whether it is a cache of keys and values of transformers, which a second forward would lengthen."""
+    """True if it is a cache of keys and values of transformers, which a second forward would lengthen."""
     return any(kind.__name__ == "Cache" and kind.__module__.startswith("transformers.") for kind in type(item).__mro__)
 
 
@@ -56,7 +59,8 @@ def _without_cache(item: Any) -> Any:
 
 
 def compile_forward(block: nn.Module) -> None:
-    """Compile the block's forward, once for each shape: ranks then run the same code for the same shape, whatever shapes came before.
+    """Compile the block's forward, once for each shape: ranks then run the same code for the same shape, whatever
+    shapes came before.
 
     It draws its random numbers as uncompiled code does, so that dropout has the same masks.
     """

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from parallel.cut_models import mesh_of
+from model.tensor.models import mesh_of
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional as F
 
 from lockstep.base.errors import LossError
-from lockstep.model.tensor.logits import Logits, as_logits
+from lockstep.model.tensor.sharded_logits import ShardedLogits, as_sharded_logits
 from lockstep.testing.pool import WorkerPool
 
 CLASSES = 6
@@ -69,8 +69,8 @@ def measured(function: Callable[[Tensor], Tensor], *, cut: bool) -> tuple[Tensor
     if cut:
         mesh = mesh_of(tensor=2).torch_mesh
         assert mesh is not None
-        given = as_logits(DTensor.from_local(whole, mesh, [Replicate()]).redistribute(placements=[Shard(2)]))
-        assert isinstance(given, Logits)
+        given = as_sharded_logits(DTensor.from_local(whole, mesh, [Replicate()]).redistribute(placements=[Shard(2)]))
+        assert isinstance(given, ShardedLogits)
     with CommDebugMode() as sent:  # type: ignore[no-untyped-call]
         value = function(given)
     assert type(value) is Tensor
@@ -95,7 +95,7 @@ def test_a_loss_of_cut_logits_is_that_of_whole_ones(pool: WorkerPool) -> None:
 def refused(what: str) -> Any:
     mesh = mesh_of(tensor=2).torch_mesh
     assert mesh is not None
-    logits = as_logits(distribute_tensor(torch.zeros(3, CLASSES), mesh, [Shard(1)], src_data_rank=None))
+    logits = as_sharded_logits(distribute_tensor(torch.zeros(3, CLASSES), mesh, [Shard(1)], src_data_rank=None))
     if what == "in place":
         logits /= 2
     F.cross_entropy(logits, torch.tensor([0, 1, CLASSES]))

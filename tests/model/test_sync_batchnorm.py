@@ -22,7 +22,7 @@ import lockstep as ls
 from lockstep.assignment import batch_span, microbatch_spans
 from lockstep.base.errors import RecipeError
 from lockstep.comm.mesh import full_tensor
-from lockstep.model.sync_batchnorm import Exchange, adopt
+from lockstep.model.sync_batchnorm import SyncBatchNormExchange, use_exchange
 from lockstep.testing.pool import WorkerPool
 
 pytestmark = pytest.mark.timeout(240)  # some hundred trainings, two processes at a time
@@ -273,7 +273,9 @@ def refused(kind: str, plan: str, run_dir: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "plan", "message"),
     [
-        pytest.param("cut", "replicate=2,tensor=2", "failed with its layers 0, 2 cut .*; have no norm over the features", marks=tier(4)),
+        pytest.param(
+            "cut", "replicate=2,tensor=2", "failed with its layers 0, 2 sharded .*; have no norm over the features", marks=tier(4)
+        ),
         ("bitwise", "replicate=2,numerics=bitwise", "numerics=bitwise with SyncBatchNorm on 2 data ranks; .* use numerics=fast, or plain"),
         ("mixed", "replicate=2", "'1.1' is a BatchNorm1d, beside SyncBatchNorm on 2 data ranks; .* convert all with nn.SyncBatchNorm.conv"),
         ("one value", "replicate=2", "a microbatch that has one value a channel; a variance takes two; choose a microbatch"),
@@ -293,7 +295,7 @@ def test_a_process_group_of_the_users_own_is_refused() -> None:
     layer = nn.SyncBatchNorm(4)
     layer.process_group = "any"
     with pytest.raises(RecipeError, match=r"'1' has a process_group; .* leave process_group out"):
-        adopt(nn.Sequential(nn.Linear(2, 4), layer), Exchange())
+        use_exchange(nn.Sequential(nn.Linear(2, 4), layer), SyncBatchNormExchange())
 
 
 class Louder(nn.SyncBatchNorm):
@@ -305,7 +307,7 @@ def test_a_layer_stays_what_it_is_and_so_does_a_subclass() -> None:
     model = nn.Sequential(nn.SyncBatchNorm(3), Louder(3))
     names = list(model.state_dict())
     for _ in range(2):
-        adopt(model, Exchange())
+        use_exchange(model, SyncBatchNormExchange())
     assert list(model.state_dict()) == names
     assert [type(layer).__name__ for layer in model] == ["SyncBatchNorm", "Louder"]
     assert isinstance(model[0], nn.SyncBatchNorm)
@@ -320,7 +322,7 @@ def learn_from_each_other(plan: str, run_dir: str) -> tuple[list[dict[str, Tenso
     with ls.Session(run_dir=run_dir, plan=plan) as session:
         one, first = session.prepare(lambda: Dense().double(), sgd)
         two, second = session.prepare(lambda: Dense().double(), sgd)
-        begun = [state_of(one), state_of(two)]
+        set_position = [state_of(one), state_of(two)]
         for step in session.steps(data(torch.float64), global_batch=13, microbatch=5, steps=2):
             for batch in step.microbatches():
                 apart = ((one(batch[1]) - two(batch[1]).detach()) ** 2).sum(1)
@@ -331,7 +333,7 @@ def learn_from_each_other(plan: str, run_dir: str) -> tuple[list[dict[str, Tenso
             step.commit(second, clip_norm=0.1)
             if session.rank == 0 or "shard" in plan:  # between steps these layers wait for nobody, and nothing counts
                 two(data(torch.float64).tensors[1])
-        return begun, [state_of(one), state_of(two)]
+        return set_position, [state_of(one), state_of(two)]
 
 
 @pytest.mark.parametrize("plan", ["replicate=3", "shard=2", "replicate=2,shard=2"])

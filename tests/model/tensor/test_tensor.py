@@ -12,35 +12,35 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from parallel.cut_models import GATHERED, LAYERS, SEQUENCE, TIED, WIDTH, WORDS, Attention, FullCount, Fused, HalfDepth, Model, mesh_of
+from model.tensor.models import GATHERED, LAYERS, SEQUENCE, TIED, WIDTH, WORDS, Attention, FullCount, Fused, HalfDepth, Model, mesh_of
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from lockstep.base.errors import RecipeError
 from lockstep.comm.mesh import Mesh, full_tensor
-from lockstep.model.deferred_init import build
-from lockstep.model.parallelize import Built
+from lockstep.model.initialization.deferred_init import build
+from lockstep.model.initialization.initial_model import InitialModel
 from lockstep.model.shard import shard
-from lockstep.model.tensor.apply import tensor_parallel
-from lockstep.model.tensor.styles import styles_of
+from lockstep.model.tensor.apply import reduce_partial_gradients, tensor_parallel
+from lockstep.model.tensor.styles import tensor_styles
 from lockstep.testing.pool import WorkerPool
 from lockstep.training.optim.meshes import separate_meshes
 from lockstep.training.optim.gradient_norm import clip
 from lockstep.training.reducers.fsdp import FsdpReducer
-from lockstep.training.reducers.post_backward import Parts
+from lockstep.training.reducers.post_backward import PostBackwardReducer
 
 MICROBATCHES = 3
 SUBJECTS: dict[str, tuple[dict[str, Any], Mapping[str, str]]] = {
     "a tied output layer": ({}, TIED),
     "a tie in a function": ({"functional_tie": True}, {**LAYERS, "words": "embedding"}),
-    "cut along the sequence": ({}, SEQUENCE),
-    "logits cut for the loss": ({}, {**SEQUENCE, "head": "loss"}),
+    "sharded along the sequence": ({}, SEQUENCE),
+    "logits sharded for the loss": ({}, {**SEQUENCE, "head": "loss"}),
     "a fused layer, gathered": ({"attention": Fused}, GATHERED),
     "dropout": ({"dropout": 0.2}, TIED),
-    "dropout, cut along the sequence": ({"dropout": 0.2}, SEQUENCE),
+    "dropout, sharded along the sequence": ({"dropout": 0.2}, SEQUENCE),
 }
-MIXED = ["a tied output layer", "cut along the sequence", "dropout"]
+MIXED = ["a tied output layer", "sharded along the sequence", "dropout"]
 """What is also tried with a data axis."""
 Found = dict[str, Any]
 
@@ -88,37 +88,37 @@ def one_step(subject: str, dtype: torch.dtype, sizes: dict[str, int]) -> Found:
     mesh = mesh_of(**sizes)
     model = built(subject, dtype)
     assert mesh.torch_mesh is not None
-    styles = styles_of(model, SUBJECTS[subject][1], sizes["tensor"])
-    tensor_parallel(model, mesh.torch_mesh["tensor"], styles, fill=keep)
+    styles = tensor_styles(model, SUBJECTS[subject][1], sizes["tensor"])
+    tensor_parallel(model, mesh.torch_mesh["tensor"], styles, materialize=keep)
     if sizes.get("shard", 1) > 1:
-        shard(model, mesh, [f"blocks.{place}" for place in range(2)], free_after_forward=True, offload=False, fill=keep)
+        shard(model, mesh, [f"blocks.{place}" for place in range(2)], free_after_forward=True, offload=False, materialize=keep)
     parameters = list(model.parameters())
-    engine: Any = (
+    reducer: Any = (
         FsdpReducer(model, parameters, mesh, bitwise=False, max_microbatches=MICROBATCHES)
         if sizes.get("shard", 1) > 1
-        else Parts(parameters, mesh, max_microbatches=MICROBATCHES)
+        else PostBackwardReducer(parameters, mesh, max_microbatches=MICROBATCHES, complete=reduce_partial_gradients)
     )
     optimizer = torch.optim.AdamW(parameters, lr=1e-2, foreach=True)
     separate_meshes(optimizer)
-    engine.begin(MICROBATCHES)
+    reducer.begin_step(MICROBATCHES)
     share = list(mesh.assignment.indices(MICROBATCHES, mesh.data.rank))
     rounds = -(-MICROBATCHES // mesh.assignment.ranks) if sizes.get("shard", 1) > 1 else len(share)
     values = []
     for turn in range(rounds):
         is_dummy = turn >= len(share)
         loss = total(model, 0 if is_dummy else share[turn])
-        engine.backward(loss, torch.ones((), dtype=dtype), only_these=False, is_dummy=is_dummy)
+        reducer.backward(loss, torch.ones((), dtype=dtype), own_parameters_only=False, is_dummy=is_dummy)
         values += [] if is_dummy else [loss.detach()]
-    told = engine.finish(values, None, flag=False)
+    stats = reducer.reduce(values, None, flag=False)
     gradients = [parameter.grad for parameter in parameters]
     norm = norm_of(gradients, mesh)
-    found: Found = {"loss": torch.as_tensor(told.values, dtype=torch.float64).sum().item(), "norm": norm}
+    found: Found = {"loss": torch.as_tensor(stats.values, dtype=torch.float64).sum().item(), "norm": norm}
     found["gradients"] = {name: full_tensor(parameter.grad).clone() for name, parameter in model.named_parameters()}
     clip(gradients, norm, norm / 2)
     optimizer.step()
     found["parameters"] = {name: full_tensor(parameter.detach()).clone() for name, parameter in model.named_parameters()}
     found["held"] = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in parameters)
-    engine.close()
+    reducer.close()
     mesh.close()
     return found
 
@@ -213,10 +213,15 @@ def filled() -> list[Any]:
     """A model whose values are computed one layer after another."""
     mesh = mesh_of(tensor=2)
     assert mesh.torch_mesh is not None
-    made, values = Built.of(Model, 7, mesh), build(Model, 7)
+    made, values = InitialModel.build(Model, 7, mesh), build(Model, 7)
     device = torch.device("cpu")
-    tensor_parallel(made.module, mesh.torch_mesh["tensor"], styles_of(made.module, TIED, 2), fill=lambda layer: made.fill(layer, device))
-    made.fill(made.module, device)
+    tensor_parallel(
+        made.module,
+        mesh.torch_mesh["tensor"],
+        tensor_styles(made.module, TIED, 2),
+        materialize=lambda layer: made.materialize(layer, device),
+    )
+    made.materialize(made.module, device)
     parameters = dict(made.module.named_parameters())
     same = all(torch.equal(full_tensor(parameters[name]), parameter) for name, parameter in values.named_parameters())
     words, held = made.module.words.weight, parameters["blocks.1.perceptron.3.weight"]
@@ -231,31 +236,31 @@ def test_a_model_without_values_is_filled_and_cut_layer_by_layer(pool: WorkerPoo
 def first_forward(model: nn.Module, styles: dict[str, str], ranks: int) -> None:
     mesh = mesh_of(tensor=ranks)
     assert mesh.torch_mesh is not None
-    tensor_parallel(model, mesh.torch_mesh["tensor"], styles, fill=keep)
+    tensor_parallel(model, mesh.torch_mesh["tensor"], styles, materialize=keep)
     model(text(0))
 
 
 @pytest.mark.parametrize(
     ("attention", "changed", "message"),
     [
-        (FullCount, {}, r"forward of blocks.0.attention failed .* cut over the tensor axis: .*view\(batch, length, -1, head_dim\)"),
+        (FullCount, {}, r"forward of blocks.0.attention failed .* sharded over the tensor axis: .*view\(batch, length, -1, head_dim\)"),
         (
             HalfDepth,
             {},
-            r"blocks.0.attention computes something else with its layers query.* cut .*with -1 for the heads",
+            r"blocks.0.attention computes something else with its layers query.* sharded .*with -1 for the heads",
         ),
         (Attention, {"*.projection": "rowwise_split"}, r"projection has the style 'rowwise_split', which takes a whole input"),
         (Attention, {"*.projection": "replicated"}, r"forward of blocks.0.attention failed"),
-        (Attention, {"head": "colwise", "words": "embedding"}, r"an output of Model, of shape \(2, 7, 12\) on each rank, is cut"),
+        (Attention, {"head": "colwise", "words": "embedding"}, r"an output of Model, of shape \(2, 7, 12\) on each rank, is sharded"),
         (Fused, {"*.projection": "rowwise"}, r"has the style 'rowwise' and 16 inputs.*was given 16; give it 'rowwise_split'"),
     ],
     ids=[
         "the full number of heads",
         "heads of half the depth",
-        "a cut input taken for whole",
+        "a sharded input taken for whole",
         "no rowwise layer",
-        "a cut output",
-        "a whole input taken for cut",
+        "a sharded output",
+        "a whole input taken for sharded",
     ],
 )
 def test_code_that_does_not_fit_is_told_what_to_write(
@@ -264,7 +269,7 @@ def test_code_that_does_not_fit_is_told_what_to_write(
     model = Model(attention)
     given = {**(GATHERED if attention is Fused else LAYERS), **changed}
     with pytest.raises(RecipeError, match=message):
-        pool.run(2, first_forward, model, styles_of(model, given, 2), 2)
+        pool.run(2, first_forward, model, tensor_styles(model, given, 2), 2)
 
 
 def llama(dtype: torch.dtype, **changes: Any) -> Any:
@@ -280,7 +285,7 @@ def llama_gradients(ranks: int, **changes: Any) -> list[tuple[str, Tensor]]:
     if ranks > 1:
         mesh = mesh_of(tensor=ranks)
         assert mesh.torch_mesh is not None
-        tensor_parallel(model, mesh.torch_mesh["tensor"], styles_of(model, None, ranks), fill=keep)
+        tensor_parallel(model, mesh.torch_mesh["tensor"], tensor_styles(model, None, ranks), materialize=keep)
         assert isinstance(model.model.layers[1].self_attn.q_proj.weight, DTensor)
     torch.manual_seed(3)
     words = torch.randint(32, (2, 7), generator=torch.Generator().manual_seed(2))
@@ -323,7 +328,7 @@ def copied() -> bool:
     mesh = mesh_of(tensor=2)
     assert mesh.torch_mesh is not None
     model = Model()
-    tensor_parallel(model, mesh.torch_mesh["tensor"], styles_of(model, TIED, 2), fill=keep)
+    tensor_parallel(model, mesh.torch_mesh["tensor"], tensor_styles(model, TIED, 2), materialize=keep)
     before = model(text(0))
     average = deepcopy(model)
     with torch.no_grad():
@@ -340,7 +345,7 @@ def drawn() -> list[Any]:
     mesh = mesh_of(tensor=2)
     assert mesh.torch_mesh is not None
     model = DropsOtherwise()
-    tensor_parallel(model, mesh.torch_mesh["tensor"], styles_of(model, {"up": "colwise", "down": "rowwise"}, 2), fill=keep)
+    tensor_parallel(model, mesh.torch_mesh["tensor"], tensor_styles(model, {"up": "colwise", "down": "rowwise"}, 2), materialize=keep)
     output = model(torch.ones(16, 8))
     assert model.seen is not None
     return [model.seen.tolist(), output.tolist(), torch.rand(4).tolist()]

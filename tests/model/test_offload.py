@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from parallel.elsewhere import ELSEWHERE, SecondDevice, There
+from model.second_device import ELSEWHERE, SecondDevice, There
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from training.subjects import recipe
@@ -21,7 +21,7 @@ import lockstep as ls
 from lockstep.base.errors import PlanError
 from lockstep.comm.world import World
 from lockstep.model.parallelize import check_devices
-from lockstep.model.pipeline.stages import Tied
+from lockstep.model.pipeline.stages import SharedParameter
 from lockstep.plan import Plan
 from lockstep.testing.pool import WorkerPool
 from lockstep.training import precision
@@ -119,7 +119,7 @@ def test_stages_sum_offloaded_gradients_of_tied_parameters_on_the_device(monkeyp
     monkeypatch.setattr(dist, "recv", lambda tensor, **source: tensor.copy_(torch.tensor([10.0, 20.0, 1.0])))
     parameter = nn.Parameter(torch.zeros(2))
     parameter.grad = torch.tensor([1.0, 2.0])
-    tied = TiedGradients({"weight": parameter}, [Tied("weight", (0, 1))], GPU)
+    tied = TiedGradients({"weight": parameter}, [SharedParameter("weight", (0, 1))], GPU)
     used = [1.0]
     with SecondDevice():
         tied.sum(used)

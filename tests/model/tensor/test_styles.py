@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from parallel.cut_models import LAYERS, TIED, WIDTH, WORDS, Fused, Model
+from model.tensor.models import LAYERS, TIED, WIDTH, WORDS, Fused, Model
 from torch import nn
 
 from lockstep.base.errors import RecipeError
-from lockstep.model.tensor.styles import kind_of, sizes_of, styles_of
+from lockstep.model.tensor.styles import kind_of, sizes_of, tensor_styles
 
 
 class Conv1D(nn.Module):
@@ -43,19 +43,21 @@ def layers(**named: nn.Module) -> nn.Module:
 def test_patterns_are_matched_in_the_order_of_modules_and_the_last_counts() -> None:
     model = layers(first=nn.Linear(8, 8), second=nn.Linear(8, 8), third=nn.Linear(8, 8))
     given = {"*": "rowwise", "first": "colwise", "third": "replicated"}
-    assert styles_of(model, given, 4) == {"first": "colwise", "second": "rowwise"}
+    assert tensor_styles(model, given, 4) == {"first": "colwise", "second": "rowwise"}
 
 
 def test_an_output_layer_tied_to_a_mapped_embedding_is_cut_like_it() -> None:
     alone = {**LAYERS, "words": "embedding"}
-    assert styles_of(Model(), alone, 2) == styles_of(Model(), TIED, 2) == styles_of(Model(), {**LAYERS, "head": "vocabulary"}, 2)
+    assert (
+        tensor_styles(Model(), alone, 2) == tensor_styles(Model(), TIED, 2) == tensor_styles(Model(), {**LAYERS, "head": "vocabulary"}, 2)
+    )
 
 
 def test_a_model_brings_its_own_map_and_the_recipe_goes_before_it() -> None:
     model: Any = layers(up=nn.Linear(8, 8), down=nn.Linear(8, 8))
     model.tensor_plan = {"up": "colwise", "down": "rowwise"}
-    assert styles_of(model, None, 2) == model.tensor_plan
-    assert styles_of(model, {"up": "colwise_gathered"}, 2) == {"up": "colwise_gathered"}
+    assert tensor_styles(model, None, 2) == model.tensor_plan
+    assert tensor_styles(model, {"up": "colwise_gathered"}, 2) == {"up": "colwise_gathered"}
 
 
 def hugging_face(plan: dict[str, str], base: dict[str, str]) -> Any:
@@ -67,20 +69,20 @@ def hugging_face(plan: dict[str, str], base: dict[str, str]) -> Any:
 def test_a_plan_of_transformers_is_read_with_its_own_names() -> None:
     base = {"up": "colwise", "norm": "replicated_with_grad_allreduce", "experts.*": "rowwise"}
     model = hugging_face({"lm_head": "colwise_gather_output", "down": "rowwise_rep"}, base)
-    assert styles_of(model, None, 2) == {"model.up": "colwise", "lm_head": "colwise_gathered", "down": "rowwise_split"}
+    assert tensor_styles(model, None, 2) == {"model.up": "colwise", "lm_head": "colwise_gathered", "down": "rowwise_split"}
 
 
 def test_a_plan_of_transformers_may_cut_a_fused_layer_which_lies_by_heads() -> None:
     model = layers(attention=layers(query_key_value=nn.Linear(8, 24), dense=nn.Linear(8, 8)))
     model._tp_plan = {"*.query_key_value": "colwise", "*.dense": "rowwise"}  # type: ignore[assignment]
-    assert styles_of(model, None, 2) == {"attention.query_key_value": "colwise", "attention.dense": "rowwise"}
+    assert tensor_styles(model, None, 2) == {"attention.query_key_value": "colwise", "attention.dense": "rowwise"}
 
 
 def test_a_style_of_transformers_that_is_not_known_is_named() -> None:
     with pytest.raises(
         RecipeError, match=r"has 'model\.up': 'moe_tp_experts', a style that lockstep does not know; known are .*give Recipe"
     ):
-        styles_of(hugging_face({}, {"up": "moe_tp_experts"}), None, 2)
+        tensor_styles(hugging_face({}, {"up": "moe_tp_experts"}), None, 2)
 
 
 REFUSED: dict[str, tuple[nn.Module, Mapping[str, str] | None, int, str]] = {
@@ -94,7 +96,7 @@ REFUSED: dict[str, tuple[nn.Module, Mapping[str, str] | None, int, str]] = {
         layers(up=nn.Linear(8, 100)),
         {"up": "colwise"},
         3,
-        r"up.weight of shape \(100, 8\) with tensor=3; .* cuts its dim 0, and 100 is",
+        r"up.weight of shape \(100, 8\) with tensor=3; .* shards its dim 0, and 100 is",
     ),
     "vocabulary": (layers(e=nn.Embedding(25, 8)), {"e": "embedding"}, 2, r"e.weight of shape \(25, 8\) with tensor=2; .*may be padded"),
     "heads": (Heads(heads=6), {"*.query": "colwise"}, 4, r"attention has heads=6 with tensor=4; .* 6 is not a multiple of 4"),
@@ -110,13 +112,13 @@ REFUSED: dict[str, tuple[nn.Module, Mapping[str, str] | None, int, str]] = {
 def test_what_cannot_be_cut_is_refused_with_the_value_the_rule_and_the_remedy(case: str) -> None:
     model, given, size, message = REFUSED[case]
     with pytest.raises(RecipeError, match=message):
-        styles_of(model, given, size)
+        tensor_styles(model, given, size)
 
 
 def test_heads_that_are_not_this_layers_do_not_matter() -> None:
     model = layers(block=layers(up=nn.Linear(WIDTH, 4 * WIDTH), down=nn.Linear(4 * WIDTH, WIDTH)), words=nn.Embedding(WORDS, WIDTH))
     model.get_submodule("block").heads = 3  # type: ignore[assignment]
-    assert styles_of(model, {"*.up": "colwise", "*.down": "rowwise"}, 4) == {"block.up": "colwise", "block.down": "rowwise"}
+    assert tensor_styles(model, {"*.up": "colwise", "*.down": "rowwise"}, 4) == {"block.up": "colwise", "block.down": "rowwise"}
 
 
 def test_a_layer_that_fsdp2_gathers_alone_is_what_it_was() -> None:

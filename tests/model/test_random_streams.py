@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lockstep.model.random_streams import Streams
+from lockstep.model.random_streams import ModuleRandomStreams
 
 
 class Parts(nn.Module):
@@ -33,8 +33,8 @@ def begin(key: int) -> None:
     torch.default_generator.manual_seed(key)
 
 
-def streams_of(model: nn.Module) -> Streams:
-    return Streams(model, ["parts.0", "parts.1", "parts.2"], begin)
+def streams_of(model: nn.Module) -> ModuleRandomStreams:
+    return ModuleRandomStreams(model, ["parts.0", "parts.1", "parts.2"], begin)
 
 
 X = torch.ones(4, 8, requires_grad=True)
@@ -95,7 +95,7 @@ def test_a_second_forward_of_a_microbatch_draws_anew_in_every_part() -> None:
 def test_a_module_that_is_two_parts_draws_as_two() -> None:
     layer = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
     model = nn.Sequential(layer, nn.Tanh(), layer)
-    streams = Streams(model, ["0", "1", "2"], begin)
+    streams = ModuleRandomStreams(model, ["0", "1", "2"], begin)
     streams.start((7,))
     x = model[1](model[0](X))
     whole = model[2](x)
@@ -123,7 +123,7 @@ def test_without_a_microbatch_generators_are_left_alone() -> None:
 
 def test_what_follows_the_last_part_has_a_stream_of_its_own() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
-    streams = Streams(model, ["0", "1"], begin)
+    streams = ModuleRandomStreams(model, ["0", "1"], begin)
     streams.start((7,))
     model(X)
     after = torch.rand(3)

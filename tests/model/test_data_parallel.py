@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.base.errors import PlanError, RecipeError
-from lockstep.model.data_parallel import cut_over, gpus_of
+from lockstep.model.data_parallel import gpus_of, wrap_data_parallel
 
 
 class Model(nn.Module):
@@ -62,7 +62,7 @@ def test_the_forward_is_cut_and_the_model_stays_the_users_own(monkeypatch: pytes
     model, x, scale = Model(), torch.randn(6, 4), torch.rand(6, 1)
     names, expected = list(model.state_dict()), model(x, scale=scale)
     model.calls.clear()
-    cut_over(model, [0, 1, 2])
+    wrap_data_parallel(model, [0, 1, 2])
     hooked: list[Any] = []
     model.register_forward_hook(lambda *given: hooked.append(given[2].shape))
 
@@ -85,7 +85,7 @@ def test_the_forward_is_cut_and_the_model_stays_the_users_own(monkeypatch: pytes
 
 def test_batchnorm_would_see_parts_of_a_microbatch_and_is_refused() -> None:
     with pytest.raises(RecipeError) as caught:
-        cut_over(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), [0, 1])
+        wrap_data_parallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), [0, 1])
     assert str(caught.value).startswith("data_parallel=2 and a model with BatchNorm ('1'); each GPU would take the statistics of its part")
 
 
@@ -108,7 +108,7 @@ def test_two_gpus_compute_what_one_does() -> None:
     expected.square().sum().backward()
     gradient = model.linear.weight.grad
     model.linear.weight.grad = None
-    cut_over(model, [0, 1])
+    wrap_data_parallel(model, [0, 1])
     found = model(x, scale=scale)
     found.square().sum().backward()
     assert found.device == torch.device("cuda", 0)

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lockstep.keys import key as key_of
-from lockstep.model.deferred_init import CannotDefer, Deferred, build, keyed
+from lockstep.model.initialization.deferred_init import CannotDefer, DeferredModel, build, keyed_init
 
 KEY = 2**63 + 11
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt.py"
@@ -36,18 +36,18 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 
 def check(factory: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
     """Every tensor of a deferred model is what it is in the whole one. Returns both models."""
-    whole, deferred = build(factory, KEY), Deferred.build(factory, KEY)
+    whole, deferred = build(factory, KEY), DeferredModel.build(factory, KEY)
     there, here = tensors_of(whole), tensors_of(deferred.module)
     assert list(here) == list(there)
     assert [type(m).__qualname__ for m in deferred.module.modules()] == [type(m).__qualname__ for m in whole.modules()]
     for name in reversed(there):
-        expected, meta, value = there[name], here[name], deferred.materialise(name)
+        expected, meta, value = there[name], here[name], deferred.materialize(name)
         assert meta.is_meta
         assert (type(meta), meta.requires_grad) == (type(expected), expected.requires_grad), name
         assert (meta.dtype, meta.shape, meta.stride()) == (expected.dtype, expected.shape, expected.stride()), name
         assert (value.dtype, type(value), value.device.type) == (expected.dtype, Tensor, "cpu")
         assert torch.equal(value, expected), name
-        assert torch.equal(deferred.materialise(meta), expected), name
+        assert torch.equal(deferred.materialize(meta), expected), name
     assert [[k for k, t in here.items() if t is one] for one in here.values()] == [
         [k for k, t in there.items() if t is one] for one in there.values()
     ]
@@ -281,10 +281,10 @@ def test_any_sequence_of_writes(steps: list[tuple[str, int, int]]) -> None:
 
 
 def test_a_draw_does_not_depend_on_the_draws_before_it() -> None:
-    with keyed(KEY):
+    with keyed_init(KEY):
         torch.randn(1000)
         second = torch.randn(5)
-    with keyed(KEY):
+    with keyed_init(KEY):
         torch.rand(3)
         again = torch.randn(5)
     assert torch.equal(second, again)
@@ -303,7 +303,7 @@ def test_pythons_generators_are_started() -> None:
 
 def test_another_key_gives_other_values() -> None:
     assert not torch.equal(build(linear, 1).weight, build(linear, 2).weight)
-    assert not torch.equal(Deferred.build(linear, 1).materialise("weight"), Deferred.build(linear, 2).materialise("weight"))
+    assert not torch.equal(DeferredModel.build(linear, 1).materialize("weight"), DeferredModel.build(linear, 2).materialize("weight"))
 
 
 def generators() -> tuple[float, float, Tensor]:
@@ -313,13 +313,13 @@ def generators() -> tuple[float, float, Tensor]:
 def test_the_generators_stand_alike_after_either_way_of_building() -> None:
     build(from_numpy, KEY)
     after_whole = generators()
-    Deferred.build(from_numpy, KEY)
+    DeferredModel.build(from_numpy, KEY)
     assert generators() == after_whole
 
 
 def test_computing_a_tensor_leaves_the_generator_as_it_was() -> None:
-    deferred, state = Deferred.build(linear, KEY), torch.default_generator.get_state()
-    deferred.materialise("bias")
+    deferred, state = DeferredModel.build(linear, KEY), torch.default_generator.get_state()
+    deferred.materialize("bias")
     assert torch.equal(torch.default_generator.get_state(), state)
 
 
@@ -340,9 +340,9 @@ def test_parameters_keep_what_was_set_on_them() -> None:
 
 
 def test_the_meta_module_can_be_given_storage_and_used() -> None:
-    deferred = Deferred.build(FACTORIES["lstm"], KEY)
+    deferred = DeferredModel.build(FACTORIES["lstm"], KEY)
     for name, parameter in list(deferred.module.named_parameters()):
-        setattr(deferred.module, name, nn.Parameter(deferred.materialise(parameter)))
+        setattr(deferred.module, name, nn.Parameter(deferred.materialize(parameter)))
     x = torch.ones(2, 1, 3)
     assert torch.equal(deferred.module(x)[0], build(FACTORIES["lstm"], KEY)(x)[0])
 
@@ -391,17 +391,17 @@ def test_memory_is_that_of_one_tensor(name: str) -> None:
         build(lambda: layers(initialise), KEY)
     assert whole.bytes >= LAYERS * LAYER_BYTES
     with Peak() as peak:
-        deferred = Deferred.build(lambda: layers(initialise), KEY)
+        deferred = DeferredModel.build(lambda: layers(initialise), KEY)
         for parameter in deferred.module.parameters():
-            assert deferred.materialise(parameter).untyped_storage().nbytes() == LAYER_BYTES
+            assert deferred.materialize(parameter).untyped_storage().nbytes() == LAYER_BYTES
     assert LAYER_BYTES <= peak.bytes <= (most + 0.1) * LAYER_BYTES
     assert deferred.constant_bytes == 0
 
 
 def test_a_value_that_is_overwritten_is_not_drawn() -> None:
-    deferred = Deferred.build(with_weight(nn.init.normal_), KEY)
+    deferred = DeferredModel.build(with_weight(nn.init.normal_), KEY)
     with Operations() as operations:
-        deferred.materialise("weight")
+        deferred.materialize("weight")
     assert [name for name in operations.names if "uniform" in name or "normal" in name] == ["aten::normal_"]
 
 
@@ -416,7 +416,7 @@ class Operations(TorchDispatchMode):
 
 
 def test_values_from_numpy_are_counted() -> None:
-    deferred = Deferred.build(from_numpy, KEY)
+    deferred = DeferredModel.build(from_numpy, KEY)
     # The weight in float64, the bias in float32, and `chosen`.
     assert deferred.constant_bytes == 12 * 8 + 4 * 4 + 5 * 8
 
@@ -425,7 +425,7 @@ def test_values_from_a_file_are_counted(tmp_path: Path) -> None:
     torch.save(nn.Linear(3, 4).state_dict(), tmp_path / "state.pt")
     factory = initialised(lambda: nn.Linear(3, 4), lambda model: model.load_state_dict(torch.load(tmp_path / "state.pt")))
     check(factory)
-    assert Deferred.build(factory, KEY).constant_bytes == (12 + 4) * 4
+    assert DeferredModel.build(factory, KEY).constant_bytes == (12 + 4) * 4
 
 
 def changed_after() -> nn.Module:
@@ -482,19 +482,19 @@ def test_what_cannot_be_deferred_is_said(name: str) -> None:
     factory, text = REFUSED[name]
     make, swap = nn.Parameter.__new__, torch.utils.swap_tensors
     with pytest.raises(CannotDefer) as raised:
-        Deferred.build(factory, KEY)
+        DeferredModel.build(factory, KEY)
     assert text in str(raised.value)
     assert (nn.Parameter.__new__, torch.utils.swap_tensors) == (make, swap)
 
 
 def test_the_line_is_named() -> None:
     with pytest.raises(CannotDefer) as raised:
-        Deferred.build(asks_numpy, KEY)
+        DeferredModel.build(asks_numpy, KEY)
     file, line, _ = str(raised.value).split(":", 2)
     assert Path(file) == Path(__file__)
     assert Path(file).read_text().splitlines()[int(line) - 1].endswith("# the line")
 
 
 def test_the_default_dtype_is_as_it_was_afterwards() -> None:
-    assert Deferred.build(in_double, KEY).materialise("noise").dtype == torch.float64
+    assert DeferredModel.build(in_double, KEY).materialize("noise").dtype == torch.float64
     assert torch.get_default_dtype() == torch.float32

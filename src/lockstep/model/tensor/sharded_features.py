@@ -1,15 +1,19 @@
-"""What happens to a cut tensor, this rank's part of the features or heads, between the layer that gives it and the one that takes it.
+"""Plain tensors that hold a shard of the features (or heads), between the layer that gives them and the layer that
+takes them.
 
-The user's own code runs there, on plain tensors that are smaller than it was written for. `Region` watches each torch function in it:
+The user's own code runs there, on tensors smaller than those it was written for. `ShardedFeatures` intercepts each
+torch function in it:
 
-- What a cut tensor gives is cut. One that leaves the model is an error.
-- A whole tensor that meets a cut one (the weight of a norm over each head, a learned scale) gets a part of its gradient on each rank:
-  its gradient is summed over the axis there. So parameters outside the map have equal, complete gradients on all ranks.
-- Dropout of a cut tensor draws the mask of the whole one, as one process does, and takes this rank's part of it: law 2. The cut dim is
-  taken to be the heads' (1) of a tensor with four dims, else the last. Attention's own dropout is drawn so on a CPU; a GPU's kernels
-  draw inside of them: there, and in other random functions, each rank draws for itself from a seed that one process does not have.
-- A distributed tensor (one cut along the sequence, or a cut weight used without its layer, as a tied output layer does) may meet plain
-  ones, which are whole.
+- The result of a function of a sharded tensor is sharded. If the model returns one, that is an error.
+- If a whole tensor meets a sharded one (the weight of a norm over each head, a learned scale), each rank computes a
+  part of its gradient. So its gradient is all-reduced there, and parameters without a style have equal, complete
+  gradients on all ranks.
+- Dropout of a sharded tensor draws the mask of the whole tensor, as one process does, and takes this rank's shard of it
+  (law 2). The sharded dim is taken to be dim 1, the heads, of a tensor with four dims, and otherwise the last. On a
+  CPU, attention's own dropout is drawn in the same way. The kernels of a GPU draw inside: there, and in other random
+  functions, each rank draws from a seed of its own.
+- A DTensor (sharded along the sequence, or a sharded weight used without its layer, as by a tied output layer) may meet
+  plain tensors, which are whole.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 
 from lockstep.base.errors import RecipeError
 from lockstep.base.torch_private import tree_map
-from lockstep.model.tensor.logits import Logits, whole_of
+from lockstep.model.tensor.sharded_logits import ShardedLogits, gather_full
 
 MARK = "_lockstep_cut"
 SEEDS = 2**32
@@ -43,18 +47,18 @@ RANDOM = frozenset(
 """Functions that draw numbers."""
 
 
-def mark_cut(tensor: Tensor) -> Tensor:
-    """Say that a plain tensor is this rank's part of a whole one."""
+def mark_sharded(tensor: Tensor) -> Tensor:
+    """Mark a plain tensor as this rank's shard of a whole one."""
     setattr(tensor, MARK, True)
     return tensor
 
 
-def is_cut(tensor: Any) -> bool:
+def is_sharded(tensor: Any) -> bool:
     return hasattr(tensor, MARK)
 
 
-class _Meeting(torch.autograd.Function):
-    """The identity on a whole tensor before it meets a cut one. Its gradient is the sum of all ranks' parts."""
+class _AllReduceGradient(torch.autograd.Function):
+    """The identity on a whole tensor before it meets a sharded one. Its gradient is summed over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -68,8 +72,9 @@ class _Meeting(torch.autograd.Function):
         return summed, None
 
 
-class Region(TorchFunctionMode):
-    """Entered around the forward of each module with cut layers inside; one entered within another does nothing."""
+class ShardedFeatures(TorchFunctionMode):
+    """The mode around the forward of each module with sharded layers inside. To enter it again inside itself has no
+    effect."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
@@ -88,49 +93,52 @@ class Region(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        distributed = cut = False
+        distributed = sharded = False
         for tensor in _tensors(args, kwargs):
             distributed = distributed or isinstance(tensor, DTensor)
-            cut = cut or is_cut(tensor)
+            sharded = sharded or is_sharded(tensor)
         if distributed:
-            return self._with_distributed(func, args, kwargs, cut=cut)
-        return self._with_cut(func, args, kwargs) if cut else func(*args, **kwargs)
+            return self._with_distributed(func, args, kwargs, sharded=sharded)
+        return self._with_sharded(func, args, kwargs) if sharded else func(*args, **kwargs)
 
-    def _with_cut(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _with_sharded(self, func: Any, args: Any, kwargs: Any) -> Any:
         if (drop := self._drop(func, args, kwargs)) is not None:
             return _marked(drop())
         if func in RANDOM:
             return _marked(self._drawn_apart(func, args, kwargs))
-        if torch.is_grad_enabled() and any(_learns(tensor) for tensor in _tensors(args, kwargs)):
+        if torch.is_grad_enabled() and any(_needs_gradient(tensor) for tensor in _tensors(args, kwargs)):
             name = getattr(func, "__name__", "")
-            if name.endswith("_") and not name.endswith("__") and _learns(args[0]):
+            if name.endswith("_") and not name.endswith("__") and _needs_gradient(args[0]):
                 raise RecipeError(
-                    f"Tensor.{name} writes what is cut over the tensor axis into a whole tensor that has a gradient, of shape "
+                    f"Tensor.{name} writes what is sharded over the tensor axis into a whole tensor that has a gradient, of shape "
                     f"{tuple(args[0].shape)}; that gradient would be incomplete on each rank; write it without changing in place"
                 )
-            args, kwargs = (_mapped(lambda item: self._meeting(item) if _learns(item) else item, nest) for nest in (args, kwargs))
+            args, kwargs = (
+                _mapped(lambda item: self._all_reduce_gradient(item) if _needs_gradient(item) else item, nest) for nest in (args, kwargs)
+            )
         return _marked(func(*args, **kwargs))
 
-    def _meeting(self, whole: Tensor) -> Any:
-        return _Meeting.apply(whole, self._group)  # type: ignore[no-untyped-call]
+    def _all_reduce_gradient(self, whole: Tensor) -> Any:
+        return _AllReduceGradient.apply(whole, self._group)  # type: ignore[no-untyped-call]
 
-    def _with_distributed(self, func: Any, args: Any, kwargs: Any, *, cut: bool) -> Any:
+    def _with_distributed(self, func: Any, args: Any, kwargs: Any, *, sharded: bool) -> Any:
         if (drop := self._drop(func, args, kwargs)) is not None:
             return drop()
         tensors = list(_tensors(args, kwargs))
         if all(isinstance(tensor, DTensor) for tensor in tensors):
             return func(*args, **kwargs)
-        if cut:
+        if sharded:
             raise RecipeError(
-                f"{getattr(func, '__name__', func)} of a tensor that is cut over the features and one that is cut over the sequence, or "
-                "a cut parameter; let the first go through a 'rowwise_sequence' layer before, or call that parameter's own layer"
+                f"{getattr(func, '__name__', func)} of a tensor that is sharded over the features and one that is sharded over the "
+                "sequence, or a sharded parameter; let the first go through a 'rowwise_sequence' layer before, or call "
+                "that parameter's own layer"
             )
-        if any(isinstance(tensor, Logits) for tensor in tensors):
+        if any(isinstance(tensor, ShardedLogits) for tensor in tensors):
             return func(*args, **kwargs)
         args, kwargs = (_mapped(self._replicated, nest) for nest in (args, kwargs))
         out = func(*args, **kwargs)
         by_parameters = all(isinstance(tensor, nn.Parameter) for tensor in tensors if isinstance(tensor, DTensor))
-        return tree_map(whole_of, out) if by_parameters else out
+        return tree_map(gather_full, out) if by_parameters else out
 
     def _replicated(self, item: Any) -> Any:
         if not isinstance(item, Tensor) or isinstance(item, DTensor):
@@ -138,7 +146,7 @@ class Region(TorchFunctionMode):
         return DTensor.from_local(item, self._mesh, (Replicate(),), run_check=False)
 
     def _drop(self, func: Any, args: Any, kwargs: Any) -> Callable[[], Tensor] | None:
-        """How to compute a dropout, where `func` is one that drops anything. None: it is not."""
+        """Return the computation of a dropout that drops anything; None if `func` is something else."""
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
         if func not in DROPOUT:
@@ -172,7 +180,7 @@ class Region(TorchFunctionMode):
         """torch's attention on a CPU where it drops weights, step by step, with the mask of all heads."""
         if not dropout_p:
             return None
-        if query.device.type != "cpu" or not is_cut(query):
+        if query.device.type != "cpu" or not is_sharded(query):
             further = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
             return lambda: self._drawn_apart(F.scaled_dot_product_attention, (query, key, value), further)
 
@@ -190,7 +198,7 @@ class Region(TorchFunctionMode):
         return attend
 
     def _drawn_apart(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """With a seed of this rank's own. All ranks' default generators go on alike."""
+        """Call `func` with a seed of this rank's own. The default generators of all ranks advance alike."""
         device = next(_tensors(args, kwargs)).device
         seed = int(torch.randint(SEEDS, (self._mesh.size(),))[self._mesh.get_local_rank()])
         with torch.random.fork_rng([device] if device.type != "cpu" else [], device_type=device.type if device.type != "cpu" else "cuda"):
@@ -198,22 +206,23 @@ class Region(TorchFunctionMode):
             return func(*args, **kwargs)
 
 
-def leaving(output: Any, name: str) -> Any:
-    """What a model returned, without distributed tensors but for `Logits`. Raises `RecipeError` where a part of it is cut."""
+def checked_output(output: Any, name: str) -> Any:
+    """Return a model's output with DTensors gathered, but for `ShardedLogits`. Raises `RecipeError` if a tensor in it
+    is sharded."""
 
     def leave(item: Any) -> Any:
-        if is_cut(item):
+        if is_sharded(item):
             raise RecipeError(
-                f"an output of {name}, of shape {tuple(item.shape)} on each rank, is cut over the tensor axis, and the loss would see a "
-                "part of it; end with a 'rowwise' layer, or give the output layer the style 'vocabulary' or 'colwise_gathered'"
+                f"an output of {name}, of shape {tuple(item.shape)} on each rank, is sharded over the tensor axis, and the loss would see "
+                "a part of it; end with a 'rowwise' layer, or give the output layer the style 'vocabulary' or 'colwise_gathered'"
             )
-        return item if isinstance(item, Logits) else whole_of(item)
+        return item if isinstance(item, ShardedLogits) else gather_full(item)
 
     return tree_map(leave, output)
 
 
 def _tensors(args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """Those of a call, which may stand in a list."""
+    """The tensors among the arguments of a call, and in lists and tuples among them."""
     for item in (*args, *kwargs.values()):
         if isinstance(item, Tensor):
             yield item
@@ -230,15 +239,15 @@ def _mapped(change: Callable[[Any], Any], nest: Any) -> Any:
     return change(nest)
 
 
-def _learns(item: Any) -> bool:
-    return isinstance(item, Tensor) and item.requires_grad and not is_cut(item)
+def _needs_gradient(item: Any) -> bool:
+    return isinstance(item, Tensor) and item.requires_grad and not is_sharded(item)
 
 
 def _marked(out: Any) -> Any:
     if isinstance(out, Tensor):
-        return mark_cut(out)
+        return mark_sharded(out)
     if isinstance(out, list | tuple):
         for item in out:
             if isinstance(item, Tensor):
-                mark_cut(item)
+                mark_sharded(item)
     return out

@@ -1,4 +1,7 @@
-"""A pipeline calls a model's parts one after another, never its forward: so that must do the same, and nothing in between."""
+"""A check that a model's forward is sequential: it calls its parts one after another and does nothing in between.
+
+A pipeline calls the parts and never the model's forward, so both must compute the same.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ from torch import nn
 from lockstep.base.errors import RecipeError
 
 
-class Chain:
-    """The parts of a model, and its forward as it was made. For `Pipeline`, before any axis changes how modules are called."""
+class SequentialCheck:
+    """The parts of a model, and its original forward. Create it before any axis changes the modules' calls."""
 
     def __init__(self, model: nn.Module, parts: Sequence[str]) -> None:
         self._forward = model.forward
@@ -22,11 +25,12 @@ class Chain:
         self._forwards = {id(module): module.forward for module in model.modules()}
 
     def check(self, call: Callable[[Callable[..., Any]], Any]) -> None:
-        """Raises `RecipeError` unless the forward hands each part the output of the one before, and returns the last one's.
+        """Raises `RecipeError` unless the forward passes each part the output of the part before, and returns the
+        output of the last.
 
-        `call`: calls the function it is given with what the model is called with. The parts are not computed: they need no values.
+        `call`: calls a function with the model's inputs. The parts are not computed, so they need no values.
         """
-        handed: list[_Output] = []
+        handed: list[_Placeholder] = []
         original: Any = nn.Module.__call__
         known = {id(module) for module in self._modules}
 
@@ -35,11 +39,11 @@ class Chain:
                 return self._forwards.get(id(module), partial(original, module))(*args, **kwargs)
             place = len(handed)
             if place == len(self._modules) or module is not self._modules[place]:
-                raise _NoChain(self._out_of_turn(place))
+                raise _NotSequential(self._out_of_turn(place))
             if handed and (kwargs or len(args) != 1 or args[0] is not handed[-1]):
                 before = self._parts[place - 1]
-                raise _NoChain(f"calls {self._parts[place]!r} with something other than the output of {before!r}, and that alone")
-            handed.append(_Output())
+                raise _NotSequential(f"calls {self._parts[place]!r} with something other than the output of {before!r}, and that alone")
+            handed.append(_Placeholder())
             return handed[-1]
 
         nn.Module.__call__ = called  # type: ignore[method-assign]
@@ -47,7 +51,7 @@ class Chain:
             with torch.no_grad():
                 returned = call(self._forward)
             if len(handed) < len(self._modules) or returned is not handed[-1]:
-                raise _NoChain(f"returns something other than the output of {self._parts[-1]!r}")
+                raise _NotSequential(f"returns something other than the output of {self._parts[-1]!r}")
         except _Unpacked:
             return  # a tuple, of which nobody knows how long it is
         except Exception as error:
@@ -65,13 +69,13 @@ class Chain:
         after = f"after {self._parts[place - 1]!r}" if place else f"before {self._parts[0]!r}"
         own = f"does something of its own {after} ({type(error).__name__}: {error})"
         return (
-            f"the model's forward {error if isinstance(error, _NoChain) else own}; a pipeline calls the parts that the recipe's stages "
-            "name, each with the output of the one before, and nothing between them; move what lies between into a part, or name "
+            f"the model's forward {error if isinstance(error, _NotSequential) else own}; a pipeline calls the parts that the recipe's "
+            "stages name, each with the output of the one before, and nothing between them; move what lies between into a part, or name "
             "parts that hold it"
         )
 
 
-class _NoChain(Exception):
+class _NotSequential(Exception):
     pass
 
 
@@ -79,8 +83,8 @@ class _Unpacked(Exception):
     pass
 
 
-class _Output:
-    """Stands for what a part returned. Nothing can be done with it but hand it on."""
+class _Placeholder:
+    """Placeholder for the output of a part, which can only be passed on."""
 
     def __iter__(self) -> Any:
         raise _Unpacked

@@ -1,7 +1,7 @@
-"""Logits whose classes are cut over the tensor axis: what the style `loss` gives.
+"""Logits whose classes are sharded over the tensor axis: the output of the style `loss`.
 
-Their cross-entropy is computed on each rank's part, with three numbers a token sent. Whatever else a loss or a metric does with them, it
-does with the whole logits, which are gathered for it.
+Their cross-entropy is computed on each rank's shard and sends three numbers a token. For anything else that a loss or a
+metric does with them, the whole logits are gathered.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ KEEPS_CLASSES = frozenset(
         *("register_hook", "retain_grad", "is_floating_point", "_is_view"),
     }
 )
-"""Names of functions that compute nothing: what they give is still cut, or no tensor."""
+"""Names of functions that compute nothing: their result is still sharded, or no tensor."""
 WRITES = re.compile(r".*[^_]_|__(setitem|i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor))__")
 """Names of functions that change a tensor in place."""
 
 
-class Logits(DTensor):
-    """Cut along one dim, its classes, over one mesh axis. To code outside of this package, a tensor with all classes."""
+class ShardedLogits(DTensor):
+    """Logits sharded along one dim, the classes, over one mesh axis. Code outside of this package sees all classes."""
 
     __slots__ = ()
 
@@ -42,41 +42,43 @@ class Logits(DTensor):
             if func is F.cross_entropy and (loss := _cross_entropy(*args, **kwargs)) is not None:
                 return loss
             name = getattr(func, "__name__", "")
-            if WRITES.fullmatch(name) and isinstance(args[0], Logits):
+            if WRITES.fullmatch(name) and isinstance(args[0], ShardedLogits):
                 raise LossError(
-                    f"Tensor.{name} changes logits in place that the style 'loss' has cut over the tensor axis; each rank has some of the "
-                    "classes; write it without changing in place, or give the output layer the style 'vocabulary'"
+                    f"Tensor.{name} changes logits in place that the style 'loss' has sharded over the tensor axis; each rank has some of "
+                    "the classes; write it without changing in place, or give the output layer the style 'vocabulary'"
                 )
             if name in KEEPS_CLASSES and _is_simple(args[1:]):
-                return tree_map(as_logits, func(*args, **kwargs))
-            args, kwargs = tree_map(whole_of, (args, kwargs))
+                return tree_map(as_sharded_logits, func(*args, **kwargs))
+            args, kwargs = tree_map(gather_full, (args, kwargs))
             return func(*args, **kwargs)
 
 
-def as_logits(item: Any) -> Any:
-    """A distributed tensor that is cut along one dim, as `Logits`; another one whole; anything else as it is."""
+def as_sharded_logits(item: Any) -> Any:
+    """Return a DTensor that is sharded along one dim as `ShardedLogits`, any other DTensor as a whole tensor, and
+    anything else unchanged."""
     if not isinstance(item, DTensor):
         return item
     if not (len(item.placements) == 1 and item.placements[0].is_shard()):
-        return whole_of(item)
-    item.__class__ = Logits
+        return gather_full(item)
+    item.__class__ = ShardedLogits
     return item
 
 
-def whole_of(item: Any) -> Any:
-    """The plain whole tensor of a distributed one, with a gradient; anything else as it is."""
+def gather_full(item: Any) -> Any:
+    """Gather a DTensor into a plain tensor with a gradient; return anything else unchanged."""
     if not isinstance(item, DTensor):
         return item
-    return plain(item.redistribute(placements=[Replicate()] * item.device_mesh.ndim))
+    return local_shard(item.redistribute(placements=[Replicate()] * item.device_mesh.ndim))
 
 
-def plain(tensor: DTensor) -> Tensor:
-    """This rank's part, with a gradient. No view as that of `to_local`, which loses FSDP2's hooks where a user changes it in place."""
-    held: Tensor = _Plain.apply(tensor)  # type: ignore[no-untyped-call]
+def local_shard(tensor: DTensor) -> Tensor:
+    """This rank's shard, with a gradient. It is no view like `to_local`'s, which loses FSDP2's hooks if a user changes
+    it in place."""
+    held: Tensor = _LocalShard.apply(tensor)  # type: ignore[no-untyped-call]
     return held
 
 
-class _Plain(torch.autograd.Function):
+class _LocalShard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: DTensor) -> Tensor:
         ctx.mesh, ctx.placements, ctx.shape = tensor.device_mesh, tensor.placements, tensor.shape
@@ -90,7 +92,8 @@ class _Plain(torch.autograd.Function):
 
 
 def _is_simple(arguments: tuple[Any, ...]) -> bool:
-    """Whether no tensor, nor what torch makes one of (a list of indices), is among a function's further arguments."""
+    """True if there is no tensor among a function's further arguments, and nothing that torch converts to one (a list
+    of indices)."""
     return not any(isinstance(item, Tensor | list) or (isinstance(item, tuple) and not _is_simple(item)) for item in arguments)
 
 
@@ -104,13 +107,13 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    """As `torch.nn.functional.cross_entropy`, of cut logits. None: not of this kind; it takes the whole logits."""
-    dim = 1 if isinstance(input, Logits) and input.dim() > 1 else 0
+    """`torch.nn.functional.cross_entropy` of sharded logits; None if these arguments need the whole logits."""
+    dim = 1 if isinstance(input, ShardedLogits) and input.dim() > 1 else 0
     indices = isinstance(target, Tensor) and not isinstance(target, DTensor) and not target.is_floating_point()
     usual = weight is None and size_average is None and reduce is None and not label_smoothing
-    if not (isinstance(input, Logits) and input.placements == (Shard(dim),) and indices and usual):
+    if not (isinstance(input, ShardedLogits) and input.placements == (Shard(dim),) and indices and usual):
         return None
-    part = plain(input).movedim(dim, -1)
+    part = local_shard(input).movedim(dim, -1)
     if torch.is_autocast_enabled(part.device.type):
         part = part.float()
     counts = target != ignore_index
@@ -121,7 +124,8 @@ def _cross_entropy(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """(..., this rank's classes) logits, (...) classes of all, (...) which of them count -> (...) losses, 0 where they do not count."""
+    """(..., this rank's classes) logits, (...) classes of all, (...) which of them count -> (...) losses, 0 where they
+    do not count."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, target: Tensor, counts: Tensor, mesh: Any) -> Tensor:

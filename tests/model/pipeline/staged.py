@@ -16,15 +16,16 @@ from torch.utils.checkpoint import checkpoint
 from lockstep.base.errors import LossError
 from lockstep.comm.mesh import Mesh
 from lockstep.comm.world import World
-from lockstep.model.deferred_init import Deferred, build
-from lockstep.model.parallelize import Built
-from lockstep.model.pipeline.pipeline import PER_RANK, Item, Pipeline, Scored
-from lockstep.model.pipeline.stages import Stages, keep_only, parts_of
-from lockstep.model.random_streams import Streams
+from lockstep.model.initialization.deferred_init import DeferredModel, build
+from lockstep.model.initialization.initial_model import InitialModel
+from lockstep.model.pipeline.microbatch import PipelineLoss, PipelineMicrobatch
+from lockstep.model.pipeline.pipeline import STAGES_PER_RANK, Pipeline
+from lockstep.model.pipeline.stages import Stages, keep_only_parts, sequential_parts
+from lockstep.model.random_streams import ModuleRandomStreams
 from lockstep.model.running_statistics import RunningStatistics
 from lockstep.plan import Plan, Schedule
-from lockstep.training.reducers.pipeline import Piped
-from lockstep.training.reducers.post_backward import Parts
+from lockstep.training.reducers.pipeline import PipelineReducer
+from lockstep.training.reducers.post_backward import PostBackwardReducer
 from lockstep.training.reducers.tied_gradients import TiedGradients
 
 KEY, WIDTH, CONTEXT = 3, 8, 6
@@ -194,7 +195,7 @@ def on_one_process(name: str, sizes: list[int], dtype: torch.dtype) -> Found:
     """Gradients by name, and each microbatch's record."""
     factory, patterns = MODELS[name]
     model = build(factory, KEY).to(dtype)
-    streams = Streams(model, parts_of(model, patterns), begin)
+    streams = ModuleRandomStreams(model, sequential_parts(model, patterns), begin)
     records = []
     for place, (inputs, target, scale) in enumerate(microbatches(name, sizes, dtype)):
         streams.start(position(place))
@@ -212,16 +213,16 @@ def staged(name: str, schedule: Schedule, dtype: torch.dtype, axis: World | None
     """This rank's part of a model, as a plan makes it. `axis`: the pipeline's ranks, None: all."""
     axis = axis or world()
     factory, patterns = MODELS[name]
-    deferred = Deferred.build(factory, KEY)
+    deferred = DeferredModel.build(factory, KEY)
     model = deferred.module
-    stages = Stages.of(model, patterns, ranks=axis.size, per_rank=PER_RANK[schedule])
-    streams = Streams(model, stages.parts, begin)
-    built = Built(model, deferred, None)
-    for part in stages.names_on(axis.rank):
-        built.fill(model.get_submodule(part), torch.device("cpu"))
-    keep_only(model, stages.names_on(axis.rank))
+    stages = Stages.split(model, patterns, ranks=axis.size, per_rank=STAGES_PER_RANK[schedule])
+    streams = ModuleRandomStreams(model, stages.parts, begin)
+    built = InitialModel(model, deferred, None)
+    for part in stages.parts_on_rank(axis.rank):
+        built.materialize(model.get_submodule(part), torch.device("cpu"))
+    keep_only_parts(model, stages.parts_on_rank(axis.rank))
     model.to(dtype)
-    tied = TiedGradients(dict(model.named_parameters()), stages.tied, axis)
+    tied = TiedGradients(dict(model.named_parameters()), stages.shared_parameters, axis)
     return model, Pipeline(model, stages, axis, streams, schedule=schedule), tied
 
 
@@ -229,26 +230,26 @@ def in_two_pipelines(name: str, schedule: Schedule, steps: list[list[int]]) -> l
     """Of each step, the gradients here, and what was said of all microbatches: values, weights, whether a flag was raised."""
     mesh = Mesh.of(world(), Plan(replicate=2, pipeline=2, transport="torch"))
     model, pipeline, tied = staged(name, schedule, torch.float32, mesh.axis("pipeline"))
-    engine = Piped(Parts(list(model.parameters()), mesh, max_microbatches=8), tied)
+    reducer = PipelineReducer(PostBackwardReducer(list(model.parameters()), mesh, max_microbatches=8, complete=None), tied)
     found = []
     for step, sizes in enumerate(steps):
-        engine.begin(len(sizes))
+        reducer.begin_step(len(sizes))
         given = items(name, sizes, torch.float32)
         rows = pipeline.run([given[place] for place in mesh.assignment.indices(len(sizes), mesh.data.rank)], columns=2)
-        told = engine.finish(list(rows[:, 0]), list(rows[:, 1]), flag=dist.get_rank() == 1 and step == 0)
+        stats = reducer.reduce(list(rows[:, 0]), list(rows[:, 1]), flag=dist.get_rank() == 1 and step == 0)
         gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
-        assert told.weights is not None
-        found.append((gradients, torch.stack([torch.as_tensor(told.values), told.weights], dim=1).tolist(), told.stops))
+        assert stats.weights is not None
+        found.append((gradients, torch.stack([torch.as_tensor(stats.values), stats.weights], dim=1).tolist(), stats.flags))
     return found
 
 
-def items(name: str, sizes: list[int], dtype: torch.dtype) -> list[Item]:
-    def score(target: Tensor, scale: float, output: Any) -> Scored:
+def items(name: str, sizes: list[int], dtype: torch.dtype) -> list[PipelineMicrobatch]:
+    def score(target: Tensor, scale: float, output: Any) -> PipelineLoss:
         loss = total(output, target)
-        return Scored(loss, torch.tensor(scale, dtype=loss.dtype), [loss.item() * scale, scale])
+        return PipelineLoss(loss, torch.tensor(scale, dtype=loss.dtype), [loss.item() * scale, scale])
 
     return [
-        Item(position(place), partial(lambda inputs: inputs, inputs), partial(score, target, scale))
+        PipelineMicrobatch(position(place), partial(lambda inputs: inputs, inputs), partial(score, target, scale))
         for place, (inputs, target, scale) in enumerate(microbatches(name, sizes, dtype))
     ]
 
@@ -288,7 +289,7 @@ def masks_on_one_process(name: str, sizes: list[int]) -> Masks:
     factory, patterns = MODELS[name]
     model = build(factory, KEY)
     masks = watch_dropout(model)
-    streams = Streams(model, parts_of(model, patterns), begin)
+    streams = ModuleRandomStreams(model, sequential_parts(model, patterns), begin)
     for place, (inputs, _, _) in enumerate(microbatches(name, sizes, torch.float32)):
         streams.start(position(place))
         model(inputs)
@@ -349,7 +350,7 @@ def outputs(name: str, schedule: Schedule, sizes: list[int]) -> list[Any]:
     pipeline.run(items(name, sizes, torch.float32), columns=2)
     model.eval()
     rows = microbatches(name, sizes, torch.float32)
-    found = pipeline.forward([Item(position(0), partial(lambda x: x, x), lambda output: output) for x, _, _ in rows])
+    found = pipeline.forward([PipelineMicrobatch(position(0), partial(lambda x: x, x), lambda output: output) for x, _, _ in rows])
     model.train()
     pipeline.run(items(name, sizes, torch.float32), columns=2)
     return found
@@ -362,7 +363,7 @@ def failing(name: str, schedule: Schedule, where: str) -> tuple[str, str, list[l
     if where == "shape":
         pipeline.run(given, columns=2)
     bad = [*given[:2], spoil(given[2], where), given[3]]
-    part = next(part for part in pipeline.stages.names_on(pipeline.world.rank))
+    part = next(part for part in pipeline.stages.parts_on_rank(pipeline.world.rank))
     hook = model.get_submodule(part).register_forward_hook(partial(spoil_output, where, dist.get_rank()))
     error = ("", "")
     try:
@@ -373,13 +374,13 @@ def failing(name: str, schedule: Schedule, where: str) -> tuple[str, str, list[l
     return *error, pipeline.run(given, columns=2).tolist()
 
 
-def spoil(item: Item, where: str) -> Item:
+def spoil(item: PipelineMicrobatch, where: str) -> PipelineMicrobatch:
     def fails(*_: Any) -> Any:
         raise LossError("this microbatch is spoilt") if where == "score" else ValueError("this microbatch is spoilt")
 
     if where == "score":
-        return Item(item.position, item.inputs, fails)
-    return Item(item.position, fails, item.score) if where == "inputs" else item
+        return PipelineMicrobatch(item.position, item.inputs, fails)
+    return PipelineMicrobatch(item.position, fails, item.score) if where == "inputs" else item
 
 
 def spoil_output(where: str, rank: int, _: nn.Module, __: Any, output: Any) -> Any:

@@ -10,12 +10,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from parallel.elsewhere import ELSEWHERE, SecondDevice
+from model.second_device import ELSEWHERE, SecondDevice
 from torch import Tensor, nn
 
 from lockstep.base.errors import PlanError, RecipeError
-from lockstep.model.device_split import Layer, devices_of, layers_of, moved, places, split
-from lockstep.model.pipeline.stages import parts_of
+from lockstep.model.device_split import PlacedLayer, device_indices, devices_of, layers_of, move_tensors, split
+from lockstep.model.pipeline.stages import sequential_parts
 
 CPU = torch.device("cpu")
 TWO = [CPU, ELSEWHERE]
@@ -31,9 +31,9 @@ def test_layers_are_placed_in_runs_and_no_other_runs_need_less_memory(nbytes: li
     names = [str(place) for place in range(len(nbytes))]
     if len(names) < devices:
         with pytest.raises(RecipeError, match=f"^split={devices} and a model of {len(names)} layers that can be placed"):
-            places(names, nbytes, rest, devices)
+            device_indices(names, nbytes, rest, devices)
         return
-    found = places(names, nbytes, rest, devices)
+    found = device_indices(names, nbytes, rest, devices)
     assert found == sorted(found)
     assert set(found) == set(range(devices))
     assert _most(found, nbytes, rest) == min(_most(other, nbytes, rest) for other in _runs(len(names), devices))
@@ -54,9 +54,9 @@ def _runs(layers: int, devices: int) -> list[list[int]]:
 
 
 def test_a_user_may_say_how_many_layers_each_device_has() -> None:
-    assert places(["a", "b", "c"], [1, 1, 9], 5, (0, 1, 2)) == [1, 2, 2]
+    assert device_indices(["a", "b", "c"], [1, 1, 9], 5, (0, 1, 2)) == [1, 2, 2]
     with pytest.raises(RecipeError) as caught:
-        places(["a", "b", "c"], [1, 1, 9], 5, (2, 2))
+        device_indices(["a", "b", "c"], [1, 1, 9], 5, (2, 2))
     assert str(caught.value) == (
         "split=2+2 places 4 layers, and the model has 3 (a, b, c); the numbers add up to them; correct the plan, or name the layers in "
         "Recipe.blocks"
@@ -70,12 +70,12 @@ class Named(nn.Module):
         self.decoder = nn.ModuleDict({"one": nn.Linear(2, 2), "other": nn.Linear(2, 2)})
 
 
-def _layers(model: nn.Module, patterns: list[str] | None = None, stages: list[str] | None = None) -> list[Layer]:
-    return layers_of(model, patterns, parts_of(model, stages))
+def _layers(model: nn.Module, patterns: list[str] | None = None, stages: list[str] | None = None) -> list[PlacedLayer]:
+    return layers_of(model, patterns, sequential_parts(model, stages))
 
 
-def _names(layers: list[Layer]) -> list[str]:
-    return [f"{layer.name}{' ->' if layer.hands_on else ''}" for layer in layers]
+def _names(layers: list[PlacedLayer]) -> list[str]:
+    return [f"{layer.name}{' ->' if layer.feeds_next else ''}" for layer in layers]
 
 
 def test_the_layers_of_a_sequential_are_its_members_and_each_is_called_with_what_the_one_before_returns() -> None:
@@ -99,14 +99,14 @@ def test_of_lists_the_members_but_the_last_hand_on_and_other_blocks_do_not() -> 
 def test_what_moves_keeps_its_kind_and_what_need_not_move_is_the_same_object() -> None:
     x, cache = torch.ones(2), object()
     nest = {"a": [x, (Point(x, 1), cache)], "b": OrderedDict(c=x)}
-    assert moved(nest, CPU) is nest
+    assert move_tensors(nest, CPU) is nest
     with SecondDevice():
         copies: list[Any] = []
-        found = moved(nest, ELSEWHERE, copies)
+        found = move_tensors(nest, ELSEWHERE, copies)
         assert found["a"][1][1] is cache
         assert (type(found["b"]), type(found["a"][1][0])) == (OrderedDict, Point)
         assert [t.device for t in (found["a"][0], found["a"][1][0].x, found["b"]["c"])] == [ELSEWHERE] * 3
-        assert moved(found, ELSEWHERE) is found
+        assert move_tensors(found, ELSEWHERE) is found
     assert nest["a"][0] is x
     assert [type(copied) for copied, _ in copies] == [list, OrderedDict, dict]
 
@@ -157,9 +157,9 @@ def test_values_and_gradients_are_those_of_one_device_and_an_activation_crosses_
     home, other = devices
     with SecondDevice() as second:
         split(parted, _layers(parted), devices, 2)
-        places = {name: tensor.device for name, tensor in [*parted.named_parameters(), *parted.named_buffers()]}
-        assert places == {name: other if name.startswith(("blocks.2", "blocks.3")) else home for name in places}
-        given = moved((x, mask), home)
+        device_indices = {name: tensor.device for name, tensor in [*parted.named_parameters(), *parted.named_buffers()]}
+        assert device_indices == {name: other if name.startswith(("blocks.2", "blocks.3")) else home for name in device_indices}
+        given = move_tensors((x, mask), home)
         second.moves.clear()
         found = parted(*given)
         assert found.device == home
@@ -298,7 +298,7 @@ def test_the_generator_goes_with_the_activations(monkeypatch: pytest.MonkeyPatch
     alone = torch.Generator().manual_seed(5)
     generators[0].manual_seed(5)
     for number in (0, 1, 1, 0, 1):
-        with module._working(gpus[number], gpus[0]):
+        with module._current_device(gpus[number], gpus[0]):
             assert torch.equal(torch.rand(4, generator=generators[number]), torch.rand(4, generator=alone))
     assert current == [gpus[1]] * 3
 

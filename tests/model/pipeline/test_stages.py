@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lockstep.base.errors import RecipeError
-from lockstep.model.pipeline.stages import Stages, Tied, balanced, calls, check_microbatches, keep_only, parts_of
+from lockstep.model.pipeline.stages import (
+    SharedParameter,
+    Stages,
+    balanced,
+    check_microbatches,
+    keep_only_parts,
+    schedule_calls,
+    sequential_parts,
+)
 
 
 class Named(nn.Module):
@@ -28,11 +36,11 @@ ALL = ["embed", "blocks.*", "norm", "head"]
 
 
 def test_a_sequential_splits_by_itself() -> None:
-    assert parts_of(nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU()), nn.Linear(2, 2)), None) == ["0", "1", "2"]
+    assert sequential_parts(nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU()), nn.Linear(2, 2)), None) == ["0", "1", "2"]
 
 
 def test_patterns_name_parts_in_the_order_given_and_the_outermost_of_what_they_match() -> None:
-    assert parts_of(Named(), ["norm", "blocks.*", "embed", "head"]) == [
+    assert sequential_parts(Named(), ["norm", "blocks.*", "embed", "head"]) == [
         "norm", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "embed", "head",
     ]  # fmt: skip
 
@@ -45,7 +53,7 @@ class Overridden(nn.Sequential):
 @pytest.mark.parametrize("model", [Named(), Overridden(nn.Linear(2, 2), nn.Linear(2, 2))])
 def test_any_other_model_must_name_its_parts(model: nn.Module) -> None:
     with pytest.raises(RecipeError, match=r"pipeline=2 and a model .*no nn.Sequential.*name them, as in Recipe.stages=\["):
-        Stages.of(model, None, ranks=2)
+        Stages.split(model, None, ranks=2)
 
 
 @pytest.mark.parametrize(
@@ -60,34 +68,34 @@ def test_any_other_model_must_name_its_parts(model: nn.Module) -> None:
 )
 def test_patterns_that_name_no_parts(patterns: list[str], message: str) -> None:
     with pytest.raises(RecipeError, match=message):
-        parts_of(Named(), patterns)
+        sequential_parts(Named(), patterns)
 
 
 def test_more_stages_than_parts() -> None:
     with pytest.raises(RecipeError, match=r"pipeline=4 with 2 stages a rank makes 8 stages, and the model has trainable parameters for 7"):
-        Stages.of(Named(), ALL, ranks=4, per_rank=2)
+        Stages.split(Named(), ALL, ranks=4, per_rank=2)
 
 
 def test_what_has_nothing_to_train_is_no_stage() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2), nn.Tanh())
-    assert Stages.of(model, None, ranks=2).cuts == (range(4), range(4, 6))
+    assert Stages.split(model, None, ranks=2).ranges == (range(4), range(4, 6))
     with pytest.raises(RecipeError, match="3 stages, and the model has trainable parameters for 2"):
-        Stages.of(model, None, ranks=3)
+        Stages.split(model, None, ranks=3)
 
 
 def test_stages_on_ranks() -> None:
-    stages = Stages.of(Named(), ALL, ranks=2, per_rank=2, costs=[1, 1, 1, 1, 1, 1, 2])
-    assert stages.cuts == (range(2), range(2, 4), range(4, 6), range(6, 7))
-    assert stages.names_on(0) == ["embed", "blocks.0", "blocks.3", "norm"]
-    assert stages.names_on(1) == ["blocks.1", "blocks.2", "head"]
-    assert stages.tied == ()
+    stages = Stages.split(Named(), ALL, ranks=2, per_rank=2, costs=[1, 1, 1, 1, 1, 1, 2])
+    assert stages.ranges == (range(2), range(2, 4), range(4, 6), range(6, 7))
+    assert stages.parts_on_rank(0) == ["embed", "blocks.0", "blocks.3", "norm"]
+    assert stages.parts_on_rank(1) == ["blocks.1", "blocks.2", "head"]
+    assert stages.shared_parameters == ()
 
 
 def test_tied_parameters_and_what_a_rank_keeps() -> None:
     model = Named(tied=True)
-    stages = Stages.of(model, ALL, ranks=2, costs=[1] * 7)
-    assert stages.tied == (Tied("embed.weight", (0, 1)),)
-    keep_only(model, stages.names_on(1))
+    stages = Stages.split(model, ALL, ranks=2, costs=[1] * 7)
+    assert stages.shared_parameters == (SharedParameter("embed.weight", (0, 1)),)
+    keep_only_parts(model, stages.parts_on_rank(1))
     assert [name for name, _ in model.named_parameters()] == [
         "embed.weight", "blocks.2.0.weight", "blocks.2.0.bias", "blocks.3.0.weight", "blocks.3.0.bias", "norm.weight", "norm.bias",
     ]  # fmt: skip
@@ -95,8 +103,10 @@ def test_tied_parameters_and_what_a_rank_keeps() -> None:
 
 
 def test_a_parameter_that_one_rank_holds_alone_is_not_tied() -> None:
-    assert Stages.of(Named(tied=True), ALL, ranks=3, per_rank=2, costs=[1, 1, 1, 1, 1, 1, 1]).tied == (Tied("embed.weight", (0, 2)),)
-    assert Stages.of(Named(tied=True), ALL, ranks=1, per_rank=4).tied == ()
+    assert Stages.split(Named(tied=True), ALL, ranks=3, per_rank=2, costs=[1, 1, 1, 1, 1, 1, 1]).shared_parameters == (
+        SharedParameter("embed.weight", (0, 2)),
+    )
+    assert Stages.split(Named(tied=True), ALL, ranks=1, per_rank=4).shared_parameters == ()
 
 
 @settings(deadline=None)
@@ -120,14 +130,14 @@ def test_no_cut_is_more_even(costs: list[int], count: int) -> None:
 @given(st.integers(0, 40), st.integers(1, 6), st.sampled_from(["gpipe", "1f1b", "interleaved", "zero-bubble"]))
 def test_calls_are_all_microbatches_in_order_and_what_torch_takes(count: int, ranks: int, schedule: str) -> None:
     stages = Stages((), (range(0),) * ranks, ranks, ())
-    made = calls(count, stages, schedule)
+    made = schedule_calls(count, stages, schedule)
     assert [place for start, stop, _ in made for place in range(start, stop)] == list(range(count))
     for start, stop, name in made:
         assert name == "gpipe" or (stop - start >= ranks if name == "1f1b" else (stop - start) % max(1, (stop - start) // ranks) == 0)
 
 
 def test_fewer_microbatches_than_stages() -> None:
-    stages = Stages.of(Named(), ALL, ranks=4)
+    stages = Stages.split(Named(), ALL, ranks=4)
     check_microbatches(4, stages)
     with pytest.raises(RecipeError, match=r"3 microbatches a step in a pipeline of 4 stages.*smaller microbatch.*fewer stages"):
         check_microbatches(3, stages)

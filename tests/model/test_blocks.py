@@ -52,15 +52,15 @@ def test_a_model_may_have_no_block():
 
 
 def test_what_shares_a_parameter_with_other_parts_is_no_block():
-    class Tied(nn.Module):
+    class SharesParameter(nn.Module):
         def __init__(self):
             super().__init__()
             self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)])
             self.layers[2].weight = self.layers[0].weight
 
-    assert blocks_of(Tied(), None) == ["layers.1"]
+    assert blocks_of(SharesParameter(), None) == ["layers.1"]
     with pytest.raises(RecipeError, match=r"block 'layers.0' shares a parameter with what lies outside of it"):
-        blocks_of(Tied(), ["layers.*"])
+        blocks_of(SharesParameter(), ["layers.*"])
 
 
 @pytest.mark.parametrize(

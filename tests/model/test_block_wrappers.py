@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.base.errors import RecipeError
-from lockstep.model.wrap import recompute
+from lockstep.model.block_wrappers import checkpoint_activations
 
 
 class Block(nn.Module):
@@ -51,7 +51,7 @@ def blocks() -> nn.Sequential:
 def test_gradients_have_the_same_bits_dropout_included(mode):
     plain, wrapped = blocks(), blocks()
     for block in wrapped:
-        recompute(block, mode)
+        checkpoint_activations(block, mode)
     _, expected = kept_and_gradients(plain)
     _, found = kept_and_gradients(wrapped)
     assert all(map(torch.equal, found, expected))
@@ -60,7 +60,7 @@ def test_gradients_have_the_same_bits_dropout_included(mode):
 def test_full_keeps_the_inputs_of_the_blocks_only():
     model = blocks()
     for block in model:
-        recompute(block, "full")
+        checkpoint_activations(block, "full")
     assert kept_and_gradients(model)[0] == 3 * 32 * 16 * 4 < kept_and_gradients(blocks())[0]
 
 
@@ -79,7 +79,7 @@ def test_selective_does_not_compute_matrix_products_again(mode, computed_again):
     """Nor does full the second one of a block, whose result nothing keeps."""
     model = blocks()
     for block in model:
-        recompute(block, mode)
+        checkpoint_activations(block, mode)
     loss = model(torch.randn(4, 16)).sum()
     with Products() as products:
         loss.backward()
@@ -89,7 +89,7 @@ def test_selective_does_not_compute_matrix_products_again(mode, computed_again):
 def test_names_and_keywords_stay():
     model = Block()
     before = copy.deepcopy(model.state_dict())
-    recompute(model, "full")
+    checkpoint_activations(model, "full")
     assert list(model.state_dict()) == list(before)
     x = torch.randn(2, 16)
     with torch.no_grad():
@@ -119,7 +119,7 @@ class Remembers(nn.Linear):
 
 def test_a_block_that_is_computed_again_is_not_given_a_cache_to_lengthen():
     block = Remembers(4, 4)
-    recompute(block, "full")
+    checkpoint_activations(block, "full")
     cache = Cache()
     block(torch.ones(2, 4), past_key_values=cache).sum().backward()
     assert not cache.keys

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from parallel.costs import BLOCKS, LENGTH, MICROBATCHES, SAMPLES, STYLES, WIDTH, WORDS, Costs, Model, Tied, costs
+from model.costs import BLOCKS, LENGTH, MICROBATCHES, SAMPLES, STYLES, WIDTH, WORDS, Costs, Model, TiedModel, costs
 from tiers import tier
 
 from lockstep.testing.pool import WorkerPool
@@ -121,7 +121,7 @@ CASES = [
     Case("pipeline=2,schedule=zero-bubble", 2, everywhere(A * M), HALF, lambda rank: BLOCKS // 2 * 2),
     Case("pipeline=4", 4, ends(A * M, 2 * A * M, 4), ends(W + block_bytes(), block_bytes(), 4), lambda rank: 4 - rank),
     # With `words` and `head` one parameter, the first stage sends its gradient, and gets the sum.
-    Case("pipeline=2", 2, everywhere(A * M + W), HALF, model=Tied),
+    Case("pipeline=2", 2, everywhere(A * M + W), HALF, model=TiedModel),
     Case("replicate=2,pipeline=2", 4, everywhere(A * M // 2 + 2 * P / 2 * ring(2)), HALF),
     Case("shard=2,pipeline=2", 4, everywhere(A * M // 2 + sharded(P / 2, 0, 2, M // 2)), everywhere(P / 4)),
     Case("tensor=2,pipeline=2", 4, everywhere(A * M + layers(2, M, BLOCKS // 2)), everywhere(tensor_part(2) / 2)),

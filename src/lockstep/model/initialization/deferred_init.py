@@ -1,0 +1,181 @@
+"""Deferred initialization: a model is built without values, and the initial value of each tensor is computed alone.
+
+Under `keyed_init` each random operation draws from a generator that is seeded by the number of the operation. So its
+result does not depend on the operations before it, and a single parameter can be computed: `DeferredModel.build` runs
+the user's factory on fake tensors and logs every operation that writes; `materialize` replays only those operations on
+which one tensor depends.
+
+Tensors made from values (lists, NumPy, a file) have their values at once, and operations on such tensors alone run at
+once. If Python asks for a value (`.item()`, `if mask.any():`), it is computed from the log, so most factories with
+data-dependent control flow can be deferred.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from lockstep.base.torch_private import gradient_hooks, post_accumulate_hooks, storage_address
+from lockstep.model.initialization.fake_parameters import fake_parameters_keep_class, replace_contents
+from lockstep.model.initialization.operation_log import OperationLog, StorageView
+from lockstep.model.initialization.recorder import CannotDefer, InitRecorder, KeyedInit
+
+OWN_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+
+
+@contextmanager
+def keyed_init(key: int) -> Iterator[None]:
+    """Seed torch's default CPU generator with `key(key, n)` before the n-th random operation inside the context.
+
+    An operation with a generator of its own draws from that. `torch.manual_seed` inside has no effect on later
+    operations. Python's and NumPy's generators are seeded once, at the start. Afterwards all three are back at their
+    start. Operations in other threads and on other devices than the CPU are not covered.
+    """
+    with KeyedInit(key):
+        yield
+
+
+def build(factory: Callable[[], Any], key: int) -> Any:
+    """Return the model that `factory` builds at once, with the values that `key` gives."""
+    with keyed_init(key):
+        return factory()
+
+
+class DeferredModel:
+    """A model without storage, whose tensors can be computed one at a time."""
+
+    module: Any
+    """The result of the factory. Its parameters and buffers are on the meta device; its other tensors have their
+    values."""
+
+    def __init__(self, module: Any, log: OperationLog, sources: dict[int, StorageView | Tensor], tensors: list[Tensor]) -> None:
+        self.module = module
+        self._log = log
+        self._sources = sources
+        self._tensors = tensors  # so that no other tensor gets the identity of one of them
+        self._names = {
+            name: tensor for named in (module.named_parameters, module.named_buffers) for name, tensor in named(remove_duplicate=False)
+        }
+        self.names = {id(tensor): name for name, tensor in reversed(self._names.items())}
+        """The first name of each parameter and buffer, by its identity in the module as it was returned."""
+
+    @classmethod
+    def build(cls, factory: Callable[[], Any], key: int) -> DeferredModel:
+        """Run `factory` without computing its tensors. Raises `CannotDefer` if its initialization cannot be deferred,
+        or if it fails."""
+        with _older_objects_frozen():
+            return cls._record(factory, InitRecorder(key))
+
+    @classmethod
+    def _record(cls, factory: Callable[[], Any], recorder: InitRecorder) -> DeferredModel:
+        try:
+            with recorder, fake_parameters_keep_class(recorder.fake_class, recorder.is_fake), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # copy.deepcopy does
+                module = factory()
+        except Exception as error:
+            raise CannotDefer(_reason(error, recorder)) from error
+        if recorder.failure is not None:  # the function went on another way than it would with values
+            raise CannotDefer(_reason(recorder.failure, recorder)) from recorder.failure
+        if not isinstance(module, nn.Module):
+            raise CannotDefer(f"the function returned a {type(module).__name__}, not a torch.nn.Module")
+        return _finish(cls, module, recorder)
+
+    @property
+    def constant_bytes(self) -> int:
+        """Bytes of the values that came from NumPy, lists and files. They are in memory, beside the log, as long as
+        this object lives."""
+        return self._log.constant_bytes + sum(source.nbytes for source in self._sources.values() if isinstance(source, Tensor))
+
+    @torch.no_grad()
+    def materialize(self, tensor: str | Tensor) -> Tensor:
+        """Compute the values of one parameter or buffer, given by its name or as it is in the module: a new plain
+        tensor on the CPU.
+
+        Needs memory only for the tensor and for those on which it depends. Torch's default generator keeps its state.
+        """
+        meta = self._names[tensor] if isinstance(tensor, str) else tensor
+        source = self._sources[id(meta)]
+        if isinstance(source, Tensor):
+            return source.detach().clone()
+        value = self._log.replay([source])[0]
+        return value if value.untyped_storage().nbytes() == source.bytes else value.clone()
+
+
+def _finish(cls: type[DeferredModel], module: nn.Module, recorder: InitRecorder) -> DeferredModel:
+    """Move each parameter and buffer to the meta device, and give all other tensors that the factory left their values,
+    in place."""
+    named = {id(tensor): (name, tensor) for name, tensor in (*module.named_buffers(), *module.named_parameters())}
+    other = [fake for fake in _fakes(recorder) if id(fake) not in named]
+    if other:
+        gc.collect()
+        other = [fake for fake in _fakes(recorder) if id(fake) not in named]
+    _check(recorder, [*named.values(), *(("a tensor outside its parameters and buffers", tensor) for tensor in other)])
+    sources: dict[int, StorageView | Tensor] = {}
+    for _, tensor in named.values():
+        source = recorder.view(tensor) if recorder.is_fake(tensor) else None
+        before = replace_contents(tensor, torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"))
+        sources[id(tensor)] = before.detach() if source is None else source
+    for tensor in other:
+        replace_contents(tensor, recorder.log.replay([recorder.view(tensor)])[0].clone())
+    return cls(module, recorder.log, sources, [tensor for _, tensor in named.values()])
+
+
+@contextmanager
+def _older_objects_frozen() -> Iterator[None]:
+    """Exclude all older objects, such as torch's modules, from the search for tensors that the factory left.
+
+    Nothing is excluded if somebody has frozen objects before: they could not be told apart from these.
+    """
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def _fakes(recorder: InitRecorder) -> list[Any]:
+    return [item for item in gc.get_objects() if issubclass(type(item), recorder.fake_class) and item.fake_mode is recorder.fake]
+
+
+def _check(recorder: InitRecorder, tensors: list[tuple[str, Any]]) -> None:
+    """Raise `CannotDefer` for what one tensor alone cannot express."""
+    seen: dict[int, str] = {}
+    for name, tensor in tensors:
+        if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
+            raise CannotDefer(f"{name} has no shape before the first forward")
+        if tensor.device.type != "cpu":
+            raise CannotDefer(f"{name} is on the device {tensor.device}, not on the CPU")
+        if not tensor.is_leaf or tensor.grad is not None:
+            raise CannotDefer(f"{name} is part of a graph of gradients, or has a gradient")
+        if gradient_hooks(tensor) or post_accumulate_hooks(tensor):
+            raise CannotDefer(f"{name} has hooks on its gradient")
+        storage = storage_address(tensor.untyped_storage())
+        if tensor.numel() and storage in seen:
+            raise CannotDefer(f"{name} and {seen[storage]} are two tensors that share memory")
+        seen[storage] = name
+        if recorder.is_fake(tensor):
+            recorder.view(tensor)
+
+
+def _reason(error: Exception, recorder: InitRecorder) -> str:
+    """The failed operation, and the last line outside torch and this package that led to it."""
+    place, trace = "", error.__traceback__
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if not file.startswith(OWN_CODE) and not file.startswith("<"):
+            place = f"{file}:{trace.tb_lineno}: "
+        trace = trace.tb_next
+    operation = f"{recorder.failed}: " if error is recorder.failure else ""
+    said = str(error) if isinstance(error, CannotDefer) else f"{type(error).__name__}: {error}"
+    return place + operation + said

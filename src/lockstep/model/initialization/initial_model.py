@@ -1,0 +1,103 @@
+"""A model with its initial values: initialized at once, or deferred until it is known which tensors this rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.base.torch_private import own_buffers, own_parameters
+from lockstep.comm.mesh import Mesh
+from lockstep.comm.world import World
+from lockstep.model.consistency import check_checksums, check_structure, checksum, checksums_of
+from lockstep.model.initialization.deferred_init import DeferredModel, build
+from lockstep.model.initialization.recorder import CannotDefer
+
+
+@dataclass(slots=True)
+class InitialModel:
+    """A model from its factory. Its initialization is deferred if the plan shards or splits it, and if the factory
+    allows that."""
+
+    module: Any
+    deferred: DeferredModel | None
+    """The source of the values of single tensors; None if the module was initialized at once."""
+    reason: str | None
+    """The reason why the module was initialized at once under a plan that asks for deferred initialization; else None.
+    """
+
+    checksums: dict[str, int] = field(default_factory=dict)
+    """Checksums of the values computed on this rank, by name, if there are other ranks."""
+    given: frozenset[str] = frozenset()
+    """First names of the parameters and buffers whose values are loaded later; their initial values are not computed.
+    """
+
+    @classmethod
+    def build(cls, factory: Callable[[], Any], key: int, mesh: Mesh) -> InitialModel:
+        """Call the factory. The values follow from `key` alone, not from the plan. Every rank calls it.
+
+        Raises `RecipeError` if the models of two ranks differ in their structure.
+        """
+        built = cls._built(factory, key, mesh)
+        check_structure(built.module, mesh.world)
+        if built.deferred is None and mesh.world.size > 1:
+            built.checksums = checksums_of(built.module)
+        return built
+
+    @classmethod
+    def _built(cls, factory: Callable[[], Any], key: int, mesh: Mesh) -> InitialModel:
+        if mesh.torch_mesh is None:
+            return cls(build(factory, key), None, None)
+        deferred, reason = None, None
+        try:
+            deferred = DeferredModel.build(factory, key)
+        except CannotDefer as error:
+            reason = str(error)
+        refused = mesh.world.any(deferred is None)
+        if deferred is not None and not refused:
+            return cls(deferred.module, deferred, None)
+        reasons = [reason for reason in mesh.world.gather_values(reason) if reason is not None]
+        return cls(build(factory, key), None, reasons[0])
+
+    def materialize(self, part: nn.Module, device: torch.device) -> None:
+        """Replace the meta parameters and buffers of a part of the model by their values, under each of their names in
+        the model."""
+        if self.deferred is None:
+            return
+        empty = {id(tensor): tensor for tensor in (*part.parameters(), *part.buffers()) if tensor.is_meta}
+        values = {number: self._value(tensor, self.deferred, device) for number, tensor in empty.items()}
+        for module in self.module.modules():
+            tensors: tuple[dict[str, Any], ...] = own_parameters(module), own_buffers(module)
+            for named in tensors:
+                named.update({name: values[id(tensor)] for name, tensor in named.items() if id(tensor) in values})
+
+    def compute_checksums(self, parts: Iterable[str]) -> None:
+        """Compute the values of these parts only for `check_values`, which compares them with those of the rank that
+        holds them."""
+        if self.deferred is not None:
+            for part in parts:
+                module = self.module.get_submodule(part)
+                for tensor in (*module.parameters(), *module.buffers()):
+                    if (name := self.deferred.names[id(tensor)]) not in self.given:
+                        self.checksums[name] = checksum(self.deferred.materialize(tensor))
+
+    def check_values(self, world: World) -> None:
+        """Raises `RecipeError` on every rank if two ranks have computed different values for a tensor. Every rank calls
+        it."""
+        check_checksums(self.checksums, world)
+
+    def _value(self, tensor: Tensor, deferred: DeferredModel, device: torch.device) -> Tensor:
+        if (name := deferred.names[id(tensor)]) in self.given:
+            value = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        else:
+            value = deferred.materialize(tensor)
+            self.checksums[name] = checksum(value)
+            value = value.to(device)
+        if isinstance(tensor, nn.Parameter):
+            value = nn.Parameter(value, tensor.requires_grad)
+        value.__class__ = tensor.__class__
+        value.__dict__.update(tensor.__dict__)
+        return value

@@ -1,0 +1,212 @@
+"""The dispatch modes in which a model's factory runs: keyed random operations, and the recording of all operations that
+write."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.base.errors import LockstepError
+from lockstep.base.torch_private import TorchDispatchMode, schema, storage_address, tree_map
+from lockstep.model.initialization.operation_log import LoggedOperation, OperationLog, OperationSeeds, StorageView, tensors_of
+
+OVERWRITES = frozenset(
+    f"aten::{name}_"
+    for name in ("normal", "uniform", "exponential", "random", "log_normal", "cauchy", "geometric", "bernoulli", "fill", "zero", "copy")
+)
+"""In-place operations whose result does not depend on the former contents."""
+
+
+class CannotDefer(LockstepError):
+    """A model whose initialization cannot be deferred. The text names the operation and its line in the user's code."""
+
+
+class KeyedInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else each operation goes through torch._dynamo, whose import takes a second
+
+    def __init__(self, key: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seeds = OperationSeeds(key)
+
+    def __enter__(self) -> Any:
+        self.seeds.start()
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        self.seeds.start()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _draws(func) and _generator(args, kwargs) is None:
+            self.seeds.seed(self.seeds.next())
+        return func(*args, **kwargs)
+
+
+class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
+    """Runs operations without values and logs them; operations on tensors that have values are run as they are."""
+
+    def __init__(self, key: int) -> None:
+        super().__init__(key)
+        # Importing it takes a quarter of a second.
+        from lockstep.base.torch_private import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, FakeTensorMode
+
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.fake_class = FakeTensor
+        self._needs_values = (DataDependentOutputException, DynamicOutputShapeException)
+        self.log = OperationLog(self.seeds)
+        self.failure: Exception | None = None
+        self.failed: Any = None
+
+    def is_fake(self, item: Any) -> bool:
+        return isinstance(item, self.fake_class)
+
+    def view(self, fake: Any) -> StorageView:
+        storage = storage_address(fake.untyped_storage())
+        if not self.log.knows(storage):
+            raise CannotDefer("it uses a tensor that no operation made")
+        return StorageView(storage, fake.dtype, tuple(fake.shape), fake.stride(), fake.storage_offset())
+
+    def values(self, tree: Any) -> Any:
+        """`tree` with the values of its tensors."""
+        views = [self.view(item) for item in tensors_of(tree) if self.is_fake(item)]
+        values = iter(self.log.replay(views))
+        return tree_map(lambda item: next(values) if self.is_fake(item) else item, tree)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim":
+            return func(*args, **kwargs)
+        try:
+            return self._dispatch(func, args, kwargs)
+        except Exception as error:
+            self.failure, self.failed = error, func
+            raise
+
+    def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors = tensors_of((args, kwargs))
+        given = _generator(args, kwargs)
+        number = self.seeds.next() if _draws(func) and given is None else None
+        if not any(map(self.is_fake, tensors)) and (tensors or _is_empty(func, args, kwargs)):
+            return self._now(func, args, kwargs, number)
+        written = _written(func, args, kwargs)
+        if any(not self.is_fake(tensor) for tensor in written):
+            if any(map(self.is_fake, written)):
+                raise CannotDefer("it writes both to a tensor with values and to one without")
+            return self._now(func, self.values(args), self.values(kwargs), number)
+        state = None
+        if given is not None:
+            state = given.get_state()
+            self._now(func, self.values(args), self.values(kwargs), None)  # for what it does to the generator
+        args, kwargs = tree_map(self._constant, (args, kwargs))
+        try:
+            with self.fake:
+                out = func(*args, **kwargs)
+        except self._needs_values:
+            if written:
+                raise
+            return self._now(func, self.values(args), self.values(kwargs), number)
+        self._record(func, args, kwargs, out, number, state)
+        return out
+
+    def _now(self, func: Any, args: Any, kwargs: Any, number: int | None) -> Any:
+        if number is not None:
+            self.seeds.seed(number)
+        return func(*args, **kwargs)
+
+    def _constant(self, item: Any) -> Any:
+        """A tensor with values, as one without; the values it has now are kept, since NumPy may change them unseen."""
+        if not isinstance(item, Tensor) or self.is_fake(item):
+            return item
+        copy = item.detach().clone()
+        fake = self.fake.from_tensor(copy, static_shapes=True)
+        self.log.constant(self.log.keep(fake.untyped_storage()), copy.untyped_storage())
+        return fake
+
+    def _record(self, func: Any, args: Any, kwargs: Any, out: Any, number: int | None, state: Tensor | None) -> None:
+        inputs = tensors_of((args, kwargs))
+        written = [self.view(tensor) for tensor in _written(func, args, kwargs)]
+        outputs, new = self._outputs(out)
+        if not written and not new:
+            return
+        fresh = new | self._overwritten(func, written, inputs)
+        given_args, given_kwargs = tree_map(lambda item: self.view(item) if self.is_fake(item) else item, (args, kwargs))
+        self.log.add(
+            LoggedOperation(
+                func=func,
+                args=given_args,
+                kwargs=given_kwargs,
+                outputs=outputs,
+                reads=frozenset(view.storage for view in map(self.view, inputs)) - fresh,
+                writes=frozenset(new | {view.storage for view in written}),
+                fresh=frozenset(fresh),
+                number=number,
+                generator=state,
+                dtype=torch.get_default_dtype(),
+            )
+        )
+
+    def _outputs(self, out: Any) -> tuple[tuple[StorageView | None, ...], set[int]]:
+        """Return the outputs of an operation as in `LoggedOperation.outputs`, and the new storages."""
+        outputs: list[StorageView | None] = []
+        new: set[int] = set()
+        for tensor in tensors_of(out):
+            if tensor.device.type != "cpu":
+                raise CannotDefer(f"it makes a tensor on the device {tensor.device}")
+            if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+                raise CannotDefer("it makes a tensor that is sparse, or a lazy conjugate or negative")
+            storage = tensor.untyped_storage()
+            if self.log.is_constant(storage_address(storage)):
+                raise CannotDefer("it makes a view of a tensor with values")
+            known = self.log.knows(storage_address(storage)) and storage_address(storage) not in new
+            if not known:
+                new.add(self.log.keep(storage))
+            outputs.append(None if known else self.view(tensor))
+        return tuple(outputs), new
+
+    def _overwritten(self, func: Any, written: list[StorageView], inputs: list[Tensor]) -> set[int]:
+        """The storage of which nothing is left, if any."""
+        if schema(func).name not in OVERWRITES or not self.log.is_whole(written[0]):
+            return set()
+        others = {storage_address(tensor.untyped_storage()) for tensor in inputs[1:]}
+        return {written[0].storage} - others
+
+
+def _generator(args: Any, kwargs: Any) -> torch.Generator | None:
+    for item in (*args, *kwargs.values()):
+        if isinstance(item, torch.Generator) and item is not torch.default_generator:
+            return item
+    return None
+
+
+def _is_empty(func: Any, args: Any, kwargs: Any) -> bool:
+    """True if the operation makes an empty tensor, which will be given the storage of a file or of a copy."""
+    on_cpu = torch.device(kwargs.get("device") or "cpu").type == "cpu"
+    return func is torch.ops.aten.empty.memory_format and 0 in args[0] and on_cpu
+
+
+@cache
+def _draws(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The tensors among the arguments that the operation writes to."""
+    positions, names = _writes(func)
+    return tensors_of(([args[place] for place in positions if place < len(args)], [kwargs[name] for name in names if name in kwargs]))
+
+
+@cache
+def _writes(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    arguments = [
+        (place, argument) for place, argument in enumerate(schema(func).arguments) if argument.alias_info and argument.alias_info.is_write
+    ]
+    return (
+        tuple(place for place, argument in arguments if not argument.kwarg_only),
+        tuple(argument.name for _, argument in arguments),
+    )

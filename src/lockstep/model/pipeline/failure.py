@@ -1,0 +1,62 @@
+"""A failure on one rank of a pipeline becomes an error on every rank, so that no rank waits for another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep.base import errors
+from lockstep.base.errors import LockstepError, UserError
+from lockstep.comm.world import World
+
+
+class StageFailed(LockstepError):
+    """Another rank of the pipeline failed with an error that is not a user's mistake."""
+
+
+class PipelineFailure:
+    """The first error on this rank since `clear`. Every rank of the pipeline has one."""
+
+    def __init__(self, world: World) -> None:
+        self.error: Exception | None = None
+        self._world = world
+
+    def clear(self) -> None:
+        self.error = None
+
+    def note(self, error: Exception) -> None:
+        """Keep the error, unless there is an earlier one."""
+        self.error = self.error or error
+
+    def raise_on_all_ranks(self, compute: Callable[[], Any]) -> Any:
+        """Return `compute()`. If it fails on any rank, every rank raises. Every rank calls it."""
+        self.error, result = None, None
+        try:
+            result = compute()
+        except Exception as error:
+            self.error = error
+        self.raise_if_any()
+        return result
+
+    def raise_if_any(self) -> None:
+        """Raise on every rank if any rank has an error. Every rank calls it."""
+        failed = torch.tensor([float(self.error is not None)], device=self._world.device)
+        dist.all_reduce(failed, group=self._world.group or dist.group.WORLD)
+        if failed:
+            self.raise_known()
+
+    def raise_known(self) -> None:
+        """Raise this rank's error, or else the first of the others'. Every rank calls it, when all know that some rank
+        has an error."""
+        mine, self.error = self.error, None
+        everyone = self._world.gather_values(None if mine is None else [type(mine).__name__, str(mine)])
+        if mine is not None:
+            raise mine
+        rank, (name, text) = next((rank, described) for rank, described in enumerate(everyone) if described is not None)
+        kind = getattr(errors, name, None)
+        if isinstance(kind, type) and issubclass(kind, UserError):
+            raise kind(text)
+        raise StageFailed(f"rank {rank} of the pipeline failed: {name}: {text}")
