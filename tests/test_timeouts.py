@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lockstep.base.errors import LaunchError
-from lockstep.timeouts import FIRST_SECONDS, LEAST_OTHER_SECONDS, LEAST_STEP_SECONDS, TIMES_USUAL, WatchdogTimeouts
+from lockstep.options import FIRST_SECONDS, LEAST_OTHER_SECONDS, LEAST_STEP_SECONDS, TIMES_USUAL, WatchdogTimeouts
 
 
 def test_by_itself_it_is_many_times_what_the_phase_took_and_at_least_minutes() -> None:

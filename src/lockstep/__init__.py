@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.base.errors import install_excepthook
 from lockstep.base.garbage import collector_paused
+from lockstep.base.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from lockstep.hooks.early_stopping import EarlyStopping as EarlyStopping
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
     from lockstep.schedule import warmup_cosine as warmup_cosine
     from lockstep.session import Session as Session
     from lockstep.training.hook import Hook as Hook
-
-__version__ = "0.1.0"
 
 _HOME = {
     "EarlyStopping": "lockstep.hooks.early_stopping",
@@ -64,6 +63,8 @@ __all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:
+    if name == "errors":
+        return import_module("lockstep.base.errors")
     if name not in _HOME:
         raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
     with collector_paused():

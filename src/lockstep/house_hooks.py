@@ -16,9 +16,9 @@ from lockstep.hooks.stragglers import Stragglers
 from lockstep.hooks.timeline import steps_of
 from lockstep.launch.termination import Termination
 from lockstep.opening import Opened
+from lockstep.options import WatchdogTimeouts
 from lockstep.recipe import Evaluation as EvaluationSettings
 from lockstep.saving import check_out_of_memory
-from lockstep.timeouts import WatchdogTimeouts
 from lockstep.training.hook import Hook
 
 

@@ -13,7 +13,7 @@ from lockstep.comm.active_calls import CollectiveCall
 from lockstep.hooks.hang.report import Hang, enclosing, judged
 from lockstep.hooks.hang.snapshot import Doing, Frame, Place, doing
 from lockstep.logging.phases import FADES
-from lockstep.timeouts import WatchdogTimeouts
+from lockstep.options import WatchdogTimeouts
 
 REDUCE = CollectiveCall("all_reduce", "default_pg", 7, "float32 (4,)")
 USER, TORCH = Frame("/home/me/train.py", 12, "loss"), Frame("/site-packages/torch/distributed/distributed_c10d.py", 9, "all_reduce")

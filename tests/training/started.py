@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lockstep.model.initialization.deferred_init import DeferredModel
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from training.kept import recipe, run
@@ -17,6 +16,7 @@ import lockstep as ls
 from lockstep.base.errors import RecipeError
 from lockstep.checkpoint import foreign
 from lockstep.comm.mesh import to_local
+from lockstep.model.initialization.deferred_init import DeferredModel
 from lockstep.training import pretrained as starting
 from lockstep.training.pretrained import Start
 from lockstep.training.state import aliases, tensors_of

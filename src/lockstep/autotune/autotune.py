@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep import __version__
 from lockstep.autotune import cache as cached
 from lockstep.autotune.cache import Measured
 from lockstep.autotune.choices import (
@@ -33,6 +32,7 @@ from lockstep.autotune.choices import (
 )
 from lockstep.autotune.trial import Trial
 from lockstep.base.errors import PlanError, RecipeError
+from lockstep.base.version import __version__
 from lockstep.data.structure import structure
 from lockstep.hooks.checkpointer import saved_recipe
 from lockstep.launch.environment import threads_per_process

@@ -11,8 +11,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 import click
 
-from lockstep import __version__
 from lockstep.base.errors import USER_ERROR_STATUS
+from lockstep.base.version import __version__
 
 _COMMANDS = ("run", "verify", "report", "doctor", "inspect", "export", "slurm")
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from lockstep import __version__
+from lockstep.base.version import __version__
 from lockstep.doctor.environment_variables import relevant_variables
 from lockstep.doctor.machine_checks import MachineInfo, parse_topology
 from lockstep.launch.machines import Machines, address_towards, interface_of

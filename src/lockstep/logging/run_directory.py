@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from lockstep import __version__
 from lockstep.base.errors import RecipeError, RunDirectoryError
+from lockstep.base.version import __version__
 
 _RUN_FILE = "run.json"
 _RESULT_FILE = "result.json"

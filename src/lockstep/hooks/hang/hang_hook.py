@@ -21,7 +21,7 @@ from lockstep.hooks.hang.watchdog import StoreMailbox, Watchdog
 from lockstep.launch.failures import failure_record
 from lockstep.launch.termination import HUNG_STATUS
 from lockstep.launch.worker_files import defer_kill, is_shutting_down, write_failure
-from lockstep.timeouts import WatchdogTimeouts
+from lockstep.options import WatchdogTimeouts
 from lockstep.training.context import Context
 from lockstep.training.hook import Hook, Run
 

@@ -23,7 +23,7 @@ from lockstep.hooks.hang.native_stacks import Stacks, read
 from lockstep.hooks.hang.report import Hang, judged
 from lockstep.hooks.hang.snapshot import Place, line_of, look
 from lockstep.logging.phases import Phases
-from lockstep.timeouts import WatchdogTimeouts
+from lockstep.options import WatchdogTimeouts
 
 TICK_SECONDS = 0.2
 ANSWER_SECONDS = 1.2
