@@ -61,7 +61,7 @@ def measure(plan: str, layers: int, width: int) -> dict[str, Any]:
         ls.Session(run_dir=f"{folder}/run", plan=plan) as session,
     ):
         session.prepare(lambda: gpt.GPT(layers=1, width=32, heads=1, context=CONTEXT, dropout=0.0), optimizer)  # what is imported late
-        session.pairs.clear()
+        session.run.modules.clear()
         gc.collect()
         reset()
         before = resident("VmRSS")

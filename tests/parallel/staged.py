@@ -23,8 +23,8 @@ from lockstep.model.pipeline.stages import Stages, keep_only, parts_of
 from lockstep.model.random_streams import Streams
 from lockstep.model.running_statistics import RunningStatistics
 from lockstep.plan import Plan, Schedule
-from lockstep.training.reducers.pipeline import Piped
-from lockstep.training.reducers.post_backward import Parts
+from lockstep.training.reducers.pipeline import PipelineReducer
+from lockstep.training.reducers.post_backward import PostBackwardReducer
 from lockstep.training.reducers.tied_gradients import TiedGradients
 
 KEY, WIDTH, CONTEXT = 3, 8, 6
@@ -229,16 +229,16 @@ def in_two_pipelines(name: str, schedule: Schedule, steps: list[list[int]]) -> l
     """Of each step, the gradients here, and what was said of all microbatches: values, weights, whether a flag was raised."""
     mesh = Mesh.of(world(), Plan(replicate=2, pipeline=2, transport="torch"))
     model, pipeline, tied = staged(name, schedule, torch.float32, mesh.axis("pipeline"))
-    engine = Piped(Parts(list(model.parameters()), mesh, max_microbatches=8), tied)
+    reducer = PipelineReducer(PostBackwardReducer(list(model.parameters()), mesh, max_microbatches=8), tied)
     found = []
     for step, sizes in enumerate(steps):
-        engine.begin(len(sizes))
+        reducer.begin_step(len(sizes))
         given = items(name, sizes, torch.float32)
         rows = pipeline.run([given[place] for place in mesh.assignment.indices(len(sizes), mesh.data.rank)], columns=2)
-        told = engine.finish(list(rows[:, 0]), list(rows[:, 1]), flag=dist.get_rank() == 1 and step == 0)
+        stats = reducer.reduce(list(rows[:, 0]), list(rows[:, 1]), flag=dist.get_rank() == 1 and step == 0)
         gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
-        assert told.weights is not None
-        found.append((gradients, torch.stack([torch.as_tensor(told.values), told.weights], dim=1).tolist(), told.stops))
+        assert stats.weights is not None
+        found.append((gradients, torch.stack([torch.as_tensor(stats.values), stats.weights], dim=1).tolist(), stats.flags))
     return found
 
 

@@ -28,7 +28,7 @@ from lockstep.testing.pool import WorkerPool
 from lockstep.training.optimizer_meshes import separate_meshes
 from lockstep.training.precision import clip
 from lockstep.training.reducers.fsdp import FsdpReducer
-from lockstep.training.reducers.post_backward import Parts
+from lockstep.training.reducers.post_backward import PostBackwardReducer
 
 MICROBATCHES = 3
 SUBJECTS: dict[str, tuple[dict[str, Any], Mapping[str, str]]] = {
@@ -93,32 +93,32 @@ def one_step(subject: str, dtype: torch.dtype, sizes: dict[str, int]) -> Found:
     if sizes.get("shard", 1) > 1:
         shard(model, mesh, [f"blocks.{place}" for place in range(2)], free_after_forward=True, offload=False, fill=keep)
     parameters = list(model.parameters())
-    engine: Any = (
+    reducer: Any = (
         FsdpReducer(model, parameters, mesh, bitwise=False, max_microbatches=MICROBATCHES)
         if sizes.get("shard", 1) > 1
-        else Parts(parameters, mesh, max_microbatches=MICROBATCHES)
+        else PostBackwardReducer(parameters, mesh, max_microbatches=MICROBATCHES)
     )
     optimizer = torch.optim.AdamW(parameters, lr=1e-2, foreach=True)
     separate_meshes(optimizer)
-    engine.begin(MICROBATCHES)
+    reducer.begin_step(MICROBATCHES)
     share = list(mesh.assignment.indices(MICROBATCHES, mesh.data.rank))
     rounds = -(-MICROBATCHES // mesh.assignment.ranks) if sizes.get("shard", 1) > 1 else len(share)
     values = []
     for turn in range(rounds):
         is_dummy = turn >= len(share)
         loss = total(model, 0 if is_dummy else share[turn])
-        engine.backward(loss, torch.ones((), dtype=dtype), only_these=False, is_dummy=is_dummy)
+        reducer.backward(loss, torch.ones((), dtype=dtype), own_parameters_only=False, is_dummy=is_dummy)
         values += [] if is_dummy else [loss.detach()]
-    told = engine.finish(values, None, flag=False)
+    stats = reducer.reduce(values, None, flag=False)
     gradients = [parameter.grad for parameter in parameters]
     norm = norm_of(gradients, mesh)
-    found: Found = {"loss": torch.as_tensor(told.values, dtype=torch.float64).sum().item(), "norm": norm}
+    found: Found = {"loss": torch.as_tensor(stats.values, dtype=torch.float64).sum().item(), "norm": norm}
     found["gradients"] = {name: full_tensor(parameter.grad).clone() for name, parameter in model.named_parameters()}
     clip(gradients, norm, norm / 2)
     optimizer.step()
     found["parameters"] = {name: full_tensor(parameter.detach()).clone() for name, parameter in model.named_parameters()}
     found["held"] = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in parameters)
-    engine.close()
+    reducer.close()
     mesh.close()
     return found
 
