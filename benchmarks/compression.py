@@ -66,7 +66,7 @@ def recipe(gradient_compression: str, steps: int) -> ls.Recipe:
 class Meter(ls.Hook):
     """Measures time and bytes sent between two steps."""
 
-    def on_step(self, run: Any) -> None:
+    def after_step(self, run: Any) -> None:
         if run.step == WARM_UP:
             self.began, self.sent_before = time.perf_counter(), sent_bytes()
         if run.step == run.recipe.steps:

@@ -112,10 +112,10 @@ def plain(size: Size, device: torch.device) -> tuple[float, LanguageModel]:
 
 class Clock(ls.Hook):
     def on_start(self, run: ls.Run) -> None:
-        self.device = run.session.device
+        self.device = run.context.device
         self.model = run.model
 
-    def on_step(self, run: ls.Run) -> None:
+    def after_step(self, run: ls.Run) -> None:
         if run.step == WARMUP:
             self.began = synchronise(self.device)
         if run.step == WARMUP + STEPS:

@@ -63,7 +63,7 @@ def measure(plan: str, layers: int, width: int) -> dict[str, Any]:
     ):
         # Import what is imported late.
         session.prepare(lambda: gpt.GPT(layers=1, width=32, heads=1, context=CONTEXT, dropout=0.0), optimizer)
-        session.pairs.clear()
+        session.run.modules.clear()
         gc.collect()
         reset()
         before = resident("VmRSS")

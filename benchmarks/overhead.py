@@ -211,7 +211,7 @@ class Turns(ls.Hook):
         self.spent: dict[str, list[Spent]] = {name: [] for name in (*loops, LOCKSTEP)}
         self._started: Spent | None = None
 
-    def on_step(self, run: Any) -> None:
+    def after_step(self, run: Any) -> None:
         if run.step % self.steps:
             return
         names = list(self.loops)

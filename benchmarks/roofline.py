@@ -96,7 +96,7 @@ class Measured(ls.Hook):
         self.times: list[float] = []
         self.bounds: dict[str, float] = {}
 
-    def on_step(self, run: ls.Run) -> None:
+    def after_step(self, run: ls.Run) -> None:
         if run.step == WARMUP:
             self.bounds = self.measure(run)
         self.times.append(time.perf_counter())
@@ -109,8 +109,8 @@ class Measured(ls.Hook):
         first, second = torch.zeros(COPIED_BYTES // 4), torch.zeros(COPIED_BYTES // 4)
         moved = fastest(lambda: second.add_(first)) / (3 * COPIED_BYTES)
         gradient = torch.zeros(weights)
-        exchange = fastest(lambda: run.session.mesh.data.all_reduce(gradient))
-        size = run.session.world_size
+        exchange = fastest(lambda: run.context.mesh.data.all_reduce(gradient))
+        size = run.context.world.size
         return {"compute": self.flops / size * product, "memory": PASSES * 4 * weights * moved, "exchange": exchange if size > 1 else 0.0}
 
     def step_seconds(self) -> float:

@@ -69,7 +69,7 @@ class Clock(ls.Hook):
     def on_start(self, run: ls.Run) -> None:
         self.set_up = time.perf_counter()
 
-    def on_step(self, run: ls.Run) -> None:
+    def after_step(self, run: ls.Run) -> None:
         if run.step == WARMUP:
             self.warm = time.perf_counter()
         self.ended = time.perf_counter()

@@ -43,7 +43,7 @@ class Clock(ls.Hook):
     def __init__(self) -> None:
         self.times: list[float] = []
 
-    def on_step(self, run: Any) -> None:
+    def after_step(self, run: Any) -> None:
         self.times.append(time.perf_counter())
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lockstep.hooks.straggler_rule import LONG_SECONDS, PARTS, TIMES, WINDOWS, Stragglers, slow
+from lockstep.hooks.straggler_rule import LONG_SECONDS, PARTS, TIMES, WINDOWS, StragglerFinder, slow
 
 USUAL = {"data": 0.1, "compute": 1.0, "hooks": 0.01}
 
@@ -58,7 +58,7 @@ def test_stages_of_a_pipeline_do_not_do_the_same_work() -> None:
 
 
 def test_somebody_is_told_once_when_it_has_lasted() -> None:
-    stragglers, told = Stragglers([0, 0]), []
+    stragglers, told = StragglerFinder([0, 0]), []
     for _ in range(20):
         told.append([each.rank for each in stragglers.look(times({}, {"compute": 1.5}), 4.0)])
     first = max(WINDOWS, -(-int(LONG_SECONDS) // 4)) - 1
@@ -66,7 +66,7 @@ def test_somebody_is_told_once_when_it_has_lasted() -> None:
 
 
 def test_who_recovers_may_be_told_of_again() -> None:
-    stragglers = Stragglers([0, 0])
+    stragglers = StragglerFinder([0, 0])
     told = [
         bool(stragglers.look(times({}, {"compute": 2.0 if slow_now else 1.0}), 5.0)) for slow_now in [True] * 6 + [False] * 6 + [True] * 6
     ]
@@ -75,7 +75,7 @@ def test_who_recovers_may_be_told_of_again() -> None:
 
 @pytest.mark.parametrize("seed", range(50))
 def test_a_moment_is_not_long_and_an_odd_pace_is_not_slow(seed: int) -> None:
-    rng, stragglers = random.Random(seed), Stragglers([0] * 4)
+    rng, stragglers = random.Random(seed), StragglerFinder([0] * 4)
     for number in range(200):
         ranks = [{"data": rng.uniform(0.05, 0.15), "compute": rng.uniform(0.8, 1.2)} for _ in range(4)]
         if number == 100:

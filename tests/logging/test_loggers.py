@@ -84,7 +84,7 @@ def test_training_does_not_wait_for_a_logger(tmp_path: Path) -> None:
     notes = Notes(waits_for=goes_on)
 
     class Release(ls.Hook):
-        def on_end(self, run: Any) -> None:
+        def on_finish(self, run: Any) -> None:
             assert not notes.said
             goes_on.set()
 

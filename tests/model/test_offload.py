@@ -148,7 +148,7 @@ def train_on_gpus(plan: str, run_dir: str) -> tuple[str, float, set[str]]:
     places: set[str] = set()
 
     class Look(ls.Hook):
-        def on_step(self, run: Any) -> None:
+        def after_step(self, run: Any) -> None:
             places.update(parameter.to_local().device.type for parameter in run.model.parameters())
 
     average = ls.ExponentialMovingAverage(0.5)

@@ -74,7 +74,7 @@ class States(ls.Hook):
     def on_start(self, run: Any) -> None:
         self.states.append(state_of(run.model))
 
-    on_step = on_start
+    after_step = on_start
 
 
 def normed(**changes: Any) -> ls.Recipe:
@@ -168,7 +168,7 @@ class Codebook(nn.Module):
 class MovesBuffers(ls.Hook):
     """Between steps they may change, counted or not."""
 
-    def on_step(self, run: Any) -> None:
+    def after_step(self, run: Any) -> None:
         run.model.code.data.mul_(2)
         run.model.number.add_(1)
 
@@ -231,7 +231,7 @@ class Reentrant(nn.Module):
 
 
 class Freezes(ls.Hook):
-    def on_step(self, run: Any) -> None:
+    def after_step(self, run: Any) -> None:
         if run.step == 2:
             run.model.last.requires_grad_(False)
 

@@ -55,7 +55,7 @@ class Stack(nn.Module):
 class NothingIsLeft(ls.Hook):
     """After a forward without a backward, which would clear what nobody has used."""
 
-    def on_evaluation(self, run: Any, metrics: Any) -> None:
+    def after_evaluation(self, run: Any, metrics: Any) -> None:
         assert gathering(run.model.blocks) == set()
 
 

@@ -121,7 +121,7 @@ class Record(ls.Hook):
     def on_start(self, run: Any) -> None:
         self.first = state_of(run.model)
 
-    def on_step(self, run: Any) -> None:
+    def after_step(self, run: Any) -> None:
         self.gradients.append(torch.cat([full_tensor(p.grad).reshape(-1) for p in run.model.parameters() if p.grad is not None]).clone())
         self.losses.append(run.last.committed[0].loss())
         self.states.append(state_of(run.model))
@@ -361,7 +361,7 @@ class Losses(ls.Hook):
     def __init__(self) -> None:
         self.found: list[float] = []
 
-    def on_step(self, run: Any) -> None:
+    def after_step(self, run: Any) -> None:
         self.found.append(run.last.committed[0].loss())
 
 

@@ -42,7 +42,7 @@ class Seen(ls.Hook):
         self.file: TextIO | None = None
 
     def on_start(self, run: Any) -> None:
-        self.start = f"{run.session.recorder.attempt}"
+        self.start = f"{run.context.recorder.attempt}"
         self.file = (self.folder / f"{self.start}-{os.getpid()}.jsonl").open("w", buffering=1)
         self.write("from", run.step)
 
@@ -51,7 +51,7 @@ class Seen(ls.Hook):
             self.step = event.step
             self.write("from", self.step)
 
-    def on_step(self, run: Any) -> None:
+    def after_step(self, run: Any) -> None:
         self.step = run.step
 
     def write(self, what: Any, value: Any) -> None:

@@ -14,17 +14,17 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
-from lockstep.run import Run
+from lockstep.training.hook import Run
 
 seconds, *killed = sys.argv[1:]
 is_requeued = "SLURM_RESTART_COUNT" in os.environ
 
 
 class Killed(ls.Hook):
-    def on_step(self, run: Run) -> None:
+    def after_step(self, run: Run) -> None:
         time.sleep(0.0 if is_requeued else float(seconds))
-        print(f"{time.time():.3f} rank {run.session.rank} of {run.session.world_size} did {run.step}", flush=True)
-        if [str(run.session.rank), str(run.step)] == killed and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        print(f"{time.time():.3f} rank {run.context.world.rank} of {run.context.world.size} did {run.step}", flush=True)
+        if [str(run.context.world.rank), str(run.step)] == killed and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -55,7 +55,7 @@ def loss(output: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
 
 
 class Between(ls.Hook):
-    def on_step(self, run) -> None:
+    def after_step(self, run) -> None:
         global done
         done = run.step
         if done != STEP:

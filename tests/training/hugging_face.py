@@ -103,10 +103,10 @@ class Losses(ls.Hook):
     def __init__(self) -> None:
         self.seen: list[float] = []
 
-    def on_step(self, run: Any) -> None:
+    def after_step(self, run: Any) -> None:
         self.seen.append(run.last.committed[0].loss())
 
-    def on_end(self, run: Any) -> None:
+    def on_finish(self, run: Any) -> None:
         self.state = state_of(run.model)
 
 

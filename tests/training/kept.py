@@ -61,16 +61,16 @@ class Asked(ls.Hook):
         self.at = at
         self.state = ""
 
-    def on_step(self, run: Any) -> None:
+    def after_step(self, run: Any) -> None:
         if self.at is not None and run.step >= self.at:
-            self.state = of_all(run.session)
-        if run.step == self.at and run.session.rank == run.session.world_size - 1:
+            self.state = of_all(run)
+        if run.step == self.at and run.context.world.rank == run.context.world.size - 1:
             os.kill(os.getpid(), signal.SIGUSR1)
 
 
-def of_all(session: Any) -> str:
+def of_all(run: Any) -> str:
     """The fingerprint of all that is saved of models and optimizers."""
-    return ls.fingerprint(session.mesh.union(state_of(session.pairs, {}).tensors))
+    return ls.fingerprint(run.context.mesh.union(state_of(run.modules, {}).tensors))
 
 
 def run(plan: str, run_dir: str, at: int | None, given: Mapping[str, Any]) -> tuple[str, str]:
@@ -88,10 +88,10 @@ def restored(plan: str, run_dir: str) -> str:
     """The state's fingerprint, as a session takes it up."""
     given = recipe()
     with ls.Session(plan=plan, run_dir=run_dir, resume="must", recipe=given.describe()) as session:
-        session.course.others |= {"run": Anything(), "1-ExponentialMovingAverage": Anything()}
+        session.run.stateful |= {"run": Anything(), "1-ExponentialMovingAverage": Anything()}
         session.prepare(given.model, given.optimizer, stages=given.stages, tensor=given.tensor)
         steps = session.steps(given.data, global_batch=28, microbatch=4, steps=STEPS, weight=given.weight)
-        state = of_all(session)
+        state = of_all(session.run)
         del steps
     return state
 

@@ -34,8 +34,8 @@ class Scarce(ls.Hook):
                 module.register_forward_pre_hook(lambda _, arguments: self.look(run, arguments[0]))
 
     def look(self, run: Any, hidden: torch.Tensor) -> None:
-        mine = run.session.rank == run.session.world_size - 1 and torch.is_grad_enabled()
-        if mine and run.step == self.at and not self.enough(run.session.plan, len(hidden)):
+        mine = run.context.world.rank == run.context.world.size - 1 and torch.is_grad_enabled()
+        if mine and run.step == self.at and not self.enough(run.context.plan, len(hidden)):
             (self.folder / f"fired-{len(list(self.folder.glob('fired-*')))}").touch()
             raise torch.OutOfMemoryError("injected: tried to allocate 2.00 GiB")
 

@@ -42,8 +42,8 @@ def started(plan: str, run_dir: str, weights: Any, model: Any = GIVEN.model) -> 
             made, _ = session.prepare(model, GIVEN.optimizer, stages=GIVEN.stages, tensor=GIVEN.tensor, weights=weights)
         except RecipeError as error:
             return "refused", str(error)
-        found = ls.fingerprint(session.mesh.union(made.state_dict()))
-        (event,) = [event for event in session.recorder.events.events if event.name == "weights-loaded"]
+        found = ls.fingerprint(session.context.mesh.union(made.state_dict()))
+        (event,) = [event for event in session.context.recorder.events.events if event.name == "weights-loaded"]
     return found, event.details
 
 

@@ -44,7 +44,7 @@ class Way(ls.Hook):
     def on_start(self, run: Any) -> None:
         self.first = torch.cat([p.detach().reshape(-1).clone() for p in run.model.parameters()])
 
-    def on_step(self, run: Any) -> None:
+    def after_step(self, run: Any) -> None:
         if run.step == 1:
             self.first_loss = run.loss
         self.so_far = torch.cat([p.detach().reshape(-1) for p in run.model.parameters()]) - self.first

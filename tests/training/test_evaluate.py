@@ -86,7 +86,7 @@ class Watch(ls.Hook):
         self.model = run.model
         self.seen: list[tuple[list[bool], dict[str, Tensor], dict[str, float]]] = []
 
-    def on_evaluation(self, run: Any, metrics: Any) -> None:
+    def after_evaluation(self, run: Any, metrics: Any) -> None:
         self.seen.append(([module.training for module in run.model.modules()], state_of(run.model), dict(metrics)))
 
 
@@ -180,8 +180,8 @@ class Noisy(nn.Module):
 
 
 class Draws(ls.Hook):
-    def on_step(self, run: Any) -> None:
-        torch.rand(run.session.rank + run.session.world_size)
+    def after_step(self, run: Any) -> None:
+        torch.rand(run.context.world.rank + run.context.world.size)
 
 
 def noisy(run_dir: str) -> list[dict[str, float]]:
@@ -200,7 +200,7 @@ class Metrics(ls.Hook):
     def __init__(self) -> None:
         self.seen: list[dict[str, float]] = []
 
-    def on_evaluation(self, run: Any, metrics: Any) -> None:
+    def after_evaluation(self, run: Any, metrics: Any) -> None:
         self.seen.append(dict(metrics))
 
 

@@ -134,7 +134,7 @@ class Gradients(ls.Hook):
     def __init__(self) -> None:
         self.steps: list[Tensor] = []
 
-    def on_step(self, run: Any) -> None:
+    def after_step(self, run: Any) -> None:
         self.steps.append(torch.cat([full_tensor(p.grad).reshape(-1) for p in run.model.parameters()]))
 
 

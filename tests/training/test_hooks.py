@@ -29,31 +29,31 @@ class Calls(ls.Hook):
     def on_start(self, run: Any) -> None:
         self.note(f"start {run.step}")
 
-    def on_step(self, run: Any) -> None:
+    def after_step(self, run: Any) -> None:
         self.note(f"step {run.step}")
 
-    def on_evaluation(self, run: Any, metrics: Mapping[str, float]) -> None:
+    def after_evaluation(self, run: Any, metrics: Mapping[str, float]) -> None:
         self.note(f"evaluation {run.step} {sorted(metrics)} {metrics is run.metrics}")
 
     def on_event(self, run: Any, event: Any) -> None:
         self.note(f"event {event.name} {event.step} {event.details}")
 
-    def on_end(self, run: Any) -> None:
-        assert not Path(run.session.recorder.path, "model.safetensors").exists()
+    def on_finish(self, run: Any) -> None:
+        assert not Path(run.context.recorder.path, "model.safetensors").exists()
         self.note(f"end {run.step}")
 
     def on_save(self, run: Any) -> None:
         distributed.barrier()
-        assert Path(run.session.recorder.path, "model.safetensors").exists()
-        assert not Path(run.session.recorder.path, "result.json").exists()
+        assert Path(run.context.recorder.path, "model.safetensors").exists()
+        assert not Path(run.context.recorder.path, "result.json").exists()
         distributed.barrier()
         self.note(f"save {run.step}")
 
 
 class Tells(ls.Hook):
-    def on_step(self, run: Any) -> None:
+    def after_step(self, run: Any) -> None:
         if run.step == 2:
-            run.event("something-happened", rank=run.session.rank)
+            run.event("something-happened", rank=run.context.world.rank)
 
 
 def call_hooks(run_dir: str) -> tuple[list[str], list[Any]]:
@@ -95,7 +95,7 @@ class Scripted(ls.Hook):
     def __init__(self, values: Sequence[float]) -> None:
         self.values = list(values)
 
-    def on_evaluation(self, run: Any, metrics: dict[str, float]) -> None:
+    def after_evaluation(self, run: Any, metrics: dict[str, float]) -> None:
         metrics["score"] = self.values[run.step - 1]
 
 
@@ -209,8 +209,8 @@ class StopsOnOneRank(ls.Hook):
     def __init__(self, step: int) -> None:
         self.step = step
 
-    def on_step(self, run: Any) -> None:
-        if run.session.rank == run.session.world_size - 1 and run.step == self.step:
+    def after_step(self, run: Any) -> None:
+        if run.context.world.rank == run.context.world.size - 1 and run.step == self.step:
             run.stop("enough")
 
 
@@ -253,9 +253,9 @@ class Applies(ls.Hook):
     def on_start(self, run: Any) -> None:
         self.states.append(state_of(run.model))
 
-    on_step = on_start
+    after_step = on_start
 
-    def on_end(self, run: Any) -> None:
+    def on_finish(self, run: Any) -> None:
         with self.average.applied(run):
             self.within = state_of(run.model)
         self.after = state_of(run.model)

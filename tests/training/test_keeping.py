@@ -24,6 +24,7 @@ import lockstep as ls
 from lockstep.base.errors import CheckpointError
 from lockstep.checkpoint.folder import MANIFEST, Folder
 from lockstep.checkpoint.manifest import Manifest
+from lockstep.hooks.checkpointing import Checkpointing
 from lockstep.launch.termination import Preempted
 from lockstep.testing.pool import WorkerPool
 
@@ -34,7 +35,7 @@ class At(ls.Hook):
     def __init__(self, what: Mapping[int, Callable[[Any], object]]) -> None:
         self.what = what
 
-    def on_step(self, run: Any) -> None:
+    def after_step(self, run: Any) -> None:
         self.what.get(run.step, lambda run: None)(run)
 
 
@@ -57,9 +58,13 @@ def stopped(run_dir: Path, **changes: Any) -> None:
     assert saved(run_dir) == [2, 3]
 
 
+def checkpointer(run: Any) -> Any:
+    return next(hook for hook in run.hooks.all if isinstance(hook, Checkpointing))._checkpointer
+
+
 def settled(run: Any) -> None:
     """Wait for the save under way."""
-    run.session.course.keeper.finish()
+    checkpointer(run).finish()
 
 
 def test_it_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
@@ -276,7 +281,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_the_first_step(tmp
 def block(run: Any) -> None:
     """A file stands where checkpoints go."""
     settled(run)
-    folder = run.session.recorder.path / "checkpoints"
+    folder = run.context.recorder.path / "checkpoints"
     folder.rename(folder.with_name("aside"))
     folder.touch()
 
@@ -285,7 +290,7 @@ def unblock(run: Any) -> None:
     try:
         settled(run)
     finally:
-        folder = run.session.recorder.path / "checkpoints"
+        folder = run.context.recorder.path / "checkpoints"
         folder.unlink()
         folder.with_name("aside").rename(folder)
 
@@ -314,7 +319,7 @@ def test_the_third_failure_in_a_row_ends_the_run_on_every_rank(pool: WorkerPool,
 def fail_to_save(run_dir: str) -> str:
     def block_all(run: Any) -> None:
         torch.distributed.barrier()
-        if run.session.rank == 0:
+        if run.context.world.rank == 0:
             block(run)
         torch.distributed.barrier()
 
@@ -361,11 +366,11 @@ def run_out_of_room(run_dir: str) -> list[list[str]]:
     seen: list[list[str]] = []
 
     def limit(run: Any) -> None:
-        if run.session.rank == 1:
-            resource.prlimit(run.session.course.keeper._saver._writer._process.pid, resource.RLIMIT_FSIZE, (100, 100))
+        if run.context.world.rank == 1:
+            resource.prlimit(checkpointer(run)._saver._writer._process.pid, resource.RLIMIT_FSIZE, (100, 100))
 
     def look(run: Any) -> None:
-        seen.append(sorted(os.listdir(run.session.recorder.path / "checkpoints")))
+        seen.append(sorted(os.listdir(run.context.recorder.path / "checkpoints")))
         torch.distributed.barrier()  # before the next save begins
 
     hooks = [At({1: limit, 3: settled, 4: look, 5: settled, 6: look})]
@@ -383,7 +388,7 @@ def test_what_a_save_has_left_on_a_full_disk_is_removed(pool: WorkerPool, tmp_pa
 
 def test_by_the_clock(tmp_path: Path) -> None:
     def wind(run: Any) -> None:
-        run.session.course.keeper._since -= 600
+        checkpointer(run)._since -= 600
 
     hooks = [At({2: wind, 4: settled, 5: wind})]
     ls.train(recipe(steps=8), run_dir=str(tmp_path / "run"), hooks=hooks, saving=ls.Saving(every="10m"))
@@ -510,7 +515,7 @@ class Measures(ls.Hook):
     def __init__(self, values: Mapping[int, float]) -> None:
         self.values = values
 
-    def on_evaluation(self, run: Any, metrics: Any) -> None:
+    def after_evaluation(self, run: Any, metrics: Any) -> None:
         metrics["place"] = self.values.get(run.step, 9.0)
 
 

@@ -199,7 +199,7 @@ class Rates(ls.Hook):
     def on_start(self, run: Any) -> None:
         self.states.append(state_of(run.model))
 
-    def on_step(self, run: Any) -> None:
+    def after_step(self, run: Any) -> None:
         self.states.append(state_of(run.model))
         self.norms.append(math.sqrt(sum(float(p.grad.double().square().sum()) for p in run.model.parameters())))
 

@@ -171,8 +171,8 @@ def test_in_the_first_step_there_is_nothing_to_go_on_from_and_it_begins_anew(tmp
 
 def test_after_a_commit_the_state_is_no_whole_step_and_it_goes_on_from_the_last_checkpoint(tmp_path: Path) -> None:
     class Full(ls.Hook):
-        def on_step(self, run: Any) -> None:
-            if run.step == 2 and run.session.plan.checkpointing == "none":
+        def after_step(self, run: Any) -> None:
+            if run.step == 2 and run.context.plan.checkpointing == "none":
                 raise MemoryError
 
     arguments: dict[str, Any] = {"hooks": [Full()], "run_dir": str(tmp_path / "run")}

@@ -132,7 +132,7 @@ def recipe(**changes: Any) -> ls.Recipe:
 class WithItsOwnWeight(ls.Hook):
     """Nothing; a hook's `save` has tensors of all ranks."""
 
-    def on_end(self, run: Any) -> None:
+    def on_finish(self, run: Any) -> None:
         run.save("mine.safetensors", {name: value * 2 for name, value in run.model.state_dict().items() if value.is_floating_point()})
 
 
@@ -193,8 +193,8 @@ def test_a_weight_that_only_the_last_stage_knows_is_told_to_all(pool: WorkerPool
 
 
 class StopsOnOneRank(ls.Hook):
-    def on_step(self, run: Any) -> None:
-        if run.session.rank == 0:
+    def after_step(self, run: Any) -> None:
+        if run.context.world.rank == 0:
             run.stop("enough")
 
 

@@ -50,8 +50,8 @@ class Scales(ls.Hook):
     def __init__(self) -> None:
         self.seen: list[tuple[float, float, bool]] = []
 
-    def on_step(self, run: Any) -> None:
-        (pair,) = run.session.pairs
+    def after_step(self, run: Any) -> None:
+        (pair,) = run.modules
         finite = all(bool(torch.isfinite(gradient).all()) for gradient in pair.gradients())
         self.seen.append((run.last.committed[0].loss(), pair.loss_scale.value, finite))
 

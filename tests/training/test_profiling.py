@@ -58,8 +58,8 @@ def test_a_run_that_ends_before_the_last_of_the_steps_has_no_trace_and_says_so(
 
 class InTheWay(ls.Hook):
     def on_start(self, run: ls.Run) -> None:
-        if run.session.rank == 0:
-            (Path(run.session.recorder.path) / "profile").touch()
+        if run.context.world.rank == 0:
+            (Path(run.context.recorder.path) / "profile").touch()
 
 
 def profiled_in_vain(run_dir: str) -> tuple[int, list[tuple[str, Any]]]:

@@ -69,7 +69,7 @@ class TwiceAsLong:
 
 class OnAStream(ls.Hook):
     def on_start(self, run: ls.Run) -> None:
-        run.session.phases.stream = StreamTimes(TwiceAsLong)  # type: ignore[arg-type]
+        run.context.phases.stream = StreamTimes(TwiceAsLong)  # type: ignore[arg-type]
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -97,7 +97,7 @@ def stop(run: Any) -> None:
 
 
 class Stops(ls.Hook):
-    def on_step(self, run: Any) -> None:
+    def after_step(self, run: Any) -> None:
         stop(run)
 
 

@@ -63,8 +63,8 @@ class Flip(ls.Hook):
     def __init__(self, rank: int, where: str, step: int = 3) -> None:
         self.rank, self.where, self.step = rank, where, step
 
-    def on_step(self, run: Any) -> None:
-        if run.step == self.step and run.session.rank == self.rank:
+    def after_step(self, run: Any) -> None:
+        if run.step == self.step and run.context.world.rank == self.rank:
             (parameter, *_) = run.model.parameters()
             tensor = parameter if self.where == "parameter" else run.optimizers[0].state[parameter]["exp_avg"]
             local = getattr(tensor, "_local_tensor", tensor).detach()

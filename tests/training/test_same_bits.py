@@ -185,7 +185,7 @@ class Weights(ls.Hook):
     def on_start(self, run: Any) -> None:
         self.states.append(state_of(run.model))
 
-    on_step = on_start
+    after_step = on_start
 
 
 def train_all_cases(run_dir: str, plan: str, names: Sequence[str]) -> dict[str, Any]:

@@ -406,8 +406,8 @@ def test_a_full_disk_ends_the_run_with_the_name_of_the_file(pool: WorkerPool, tm
 
 def on_a_full_disk(run_dir: str) -> None:
     with ls.Session(run_dir=run_dir) as session:
-        session.recorder.events.close()
-        session.recorder.events = EventLog(Path("/dev/full"))
+        session.context.recorder.events.close()
+        session.context.recorder.events = EventLog(Path("/dev/full"))
         session.event("something")
 
 

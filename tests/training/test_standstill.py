@@ -63,16 +63,16 @@ class Between(ls.Hook):
     def __init__(self, kind: str) -> None:
         self.kind = kind
 
-    def on_step(self, run: Any) -> None:
+    def after_step(self, run: Any) -> None:
         if run.step != 2:
             return
-        if self.kind == "late" and run.session.rank == 1:
+        if self.kind == "late" and run.context.world.rank == 1:
             time.sleep(2.5)
-        size = 3 + (self.kind == "size") * run.session.rank
-        if self.kind == "name" and run.session.rank == 1:
+        size = 3 + (self.kind == "size") * run.context.world.rank
+        if self.kind == "name" and run.context.world.rank == 1:
             dist.broadcast(torch.ones(size), 0)
-        elif self.kind != "left out" or run.session.rank == 0:
-            op = dist.ReduceOp.MAX if self.kind == "operation" and run.session.rank == 1 else dist.ReduceOp.SUM
+        elif self.kind != "left out" or run.context.world.rank == 0:
+            op = dist.ReduceOp.MAX if self.kind == "operation" and run.context.world.rank == 1 else dist.ReduceOp.SUM
             dist.all_reduce(torch.ones(size), op)
 
 
@@ -92,21 +92,21 @@ def checked(run_dir: str, plan: str, kind: str) -> str:
         (
             "name",
             "replicate=2",
-            "rank 0 allreduce of float32 (3,), reduce_op sum at {here} in Between.on_step; rank 1 broadcast of float32 (3,), root_rank 0",
+            "rank 0 allreduce of float32 (3,), reduce_op sum at {here} in Between.after_step; rank 1 broadcast of float32 (3,), root_rank 0",
         ),
         (
             "size",
             "shard=2",
-            "rank 0 allreduce of float32 (3,), reduce_op sum at {here} in Between.on_step; "
+            "rank 0 allreduce of float32 (3,), reduce_op sum at {here} in Between.after_step; "
             "rank 1 allreduce of float32 (4,), reduce_op sum at {here}",
         ),
         (
             "operation",
             "replicate=2",
-            "rank 0 allreduce of float32 (3,), reduce_op sum at {here} in Between.on_step; "
+            "rank 0 allreduce of float32 (3,), reduce_op sum at {here} in Between.after_step; "
             "rank 1 allreduce of float32 (3,), reduce_op max at {here}",
         ),
-        ("left out", "replicate=2", "rank 0 allreduce of float32 (3,), reduce_op sum at {here} in Between.on_step; rank 1 all"),
+        ("left out", "replicate=2", "rank 0 allreduce of float32 (3,), reduce_op sum at {here} in Between.after_step; rank 1 all"),
     ],
 )
 def test_a_call_that_differs_is_named_on_every_rank_with_all_lines(

@@ -70,7 +70,7 @@ def test_the_code_after_a_cut_layer_may_transpose(pool: WorkerPool, tmp_path: Pa
 
 
 class Last(ls.Hook):
-    def on_end(self, run: Any) -> None:
+    def on_finish(self, run: Any) -> None:
         self.state = state_of(run.model)
 
 
@@ -161,8 +161,8 @@ def test_the_loss_of_logits_cut_over_the_ranks_is_that_of_one_process(
 
 
 class StopsOnOneRank(ls.Hook):
-    def on_step(self, run: Any) -> None:
-        if run.session.rank == 1:
+    def after_step(self, run: Any) -> None:
+        if run.context.world.rank == 1:
             run.stop("enough")
 
 
@@ -243,8 +243,8 @@ class Gradients(ls.Hook):
     def __init__(self) -> None:
         self.seen: list[tuple[float, bool]] = []
 
-    def on_step(self, run: Any) -> None:
-        (pair,) = run.session.pairs
+    def after_step(self, run: Any) -> None:
+        (pair,) = run.modules
         self.seen.append((pair.loss_scale.value, all(bool(torch.isfinite(to_local(gradient)).all()) for gradient in pair.gradients())))
 
 

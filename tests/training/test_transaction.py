@@ -107,7 +107,7 @@ class Standing(ls.Hook):
         self.run = run
         self.seen.append(self.now())
 
-    def on_step(self, run: Any) -> None:
+    def after_step(self, run: Any) -> None:
         self.seen.append(self.now())
 
     def now(self) -> dict[str, Any]:
@@ -197,7 +197,7 @@ def weightless(model: nn.Module, batch: Sequence[Tensor]) -> ls.Loss:
 
 class Scale(Standing):
     def now(self) -> dict[str, Any]:
-        (pair,) = self.run.session.pairs
+        (pair,) = self.run.modules
         return {**super().now(), "scale": pair.loss_scale.value}
 
 
@@ -277,7 +277,7 @@ def test_eight_overflows_in_a_row_are_told_once(tmp_path: Path, capsys: pytest.C
 
 
 class StopsAtOnce(ls.Hook):
-    def on_evaluation(self, run: Any, metrics: Any) -> None:
+    def after_evaluation(self, run: Any, metrics: Any) -> None:
         run.stop("seen enough")
 
 

@@ -16,7 +16,7 @@ class AfterStep(ls.Hook):
     def __init__(self, baton: Baton) -> None:
         self.baton = baton
 
-    def on_step(self, run: Any) -> None:
+    def after_step(self, run: Any) -> None:
         self.baton.step()
 
 

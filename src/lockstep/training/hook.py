@@ -99,7 +99,8 @@ class Hooks:
         methods = self._at.get(moment)
         if methods is None:
             idle = getattr(ControlHook, moment)
-            methods = self._at[moment] = [getattr(hook, moment) for hook in self.all if getattr(type(hook), moment) is not idle]
+            hooks = self.all if hasattr(Hook, moment) else [hook for hook in self.all if isinstance(hook, ControlHook)]
+            methods = self._at[moment] = [getattr(hook, moment) for hook in hooks if getattr(type(hook), moment) is not idle]
         for method in methods:
             method(*arguments)
 

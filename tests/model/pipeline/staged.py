@@ -230,7 +230,7 @@ def in_two_pipelines(name: str, schedule: Schedule, steps: list[list[int]]) -> l
     """Of each step, the gradients here, and what was said of all microbatches: values, weights, whether a flag was raised."""
     mesh = Mesh.of(world(), Plan(replicate=2, pipeline=2, transport="torch"))
     model, pipeline, tied = staged(name, schedule, torch.float32, mesh.axis("pipeline"))
-    reducer = PipelineReducer(PostBackwardReducer(list(model.parameters()), mesh, max_microbatches=8, complete=None), tied)
+    reducer = PipelineReducer(PostBackwardReducer(list(model.parameters()), mesh, max_microbatches=8), tied)
     found = []
     for step, sizes in enumerate(steps):
         reducer.begin_step(len(sizes))

@@ -1,4 +1,4 @@
-"""Sessions that write the trace that their environment asks for: alike under every plan, up to the step asked for, and no others."""
+"""The probe of `lockstep verify`: it writes the same trace under every plan, up to the step asked for, and only if it is asked for."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from training.subjects import network, recipe, rows, sgd
 
 import lockstep as ls
 from lockstep.testing.pool import WorkerPool
-from lockstep.training.step import Step
-from lockstep.training.train_module import Pair
+from lockstep.training.context import Overrides
 from lockstep.verify import trace_reader
 from lockstep.verify.compare import compare
 from lockstep.verify.distance import distance
+from lockstep.verify.probe import TraceHook
 from lockstep.verify.tolerance import MeasuredRounding
 from lockstep.verify.trace_request import Tracing
 
@@ -29,7 +29,7 @@ class Seen(ls.Hook):
     def __init__(self) -> None:
         self.steps: list[int] = []
 
-    def on_step(self, run: Any) -> None:
+    def after_step(self, run: Any) -> None:
         self.steps.append(run.step)
 
 
@@ -146,7 +146,7 @@ def train_two(folder: Path) -> None:
                 step.commit(optimizer)
 
 
-def test_two_pairs_have_a_trace_each_and_end_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_models_have_a_trace_each_and_end_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in Tracing(folder=tmp_path, steps=2).variables().items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit):
@@ -157,12 +157,8 @@ def test_two_pairs_have_a_trace_each_and_end_together(tmp_path: Path, monkeypatc
     ]
 
 
-def test_a_session_that_nobody_verifies_is_of_plain_steps(tmp_path: Path) -> None:
-    assert "LOCKSTEP_TRACE" not in os.environ
+def test_a_session_that_nobody_verifies_has_no_probe(tmp_path: Path) -> None:
+    assert not {"LOCKSTEP_PROBE", "LOCKSTEP_TRACE"} & set(os.environ)
     with ls.Session(run_dir=str(tmp_path / "run")) as session:
-        model, _ = session.prepare(network, sgd)
-        for step in session.steps(rows(16), global_batch=16, microbatch=8, steps=1):
-            assert (type(step), [type(pair) for pair in session.pairs]) == (Step, [Pair])
-            for batch in step.microbatches():
-                step.backward((model(batch[1]) - batch[2]).square().mean())
-            step.commit()
+        assert session.context.overrides == Overrides()
+        assert not any(isinstance(hook, TraceHook) for hook in session.run.hooks.all)
