@@ -10,7 +10,7 @@ from doctor.test_machine_checks import HEALTHY
 
 from lockstep.doctor.check_result import CheckResult
 from lockstep.doctor.summary import summarize
-from lockstep.launch.failures import Ending, Failure
+from lockstep.launch.failures import Ending, WorkerFailure
 
 WRONG = {"wrong": "has 1 at index 0 of 13, and must have 2"}
 
@@ -70,7 +70,7 @@ def test_machines_with_other_versions_and_variables_are_named() -> None:
 @pytest.mark.parametrize(
     ("ending", "text"),
     [
-        (Ending(failures=[Failure(rank=1, time=0.0, returncode=-9)]), "rank 1 was killed by SIGKILL"),
+        (Ending(failures=[WorkerFailure(rank=1, time=0.0, returncode=-9)]), "rank 1 was killed by SIGKILL"),
         (Ending(elsewhere="the rendezvous is gone; the same command goes on"), "the rendezvous is gone"),
     ],
 )

@@ -21,7 +21,8 @@ from training.subjects import FEATURES, OUTPUTS, network, recipe, rows, same, sa
 import lockstep as ls
 from lockstep.base.errors import LockstepError, RecipeError
 from lockstep.testing.pool import WorkerPool
-from lockstep.training.optim.optimizers import STATE_IS_ZERO_AT_FIRST, Schedule, allocate_state, apply, built, check_gradients, trainable
+from lockstep.training.optim.optimizers import STATE_IS_ZERO_AT_FIRST, allocate_state, apply, built, check_gradients, trainable
+from lockstep.training.optim.schedule import Schedule
 
 VARIANTS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Adam": partial(torch.optim.Adam, weight_decay=0.1),

@@ -1,0 +1,125 @@
+"""The shape of the package: how large its parts may be, and that the page on its architecture names what is there."""
+
+from __future__ import annotations
+
+import ast
+import re
+import statistics
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "src" / "lockstep"
+PAGE = ROOT / "docs" / "architecture.md"
+MAX_FILES, MAX_FILE_LINES, MAX_CLASS_LINES, MAX_FUNCTION_LINES = 16, 400, 300, 60
+MEDIAN_FUNCTION_LINES, P90_FUNCTION_LINES = 6, 18
+SESSION_LINES, SESSION_IMPORTS = 250, 20
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    """The syntax tree of each module, by its path in the package."""
+    return {str(path.relative_to(PACKAGE)): ast.parse(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")}
+
+
+def lines_of(node: ast.stmt) -> int:
+    assert node.end_lineno is not None
+    return node.end_lineno - node.lineno + 1
+
+
+def found(*kinds: type[ast.stmt]) -> Iterator[tuple[int, str]]:
+    """The lines and the name of each class, or function."""
+    for path, tree in trees().items():
+        for node in ast.walk(tree):
+            if isinstance(node, kinds):
+                yield lines_of(node), f"{path}: {getattr(node, 'name', '')}"
+
+
+def test_functions_are_short() -> None:
+    functions = sorted(found(ast.FunctionDef, ast.AsyncFunctionDef))
+    sizes = [lines for lines, _ in functions]
+    assert not [each for each in functions if each[0] > MAX_FUNCTION_LINES]
+    assert statistics.median(sizes) <= MEDIAN_FUNCTION_LINES
+    assert sizes[int(0.9 * len(sizes))] <= P90_FUNCTION_LINES
+
+
+def test_classes_are_short() -> None:
+    assert not [each for each in found(ast.ClassDef) if each[0] > MAX_CLASS_LINES]
+
+
+def test_files_are_short() -> None:
+    sizes = {path: len((PACKAGE / path).read_text(encoding="utf-8").splitlines()) for path in trees()}
+    assert not {path: lines for path, lines in sizes.items() if lines > MAX_FILE_LINES}
+
+
+def test_folders_are_small() -> None:
+    folders = Counter(str(path.parent.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.*") if path.suffix != ".pyc")
+    assert not {folder: files for folder, files in folders.items() if files > MAX_FILES}
+
+
+def test_a_class_name_has_one_owner() -> None:
+    owners = Counter(name.partition(": ")[2] for _, name in found(ast.ClassDef))
+    assert not {name: count for name, count in owners.items() if count > 1}
+
+
+def test_the_session_is_a_composition() -> None:
+    tree = trees()["session.py"]
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lockstep")]
+    assert len((PACKAGE / "session.py").read_text(encoding="utf-8").splitlines()) <= SESSION_LINES
+    assert len(imports) <= SESSION_IMPORTS
+
+
+def test_docstrings_begin_with_what_the_thing_is_or_does() -> None:
+    heads = re.compile(r"(Of|What|Whether|Where|Then|As|By|So|How)\b")
+    bad = []
+    for path, tree in trees().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str) and heads.match(node.value.value):
+                bad.append(f"{path}:{node.lineno} {node.value.value[:60]!r}")
+    assert not bad
+
+
+def names_in(tree: ast.Module) -> set[str]:
+    """The functions, classes and methods of a module, as `function`, `Class` and `Class.method`."""
+    names = set()
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            names |= {f"{node.name}.{each.name}" for each in node.body if isinstance(each, ast.FunctionDef)}
+    return names
+
+
+def test_every_file_on_the_page_of_the_architecture_exists() -> None:
+    files = re.findall(r"`([\w/]+\.py|[\w/]+/)`", PAGE.read_text(encoding="utf-8"))
+    assert len(files) > 20
+    assert not [name for name in files if not (PACKAGE / name).exists() and not (ROOT / name).exists()]
+
+
+def test_every_function_on_the_page_of_the_architecture_exists() -> None:
+    """In a row, or a sentence, with one file, each `Class.method` and `function` is one of that file's."""
+    checked = 0
+    for line in re.sub(r"\n(?![|\n#])", " ", PAGE.read_text(encoding="utf-8")).split("\n"):
+        for file, names in re.findall(r"`([\w/]+\.py)`(?: \|| ?\()((?:[^`]*`\w+(?:\.\w+)?`)+?)(?= ?[|:)])", line):
+            known = names_in(trees()[file])
+            for name in re.findall(r"`(\w+(?:\.\w+)?)`", names):
+                checked += 1
+                assert name in known, f"{PAGE.name} says that {file} has {name}"
+    assert checked >= 15
+
+
+@pytest.mark.parametrize("plan", ["replicate", "shard", "pipeline"])
+def test_a_microbatch_passes_five_files_under(plan: str) -> None:
+    """The three files of every plan, an executor and a reducer (or the other one that the plan may use)."""
+    text = PAGE.read_text(encoding="utf-8")
+    way = text[text.index("## A microbatch's way") : text.index("### Under `replicate=2`")]
+    section = text[text.index(f"### Under `{plan}=2`") :].split("\n#")[0]
+    common = set(re.findall(r"^\|[^|]*\| `([\w/]+\.py)`", way, flags=re.MULTILINE))
+    executors = re.findall(r"^\| executor \| `([\w/]+\.py)`", section, flags=re.MULTILINE)
+    reducers = re.findall(r"^\| reducer \| `([\w/]+\.py)`", section, flags=re.MULTILINE)
+    assert len(common) == 3
+    assert len(executors) == len(reducers) == 1
