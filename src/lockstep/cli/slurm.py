@@ -68,8 +68,7 @@ def command(
       lockstep slurm train.py --nodes 2 --gpus-per-node 8 --time 30 --run "--plan shard=16" --submit -- --lr 0.1
       lockstep slurm train.py --time 1-0 --sbatch "--partition=long" --setup "module load cuda"
 
-    Exit status: 0; 2 for a mistake; with --submit that of the job: 0 if it completed, else that of its batch script, or
-    1.
+    Exit status: 0; 2 for a mistake; with --submit that of the job: 0 if it completed, else that of its script, or 1.
     """
     given = _words(run_options)
     _check_run(given, run_options, script, arguments, must_exist=is_sent)
