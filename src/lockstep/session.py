@@ -109,7 +109,7 @@ class Session:
         with ExitStack() as stack:
             opened = open_run(self._request, environment, overrides, phases, self._termination, stack)
             record_start(opened, self._request, environment)
-            user_hooks = [*self._user_hooks, *probe_hooks]
+            user_hooks = [*probe_hooks, *self._user_hooks]  # a probe sees what no hook of the user has changed
             house = HouseHooks(opened, environment, self._termination, user_hooks=user_hooks, evaluation=self._evaluation)
             stack.callback(house.hang.close)
             self.run = Run(opened.context if self._resolve is None else self._resolve(opened), house.in_order)
