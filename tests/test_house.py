@@ -78,7 +78,12 @@ def test_docstrings_begin_with_what_the_thing_is_or_does() -> None:
     bad = []
     for path, tree in trees().items():
         for node in ast.walk(tree):
-            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str) and heads.match(node.value.value):
+            if (
+                isinstance(node, ast.Expr)
+                and isinstance(node.value, ast.Constant)
+                and isinstance(node.value.value, str)
+                and heads.match(node.value.value)
+            ):
                 bad.append(f"{path}:{node.lineno} {node.value.value[:60]!r}")
     assert not bad
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lockstep.base import errors as errors
 from lockstep.base.errors import install_excepthook
 from lockstep.base.garbage import collector_paused
 from lockstep.base.version import __version__ as __version__

@@ -35,7 +35,7 @@ class HouseHooks:
     ) -> None:
         """`hooks`: the user's."""
         environment, request, bare = opened.environment, opened.request, opened.context.overrides.bare
-        user_hooks = [*hooks, *opened.hooks]
+        user_hooks = [*opened.hooks, *hooks]  # a probe sees what no hook of the user has changed
         setting = check_out_of_memory(environment.out_of_memory or "retry", "LOCKSTEP_OUT_OF_MEMORY")
         timeouts = None if bare else WatchdogTimeouts.parse(environment.hang_after, environment.on_hang)
         steps = None if environment.profile is None else steps_of(environment.profile)

@@ -98,11 +98,17 @@ class Session:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        house, run = self.house, self.run
-        if house.hang.ends_the_process:
+        if self.house.hang.ends_the_process:
             threading.Event().wait()
         self._termination.hold()
         self.context.phases.enter("ending")
+        with self._stack:
+            self._end(error)
+        if error is None:
+            self.world.leave()
+
+    def _end(self, error: BaseException | None) -> None:
+        house, run = self.house, self.run
         if isinstance(error, Preempted):
             run.event("preempted", reason=error.reason)
         elif error is not None:
@@ -113,9 +119,6 @@ class Session:
             self.finish()
             house.checkpointing.wait()
             self.context.recorder.end({"steps": run.step, "plan": str(self.context.plan), "world_size": self.world_size})
-        self._stack.close()
-        if error is None:
-            self.world.leave()
 
     def finish(self) -> None:
         """Call the hooks' `on_finish`, after the last step; without it, that is done on leaving the `with`. Every rank calls it."""
@@ -207,7 +210,8 @@ class Session:
         models = [module.model for module in run.modules]
         self.house.out_of_memory.begin_loop(run, models, data, largest=length.largest)
         if not run.loop.loops:
-            run.hooks.call("on_start", run)
+            run.start()
+            loop.report_layout(run, length)
             if not self.context.overrides.bare:
                 self.house.checkpointing.resume(run)
         first = run.loop.begin_loop(run.step)

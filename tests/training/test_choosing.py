@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import json
 import os
 import random
 import time
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ import torch
 from torch import Tensor, distributed, nn
 from training.kept import Asked
 from training.kept import recipe as kept_recipe
-from training.subjects import FEATURES, OUTPUTS, recipe, rows, squared_error
+from training.subjects import FEATURES, OUTPUTS, recipe, rows, same, squared_error, state_of
 
 import lockstep as ls
 from lockstep.autotune import trial
@@ -119,6 +122,56 @@ def test_a_run_is_the_one_with_the_chosen_values_given_by_hand(pool: WorkerPool,
     everyone = pool.run(world_size, as_by_hand, str(tmp_path))
     assert everyone == [everyone[0]] * world_size
     assert everyone[0]["microbatch"] in (1, 2, 4, 8, 16)[: 5 if world_size == 1 else 4]
+
+
+class Looks(ls.Hook):
+    """Keeps the model's initial values, how many of the models that were built are still there, and the context at each moment."""
+
+    def __init__(self, built: list[weakref.ref[nn.Module]]) -> None:
+        self.built = built
+        self.contexts: list[Any] = []
+
+    def on_start(self, run: Any) -> None:
+        gc.collect()
+        self.initial = state_of(run.model)
+        self.alive = [model() is run.model for model in self.built if model() is not None]
+        self.after_step(run)
+
+    def after_step(self, run: Any) -> None:
+        context = run.context
+        self.contexts.append((context, context.plan, context.mesh, context.precision, str(context.plan)))
+
+    on_finish = after_step
+
+
+def measured_apart(folder: str) -> None:
+    built: list[weakref.ref[nn.Module]] = []
+
+    def factory() -> nn.Module:
+        model = with_dropout()
+        built.append(weakref.ref(model))
+        return model
+
+    auto, plain = Looks(built), Looks([])
+    result = ls.train(recipe(model=factory, precision="auto", microbatch="auto"), run_dir=f"{folder}/auto", plan=EVERYTHING, hooks=[auto])
+    ls.train(recipe(model=with_dropout), run_dir=f"{folder}/plain", hooks=[plain])
+    assert same(auto.initial, plain.initial)
+    assert (len(built) > 1, auto.alive) == (True, [True])
+    for looks in (auto, plain):
+        first = looks.contexts[0]
+        assert len(looks.contexts) == 4
+        assert all(one is other for found in looks.contexts for one, other in zip(found[:4], first, strict=False))
+        assert {found[4] for found in looks.contexts} == {str(first[1])}
+    assert str(auto.contexts[0][1]) == result.plan
+    assert "auto" not in result.plan
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        auto.contexts[0][0].plan = plain.contexts[0][1]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_settings_are_measured_on_a_model_that_is_dropped_before_the_run(pool: WorkerPool, tmp_path: Path, world_size: int) -> None:
+    """The trained model begins as it does without `auto`; and nothing of the context changes from its start to its end."""
+    pool.run(world_size, measured_apart, str(tmp_path))
 
 
 def with_running_statistics(folder: str) -> None:

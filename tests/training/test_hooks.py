@@ -65,11 +65,18 @@ def call_hooks(run_dir: str) -> tuple[list[str], list[Any]]:
     return calls, result.events
 
 
+REDUCER = {
+    1: {"model": 0, "reducer": "DdpReducer", "reason": "buckets are summed while the backward computes"},
+    2: {"model": 0, "reducer": "PostBackwardReducer", "reason": "all replicas share the memory of one host"},
+}
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_hooks_are_called_in_their_order_on_every_rank(pool: WorkerPool, tmp_path: Path, world_size: int) -> None:
     for rank, (calls, events) in enumerate(pool.run(world_size, call_hooks, str(tmp_path / "run"))):
         expected = [
             "start 0",
+            f"event gradient-reducer 0 {REDUCER[world_size]}",
             "step 1",
             "step 2",
             f"event something-happened 2 {{'rank': {rank}}}",
@@ -82,7 +89,7 @@ def test_hooks_are_called_in_their_order_on_every_rank(pool: WorkerPool, tmp_pat
         ]
         assert [call.removeprefix("a ") for call in calls if call.startswith("a ")] == expected
         assert calls == [f"{name} {call}" for call in expected for name in "ab"]
-        assert [event.name for event in events] == ["run-started", "something-happened", "run-ended"]
+        assert [event.name for event in events] == ["run-started", "gradient-reducer", "something-happened", "run-ended"]
 
 
 def by_index(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
@@ -194,9 +201,9 @@ def test_hooks_refuse_what_makes_no_sense_when_they_are_made(make: Any, message:
 @pytest.mark.parametrize(
     ("hooks", "message"),
     [
-        ([ls.Hook], "hooks has <class 'lockstep.hooks.user_hooks.Hook'>; a hook is an object of a subclass of ls.Hook; make it one"),
+        ([ls.Hook], "hooks has <class 'lockstep.training.hook.Hook'>; a hook is an object of a subclass of ls.Hook; make it one"),
         (3, "hooks has 3; a hook is an object"),
-        (ls.EarlyStopping(), "hooks=<lockstep.hooks.user_hooks.EarlyStopping object at "),
+        (ls.EarlyStopping(), "hooks=<lockstep.hooks.early_stopping.EarlyStopping object at "),
     ],
 )
 def test_what_is_no_hook_is_refused(tmp_path: Path, hooks: Any, message: str) -> None:

@@ -29,7 +29,7 @@ def read(loss: Any, weights: Weights | None = None, batch: Any = None) -> Any:
 def value_and_gradient(loss: Any, weights: Weights | None = None) -> tuple[float, float]:
     W.grad = None
     part = read(loss, weights)
-    part.total.backward(part.seed)
+    part.total.backward(part.grad_output)
     return float(part.value), float(W.grad)
 
 
@@ -371,18 +371,18 @@ def no_weights(batch: Batch) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"loss": term_that_comes_late}, r"^step 0.*terms \['main'(, 'aux')?\] .*had \['main'(, 'aux')?\]"),
+        ({"loss": term_that_comes_late}, r"^after step 0.*terms \['main'(, 'aux')?\] .*had \['main'(, 'aux')?\]"),
         (
             {"loss": kind_that_changes},
-            r"^step 0: the loss is an ls\.Loss for some microbatches and not for others; it must be the same kind",
+            r"^after step 0: the loss is an ls\.Loss for some microbatches and not for others; it must be the same kind",
         ),
         (
             {"loss": two_terms, "weight": weights_that_change},
-            r"^step 0, microbatch \d: the weight has terms \['near'.*\] and had \['near'.*\] before; it must have the same terms for every",
+            r"^after step 0, microbatch \d: the weight has terms \['near'.*\] and had \['near'.*\] before; it must have the same terms for every",
         ),
         (
             {"loss": two_terms, "weight": no_weights},
-            r"^step 0: the weights of term 'size' add up to 0 over the whole global batch; the loss is divided by their sum; check the",
+            r"^after step 0: the weights of term 'size' add up to 0 over the whole global batch; the loss is divided by their sum; check the",
         ),
     ],
 )

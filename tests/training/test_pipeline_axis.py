@@ -182,7 +182,8 @@ def test_lower_precision_gives_the_model_of_one_process_to_its_rounding(pool: Wo
     (alone,) = pool.run(1, train, "replicate=1", str(tmp_path / "alone"), precision)
     result, _ = pool.run(2, train, "pipeline=2", str(tmp_path / "run"), precision)
     assert result.loss == pytest.approx(alone.loss, rel=3e-2)
-    assert result.events[1:-1] == alone.events[1:-1]
+    own, other = ([event for event in each.events[1:-1] if event.name != "gradient-reducer"] for each in (result, alone))
+    assert own == other
 
 
 def test_a_weight_that_only_the_last_stage_knows_is_told_to_all(pool: WorkerPool, tmp_path: Path) -> None:
@@ -395,7 +396,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a loss that is not finite": (
         "pipeline=3",
         {"loss": infinite, "weight": None},
-        "LossError: step 0: the loss is nan in microbatch 0, computed by data rank 0 from samples",
+        "LossError: after step 0: the loss is nan in microbatch 0, computed by data rank 0 from samples",
     ),
 }
 

@@ -163,7 +163,7 @@ def test_a_second_compute_in_a_step_is_refused(tmp_path: Path) -> None:
         session.prepare(network, sgd)
         for step in session.steps(rows(16), global_batch=8, microbatch=4, steps=1):
             step.compute(None, squared_error)
-            with pytest.raises(LossError, match=r"step 0: a second step.compute; one computes all microbatches"):
+            with pytest.raises(LossError, match=r"after step 0: a second step.compute; one computes all microbatches"):
                 step.compute(None, squared_error)
             step.commit()
 
@@ -276,35 +276,35 @@ def with_arguments(**changes: Any) -> Callable[[ls.Session, Any, Any], None]:
 MISUSES: dict[str, tuple[Callable[[ls.Session, Any, Any], None], str]] = {
     "a second backward": (
         a_second_backward,
-        "LossError: step 0, microbatch 0: a second backward; each microbatch has one: add the losses, and call it on their sum",
+        "LossError: after step 0, microbatch 0: a second backward; each microbatch has one: add the losses, and call it on their sum",
     ),
     "a missing backward": (
         a_missing_backward,
-        "LossError: step 0: commit without a backward for microbatches [1] of this rank; call step.backward once for each microbatch; for",
+        "LossError: after step 0: commit without a backward for microbatches [1] of this rank; call step.backward once for each microbatch; for",
     ),
-    "no backward": (no_backward, "LossError: step 0: commit without a backward for microbatches [0, 1] of this rank"),
+    "no backward": (no_backward, "LossError: after step 0: commit without a backward for microbatches [0, 1] of this rank"),
     "a missing commit": (
         a_missing_commit,
-        "LossError: step 0 ended with 0 of 1 prepared pairs committed; call step.commit(optimizer) for each on every rank, in every step",
+        "LossError: after step 0: the step ended with 0 of 1 prepared models committed; call step.commit(optimizer) for each on every rank, in every step",
     ),
-    "a second commit": (a_second_commit, "LossError: step 0: a second commit for one pair; each pair has one commit a step"),
+    "a second commit": (a_second_commit, "LossError: after step 0: a second commit for one model; each has one commit a step"),
     "a backward outside": (
         a_backward_outside,
-        "LossError: step 0: backward outside of a loop over step.microbatches(); the loss is a microbatch's",
+        "LossError: after step 0: backward outside of a loop over step.microbatches(); the loss is a microbatch's",
     ),
     "an optimizer of its own": (
         an_optimizer_of_its_own,
-        "LossError: step 0: an optimizer (AdamW) that this session did not prepare, with 1 pairs prepared; name one that session.prepare",
+        "LossError: after step 0: an optimizer (AdamW) that this session did not prepare, with 1 models prepared; name one that session.prepare",
     ),
     "no optimizer where there are two": (
         no_optimizer_where_there_are_two,
-        "LossError: step 0: no optimizer, with 2 pairs prepared; name one that session.prepare returned",
+        "LossError: after step 0: no optimizer, with 2 models prepared; name one that session.prepare returned",
     ),
     "two pairs at once": (
         two_pairs_at_once,
-        "LossError: step 0: backward for a second model before the first one's commit; run through step.microbatches() and commit for one",
+        "LossError: after step 0: backward for a second model before the first one's commit; run through step.microbatches() and commit for one",
     ),
-    "one of two commits": (one_of_two_commits, "LossError: step 0 ended with 1 of 2 prepared pairs committed"),
+    "one of two commits": (one_of_two_commits, "LossError: after step 0: the step ended with 1 of 2 prepared models committed"),
     "a clip norm of nothing": (a_clip_norm_of_nothing, "RecipeError: clip_norm=0.0; a norm to clip at is positive and finite"),
     "a name of the row": (a_name_of_the_row, "DataError: step.log({'step': ...}); the run itself writes 'step' in every line; choose"),
     "no number": (no_number, "DataError: metric 'return' is [1.0, 2.0] (a list); a metric is one number"),
@@ -365,6 +365,7 @@ def test_an_event_says_how_many_steps_were_done(tmp_path: Path) -> None:
     found = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     assert [(row["event"], row["step"]) for row in found] == [
         ("run-started", 0),
+        ("gradient-reducer", 0),
         *[("forward", 0), ("committed", 1), ("forward", 1), ("committed", 2), ("forward", 2)],
         ("run-failed", 2),
         ("rescued", 2),

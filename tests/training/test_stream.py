@@ -198,7 +198,7 @@ def test_a_loss_that_is_not_finite_names_shard_epoch_and_samples(pool: WorkerPoo
     segment = Segment(MicrobatchAssignment(1), (12, 4), streamed().data, 0, 2, {})
     numbers = [int(sample[0][2]) for sample in segment.batches[1, 2]]
     assert str(caught.value).startswith(
-        f"step 1: the loss is nan in microbatch 2, computed by rank {processes - 1} from samples {numbers} of shard 5 in epoch 0; "
+        f"after step 1: the loss is nan in microbatch 2, computed by rank {processes - 1} from samples {numbers} of shard 5 in epoch 0; "
     )
 
 

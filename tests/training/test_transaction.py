@@ -146,7 +146,7 @@ def test_a_loss_that_is_not_finite_is_named_on_all_ranks_and_changes_nothing(
     owner = next(rank for rank in range(world_size) if BAD_MICROBATCH in contiguous_range(GLOBAL_BATCH // MICROBATCH, rank, world_size))
     for text, unchanged, steps in pool.run(world_size, fail, str(tmp_path / "run"), numerics, changes):
         assert text.startswith(
-            f"step {BAD_STEP}: the loss is {value} in microbatch {BAD_MICROBATCH}, computed by rank {owner} from samples {BAD_SAMPLES}; "
+            f"after step {BAD_STEP}: the loss is {value} in microbatch {BAD_MICROBATCH}, computed by rank {owner} from samples {BAD_SAMPLES}; "
             "a step needs a finite loss; the model was not changed by this step: look at those samples"
         )
         assert unchanged
@@ -161,7 +161,7 @@ def test_a_gradient_that_is_not_finite_is_named_by_its_parameter(
     changes = {"data": with_a_bad_sample(0.0), "loss": with_an_infinite_slope, "clip_norm": clip_norm}
     for text, unchanged, steps in pool.run(world_size, fail, str(tmp_path / "run"), "fast", changes):
         assert text.startswith(
-            f"step {BAD_STEP}: every loss is finite and the gradient is not, first in parameter 'powers.0'; a step needs a finite "
+            f"after step {BAD_STEP}: every loss is finite and the gradient is not, first in parameter 'powers.0'; a step needs a finite "
             "gradient; the model was not changed by this step"
         )
         assert unchanged
@@ -173,7 +173,7 @@ def test_a_weight_that_counts_nothing_is_named_and_changes_nothing(pool: WorkerP
     changes = {"data": rows(SAMPLES), "loss": with_a_weight_of(value)}
     for text, unchanged, steps in pool.run(2, fail, str(tmp_path / "run"), "fast", changes):
         assert text == (
-            f"step {BAD_STEP}: the weight of microbatch {BAD_MICROBATCH} is {value}; a weight counts what was summed and is finite and "
+            f"after step {BAD_STEP}: the weight of microbatch {BAD_MICROBATCH} is {value}; a weight counts what was summed and is finite and "
             "not negative"
         )
         assert unchanged
@@ -185,7 +185,7 @@ def test_weights_that_add_up_to_nothing_change_nothing(pool: WorkerPool, tmp_pat
     changes = {"data": rows(SAMPLES), "loss": weightless}
     for text, unchanged, steps in pool.run(world_size, fail, str(tmp_path / "run"), "fast", changes):
         assert text.startswith(
-            "step 0: the weights of term 'loss' add up to 0 over the whole global batch; the loss is divided by their sum"
+            "after step 0: the weights of term 'loss' add up to 0 over the whole global batch; the loss is divided by their sum"
         )
         assert unchanged
         assert steps == 0
@@ -259,7 +259,7 @@ def never_step(run_dir: str, steps: int) -> tuple[str, int]:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_gradient_that_is_not_finite_at_any_scale_of_fp16_ends_the_run(pool: WorkerPool, tmp_path: Path, world_size: int) -> None:
     for text, steps in pool.run(world_size, never_step, str(tmp_path / "run"), 40):
-        assert text.startswith("step 17: every loss is finite and the gradient is not, first in parameter")
+        assert text.startswith("after step 17: every loss is finite and the gradient is not, first in parameter")
         assert "after 18 steps in a row, at a loss scale of 0.5" in text
         assert steps == 17
 
@@ -290,5 +290,11 @@ def overflow_and_stop(run_dir: str) -> list[tuple[str, int]]:
 
 
 def test_a_skipped_step_is_an_event_even_where_training_stops_before_the_next_logging_step(pool: WorkerPool, tmp_path: Path) -> None:
-    names = [("run-started", 0), ("step-skipped", BAD_STEP), ("stopped", BAD_STEP + 1), ("run-ended", BAD_STEP + 1)]
+    names = [
+        ("run-started", 0),
+        ("gradient-reducer", 0),
+        ("step-skipped", BAD_STEP),
+        ("stopped", BAD_STEP + 1),
+        ("run-ended", BAD_STEP + 1),
+    ]
     assert pool.run(2, overflow_and_stop, str(tmp_path / "run")) == [names] * 2

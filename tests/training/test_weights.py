@@ -19,6 +19,7 @@ from training.subjects import sgd
 import lockstep as ls
 from lockstep.base.errors import RecipeError
 from lockstep.testing.pool import WorkerPool
+from lockstep.verify.trace_request import Tracing
 
 
 @pytest.fixture(scope="module")
@@ -251,13 +252,13 @@ def test_a_folder_of_hugging_face_is_taken_as_it_is(tmp_path: Path, monkeypatch:
         assert ls.fingerprint(made) == ls.fingerprint(model)
 
 
-def test_the_twin_of_a_run_that_starts_from_weights_is_one_of_these(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_perturbed_run_of_a_run_that_starts_from_weights_is_near_these(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`lockstep verify` compares runs whose parameters differ by one unit in the last place."""
     state = Counted().state_dict()
     save_file(state, tmp_path / "w.safetensors")
     (tmp_path / "trace").mkdir()
-    monkeypatch.setenv("LOCKSTEP_TRACE", str(tmp_path / "trace"))
-    monkeypatch.setenv("LOCKSTEP_TRACE_NOISE", "0")
+    for name, value in Tracing(folder=tmp_path / "trace", noise=0).variables().items():
+        monkeypatch.setenv(name, value)
     with ls.Session(run_dir=str(tmp_path / "run")) as session:
         model, _ = session.prepare(Counted, sgd, weights=tmp_path / "w.safetensors")
     for parameter, given in ((model.fc.weight, state["fc.weight"]), (model.fc.bias, state["fc.bias"])):

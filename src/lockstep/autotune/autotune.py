@@ -110,7 +110,7 @@ class _Choosing:
 
     @cached_property
     def model(self) -> nn.Module:
-        """A model to measure with, in training mode, as the plan wants it. Built when it is first needed."""
+        """A model to measure with, in training mode, as the plan wants it. Built at the first access, which every rank must make."""
         options = ModelOptions(blocks=self.recipe.blocks, tensor=self.recipe.tensor, stages=self.recipe.stages)
         made = build_model(self.context, self.recipe.model, options, number=0, exchange=SyncBatchNormExchange(), weights=None)
         if made.parallel.streams is not None:
@@ -188,6 +188,7 @@ class _Choosing:
     def _cached(self) -> tuple[Measured | None, Any]:
         """What an earlier run measured, the same on every rank, and, on rank 0, the file for it."""
         path, found, problem = None, None, None
+        _ = self.model  # building it has collectives, and only rank 0 goes on to read it here
         if self.context.world.rank == 0:
             try:
                 path = cached.folder(os.environ) / cached.name_of(self._facts())

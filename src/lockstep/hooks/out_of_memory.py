@@ -39,7 +39,8 @@ class OutOfMemory(ControlHook):
 
     def report_change(self, run: Run) -> None:
         """Say how the plan differs from the one that was asked for, if it does."""
-        plan, given = run.context.plan, self._given
+        given = self._given
+        plan = self._remembered.over(given, run.context.device.type)
         if plan == given:
             return
         last, change = self._remembered.failures[-1], changes(given, plan)

@@ -58,7 +58,7 @@ class Hook:
         """After the final weights were written to the run directory."""
 
     def on_event(self, run: Run, event: Event) -> None:
-        """After an event was written to events.jsonl."""
+        """After an event was written to events.jsonl. Events before `on_start` are not told."""
 
     def on_error(self, run: Run, error: BaseException) -> None:
         """When an error ends the run on this rank. Other ranks may be gone: do not call collectives."""
@@ -188,6 +188,7 @@ class Run:
         self.exchange = SyncBatchNormExchange()
         """What SyncBatchNorm layers exchange their statistics with."""
         self.consensus = Consensus(context.mesh, self._request)
+        self._has_started = False
         self._stop: str | None = None
         self._saved_loss = math.nan
 
@@ -214,7 +215,8 @@ class Run:
     def event(self, name: str, step: int | None = None, **details: Any) -> None:
         """Record an event; rank 0's are in events.jsonl. `step`: optimizer steps done then; None: those done now."""
         event = self.context.recorder.event(name, self.step if step is None else step, **details)
-        self.hooks.call("on_event", self, event)
+        if self._has_started:
+            self.hooks.call("on_event", self, event)
 
     def remark(self, remark: Remark) -> None:
         """Record an event, and show its line to the user if it has one."""
@@ -233,6 +235,11 @@ class Run:
         if name in self.stateful:
             raise CheckpointError(f"include({name!r}) for a second time; each name is for one; choose another")
         self.stateful[name] = state
+
+    def start(self) -> None:
+        """Call the hooks' `on_start`. From now on they are told of events."""
+        self._has_started = True
+        self.hooks.call("on_start", self)
 
     def begin_step(self, source: Microbatches) -> None:
         """A step begins, with `source`'s microbatches."""

@@ -67,13 +67,17 @@ def lay_out_loop(run: Run, options: LoopOptions) -> Length:
         pipeline.exchange = run.exchange if mesh.assignment.slices else None
         rounds = [len(mesh.assignment.with_dummies(length.most_microbatches, rank)) for rank in range(mesh.assignment.ranks)]
         check_microbatches(min(rounds), pipeline.stages)
-    if run.loop.loops == 0 and (remark := batchnorm(models, length)) is not None:
+    for module in run.modules:
+        module.begin_loop(mesh, length.most_microbatches)
+    return length
+
+
+def report_layout(run: Run, length: Length) -> None:
+    """Record what follows from the layout of the first loop of steps: which reducer each model has, and what BatchNorm computes."""
+    if (remark := batchnorm([module.model for module in run.modules], length)) is not None:
         run.remark(remark)
     for number, module in enumerate(run.modules):
-        choice = module.begin_loop(mesh, length.most_microbatches)
-        if run.loop.loops == 0:
-            run.event("gradient-reducer", model=number, reducer=choice.reducer.__name__, reason=choice.reason)
-    return length
+        run.event("gradient-reducer", model=number, reducer=module.choice.reducer.__name__, reason=module.choice.reason)
 
 
 def _microbatch(run: Run, options: LoopOptions) -> int | None:
@@ -158,6 +162,6 @@ def _weigh(source: Microbatches, weight: Callable[[Any], Any], terms: list[str] 
 def _check_committed(step: Step, run: Run) -> None:
     if len(step.committed) < len(run.modules):
         raise LossError(
-            f"step {step.index} ended with {len(step.committed)} of {len(run.modules)} prepared models committed; call "
+            f"after step {step.index}: the step ended with {len(step.committed)} of {len(run.modules)} prepared models committed; call "
             "step.commit(optimizer) for each on every rank, in every step"
         )

@@ -175,7 +175,7 @@ class Microbatches:
         for item, weights in zip(self._kept, mine, strict=False):
             if list(weights) != list(names):
                 raise LossError(
-                    f"step {self.step}, microbatch {item.index}: the weight has terms {list(weights)} and had {list(names)} before; "
+                    f"after step {self.step}, microbatch {item.index}: the weight has terms {list(weights)} and had {list(names)} before; "
                     "it must have the same terms for every microbatch"
                 )
         rows = torch.tensor([list(weights.values()) for weights in mine], dtype=torch.float64).reshape(len(mine), len(names))

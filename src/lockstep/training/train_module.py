@@ -77,6 +77,8 @@ class TrainModule:
         the weight. None before the first backward."""
         self.gain: Tensor | float = 1.0
         """The factor by which the summed gradient was multiplied after the reduction, in the latest step."""
+        self.choice: ReducerChoice
+        """The kind of reducer of the current loop, and why."""
         self._reducer: GradientReducer | None = None
         self._max_microbatches = 0
         self._tied: TiedGradients | None = None
@@ -99,19 +101,19 @@ class TrainModule:
         )
         """True if the optimizers divide the gradient while they read it, as for torch's GradScaler. It saves a pass over the gradient."""
 
-    def begin_loop(self, mesh: Mesh, max_microbatches: int) -> ReducerChoice:
+    def begin_loop(self, mesh: Mesh, max_microbatches: int) -> None:
         """Build the reducer for a loop of steps of at most `max_microbatches` each. Every rank calls it.
 
         `mesh`: the context's, with the assignment of microbatches to ranks that this loop uses.
         """
-        choice = choose_reducer(mesh, bitwise=self._bitwise, compressed=self._compression is not None)
+        self.choice = choose_reducer(mesh, bitwise=self._bitwise, compressed=self._compression is not None)
         if self._reducer is None or mesh.assignment != self.mesh.assignment or max_microbatches > self._max_microbatches:
             self._close_reducer()
             self.mesh, self._max_microbatches = mesh, max_microbatches
             for statistics in self.statistics:
                 statistics.mesh = mesh
             self._reducer = build_reducer(
-                choice,
+                self.choice,
                 self.model,
                 self.parameters,
                 mesh,
@@ -121,7 +123,6 @@ class TrainModule:
                 compression=self._compression,
                 complete=None if mesh.torch_mesh is None else reduce_partial_gradients,
             )
-        return choice
 
     @property
     def reducer(self) -> GradientReducer:

@@ -29,7 +29,7 @@ _PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-
 _EXCHANGES = os.sep + os.path.join("torch", "distributed") + os.sep
 _WAITS = waits.__file__
 """Stands between torch's waits and their callers."""
-_HERE = str(Path(__file__).parent.parent) + os.sep
+_HERE = str(Path(__file__).parents[2]) + os.sep
 
 
 @dataclass(frozen=True, slots=True)

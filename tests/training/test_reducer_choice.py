@@ -1,0 +1,53 @@
+"""Which reducer a mesh needs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lockstep.training.reducers.ddp import DdpReducer
+from lockstep.training.reducers.fsdp import FsdpReducer
+from lockstep.training.reducers.post_backward import PostBackwardReducer
+from lockstep.training.reducers.reducer import choose_reducer, loss_factor
+
+
+def mesh(*, shard: int = 1, has_torch_mesh: bool = False, on_one_host: bool = False) -> Any:
+    """Stands in for a mesh: all that the choice depends on."""
+    sizes = {"shard": shard, "replicate": 2}
+    return SimpleNamespace(
+        axis=lambda name: SimpleNamespace(size=sizes[name]),
+        torch_mesh=object() if has_torch_mesh else None,
+        data=SimpleNamespace(memory=object() if on_one_host else None, hosts=None, size=2 * shard),
+    )
+
+
+@pytest.mark.parametrize("on_one_host", [False, True])
+@pytest.mark.parametrize("compressed", [False, True])
+@pytest.mark.parametrize("bitwise", [False, True])
+@pytest.mark.parametrize(("shard", "has_torch_mesh"), [(1, False), (1, True), (2, True)])
+def test_every_mesh_has_one_reducer(shard: int, has_torch_mesh: bool, bitwise: bool, compressed: bool, on_one_host: bool) -> None:
+    choice = choose_reducer(
+        mesh(shard=shard, has_torch_mesh=has_torch_mesh, on_one_host=on_one_host), bitwise=bitwise, compressed=compressed
+    )
+    expected: type
+    if shard > 1:
+        expected, reason = FsdpReducer, "the shard axis has more than one rank"
+    elif has_torch_mesh:
+        expected, reason = PostBackwardReducer, "DistributedDataParallel takes no DTensors and no pipeline schedules"
+    elif bitwise:
+        expected, reason = DdpReducer, "numerics=bitwise: buckets are summed in the canonical order"
+    elif compressed:
+        expected, reason = DdpReducer, "gradient_compression: buckets are sent in fewer bytes"
+    elif on_one_host:
+        expected, reason = PostBackwardReducer, "all replicas share the memory of one host"
+    else:
+        expected, reason = DdpReducer, "buckets are summed while the backward computes"
+    assert (choice.reducer, choice.reason) == (expected, reason)
+
+
+def test_a_loss_scale_needs_room_only_where_the_reducer_multiplies_the_loss() -> None:
+    assert loss_factor(mesh(shard=4, has_torch_mesh=True), bitwise=False, compression=None) == 1
+    assert loss_factor(mesh(on_one_host=True), bitwise=False, compression=None) == 1
+    assert loss_factor(mesh(), bitwise=False, compression=None) == 2
