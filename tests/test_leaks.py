@@ -238,10 +238,11 @@ def test_failing():
 
 
 def test_the_session_fails_a_test_that_passes_and_leaves_something(tmp_path: Path) -> None:
-    (tmp_path / "conftest.py").write_text((Path(__file__).parent / "conftest.py").read_text())
+    for name in ("conftest.py", "processes.py"):
+        (tmp_path / name).write_text((Path(__file__).parent / name).read_text())
     (tmp_path / "test_it.py").write_text(TESTS_OF_A_SESSION)
     options = ["-q", "-p", "no:randomly", "-p", "no:cacheprovider", "-c", os.devnull]
-    command = [sys.executable, "-m", "pytest", *options, str(tmp_path)]
+    command = [sys.executable, "-m", "pytest", *options, "-o", f"pythonpath={tmp_path}", str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert "1 failed, 2 passed, 1 error" in ended.stdout, ended.stdout + ended.stderr
     _, _, report = ended.stdout.partition("ERROR at teardown of test_leaky")

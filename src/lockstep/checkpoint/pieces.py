@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lockstep.base.torch_private import is_distributed
 
 if TYPE_CHECKING:
     import torch
@@ -91,6 +90,8 @@ def dealt(everyone: Sequence[Sequence[Piece]]) -> list[list[Piece]]:
 def copies(state: Mapping[str, Tensor], saved: Sequence[Piece]) -> Iterator[Copy]:
     """What fills this rank's part of the state from saved pieces. Names and shapes of the state are among the saved ones."""
     assert state.keys() <= {piece.name for piece in saved}
+    from lockstep.base.torch_private import is_distributed
+
     distributed = {name: tensor for name, tensor in state.items() if is_distributed(tensor)}
     for piece in saved:
         if piece.name in state and piece.name not in distributed:

@@ -12,8 +12,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from lockstep.base.torch_private import BatchNormBase
 from lockstep.comm.mesh import Mesh, full_tensor
 from lockstep.training.context import Overrides
 from lockstep.training.hook import ControlHook, Run
@@ -79,7 +79,7 @@ class TraceHook(ControlHook):
                 writes=writes,
             )
             self._looks_for_islands &= world.size == 1
-        batchnorm = any(isinstance(module, _BatchNorm) for each in run.modules for module in each.model.modules())
+        batchnorm = any(isinstance(module, BatchNormBase) for each in run.modules for module in each.model.modules())
         self.tracer.facts(
             global_batch=run.global_batch,
             microbatch=run.microbatch,

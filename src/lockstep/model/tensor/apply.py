@@ -173,7 +173,7 @@ class _WrappedForward:
             module.forward = functools.wraps(module.forward)(functools.partial(_run, self, module, module.forward))
         else:
             module.__class__ = _wrapped_class(kind)
-            module._wrapped_forward = self
+            module.lockstep_forward = self
 
     def run(self, module: nn.Module, forward: Callable[..., Any], arguments: Any, keywords: Any) -> Any:
         with self._features:
@@ -196,7 +196,7 @@ def _run(enclosure: _WrappedForward, module: nn.Module, forward: Callable[..., A
 def _wrapped_class(kind: Any) -> type[nn.Module]:
     @functools.wraps(kind.forward)
     def forward(self: Any, *arguments: Any, **keywords: Any) -> Any:
-        return self._wrapped_forward.run(self, functools.partial(kind.forward, self), arguments, keywords)
+        return self.lockstep_forward.run(self, functools.partial(kind.forward, self), arguments, keywords)
 
     made: type[nn.Module] = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
     return made
