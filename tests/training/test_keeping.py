@@ -488,9 +488,7 @@ def test_what_is_included_has_a_state_and_a_name_of_its_own(tmp_path: Path) -> N
         session.prepare(network, adamw)
         steps = session.steps(None, global_batch=4, microbatch=2, steps=1)
         next(iter(steps))
-        with pytest.raises(
-            CheckpointError, match=r"^include\('late'\) after steps have begun; a checkpoint is loaded then; include it"
-        ):
+        with pytest.raises(CheckpointError, match=r"^include\('late'\) after steps have begun; a checkpoint is loaded then; include it"):
             session.include("late", Buffer())
 
 

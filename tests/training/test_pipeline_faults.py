@@ -103,7 +103,9 @@ def train_rooted(run_dir: str) -> str:
 def test_a_gradient_that_is_not_finite_is_named_on_every_rank(pool: WorkerPool, tmp_path: Path) -> None:
     """Each rank has other parameters."""
     for said in pool.run(3, train_rooted, str(tmp_path / "run")):
-        assert said.startswith("after step 0: every loss is finite and the gradient is not, first in parameter '2.root'; a step needs a finite")
+        assert said.startswith(
+            "after step 0: every loss is finite and the gradient is not, first in parameter '2.root'; a step needs a finite"
+        )
 
 
 def scalars_of_whole_microbatches(output: Tensor, batch: Batch) -> Any:
