@@ -89,9 +89,8 @@ def timed(modes: Iterable[str], steps: int) -> None:
     for gradient_compression in modes:
         meter = Meter()
         with tempfile.TemporaryDirectory() as folder:
-            result = ls.train(
-                recipe(gradient_compression, WARM_UP + steps), run_dir=f"{folder}/run", plan="replicate=2,transport=torch", hooks=[meter]
-            )
+            given = recipe(gradient_compression, WARM_UP + steps)
+            result = ls.train(given, run_dir=f"{folder}/run", plan="replicate=2,transport=torch", hooks=[meter])
         if result.rank == 0:
             print(PREFIX + json.dumps({"mode": gradient_compression, **meter.figures}), flush=True)
 

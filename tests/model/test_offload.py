@@ -24,7 +24,7 @@ from lockstep.model.parallelize import check_devices
 from lockstep.model.pipeline.stages import SharedParameter
 from lockstep.plan import Plan
 from lockstep.testing.pool import WorkerPool
-from lockstep.training import precision
+from lockstep.training.optim import gradient_norm
 from lockstep.training.reducers.fsdp_exchange import OrderedScatter
 from lockstep.training.reducers.tied_gradients import TiedGradients
 
@@ -59,7 +59,7 @@ def train_offloaded(plan: str, run_dir: str) -> tuple[str, int]:
         return moved
 
     with (
-        patch("lockstep.session.check_devices"),
+        patch("lockstep.opening.check_devices"),
         patch("lockstep.model.shard.CPUOffloadPolicy", unpinned),
         patch.object(Tensor, "to", copied),
     ):
@@ -90,10 +90,10 @@ def test_the_norm_is_exchanged_on_the_device_and_clips_on_the_cpu(monkeypatch: p
     with SecondDevice():
         # A gradient's shape is that of the whole, its part that of the shard.
         whole = [SimpleNamespace(shape=(2 * len(part), *part.shape[1:]), _local_tensor=part) for part in gradients]
-        norm: Any = precision.Norm(mesh, bitwise=bitwise).of(whole)  # type: ignore[arg-type]
+        norm: Any = gradient_norm.GradientNorm(mesh, bitwise=bitwise).of(whole)  # type: ignore[arg-type]
         assert isinstance(norm, There)
         assert norm.item() == pytest.approx(13.0 * 2**0.5)
-        precision.clip(gradients, norm, 13.0)
+        gradient_norm.clip(gradients, norm, 13.0)
     assert torch.cat([part.flatten() for part in gradients]).tolist() == pytest.approx([3 / 2**0.5, 4 / 2**0.5, 12 / 2**0.5])
 
 

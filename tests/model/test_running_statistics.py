@@ -271,7 +271,7 @@ def test_a_parameter_that_changes_otherwise_than_by_a_step_is_refused_on_all_ran
 
 def test_a_reentrant_checkpoint_is_refused_where_gradients_are_sent_amid_the_backward(pool: WorkerPool, tmp_path: Any) -> None:
     for text, _ in pool.run(2, attempt, str(tmp_path / "run"), Reentrant, "fast,transport=torch"):
-        assert text.endswith("give torch.utils.checkpoint.checkpoint use_reentrant=False")
+        assert text.endswith("pass use_reentrant=False to torch.utils.checkpoint.checkpoint")
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])

@@ -219,9 +219,13 @@ def test_the_cases_are_what_they_are_called() -> None:
 def told(model: str, plan: str, microbatch: int, run_dir: str) -> list[Any]:
     """What the events say of BatchNorm, over two rounds of training."""
     layer = {"plain": nn.BatchNorm1d, "synchronised": nn.SyncBatchNorm, "none": nn.Identity}[model]
-    with ls.Session(run_dir=run_dir, plan=plan) as session:
-        found: list[Any] = []
-        session.on_event(lambda event: found.append((event.name, event.details)))
+    found: list[Any] = []
+
+    class Noted(ls.Hook):
+        def on_event(self, run: Any, event: Any) -> None:
+            found.append((event.name, event.details))
+
+    with ls.Session(run_dir=run_dir, plan=plan, hooks=[Noted()]) as session:
         network, _ = session.prepare(lambda: nn.Sequential(nn.Linear(FEATURES, 4), layer(4), nn.Linear(4, OUTPUTS)), sgd)
         for _ in range(2):
             for step in session.steps(rows(SAMPLES), global_batch=12, microbatch=microbatch, steps=2):

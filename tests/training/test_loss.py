@@ -378,11 +378,17 @@ def no_weights(batch: Batch) -> dict[str, float]:
         ),
         (
             {"loss": two_terms, "weight": weights_that_change},
-            r"^after step 0, microbatch \d: the weight has terms \['near'.*\] and had \['near'.*\] before; it must have the same terms for every",
+            (
+                r"^after step 0, microbatch \d: the weight has terms \['near'.*\] and had \['near'.*\] before; it "
+                r"must have the same terms for every"
+            ),
         ),
         (
             {"loss": two_terms, "weight": no_weights},
-            r"^after step 0: the weights of term 'size' add up to 0 over the whole global batch; the loss is divided by their sum; check the",
+            (
+                r"^after step 0: the weights of term 'size' add up to 0 over the whole global batch; the loss is "
+                r"divided by their sum; check the"
+            ),
         ),
     ],
 )

@@ -81,22 +81,18 @@ class Moments(ls.Hook):
         self.note("on_end", run)
 
 
-def in_train(run_dir: str) -> Moments:
-    moments = Moments()
+def in_train(run_dir: str, *hooks: ls.Hook) -> None:
     given = recipe(steps=3, clip_norm=CLIP_NORM, optimizer=sgd, evaluation=ls.Evaluation(data=rows(5), every=2))
-    ls.train(given, run_dir=run_dir, hooks=[moments], log_every=2)
-    return moments
+    ls.train(given, run_dir=run_dir, hooks=hooks, log_every=2)
 
 
-def in_a_loop(run_dir: str) -> Moments:
-    moments = Moments()
-    with ls.Session(run_dir=run_dir, hooks=[moments]) as session:
+def in_a_loop(run_dir: str, *hooks: ls.Hook) -> None:
+    with ls.Session(run_dir=run_dir, hooks=hooks) as session:
         model, optimizer = session.prepare(network, sgd)
         for step in session.steps(rows(48), global_batch=16, microbatch=4, steps=3):
             for batch in step.microbatches():
                 step.backward(squared_error(model, batch))
             step.commit(optimizer, clip_norm=CLIP_NORM)
-    return moments
 
 
 STEP = ["before_step {0}", "after_backward {0}", "after_step {1}"]
@@ -125,7 +121,8 @@ def test_the_moments_of_a_run(pool: WorkerPool, tmp_path: Path, world_size: int,
 
 
 def seen_of(train: Any, run_dir: str) -> tuple[list[str], list[float]]:
-    moments = train(run_dir)
+    moments = Moments()
+    train(run_dir, moments)
     return moments.seen, moments.gradient_errors
 
 
@@ -150,19 +147,10 @@ class Fails(ls.Hook):
         self.fail("after_step", run)
 
 
-def fail(moment: str, run_dir: str, in_session: bool) -> tuple[list[str], bool]:
+def fail(moment: str, train: Any, run_dir: str) -> tuple[list[str], bool]:
     moments, error = Moments(), Preempted("asked to") if moment == "preempted" else ValueError("on purpose")
-    hooks = [moments, Fails("before_step" if moment == "preempted" else moment, error)]
     with pytest.raises((ValueError, Preempted)):
-        if in_session:
-            with ls.Session(run_dir=run_dir, hooks=hooks) as session:
-                model, optimizer = session.prepare(network, sgd)
-                for step in session.steps(rows(48), global_batch=16, microbatch=4, steps=3):
-                    for batch in step.microbatches():
-                        step.backward(squared_error(model, batch))
-                    step.commit(optimizer)
-        else:
-            ls.train(recipe(steps=3, optimizer=sgd), run_dir=run_dir, hooks=hooks)
+        train(run_dir, moments, Fails("before_step" if moment == "preempted" else moment, error))
     return moments.seen, moments.errors in ([error], [])
 
 
@@ -174,11 +162,11 @@ FAILED = {
 }
 
 
-@pytest.mark.parametrize("in_session", [False, True], ids=["train", "session"])
+@pytest.mark.parametrize("train", [in_train, in_a_loop], ids=["train", "session"])
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("moment", FAILED)
-def test_the_moments_of_a_run_that_fails(pool: WorkerPool, tmp_path: Path, moment: str, world_size: int, in_session: bool) -> None:
-    for seen, is_the_error in pool.run(world_size, fail, moment, str(tmp_path / "run"), in_session):
+def test_the_moments_of_a_run_that_fails(pool: WorkerPool, tmp_path: Path, moment: str, world_size: int, train: Any) -> None:
+    for seen, is_the_error in pool.run(world_size, fail, moment, train, str(tmp_path / "run")):
         assert seen == [*BEGIN, *steps(1), *FAILED[moment]]
         assert is_the_error
 

@@ -280,12 +280,18 @@ MISUSES: dict[str, tuple[Callable[[ls.Session, Any, Any], None], str]] = {
     ),
     "a missing backward": (
         a_missing_backward,
-        "LossError: after step 0: commit without a backward for microbatches [1] of this rank; call step.backward once for each microbatch; for",
+        (
+            "LossError: after step 0: commit without a backward for microbatches [1] of this rank; call "
+            "step.backward once for each microbatch; for"
+        ),
     ),
     "no backward": (no_backward, "LossError: after step 0: commit without a backward for microbatches [0, 1] of this rank"),
     "a missing commit": (
         a_missing_commit,
-        "LossError: after step 0: the step ended with 0 of 1 prepared models committed; call step.commit(optimizer) for each on every rank, in every step",
+        (
+            "LossError: after step 0: the step ended with 0 of 1 prepared models committed; call "
+            "step.commit(optimizer) for each on every rank, in every step"
+        ),
     ),
     "a second commit": (a_second_commit, "LossError: after step 0: a second commit for one model; each has one commit a step"),
     "a backward outside": (
@@ -294,7 +300,10 @@ MISUSES: dict[str, tuple[Callable[[ls.Session, Any, Any], None], str]] = {
     ),
     "an optimizer of its own": (
         an_optimizer_of_its_own,
-        "LossError: after step 0: an optimizer (AdamW) that this session did not prepare, with 1 models prepared; name one that session.prepare",
+        (
+            "LossError: after step 0: an optimizer (AdamW) that this session did not prepare, with 1 models "
+            "prepared; name one that session.prepare"
+        ),
     ),
     "no optimizer where there are two": (
         no_optimizer_where_there_are_two,
@@ -302,7 +311,10 @@ MISUSES: dict[str, tuple[Callable[[ls.Session, Any, Any], None], str]] = {
     ),
     "two pairs at once": (
         two_pairs_at_once,
-        "LossError: after step 0: backward for a second model before the first one's commit; run through step.microbatches() and commit for one",
+        (
+            "LossError: after step 0: backward for a second model before the first one's commit; run through "
+            "step.microbatches() and commit for one"
+        ),
     ),
     "one of two commits": (one_of_two_commits, "LossError: after step 0: the step ended with 1 of 2 prepared models committed"),
     "a clip norm of nothing": (a_clip_norm_of_nothing, "RecipeError: clip_norm=0.0; a norm to clip at is positive and finite"),

@@ -146,7 +146,8 @@ def test_a_loss_that_is_not_finite_is_named_on_all_ranks_and_changes_nothing(
     owner = next(rank for rank in range(world_size) if BAD_MICROBATCH in contiguous_range(GLOBAL_BATCH // MICROBATCH, rank, world_size))
     for text, unchanged, steps in pool.run(world_size, fail, str(tmp_path / "run"), numerics, changes):
         assert text.startswith(
-            f"after step {BAD_STEP}: the loss is {value} in microbatch {BAD_MICROBATCH}, computed by rank {owner} from samples {BAD_SAMPLES}; "
+            f"after step {BAD_STEP}: the loss is {value} in microbatch {BAD_MICROBATCH}, computed by rank {owner} "
+            f"from samples {BAD_SAMPLES}; "
             "a step needs a finite loss; the model was not changed by this step: look at those samples"
         )
         assert unchanged
@@ -173,7 +174,8 @@ def test_a_weight_that_counts_nothing_is_named_and_changes_nothing(pool: WorkerP
     changes = {"data": rows(SAMPLES), "loss": with_a_weight_of(value)}
     for text, unchanged, steps in pool.run(2, fail, str(tmp_path / "run"), "fast", changes):
         assert text == (
-            f"after step {BAD_STEP}: the weight of microbatch {BAD_MICROBATCH} is {value}; a weight counts what was summed and is finite and "
+            f"after step {BAD_STEP}: the weight of microbatch {BAD_MICROBATCH} is {value}; a weight counts what "
+            "was summed and is finite and "
             "not negative"
         )
         assert unchanged

@@ -56,7 +56,8 @@ class Metrics(ControlHook):
             if module.overflows >= _OVERFLOWS_TO_REPORT and module not in self._reported:
                 self._reported.append(module)
                 run.context.recorder.message(
-                    f"warning: {module.overflows} steps in a row were skipped, because the fp16 gradient overflowed even at a loss scale of "
+                    f"warning: {module.overflows} steps in a row were skipped, because the fp16 gradient overflowed even "
+                    "at a loss scale of "
                     f"{module.overflowed_at:g}; if it falls below 1, the run ends"
                 )
 

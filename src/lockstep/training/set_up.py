@@ -91,13 +91,15 @@ def check_compression_fits(plan: Plan, gradient_compression: str) -> None:
         return
     if plan.numerics == "bitwise":
         raise RecipeError(
-            f"gradient_compression={gradient_compression!r} with numerics=bitwise; each process rounds what it sends, so that their number shows in the bits; take "
+            f"gradient_compression={gradient_compression!r} with numerics=bitwise; each process rounds what it "
+            "sends, so that their number shows in the bits; take "
             "gradient_compression='none', or numerics=fast"
         )
     for axis in ("shard", "tensor", "pipeline", "split"):
         if getattr(plan, axis) != 1:
             raise RecipeError(
-                f"gradient_compression={gradient_compression!r} with {axis}={getattr(plan, axis)}; only whole replicas send their gradients in fewer bytes; take a plan of "
+                f"gradient_compression={gradient_compression!r} with {axis}={getattr(plan, axis)}; only whole "
+                "replicas send their gradients in fewer bytes; take a plan of "
                 "replicate alone, or gradient_compression='none'"
             )
 

@@ -1,4 +1,4 @@
-"""Gradients of replicas in fewer bytes, as `Recipe.gradient_compression` asks for it: communication hooks for DDP, and what they keep between steps.
+"""Gradient compression between replicas: communication hooks for DDP, and the state that they keep between steps.
 
 (No `from __future__ import annotations` here: DDP looks at its hooks' annotations, and wants classes.)
 """
@@ -264,13 +264,17 @@ class _Matrices:
 def compression_for(
     gradient_compression: str, world: World, parameters: Sequence[nn.Parameter], names: Sequence[str]
 ) -> Compression | None:
-    """What `gradient_compression`, as in `Recipe`, asks for; None where gradients are sent as they are, or to nobody. Raises `RecipeError`."""
+    """The compression that `gradient_compression`, as in `Recipe`, names; None if gradients are sent as they are, or to no other rank.
+
+    Raises `RecipeError`.
+    """
     if gradient_compression == "none":
         return None
     for name, parameter in zip(names, parameters, strict=True):
         if parameter.dtype is not torch.float32:
             raise RecipeError(
-                f"gradient_compression={gradient_compression!r} with the parameter {name!r} of {parameter.dtype}; what is sent in fewer bytes is a gradient of float32; "
+                f"gradient_compression={gradient_compression!r} with the parameter {name!r} of {parameter.dtype}; "
+                "what is sent in fewer bytes is a gradient of float32; "
                 "make the model float32 (precision='bf16' computes in bf16 all the same), or leave gradient_compression='none'"
             )
     if world.size == 1:
