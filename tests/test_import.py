@@ -14,7 +14,7 @@ from lockstep.base.errors import USER_ERROR_STATUS
 
 ROOT = Path(__file__).parent.parent
 HEAVY = ("torch", "numpy", "rich", "safetensors", "psutil")
-PURE = ("base.errors", "base.events", "base.units", "keys", "recipe", "plan", "schedule", "assignment", "tree", "order")
+PURE = ("base.errors", "base.events", "keys", "recipe", "plan", "schedule", "assignment", "tree", "order")
 
 
 def modules_after(code: str) -> set[str]:
