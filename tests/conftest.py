@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
@@ -15,6 +14,7 @@ from typing import Any
 import hypothesis
 import psutil
 import pytest
+import torch
 from processes import let_signals_end_what_tests_start
 
 from lockstep.testing import leaks
@@ -39,6 +39,9 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(config.stash[FOLDER], "torchinductor")
     os.mkdir(os.environ["TORCHINDUCTOR_CACHE_DIR"])
     os.environ["XDG_CACHE_HOME"] = os.path.join(config.stash[FOLDER], "cache")
+    # Threads that spin while they wait for each other take the cores from the other processes: on two busy cores, 4 times as long.
+    torch.set_num_threads(1)
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     hypothesis.settings.register_profile("lockstep", deadline=None)  # how long an example takes says how busy the machine is
     hypothesis.settings.load_profile("lockstep")
 
@@ -66,7 +69,7 @@ def pool() -> Iterator[WorkerPool]:
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that passed and left a process, thread, port, descriptor, variable or file behind."""
-    if "torch" in sys.modules and not request.session.stash.get(WARM, False):
+    if not request.session.stash.get(WARM, False):
         loopback_store()  # libuv keeps the pipe that it opens here for the life of the process
         request.session.stash[WARM] = True
     before = leaks.take(exempt=_exempt())

@@ -20,6 +20,8 @@ import pytest
 from doctor.network import Network, network
 from processes import started
 
+from lockstep.testing import leaks
+
 LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 SCRIPT = str(Path(__file__).parent.parent / "scripts" / "elastic.py")
 ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
@@ -44,7 +46,7 @@ def events(run: Path, *names: str) -> list[dict[str, Any]]:
 def test_a_run_that_loses_a_worker_goes_on_from_what_a_survivor_had(
     tmp_path: Path, nproc: int, rank: int, step: int, undisturbed: str
 ) -> None:
-    shared = set(os.listdir("/dev/shm"))
+    before = leaks.take(["shared-memory"])
     line = [LOCKSTEP, "run", "--nproc", str(nproc), "--max-restarts", "1", SCRIPT, "0", str(rank), str(step)]
     ended = subprocess.run(line, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
@@ -58,7 +60,7 @@ def test_a_run_that_loses_a_worker_goes_on_from_what_a_survivor_had(
     # Newer than any of every fifth step, and saved by one that lived.
     assert resumed["checkpoint"].startswith(f"step-{step:08}")
     assert [event["checkpoint"] for event in events(run, "rescued")] == ([resumed["checkpoint"]] if rank != 0 else [])
-    assert set(os.listdir("/dev/shm")) <= shared
+    assert leaks.remaining(before) == []
 
 
 def test_a_run_that_was_asked_to_end_is_not_started_again(tmp_path: Path) -> None:
