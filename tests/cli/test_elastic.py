@@ -103,6 +103,11 @@ def wait_for(condition: Callable[[], bool], seconds: float = 45) -> None:
         time.sleep(0.1)
 
 
+def wait_until_it_keeps_the_rendezvous(first: subprocess.Popen[str]) -> None:
+    assert first.stderr is not None
+    assert "waits at" in first.stderr.readline()
+
+
 def steps(folder: Path) -> int:
     """Done, as far as the scripts of the agents in this folder have printed."""
     return max((int(found) for path in folder.glob("output-*") for found in re.findall(r"did (\d+)", path.read_text())), default=0)
@@ -196,7 +201,7 @@ def test_without_the_machine_that_keeps_the_rendezvous_the_others_end_and_the_sa
 ) -> None:
     run = tmp_path / "run"
     keeper = agent(nnodes="2")
-    time.sleep(0.5)
+    wait_until_it_keeps_the_rendezvous(keeper)
     other = agent(nnodes="2")
     wait_for(lambda: steps(tmp_path) >= 7)
     keeper.send_signal(signal.SIGKILL)
@@ -221,7 +226,7 @@ def test_without_the_machine_that_keeps_the_rendezvous_the_others_end_and_the_sa
 def test_a_machine_that_is_asked_to_end_saves_and_ends_with_all_others(tmp_path: Path, agent: Agents, asked: int) -> None:
     run = tmp_path / "run"
     both = [agent(nnodes="2")]
-    time.sleep(0.5)
+    wait_until_it_keeps_the_rendezvous(both[0])
     both.append(agent(nnodes="2"))
     wait_for(lambda: steps(tmp_path) >= 3)
     both[asked].send_signal(signal.SIGTERM)
