@@ -30,6 +30,7 @@ from typing import Any
 import psutil
 
 from lockstep.base.errors import USER_ERROR_STATUS
+from lockstep.testing import leaks
 
 SCRIPT = Path(__file__).parent / "scripts" / "chaos.py"
 PLANS = {"replicate=2": 2, "replicate=3": 3, "replicate=4": 4, "shard=2": 2, "shard=3": 3, "shard=4": 4, "replicate=2,shard=2": 4}
@@ -204,7 +205,7 @@ def one(seed: int, right: str, folder: Path) -> Chaos:
     chaos = Chaos(seed, folder, victim=drawn.choice(VICTIMS))
     for name in ("seen", "tmp"):
         (folder / name).mkdir(parents=True)
-    before = set(os.listdir("/dev/shm"))
+    before = leaks.take(["shared-memory"])
     launcher = chaos.start(drawn.choice(list(PLANS)), drawn.randint(5, 20))
     while not chaos.hit(launcher, drawn):  # it has ended before the moment came
         shutil.rmtree(chaos.run_dir)
@@ -229,7 +230,7 @@ def one(seed: int, right: str, folder: Path) -> Chaos:
             chaos.wrong.append(f"the start under {chaos.plans[-1]} ended with status {status}")
             break
         launcher = chaos.start(drawn.choice([*PLANS, *ALONE]), drawn.randint(5, 20))
-    chaos.wrong += [f"shared memory left: {name}" for name in set(os.listdir("/dev/shm")) - before]
+    chaos.wrong += [f"left behind: {found}" for found in leaks.remaining(before)]
     return chaos
 
 

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
+import signal
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
+from types import FrameType
+from typing import Any
 
 import hypothesis
+import psutil
 import pytest
+import torch
 from processes import let_signals_end_what_tests_start
 
 from lockstep.testing import leaks
@@ -34,6 +39,9 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(config.stash[FOLDER], "torchinductor")
     os.mkdir(os.environ["TORCHINDUCTOR_CACHE_DIR"])
     os.environ["XDG_CACHE_HOME"] = os.path.join(config.stash[FOLDER], "cache")
+    # Threads that spin while they wait for each other take the cores from the other processes: on two busy cores, 4 times as long.
+    torch.set_num_threads(1)
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     hypothesis.settings.register_profile("lockstep", deadline=None)  # how long an example takes says how busy the machine is
     hypothesis.settings.load_profile("lockstep")
 
@@ -61,13 +69,49 @@ def pool() -> Iterator[WorkerPool]:
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that passed and left a process, thread, port, descriptor, variable or file behind."""
-    if "torch" in sys.modules and not request.session.stash.get(WARM, False):
+    if not request.session.stash.get(WARM, False):
         loopback_store()  # libuv keeps the pipe that it opens here for the life of the process
         request.session.stash[WARM] = True
     before = leaks.take(exempt=_exempt())
     yield
     if request.node.stash.get(PASSED, False) and (found := leaks.remaining(before, exempt=_exempt())):
         pytest.fail("the test left behind:\n  " + "\n  ".join(found), pytrace=False)
+
+
+@pytest.hookimpl(wrapper=True, optionalhook=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> Iterator[Any]:
+    """Let a test that times out kill what it started, so that nothing, such as `Popen.__exit__`, waits for that without end."""
+    result = yield
+    fail = signal.getsignal(signal.SIGALRM)
+
+    def kill_and_fail(number: int, frame: FrameType | None) -> None:
+        for child in _started():
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+        if callable(fail):
+            fail(number, frame)
+
+    if settings.method == "signal":
+        signal.signal(signal.SIGALRM, kill_and_fail)
+    return result
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """Kill what a worker of pytest-xdist leaves behind when it crashes, or is ended by `faulthandler_timeout`."""
+    if error is None:
+        return
+    mine = {"PYTEST_XDIST_WORKER": node.gateway.id, "PYTEST_XDIST_TESTRUNUID": node.workerinput["testrunuid"]}
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().items() >= mine.items():
+                process.kill()
+
+
+def _started() -> list[psutil.Process]:
+    """The descendants of this process, without those of the pool."""
+    children = [child for child in psutil.Process().children() if child.pid not in _exempt().processes]
+    return [process for child in children for process in (*child.children(recursive=True), child)]
 
 
 def _exempt() -> leaks.Exempt:

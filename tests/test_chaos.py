@@ -6,6 +6,7 @@ import chaos
 import pytest
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_runs_that_are_killed_go_on_to_the_same_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert chaos.main(["--runs", "1", "--folder", str(tmp_path)]) == 0, capsys.readouterr().out

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from textwrap import dedent
 
@@ -44,3 +46,43 @@ def test_a_command_does_not_outlive_a_test_that_fails() -> None:
         fails()
     _, alive = psutil.wait_procs(children, timeout=10)
     assert not alive
+
+
+TESTS_THAT_HANG = """
+import pathlib, signal, subprocess, sys, time
+
+def start(name):
+    command = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True)
+    pathlib.Path(__file__).with_name(name).write_text(str(command.pid))
+    return command
+
+def test_waits_for_what_it_started():
+    with start("waits"):
+        pass
+
+def test_is_where_no_signal_reaches_it():
+    command = start("deaf")
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
+    time.sleep(1000)
+
+def test_right():
+    pass
+"""
+
+
+def test_a_test_that_times_out_kills_what_it_started_and_lets_the_next_run(tmp_path: Path) -> None:
+    for name in ("conftest.py", "processes.py"):
+        (tmp_path / name).write_text((Path(__file__).parent / name).read_text())
+    (tmp_path / "test_it.py").write_text(TESTS_THAT_HANG)
+    limits = ["timeout=1", "timeout_method=signal", "faulthandler_timeout=4", "faulthandler_exit_on_timeout=true"]
+    options = ["-q", "-p", "no:randomly", "-p", "no:cacheprovider", "-n", "1", "-c", os.devnull]
+    command = [sys.executable, "-m", "pytest", *options, *(word for limit in limits for word in ("-o", limit)), str(tmp_path)]
+    with started(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path) as session:
+        assert session.stdout is not None
+        output = session.stdout.read()
+    assert "2 failed, 1 passed" in output, output
+    assert "Timeout (>1.0s)" in output
+    assert "worker 'gw0' crashed while running 'test_it.py::test_is_where_no_signal_reaches_it'" in output
+    for name in ("waits", "deaf"):
+        with suppress(psutil.NoSuchProcess):
+            psutil.Process(int((tmp_path / name).read_text())).wait(timeout=10)

@@ -20,6 +20,8 @@ import pytest
 from doctor.network import Network, network
 from processes import started
 
+from lockstep.testing import leaks
+
 LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 SCRIPT = str(Path(__file__).parent.parent / "scripts" / "elastic.py")
 ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
@@ -44,7 +46,7 @@ def events(run: Path, *names: str) -> list[dict[str, Any]]:
 def test_a_run_that_loses_a_worker_goes_on_from_what_a_survivor_had(
     tmp_path: Path, nproc: int, rank: int, step: int, undisturbed: str
 ) -> None:
-    shared = set(os.listdir("/dev/shm"))
+    before = leaks.take(["shared-memory"])
     line = [LOCKSTEP, "run", "--nproc", str(nproc), "--max-restarts", "1", SCRIPT, "0", str(rank), str(step)]
     ended = subprocess.run(line, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
@@ -58,7 +60,7 @@ def test_a_run_that_loses_a_worker_goes_on_from_what_a_survivor_had(
     # Newer than any of every fifth step, and saved by one that lived.
     assert resumed["checkpoint"].startswith(f"step-{step:08}")
     assert [event["checkpoint"] for event in events(run, "rescued")] == ([resumed["checkpoint"]] if rank != 0 else [])
-    assert set(os.listdir("/dev/shm")) <= shared
+    assert leaks.remaining(before) == []
 
 
 def test_a_run_that_was_asked_to_end_is_not_started_again(tmp_path: Path) -> None:
@@ -99,6 +101,11 @@ def wait_for(condition: Callable[[], bool], seconds: float = 45) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.1)
+
+
+def wait_until_it_keeps_the_rendezvous(first: subprocess.Popen[str]) -> None:
+    assert first.stderr is not None
+    assert "waits at" in first.stderr.readline()
 
 
 def steps(folder: Path) -> int:
@@ -194,7 +201,7 @@ def test_without_the_machine_that_keeps_the_rendezvous_the_others_end_and_the_sa
 ) -> None:
     run = tmp_path / "run"
     keeper = agent(nnodes="2")
-    time.sleep(0.5)
+    wait_until_it_keeps_the_rendezvous(keeper)
     other = agent(nnodes="2")
     wait_for(lambda: steps(tmp_path) >= 7)
     keeper.send_signal(signal.SIGKILL)
@@ -219,7 +226,7 @@ def test_without_the_machine_that_keeps_the_rendezvous_the_others_end_and_the_sa
 def test_a_machine_that_is_asked_to_end_saves_and_ends_with_all_others(tmp_path: Path, agent: Agents, asked: int) -> None:
     run = tmp_path / "run"
     both = [agent(nnodes="2")]
-    time.sleep(0.5)
+    wait_until_it_keeps_the_rendezvous(both[0])
     both.append(agent(nnodes="2"))
     wait_for(lambda: steps(tmp_path) >= 3)
     both[asked].send_signal(signal.SIGTERM)

@@ -58,7 +58,7 @@ def worker(launcher: int, rank: int) -> int:
     ("target", "number", "before", "after"),
     [
         (None, signal.SIGTERM, "replicate=2", "shard=2"),
-        (1, signal.SIGUSR1, "shard=2", "replicate=1"),
+        pytest.param(1, signal.SIGUSR1, "shard=2", "replicate=1", marks=pytest.mark.slow),
         pytest.param(0, signal.SIGTERM, "replicate=2", "replicate=2", marks=pytest.mark.slow),
         pytest.param(None, signal.SIGUSR1, "replicate=2,shard=2", "replicate=2", marks=pytest.mark.slow),
         pytest.param(3, signal.SIGTERM, "shard=4", "replicate=4", marks=pytest.mark.slow),

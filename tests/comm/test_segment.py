@@ -30,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.comm import segment
 from lockstep.comm.segment import ExchangeError, PeerStopped, Unavailable
 from lockstep.comm.shared_memory import SharedMemoryGroup
+from lockstep.testing import leaks
 from lockstep.testing.pool import WorkerPool
 from lockstep.testing.worker import loopback_store
 
@@ -132,7 +133,7 @@ def losing(path: str, operation: str, lost: int, number: int) -> list[Any]:
 
 @pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all"])
 def test_a_killed_rank_is_named_on_all_others_within_a_second(pool: WorkerPool, tmp_path: Path, operation: str) -> None:
-    before = os.listdir("/dev/shm")
+    before = leaks.take(["shared-memory"])
     lost, number = random.randrange(3), random.randrange(12)
     [found] = pool.run(1, losing, str(tmp_path), operation, lost, number)
     assert found.pop(lost) == -signal.SIGKILL
@@ -140,7 +141,7 @@ def test_a_killed_rank_is_named_on_all_others_within_a_second(pool: WorkerPool, 
         assert (kind, ranks) == ("PeerDied", (lost,)), text
         assert f"for rank {lost}: its process ended" in text
         assert seconds < 1 + DEATH_GRACE_SECONDS
-    assert set(os.listdir("/dev/shm")) <= set(before)
+    assert leaks.remaining(before) == []
 
 
 def sum_bucket(group: SharedMemoryGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -183,10 +184,10 @@ def die_while_it_is_made(point: str, rank: int) -> str:
 
 @pytest.mark.parametrize("point", ["_facts", "_open"])
 def test_nothing_is_left_where_ranks_are_killed_while_it_is_made(pool: WorkerPool, tmp_path: Path, point: str) -> None:
-    before = os.listdir("/dev/shm")
+    before = leaks.take(["shared-memory"])
     [found] = pool.run(1, forked, str(tmp_path), 2, partial(die_while_it_is_made, point))
     assert found == [-signal.SIGKILL] * 2
-    assert set(os.listdir("/dev/shm")) <= set(before)
+    assert leaks.remaining(before) == []
 
 
 def hang() -> Caught | None:

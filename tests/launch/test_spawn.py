@@ -174,7 +174,7 @@ def test_a_fork_is_refused_once_cuda_is_in_use(monkeypatch: pytest.MonkeyPatch) 
         pass
 
     main.__module__ = "__main__"
-    monkeypatch.setattr(module.sys.modules["__main__"], "__file__", "<stdin>")
+    monkeypatch.setattr(module.sys.modules["__main__"], "__file__", "<stdin>", raising=False)
     assert module._start_method(main) == "fork"
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(LaunchError, match=r"a fork cannot use CUDA after that; restart and call ls.spawn before anything touches a GPU"):
