@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from lockstep.base.files import sync
+
 MANIFEST = "manifest.json"
 PAGE_BYTES = 4096
 READ_BYTES = 1 << 20
@@ -157,9 +159,9 @@ class Folder:
 
     def commit(self, name: Name, manifest: bytes) -> None:
         self.write(name, MANIFEST, [manifest])
-        _sync(self._hidden(name))
+        sync(self._hidden(name))
         os.rename(self._hidden(name), self.path / str(name))
-        _sync(self.path)
+        sync(self.path)
 
     def size(self, name: Name, file: str) -> int:
         return (self.path / str(name) / file).stat().st_size
@@ -185,7 +187,7 @@ class Folder:
     def delete(self, name: Name) -> None:
         hidden = self.path / f".{name}.deleted"
         os.rename(self.path / str(name), hidden)
-        _sync(self.path)
+        sync(self.path)
         shutil.rmtree(hidden)
 
     def _hidden(self, name: Name) -> Path:
@@ -205,11 +207,3 @@ def _write_some(opened: int, data: memoryview) -> int:
         finally:
             fcntl.fcntl(opened, fcntl.F_SETFL, flags)
     return os.write(opened, data)
-
-
-def _sync(folder: Path) -> None:
-    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
 import click
 
 from lockstep.base.errors import CheckpointError
+from lockstep.base.files import replace_atomically
 from lockstep.checkpoint.file_layout import Image
 from lockstep.checkpoint.manifest import Damaged, Unreachable, Unreadable
 from lockstep.checkpoint.pieces import Piece
@@ -109,20 +109,15 @@ def _write(model: Model, path: Path) -> tuple[int, int]:
     """Write the file atomically. Returns the number of tensors, and of bytes."""
     pieces = [Piece(name, dtype, shape, (0,) * len(shape), shape) for name, (dtype, shape) in model.kinds.items()]
     image = Image(pieces)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        with partial.open("xb") as file:
-            file.write(image.header)
-            for piece in sorted(pieces, key=image.span):
-                file.write(model.read(piece.name))
-            file.flush()
-            os.fsync(file.fileno())
-        _check_out(path)
-        partial.rename(path)
+        with replace_atomically(path) as temporary:
+            with temporary.open("wb") as file:
+                file.write(image.header)
+                for piece in sorted(pieces, key=image.span):
+                    file.write(model.read(piece.name))
+            _check_out(path)
     except OSError as error:
         raise CheckpointError(f"cannot write {path}: {error.strerror}; make room, or name another place") from error
     except (Damaged, Unreachable) as error:
         raise CheckpointError(f"the checkpoint has changed while it was read: {error}; export another") from error
-    finally:
-        partial.unlink(missing_ok=True)
     return len(pieces), image.bytes
