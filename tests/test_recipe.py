@@ -114,7 +114,7 @@ class Shapeless:
         (
             evaluation,
             {"metrics": {"loss": ls.Mean(nothing)}},
-            "Evaluation.metrics has a metric named 'loss'; that name is the recipe's own",
+            "Evaluation.metrics has a metric named 'loss'; that name belongs to the recipe's loss",
         ),
         (
             evaluation,
@@ -158,7 +158,7 @@ def test_data_that_are_no_dataset_are_refused_when_the_recipe_is_made(make: Call
 
 
 def test_a_metric_of_another_kind_is_told_which_kinds_there_are() -> None:
-    with pytest.raises(RecipeError, match=r"a metric is ls\.Mean\(values\) where it adds up over samples \(accuracy\), or ls\.Gathered\("):
+    with pytest.raises(RecipeError, match=r"a metric is ls\.Mean\(values\) if it is a mean over samples \(accuracy\), or ls\.Gathered\("):
         evaluation(metrics={"accuracy": 0.9})
 
 
