@@ -54,10 +54,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lockstep as ls
 from lockstep.checkpoint.block_hashes import BLOCK_BYTES
-from lockstep.checkpoint.folder import Folder
-from lockstep.checkpoint.load import Reader
-from lockstep.checkpoint.pieces import Piece, dealt, pieces_of
+from lockstep.checkpoint.load import CheckpointReader
 from lockstep.checkpoint.saver import Saver
+from lockstep.checkpoint.storage import FolderStorage
+from lockstep.checkpoint.tensor_shards import TensorShard, assign_writes, local_shards
 from lockstep.comm.world import World, join
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
@@ -166,8 +166,8 @@ def seconds(call: Callable[[], object]) -> float:
 
 def plain_copy(world: World, state: Mapping[str, Tensor]) -> Callable[[], None]:
     """Copies what this rank of lockstep copies."""
-    everyone = world.gather_values([piece.say() for piece in pieces_of(state).values()])
-    mine = dealt([[Piece.read(said) for said in pieces] for pieces in everyone])[world.rank]
+    everyone = world.gather_values([piece.to_json() for piece in local_shards(state).values()])
+    mine = assign_writes([[TensorShard.from_json(said) for said in pieces] for pieces in everyone])[world.rank]
     targets = {piece.name: torch.zeros_like(state[piece.name]) for piece in mine}
 
     def copy() -> None:
@@ -285,11 +285,11 @@ def measure_loading(folder: str, layers: int, width: int, rounds: int) -> dict[s
     saver.poll(WAIT_SECONDS)
     saver.close()
     dist.barrier()
-    (name,) = Folder(Path(folder)).names()
+    (name,) = FolderStorage(Path(folder)).names()
     files = sorted((Path(folder) / str(name)).glob("*.safetensors"))
     room = memoryview(bytearray(sum(path.stat().st_size for path in files)))
     sides: dict[str, Callable[[], object]] = {
-        "lockstep": lambda: Reader(Folder(Path(folder)), name).fill(state, world),
+        "lockstep": lambda: CheckpointReader(FolderStorage(Path(folder)), name).load_into(state, world),
         INTO_MEMORY: lambda: read_and_hash(files, room),
         THROUGH_A_BUFFER: lambda: read_and_hash(files, None),
     }
@@ -316,15 +316,15 @@ def read_and_hash(files: Sequence[Path], room: memoryview | None) -> None:
 
     def work(share: int) -> None:
         buffer = memoryview(bytearray(BLOCK_BYTES))
-        for path, start, length, place in places[share :: Folder.readers]:
+        for path, start, length, place in places[share :: FolderStorage.readers]:
             part = buffer[:length] if room is None else room[place : place + length]
             with open(path, "rb", buffering=0) as opened:
                 opened.seek(start)
                 opened.readinto(part)
             blake3(part).digest()
 
-    with ThreadPoolExecutor(Folder.readers) as threads:
-        list(threads.map(work, range(Folder.readers)))
+    with ThreadPoolExecutor(FolderStorage.readers) as threads:
+        list(threads.map(work, range(FolderStorage.readers)))
 
 
 def forget(files: Sequence[Path]) -> None:

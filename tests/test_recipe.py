@@ -52,12 +52,12 @@ class Shapeless:
     [
         (recipe, {"global_batch": 0}, "Recipe.global_batch=0; it counts samples and must be a whole number of at least 1"),
         (recipe, {"weights": 5}, "weights is 5 (a int); it is a path, ls.Weights(path, names=..., missing=...), or None"),
-        (weights, {"path": ""}, "Weights(''); it takes the path of a file, or of a folder of Hugging Face, as text"),
-        (weights, {"missing": "drop"}, "Weights(missing='drop'); it is 'refuse', or 'keep' for the values that the factory gives"),
+        (weights, {"path": ""}, "Weights(''); it takes the path of a file or of a Hugging Face folder as a str"),
+        (weights, {"missing": "drop"}, "Weights(missing='drop'); it is 'refuse', or 'keep' to keep the model's initial values"),
         (weights, {"names": ["a"]}, "Weights(names=['a']); it maps names in the file to names in the model: {'module.*': '*'}"),
-        (weights, {"names": {"a": 1}}, "Weights.names has 'a': 1; a name is text, and None leaves a tensor out"),
-        (weights, {"names": {"a.*": "b"}}, "Weights.names has 'a.*': 'b'; `*` is any text, the same on both sides; write it once on each"),
-        (weights, {"names": {"*.a.*": None}}, "Weights.names has '*.a.*': None; `*` is any text, the same on both sides"),
+        (weights, {"names": {"a": 1}}, "Weights.names has 'a': 1; a name is a str, and None skips a tensor"),
+        (weights, {"names": {"a.*": "b"}}, "Weights.names has 'a.*': 'b'; `*` is the same text on both sides; write it once on each"),
+        (weights, {"names": {"*.a.*": None}}, "Weights.names has '*.a.*': None; `*` is the same text on both sides"),
         (recipe, {"global_batch": -8}, "Recipe.global_batch=-8; it counts samples"),
         (recipe, {"global_batch": 8.0}, "Recipe.global_batch=8.0; it counts samples"),
         (recipe, {"global_batch": True}, "Recipe.global_batch=True; it counts samples"),
@@ -72,11 +72,11 @@ class Shapeless:
         (recipe, {"epochs": 2}, "steps=5 and epochs=2; a recipe has one length; give exactly one of the two"),
         (recipe, {"steps": 0}, "Recipe.steps=0; it counts steps and must be a whole number of at least 1"),
         (recipe, {"steps": None, "epochs": 0}, "Recipe.epochs=0; it counts epochs"),
-        (recipe, {"clip_norm": 0.0}, "clip_norm=0.0; a norm to clip at is positive and finite; None does not clip"),
-        (recipe, {"clip_norm": -1}, "clip_norm=-1; a norm to clip at is positive"),
-        (recipe, {"clip_norm": math.inf}, "clip_norm=inf; a norm to clip at is positive and finite"),
-        (recipe, {"clip_norm": math.nan}, "clip_norm=nan; a norm to clip at is positive and finite"),
-        (recipe, {"clip_norm": "1"}, "clip_norm='1'; a norm to clip at is positive"),
+        (recipe, {"clip_norm": 0.0}, "clip_norm=0.0; a maximum norm is positive and finite; None turns clipping off"),
+        (recipe, {"clip_norm": -1}, "clip_norm=-1; a maximum norm is positive"),
+        (recipe, {"clip_norm": math.inf}, "clip_norm=inf; a maximum norm is positive and finite"),
+        (recipe, {"clip_norm": math.nan}, "clip_norm=nan; a maximum norm is positive and finite"),
+        (recipe, {"clip_norm": "1"}, "clip_norm='1'; a maximum norm is positive"),
         (recipe, {"precision": "fp8"}, "precision='fp8'; known are fp32, bf16, fp16"),
         (
             recipe,
@@ -88,7 +88,7 @@ class Shapeless:
         (
             recipe,
             {"gradient_compression": "powersgd"},
-            "gradient_compression='powersgd'; the rank of powersgd is a whole number of at least 1, behind a colon",
+            "gradient_compression='powersgd'; the rank of powersgd is a whole number of at least 1 after a colon",
         ),
         (
             recipe,
@@ -114,17 +114,17 @@ class Shapeless:
         (
             evaluation,
             {"metrics": {"loss": ls.Mean(nothing)}},
-            "Evaluation.metrics has a metric named 'loss'; that name is the recipe's own",
+            "Evaluation.metrics has a metric named 'loss'; that name belongs to the recipe's loss",
         ),
         (
             evaluation,
             {"metrics": {"loss/a": ls.Mean(nothing)}},
-            "Evaluation.metrics has a metric named 'loss/a'; that name is the recipe's own loss, or a term of it; choose another",
+            "Evaluation.metrics has a metric named 'loss/a'; that name belongs to the recipe's loss or a term; choose another",
         ),
         (
             evaluation,
             {"metrics": {3: ls.Mean(nothing)}},
-            "Evaluation.metrics has a metric named 3 (a int); a name is text; name it '3'",
+            "Evaluation.metrics has a metric named 3 (a int); a name is a str; name it '3'",
         ),
     ],
 )
@@ -158,7 +158,7 @@ def test_data_that_are_no_dataset_are_refused_when_the_recipe_is_made(make: Call
 
 
 def test_a_metric_of_another_kind_is_told_which_kinds_there_are() -> None:
-    with pytest.raises(RecipeError, match=r"a metric is ls\.Mean\(values\) where it adds up over samples \(accuracy\), or ls\.Gathered\("):
+    with pytest.raises(RecipeError, match=r"a metric is ls\.Mean\(values\) if it is a mean over samples \(accuracy\), or ls\.Gathered\("):
         evaluation(metrics={"accuracy": 0.9})
 
 

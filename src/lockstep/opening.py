@@ -11,8 +11,8 @@ from typing import Any
 
 from lockstep.base.errors import PlanError
 from lockstep.base.torch_private import default_store
-from lockstep.checkpoint.folder import Storage
-from lockstep.checkpoint.store import folder_at
+from lockstep.checkpoint.object_store import open_storage
+from lockstep.checkpoint.storage import Storage
 from lockstep.comm.mesh import Mesh
 from lockstep.comm.world import World, join
 from lockstep.hooks.fallbacks import Remembered, recall
@@ -93,7 +93,7 @@ class Request:
 
     def checkpoints(self, context: Context) -> Storage:
         """Where the run's checkpoints are."""
-        return folder_at(self.saving.folder or context.run_dir / "checkpoints")
+        return open_storage(self.saving.folder or context.run_dir / "checkpoints")
 
     def compared(self, launched: str | None) -> dict[str, Any]:
         """JSON of everything that the script must give alike on all ranks. Its plan counts only if none is `launched`."""

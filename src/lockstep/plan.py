@@ -1,4 +1,4 @@
-"""How a recipe is executed: the mesh, the numerics, the loader. Nothing here changes what is learned."""
+"""The plan: how a recipe is executed (mesh, numerics, memory, data loading). Nothing in it changes what is learned."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ WORDS: dict[str, tuple[str, ...]] = {
     "schedule": get_args(Schedule),
     "transport": get_args(Transport),
 }
-"""The settings whose value is a word."""
+"""Setting -> its allowed words."""
 SETTINGS = (
     *("sharding", "offload", "checkpointing", "microbatch_splits", "schedule", "compile", "split", "data_parallel", "transport"),
     *("threads", "workers", "prefetch"),
 )
-"""Those that a plan's text has only where they are not the default."""
+"""Settings that the text of a plan contains only if they are not the default."""
 AXES = ("replicate", "shard", "tensor", "pipeline")
 MEASURED = ("threads", "workers", "prefetch")
-"""The settings whose `auto` is chosen by measurement at the start of a run, see `lockstep.autotune.autotune`."""
+"""Settings whose `auto` is measured at the start of a run, see `lockstep.autotune.autotune`."""
 MOST = 1024
-"""Threads, loader processes or microbatches ahead: more are a slip of the pen, which would take all memory before it failed."""
+"""Maximum of `threads`, `workers` and `prefetch`. A larger value is a typing error that would exhaust memory."""
 NOT_BUILT_YET = ("context",)
 
 
@@ -41,51 +41,51 @@ NOT_BUILT_YET = ("context",)
 class Plan:
     """The mesh axes, whose sizes multiply to the world size, and how each process computes. Raises `PlanError`.
 
-    `Plan()` is `replicate=auto`. Where an axis is given, the ones that are not are 1. At most one axis is `auto`: it fills what is left.
+    `Plan()` is `replicate=auto`. If an axis is given, the others default to 1. At most one axis is `auto`: it takes the remaining
+    processes.
     """
 
     replicate: Size | None = None
-    """Processes that hold the whole model each and share out the microbatches (DDP)."""
+    """Number of replicas: each holds the whole model and computes some of the microbatches (DDP)."""
     shard: Size | None = None
-    """Processes that share out the model's parameters and the microbatches (FSDP2)."""
+    """Number of processes over which parameters are sharded; each computes some of the microbatches (FSDP2)."""
     tensor: Size | None = None
-    """Processes that share out each layer of the same microbatch (tensor parallel)."""
+    """Number of processes that compute parts of each layer for the same microbatch (tensor parallelism)."""
     pipeline: Size | None = None
-    """Processes that share out the layers; microbatches go through them one behind another (pipeline stages)."""
+    """Number of processes that each hold some of the layers; microbatches pass through them in turn (pipeline parallelism)."""
     numerics: Numerics = "fast"
-    """`bitwise`: gradients are summed in one canonical order, so that the model has the same bits at any world size."""
+    """`bitwise`: gradients are summed in one canonical order, so that the final model has the same bits at any world size."""
     sharding: Sharding = "full"
     """Under `shard`: `full` frees a block's gathered parameters after its forward and gathers them again for its backward (ZeRO-3);
-    `gradients` keeps them until then: more memory, one exchange less (ZeRO-2)."""
+    `gradients` keeps them until the backward, which takes more memory and one all-gather less (ZeRO-2)."""
     offload: bool = False
-    """Under `shard`, on GPUs: parameters, gradients and the optimizer's state are kept in the CPU's memory, where the optimizer computes;
-    each block's parameters are copied to the GPU when they are gathered."""
+    """CPU offload, under `shard` on GPUs: parameters, gradients and optimizer state stay in CPU memory, and the optimizer runs there.
+    Each block's parameters are copied to the GPU when they are gathered."""
     checkpointing: Checkpointing = "none"
-    """Activations: `full` keeps each block's inputs and computes the rest again in its backward; `selective` also keeps the results of
-    matrix products, convolutions and attention."""
+    """Activation checkpointing: `full` keeps only the inputs of each block and recomputes the rest in the backward; `selective` also
+    keeps the results of matrix products, convolutions and attention."""
     microbatch_splits: int = 0
-    """How often each microbatch of the recipe is halved, for memory; a part has at least one sample. The model is the same to rounding, as
-    far as no random numbers are drawn: random streams belong to what is computed at once. Refused with BatchNorm, whose statistics do."""
+    """Number of times that each microbatch is halved, to save memory; a part has at least one sample. Without random numbers in the
+    forward the result is the same to rounding; random streams belong to the parts. Refused with BatchNorm, whose statistics do too."""
     schedule: Schedule = "1f1b"
-    """Under `pipeline`, when which microbatch is computed. `gpipe`: all forwards, then all backwards; `1f1b`: a backward as soon as there
-    can be one, so that fewer activations are kept; `interleaved`: two stages a process, which wait less and send more; `zero-bubble`:
-    the gradients of weights are computed where a process would wait."""
+    """Pipeline schedule. `gpipe`: all forwards, then all backwards; `1f1b`: each backward as early as possible, which keeps fewer
+    activations; `interleaved`: two stages per process, which wait less and send more; `zero-bubble`: gradients of weights are computed
+    while a process would wait."""
     compile: bool = False
-    """Compile each block's forward (torch.compile), once for each shape."""
+    """Compile each block's forward with torch.compile, once for each shape."""
     split: Split = 1
-    """Devices of this one process that share out the layers, balanced by bytes; on a CPU all of them are the CPU. Or how many layers each
-    of them has, in the model's order: `(3, 5)`, as text `3+5`."""
+    """Number of devices over which one process distributes the layers, balanced by bytes; on a CPU all of them are the CPU. Or the number
+    of layers on each device, in the model's order: `(3, 5)`, as text `3+5`."""
     data_parallel: int = 1
-    """GPUs of this one process that share out each microbatch (`torch.nn.DataParallel`). `replicate`, a process a GPU, is faster."""
+    """Number of GPUs over which one process splits each microbatch (`torch.nn.DataParallel`). `replicate` is faster."""
     transport: Transport = "auto"
-    """What carries gradients between processes on CPUs. `auto`: shared memory where all are on one host, else torch's own (Gloo); `torch`:
-    always torch's own."""
+    """Backend of collectives between processes on CPUs. `auto`: shared memory if all are on one host, else Gloo; `torch`: always Gloo."""
     threads: Size | None = None
-    """Intra-op threads a process. None: what OMP_NUM_THREADS says, else cores ÷ processes; 1 in `bitwise` on a CPU. `auto`: measured."""
+    """Intra-op threads per process. None: OMP_NUM_THREADS, else cores ÷ processes; 1 in `bitwise` on a CPU. `auto`: measured."""
     workers: Size = 0
-    """Loader processes a rank. 0: the data are fetched in the training process. `auto`: measured."""
+    """Data loader workers per rank. 0: the training process loads the data. `auto`: measured."""
     prefetch: Size = 2
-    """Microbatches that each loader process makes ahead of time. `auto`: by how much measured times of fetching differ."""
+    """Microbatches that each loader worker prefetches. `auto`: chosen from the spread of measured loading times."""
 
     def __post_init__(self) -> None:
         given = {axis: getattr(self, axis) for axis in AXES if getattr(self, axis) is not None}
@@ -93,7 +93,7 @@ class Plan:
             if size != "auto" and not _counts(size, 1):
                 raise PlanError(f"{axis}={size}; the size of a mesh axis is a whole number of at least 1, or auto")
         if list(given.values()).count("auto") > 1:
-            raise PlanError(f"{self._text(given)}; only one axis can fill what is left; give the others a size")
+            raise PlanError(f"{self._text(given)}; only one axis can be auto; give the others a size")
         for name, known in WORDS.items():
             if getattr(self, name) not in known:
                 raise PlanError(f"{name}={getattr(self, name)}; known are {', '.join(known)}")
@@ -102,7 +102,7 @@ class Plan:
                 raise PlanError(f"{name}={getattr(self, name)}; it is yes or no (in Python True or False)")
         if self.offload and given.get("shard", 1) == 1:
             raise PlanError(
-                f"offload=yes with shard={given.get('shard', 1)}; what is kept on the CPU is what the shard axis cuts; give shard two "
+                f"offload=yes with shard={given.get('shard', 1)}; CPU offload applies to sharded parameters; give shard two "
                 "processes or more, or leave offload=yes out"
             )
         if not _counts(self.microbatch_splits, 0, 32):
@@ -125,8 +125,8 @@ class Plan:
 
     def _check_tensor(self) -> None:
         for name, value, why in (
-            ("numerics", "bitwise", "it cuts the sums inside of a layer, and adds the parts in another order than one process does"),
-            ("compile", True, "its layers look at each other's tensors while they run, which a compiled forward does not do"),
+            ("numerics", "bitwise", "it splits the sums inside a layer, and adds the parts in another order than one process does"),
+            ("compile", True, "its layers inspect their tensors while they run, which a compiled forward cannot do"),
         ):
             if getattr(self, name) == value:
                 said = "yes" if value is True else value
@@ -135,19 +135,19 @@ class Plan:
     def _check_pipeline(self, given: dict[str, Any]) -> None:
         if self.numerics == "bitwise":
             raise PlanError(
-                f"pipeline={self.pipeline} with numerics=bitwise; a stage adds up its microbatches' gradients as they come, not in the "
+                f"pipeline={self.pipeline} with numerics=bitwise; a stage sums its microbatches' gradients as they arrive, not in the "
                 "canonical order; leave numerics=bitwise out, or use replicate and shard"
             )
         if self.schedule == "zero-bubble" and given.get("shard", 1) != 1:
             raise PlanError(
-                f"schedule=zero-bubble with shard={self.shard}; it computes the gradients of weights apart from the backward that FSDP2 "
-                "waits for, which then loses them; choose schedule=1f1b or interleaved"
+                f"schedule=zero-bubble with shard={self.shard}; it computes gradients of weights after the backward that FSDP2 "
+                "waits for, so they would be lost; choose schedule=1f1b or interleaved"
             )
 
     def _check_one_process(self, given: dict[str, Any]) -> None:
         layers = self.split if isinstance(self.split, tuple) else ()
         if not (_counts(self.split, 1) or (len(layers) > 1 and any(layers) and all(_counts(number, 0) for number in layers))):
-            raise PlanError(f"split={self.split}; it is a number of devices, at least 1, or how many layers each device has, such as 3+5")
+            raise PlanError(f"split={self.split}; it is a number of devices, at least 1, or the layers on each device, such as 3+5")
         if not _counts(self.data_parallel, 1):
             raise PlanError(f"data_parallel={self.data_parallel}; it counts GPUs of one process and is at least 1")
         for name, instead in (("split", "pipeline"), ("data_parallel", "replicate")):
@@ -168,12 +168,12 @@ class Plan:
 
     @property
     def split_devices(self) -> int:
-        """How many devices of the process share out the layers."""
+        """Number of devices over which the process distributes the layers."""
         return len(self.split) if isinstance(self.split, tuple) else self.split
 
     @classmethod
     def parse(cls, text: str) -> Plan:
-        """Read the mini-language of `--plan`: `name=value` pairs with commas between, as in `"replicate=2,numerics=bitwise"`."""
+        """Parse the text of `--plan`: comma-separated `name=value` pairs, as in `"replicate=2,numerics=bitwise"`."""
         values: dict[str, Any] = {}
         known = [field.name for field in fields(cls)]
         for item in filter(None, (part.strip() for part in text.split(","))):
@@ -181,7 +181,7 @@ class Plan:
             if not equals or not value:
                 raise PlanError(f"{item!r} in plan {text!r}; a plan is made of name=value pairs, such as replicate=2,numerics=bitwise")
             if name in values:
-                raise PlanError(f"{name!r} stands twice in plan {text!r}; give it once")
+                raise PlanError(f"{name!r} is given twice in plan {text!r}; give it once")
             if name not in known:
                 if name in NOT_BUILT_YET:
                     raise PlanError(f"{item!r} in plan {text!r}; {name!r} is not built yet; this version knows {', '.join(known)}")
@@ -190,7 +190,7 @@ class Plan:
         return cls(**values)
 
     def resolve(self, world_size: int) -> Plan:
-        """The same plan with `auto` filled in for `world_size` processes. Raises `PlanError` where the axes do not multiply to it."""
+        """The plan with `auto` replaced for `world_size` processes. Raises `PlanError` if the axes do not multiply to it."""
         sizes: dict[str, Any] = {axis: getattr(self, axis) for axis in AXES}
         fixed = math.prod(size for size in sizes.values() if size != "auto")
         if "auto" in sizes.values() and world_size % fixed == 0:

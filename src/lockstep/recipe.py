@@ -1,4 +1,7 @@
-"""What is learned. A recipe never names a rank, a world size, a device or a host; how it is executed is a `lockstep.plan.Plan`."""
+"""The recipe: everything that decides what is learned.
+
+It never names a rank, a world size, a device or a host. How it is executed is a `lockstep.plan.Plan`.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,12 @@ if TYPE_CHECKING:
 
 Precision = Literal["fp32", "bf16", "fp16"]
 COMPRESSIONS = ("none", "bf16", "fp16", "int8")
-"""And `powersgd:RANK`."""
+"""Values of `gradient_compression`, besides `powersgd:RANK`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """A term of a loss: the sum over whatever `weight` counts, in one microbatch. Its denominator is `Recipe.weight`."""
+    """A loss term: the sum over one microbatch of whatever `Recipe.weight` counts. `Recipe.weight` is its denominator."""
 
     total: Tensor
     """Scalar tensor with a gradient."""
@@ -28,53 +31,56 @@ class Sum:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A loss whose denominator only the forward knows. The step minimises Σ total / Σ weight over all microbatches of all ranks."""
+    """A loss whose denominator is known only after the forward.
+
+    The step minimises Σ total / Σ weight over all microbatches of all ranks.
+    """
 
     total: Tensor
     """Scalar tensor with a gradient: the sum over this microbatch."""
     weight: Tensor | float
-    """Scalar, not negative, no gradient: how many of what was summed (tokens, say) this microbatch holds."""
+    """Scalar without a gradient, at least 0: the number of items (tokens, for example) that `total` sums over."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A metric that adds up: Σ values / number of values, over all samples of the evaluation data, each counted once."""
+    """A metric that is a mean: Σ values / number of values over the evaluation data. Each sample counts once."""
 
     values: Callable[[Any, Any], Tensor]
-    """(output, batch) -> tensor of one value a sample (or a token); with a shorthand loss, (model, batch)."""
+    """(output, batch) -> tensor with one value per sample (or token). Called with (model, batch) if the recipe has no `inputs`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """A metric that does not add up (AUC, F1): computed over the predictions of all samples, in the order of the data."""
+    """A metric that is not a mean over samples (AUC, F1): computed from the predictions for all samples, in the data's order."""
 
     collect: Callable[[Any, Any], tuple[Tensor, ...]]
-    """(output, batch) -> tensors whose first dim is this microbatch's samples; with a shorthand loss, (model, batch)."""
+    """(output, batch) -> tensors whose first dim is the samples of this microbatch. Called with (model, batch) if the recipe has no
+    `inputs`."""
     compute: Callable[..., float]
-    """Called on every rank alike with those tensors of the whole evaluation data, on the CPU."""
+    """(*tensors) -> value. Called on every rank with the collected tensors of the whole evaluation data, on the CPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Data without a length or without random access, in logical shards, which are the same however many processes read them.
+    """Data without a length or without random access, in logical shards whose number does not depend on the world size.
 
-    A shard is read by the processes that compute its microbatches, from beginning to end, then again as the next epoch: each of its
-    samples is seen exactly once in each of its epochs. With M microbatches in a global batch, microbatch i of step s reads from shard
-    i + M * (s mod (shards / M)). A resumed run goes on at each shard's position, and reads at most `window` samples of it again.
+    The ranks that compute a shard's microbatches read it from beginning to end, then again as its next epoch. Each sample is thus
+    seen exactly once in each epoch of its shard. With M microbatches in a global batch, microbatch i of step s reads from shard
+    i + M * (s mod (shards / M)). A resumed run continues at each shard's position and reads at most `window` samples of it again.
 
-    Before each sample is asked for, python's, numpy's and torch's default generators are seeded by (seed, epoch, shard, sample).
+    The default generators of Python, NumPy and torch are seeded by (seed, epoch, shard, sample) before each sample is requested.
     Raises `RecipeError`.
     """
 
     open: Callable[[int, int, int], Iterable[Any]]
-    """(shard, epoch, start) -> an iterator over the samples of that shard in that epoch, beginning with its sample number `start`. What it
-    gives must follow from shard and epoch alone: with `start`, the same samples but for the first `start`. A source that cannot seek
-    reads those and throws them away. `start` is a multiple of `window`, 0 unless a run is resumed, and perhaps the shard's end."""
+    """(shard, epoch, start) -> an iterable of the shard's samples in that epoch, without the first `start`. The samples and their order
+    must depend on shard and epoch only. A source that cannot seek reads and discards the first `start` samples. `start` is 0 unless a
+    run is resumed, else a multiple of `window` or the shard's end."""
     shards: int = field(kw_only=True)
-    """Logical shards: a multiple of the microbatches in a global batch. `open` is called with 0 to shards - 1."""
+    """Number of logical shards: a multiple of the number of microbatches in a global batch. `open` gets 0 to shards - 1."""
     window: int = field(kw_only=True, default=1)
-    """Samples of one shard that are read at a time and shuffled among themselves; so many are in memory for each shard that a process
-    reads. 1: no shuffle."""
+    """Size of the shuffle buffer in samples of one shard. A process holds one buffer for each shard that it reads. 1: no shuffle."""
 
     def __post_init__(self) -> None:
         _check_callable("Stream.open", self.open, optional=False)
@@ -84,22 +90,22 @@ class Stream:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """How the model is measured on data that it does not learn from. Every sample counts exactly once at any world size."""
+    """An evaluation on data that the model does not learn from. Every sample counts exactly once at any world size."""
 
     data: Any
-    """A map-style dataset. Collated as the training data are, in its own order, without seeds of its own."""
+    """A map-style dataset. It is read in order and collated like the training data. Its samples are not seeded."""
     every: int | None = None
-    """Steps between evaluations. None: only after the last step (where there is always one)."""
+    """Steps between evaluations. None: only after the last step, which is always evaluated."""
     metrics: Mapping[str, Mean | Gathered] = field(default_factory=dict)
     """Name -> metric. The loss is always measured, as `loss`."""
     microbatch: int | None = None
-    """Samples in one forward. None: the recipe's microbatch."""
+    """Samples in one forward. None: `Recipe.microbatch`."""
 
     def __post_init__(self) -> None:
         if isinstance(self.data, Stream):
             raise DataError(
-                "Evaluation.data is an ls.Stream; an evaluation counts each sample of its data exactly once, so the data have an end; "
-                "read the samples to measure with into a list"
+                "Evaluation.data is an ls.Stream; an evaluation counts each sample exactly once, so its data must have a length; "
+                "read the samples into a list"
             )
         check_dataset("Evaluation.data", self.data)
         if self.every is not None:
@@ -109,48 +115,48 @@ class Evaluation:
         for name, metric in self.metrics.items():
             if not isinstance(metric, Mean | Gathered):
                 raise RecipeError(
-                    f"Evaluation.metrics[{name!r}] is {_kind(metric)}; a metric is ls.Mean(values) where it adds up over samples "
-                    "(accuracy), or ls.Gathered(collect, compute) where it does not (AUC, F1)"
+                    f"Evaluation.metrics[{name!r}] is {_kind(metric)}; a metric is ls.Mean(values) if it is a mean over samples "
+                    "(accuracy), or ls.Gathered(collect, compute) if it is not (AUC, F1)"
                 )
             if not isinstance(name, str):
-                raise RecipeError(f"Evaluation.metrics has a metric named {_kind(name)}; a name is text; name it {str(name)!r}")
+                raise RecipeError(f"Evaluation.metrics has a metric named {_kind(name)}; a name is a str; name it {str(name)!r}")
             if name == "loss" or name.startswith("loss/"):
                 raise RecipeError(
-                    f"Evaluation.metrics has a metric named {name!r}; that name is the recipe's own loss, or a term of it; choose another"
+                    f"Evaluation.metrics has a metric named {name!r}; that name belongs to the recipe's loss or a term; choose another"
                 )
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A model's first values, from a file of tensors by name, in place of those that its factory gives. Raises `RecipeError`."""
+    """Pretrained weights that replace the initial values of a model. Raises `RecipeError`."""
 
     path: str
-    """A .safetensors file; a folder as Hugging Face has it, with model.safetensors or model.safetensors.index.json, or that index; a file
-    of torch.save (.pt, .pth, .bin, .ckpt) that holds a state dict, or dicts of them, whose names are joined by dots."""
+    """A .safetensors file; a Hugging Face folder, with model.safetensors or model.safetensors.index.json, or that index; or a torch.save
+    file (.pt, .pth, .bin, .ckpt) with a state dict, or nested dicts, whose keys are then joined by dots."""
     names: Mapping[str, str | None] = field(default_factory=dict)
-    """Names in the file -> names in the model, `*` for any text, once on each side: {"module.*": "*"}; None leaves a tensor out. The first
-    that matches counts; a name that none matches is the same in both."""
+    """Names in the file -> names in the model, or None to skip the tensor. `*` stands for any text, once on each side:
+    {"module.*": "*"}. The first matching pattern counts; names that match none are unchanged."""
     missing: Literal["refuse", "keep"] = "refuse"
-    """What the file has no values for is an error, or keeps the factory's."""
+    """Parameters and buffers that are missing in the file are an error (`refuse`) or keep their initial values (`keep`)."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.path, str) or not self.path:
-            raise RecipeError(f"Weights({self.path!r}); it takes the path of a file, or of a folder of Hugging Face, as text")
+            raise RecipeError(f"Weights({self.path!r}); it takes the path of a file or of a Hugging Face folder as a str")
         if self.missing not in ("refuse", "keep"):
-            raise RecipeError(f"Weights(missing={self.missing!r}); it is 'refuse', or 'keep' for the values that the factory gives")
+            raise RecipeError(f"Weights(missing={self.missing!r}); it is 'refuse', or 'keep' to keep the model's initial values")
         if not isinstance(self.names, Mapping):
             raise RecipeError(f"Weights(names={self.names!r}); it maps names in the file to names in the model: {{'module.*': '*'}}")
         for theirs, ours in self.names.items():
             if not isinstance(theirs, str) or not isinstance(ours, str | None):
-                raise RecipeError(f"Weights.names has {theirs!r}: {ours!r}; a name is text, and None leaves a tensor out")
+                raise RecipeError(f"Weights.names has {theirs!r}: {ours!r}; a name is a str, and None skips a tensor")
             if theirs.count("*") > 1 or (ours is not None and theirs.count("*") != ours.count("*")):
                 raise RecipeError(
-                    f"Weights.names has {theirs!r}: {ours!r}; `*` is any text, the same on both sides; write it once on each, or on neither"
+                    f"Weights.names has {theirs!r}: {ours!r}; `*` is the same text on both sides; write it once on each, or on neither"
                 )
 
     @classmethod
     def of(cls, given: Any) -> Weights | None:
-        """From what `Recipe.weights` may be. Raises `RecipeError`."""
+        """Convert a value of `Recipe.weights`. Raises `RecipeError`."""
         if given is None or isinstance(given, cls):
             return given
         if not isinstance(given, str | PathLike):
@@ -160,62 +166,62 @@ class Weights:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """What is learned: model, loss, data, batch, optimizer, precision, seed, length, evaluation.
+    """Everything that decides what is learned: model, loss, data, batches, optimizer, precision, seed, length, evaluation.
 
-    Checked when made; what only a model or a batch can show is checked when training starts. Raises `RecipeError` and `DataError`.
+    Values are checked here; what needs a model or a batch is checked when training starts. Raises `RecipeError` and `DataError`.
     """
 
     model: Callable[[], Any]
-    """() -> torch.nn.Module. Called on every process after seeding, so that it is the same on all."""
+    """() -> torch.nn.Module. Called on every rank after seeding, so that all ranks start with the same values."""
     data: Any
-    """A map-style dataset: `len(data)` and `data[i]`; or `data.__getitems__(indices)`, which fetches a microbatch at once:
-    a list of samples, to be collated, or anything else, taken as the batch. Or a `Stream`, with `microbatch` and `steps`."""
+    """A map-style dataset, with `len(data)` and `data[i]`, or a `Stream`, which needs `microbatch` and `steps`. If the dataset has
+    `__getitems__(indices)`, it is called once for a microbatch; a list that it returns is collated, anything else is the batch."""
     loss: Callable[[Any, Any], Any]
-    """With `inputs`: (output, batch) -> a scalar, a `Sum` or a dict of them. Without (shorthand): (model, batch) -> the same, or a `Loss`.
-    A scalar means the mean over this microbatch's samples."""
+    """(output, batch) -> a scalar tensor, a `Sum`, or a dict of them. Without `inputs`: (model, batch) -> one of these, or a `Loss`.
+    A scalar is the mean over this microbatch's samples."""
     optimizer: Callable[[Any], Any]
-    """(model) -> a torch optimizer, or a list of them that share out the trainable parameters."""
+    """(model) -> a torch optimizer, or a list of them. Every trainable parameter belongs to exactly one."""
     global_batch: int
     """Samples in one optimizer step, over all ranks."""
     microbatch: int | Literal["auto"] | None = None
-    """Samples in one forward and backward. None: one microbatch a rank, so that dropout depends on the plan. `auto`: the size with which a
-    step takes the least time, measured at the start of a run; one that goes on keeps it."""
+    """Samples in one forward and backward. None: one microbatch per rank; dropout then depends on the plan. `auto`: the fastest size,
+    measured at the start of the run; a resumed run keeps it."""
     steps: int | None = None
-    """Optimizer steps; batches straddle epochs. Give this or `epochs`."""
+    """Number of optimizer steps. Batches may span two epochs. Give this or `epochs`."""
     epochs: int | None = None
-    """Passes over the data; the last batch of each is short where it must be. Give this or `steps`."""
+    """Number of passes over the data. The last batch of each may be short. Give this or `steps`."""
     inputs: Callable[[Any], Any] | None = None
-    """(batch) -> what the model is called with: a tuple of arguments, a dict of keywords, or one tensor."""
+    """(batch) -> the model's arguments: a tuple, a dict of keyword arguments, or one tensor."""
     weight: Callable[[Any], Any] | None = None
-    """(batch as collated, on the CPU) -> the denominator that goes with `Sum`: a number, or a dict with the loss's names."""
+    """(collated batch on the CPU) -> the denominator of a `Sum`: a number, or a dict with the names of the loss terms."""
     collate: Callable[[list[Any]], Any] | None = None
-    """(samples) -> batch. None: torch's default collate."""
+    """(samples) -> batch. None: torch's `default_collate`."""
     schedule: Callable[[Any], Any] | None = None
-    """(step) -> multiplier of every learning rate, pure; or (optimizer) -> a torch LRScheduler, stepped once a step. None: constant."""
+    """(step) -> multiplier of all learning rates, a pure function; or (optimizer) -> a torch LRScheduler. None: constant rates."""
     clip_norm: float | None = None
-    """Largest global norm of the gradient; above it the gradient is scaled down. None: no clipping."""
+    """Maximum norm of the whole gradient; a larger gradient is scaled down to it. None: no clipping."""
     precision: Precision | Literal["auto"] = "fp32"
-    """What the forward computes in: `fp32`, or autocast to `bf16` or `fp16` (with loss scaling). Parameters stay as the model made them.
-    `auto`: `fp32`, or what this device computes in hardware where that is measured to be faster; a run that goes on keeps it."""
+    """Precision of the forward: `fp32`, or autocast to `bf16` or `fp16` (with loss scaling). Parameters keep their dtype.
+    `auto`: the fastest that the device supports in hardware, measured at the start of the run; a resumed run keeps it."""
     gradient_compression: str = "none"
-    """How replicas send gradients: `exact`, or for slow links in fewer bytes: `bf16`, `fp16`, `int8`, `powersgd:RANK`. It changes what is
-    learned, on more than one process."""
+    """Compression of gradients between replicas, for slow networks: `none`, `bf16`, `fp16`, `int8` or `powersgd:RANK`. On more than one
+    process, compression changes what is learned."""
     seed: int = 0
-    """0 to 2**63 - 1. Keys everything random: initial weights, order, augmentation, dropout."""
+    """Seed of all random numbers (initial weights, sample order, augmentation, dropout): 0 to 2**63 - 1."""
     blocks: Sequence[str] | None = None
-    """Names of the modules that a plan gathers, frees, checkpoints or compiles one at a time; `*` is any text: `["blocks.*"]`. None: they
-    are found: the members of lists of alike modules."""
+    """Names of the modules that a plan wraps one by one for FSDP2, activation checkpointing or compilation; `*` stands for any text:
+    `["blocks.*"]`. None: the members of every list of modules of one class."""
     tensor: Mapping[str, str] | None = None
-    """How the `tensor` axis cuts layers: patterns of module names, `*` is any text, and a style for each, as in
-    docs/plans/tensor.md. None: the model's own `tensor_plan`, or that of a Hugging Face model."""
+    """Tensor-parallel plan: module name -> style, as in docs/plans/tensor.md; `*` in a name stands for any text.
+    None: the model's own `tensor_plan`, or that of a Hugging Face model."""
     stages: Sequence[str] | None = None
-    """Names of the modules that the model's forward calls one after another, each with what the one before it returned, as the `pipeline`
-    axis cuts them; `*` is any text: `["embedding", "blocks.*", "head"]`. Each draws its random numbers from a stream of its own. None: the
-    members of a model that is an `nn.Sequential`; others have no pipeline."""
+    """Names of the modules that a pipeline may be cut between; `*` stands for any text: `["embedding", "blocks.*", "head"]`. The forward
+    calls them in this order, each with the output of the one before. Each has its own random stream. None: the members of an
+    `nn.Sequential`; other models cannot be pipelined."""
     weights: Weights | str | PathLike[str] | None = None
-    """What the model starts from: `Weights`, or its path alone. None: the values that its factory gives."""
+    """Pretrained weights to start from, or just their path. None: the initial values that `model` gives."""
     evaluation: Evaluation | None = None
-    """How it is measured. None: it is not."""
+    """Evaluation during and after training. None: no evaluation."""
 
     def __post_init__(self) -> None:
         for name in ("model", "loss", "optimizer"):
@@ -235,7 +241,7 @@ class Recipe:
         check_seed(self.seed)
         for kind, names in (("blocks", self.blocks), ("stages", self.stages)):
             if names is not None and (isinstance(names, str) or not all(isinstance(name, str) for name in names)):
-                raise RecipeError(f"{kind}={names!r}; it is a list of module names or patterns, such as ['blocks.*'], or None")
+                raise RecipeError(f"{kind}={names!r}; it must be a list of module names or patterns, such as ['blocks.*'], or None")
         if self.tensor is not None and not isinstance(self.tensor, Mapping):
             raise RecipeError(f"tensor is {_kind(self.tensor)}; it maps patterns of module names to styles: {{'*.up': 'colwise'}}")
         Weights.of(self.weights)
@@ -243,7 +249,7 @@ class Recipe:
             raise RecipeError(f"evaluation is {_kind(self.evaluation)}; give ls.Evaluation(data=..., every=..., metrics=...) or None")
 
     def describe(self) -> dict[str, Any]:
-        """The recipe as JSON: numbers as they are, callables and datasets by their names and lengths."""
+        """The recipe as JSON. Functions and datasets are described by name and length."""
         described = {name: _describe(getattr(self, name)) for name in self.__slots__} | {"weights": _describe(Weights.of(self.weights))}
         return {**described, "blocks": self.blocks and list(self.blocks), "stages": self.stages and list(self.stages)}
 
@@ -257,7 +263,7 @@ def _describe(value: Any) -> Any:
         return {str(key): _describe(item) for key, item in value.items()}
     name = getattr(value, "__qualname__", type(value).__qualname__)
     module = getattr(value, "__module__", type(value).__module__)
-    module = "__main__" if module == "__mp_main__" else module  # what a script is called in processes that `ls.spawn` started
+    module = "__main__" if module == "__mp_main__" else module  # the name of the script in processes that `ls.spawn` started
     return f"{module}.{name}" + (f"[{len(value)}]" if isinstance(value, Sized) and not isinstance(value, type) else "")
 
 
@@ -280,7 +286,7 @@ def check_count(name: str, value: Any, unit: str) -> None:
 
 
 def check_batch(global_batch: Any, microbatch: Any, *, of: str = "") -> None:
-    """Raises `RecipeError` unless both are numbers of samples, the second one no larger than the first, or None. `of`: whose they are."""
+    """Raises `RecipeError` unless both count samples and `microbatch` is at most `global_batch`, or None. `of`: prefix of the names."""
     check_count(f"{of}global_batch", global_batch, "samples")
     if microbatch is None:
         return
@@ -293,7 +299,7 @@ def check_batch(global_batch: Any, microbatch: Any, *, of: str = "") -> None:
 
 
 def check_length(steps: Any, epochs: Any, *, of: str = "") -> None:
-    """Raises `RecipeError` unless exactly one of the two is a whole number of at least 1, and the other None."""
+    """Raises `RecipeError` unless exactly one of the two is given, as a whole number of at least 1. `of`: prefix of the names."""
     if (steps is None) == (epochs is None):
         raise RecipeError(f"steps={steps} and epochs={epochs}; a recipe has one length; give exactly one of the two")
     if steps is not None:
@@ -305,7 +311,7 @@ def check_length(steps: Any, epochs: Any, *, of: str = "") -> None:
 def check_clip_norm(value: Any) -> None:
     """Raises `RecipeError` unless `value` is positive and finite, or None."""
     if value is not None and not (_is_number(value) and 0 < value < math.inf):
-        raise RecipeError(f"clip_norm={value!r}; a norm to clip at is positive and finite; None does not clip")
+        raise RecipeError(f"clip_norm={value!r}; a maximum norm is positive and finite; None turns clipping off")
 
 
 def check_precision(value: Any) -> None:
@@ -317,26 +323,26 @@ def check_precision(value: Any) -> None:
 
 
 def check_compression(value: Any) -> None:
-    """Raises `RecipeError` unless `value` is one of `COMPRESSIONS`, or `powersgd:` and a rank."""
+    """Raises `RecipeError` unless `value` is one of `COMPRESSIONS` or `powersgd:RANK`."""
     if value in COMPRESSIONS:
         return
     if not isinstance(value, str) or value.partition(":")[0] != "powersgd":
         raise RecipeError(f"gradient_compression={value!r}; known are {', '.join(COMPRESSIONS)} and powersgd:RANK, such as powersgd:4")
     if powersgd_rank(value) is None:
         raise RecipeError(
-            f"gradient_compression={value!r}; the rank of powersgd is a whole number of at least 1, behind a colon: the more, the closer to exact and the "
-            "more bytes; write for example gradient_compression='powersgd:4'"
+            f"gradient_compression={value!r}; the rank of powersgd is a whole number of at least 1 after a colon; "
+            "a higher rank is more exact and sends more bytes; write for example gradient_compression='powersgd:4'"
         )
 
 
 def powersgd_rank(gradient_compression: str) -> int | None:
-    """The rank in `powersgd:RANK`; None where there is none, or it is another word."""
+    """The rank in `powersgd:RANK`; None for any other text."""
     word, _, rank = gradient_compression.partition(":")
     return int(rank) if word == "powersgd" and rank.isascii() and rank.isdecimal() and int(rank) else None
 
 
 def keeps_rest(gradient_compression: str) -> bool:
-    """Whether what is not sent in one step is kept for the next."""
+    """True if the compression has error feedback: what one step does not send is added to the next step's gradient."""
     return gradient_compression == "int8" or gradient_compression.startswith("powersgd")
 
 
@@ -352,32 +358,32 @@ def _check_callable(name: str, value: Any, *, optional: bool) -> None:
 
 
 def check_data(name: str, value: Any, *, global_batch: int, microbatch: int | Literal["auto"] | None, epochs: int | None) -> None:
-    """Raises `DataError` and `RecipeError` unless `value` can be trained on: a map-style dataset, or a stream that fits the batches."""
+    """Raises `DataError` or `RecipeError` unless `value` is a map-style dataset, or a `Stream` that fits the batches."""
     if not isinstance(value, Stream):
         check_dataset(name, value)
         return
     if epochs is not None:
-        raise RecipeError(f"epochs={epochs} with an ls.Stream; a stream has no length to count epochs of; give steps=")
+        raise RecipeError(f"epochs={epochs} with an ls.Stream; a stream has no length, so epochs cannot be counted; give steps=")
     if microbatch is None or microbatch == "auto":
         raise RecipeError(
-            f"microbatch={microbatch} with an ls.Stream; each microbatch reads from shards of its own, so their number must not depend "
-            f"on the number of processes or on measurement; give a microbatch, for example microbatch={max(1, global_batch // 8)}"
+            f"microbatch={microbatch} with an ls.Stream; each microbatch reads from its own shards, so the number of microbatches "
+            f"must be fixed; give a microbatch, for example microbatch={max(1, global_batch // 8)}"
         )
     count = -(-global_batch // microbatch)
     if value.shards % count:
         raise RecipeError(
             f"an ls.Stream of shards={value.shards} with {count} microbatches in a global batch (global_batch={global_batch}, "
-            f"microbatch={microbatch}); each microbatch reads from shards of its own, as many as every other, so shards is a multiple of "
+            f"microbatch={microbatch}); each microbatch reads from equally many shards, so shards must be a multiple of "
             f"{count}; write shards={-(-value.shards // count) * count}"
         )
 
 
 def check_dataset(name: str, value: Any) -> None:
-    """Raises `DataError` unless `value` is a map-style dataset with a sample in it."""
+    """Raises `DataError` unless `value` is a map-style dataset with at least one sample."""
     if not hasattr(value, "__len__") or not (hasattr(value, "__getitem__") or hasattr(value, "__getitems__")):
         raise DataError(
             f"{name} is a {type(value).__name__}; it must be a map-style dataset, with len(data) and data[i]; "
-            "where data have no length or no random access, give an ls.Stream"
+            "for data without a length or without random access, give an ls.Stream"
         )
     if len(value) == 0:
         raise DataError(f"{name} is empty (its len() is 0); training needs at least one sample; check the path or the filter that made it")

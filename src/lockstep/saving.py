@@ -1,4 +1,4 @@
-"""How a run keeps itself: when it saves, which checkpoints it keeps, and where. Part of how it is executed, not of what is learned."""
+"""Checkpoint settings: when a run saves, which checkpoints it keeps, where, and how it resumes."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from lockstep.base.errors import CheckpointError, PlanError
 from lockstep.base.units import duration
 
 Resume = Literal["auto", "never", "must"]
-"""Where the run directory holds an unfinished run: `auto` goes on with it, `never` refuses; `must` refuses where there is none."""
+"""`auto`: resume an unfinished run in the run directory, or start one. `never`: refuse if there is one. `must`: refuse if there is none."""
 
 OutOfMemory = Literal["retry", "halve", "same-bits", "stop"]
-"""What changes in the plan when memory runs out. `retry`: the next of checkpointing, offload and microbatch_splits, but in bitwise numerics none
-that changes bits; `halve`: the next, whatever the numerics; `same-bits`: none that changes bits, whatever the numerics; `stop`: nothing."""
+"""What a run changes in its plan after running out of memory. `halve`: the next of checkpointing, offload and microbatch_splits.
+`same-bits`: the same, but nothing that changes bits. `retry`: `same-bits` under bitwise numerics, else `halve`. `stop`: nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saving:
-    """When a run saves, and what it keeps. Raises `CheckpointError` for what cannot be."""
+    """When a run saves, and which checkpoints it keeps. Raises `CheckpointError` for an invalid value."""
 
     every: int | str = "10m"
     """Steps between checkpoints, or a time between them: "90s", "10m", "1h30m"."""
     last: int = 2
-    """So many of the newest checkpoints are kept, at least 1."""
+    """Number of newest checkpoints to keep, at least 1."""
     keep_every: int | None = None
-    """Checkpoints at multiples of so many steps are kept for good. None: no others than the last."""
+    """Checkpoints at multiples of this many steps are never deleted. None: no such checkpoints."""
     best: str | None = None
-    """A metric of the evaluation: the checkpoint where it was best is kept. None: none is kept for that."""
+    """Name of an evaluation metric. The checkpoint with its best value is kept. None: no such checkpoint."""
     mode: Literal["min", "max"] = "min"
-    """Whether less of that metric is better, or more."""
+    """`min` if a smaller value of the metric is better, `max` if a larger one is."""
     folder: str | None = None
-    """Where checkpoints go: a folder, or a URL of any fsspec file system (s3://bucket/run). None: `checkpoints` in the run directory."""
+    """Folder of the checkpoints, or a URL of any fsspec file system (s3://bucket/run). None: `checkpoints` in the run directory."""
     failures: int = 3
-    """Saves that may fail in a row before the run ends with an error."""
+    """Number of consecutive failed saves that ends the run with an error."""
 
     def __post_init__(self) -> None:
         for name, least in (("last", 1), ("failures", 1), *((("keep_every", 1),) if self.keep_every is not None else ())):
@@ -42,7 +42,7 @@ class Saving:
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise CheckpointError(f"Saving({name}={value!r}); it is a whole number of at least {least}")
         if self.mode not in ("min", "max"):
-            raise CheckpointError(f"Saving(mode={self.mode!r}); it is 'min' where less is better, or 'max'")
+            raise CheckpointError(f"Saving(mode={self.mode!r}); it is 'min' if a smaller value is better, else 'max'")
         if not (duration(self.every) if isinstance(self.every, str) else type(self.every) is int and self.every >= 1):
             raise CheckpointError(f"Saving(every={self.every!r}); it is a number of steps, at least 1, or a time such as '10m'")
         if self.folder == "":
@@ -50,17 +50,17 @@ class Saving:
 
     @property
     def steps(self) -> int | None:
-        """Between checkpoints; None where a time is."""
+        """Steps from one save to the next; None if seconds are counted."""
         return None if isinstance(self.every, str) else self.every
 
     @property
     def seconds(self) -> float | None:
-        """Between checkpoints; None where steps are counted."""
+        """Seconds from one save to the next; None if steps are counted."""
         return duration(self.every) if isinstance(self.every, str) else None
 
 
 def interval(text: str, name: str) -> int | str:
-    """`--save-every`: steps ("500") or a time ("10m"). Raises `CheckpointError`."""
+    """Parse an interval: a number of steps ("500") or a time ("10m"). `name` is for the error. Raises `CheckpointError`."""
     if text.isdecimal() and int(text) >= 1:
         return int(text)
     if not duration(text):
@@ -77,7 +77,7 @@ def check_resume(value: Any, name: str) -> Resume:
 
 
 def check_allow_change(value: Collection[str]) -> frozenset[str]:
-    """Raises `CheckpointError` where it is one text, whose letters would be taken for fields."""
+    """Raises `CheckpointError` if `value` is a single str, whose letters would be taken for fields."""
     if isinstance(value, str):
         raise CheckpointError(f"allow_change={value!r}; it is a list of fields of the recipe: allow_change={value.split(',')!r}")
     return frozenset(value)
@@ -91,7 +91,7 @@ def check_out_of_memory(value: str, name: str) -> OutOfMemory:
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any], *, allow_change: frozenset[str] = frozenset()) -> list[str]:
-    """What two recipes as `Recipe.describe` gives them differ in: `steps: 100, now 200`. Nested ones by their path: evaluation.every."""
+    """The differences of two results of `Recipe.describe`, as in `steps: 100, now 200`. Nested fields have paths: evaluation.every."""
     found = []
     for name in sorted(saved.keys() | now.keys()):
         if name in allow_change:

@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from lockstep.checkpoint.block_hashes import BLOCK_BYTES
-from lockstep.checkpoint.load import Reader
-from lockstep.checkpoint.manifest import Damaged
-from lockstep.checkpoint.saver import Ended, Saver
-from lockstep.checkpoint.store import folder_at
+from lockstep.checkpoint.load import CheckpointReader
+from lockstep.checkpoint.manifest import DamagedError
+from lockstep.checkpoint.object_store import open_storage
+from lockstep.checkpoint.saver import Saver, SaveResult
 from lockstep.comm.mesh import Mesh, full_tensor
 from lockstep.comm.world import World, join
 from lockstep.plan import Plan
@@ -41,7 +41,7 @@ def laid_out(state: dict[str, Tensor], world: World, *, turned: bool) -> dict[st
     return {name: distribute_tensor(value, mesh, [cuts.get(name, Replicate())]) if name in cuts else value for name, value in state.items()}
 
 
-def save(folder: str, steps: list[int]) -> list[Ended | None]:
+def save(folder: str, steps: list[int]) -> list[SaveResult | None]:
     world = here()
     saver = Saver(world, folder, ATTEMPT)
     ended = []
@@ -61,13 +61,13 @@ def load(folder: str, turned: bool = False) -> list[str]:
     """What came of loading each checkpoint, in order."""
     world = here()
     said = []
-    storage = folder_at(folder)
+    storage = open_storage(folder)
     for name in storage.names():
         state = laid_out({key: torch.zeros_like(value) for key, value in values(0).items()}, world, turned=turned)
         try:
-            reader = Reader(storage, name)
-            reader.fill(state, world)
-        except Damaged as error:
+            reader = CheckpointReader(storage, name)
+            reader.load_into(state, world)
+        except DamagedError as error:
             said.append(str(error))
             continue
         truth = values(name.step)

@@ -20,12 +20,12 @@ import torch
 from checkpoint.states import ATTEMPT, save, values
 from torch import Tensor
 
-from lockstep.checkpoint.block_hashes import BLOCK_BYTES, seal
-from lockstep.checkpoint.folder import MANIFEST, Folder, Name
-from lockstep.checkpoint.load import Reader
-from lockstep.checkpoint.manifest import Damaged, File, Manifest, Place
-from lockstep.checkpoint.reading import check
+from lockstep.checkpoint.block_hashes import BLOCK_BYTES, hash_blocks
+from lockstep.checkpoint.integrity import check
+from lockstep.checkpoint.load import CheckpointReader
+from lockstep.checkpoint.manifest import DamagedError, FileEntry, Manifest, ShardEntry
 from lockstep.checkpoint.saver import Saver
+from lockstep.checkpoint.storage import MANIFEST, CheckpointName, FolderStorage
 from lockstep.comm.world import World, join
 from lockstep.testing.pool import WorkerPool
 
@@ -34,13 +34,13 @@ def alone() -> World:
     return join(rank=0, size=1, local_rank=0, local_size=1)
 
 
-def loaded(folder: Folder, name: Name, truth: dict[str, Tensor]) -> str:
+def loaded(folder: FolderStorage, name: CheckpointName, truth: dict[str, Tensor]) -> str:
     """What came of it: `same`, `other`, or what is damaged."""
     state = {key: torch.zeros_like(value) for key, value in truth.items()}
     try:
-        reader = Reader(folder, name)
-        reader.fill(state, alone())
-    except Damaged as error:
+        reader = CheckpointReader(folder, name)
+        reader.load_into(state, alone())
+    except DamagedError as error:
         return f"damaged: {error}"
     same = all(torch.equal(state[key].view(-1).view(torch.uint8), truth[key].view(-1).view(torch.uint8)) for key in truth)
     return "same" if same and reader.manifest.values == {"step": name.step} else "other"
@@ -77,7 +77,7 @@ def damage(chance: random.Random, path: Path, others: list[Path]) -> str:
 @pytest.mark.parametrize("seeds", [range(150), pytest.param(range(150, 300), marks=pytest.mark.slow)], ids=["some", "more"])
 def test_each_of_many_damages_is_found_or_does_no_harm(pool: WorkerPool, tmp_path: Path, seeds: range) -> None:
     pool.run(2, save, str(tmp_path), [1, 2])
-    folder = Folder(tmp_path)
+    folder = FolderStorage(tmp_path)
     first, second = folder.names()
     files = sorted((tmp_path / str(first)).iterdir())
     others = [*files, *sorted((tmp_path / str(second)).iterdir())]
@@ -104,7 +104,7 @@ def test_each_of_many_damages_is_found_or_does_no_harm(pool: WorkerPool, tmp_pat
 
 def test_all_that_is_wrong_is_told(pool: WorkerPool, tmp_path: Path) -> None:
     pool.run(2, save, str(tmp_path), [1])
-    folder = Folder(tmp_path)
+    folder = FolderStorage(tmp_path)
     (name,) = folder.names()
     first, second = (tmp_path / str(name) / f"rank-{rank}.safetensors" for rank in range(2))
     size = max(path.stat().st_size for path in (first, second))
@@ -137,7 +137,7 @@ def hidden(folder: Path) -> list[str]:
 
 
 def test_a_save_killed_at_every_twentieth_of_its_length(tmp_path: Path) -> None:
-    folder = Folder(tmp_path)
+    folder = FolderStorage(tmp_path)
     states = {step: state_of(48, step) for step in range(1, 30)}
     saver = Saver(alone(), tmp_path, ATTEMPT)
 
@@ -165,7 +165,7 @@ def test_a_save_killed_at_every_twentieth_of_its_length(tmp_path: Path) -> None:
         for name in there[-2:]:
             assert loaded(folder, name, states[name.step]) == "same"
         killed += there[-1].step != step
-        folder.clear()
+        folder.remove_uncommitted()
         assert hidden(tmp_path) == []
         for name in there[:-1]:
             folder.delete(name)
@@ -181,7 +181,7 @@ def test_a_save_killed_at_every_twentieth_of_its_length(tmp_path: Path) -> None:
 def on_a_small_disk(place: str) -> None:
     """Runs alone, as root of its own namespaces: a script of its own mounts the disk."""
     path, chance = Path(place), random.Random(0)
-    folder = Folder(path / "run")
+    folder = FolderStorage(path / "run")
     first, second = state_of(8, 1), state_of(8, 2)
     saver = Saver(alone(), path / "run", ATTEMPT)
     saver.save(1, first, values={"step": 1}, facts={})
@@ -199,7 +199,7 @@ def on_a_small_disk(place: str) -> None:
         assert ended.error.startswith("No space left on device"), ended
         assert [name.step for name in folder.names()] == [1]
         assert loaded(folder, folder.names()[0], first) == "same"
-        folder.clear()
+        folder.remove_uncommitted()
         assert hidden(path / "run") == []
         (path / "ballast").unlink()
     saver.save(30, second, values={"step": 30}, facts={})
@@ -230,8 +230,10 @@ class Trap:
 
 def forged(data: bytes, dtype: str) -> bytes:
     """The manifest of a checkpoint of one file, by someone who knows how to make it."""
-    places = (Place(("weight", dtype, (2,), (0,), (2,)), 0),)
-    return Manifest(step=1, files={"rank-0.safetensors": File(seal(memoryview(data)), places)}, values={"step": 1}, facts={}).encode()
+    places = (ShardEntry(("weight", dtype, (2,), (0,), (2,)), 0),)
+    return Manifest(
+        step=1, files={"rank-0.safetensors": FileEntry(hash_blocks(memoryview(data)), places)}, values={"step": 1}, facts={}
+    ).encode()
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # of the file that the trap opens
@@ -243,7 +245,7 @@ def test_nothing_in_a_checkpoint_is_executed(pool: WorkerPool, tmp_path: Path) -
     assert flag.exists(), "it works where it is loaded"
     flag.unlink()
     pool.run(2, save, str(tmp_path / "run"), [1])
-    folder = Folder(tmp_path / "run")
+    folder = FolderStorage(tmp_path / "run")
     (name,) = folder.names()
     place = folder.path / str(name)
     shutil.copytree(place, tmp_path / "right")
@@ -263,11 +265,11 @@ def test_nothing_in_a_checkpoint_is_executed(pool: WorkerPool, tmp_path: Path) -
         (place / "rank-0.safetensors").write_bytes(zipped)
         (place / MANIFEST).write_bytes(forged(zipped, dtype))
         assert loaded(folder, name, {"weight": torch.zeros(2)}) in ("other", f"damaged: the manifest names the type {dtype!r}")
-    for content in ([], {"files": 3}, {"files": {"a": None}}, {"files": {"a": {"bytes": "x", "blocks": 1, "pieces": {}}}, "step": 1}):
+    for content in ([], {"files": 3}, {"files": {"a": None}}, {"files": {"a": {"bytes": "x", "blocks": 1, "shards": {}}}, "step": 1}):
         (place / MANIFEST).write_bytes(hashed(content))
-        assert loaded(folder, name, truth).startswith("damaged: the manifest is no manifest")
+        assert loaded(folder, name, truth).startswith("damaged: the manifest cannot be parsed")
     (place / MANIFEST).write_bytes(b"[" * 200_000)
-    assert loaded(folder, name, truth).startswith("damaged: the manifest is no manifest")
+    assert loaded(folder, name, truth).startswith("damaged: the manifest cannot be parsed")
     assert not flag.exists()
 
 
@@ -295,4 +297,4 @@ def test_a_writer_that_ended_between_two_saves_is_replaced_and_let_go(tmp_path: 
     assert first.stdin is not None
     assert first.stdin.closed
     saver.close()
-    assert [name.step for name in Folder(tmp_path).names()] == [1, 2]
+    assert [name.step for name in FolderStorage(tmp_path).names()] == [1, 2]

@@ -6,15 +6,15 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from lockstep.checkpoint.block_hashes import BLOCK_BYTES, Seal, digest, seal
-from lockstep.checkpoint.manifest import Damaged, File, Manifest, Place, Unreadable
+from lockstep.checkpoint.block_hashes import BLOCK_BYTES, BlockHashes, hash_blocks, hash_bytes
+from lockstep.checkpoint.manifest import DamagedError, FileEntry, Manifest, ShardEntry, UnknownFormatError
 
 MANIFEST = Manifest(
     step=60,
     files={
-        "rank-0.safetensors": File(
-            Seal(70, ("00" * 16,)),
-            (Place(("weight", "float32", (2, 3), (0, 0), (1, 3)), 58), Place(("step", "int64", (), (), ()), 50)),
+        "rank-0.safetensors": FileEntry(
+            BlockHashes(70, ("00" * 16,)),
+            (ShardEntry(("weight", "float32", (2, 3), (0, 0), (1, 3)), 58), ShardEntry(("step", "int64", (), (), ()), 50)),
         )
     },
     values={"position": 960, "rate": 0.1, "größe": [None, True]},
@@ -30,8 +30,8 @@ def plain(value: object) -> object:
 def test_it_is_read_as_it_was_written() -> None:
     found = Manifest.decode(MANIFEST.encode())
     assert (found.step, found.values, found.facts) == (MANIFEST.step, MANIFEST.values, MANIFEST.facts)
-    assert plain(found.files["rank-0.safetensors"].say()["pieces"]) == plain(MANIFEST.files["rank-0.safetensors"].say()["pieces"])
-    assert found.files["rank-0.safetensors"].seal == MANIFEST.files["rank-0.safetensors"].seal
+    assert plain(found.files["rank-0.safetensors"].to_json()["shards"]) == plain(MANIFEST.files["rank-0.safetensors"].to_json()["shards"])
+    assert found.files["rank-0.safetensors"].hashes == MANIFEST.files["rank-0.safetensors"].hashes
 
 
 @given(st.data())
@@ -41,7 +41,7 @@ def test_a_changed_byte_or_a_lost_end_is_damage(data: st.DataObject) -> None:
     changed = bytes([written[place] ^ data.draw(st.integers(1, 255))])
     flipped = written[:place] + changed + written[place + 1 :]
     for wrong in (flipped, written[:place], written + b" "):
-        with pytest.raises(Damaged):
+        with pytest.raises(DamagedError):
             Manifest.decode(wrong)
 
 
@@ -49,14 +49,16 @@ def test_a_later_format_is_not_called_damage(monkeypatch: pytest.MonkeyPatch) ->
     with monkeypatch.context() as patch:
         patch.setattr("lockstep.checkpoint.manifest.FORMAT", 7)
         later = MANIFEST.encode()
-    with pytest.raises(Unreadable, match="the checkpoint has format 7, and this version of lockstep reads 1; load it with a newer one"):
+    with pytest.raises(
+        UnknownFormatError, match="the checkpoint has format 7, and this version of lockstep reads 1; load it with a newer one"
+    ):
         Manifest.decode(later)
 
 
 @given(st.integers(0, 3 * BLOCK_BYTES), st.integers(0, 3 * BLOCK_BYTES))
 def test_blocks_cover_what_they_should(start: int, stop: int) -> None:
     start, stop = sorted((start, stop))
-    sealed = Seal(3 * BLOCK_BYTES, ("",) * 3)
+    sealed = BlockHashes(3 * BLOCK_BYTES, ("",) * 3)
     covered = [sealed.span(block) for block in sealed.covering(start, stop)]
     assert all(a < stop and b > start for a, b in covered)
     assert start == stop or (covered[0][0] <= start and covered[-1][1] >= stop)
@@ -64,7 +66,7 @@ def test_blocks_cover_what_they_should(start: int, stop: int) -> None:
 
 def test_a_block_is_known_by_its_bytes() -> None:
     data = bytearray(BLOCK_BYTES + 5)
-    sealed = seal(memoryview(data))
+    sealed = hash_blocks(memoryview(data))
     assert (sealed.size_bytes, len(sealed.blocks)) == (BLOCK_BYTES + 5, 2)
-    assert sealed.blocks[1] == digest([bytes(5)]) == digest([bytes(2), bytes(3)])
-    assert sealed.blocks[1] not in (digest([bytes(4)]), digest([b"\0\0\1\0\0"]))
+    assert sealed.blocks[1] == hash_bytes([bytes(5)]) == hash_bytes([bytes(2), bytes(3)])
+    assert sealed.blocks[1] not in (hash_bytes([bytes(4)]), hash_bytes([b"\0\0\1\0\0"]))

@@ -15,9 +15,9 @@ from checkpoint.states import ATTEMPT, here, load, save, values
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lockstep.checkpoint.block_hashes import BLOCK_BYTES
-from lockstep.checkpoint.folder import MANIFEST, Folder
-from lockstep.checkpoint.load import Reader
-from lockstep.checkpoint.saver import Ended, Saver
+from lockstep.checkpoint.load import CheckpointReader
+from lockstep.checkpoint.saver import Saver, SaveResult
+from lockstep.checkpoint.storage import MANIFEST, FolderStorage
 from lockstep.comm.mesh import Mesh
 from lockstep.comm.world import join
 from lockstep.plan import Plan
@@ -26,7 +26,7 @@ from lockstep.testing.pool import WorkerPool
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_what_is_saved_is_loaded_on_any_number_of_processes(pool: WorkerPool, tmp_path: Path, ranks: int) -> None:
-    assert pool.run(ranks, save, str(tmp_path), [3, 8]) == [[Ended(3, None), Ended(8, None)]] * ranks
+    assert pool.run(ranks, save, str(tmp_path), [3, 8]) == [[SaveResult(3, None), SaveResult(8, None)]] * ranks
     size = sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
     state = sum(value.nbytes for value in values(0).values())
     assert size <= 2 * (state + 4096 * ranks), "each piece once"
@@ -38,7 +38,7 @@ def test_what_is_saved_is_loaded_on_any_number_of_processes(pool: WorkerPool, tm
 
 def test_every_damage_is_named(pool: WorkerPool, tmp_path: Path) -> None:
     pool.run(2, save, str(tmp_path), [1])
-    (name,) = Folder(tmp_path).names()
+    (name,) = FolderStorage(tmp_path).names()
     files = sorted((tmp_path / str(name)).iterdir())
     chance = random.Random(0)
     for number in range(12):
@@ -70,11 +70,11 @@ def test_saving_goes_on_behind(tmp_path: Path) -> None:
             value.zero_()  # what is saved is what was there
         while (ended := saver.poll()) is None:
             time.sleep(0.001)
-        assert ended == Ended(1, None)
+        assert ended == SaveResult(1, None)
     finally:
         saver.close()
     again = {key: torch.ones_like(value) for key, value in state.items()}
-    Reader(Folder(tmp_path), Folder(tmp_path).names()[0]).fill(again, world)
+    CheckpointReader(FolderStorage(tmp_path), FolderStorage(tmp_path).names()[0]).load_into(again, world)
     assert all(torch.equal(again[key], value) for key, value in values(0).items())
 
 
@@ -90,11 +90,11 @@ def test_after_preparing_a_save_needs_nothing_new(tmp_path: Path) -> None:
         )
         for step in (1, 2):
             saver.save(step, state, values={}, facts={})
-            assert saver.poll(30) == Ended(step, None)
+            assert saver.poll(30) == SaveResult(step, None)
         assert (saver._memory, saver._writer) == made
         state["more"] = torch.ones(3)
         saver.save(3, state, values={}, facts={})
-        assert saver.poll(30) == Ended(3, None)
+        assert saver.poll(30) == SaveResult(3, None)
         assert saver._memory is not made[0]
     finally:
         saver.close()
@@ -106,11 +106,11 @@ def test_after_a_save_that_failed_another_process_writes(tmp_path: Path) -> None
     try:
         saver.save(1, values(1), values={}, facts={})
         failed = saver._writer
-        assert saver.poll(30) == Ended(1, f"Not a directory: {tmp_path / 'run' / f'.step-00000001-{ATTEMPT}'}")
+        assert saver.poll(30) == SaveResult(1, f"Not a directory: {tmp_path / 'run' / f'.step-00000001-{ATTEMPT}'}")
         (tmp_path / "run").unlink()
         saver.save(2, values(2), values={}, facts={})
         assert saver._writer is not failed
-        assert saver.poll(30) == Ended(2, None)
+        assert saver.poll(30) == SaveResult(2, None)
     finally:
         saver.close()
 
@@ -126,7 +126,7 @@ def halves(folder: str) -> tuple[int, list[bool]]:
     world.gather_values(None)
     mesh = Mesh.of(world, Plan.parse("shard=2,transport=torch").resolve(2)).torch_mesh
     assert mesh is not None
-    storage, read = Folder(Path(folder)), list[int]()
+    storage, read = FolderStorage(Path(folder)), list[int]()
     read_into = storage.read_into
 
     def counted(*given: Any) -> Iterator[memoryview]:
@@ -135,10 +135,10 @@ def halves(folder: str) -> tuple[int, list[bool]]:
             yield part
 
     storage.read_into = counted  # type: ignore[method-assign]
-    reader, right = Reader(storage, storage.names()[0]), []
+    reader, right = CheckpointReader(storage, storage.names()[0]), []
     for dim in (0, 1):
         part = distribute_tensor(torch.zeros_like(truth), mesh, [Shard(dim)])
-        reader.fill({"large": part}, world)
+        reader.load_into({"large": part}, world)
         right.append(torch.equal(part.to_local(), truth.chunk(2, dim)[world.rank]))
         if dim == 0:
             rows = sum(read)
@@ -157,11 +157,11 @@ def test_a_conjugated_tensor_is_saved_and_loaded_as_its_values(tmp_path: Path) -
     saver = Saver(world, tmp_path, ATTEMPT)
     try:
         saver.save(1, {"z": saved}, values={}, facts={})
-        assert saver.poll(30) == Ended(1, None)
+        assert saver.poll(30) == SaveResult(1, None)
     finally:
         saver.close()
     target = torch.zeros(10_000, dtype=torch.complex64).conj()
-    Reader(Folder(tmp_path), Folder(tmp_path).names()[0]).fill({"z": target}, world)
+    CheckpointReader(FolderStorage(tmp_path), FolderStorage(tmp_path).names()[0]).load_into({"z": target}, world)
     assert torch.equal(target, saved)
 
 
@@ -172,9 +172,9 @@ def test_an_expanded_tensor_is_saved_and_loaded(tmp_path: Path) -> None:
     saver = Saver(world, tmp_path, ATTEMPT)
     try:
         saver.save(1, saved, values={}, facts={})
-        assert saver.poll(30) == Ended(1, None)
+        assert saver.poll(30) == SaveResult(1, None)
     finally:
         saver.close()
     state = {"rows": torch.zeros(1, 6).expand(4, 6), "columns": torch.zeros(3, 1).expand(3, 5), "scalar": torch.zeros(()).expand(30, 2)}
-    Reader(Folder(tmp_path), Folder(tmp_path).names()[0]).fill(state, world)
+    CheckpointReader(FolderStorage(tmp_path), FolderStorage(tmp_path).names()[0]).load_into(state, world)
     assert all(torch.equal(state[name], saved[name]) for name in saved)

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from lockstep.checkpoint.block_hashes import BLOCK_BYTES, seal
-from lockstep.checkpoint.folder import MANIFEST, Folder, Name
+from lockstep.checkpoint.block_hashes import BLOCK_BYTES, hash_blocks
 from lockstep.checkpoint.manifest import Manifest
+from lockstep.checkpoint.storage import MANIFEST, CheckpointName, FolderStorage
 
-NAME = Name(60, "00c0ffee")
+NAME = CheckpointName(60, "00c0ffee")
 FILES = [f"rank-{rank}.safetensors" for rank in range(3)]
 SIZES = [2 * BLOCK_BYTES + 100, 64, BLOCK_BYTES]
 
@@ -47,7 +47,7 @@ class Writer:
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, pass_fds=[self._memory]
         )
-        self.tell({"bytes": SIZES[rank], "pieces": []})
+        self.tell({"bytes": SIZES[rank], "shards": []})
 
     def tell(self, said: dict[str, Any]) -> None:
         assert self.process.stdin is not None
@@ -76,7 +76,7 @@ def writers() -> Iterator[list[Writer]]:
 
 
 def test_all_ranks_files_become_one_checkpoint(tmp_path: Path, writers: list[Writer]) -> None:
-    folder = Folder(tmp_path / "checkpoints")
+    folder = FolderStorage(tmp_path / "checkpoints")
     for rank in (0, 2, 1):
         assert folder.names() == []
         writers[rank].tell(job(folder.path, rank))
@@ -87,16 +87,16 @@ def test_all_ranks_files_become_one_checkpoint(tmp_path: Path, writers: list[Wri
     assert sorted(os.listdir(folder.path / str(NAME))) == [MANIFEST, *FILES]
     for rank, file in enumerate(FILES):
         assert folder.read(NAME, file) == image(rank)
-        assert manifest.files[file].seal == seal(memoryview(image(rank)))
+        assert manifest.files[file].hashes == hash_blocks(memoryview(image(rank)))
 
 
 def test_what_an_earlier_save_left_is_not_taken_for_this_one(tmp_path: Path, writers: list[Writer]) -> None:
-    folder = Folder(tmp_path)
+    folder = FolderStorage(tmp_path)
     writers[1].tell(job(tmp_path, 1) | {"save": "01d1"})
     writers[2].tell(job(tmp_path, 2))
     assert [writer.answer()["error"] for writer in writers[1:]] == [None, None]
     writers[0].tell(job(tmp_path, 0))
-    while folder.written(NAME, FILES[0]) != image(0):
+    while folder.read_uncommitted(NAME, FILES[0]) != image(0):
         assert writers[0].process.poll() is None
     time.sleep(0.3)
     assert folder.names() == []
@@ -104,7 +104,7 @@ def test_what_an_earlier_save_left_is_not_taken_for_this_one(tmp_path: Path, wri
     assert [writers[rank].answer()["error"] for rank in (1, 0)] == [None, None]
     assert folder.names() == [NAME]
     writers[1].tell(job(tmp_path, 1))
-    assert writers[1].answer()["error"] == f"it is there already: {tmp_path / str(NAME)}"
+    assert writers[1].answer()["error"] == f"the checkpoint exists already: {tmp_path / str(NAME)}"
 
 
 def test_what_cannot_be_written_is_said(tmp_path: Path, writers: list[Writer]) -> None:
@@ -116,29 +116,29 @@ def test_what_cannot_be_written_is_said(tmp_path: Path, writers: list[Writer]) -
 
 
 def test_it_ends_with_its_input_though_it_waits_for_others(tmp_path: Path, writers: list[Writer]) -> None:
-    folder = Folder(tmp_path)
+    folder = FolderStorage(tmp_path)
     writers[0].tell(job(tmp_path, 0))
-    while folder.written(NAME, f"{FILES[0]}.json") is None and (folder.written(NAME, FILES[0]) or b"") != image(0):
+    while folder.read_uncommitted(NAME, f"{FILES[0]}.json") is None and (folder.read_uncommitted(NAME, FILES[0]) or b"") != image(0):
         assert writers[0].process.poll() is None
     assert writers[0].process.stdin is not None
     writers[0].process.stdin.close()
     writers[0].process.stdin = None
     assert writers[0].process.wait(10) == 0
     assert folder.names() == []
-    folder.clear()
+    folder.remove_uncommitted()
     assert os.listdir(tmp_path) == []
 
 
 def test_a_checkpoint_is_taken_away_at_one_stroke(tmp_path: Path) -> None:
-    folder = Folder(tmp_path)
+    folder = FolderStorage(tmp_path)
     for step in (5, 100_000_000, 40):
-        name = Name(step, "0000000a")
+        name = CheckpointName(step, "0000000a")
         folder.begin(name)
         folder.write(name, "a", [b"x" * 10, memoryview(b"y")])
         folder.commit(name, b"{}")
     (tmp_path / "step-1").mkdir()
     assert [name.step for name in folder.names()] == [5, 40, 100_000_000]
-    folder.delete(Name(40, "0000000a"))
+    folder.delete(CheckpointName(40, "0000000a"))
     assert [name.step for name in folder.names()] == [5, 100_000_000]
-    assert folder.read(Name(5, "0000000a"), "a", 9, 20) == b"xy"
+    assert folder.read(CheckpointName(5, "0000000a"), "a", 9, 20) == b"xy"
     assert sorted(os.listdir(tmp_path)) == ["step-00000005-0000000a", "step-1", "step-100000000-0000000a"]

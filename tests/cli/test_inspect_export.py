@@ -20,8 +20,8 @@ from training.kept import PLANS, STEPS, run
 from training.started import started
 
 import lockstep as ls
-from lockstep.checkpoint.folder import MANIFEST, Folder, Name
 from lockstep.checkpoint.manifest import Manifest, _hash
+from lockstep.checkpoint.storage import MANIFEST, CheckpointName, FolderStorage
 from lockstep.cli.inspect import inspect_all
 from lockstep.testing.pool import WorkerPool
 
@@ -152,9 +152,9 @@ def test_damage_is_named_and_the_status_is_1(copied: Path, tmp_path: Path, damag
 
 
 def test_a_checkpoint_that_a_live_run_has_deleted_is_not_a_damaged_one(copied: Path) -> None:
-    storage = Folder(copied / "checkpoints")
+    storage = FolderStorage(copied / "checkpoints")
     (there,) = storage.names()
-    assert [found.name for found in inspect_all(storage, [Name(1, "00000000"), there])] == [str(there)]
+    assert [found.name for found in inspect_all(storage, [CheckpointName(1, "00000000"), there])] == [str(there)]
 
 
 def test_the_newest_whole_checkpoint_of_a_run_that_has_not_ended_is_exported(pool: WorkerPool, tmp_path: Path) -> None:
@@ -192,9 +192,9 @@ def test_each_of_several_models_has_its_fingerprint_and_is_exported_by_its_numbe
     refused = lockstep("export", tmp_path / "run", tmp_path / "model.safetensors")
     assert (
         refused.stderr
-        == "lockstep: CheckpointError: no --pair, and the models there are 0, 1; one is exported; give one of these numbers\n"
+        == "lockstep: CheckpointError: no --model, and the models there are 0, 1; one is exported; give one of these numbers\n"
     )
-    assert lockstep("export", "--pair", 1, tmp_path / "run", tmp_path / "one.safetensors").returncode == 0
+    assert lockstep("export", "--model", 1, tmp_path / "run", tmp_path / "one.safetensors").returncode == 0
     state = load_file(tmp_path / "one.safetensors")
     assert ls.fingerprint(state) == expected[1]
     assert state["short"].dtype == torch.bfloat16

@@ -14,7 +14,7 @@ from training.kept import recipe, run
 
 import lockstep as ls
 from lockstep.base.errors import RecipeError
-from lockstep.checkpoint import foreign
+from lockstep.checkpoint import pretrained_files
 from lockstep.comm.mesh import to_local
 from lockstep.model.initialization.deferred_init import DeferredModel
 from lockstep.training import pretrained as starting
@@ -103,7 +103,7 @@ def tied() -> list[str]:
 
 def started_apart(plan: str, run_dir: str, folder: str, other: int) -> tuple[str, Any]:
     """As `started`, rank 1 from another file under the same path."""
-    opened = foreign.open_tensors
+    opened = pretrained_files.open_tensors
     file = other if os.environ["RANK"] == "1" else 0
     starting.open_tensors = lambda _: opened(f"{folder}/{file}.safetensors")  # type: ignore[attr-defined]
     try:

@@ -457,7 +457,7 @@ REFUSED: dict[str, tuple[str | None, dict[str, Any], str]] = {
     "a stream": (
         None,
         {"microbatch": "auto", "data": ls.Stream(streamed, shards=4)},
-        "RecipeError: microbatch=auto with an ls.Stream; each microbatch reads from shards of its own",
+        "RecipeError: microbatch=auto with an ls.Stream; each microbatch reads from its own shards",
     ),
     "a model that is cut": (
         "shard=2,workers=auto",

@@ -22,8 +22,8 @@ from training.subjects import adamw, network, recipe, rows, same, squared_error,
 
 import lockstep as ls
 from lockstep.base.errors import CheckpointError
-from lockstep.checkpoint.folder import MANIFEST, Folder
 from lockstep.checkpoint.manifest import Manifest
+from lockstep.checkpoint.storage import MANIFEST, FolderStorage
 from lockstep.hooks.checkpointing import Checkpointing
 from lockstep.launch.termination import Preempted
 from lockstep.testing.pool import WorkerPool
@@ -48,7 +48,7 @@ def events(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def saved(run_dir: Path) -> list[int]:
-    return [name.step for name in Folder(run_dir / "checkpoints").names()]
+    return [name.step for name in FolderStorage(run_dir / "checkpoints").names()]
 
 
 def stopped(run_dir: Path, **changes: Any) -> None:
@@ -219,7 +219,7 @@ def test_a_run_that_begins_anew_says_so(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_a_checkpoint_of_a_newer_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stopped(tmp_path / "run")
-    folder = Folder(tmp_path / "run" / "checkpoints")
+    folder = FolderStorage(tmp_path / "run" / "checkpoints")
     manifest = Manifest.decode(folder.read(folder.names()[-1], MANIFEST))
     monkeypatch.setattr("lockstep.checkpoint.manifest.FORMAT", 2)
     (folder.path / str(folder.names()[-1]) / MANIFEST).write_bytes(manifest.encode())
@@ -590,6 +590,6 @@ def test_files_that_may_not_be_read_end_the_run_with_the_reason_and_are_not_call
     def refused(*given: Any) -> Any:
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(Folder, "read_into", refused)
+    monkeypatch.setattr(FolderStorage, "read_into", refused)
     with pytest.raises(CheckpointError, match=r"checkpoints, step-00000003-\w+: rank-0.safetensors cannot be read: Permission denied"):
         ls.train(recipe(steps=6), run_dir=str(tmp_path / "run"))

@@ -13,7 +13,7 @@ from training.subjects import recipe
 
 import lockstep as ls
 from lockstep.base.errors import DivergenceError
-from lockstep.checkpoint.folder import Folder
+from lockstep.checkpoint.storage import FolderStorage
 from lockstep.hooks.replica_audit import checksum, difference, mixed
 from lockstep.testing.pool import WorkerPool
 
@@ -99,7 +99,7 @@ def test_a_flipped_bit_is_found_at_the_next_comparison_on_every_rank_and_not_sav
     said = set(pool.run(processes, flipped, str(tmp_path / "run"), plan, rank, where))
     assert len(said) == 1
     assert text in said.pop()
-    assert {name.step for name in Folder(tmp_path / "run" / "checkpoints").names()} <= {2}
+    assert {name.step for name in FolderStorage(tmp_path / "run" / "checkpoints").names()} <= {2}
 
 
 def equal(run_dir: str, plan: str) -> int:

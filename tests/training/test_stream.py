@@ -343,11 +343,11 @@ def test_a_trace_with_other_microbatches_is_refused(pool: WorkerPool, tmp_path: 
     [
         (
             {"data": ls.Stream(numbered, shards=4)},
-            "an ls.Stream of shards=4 with 3 microbatches in a global batch (global_batch=12, microbatch=4); each microbatch reads from "
-            "shards of its own, as many as every other, so shards is a multiple of 3; write shards=6",
+            "an ls.Stream of shards=4 with 3 microbatches in a global batch (global_batch=12, microbatch=4); "
+            "each microbatch reads from equally many shards, so shards must be a multiple of 3; write shards=6",
         ),
-        ({"steps": None, "epochs": 2}, "epochs=2 with an ls.Stream; a stream has no length to count epochs of; give steps="),
-        ({"microbatch": None}, "microbatch=None with an ls.Stream; each microbatch reads from shards of its own"),
+        ({"steps": None, "epochs": 2}, "epochs=2 with an ls.Stream; a stream has no length, so epochs cannot be counted; give steps="),
+        ({"microbatch": None}, "microbatch=None with an ls.Stream; each microbatch reads from its own shards"),
     ],
 )
 def test_a_recipe_that_a_stream_does_not_fit_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:

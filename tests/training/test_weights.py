@@ -179,7 +179,7 @@ def test_a_file_that_brings_code_along_executes_nothing(tmp_path: Path, state: A
     torch.save(state(Evil(tmp_path / "executed")), tmp_path / "evil.pt")
     with ls.Session(run_dir=str(tmp_path / "run")) as session, pytest.raises(RecipeError) as raised:
         session.prepare(Counted, sgd, weights=str(tmp_path / "evil.pt"))
-    assert "cannot be read without running code that the file names (posix.mkdir); weights are tensors and nothing else" in str(
+    assert "cannot be read without running code that the file names (posix.mkdir); only tensors are loaded" in str(
         raised.value
     )
     assert not (tmp_path / "executed").exists()
@@ -201,12 +201,12 @@ def damaged(folder: Path, kind: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        ("missing.pt", "is not there; weights are a .safetensors file"),
-        ("old.pt", "is no file of torch.save, or in its format before torch 1.6, which can only be read whole; save it anew: torch.save("),
+        ("missing.pt", "does not exist; weights are a .safetensors file"),
+        ("old.pt", "is not a torch.save file, or has the format from before torch 1.6, which cannot be memory-mapped; save it again: torch.save("),
         ("short.safetensors", "cannot be read as safetensors (Error while deserializing header: incomplete metadata"),
-        ("text.pt", "is no file of torch.save, or in its format before torch 1.6, which"),
-        ("text.txt", "is a file of another kind"),
-        ("empty", "is a folder with neither model.safetensors nor model.safetensors.index.json in it"),
+        ("text.pt", "is not a torch.save file, or has the format from before torch 1.6, which"),
+        ("text.txt", "has an unsupported format"),
+        ("empty", "is a folder that holds neither model.safetensors nor model.safetensors.index.json"),
         ("index", "missing.safetensors' cannot be read as safetensors (No such file or directory"),
         ("run", "is a checkpoint, or a run that has not ended"),
         ("s3://bucket/w.safetensors", "is a URL; weights are read from a path"),

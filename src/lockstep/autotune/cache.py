@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
+
+from lockstep.base.files import write_atomically
 
 FORMAT = 1
 
@@ -54,11 +55,6 @@ def read(path: Path, fits: Callable[[Mapping[str, Any]], bool]) -> Measured | No
 
 
 def write(path: Path, measured: Measured) -> None:
-    """Whole or not at all, whoever else writes. Raises `OSError`."""
+    """Write the file atomically, and its folder if it is missing. Raises `OSError`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_text(json.dumps(asdict(measured), indent=2) + "\n", encoding="utf-8")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_atomically(path, json.dumps(asdict(measured), indent=2) + "\n")

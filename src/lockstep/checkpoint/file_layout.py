@@ -1,8 +1,8 @@
-"""The bytes of a safetensors file, laid out before any of them is there: a header, then one piece behind another.
+"""The layout of a safetensors file, computed before its data exist: a header, then one shard after another.
 
-https://huggingface.co/docs/safetensors: 8 bytes, little-endian, say how long the JSON header is; it names each tensor with its dtype, shape
-and place, without gaps. Pieces that fill 64-byte lines come first, then the others by the size of their elements, largest first: so each
-starts at a multiple of it, and can be used where it lies.
+Format (https://huggingface.co/docs/safetensors): 8 bytes, little-endian, give the length of the JSON header, which names each
+tensor with its dtype, shape and offsets, without gaps. Shards whose size is a multiple of 64 bytes come first, then the others by
+the size of their elements, largest first. Each shard is thus aligned for its dtype and can be used in place.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from lockstep.checkpoint.pieces import Piece, item_bytes
+from lockstep.checkpoint.tensor_shards import TensorShard, item_bytes
 
 ALIGNMENT = 64
 DTYPES = {
@@ -18,27 +18,27 @@ DTYPES = {
     "float16": "F16", "bfloat16": "BF16", "uint32": "U32", "int32": "I32", "float32": "F32", "complex64": "C64", "uint64": "U64",
     "int64": "I64", "float64": "F64",
 }  # fmt: skip
-"""Of torch, and as safetensors writes them."""
+"""Torch's name of a dtype -> its name in safetensors."""
 
 
-class Image:
-    """Where everything lies in one file."""
+class FileLayout:
+    """The header of one file, and the position of each shard in it."""
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
-        ordered = sorted(pieces, key=lambda piece: (piece.bytes % ALIGNMENT != 0, -item_bytes(piece.dtype), piece.key))
+    def __init__(self, shards: Sequence[TensorShard]) -> None:
+        ordered = sorted(shards, key=lambda shard: (shard.bytes % ALIGNMENT != 0, -item_bytes(shard.dtype), shard.key))
         entries: dict[str, object] = {}
-        places: dict[Piece, int] = {}
+        starts: dict[TensorShard, int] = {}
         at = 0
-        for piece in ordered:
-            places[piece] = at
-            entries[piece.key] = {"dtype": DTYPES[piece.dtype], "shape": piece.lengths, "data_offsets": [at, at + piece.bytes]}
-            at += piece.bytes
+        for shard in ordered:
+            starts[shard] = at
+            entries[shard.key] = {"dtype": DTYPES[shard.dtype], "shape": shard.lengths, "data_offsets": [at, at + shard.bytes]}
+            at += shard.bytes
         header = json.dumps(entries, separators=(",", ":")).encode()
         header += b" " * (-(8 + len(header)) % ALIGNMENT)
         self.header = len(header).to_bytes(8, "little") + header
         self.bytes = len(self.header) + at
-        self._places = {piece: len(self.header) + place for piece, place in places.items()}
+        self._starts = {shard: len(self.header) + start for shard, start in starts.items()}
 
-    def span(self, piece: Piece) -> tuple[int, int]:
-        """The bytes [start, stop) of the file that are a piece's."""
-        return self._places[piece], self._places[piece] + piece.bytes
+    def span(self, shard: TensorShard) -> tuple[int, int]:
+        """The bytes [start, stop) of a shard in the file."""
+        return self._starts[shard], self._starts[shard] + shard.bytes

@@ -1,4 +1,4 @@
-"""A state that is not all tensors, as JSON: nested dicts and lists, with tensors taken out and named by where they stood."""
+"""Conversion of nested state dicts to JSON and back. Tensors are taken out, each named by its path in the state."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from lockstep.base.errors import CheckpointError
 from lockstep.checkpoint.file_layout import DTYPES
 
 _TAG = "lockstep"
-"""The key of what JSON has no word for: {"lockstep": kind, "value": ...}. A dict that has this key is written as pairs."""
+"""Marks values that JSON lacks: {"lockstep": kind, "value": ...}. A dict that has this key itself is written as a list of items."""
 
 
 def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """`value` as JSON. Its tensors go to `tensors`, under `name` and their place in it, `average/fc.weight`, each under a name of its own.
+    """Convert `value` to JSON. Its tensors are added to `tensors`, each under `name` and its path, as in `average/fc.weight`.
 
-    Takes None, bool, int, float, str, list, tuple, dict, tensors, and numpy's numbers and arrays. Raises `CheckpointError`, with the place
+    Takes None, bool, int, float, str, list, tuple, dict, tensors, and NumPy numbers and arrays. Raises `CheckpointError`, with the path
     and the type, for anything else.
     """
     if value is None or isinstance(value, bool | int | str):
@@ -48,7 +48,7 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def decode(encoded: Any, tensor: Callable[[str], Tensor]) -> Any:
-    """What `encode` was given. `tensor`: gives the tensor of a name."""
+    """Convert the result of `encode` back. `tensor` returns the tensor with a given name."""
     if isinstance(encoded, list):
         return [decode(item, tensor) for item in encoded]
     if not isinstance(encoded, dict):
@@ -69,7 +69,7 @@ def decode(encoded: Any, tensor: Callable[[str], Tensor]) -> Any:
 
 
 def tensors_in(encoded: Any) -> list[str]:
-    """The names of the tensors that were taken out."""
+    """The names of the tensors in the result of `encode`."""
     if isinstance(encoded, list):
         return [name for item in encoded for name in tensors_in(item)]
     if not isinstance(encoded, dict):

@@ -1,7 +1,7 @@
-"""Reading a checkpoint: each rank reads and checks the blocks that its part of the state lies in; what nobody needs is checked too.
+"""Loading and resharding a checkpoint: each rank reads and verifies the blocks that its tensors need; all others are verified too.
 
-What lies in a file as it lies in a tensor is read into the tensor itself, and hashed there. The rest goes through other memory: what is
-small, what is cut otherwise, what has another dtype or is on a GPU.
+A stretch of a file that has the layout of the tensor is read straight into it and hashed there. Everything else passes through a
+buffer: small stretches, other cuts, other dtypes, tensors on a GPU.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.block_hashes import BLOCK_BYTES, Seal
+from lockstep.checkpoint.block_hashes import BLOCK_BYTES, BlockHashes
 from lockstep.checkpoint.file_layout import DTYPES
-from lockstep.checkpoint.folder import Name, Storage
-from lockstep.checkpoint.manifest import Damaged, Unreachable, Unreadable
-from lockstep.checkpoint.pieces import Copy, Piece, copies, torch_dtype
-from lockstep.checkpoint.reading import read_block, read_manifest
+from lockstep.checkpoint.integrity import read_block, read_manifest
+from lockstep.checkpoint.manifest import DamagedError, UnknownFormatError, UnreachableError
+from lockstep.checkpoint.storage import CheckpointName, Storage
+from lockstep.checkpoint.tensor_shards import ShardCopy, TensorShard, plan_copies, torch_dtype
 from lockstep.comm.mesh import to_local
 from lockstep.comm.world import World
 
 T = TypeVar("T")
 SMALL_BYTES = 64 << 10
-"""Less is not read by itself."""
+"""Stretches below this size are not read directly into their tensor."""
 
 
 class _Span:
-    """The bytes of a piece that this rank needs, with as few others as may be."""
+    """The smallest span of a saved shard's bytes that holds all that this rank needs of it."""
 
-    def __init__(self, piece: Piece, at: int, wanted: Sequence[Copy], state: Mapping[str, Tensor]) -> None:
-        """`at`: the piece's first byte in its file."""
-        self._dtype = torch_dtype(piece.dtype)
-        self._strides = [math.prod(piece.lengths[dim + 1 :]) for dim in range(len(piece.lengths))]
+    def __init__(self, shard: TensorShard, at: int, wanted: Sequence[ShardCopy], state: Mapping[str, Tensor]) -> None:
+        """`at`: position of the shard's first byte in its file."""
+        self._dtype = torch_dtype(shard.dtype)
+        self._strides = [math.prod(shard.lengths[dim + 1 :]) for dim in range(len(shard.lengths))]
         self._wanted = wanted
-        self._target = to_local(state[piece.name]).detach()
+        self._target = to_local(state[shard.name]).detach()
         ends = [self._ends(copy) for copy in wanted]
         self._first, last = min(first for first, _ in ends), max(last for _, last in ends)
         self.start = at + self._first * self._dtype.itemsize
@@ -46,15 +46,15 @@ class _Span:
         self.own = self._in_place(last - self._first)
         self._data = self.own
 
-    def _ends(self, copy: Copy) -> tuple[int, int]:
-        """The elements [first, last) of the piece between which the copy's lie."""
+    def _ends(self, copy: ShardCopy) -> tuple[int, int]:
+        """The range [first, last) of the shard's elements that holds the copy's elements."""
         first = sum(side.start * stride for side, stride in zip(copy.source, self._strides, strict=True))
         return first, first + 1 + sum(
             (side.stop - side.start - 1) * stride for side, stride in zip(copy.source, self._strides, strict=True)
         )
 
     def _in_place(self, elements: int) -> Tensor | None:
-        """The target's own memory, as bytes, where what is read can go straight there."""
+        """The target's own memory as bytes, if the span can be read directly into it; else None."""
         part = self._target[self._wanted[0].target]
         fits = len(self._wanted) == 1 and part.is_contiguous() and part.numel() == elements and part.dtype == self._dtype
         if not fits or part.is_conj() or part.is_neg() or part.device.type != "cpu" or part.nbytes < SMALL_BYTES:
@@ -63,13 +63,13 @@ class _Span:
 
     @property
     def data(self) -> Tensor:
-        """Memory for the bytes."""
+        """Memory for the bytes: the target's own, or a buffer."""
         if self._data is None:
             self._data = torch.empty(self.stop - self.start, dtype=torch.uint8)
         return self._data
 
     def finish(self) -> None:
-        """Bring the bytes, all there now, where they belong."""
+        """Copy the bytes, all of which have been read, to the target."""
         if self.own is None:
             values = self.data.view(self._dtype)
             for copy in self._wanted:
@@ -77,7 +77,7 @@ class _Span:
                 source = torch.as_strided(values, lengths, self._strides, self._ends(copy)[0] - self._first)
                 target = self._target[copy.target]
                 for dim, stride in enumerate(target.stride()):
-                    if stride == 0 and target.shape[dim] > 1:  # expanded: one place in memory, which is written to once
+                    if stride == 0 and target.shape[dim] > 1:  # expanded: all indices share one element, which is written once
                         target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
                 target.copy_(source)
         self._data = None
@@ -86,79 +86,79 @@ class _Span:
 @dataclass(slots=True)
 class _Block:
     file: str
-    seal: Seal
+    hashes: BlockHashes
     number: int
     spans: list[_Span]
-    """What is needed of it, in order."""
+    """The spans that need bytes of it, in order."""
 
 
-class Reader:
-    """One checkpoint, for one rank."""
+class CheckpointReader:
+    """Reads one checkpoint for one rank."""
 
-    def __init__(self, folder: Storage, name: Name) -> None:
-        """Raises `Damaged`, `Unreadable`, `Unreachable`."""
+    def __init__(self, folder: Storage, name: CheckpointName) -> None:
+        """Raises `DamagedError`, `UnknownFormatError`, `UnreachableError`."""
         self._folder = folder
         self._name = name
         self.manifest = read_manifest(folder, name)
-        self.places: dict[Piece, tuple[str, int]] = {}
-        """Of each piece, its file and its first byte there."""
+        self._locations: dict[TensorShard, tuple[str, int]] = {}
+        """Shard -> its file, and the position of its first byte there."""
         for file, entry in self.manifest.files.items():
-            for place in entry.places:
-                piece = Piece.read(place.piece)
-                if piece.dtype not in DTYPES:
-                    raise Damaged(f"the manifest names the type {piece.dtype!r}")
-                self.places[piece] = file, place.start
+            for part in entry.shards:
+                shard = TensorShard.from_json(part.shard)
+                if shard.dtype not in DTYPES:
+                    raise DamagedError(f"the manifest names the type {shard.dtype!r}")
+                self._locations[shard] = file, part.start
         self._spare: list[bytearray] = []
-        """Memory for a block, each."""
+        """Buffers of one block each, for reuse."""
 
     @property
     def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """The saved tensors by name: dtype and shape."""
-        return {piece.name: (piece.dtype, piece.shape) for piece in self.places}
+        """Name -> dtype and shape of each saved tensor."""
+        return {shard.name: (shard.dtype, shard.shape) for shard in self._locations}
 
     @torch.no_grad()
-    def fill(self, state: Mapping[str, Tensor], world: World) -> None:
-        """Give this rank's part of the state its saved values. Every rank calls it, and each raises `Damaged` where any rank found damage,
-        or `Unreachable` where any rank could not read.
+    def load_into(self, state: Mapping[str, Tensor], world: World) -> None:
+        """Load the saved values into this rank's tensors. Every rank calls it; names and shapes must be among the saved ones.
 
-        The names and shapes are among the saved ones. What is filled by then is of no use where it raises.
+        Every rank raises `DamagedError` if any rank found damage, `UnreachableError` if any rank could not read. The state is then
+        partly loaded and must not be used.
         """
         blocks = list(self._blocks(state))
         done: dict[str, list[int]] = {file: [] for file in self.manifest.files}
         for block in blocks:
             done[block.file].append(block.number)
-        together(lambda: self._read_all(blocks), world)
+        raise_on_all_ranks(lambda: self._read_all(blocks), world)
         everyone = world.gather_values({file: _ranges(numbers) for file, numbers in done.items()})
-        together(lambda: self._read_all(self._rest(everyone, world)), world)
+        raise_on_all_ranks(lambda: self._read_all(self._rest(everyone, world)), world)
         self._spare.clear()
 
     def _blocks(self, state: Mapping[str, Tensor]) -> Iterator[_Block]:
-        """What this rank reads, in the order of the files."""
-        wanted: dict[Piece, list[Copy]] = {}
-        for copy in copies(state, list(self.places)):
-            if math.prod(copy.piece.lengths):
-                wanted.setdefault(copy.piece, []).append(copy)
+        """The blocks that this rank's tensors need, in the order of the files."""
+        wanted: dict[TensorShard, list[ShardCopy]] = {}
+        for copy in plan_copies(state, list(self._locations)):
+            if math.prod(copy.shard.lengths):
+                wanted.setdefault(copy.shard, []).append(copy)
         spans: dict[str, list[_Span]] = {file: [] for file in self.manifest.files}
-        for piece, several in wanted.items():
-            file, at = self.places[piece]
-            spans[file].append(_Span(piece, at, several, state))
+        for shard, several in wanted.items():
+            file, at = self._locations[shard]
+            spans[file].append(_Span(shard, at, several, state))
         for file, here in spans.items():
-            seal = self.manifest.files[file].seal
+            hashes = self.manifest.files[file].hashes
             found: dict[int, _Block] = {}
             for span in sorted(here, key=lambda span: span.start):
-                for number in seal.covering(span.start, span.stop):
-                    found.setdefault(number, _Block(file, seal, number, [])).spans.append(span)
+                for number in hashes.covering(span.start, span.stop):
+                    found.setdefault(number, _Block(file, hashes, number, [])).spans.append(span)
             yield from found.values()
 
     def _rest(self, everyone: Sequence[Mapping[str, Sequence[Sequence[int]]]], world: World) -> Iterator[_Block]:
-        """This rank's share of the blocks that no rank has read."""
+        """This rank's share of the blocks that no rank needed, to be verified only."""
         for file, entry in self.manifest.files.items():
             done = {block for said in everyone for start, stop in said[file] for block in range(start, stop)}
-            rest = [block for block in range(len(entry.seal.blocks)) if block not in done]
-            yield from (_Block(file, entry.seal, number, []) for number in rest[world.rank :: world.size])
+            rest = [block for block in range(len(entry.hashes.blocks)) if block not in done]
+            yield from (_Block(file, entry.hashes, number, []) for number in rest[world.rank :: world.size])
 
     def _read_all(self, blocks: Iterable[_Block]) -> None:
-        """Raises `Damaged`, `Unreachable`."""
+        """Read and verify blocks, several at a time. Raises `DamagedError`, `UnreachableError`."""
         with ThreadPoolExecutor(self._folder.readers) as threads:
             ahead: deque[tuple[_Block, Future[None]]] = deque()
 
@@ -166,7 +166,7 @@ class Reader:
                 block, reading = ahead.popleft()
                 reading.result()
                 for span in block.spans:
-                    if span.stop <= block.seal.span(block.number)[1]:
+                    if span.stop <= block.hashes.span(block.number)[1]:
                         span.finish()
 
             for block in blocks:
@@ -177,11 +177,11 @@ class Reader:
                 finish()
 
     def _read(self, block: _Block, data: Sequence[Tensor]) -> None:
-        """Read a block, what has a place of its own into that, all else into other memory, and from there into the spans' data."""
-        start, stop = block.seal.span(block.number)
+        """Read a block: directly into spans that own their memory, for others into a buffer and from there into their data."""
+        start, stop = block.hashes.span(block.number)
         try:
             spare = self._spare.pop()
-        except IndexError:  # not asked for before: another thread may take it between
+        except IndexError:  # asking first would race with another thread
             spare = bytearray(BLOCK_BYTES)
         other = memoryview(spare)[: stop - start]
         bytes_ = torch.frombuffer(spare, dtype=torch.uint8)
@@ -195,28 +195,31 @@ class Reader:
                 parts += [other[at - start : first - start], part.numpy().data]
                 at = last
         parts.append(other[at - start :])
-        read_block(self._folder, self._name, block.file, block.seal, block.number, [part for part in parts if part])
+        read_block(self._folder, self._name, block.file, block.hashes, block.number, [part for part in parts if part])
         for part, source in through:
             part.copy_(source)
         self._spare.append(spare)
 
 
-def together(read: Callable[[], T], world: World) -> T:
-    """What `read` returns on this rank. Every rank calls it, and each raises the `Damaged`, `Unreadable` or `Unreachable` that any did."""
+def raise_on_all_ranks(read: Callable[[], T], world: World) -> T:
+    """Return what `read` returns on this rank. Every rank calls it.
+
+    Every rank raises the `DamagedError`, `UnknownFormatError` or `UnreachableError` that `read` raised on any rank.
+    """
     failure: tuple[str, str] | None = None
     try:
         found = read()
-    except (Damaged, Unreadable, Unreachable) as error:
+    except (DamagedError, UnknownFormatError, UnreachableError) as error:
         failure = type(error).__name__, str(error)
     failures = [each for each in world.gather_values(failure) if each is not None]
     if failures:
         kind, text = failures[0]
-        raise {each.__name__: each for each in (Damaged, Unreadable, Unreachable)}[kind](text)
+        raise {each.__name__: each for each in (DamagedError, UnknownFormatError, UnreachableError)}[kind](text)
     return found
 
 
 def _ranges(numbers: Sequence[int]) -> list[list[int]]:
-    """Whole numbers in order as spans [start, stop)."""
+    """Join ascending whole numbers into ranges [start, stop)."""
     found: list[list[int]] = []
     for number in numbers:
         if found and found[-1][1] == number:

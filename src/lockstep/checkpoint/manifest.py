@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: its files, block by block, what lies where in them, and all of the state that is no tensor. JSON."""
+"""The manifest of a checkpoint: block hashes of its files, positions of the shards in them, and all other state. JSON."""
 
 from __future__ import annotations
 
@@ -8,95 +8,97 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.base.errors import LockstepError
-from lockstep.checkpoint.block_hashes import Seal, digest
+from lockstep.checkpoint.block_hashes import BlockHashes, hash_bytes
 
 FORMAT = 1
 
 
-class Damaged(LockstepError):
-    """A checkpoint whose bytes are not those that were written. The text says which."""
+class DamagedError(LockstepError):
+    """A checkpoint is corrupted: its bytes are not those that were written. The text says which."""
 
 
-class Unreadable(LockstepError):
-    """A checkpoint of a format that this version does not know."""
+class UnknownFormatError(LockstepError):
+    """A checkpoint has a format that this version does not know."""
 
 
-class Unreachable(LockstepError):
-    """A checkpoint that cannot be read now: no permission, no answer. It may be whole. The text says why."""
+class UnreachableError(LockstepError):
+    """A checkpoint cannot be read now (no permission, no answer from the store). It may be intact. The text says why."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a piece is."""
+class ShardEntry:
+    """A shard in a file."""
 
-    piece: Sequence[Any]
-    """As `Piece.say` says it."""
+    shard: Sequence[Any]
+    """`TensorShard.to_json()`."""
     start: int
     """Its first byte in the file."""
 
 
 @dataclass(frozen=True, slots=True)
-class File:
-    seal: Seal
-    places: tuple[Place, ...]
+class FileEntry:
+    """A file of a checkpoint: its hashes and its shards."""
 
-    def say(self) -> dict[str, Any]:
-        places = [[*place.piece, place.start] for place in self.places]
-        return {"bytes": self.seal.size_bytes, "blocks": list(self.seal.blocks), "pieces": places}
+    hashes: BlockHashes
+    shards: tuple[ShardEntry, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        shards = [[*entry.shard, entry.start] for entry in self.shards]
+        return {"bytes": self.hashes.size_bytes, "blocks": list(self.hashes.blocks), "shards": shards}
 
     @classmethod
-    def read(cls, said: Mapping[str, Any]) -> File:
-        places = tuple(Place(tuple(piece), start) for *piece, start in said["pieces"])
-        return cls(Seal(said["bytes"], tuple(said["blocks"])), places)
+    def from_json(cls, said: Mapping[str, Any]) -> FileEntry:
+        shards = tuple(ShardEntry(tuple(shard), start) for *shard, start in said["shards"])
+        return cls(BlockHashes(said["bytes"], tuple(said["blocks"])), shards)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """Of one checkpoint."""
+    """The manifest of one checkpoint."""
 
     step: int
-    """Steps done."""
-    files: Mapping[str, File]
+    """Optimizer steps done."""
+    files: Mapping[str, FileEntry]
     values: Mapping[str, Any]
     """JSON: the rest of the state."""
     facts: Mapping[str, Any]
-    """JSON: what the run was: recipe, plan, processes, versions, the time."""
+    """JSON: recipe, plan, number of processes, versions and time of the save."""
 
     def encode(self) -> bytes:
-        files = {name: file.say() for name, file in self.files.items()}
+        files = {name: file.to_json() for name, file in self.files.items()}
         content = json.dumps({"step": self.step, "facts": self.facts, "values": self.values, "files": files}, separators=(",", ":"))
         return f'{{"format":{FORMAT},"blake3":"{_hash(FORMAT, content.encode())}","content":{content}}}\n'.encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Manifest:
-        """Raises `Damaged` where a byte is not as it was written, `Unreadable` where a later version wrote it."""
+        """Parse a manifest. Raises `DamagedError` if a byte has changed, `UnknownFormatError` if another version wrote it."""
         try:
             whole = json.loads(data)
             known = whole["format"]
             content = whole["content"]
             start = data.index(b'"content":') + len(b'"content":')
             if not data.endswith(b"}\n") or _hash(known, data[start:-2]) != whole["blake3"]:
-                raise Damaged("the manifest's hash is not that of its content")
+                raise DamagedError("the manifest's hash is not that of its content")
             if known != FORMAT:
-                raise Unreadable(
+                raise UnknownFormatError(
                     f"the checkpoint has format {known}, and this version of lockstep reads {FORMAT}; load it with a newer one"
                 )
-            files = {name: File.read(said) for name, said in content["files"].items()}
+            files = {name: FileEntry.from_json(said) for name, said in content["files"].items()}
             return cls(step=content["step"], files=files, values=content["values"], facts=content["facts"])
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise Damaged(f"the manifest is no manifest: {error}") from error
+            raise DamagedError(f"the manifest cannot be parsed: {error}") from error
 
 
-def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One JSON object of what several ranks have: each key of any, the first rank's value where it is no object itself."""
+def merge_objects(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Merge the JSON objects of several ranks recursively. For values that are not objects, the first rank's counts."""
     found: dict[str, Any] = {}
     for part in parts:
         for key, value in part.items():
             both = isinstance(value, Mapping) and isinstance(found.get(key), Mapping)
-            found[key] = merged([found[key], value]) if both else found.get(key, value)
+            found[key] = merge_objects([found[key], value]) if both else found.get(key, value)
     return found
 
 
 def _hash(known: Any, content: bytes) -> str:
-    """Of any format's content."""
-    return digest([f"{known}:".encode(), content])
+    """Hash the content of a manifest of any format."""
+    return hash_bytes([f"{known}:".encode(), content])

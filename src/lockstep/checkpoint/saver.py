@@ -1,4 +1,4 @@
-"""Saving behind the training: a step stops for a copy into shared memory, and another process hashes, writes and commits it."""
+"""Asynchronous saves: training waits for a copy into shared memory; another process hashes, writes and commits it."""
 
 from __future__ import annotations
 
@@ -18,61 +18,61 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.file_layout import Image
-from lockstep.checkpoint.pieces import Piece, dealt, pieces_of, torch_dtype
-from lockstep.checkpoint.store import folder_at
+from lockstep.checkpoint.file_layout import FileLayout
+from lockstep.checkpoint.object_store import open_storage
+from lockstep.checkpoint.tensor_shards import TensorShard, assign_writes, local_shards, torch_dtype
 from lockstep.comm.mesh import to_local
 from lockstep.comm.world import World
 
 END_SECONDS = 5.0
-"""For the process that writes, once it is told to end."""
+"""Seconds that the writer process has to end before it is killed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    """What came of a save, on this rank."""
+class SaveResult:
+    """The result of a save on this rank."""
 
     step: int
     error: str | None
-    """Why it failed, in words."""
-    left: str | None = None
-    """Why an old checkpoint could not be deleted, in words."""
+    """Why it failed; None if it succeeded."""
+    not_deleted: str | None = None
+    """Why an old checkpoint could not be deleted; None if nothing failed."""
 
 
 class Saver:
-    """One a rank; every rank makes it, and calls `save`, alike. At most one save is under way."""
+    """Saves the state of a run. Every rank makes one and calls `prepare` and `save` alike. At most one save is in progress."""
 
     def __init__(self, world: World, folder: Path | str, attempt: str) -> None:
-        """`folder`: a path or a URL, as `store.folder_at` takes it. `attempt`: see `folder.Name`; the same on every rank.
+        """`folder`: a path or a URL, as `store.open_storage` takes it. `attempt`: see `folder.CheckpointName`; the same on every rank.
 
-        Raises `RunDirectoryError` where no driver for such a URL is installed.
+        Raises `RunDirectoryError` if no driver for the URL is installed.
         """
-        folder_at(folder)
+        open_storage(folder)
         self._world = world
         self._folder = folder
         self._attempt = attempt
-        self._held: dict[str, Piece] | None = None
+        self._shards: dict[str, TensorShard] | None = None
         self._writer: _Writer | None = None
-        self._memory: _Memory | None = None
+        self._memory: _SharedFile | None = None
         self._under_way: int | None = None
 
     def prepare(self, state: Mapping[str, Tensor]) -> None:
-        """Find out who writes what, make room for it and start the process that writes, where that has not been done for such a state.
+        """Plan which rank writes what, allocate memory and start the writer process, unless this was done for the same layout.
 
-        The first `save` does it too, and training waits for it then: longer than for any save after it. Not while a save is under way.
+        Every rank calls it, not during a save. Without it the first `save` does this work, and takes longer than later ones.
         """
         self._agree(state)
 
     def _agree(self, state: Mapping[str, Tensor]) -> str:
-        """Prepare. Returns what the next save is known by among the ranks: what an earlier one left must not be taken for it."""
-        found = pieces_of(state)
-        said = self._world.gather_rows(torch.tensor([[found != self._held, secrets.randbits(32)]]), [1] * self._world.size)
+        """Prepare. Returns an identifier of the next save, the same on every rank; it tells its notes from those of an earlier save."""
+        found = local_shards(state)
+        said = self._world.gather_rows(torch.tensor([[found != self._shards, secrets.randbits(32)]]), [1] * self._world.size)
         if said[:, 0].any():
-            everyone = self._world.gather_values([piece.say() for piece in found.values()])
-            mine = dealt([[Piece.read(said) for said in pieces] for pieces in everyone])[self._world.rank]
+            everyone = self._world.gather_values([shard.to_json() for shard in found.values()])
+            mine = assign_writes([[TensorShard.from_json(said) for said in shards] for shards in everyone])[self._world.rank]
             self.close()
-            self._memory = _Memory(Image(mine), mine)
-            self._held = found
+            self._memory = _SharedFile(FileLayout(mine), mine)
+            self._shards = found
         assert self._memory is not None
         if self._writer is not None and self._writer.has_ended:
             self._writer.close()
@@ -90,10 +90,11 @@ class Saver:
         facts: Mapping[str, Any],
         keep: Mapping[str, Any] | None = None,
     ) -> None:
-        """Copy the state, and have it written behind what follows. Not while a save is under way.
+        """Copy the state and start writing it in the background. Every rank calls it, not during a save.
 
-        `state`: tensors by name, what this rank holds of them; a name may be on some ranks only. `values`: JSON, objects of all ranks are
-        merged. `facts`: JSON, rank 0's count. `keep`: `retain.retired`'s other arguments, `scores` by the text of names; None: keep all.
+        `state`: this rank's tensors by name; a name may exist on some ranks only. `values`: JSON; the objects of all ranks are
+        merged. `facts`: JSON; rank 0's is written. `keep`: the other arguments of `retention.checkpoints_to_delete`, with `scores` by
+        `str(name)`; None keeps all checkpoints.
         """
         assert self._under_way is None, "one save at a time"
         known_by = self._agree(state)
@@ -117,52 +118,56 @@ class Saver:
 
     @property
     def is_under_way(self) -> bool:
+        """True from `save` until `poll` has returned its result."""
         return self._under_way is not None
 
     def abandon(self) -> None:
-        """End the save under way: another rank's part of it will not come."""
+        """Abort the save in progress, because another rank's part of it will never be written."""
         if self._writer is not None:
             self._writer.close()
         self._writer = self._under_way = None
 
-    def poll(self, timeout_seconds: float = 0.0) -> Ended | None:
-        """What came of the save under way, once; None while it goes on, or where none is. `timeout_seconds`: to wait for it."""
+    def poll(self, timeout_seconds: float = 0.0) -> SaveResult | None:
+        """Return the result of a save once it has ended; None if it is in progress, or there is none.
+
+        Waits for it for up to `timeout_seconds`.
+        """
         if self._under_way is None or self._writer is None:
             return None
         answer = self._writer.answer(timeout_seconds)
         if answer is None:
             return None
         step, self._under_way = self._under_way, None
-        if answer["error"] is not None:  # what has failed may wait for a store yet; the next save has another process
+        if answer["error"] is not None:  # the failed process may still wait for the storage; the next save gets another one
             self._writer.close()
             self._writer = None
-        return Ended(step, answer["error"], answer.get("left"))
+        return SaveResult(step, answer["error"], answer.get("not_deleted"))
 
     def close(self) -> None:
-        """Give everything up: a save under way too."""
+        """Release everything. Aborts a save in progress."""
         if self._writer is not None:
             self._writer.close()
         if self._memory is not None:
             self._memory.close()
-        self._writer = self._memory = self._held = self._under_way = None
+        self._writer = self._memory = self._shards = self._under_way = None
 
 
-class _Memory:
-    """What a file is to be, in memory that another process sees too."""
+class _SharedFile:
+    """The content of this rank's file, in memory shared with the writer process."""
 
-    def __init__(self, image: Image, pieces: Sequence[Piece]) -> None:
-        self.layout = {"bytes": image.bytes, "pieces": [[*piece.say(), image.span(piece)[0]] for piece in pieces]}
-        """For the process that writes: what lies where."""
+    def __init__(self, layout: FileLayout, shards: Sequence[TensorShard]) -> None:
+        self.layout = {"bytes": layout.bytes, "shards": [[*shard.to_json(), layout.span(shard)[0]] for shard in shards]}
+        """Size of the file and positions of its shards, for the writer process."""
         self.descriptor = os.memfd_create("lockstep-checkpoint")
-        os.ftruncate(self.descriptor, image.bytes)
-        self._mapped = mmap.mmap(self.descriptor, image.bytes)
+        os.ftruncate(self.descriptor, layout.bytes)
+        self._mapped = mmap.mmap(self.descriptor, layout.bytes)
         everything = torch.frombuffer(self._mapped, dtype=torch.uint8)
-        everything.zero_()  # the system gives memory when it is first written to, which takes ten times as long as to write to it again
-        self._mapped[: len(image.header)] = image.header
+        everything.zero_()  # page faults make the first write ten times slower than later ones
+        self._mapped[: len(layout.header)] = layout.header
         self._targets = {}
-        for piece in pieces:
-            start, stop = image.span(piece)
-            self._targets[piece.name] = everything[start:stop].view(torch_dtype(piece.dtype)).view(piece.lengths)
+        for shard in shards:
+            start, stop = layout.span(shard)
+            self._targets[shard.name] = everything[start:stop].view(torch_dtype(shard.dtype)).view(shard.lengths)
 
     @torch.no_grad()
     def copy(self, state: Mapping[str, Tensor]) -> None:
@@ -175,9 +180,9 @@ class _Memory:
 
 
 class _Writer:
-    """The process that writes (`lockstep.checkpoint.writer`)."""
+    """The writer process (`lockstep.checkpoint.writer`), seen from the training process."""
 
-    def __init__(self, memory: _Memory) -> None:
+    def __init__(self, memory: _SharedFile) -> None:
         command = [sys.executable, "-m", "lockstep.checkpoint.writer", str(memory.descriptor)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[memory.descriptor])
         self.tell(memory.layout)
@@ -188,7 +193,7 @@ class _Writer:
 
     def tell(self, said: Mapping[str, Any]) -> None:
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended, which `answer` says
+        with suppress(BrokenPipeError):  # it has ended; `answer` reports that
             self._process.stdin.write(json.dumps(said).encode() + b"\n")
             self._process.stdin.flush()
 
@@ -197,7 +202,7 @@ class _Writer:
         if not select.select([self._process.stdout], [], [], timeout_seconds)[0]:
             return None
         line = self._process.stdout.readline()
-        found: dict[str, Any] = json.loads(line) if line else {"error": f"the process that writes ended with status {self._process.wait()}"}
+        found: dict[str, Any] = json.loads(line) if line else {"error": f"the writer process ended with status {self._process.wait()}"}
         return found
 
     def close(self) -> None:
@@ -206,7 +211,7 @@ class _Writer:
             pipe.close()
         try:
             self._process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:  # it is held up, by a disk perhaps
+        except subprocess.TimeoutExpired:  # it may be blocked by a disk
             self._process.kill()
             self._process.wait()
 

@@ -1,4 +1,4 @@
-"""A model's tensors in files, whole, one at a time, each byte checked: for whoever has no model to put them into. Needs no torch."""
+"""Reading a saved model tensor by tensor, without building the model, for `lockstep inspect` and `export`. Needs no torch."""
 
 from __future__ import annotations
 
@@ -12,110 +12,110 @@ from typing import Protocol
 import numpy as np
 
 from lockstep.checkpoint.file_layout import DTYPES
-from lockstep.checkpoint.folder import Name, Storage
-from lockstep.checkpoint.manifest import Damaged
-from lockstep.checkpoint.pieces import Piece, item_bytes
-from lockstep.checkpoint.reading import read_block, read_manifest
+from lockstep.checkpoint.integrity import read_block, read_manifest
+from lockstep.checkpoint.manifest import DamagedError
+from lockstep.checkpoint.storage import CheckpointName, Storage
+from lockstep.checkpoint.tensor_shards import TensorShard, item_bytes
 
 _BLOCKS = 8
-"""Kept in memory: many small tensors lie in one."""
+"""Blocks kept in memory, because one block may hold many small tensors."""
 
 
-class Model(Protocol):
-    """A state dict in files."""
+class StateDictReader(Protocol):
+    """Reads a state dict from files."""
 
     @property
-    def kinds(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
-        """Of each tensor, tied ones under each of their names: its dtype, as torch calls it, and its shape."""
+    def specs(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+        """Name -> torch's name of the dtype, and shape. Tied tensors are listed under each of their names."""
 
     def read(self, name: str) -> memoryview:
-        """A tensor's bytes, row-major. Raises `Damaged`, `Unreachable`."""
+        """Read the bytes of a tensor, row-major. Raises `DamagedError`, `UnreachableError`."""
 
 
-class Stored:
-    """One checkpoint."""
+class StoredCheckpoint:
+    """One checkpoint. Every byte is verified when it is read."""
 
-    def __init__(self, folder: Storage, name: Name) -> None:
-        """Raises `Damaged`, `Unreadable`, `Unreachable`."""
+    def __init__(self, folder: Storage, name: CheckpointName) -> None:
+        """Raises `DamagedError`, `UnknownFormatError`, `UnreachableError`."""
         self._folder = folder
         self._name = name
         self.manifest = read_manifest(folder, name)
-        self._pieces: dict[str, dict[str, tuple[Piece, str, int]]] = {}
+        self._shards: dict[str, dict[str, tuple[TensorShard, str, int]]] = {}
         for file, entry in self.manifest.files.items():
-            for place in entry.places:
-                piece = Piece.read(place.piece)
-                self._pieces.setdefault(piece.name, {})[piece.key] = piece, file, place.start
+            for part in entry.shards:
+                shard = TensorShard.from_json(part.shard)
+                self._shards.setdefault(shard.name, {})[shard.key] = shard, file, part.start
         self._block = lru_cache(_BLOCKS)(self._read_block)
 
     @property
-    def pairs(self) -> list[int]:
-        """The numbers of the (model, optimizer) pairs."""
-        return sorted(map(int, self.manifest.values["pairs"]))
+    def modules(self) -> list[int]:
+        """The indices of the saved models, in the order in which they were prepared."""
+        return sorted(map(int, self.manifest.values["modules"]))
 
-    def model(self, pair: int) -> StoredModel:
-        """One pair's model."""
-        return StoredModel(self, pair)
+    def model(self, module: int) -> CheckpointModel:
+        """The saved model with this index."""
+        return CheckpointModel(self, module)
 
-    def kinds(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Of each tensor its dtype and shape."""
-        firsts = {name: next(iter(pieces.values()))[0] for name, pieces in self._pieces.items()}
-        return {name: (piece.dtype, piece.shape) for name, piece in firsts.items()}
+    def specs(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Name -> dtype and shape of each saved tensor."""
+        firsts = {name: next(iter(shards.values()))[0] for name, shards in self._shards.items()}
+        return {name: (shard.dtype, shard.shape) for name, shard in firsts.items()}
 
     def read(self, name: str) -> memoryview:
-        """See `Model.read`."""
-        pieces = list(self._pieces[name].values())
-        dtype, shape = pieces[0][0].dtype, pieces[0][0].shape
-        if sum(math.prod(piece.lengths) for piece, _, _ in pieces) != math.prod(shape):
-            raise Damaged(f"the parts of {name} are not the whole of it")
+        """Read the bytes of a tensor, row-major. Raises `DamagedError`, `UnreachableError`."""
+        shards = list(self._shards[name].values())
+        dtype, shape = shards[0][0].dtype, shards[0][0].shape
+        if sum(math.prod(shard.lengths) for shard, _, _ in shards) != math.prod(shape):
+            raise DamagedError(f"the shards of {name} do not cover it")
         whole = np.empty((*shape, item_bytes(dtype)), np.uint8)
-        for piece, file, start in pieces:
-            box = tuple(slice(at, at + length) for at, length in zip(piece.offsets, piece.lengths, strict=True))
-            if piece.lengths == shape:
+        for shard, file, start in shards:
+            box = tuple(slice(at, at + length) for at, length in zip(shard.offsets, shard.lengths, strict=True))
+            if shard.lengths == shape:
                 self._into(whole.reshape(-1).data, file, start)
             else:
-                part = np.empty((*piece.lengths, item_bytes(dtype)), np.uint8)
+                part = np.empty((*shard.lengths, item_bytes(dtype)), np.uint8)
                 self._into(part.reshape(-1).data, file, start)
                 whole[box] = part
         return whole.reshape(-1).data
 
     def _into(self, target: memoryview, file: str, start: int) -> None:
-        """Bring a file's bytes from `start` on into memory."""
-        seal = self.manifest.files[file].seal
+        """Copy a file's bytes from `start` on into `target`."""
+        hashes = self.manifest.files[file].hashes
         stop = start + len(target)
-        for number in seal.covering(start, stop):
-            first, last = seal.span(number)
+        for number in hashes.covering(start, stop):
+            first, last = hashes.span(number)
             begin, end = max(first, start), min(last, stop)
             target[begin - start : end - start] = self._block(file, number)[begin - first : end - first]
 
     def _read_block(self, file: str, number: int) -> memoryview:
-        seal = self.manifest.files[file].seal
-        start, stop = seal.span(number)
+        hashes = self.manifest.files[file].hashes
+        start, stop = hashes.span(number)
         block = memoryview(bytearray(stop - start))
-        read_block(self._folder, self._name, file, seal, number, [block])
+        read_block(self._folder, self._name, file, hashes, number, [block])
         return block
 
 
-class StoredModel:
-    """A `Model` in a checkpoint."""
+class CheckpointModel:
+    """`StateDictReader` of a model in a checkpoint."""
 
-    def __init__(self, stored: Stored, pair: int) -> None:
+    def __init__(self, stored: StoredCheckpoint, module: int) -> None:
         self._stored = stored
-        prefix = f"{pair}/model/"
-        kinds = stored.kinds()
+        prefix = f"{module}/model/"
+        kinds = stored.specs()
         self._names = {name.removeprefix(prefix): name for name in kinds if name.startswith(prefix)}
-        tied: Mapping[str, str] = stored.manifest.values["pairs"][str(pair)]["tied"]
+        tied: Mapping[str, str] = stored.manifest.values["modules"][str(module)]["tied"]
         self._names |= {other: self._names[first] for other, first in tied.items()}
-        self.kinds = {name: kinds[saved] for name, saved in self._names.items()}
+        self.specs = {name: kinds[saved] for name, saved in self._names.items()}
 
     def read(self, name: str) -> memoryview:
         return self._stored.read(self._names[name])
 
 
-class SavedModel:
-    """A `Model` in one safetensors file. Its bytes are not checked: nothing in it says what they were."""
+class SafetensorsModel:
+    """`StateDictReader` of a safetensors file. Its bytes cannot be verified, because the format has no hashes."""
 
     def __init__(self, path: Path) -> None:
-        """Raises `Damaged`, `OSError`."""
+        """Raises `DamagedError`, `OSError`."""
         self._path = path
         torchs = {theirs: ours for ours, theirs in DTYPES.items()}
         with path.open("rb") as file:
@@ -123,9 +123,9 @@ class SavedModel:
             try:
                 header = json.loads(file.read(length))
                 self._places = {name: said["data_offsets"] for name, said in header.items() if name != "__metadata__"}
-                self.kinds = {name: (torchs[header[name]["dtype"]], tuple(header[name]["shape"])) for name in self._places}
+                self.specs = {name: (torchs[header[name]["dtype"]], tuple(header[name]["shape"])) for name in self._places}
             except (ValueError, KeyError, TypeError, AttributeError, MemoryError, OverflowError) as error:
-                raise Damaged(f"{path.name} is no safetensors file: {error}") from error
+                raise DamagedError(f"{path.name} is not a safetensors file: {error}") from error
         self._start = 8 + length
 
     def read(self, name: str) -> memoryview:
@@ -134,5 +134,5 @@ class SavedModel:
             file.seek(self._start + start)
             data = file.read(stop - start)
         if len(data) < stop - start:
-            raise Damaged(f"{self._path.name} ends too early")
+            raise DamagedError(f"{self._path.name} ends too early")
         return memoryview(data)

@@ -1,11 +1,10 @@
-"""The process behind a training process that hashes, writes and commits what it saves: `python -m lockstep.checkpoint.writer MEMORY`.
+"""The writer process of a training process, which hashes, writes and commits its saves: `python -m lockstep.checkpoint.writer MEMORY`.
 
-It imports no torch. MEMORY is a descriptor of memory that it shares with the training process, in which a file lies as it is to be. The
-first line on its standard input, JSON, says what lies where in it; every other is a job; a line on its standard output is what came of it.
-It ends when its input does.
+It imports no torch. MEMORY is the descriptor of memory, shared with the training process, that holds the content of this rank's
+file. The first line of standard input is the layout of that file, each later line a save, and each line of standard output the
+result of one, all in JSON. The process ends at the end of its input.
 
-Every rank writes its own file, and beside it a note of its blocks. Rank 0 waits for the notes of all, makes the manifest of them, and
-commits.
+Every rank writes its file, and beside it a note with its block hashes. Rank 0 waits for all notes, writes the manifest and commits.
 """
 
 from __future__ import annotations
@@ -19,44 +18,47 @@ import threading
 import time
 from typing import Any
 
-from lockstep.checkpoint.block_hashes import Seal, cut, digest
-from lockstep.checkpoint.folder import Name, Storage
-from lockstep.checkpoint.manifest import File, Manifest, Place, merged
-from lockstep.checkpoint.retain import retired
-from lockstep.checkpoint.store import folder_at
+from lockstep.checkpoint.block_hashes import BlockHashes, hash_bytes, split_blocks
+from lockstep.checkpoint.manifest import FileEntry, Manifest, ShardEntry, merge_objects
+from lockstep.checkpoint.object_store import open_storage
+from lockstep.checkpoint.retention import checkpoints_to_delete
+from lockstep.checkpoint.storage import CheckpointName, Storage
 
-NICE = 10
-"""How much this process stands back where training wants the processors."""
+NICENESS = 10
+"""Lowers this process's priority below that of training."""
 
 
-def save(job: dict[str, Any], places: tuple[Place, ...], image: memoryview) -> None:
-    """Write this rank's file, and on rank 0 make a checkpoint of all. Raises `OSError`."""
-    folder, name = folder_at(job["folder"]), Name(job["step"], job["attempt"])
+def save(job: dict[str, Any], shards: tuple[ShardEntry, ...], content: memoryview) -> None:
+    """Write this rank's file; on rank 0 also commit the checkpoint. Raises `OSError`."""
+    folder, name = open_storage(job["folder"]), CheckpointName(job["step"], job["attempt"])
     folder.begin(name)
     blocks: list[str] = []
 
     def hashed(block: memoryview) -> memoryview:
-        blocks.append(digest([block]))
+        blocks.append(hash_bytes([block]))
         return block
 
-    folder.write(name, job["file"], map(hashed, cut(image)))
-    mine = File(Seal(len(image), tuple(blocks)), places)
+    folder.write(name, job["file"], map(hashed, split_blocks(content)))
+    mine = FileEntry(BlockHashes(len(content), tuple(blocks)), shards)
     if "files" not in job:
-        folder.write(name, note(job["file"]), [json.dumps([job["save"], mine.say(), job["values"]]).encode()])
+        folder.write(name, note(job["file"]), [json.dumps([job["save"], mine.to_json(), job["values"]]).encode()])
         return
     others = [file for file in job["files"] if file != job["file"]]
     notes = {file: _awaited(folder, name, file, job["save"]) for file in others}
-    files = {job["file"]: mine} | {file: File.read(said) for file, (said, _) in notes.items()}
-    values = merged([job["values"], *(theirs for _, theirs in notes.values())])
+    files = {job["file"]: mine} | {file: FileEntry.from_json(said) for file, (said, _) in notes.items()}
+    values = merge_objects([job["values"], *(theirs for _, theirs in notes.values())])
     for file in others:
-        folder.drop(name, note(file))
+        folder.remove(name, note(file))
     folder.commit(name, Manifest(step=name.step, files=files, values=values, facts=job["facts"]).encode())
 
 
-def _awaited(folder: Storage, name: Name, file: str, save: str) -> tuple[Any, Any]:
-    """From another rank's note of this save, its file and values. Until it is there; where it never is, the training process ends this."""
+def _awaited(folder: Storage, name: CheckpointName, file: str, save: str) -> tuple[Any, Any]:
+    """Wait for another rank's note of this save. Returns its file entry and values.
+
+    If the note never comes, the training process ends this process.
+    """
     while True:
-        if (said := folder.written(name, note(file))) is not None:
+        if (said := folder.read_uncommitted(name, note(file))) is not None:
             try:
                 of, mine, values = json.loads(said)
             except ValueError:
@@ -67,16 +69,16 @@ def _awaited(folder: Storage, name: Name, file: str, save: str) -> tuple[Any, An
 
 
 def _retire(job: dict[str, Any]) -> str | None:
-    """After a commit, delete what is not to be kept. Returns why it could not."""
+    """Delete the checkpoints that are no longer kept. Returns why that failed; None if it did not."""
     if "keep" not in job:
         return None
-    folder, keep = folder_at(job["folder"]), job["keep"]
+    folder, keep = open_storage(job["folder"]), job["keep"]
     names = {str(name): name for name in folder.names()}
     scores = {names[text]: score for text, score in keep["scores"].items() if text in names}
     try:
-        for name in retired(
+        for name in checkpoints_to_delete(
             names.values(),
-            newest=Name(job["step"], job["attempt"]),
+            newest=CheckpointName(job["step"], job["attempt"]),
             last=keep["last"],
             every=keep["every"],
             scores=scores,
@@ -93,24 +95,29 @@ def _words(error: OSError) -> str:
 
 
 def note(file: str) -> str:
-    """What a rank leaves for rank 0 beside its file: its blocks and places, and its part of the values."""
+    """The name of the note beside `file`: block hashes and shards of the file, and the rank's part of the values."""
     return f"{file}.json"
 
 
 def main() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):  # those who ask the training process to end ask all
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGHUP,
+        signal.SIGUSR1,
+    ):
         signal.signal(number, signal.SIG_IGN)
-    os.nice(NICE)
+    os.nice(NICENESS)
     memory = int(sys.argv[1])
     lines = _Lines()
-    layout = lines.next()
-    places = tuple(Place(tuple(piece), start) for *piece, start in layout["pieces"])
-    image = memoryview(mmap.mmap(memory, layout["bytes"], prot=mmap.PROT_READ))
+    described = lines.next()
+    shards = tuple(ShardEntry(tuple(shard), start) for *shard, start in described["shards"])
+    content = memoryview(mmap.mmap(memory, described["bytes"], prot=mmap.PROT_READ))
     while True:
         job = lines.next()
         try:
-            save(job, places, image)
-            said = {"step": job["step"], "error": None, "left": _retire(job)}
+            save(job, shards, content)
+            said = {"step": job["step"], "error": None, "not_deleted": _retire(job)}
         except OSError as error:
             said = {"step": job["step"], "error": _words(error)}
         try:
@@ -120,7 +127,7 @@ def main() -> None:
 
 
 class _Lines:
-    """Lines of the standard input. Where it ends, so does this process, whatever it is doing."""
+    """The lines of standard input. Its end ends this process, whatever it is doing."""
 
     def __init__(self) -> None:
         self._arrived = threading.Semaphore(0)

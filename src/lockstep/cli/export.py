@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
 import click
 
 from lockstep.base.errors import CheckpointError
-from lockstep.checkpoint.file_layout import Image
-from lockstep.checkpoint.manifest import Damaged, Unreachable, Unreadable
-from lockstep.checkpoint.pieces import Piece
-from lockstep.checkpoint.reading import check
-from lockstep.checkpoint.whole_tensors import Model, SavedModel, Stored
+from lockstep.base.files import replace_atomically
+from lockstep.checkpoint.file_layout import FileLayout
+from lockstep.checkpoint.integrity import check
+from lockstep.checkpoint.manifest import DamagedError, UnknownFormatError, UnreachableError
+from lockstep.checkpoint.tensor_shards import TensorShard
+from lockstep.checkpoint.whole_tensors import SafetensorsModel, StateDictReader, StoredCheckpoint
 from lockstep.cli.target import MODEL, Target, fingerprint, reachable
 
 
 @click.command("export")
-@click.option("--pair", type=click.IntRange(min=0), metavar="N", help="Which model, where a session prepared several: 0 is the first.")
+@click.option(
+    "--model", "module", type=click.IntRange(min=0), metavar="N", help="Which model, where a session prepared several: 0 is the first."
+)
 @click.argument("source", metavar="CHECKPOINT|RUN_DIR|URL")
 @click.argument("out", metavar="OUT.safetensors")
-def command(pair: int | None, source: str, out: str) -> int:
+def command(module: int | None, source: str, out: str) -> int:
     """Write the model in a checkpoint as a plain state dict, in the safetensors format.
 
     OUT has the model's own names, parameters and buffers, in the types in which they were trained. A tied parameter is
@@ -33,7 +35,7 @@ def command(pair: int | None, source: str, out: str) -> int:
     Examples:
       lockstep export runs/a model.safetensors
       lockstep export runs/a/checkpoints/step-00000500-1c9e02d4 model.safetensors
-      lockstep export --pair 1 runs/gan critic.safetensors
+      lockstep export --model 1 runs/gan critic.safetensors
 
     In Python: model.load_state_dict(safetensors.torch.load_file("model.safetensors")). There is no export to .pt: such
     a file is a pickle, which runs code when it is read.
@@ -42,7 +44,7 @@ def command(pair: int | None, source: str, out: str) -> int:
     _check_out(path)
     at = Target.find(source)
     with reachable(source):
-        model, what = _final_model(at, pair) or _saved_model(at, pair)
+        model, what = _final_model(at, module) or _saved_model(at, module)
         tensors, size = _write(model, path)
     print(f"{out}: {tensors} tensors, {size:,} bytes, of {what}")
     return 0
@@ -60,35 +62,35 @@ def _check_out(path: Path) -> None:
         raise CheckpointError(f"{path}: its folder is not there; name a file in a folder that is")
 
 
-def _final_model(at: Target, pair: int | None) -> tuple[Model, str] | None:
+def _final_model(at: Target, module: int | None) -> tuple[StateDictReader, str] | None:
     """The final model of a run; None if it has none. Raises `CheckpointError` if it is damaged."""
     result = at.result()
     if at.run is None or result is None or "fingerprint" not in result:
         return None
-    _choose([0], pair)
+    _choose([0], module)
     path = at.run / MODEL
     try:
-        model = SavedModel(path)
+        model = SafetensorsModel(path)
         right = fingerprint(model) == result["fingerprint"]
-    except Damaged:
+    except DamagedError:
         right = False
     if not right:
         raise CheckpointError(f"{path} is damaged: its fingerprint is not that of result.json; export a checkpoint of the run by name")
     return model, f"step {result['steps']}, the end of the run"
 
 
-def _saved_model(at: Target, pair: int | None) -> tuple[Model, str]:
+def _saved_model(at: Target, module: int | None) -> tuple[StateDictReader, str]:
     """The model of the newest whole checkpoint. Prints a warning for each damaged one."""
     for name in reversed(at.names):
         try:
-            stored = Stored(at.storage, name)
+            stored = StoredCheckpoint(at.storage, name)
             damage = check(at.storage, name)
-        except Damaged as error:
+        except DamagedError as error:
             damage = [str(error)]
-        except (Unreadable, Unreachable) as error:
+        except (UnknownFormatError, UnreachableError) as error:
             raise CheckpointError(f"checkpoint {name}: {error}") from error
         if not damage:
-            return stored.model(_choose(stored.pairs, pair)), f"step {name.step}, checkpoint {name}"
+            return stored.model(_choose(stored.modules, module)), f"step {name.step}, checkpoint {name}"
         print(f"warning: checkpoint {name} is damaged: {damage[0]}", file=sys.stderr)
     raise CheckpointError(
         f"{at.run or at.storage} has no checkpoint to export: {'all are damaged' if at.names else 'there is none'}; lockstep inspect shows "
@@ -96,33 +98,30 @@ def _saved_model(at: Target, pair: int | None) -> tuple[Model, str]:
     )
 
 
-def _choose(pairs: list[int], pair: int | None) -> int:
-    if pair is None and len(pairs) == 1:
-        return pairs[0]
-    if pair not in pairs:
-        said = f"--pair {pair}" if pair is not None else "no --pair"
-        raise CheckpointError(f"{said}, and the models there are {', '.join(map(str, pairs))}; one is exported; give one of these numbers")
-    return pair
+def _choose(modules: list[int], module: int | None) -> int:
+    if module is None and len(modules) == 1:
+        return modules[0]
+    if module not in modules:
+        said = f"--model {module}" if module is not None else "no --model"
+        raise CheckpointError(
+            f"{said}, and the models there are {', '.join(map(str, modules))}; one is exported; give one of these numbers"
+        )
+    return module
 
 
-def _write(model: Model, path: Path) -> tuple[int, int]:
+def _write(model: StateDictReader, path: Path) -> tuple[int, int]:
     """Write the file atomically. Returns the number of tensors, and of bytes."""
-    pieces = [Piece(name, dtype, shape, (0,) * len(shape), shape) for name, (dtype, shape) in model.kinds.items()]
-    image = Image(pieces)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    shards = [TensorShard(name, dtype, shape, (0,) * len(shape), shape) for name, (dtype, shape) in model.specs.items()]
+    layout = FileLayout(shards)
     try:
-        with partial.open("xb") as file:
-            file.write(image.header)
-            for piece in sorted(pieces, key=image.span):
-                file.write(model.read(piece.name))
-            file.flush()
-            os.fsync(file.fileno())
-        _check_out(path)
-        partial.rename(path)
+        with replace_atomically(path) as temporary:
+            with temporary.open("wb") as file:
+                file.write(layout.header)
+                for shard in sorted(shards, key=layout.span):
+                    file.write(model.read(shard.name))
+            _check_out(path)
     except OSError as error:
         raise CheckpointError(f"cannot write {path}: {error.strerror}; make room, or name another place") from error
-    except (Damaged, Unreachable) as error:
+    except (DamagedError, UnreachableError) as error:
         raise CheckpointError(f"the checkpoint has changed while it was read: {error}; export another") from error
-    finally:
-        partial.unlink(missing_ok=True)
-    return len(pieces), image.bytes
+    return len(shards), layout.bytes

@@ -12,10 +12,10 @@ from typing import Any
 import click
 
 from lockstep.base.units import size
-from lockstep.checkpoint.folder import MANIFEST, Name, Storage
-from lockstep.checkpoint.manifest import Damaged, Unreachable, Unreadable
-from lockstep.checkpoint.reading import check
-from lockstep.checkpoint.whole_tensors import SavedModel, Stored
+from lockstep.checkpoint.integrity import check
+from lockstep.checkpoint.manifest import DamagedError, UnknownFormatError, UnreachableError
+from lockstep.checkpoint.storage import MANIFEST, CheckpointName, Storage
+from lockstep.checkpoint.whole_tensors import SafetensorsModel, StoredCheckpoint
 from lockstep.cli.target import MODEL, Target, fingerprint, reachable
 
 _EVENT_WORDS = {
@@ -24,6 +24,7 @@ _EVENT_WORDS = {
     "checkpoint-failed": "could not save", "checkpoint-damaged": "found a damaged checkpoint",
 }  # fmt: skip
 """The events that are shown, and the words for them."""
+_STATES = {DamagedError: "damaged", UnknownFormatError: "unreadable", UnreachableError: "unreachable"}
 _DIGITS = 12
 """Digits of a fingerprint in the table."""
 
@@ -82,26 +83,26 @@ def command(as_json: bool, target: str) -> int:
     return 0 if all(each.state == "whole" for each in (*found, *([model] if model else []))) else 1
 
 
-def inspect_all(storage: Storage, names: list[Name]) -> list[InspectedCheckpoint]:
+def inspect_all(storage: Storage, names: list[CheckpointName]) -> list[InspectedCheckpoint]:
     """Inspect all checkpoints, except those that a live run has deleted meanwhile. Raises `OSError`."""
     found = {name: _inspect(storage, name) for name in names}
     there = storage.names() if any(each.state != "whole" for each in found.values()) else names
     return [each for name, each in found.items() if name in there]
 
 
-def _inspect(storage: Storage, name: Name) -> InspectedCheckpoint:
+def _inspect(storage: Storage, name: CheckpointName) -> InspectedCheckpoint:
     found = InspectedCheckpoint(str(name), name.step)
     try:
-        stored = Stored(storage, name)
+        stored = StoredCheckpoint(storage, name)
         facts = stored.manifest.facts
         found.saved, found.plan, found.processes = facts.get("saved"), facts.get("plan"), facts.get("world_size")
         found.remembers = sorted(stored.manifest.values["state"])
-        found.size_bytes = sum(file.seal.size_bytes for file in stored.manifest.files.values()) + storage.size(name, MANIFEST)
+        found.size_bytes = sum(file.hashes.size_bytes for file in stored.manifest.files.values()) + storage.size(name, MANIFEST)
         found.reasons = check(storage, name)
         if not found.reasons:
-            found.fingerprints = {str(pair): fingerprint(stored.model(pair)) for pair in stored.pairs}
-    except (Damaged, Unreadable, Unreachable) as error:
-        found.state, found.reasons = type(error).__name__.lower(), [str(error)]
+            found.fingerprints = {str(index): fingerprint(stored.model(index)) for index in stored.modules}
+    except (DamagedError, UnknownFormatError, UnreachableError) as error:
+        found.state, found.reasons = _STATES[type(error)], [str(error)]
     except OSError as error:
         found.state, found.reasons = "unreachable", [error.strerror or str(error)]
     if found.reasons and found.state == "whole":
@@ -118,10 +119,10 @@ def _final_model(at: Target) -> InspectedCheckpoint | None:
     path = at.run / MODEL
     try:
         found.size_bytes = path.stat().st_size
-        found.fingerprints = {"0": fingerprint(SavedModel(path))}
+        found.fingerprints = {"0": fingerprint(SafetensorsModel(path))}
         if found.fingerprints["0"] != result["fingerprint"]:
             found.reasons = [f"its fingerprint is not that of result.json, {result['fingerprint']}"]
-    except (Damaged, OSError) as error:
+    except (DamagedError, OSError) as error:
         found.reasons = [str(error)]
     if found.reasons:
         found.state = "damaged"

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import click
 
 from lockstep.base.errors import LaunchError
+from lockstep.base.files import write_atomically
 from lockstep.report.page import GENERATOR, page
 from lockstep.report.reader import read_runs
 from lockstep.report.tables import as_json as report_json
@@ -46,7 +45,10 @@ def command(output: str | None, as_json: bool, run_dirs: tuple[str, ...]) -> int
         path = Path(output if output is not None else "report.html" if len(runs) > 1 else Path(run_dirs[0]) / "report.html")
         _check(path)
         text = page(runs, made=time.time()).encode(errors="backslashreplace")  # names of folders may be any bytes
-        _write(path, text)
+        try:
+            write_atomically(path, text)
+        except OSError as error:
+            raise _unwritable(path, error) from error
         print(f"{path} ({len(text) / 1000:,.0f} kB)", file=sys.stderr if as_json else sys.stdout)
     return 0
 
@@ -66,19 +68,6 @@ def _check(path: Path) -> None:
         raise _unwritable(path, error) from error
     if not is_a_report:
         raise LaunchError(f"-o {path} is there already, and is no report; only a report is written over; name another file, or remove it")
-
-
-def _write(path: Path, text: bytes) -> None:
-    """Whole or not at all."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_bytes(text)
-        partial.replace(path)
-    except OSError as error:
-        raise _unwritable(path, error) from error
-    finally:
-        with suppress(OSError):
-            partial.unlink()
 
 
 def _unwritable(path: Path, error: OSError) -> LaunchError:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.base.errors import CheckpointError
-from lockstep.checkpoint.folder import Name, Storage
-from lockstep.checkpoint.store import folder_at
-from lockstep.checkpoint.whole_tensors import Model
+from lockstep.checkpoint.object_store import open_storage
+from lockstep.checkpoint.storage import CheckpointName, Storage
+from lockstep.checkpoint.whole_tensors import StateDictReader
 from lockstep.logging.fingerprint_format import TensorRecord, digest
 
 RESULT = "result.json"
@@ -22,7 +22,7 @@ MODEL = "model.safetensors"
 @dataclass(frozen=True, slots=True)
 class Target:
     storage: Storage
-    names: list[Name]
+    names: list[CheckpointName]
     """Names of its checkpoints, in order of their steps."""
     run: Path | None
     """The run directory. None if the target is not one."""
@@ -47,22 +47,22 @@ def reachable(what: str) -> Iterator[None]:
         raise CheckpointError(f"{what} cannot be read ({error.strerror or error}); see that it is there, and yours to read") from error
 
 
-def fingerprint(model: Model) -> str:
-    """The fingerprint of a saved model, as `ls.fingerprint` computes it. Raises `Damaged`, `Unreachable`."""
+def fingerprint(model: StateDictReader) -> str:
+    """The fingerprint of a saved model, as `ls.fingerprint` computes it. Raises `DamagedError`, `UnreachableError`."""
 
     def records() -> Iterator[TensorRecord]:
-        for name in sorted(model.kinds, key=str.encode):
+        for name in sorted(model.specs, key=str.encode):
             data = model.read(name)
-            yield TensorRecord(name, *model.kinds[name], len(data), [data])
+            yield TensorRecord(name, *model.specs[name], len(data), [data])
 
     return digest(records())
 
 
 def _at_url(url: str) -> Target:
     parent, _, last = url.rstrip("/").rpartition("/")
-    if (name := Name.read(last)) is not None:
-        return _one(folder_at(parent), name, url)
-    storage = folder_at(url)
+    if (name := CheckpointName.parse(last)) is not None:
+        return _one(open_storage(parent), name, url)
+    storage = open_storage(url)
     if not (names := storage.names()):
         raise CheckpointError(
             f"{url} holds no checkpoint; give the URL of one, or of the folder that they are in, as in Saving(folder=...)"
@@ -76,18 +76,18 @@ def _at_path(text: str) -> Target:
         raise CheckpointError(f"{text} is not there; give a run directory, or a checkpoint in its folder `checkpoints`")
     if not path.is_dir():
         raise CheckpointError(f"{text} is a file; a run and a checkpoint are folders; give the one that it is in")
-    if (name := Name.read(path.name)) is not None:
-        return _one(folder_at(path.parent), name, text)
+    if (name := CheckpointName.parse(path.name)) is not None:
+        return _one(open_storage(path.parent), name, text)
     if (path / "run.json").is_file():
-        storage = folder_at(_read_json(path / "run.json").get("checkpoints") or path / "checkpoints")
+        storage = open_storage(_read_json(path / "run.json").get("checkpoints") or path / "checkpoints")
         return Target(storage, storage.names(), path)
-    storage = folder_at(path)
+    storage = open_storage(path)
     if not (names := storage.names()):
         raise CheckpointError(f"{text} is neither a run directory (it has no run.json) nor a checkpoint, nor does it hold any; give one")
     return Target(storage, names, None)
 
 
-def _one(storage: Storage, name: Name, text: str) -> Target:
+def _one(storage: Storage, name: CheckpointName, text: str) -> Target:
     if name not in storage.names():
         raise CheckpointError(f"{text} is no complete checkpoint; {storage} has {', '.join(map(str, storage.names())) or 'none'}")
     return Target(storage, [name], None)

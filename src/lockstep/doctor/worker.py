@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lockstep.base.files import write_atomically
 from lockstep.comm.world import World, join
 from lockstep.doctor import benchmark, collective_checks
 from lockstep.doctor.check_result import machine_names
@@ -40,9 +41,7 @@ class ResultsFile:
         self.values: dict[str, Any] = {}
 
     def write(self) -> None:
-        partial = self._path.with_suffix(".partial")
-        partial.write_text(json.dumps(self.values), encoding="utf-8")
-        partial.replace(self._path)
+        write_atomically(self._path, json.dumps(self.values))
 
     def abort(self, statuses: list[RankStatus]) -> None:
         """Write the results so far with the ranks' statuses, and end the process. Its main thread may never do so."""

@@ -13,12 +13,12 @@ from typing import Any
 from torch import Tensor
 
 from lockstep.base.errors import CheckpointError
-from lockstep.checkpoint.folder import Folder, Name, Storage
-from lockstep.checkpoint.load import Reader, together
-from lockstep.checkpoint.manifest import Damaged, Unreachable, Unreadable
-from lockstep.checkpoint.reading import read_manifest
-from lockstep.checkpoint.rescue import rescue
+from lockstep.checkpoint.emergency_save import emergency_save
+from lockstep.checkpoint.integrity import read_manifest
+from lockstep.checkpoint.load import CheckpointReader, raise_on_all_ranks
+from lockstep.checkpoint.manifest import DamagedError, UnknownFormatError, UnreachableError
 from lockstep.checkpoint.saver import Saver
+from lockstep.checkpoint.storage import CheckpointName, FolderStorage, Storage
 from lockstep.comm.world import World
 from lockstep.saving import Resume, Saving, differences
 from lockstep.training.hook import Run
@@ -78,8 +78,8 @@ class Checkpointer:
         """Before the first of the steps, at `step` steps done. Every rank calls it. Raises `CheckpointError` where nothing can be saved."""
         state = state_of(self.run.modules, self.run.stateful)
         self._saved = step
-        self._on_rank_0(self.folder.clear, "written to")
-        room = self._on_rank_0(self.folder.room_bytes, "written to")
+        self._on_rank_0(self.folder.remove_uncommitted, "written to")
+        room = self._on_rank_0(self.folder.free_bytes, "written to")
         least = self._bytes_of(state.tensors)
         if room is not None and self.world.any(room < least):
             least = max(self.world.gather_values(least))
@@ -134,13 +134,13 @@ class Checkpointer:
         for axis in axes:
             place = place * axis.size + axis.rank
         places = axes[0].size * axes[1].size * axes[2].size
-        name = Name(step, f"{(int(self.attempt, 16) + 1) % 2**32:08x}")
+        name = CheckpointName(step, f"{(int(self.attempt, 16) + 1) % 2**32:08x}")
         values = {**state.values, **self.run.loop.values(), "step": step}
         facts = {**self._facts(), "score": None}
-        done = rescue(self.folder, name, place=place, places=places, tensors=state.tensors, values=values, facts=facts)
+        done = emergency_save(self.folder, name, part=place, parts=places, tensors=state.tensors, values=values, facts=facts)
         return str(name) if done else None
 
-    def restore(self, resume: Resume, *, allow_change: frozenset[str]) -> Reader | None:
+    def restore(self, resume: Resume, *, allow_change: frozenset[str]) -> CheckpointReader | None:
         """Give everything the values of the newest checkpoint that is not damaged. Every rank calls it; returns what it read from.
 
         Raises `CheckpointError` where it is of another run, or `resume` is "must" and there is none.
@@ -150,7 +150,7 @@ class Checkpointer:
             raise CheckpointError(
                 f"allow_change={unknown[0]!r}; it names fields of the recipe, which are {', '.join(sorted(fields)) or 'none here'}"
             )
-        names = [Name(*said) for said in self._on_rank_0(self._names, "read")]
+        names = [CheckpointName(*said) for said in self._on_rank_0(self._names, "read")]
         if resume == "never" and names:
             raise CheckpointError(
                 f"resume=never, and {self.folder} holds checkpoints of an earlier run, the newest {names[-1]}; one run saves to a folder; "
@@ -158,7 +158,7 @@ class Checkpointer:
             )
         for name in reversed(names):
             try:
-                reader = together(partial(Reader, self.folder, name), self.world)
+                reader = raise_on_all_ranks(partial(CheckpointReader, self.folder, name), self.world)
                 if found := differences(
                     reader.manifest.facts["recipe"] or {}, self.run.context.recorder.facts["recipe"] or {}, allow_change=allow_change
                 ):
@@ -167,13 +167,13 @@ class Checkpointer:
                         "fields may differ (--allow-change, allow_change=), or choose another run directory"
                     )
                 if name == names[0]:
-                    reader.fill({}, self.world)  # before anything of the state is touched: there is no other to fall back on
+                    reader.load_into({}, self.world)  # before anything of the state is touched: there is no other to fall back on
                 restore(reader, self.run.modules, self.run.stateful, self.run.context.mesh)
-            except Damaged as error:
+            except DamagedError as error:
                 self.run.event("checkpoint-damaged", checkpoint=str(name), reason=str(error))
                 self.run.context.recorder.message(f"warning: checkpoint {name} is damaged: {error}")
                 continue
-            except (Unreadable, Unreachable) as error:
+            except (UnknownFormatError, UnreachableError) as error:
                 raise CheckpointError(f"{self.folder}, {name}: {error}") from error
             self.run.event("resumed", reader.manifest.step, checkpoint=str(name), saved_under=reader.manifest.facts["plan"])
             self.run.context.recorder.message(f"goes on from step {name.step}")
@@ -188,12 +188,12 @@ class Checkpointer:
         """Give up what is under way."""
         self._saver.close()
 
-    def _read_scores(self, names: Sequence[Name]) -> None:
+    def _read_scores(self, names: Sequence[CheckpointName]) -> None:
         """Of the checkpoints that are there, on the rank that says which are kept."""
         if self.world.rank == 0 and self.saving.best is not None:
             for name in names:
-                with suppress(Damaged, Unreadable, Unreachable):
-                    if (score := Reader(self.folder, name).manifest.facts["score"]) is not None:
+                with suppress(DamagedError, UnknownFormatError, UnreachableError):
+                    if (score := CheckpointReader(self.folder, name).manifest.facts["score"]) is not None:
                         self._scores[str(name)] = score
 
     def _names(self) -> list[list[Any]]:
@@ -227,7 +227,7 @@ class Checkpointer:
             if best not in measured:
                 raise CheckpointError(f"Saving(best={best!r}), which is not measured; measured are {', '.join(measured)}")
             score = measured[best]
-            self._scores[str(Name(step, self.attempt))] = score
+            self._scores[str(CheckpointName(step, self.attempt))] = score
         keep = {"last": self.saving.last, "every": self.saving.keep_every, "mode": self.saving.mode, "scores": self._scores}
         values = {**state.values, **self.run.loop.values(), "step": step}
         self._saver.save(step, state.tensors, values=values, facts={**self._facts(), "score": score}, keep=keep)
@@ -250,23 +250,23 @@ class Checkpointer:
         if ended.error is not None:
             self._say_failed(ended.error)
             return
-        if ended.left is not None:
-            self.run.event("checkpoint-not-deleted", reason=ended.left)
-            self.run.context.recorder.message(f"warning: an old checkpoint could not be deleted: {ended.left}")
+        if ended.not_deleted is not None:
+            self.run.event("checkpoint-not-deleted", reason=ended.not_deleted)
+            self.run.context.recorder.message(f"warning: an old checkpoint could not be deleted: {ended.not_deleted}")
         if self.world.rank == 0:  # which commits
-            name, seconds = str(Name(ended.step, self.attempt)), round(self.clock() - self._since, 3)
+            name, seconds = str(CheckpointName(ended.step, self.attempt)), round(self.clock() - self._since, 3)
             self.run.event("checkpoint-saved", checkpoint=name, seconds=seconds, stopped_seconds=round(self._stopped_seconds, 4))
 
     def _say_failed(self, reason: str) -> None:
-        self.run.event("checkpoint-failed", checkpoint=str(Name(self._saved, self.attempt)), reason=reason)
+        self.run.event("checkpoint-failed", checkpoint=str(CheckpointName(self._saved, self.attempt)), reason=reason)
         self.run.context.recorder.message(f"warning: the checkpoint of step {self._saved} was not saved: {reason}")
 
     def _make_room(self) -> None:
         """Remove what a failed save has left on a disk, which may be full of it. While no save is under way. Every rank calls it."""
-        if isinstance(self.folder, Folder):
+        if isinstance(self.folder, FolderStorage):
             if self.world.rank == 0:
                 with suppress(OSError):
-                    self.folder.clear()
+                    self.folder.remove_uncommitted()
             self.world.any(False)  # or another rank would begin the next save meanwhile
 
     def _settled(self) -> bool:
@@ -301,7 +301,7 @@ def saved_recipe(folder: Storage, world: World) -> dict[str, Any]:
     if world.rank == 0:
         with suppress(OSError):  # which `restore` reports
             for name in reversed(folder.names()):
-                with suppress(Damaged, Unreadable, Unreachable):
+                with suppress(DamagedError, UnknownFormatError, UnreachableError):
                     found = read_manifest(folder, name).facts["recipe"] or {}
                     break
     recipe: dict[str, Any] = world.value_of(0, found)

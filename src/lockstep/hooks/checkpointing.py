@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from lockstep.base.errors import DivergenceError
-from lockstep.checkpoint.folder import Storage
+from lockstep.checkpoint.storage import Storage
 from lockstep.hooks.checkpointer import Checkpointer
 from lockstep.hooks.replica_audit import ReplicaAudit
 from lockstep.launch.termination import Terminated

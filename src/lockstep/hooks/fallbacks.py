@@ -7,12 +7,12 @@ run again starts processes that surely have their memory back, and they go on un
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from lockstep.base.errors import PlanError, RunDirectoryError
+from lockstep.base.files import write_atomically
 from lockstep.comm.world import World
 from lockstep.launch.failures import error_details
 from lockstep.plan import WORDS, Plan
@@ -50,17 +50,8 @@ class Remembered:
         ) from None
 
     def write(self, path: Path) -> None:
-        """Whole or not at all, whoever else writes. Raises `OSError`."""
-        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-        try:
-            with partial.open("w", encoding="utf-8") as file:
-                json.dump(asdict(self), file, indent=2)
-                file.write("\n")
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+        """Write the file atomically. Raises `OSError`."""
+        write_atomically(path, json.dumps(asdict(self), indent=2) + "\n")
 
     def over(self, plan: Plan, device: str) -> Plan:
         """The plan, with all that is remembered and that it has not yet, as far as it can have it on such a `device`."""

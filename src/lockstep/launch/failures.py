@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from lockstep.base.errors import USER_ERROR_STATUS, LockstepError, UserError
+from lockstep.base.files import write_atomically
 from lockstep.launch.termination import HUNG_STATUS, PREEMPTED_STATUS
 
 # Errors of a process that was healthy until another one ended or reported a failure. They are never the cause if
@@ -74,9 +75,7 @@ class FailureRecord:
 
     def write(self, path: Path) -> None:
         """Write the record atomically."""
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps(asdict(self)), encoding="utf-8")
-        part.replace(path)
+        write_atomically(path, json.dumps(asdict(self)))
 
     @classmethod
     def read(cls, path: Path) -> FailureRecord | None:

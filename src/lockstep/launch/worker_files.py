@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lockstep.base.files import write_atomically
+
 if TYPE_CHECKING:
     from lockstep.launch.failures import FailureRecord
 
@@ -93,9 +95,7 @@ def request_restart(reason: str) -> None:
     """Have the launcher start the workers again after the failure that ends this one, without counting it against
     `--max-restarts`."""
     if _files is not None:
-        part = _files.restart_request.with_suffix(".part")
-        part.write_text(reason, encoding="utf-8")
-        part.replace(_files.restart_request)
+        write_atomically(_files.restart_request, reason)
 
 
 def write_failure(record: FailureRecord) -> None:

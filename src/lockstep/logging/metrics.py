@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from lockstep.base.errors import DataError, cannot_write
+from lockstep.base.files import write_atomically
 from lockstep.logging.tensorboard_file import TensorBoardFile
 
 RESERVED_NAMES = frozenset({"step", "time", "not_finite"})
@@ -87,9 +88,7 @@ class MetricsLog:
 def drop_rows_after(step: int, path: Path) -> None:
     """Remove the lines of steps after `step`, and incomplete lines, from a file of JSON lines."""
     kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _is_up_to(step, line)]
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-    partial.replace(path)
+    write_atomically(path, "".join(f"{line}\n" for line in kept))
 
 
 def _is_up_to(step: int, line: str) -> bool:

@@ -13,7 +13,7 @@ import platform
 import socket
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,6 +25,7 @@ import torch
 from safetensors.torch import save_file
 
 from lockstep.base.errors import RecipeError, RunDirectoryError
+from lockstep.base.files import replace_atomically, write_atomically
 from lockstep.base.version import __version__
 
 _RUN_FILE = "run.json"
@@ -98,7 +99,8 @@ class RunDirectory:
         not_finite: dict[str, str] = {}
         row = _finite(value, "", not_finite) | ({"not_finite": not_finite} if not_finite else {})
         text = json.dumps(row, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-        self._write(name, lambda partial: _write_text(partial, text))
+        # surrogateescape writes back the bytes of a path or argument that the locale could not decode.
+        write_atomically(self.path / name, text.encode(errors="surrogateescape"))
 
     def save_tensors(self, name: str, state_dict: Mapping[str, Any]) -> None:
         """Write every entry of `state_dict` to the safetensors file `name`, atomically.
@@ -113,7 +115,10 @@ class RunDirectory:
             storage = tensor.untyped_storage().data_ptr()
             tensors[key] = tensor.clone() if storage in storages else tensor
             storages.add(storage)
-        self._write(name, lambda partial: save_file(tensors, partial))
+        with replace_atomically(self.path / name) as temporary:
+            mode = temporary.stat().st_mode
+            save_file(tensors, temporary)
+            temporary.chmod(mode)  # safetensors creates a file that only its owner may read
 
     def close(self) -> None:
         """Release the directory. Does nothing if called again, or in a forked child."""
@@ -124,20 +129,6 @@ class RunDirectory:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
-
-    def _write(self, name: str, write: Callable[[Path], None]) -> None:
-        """Let `write` fill a temporary file, sync it to disk, and rename it to `name`."""
-        partial = self.path / f".{name}.partial"
-        try:
-            partial.touch()
-            mode = partial.stat().st_mode
-            write(partial)
-            partial.chmod(mode)  # safetensors creates a file that only its owner may read
-            _sync(partial)
-            partial.rename(self.path / name)
-        finally:
-            partial.unlink(missing_ok=True)
-        _sync(self.path)
 
 
 class _FileLock:
@@ -302,16 +293,3 @@ def _finite(value: Any, path: str, not_finite: dict[str, str]) -> Any:
         not_finite[path] = str(value)
         return None
     return value
-
-
-def _write_text(path: Path, text: str) -> None:
-    # surrogateescape writes back the bytes of a path or argument that the locale could not decode.
-    path.write_text(text, encoding="utf-8", errors="surrogateescape")
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

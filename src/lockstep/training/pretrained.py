@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.base.errors import RecipeError
-from lockstep.checkpoint.block_hashes import digest
-from lockstep.checkpoint.foreign import Tensors, open_tensors
-from lockstep.checkpoint.pieces import Copy, Piece, copies, torch_dtype
+from lockstep.checkpoint.block_hashes import hash_bytes
+from lockstep.checkpoint.pretrained_files import TensorFiles, open_tensors
+from lockstep.checkpoint.tensor_shards import ShardCopy, TensorShard, plan_copies, torch_dtype
 from lockstep.comm.mesh import to_local
 from lockstep.comm.world import World
 from lockstep.model.consistency import checksum
@@ -31,7 +31,7 @@ class Start:
     """Where a model's first values are."""
 
     weights: Weights
-    tensors: Tensors
+    tensors: TensorFiles
     theirs: Mapping[str, Sequence[str]]
     """The model's tensors that the file has values for, each by its first name -> the file's names of it: several where it is tied."""
     kept: Sequence[str]
@@ -49,14 +49,14 @@ class Start:
         def start() -> Start:
             tensors = open_tensors(weights.path)
             try:
-                theirs = matched(weights, tensors.kinds, ours, tied)
+                theirs = matched(weights, tensors.specs, ours, tied)
             except RecipeError:
                 tensors.close()
                 raise
             return cls(weights, tensors, theirs, sorted(ours.keys() - theirs.keys()))
 
         made, failure = _tried(start)
-        seen = None if made is None else digest([json.dumps(sorted(made.tensors.kinds.items())).encode()])
+        seen = None if made is None else hash_bytes([json.dumps(sorted(made.tensors.specs.items())).encode()])
         everyone = world.gather_values([failure, seen])
         try:
             _raise_first(said for said, _ in everyone)
@@ -92,27 +92,27 @@ class Start:
         return {"path": self.weights.path, "tensors": len(self.theirs), "kept": list(self.kept), "converted": dict(converted)}
 
     def _kind(self, name: str) -> tuple[str, tuple[int, ...]]:
-        return self.tensors.kinds[self.theirs[name][0]]
+        return self.tensors.specs[self.theirs[name][0]]
 
     def _filled(self, state: Mapping[str, Tensor]) -> dict[str, int]:
         """The checksum of each part as it was read, by its place. Raises `RecipeError`."""
         whole = {}
         for name in state:
             dtype, shape = self._kind(name)
-            whole[name] = Piece(name, dtype, shape, (0,) * len(shape), shape)
+            whole[name] = TensorShard(name, dtype, shape, (0,) * len(shape), shape)
         checksums: dict[str, int] = {}
         filled: Counter[str] = Counter()
-        for copy in copies(state, list(whole.values())):
+        for copy in plan_copies(state, list(whole.values())):
             part = self._read(copy)
-            to_local(state[copy.piece.name])[copy.target].copy_(part)
-            filled[copy.piece.name] += part.numel()
+            to_local(state[copy.shard.name])[copy.target].copy_(part)
+            filled[copy.shard.name] += part.numel()
             checksums[_place(copy)] = checksum(part)
         for name, tensor in state.items():
             assert filled[name] == to_local(tensor).numel(), f"{name} was filled in part"
         return checksums
 
-    def _read(self, copy: Copy) -> Tensor:
-        first, *others = self.theirs[copy.piece.name]
+    def _read(self, copy: ShardCopy) -> Tensor:
+        first, *others = self.theirs[copy.shard.name]
         part = self.tensors.read(first, copy.source)
         for other in others:
             if checksum(self.tensors.read(other, copy.source)) != checksum(part):
@@ -217,10 +217,10 @@ def _said(kind: tuple[str, tuple[int, ...]]) -> str:
     return f"{kind[0]}{kind[1]}"
 
 
-def _place(copy: Copy) -> str:
+def _place(copy: ShardCopy) -> str:
     starts = [side.start for side in copy.source]
     lengths = [side.stop - side.start for side in copy.source]
-    return Piece(copy.piece.name, copy.piece.dtype, copy.piece.shape, tuple(starts), tuple(lengths)).key
+    return TensorShard(copy.shard.name, copy.shard.dtype, copy.shard.shape, tuple(starts), tuple(lengths)).key
 
 
 def _not_alike(path: str) -> str:

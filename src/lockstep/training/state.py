@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from lockstep.base.errors import CheckpointError
 from lockstep.checkpoint.json_state import decode, encode, tensors_in
-from lockstep.checkpoint.load import Reader
-from lockstep.checkpoint.pieces import torch_dtype
+from lockstep.checkpoint.load import CheckpointReader
+from lockstep.checkpoint.tensor_shards import torch_dtype
 from lockstep.comm.mesh import Mesh
 from lockstep.training.train_module import TrainModule
 
@@ -52,15 +52,15 @@ class State:
 def state_of(modules: Sequence[TrainModule], others: Mapping[str, Stateful]) -> State:
     """The state of a session. Raises `CheckpointError` where a part of it cannot be saved."""
     state = State()
-    state.values["pairs"] = {str(number): _module(module, number, state.tensors) for number, module in enumerate(modules)}
+    state.values["modules"] = {str(number): _module(module, number, state.tensors) for number, module in enumerate(modules)}
     state.values["state"] = {name: encode(other.state_dict(), f"state/{name}", state.tensors) for name, other in others.items()}
     return state
 
 
-def restore(reader: Reader, modules: Sequence[TrainModule], others: Mapping[str, Stateful], mesh: Mesh) -> None:
+def restore(reader: CheckpointReader, modules: Sequence[TrainModule], others: Mapping[str, Stateful], mesh: Mesh) -> None:
     """Give everything its saved values. Every rank calls it.
 
-    Raises `CheckpointError` where the checkpoint is of something else, and `Damaged`, both on every rank alike; what was restored by then
+    Raises `CheckpointError` where the checkpoint is of something else, and `DamagedError`, both on every rank alike; what was restored by then
     is of no use.
     """
     values = reader.manifest.values
@@ -74,9 +74,9 @@ def restore(reader: Reader, modules: Sequence[TrainModule], others: Mapping[str,
     _check_tensors(targets, {name: kind for name, kind in reader.tensors.items() if name not in apart}, mesh)
     now = state_of((), others).tensors
     targets |= {name: _like(now.get(name), *reader.tensors[name]) for name in tensors_in(values)}
-    reader.fill(targets, mesh.world)
+    reader.load_into(targets, mesh.world)
     for number, module in enumerate(modules):
-        _restore_module(module, values["pairs"][str(number)], targets)
+        _restore_module(module, values["modules"][str(number)], targets)
     for name, other in others.items():
         other.load_state_dict(decode(values["state"][name], targets.__getitem__))
 
@@ -181,10 +181,10 @@ def _like(template: Tensor | None, dtype: str, shape: tuple[int, ...]) -> Tensor
 
 
 def _check_same_parts(values: Mapping[str, Any], modules: Sequence[TrainModule], others: Mapping[str, Stateful]) -> None:
-    if len(values["pairs"]) != len(modules):
-        raise CheckpointError(f"the checkpoint holds {len(values['pairs'])} (model, optimizer) pairs and this run prepared {len(modules)}")
+    if len(values["modules"]) != len(modules):
+        raise CheckpointError(f"the checkpoint holds {len(values['modules'])} (model, optimizer) pairs and this run prepared {len(modules)}")
     for number, module in enumerate(modules):
-        saved = values["pairs"][str(number)]["optimizers"]
+        saved = values["modules"][str(number)]["optimizers"]
         theirs, ours = [each["class"] for each in saved.values()], [type(optimizer).__qualname__ for optimizer in module.optimizers]
         if theirs != ours:
             raise CheckpointError(f"the checkpoint's optimizers are {theirs} and this run's are {ours}; go on with those it was saved with")

@@ -11,55 +11,55 @@ import torch
 from hypothesis import given, settings
 from safetensors.torch import load
 
-from lockstep.checkpoint.file_layout import DTYPES, Image
-from lockstep.checkpoint.pieces import Piece, copies, dealt, pieces_of, torch_dtype
+from lockstep.checkpoint.file_layout import DTYPES, FileLayout
+from lockstep.checkpoint.tensor_shards import TensorShard, assign_writes, local_shards, plan_copies, torch_dtype
 
 
-def grid(name: str, shape: tuple[int, ...], cuts: list[list[int]], dtype: str = "float32") -> list[Piece]:
+def grid(name: str, shape: tuple[int, ...], cuts: list[list[int]], dtype: str = "float32") -> list[TensorShard]:
     """A tensor cut along each dimension at these places."""
     edges = [sorted({0, size, *(cut % (size + 1) for cut in each)}) for size, each in zip(shape, cuts, strict=True)]
     ranges = [list(pairwise(edge)) for edge in edges]
     boxes = product(*ranges)
-    return [Piece(name, dtype, shape, tuple(a for a, _ in box), tuple(b - a for a, b in box)) for box in boxes]
+    return [TensorShard(name, dtype, shape, tuple(a for a, _ in box), tuple(b - a for a, b in box)) for box in boxes]
 
 
 @st.composite
-def grids(draw: st.DrawFn, name: str = "weight") -> list[Piece]:
+def grids(draw: st.DrawFn, name: str = "weight") -> list[TensorShard]:
     shape = tuple(draw(st.lists(st.integers(1, 9), max_size=3)))
     cuts = [draw(st.lists(st.integers(0, 9), max_size=3)) for _ in shape]
     return grid(name, shape, cuts, draw(st.sampled_from(sorted(DTYPES))))
 
 
 @given(grids(), st.integers(1, 5), st.data())
-def test_each_piece_is_written_once_by_a_rank_that_holds_it(pieces: list[Piece], ranks: int, data: st.DataObject) -> None:
+def test_each_piece_is_written_once_by_a_rank_that_holds_it(pieces: list[TensorShard], ranks: int, data: st.DataObject) -> None:
     holders = [data.draw(st.sets(st.integers(0, ranks - 1), min_size=1)) for _ in pieces]
     everyone = [[piece for piece, ranks_ in zip(pieces, holders, strict=True) if rank in ranks_] for rank in range(ranks)]
-    written = dealt(everyone)
+    written = assign_writes(everyone)
     assert Counter(piece for mine in written for piece in mine) == Counter(pieces)
     assert all(set(mine) <= set(held) for mine, held in zip(written, everyone, strict=True))
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=9), st.integers(1, 5))
 def test_ranks_that_hold_the_same_share_it_out(sizes: list[int], ranks: int) -> None:
-    pieces = [Piece(f"{number}", "float32", (size,), (0,), (size,)) for number, size in enumerate(sizes)]
-    written = [sum(piece.bytes for piece in mine) for mine in dealt([pieces] * ranks)]
+    pieces = [TensorShard(f"{number}", "float32", (size,), (0,), (size,)) for number, size in enumerate(sizes)]
+    written = [sum(piece.bytes for piece in mine) for mine in assign_writes([pieces] * ranks)]
     assert max(written) - min(written) <= max(piece.bytes for piece in pieces)
 
 
 @given(grids())
-def test_a_piece_goes_between_ranks_as_json(pieces: list[Piece]) -> None:
-    assert [Piece.read(json.loads(json.dumps(piece.say()))) for piece in pieces] == pieces
+def test_a_piece_goes_between_ranks_as_json(pieces: list[TensorShard]) -> None:
+    assert [TensorShard.from_json(json.loads(json.dumps(piece.to_json()))) for piece in pieces] == pieces
     assert len({piece.key for piece in pieces}) == len(pieces)
 
 
 @settings(max_examples=50)
 @given(grids())
-def test_what_is_read_is_every_element_once(pieces: list[Piece]) -> None:
+def test_what_is_read_is_every_element_once(pieces: list[TensorShard]) -> None:
     shape = pieces[0].shape
     truth = torch.arange(torch.Size(shape).numel()).reshape(shape)
     found, times = torch.full_like(truth, -1), torch.zeros_like(truth)
-    for copy in copies({"weight": found}, pieces):
-        own = truth[tuple(slice(at, at + size) for at, size in zip(copy.piece.offsets, copy.piece.lengths, strict=True))]
+    for copy in plan_copies({"weight": found}, pieces):
+        own = truth[tuple(slice(at, at + size) for at, size in zip(copy.shard.offsets, copy.shard.lengths, strict=True))]
         found[copy.target] = own[copy.source]
         times[copy.target] += 1
     assert torch.equal(found, truth)
@@ -68,16 +68,16 @@ def test_what_is_read_is_every_element_once(pieces: list[Piece]) -> None:
 
 def test_the_pieces_of_plain_tensors_are_whole() -> None:
     state = {"weight": torch.zeros(2, 3, dtype=torch.bfloat16), "step": torch.tensor(3), "none": torch.zeros(0, 4)}
-    found = pieces_of(state)
-    assert found["weight"] == Piece("weight", "bfloat16", (2, 3), (0, 0), (2, 3))
-    assert found["step"] == Piece("step", "int64", (), (), ())
+    found = local_shards(state)
+    assert found["weight"] == TensorShard("weight", "bfloat16", (2, 3), (0, 0), (2, 3))
+    assert found["step"] == TensorShard("step", "int64", (), (), ())
     assert (found["weight"].bytes, found["step"].bytes, found["none"].bytes) == (12, 8, 0)
 
 
 @given(st.lists(grids(), min_size=1, max_size=4))
-def test_an_image_is_a_safetensors_file(tensors: list[list[Piece]]) -> None:
-    pieces = [Piece(f"{i}", p.dtype, p.shape, p.offsets, p.lengths) for i, several in enumerate(tensors) for p in several]
-    image = Image(pieces)
+def test_an_image_is_a_safetensors_file(tensors: list[list[TensorShard]]) -> None:
+    pieces = [TensorShard(f"{i}", p.dtype, p.shape, p.offsets, p.lengths) for i, several in enumerate(tensors) for p in several]
+    image = FileLayout(pieces)
     data = bytearray(image.bytes)
     data[: len(image.header)] = image.header
     values = {}

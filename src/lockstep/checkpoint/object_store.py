@@ -1,8 +1,7 @@
-"""Where the checkpoints of a run are, on an object store: any that fsspec has a driver for. There is no rename, so the manifest, written
-last, is what makes a checkpoint. Needs no torch.
+"""Storage of a run's checkpoints in an object store such as S3, through fsspec. Needs no torch.
 
-An upload that was killed may leave parts that no listing of files shows, and that are paid for: a rule of the bucket for incomplete
-uploads takes them away.
+An object store has no rename: writing the manifest, last of all files, commits a checkpoint. A killed upload may leave parts that
+listings do not show and that cost money; set a lifecycle rule of the bucket that removes incomplete uploads.
 """
 
 from __future__ import annotations
@@ -16,44 +15,44 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.base.errors import RunDirectoryError
-from lockstep.checkpoint.folder import MANIFEST, Folder, Name, Storage
+from lockstep.checkpoint.storage import MANIFEST, CheckpointName, FolderStorage, Storage
 
 PART_BYTES = 16 << 20
-"""Of an upload: what is in memory at once. S3 takes 10,000 parts."""
+"""Bytes of one part of an upload, which are in memory at once. S3 allows 10,000 parts."""
 WITHOUT_FOLDERS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci")
-"""There a folder to be made would be a bucket."""
+"""Protocols whose drivers would create a bucket if asked to make a folder."""
 CALL_SECONDS = 120.0
-"""Whatever the driver is asked for takes no longer, or has failed; so long for a part of an upload is 140 KB/s."""
+"""Timeout of one driver call. A part of an upload meets it above 140 KB/s."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "s3": {"config_kwargs": {"connect_timeout": 5, "read_timeout": 15, "retries": {"total_max_attempts": 2, "mode": "standard"}}}
 }
-"""Of a driver: so that most of what fails has failed long before."""
+"""Driver options by protocol: timeouts and retries, so that most failures show long before `CALL_SECONDS`."""
 OPTIONS["s3a"] = OPTIONS["s3"]
 PACKAGES = {"s3": "'lockstep-train[s3]'", "s3a": "'lockstep-train[s3]'"}
 
 
-def folder_at(place: Path | str) -> Storage:
-    """The checkpoints at a path or a URL (s3://bucket/run). Raises `RunDirectoryError` where no driver reads such a URL."""
+def open_storage(place: Path | str) -> Storage:
+    """Open the storage at a path or a URL (s3://bucket/run). Raises `RunDirectoryError` if there is no driver for the URL."""
     protocol, separator, path = str(place).partition("://")
     if not separator:
-        return Folder(Path(place))
+        return FolderStorage(Path(place))
     if protocol == "file":
-        return Folder(Path(path))
+        return FolderStorage(Path(path))
     if protocol == "memory":
         raise RunDirectoryError(f"{place} is memory of one process, and another writes the checkpoints; give a path, or a URL of a store")
-    return Store(str(place))
+    return ObjectStorage(str(place))
 
 
-class Store:
-    """The checkpoints under one URL: a `Storage`. What the driver raises becomes an `OSError` that says it in words."""
+class ObjectStorage:
+    """`Storage` under one URL. Errors of the driver become `OSError`s."""
 
     wait_seconds = 0.5
     readers = 16
-    """A store takes long to begin an answer, and gives many at once."""
+    """A store answers slowly, but many requests at once."""
 
     def __init__(self, url: str) -> None:
-        """Asks nothing of the store yet. Raises `RunDirectoryError`."""
-        import fsspec  # type: ignore[import-untyped]  # here: it is memory that the process that writes to a path can do without
+        """Does not contact the store yet. Raises `RunDirectoryError`."""
+        import fsspec  # type: ignore[import-untyped]  # imported here to save memory in writer processes that write to a path
         from fsspec.registry import known_implementations  # type: ignore[import-untyped]
 
         protocol, _, path = url.partition("://")
@@ -72,7 +71,7 @@ class Store:
         self.url = url.rstrip("/")
         try:
             self._fs = driver(use_listings_cache=False, **OPTIONS.get(protocol, {}))
-        except Exception as error:  # drivers raise whatever their own libraries do
+        except Exception as error:  # drivers pass on any exception of their libraries
             said = f"{type(error).__name__}: {error}"
             raise RunDirectoryError(
                 f"{url}: {protocol}:// cannot hold checkpoints ({said}); give a path, or a URL like s3://bucket/run"
@@ -82,63 +81,63 @@ class Store:
     def __str__(self) -> str:
         return self.url
 
-    def names(self) -> list[Name]:
+    def names(self) -> list[CheckpointName]:
         return [name for name in self._all() if self._is_complete(name)]
 
-    def clear(self) -> None:
+    def remove_uncommitted(self) -> None:
         for name in self._all():
             if not self._is_complete(name):
                 self._ask(self._fs.rm, self._at(name), recursive=True)
 
-    def room_bytes(self) -> int | None:
+    def free_bytes(self) -> int | None:
         return None
 
-    def begin(self, name: Name) -> None:
+    def begin(self, name: CheckpointName) -> None:
         if self._is_complete(name):
-            raise FileExistsError(errno.EEXIST, "it is there already", self._at(name))
+            raise FileExistsError(errno.EEXIST, "the checkpoint exists already", self._at(name))
         if self._makes_folders:
             self._ask(self._fs.makedirs, self._at(name), exist_ok=True)
 
-    def write(self, name: Name, file: str, chunks: Iterable[bytes | memoryview]) -> None:
+    def write(self, name: CheckpointName, file: str, chunks: Iterable[bytes | memoryview]) -> None:
         opened = self._ask(self._fs.open, self._at(name, file), "wb", block_size=PART_BYTES)
         try:
             for chunk in chunks:
                 self._ask(opened.write, chunk)
             self._ask(opened.close)
         except OSError as error:
-            opened.closed = True  # or it would be tried again when this object goes
+            opened.closed = True  # or the destructor would try to upload again
             if not isinstance(error, TimeoutError):
                 with suppress(OSError):
-                    self._ask(opened.discard)  # the parts that are there
+                    self._ask(opened.discard)  # delete the uploaded parts
             raise
 
-    def written(self, name: Name, file: str) -> bytes | None:
+    def read_uncommitted(self, name: CheckpointName, file: str) -> bytes | None:
         try:
             return self.read(name, file)
         except FileNotFoundError:
             return None
 
-    def drop(self, name: Name, file: str) -> None:
+    def remove(self, name: CheckpointName, file: str) -> None:
         self._ask(self._fs.rm_file, self._at(name, file))
 
-    def claim(self, name: Name, file: str) -> bool:
+    def claim(self, name: CheckpointName, file: str) -> bool:
         try:
             self._ask(self._fs.pipe_file, self._at(name, f"{file}.claim"), b"", mode="create")
         except FileExistsError:
             return False
         return True
 
-    def commit(self, name: Name, manifest: bytes) -> None:
+    def commit(self, name: CheckpointName, manifest: bytes) -> None:
         self.write(name, MANIFEST, [manifest])
 
-    def size(self, name: Name, file: str) -> int:
+    def size(self, name: CheckpointName, file: str) -> int:
         return int(self._ask(self._fs.size, self._at(name, file)))
 
-    def read(self, name: Name, file: str, start: int = 0, stop: int | None = None) -> bytes:
+    def read(self, name: CheckpointName, file: str, start: int = 0, stop: int | None = None) -> bytes:
         found: bytes = self._ask(self._fs.cat_file, self._at(name, file), start=start or None, end=stop)
         return found
 
-    def read_into(self, name: Name, file: str, start: int, parts: Iterable[memoryview]) -> Iterator[memoryview]:
+    def read_into(self, name: CheckpointName, file: str, start: int, parts: Iterable[memoryview]) -> Iterator[memoryview]:
         parts = list(parts)
         wanted = sum(map(len, parts))
         try:
@@ -148,7 +147,7 @@ class Store:
         except OSError:
             if self.size(name, file) > start:
                 raise
-            return  # stores refuse to read from behind the end
+            return  # stores refuse to read beyond the end
         at = 0
         for part in parts:
             got = data[at : at + len(part)]
@@ -156,31 +155,31 @@ class Store:
             yield part[: len(got)]
             at += len(got)
 
-    def delete(self, name: Name) -> None:
-        self.drop(name, MANIFEST)
+    def delete(self, name: CheckpointName) -> None:
+        self.remove(name, MANIFEST)
         self._ask(self._fs.rm, self._at(name), recursive=True)
 
-    def _all(self) -> list[Name]:
-        """In order, with a manifest and without."""
+    def _all(self) -> list[CheckpointName]:
+        """The names of all checkpoints in order, committed or not."""
         try:
             entries = self._ask(self._fs.ls, self.url, detail=False)
         except FileNotFoundError:
             return []
-        return sorted(name for entry in entries if (name := Name.read(entry.rstrip("/").rpartition("/")[2])) is not None)
+        return sorted(name for entry in entries if (name := CheckpointName.parse(entry.rstrip("/").rpartition("/")[2])) is not None)
 
-    def _is_complete(self, name: Name) -> bool:
-        """Not by the driver's `exists`, which takes any failure for a no."""
+    def _is_complete(self, name: CheckpointName) -> bool:
+        """True if there is a manifest. (The driver's `exists` returns False for any failure.)"""
         try:
             self.size(name, MANIFEST)
         except FileNotFoundError:
             return False
         return True
 
-    def _at(self, name: Name, file: str = "") -> str:
+    def _at(self, name: CheckpointName, file: str = "") -> str:
         return f"{self.url}/{name}/{file}".rstrip("/")
 
     def _ask(self, call: Callable[..., Any], *given: Any, **named: Any) -> Any:
-        """What a call of the driver returns. A thread of its own waits for it: drivers have waits without an end."""
+        """Call the driver in a thread and return its result, because some drivers wait for ever. Raises `OSError`."""
         answer: Future[Any] = Future()
 
         def work() -> None:
@@ -200,4 +199,4 @@ class Store:
             raise FileNotFoundError(errno.ENOENT, str(error), self.url) from error
         if isinstance(error, FileExistsError):
             raise error
-        raise OSError(f"{self.url}: {type(error).__name__}: {error}") from error  # drivers raise whatever their own libraries do
+        raise OSError(f"{self.url}: {type(error).__name__}: {error}") from error  # drivers pass on any exception of their libraries

@@ -19,18 +19,18 @@ from checkpoint import states
 from checkpoint.servers import Line, environment, s3
 
 from lockstep.base.errors import RunDirectoryError
-from lockstep.checkpoint import store
-from lockstep.checkpoint.block_hashes import BLOCK_BYTES, seal
-from lockstep.checkpoint.folder import Folder, Name, Storage
-from lockstep.checkpoint.load import Reader
-from lockstep.checkpoint.manifest import Damaged, File, Manifest
-from lockstep.checkpoint.reading import check
-from lockstep.checkpoint.saver import Ended
-from lockstep.checkpoint.store import PART_BYTES, Store, folder_at
+from lockstep.checkpoint import object_store
+from lockstep.checkpoint.block_hashes import BLOCK_BYTES, hash_blocks
+from lockstep.checkpoint.integrity import check
+from lockstep.checkpoint.load import CheckpointReader
+from lockstep.checkpoint.manifest import DamagedError, FileEntry, Manifest
+from lockstep.checkpoint.object_store import PART_BYTES, ObjectStorage, open_storage
+from lockstep.checkpoint.saver import SaveResult
+from lockstep.checkpoint.storage import CheckpointName, FolderStorage, Storage
 from lockstep.comm.world import join
 from lockstep.testing.pool import WorkerPool
 
-NAME = Name(40, "0000000a")
+NAME = CheckpointName(40, "0000000a")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -51,14 +51,14 @@ def bucket(server: int, request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.fixture(params=["path", "memory", "s3"])
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
     if request.param == "path":
-        return Folder(tmp_path / "run")
+        return FolderStorage(tmp_path / "run")
     if request.param == "memory":
         fsspec.filesystem("memory").store.clear()
-        return Store("memory://run")
-    return Store(request.getfixturevalue("bucket") + "/some/run")
+        return ObjectStorage("memory://run")
+    return ObjectStorage(request.getfixturevalue("bucket") + "/some/run")
 
 
-def put(storage: Storage, name: Name, *, commit: bool = True) -> None:
+def put(storage: Storage, name: CheckpointName, *, commit: bool = True) -> None:
     storage.begin(name)
     storage.write(name, "a", [b"x" * 10, memoryview(b"y")])
     if commit:
@@ -68,17 +68,17 @@ def put(storage: Storage, name: Name, *, commit: bool = True) -> None:
 def test_a_checkpoint_is_complete_or_not_there(storage: Storage) -> None:
     assert storage.names() == []
     put(storage, NAME, commit=False)
-    assert storage.written(NAME, "a") == b"x" * 10 + b"y"
-    assert storage.written(NAME, "b") is None
+    assert storage.read_uncommitted(NAME, "a") == b"x" * 10 + b"y"
+    assert storage.read_uncommitted(NAME, "b") is None
     assert storage.names() == []
     storage.commit(NAME, b"{}")
-    with pytest.raises(FileExistsError, match="it is there already"):
+    with pytest.raises(FileExistsError, match="the checkpoint exists already"):
         storage.begin(NAME)
-    put(storage, Name(5, "0000000b"))
-    put(storage, Name(50, "0000000a"), commit=False)
+    put(storage, CheckpointName(5, "0000000b"))
+    put(storage, CheckpointName(50, "0000000a"), commit=False)
     assert [name.step for name in storage.names()] == [5, 40]
-    storage.clear()
-    assert storage.written(Name(50, "0000000a"), "a") is None
+    storage.remove_uncommitted()
+    assert storage.read_uncommitted(CheckpointName(50, "0000000a"), "a") is None
     storage.delete(NAME)
     assert [name.step for name in storage.names()] == [5]
     with pytest.raises(FileNotFoundError):
@@ -87,22 +87,22 @@ def test_a_checkpoint_is_complete_or_not_there(storage: Storage) -> None:
 
 def test_a_checkpoint_that_is_half_deleted_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     fsspec.filesystem("memory").store.clear()
-    storage = Store("memory://run")
+    storage = ObjectStorage("memory://run")
     put(storage, NAME)
     monkeypatch.setattr(type(storage._fs), "rm", lambda *_, **__: raise_())
     with pytest.raises(OSError, match="memory://run: RuntimeError: gone away"):
         storage.delete(NAME)
-    assert storage.written(NAME, "a") is not None
+    assert storage.read_uncommitted(NAME, "a") is not None
     assert storage.names() == []
 
 
 def test_a_store_that_gives_no_answer_is_not_taken_for_an_empty_one(monkeypatch: pytest.MonkeyPatch) -> None:
     fsspec.filesystem("memory").store.clear()
-    storage = Store("memory://run")
+    storage = ObjectStorage("memory://run")
     put(storage, NAME)
     with monkeypatch.context() as patch:
         patch.setattr(type(storage._fs), "info", lambda *_, **__: raise_())
-        for question in (storage.clear, storage.names):
+        for question in (storage.remove_uncommitted, storage.names):
             with pytest.raises(OSError, match="memory://run: RuntimeError: gone away"):
                 question()
     assert storage.names() == [NAME]
@@ -131,20 +131,20 @@ def test_one_claim_is_the_first(storage: Storage) -> None:
 
 def test_many_reads_are_under_way_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     fsspec.filesystem("memory").store.clear()
-    storage, content = Store("memory://run"), bytes(6 * BLOCK_BYTES)
+    storage, content = ObjectStorage("memory://run"), bytes(6 * BLOCK_BYTES)
     storage.begin(NAME)
     storage.write(NAME, "a", [content])
-    manifest = Manifest(step=40, files={"a": File(seal(memoryview(content)), ())}, values={}, facts={})
+    manifest = Manifest(step=40, files={"a": FileEntry(hash_blocks(memoryview(content)), ())}, values={}, facts={})
     storage.commit(NAME, manifest.encode())
-    together, read_into = threading.Barrier(6, timeout=20), storage.read_into
-    monkeypatch.setattr(storage, "read_into", lambda *given: (together.wait() and 0) or read_into(*given))
+    raise_on_all_ranks, read_into = threading.Barrier(6, timeout=20), storage.read_into
+    monkeypatch.setattr(storage, "read_into", lambda *given: (raise_on_all_ranks.wait() and 0) or read_into(*given))
     assert check(storage, NAME) == []
-    Reader(storage, NAME).fill({}, join(rank=0, size=1, local_rank=0, local_size=1))
+    CheckpointReader(storage, NAME).load_into({}, join(rank=0, size=1, local_rank=0, local_size=1))
 
 
 def test_large_files_go_up_in_parts(bucket: str) -> None:
     content = os.urandom(2 * PART_BYTES + 5)
-    storage = Store(bucket)
+    storage = ObjectStorage(bucket)
     storage.write(NAME, "a", (content[at : at + 3_000_000] for at in range(0, len(content), 3_000_000)))
     assert storage.read(NAME, "a") == content
     assert len(storage._fs.info(f"{bucket}/{NAME}/a")["ETag"].split("-")) == 2, "S3 marks what came in parts"
@@ -152,13 +152,13 @@ def test_large_files_go_up_in_parts(bucket: str) -> None:
 
 @pytest.mark.parametrize(("ranks", "readers"), [pytest.param(1, 2, marks=pytest.mark.slow), (2, 3), (3, 1)])
 def test_what_is_saved_is_loaded(pool: WorkerPool, bucket: str, server: int, ranks: int, readers: int) -> None:
-    assert pool.run(ranks, save, bucket, server, [3, 8]) == [[Ended(3, None), Ended(8, None)]] * ranks
+    assert pool.run(ranks, save, bucket, server, [3, 8]) == [[SaveResult(3, None), SaveResult(8, None)]] * ranks
     assert pool.run(readers, load, bucket, server) == [["same", "same"]] * readers
 
 
 def test_damage_is_named(pool: WorkerPool, bucket: str, server: int) -> None:
-    assert pool.run(2, save, bucket, server, [3]) == [[Ended(3, None)]] * 2
-    storage = Store(bucket)
+    assert pool.run(2, save, bucket, server, [3]) == [[SaveResult(3, None)]] * 2
+    storage = ObjectStorage(bucket)
     (name,) = storage.names()
     assert (check(storage, name), loaded(storage, name)) == ([], "same")
     file = "rank-0.safetensors"
@@ -171,40 +171,40 @@ def test_damage_is_named(pool: WorkerPool, bucket: str, server: int) -> None:
         storage.write(name, file, [wrong])
         assert said in loaded(storage, name)
         assert [said in damage for damage in check(storage, name)] == [True]
-    storage.drop(name, file)
+    storage.remove(name, file)
     assert [loaded(storage, name)] == check(storage, name) == [f"{file} is missing"]
 
 
-def loaded(storage: Storage, name: Name) -> str:
+def loaded(storage: Storage, name: CheckpointName) -> str:
     truth = states.values(name.step)
     state = {key: torch.zeros_like(value) for key, value in truth.items()}
     try:
-        Reader(storage, name).fill(state, join(rank=0, size=1, local_rank=0, local_size=1))
-    except Damaged as error:
+        CheckpointReader(storage, name).load_into(state, join(rank=0, size=1, local_rank=0, local_size=1))
+    except DamagedError as error:
         return str(error)
     return "same" if all(torch.equal(state[key], truth[key]) for key in truth) else "other"
 
 
 def test_a_server_that_goes_away_costs_the_save_under_way(pool: WorkerPool, bucket: str, server: int) -> None:
-    assert pool.run(2, save, bucket, server, [3])[0] == [Ended(3, None)]
+    assert pool.run(2, save, bucket, server, [3])[0] == [SaveResult(3, None)]
     with closing(Line(server, cut_after_bytes=8_000_000)) as line:
         (committing,), (other,) = pool.run(2, save, bucket, line.port, [8])
         assert committing is None or bucket in committing.error
         assert other is None or other.error is None or bucket in other.error  # its part may have been there before the cut
         assert line.was_cut
         with environment(line.port), pytest.raises(OSError, match=r"s3://.*Could not connect to the endpoint"):
-            Store(bucket).names()
+            ObjectStorage(bucket).names()
     assert pool.run(2, load, bucket, server) == [["same"]] * 2
     with environment(server):
-        Store(bucket).clear()
+        ObjectStorage(bucket).remove_uncommitted()
         assert {path.split("/")[1] for path in fsspec.filesystem("s3").find(bucket)} == {f"step-00000003-{states.ATTEMPT}"}
 
 
 def test_a_server_that_does_not_answer_is_given_up(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "CALL_SECONDS", 0.5)
+    monkeypatch.setattr(object_store, "CALL_SECONDS", 0.5)
     with environment((silent := socket.create_server(("127.0.0.1", 0))).getsockname()[1]):
         with silent, pytest.raises(TimeoutError, match="no answer within 0 s") as caught:
-            Store(bucket).write(NAME, "a", [b"x"])
+            ObjectStorage(bucket).write(NAME, "a", [b"x"])
         assert caught.value.filename == bucket
         while any(thread.name == "lockstep-store" for thread in threading.enumerate()):  # the call ends once the server is gone
             time.sleep(0.05)
@@ -219,48 +219,48 @@ def test_who_may_not_write_is_told(bucket: str, server: int) -> None:
     ask_for_credentials_after(0)
     try:
         with pytest.raises(OSError, match=rf"{bucket}: PermissionError: .*[Aa]ccess"):
-            Store(bucket).write(NAME, "a", [b"x"])
+            ObjectStorage(bucket).write(NAME, "a", [b"x"])
         with pytest.raises(OSError, match=rf"{bucket}: PermissionError"):
-            Store(bucket).names()
+            ObjectStorage(bucket).names()
     finally:
         ask_for_credentials_after(1 << 60)
 
 
 def test_a_bucket_that_is_not_there_is_named(bucket: str) -> None:
     with pytest.raises(FileNotFoundError, match="The specified bucket does not exist") as caught:
-        Store("s3://nowhere/run").write(NAME, "a", [b"x"])
+        ObjectStorage("s3://nowhere/run").write(NAME, "a", [b"x"])
     assert caught.value.filename == "s3://nowhere/run"
 
 
 def test_where_checkpoints_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for place in (tmp_path, str(tmp_path), f"file://{tmp_path}"):
-        found = folder_at(place)
-        assert isinstance(found, Folder)
+        found = open_storage(place)
+        assert isinstance(found, FolderStorage)
         assert found.path == tmp_path
     with pytest.raises(RunDirectoryError, match=r"^gs://b/run: the driver of gs:// is not installed; Please install gcsfs"):
-        folder_at("gs://b/run")
+        open_storage("gs://b/run")
     with pytest.raises(RunDirectoryError, match=r"^grid://b: no driver is known for grid://; give a path, or a URL like s3://bucket/run$"):
-        folder_at("grid://b")
+        open_storage("grid://b")
     with pytest.raises(RunDirectoryError, match=r"^memory://b is memory of one process, and another writes the checkpoints"):
-        folder_at("memory://b")
+        open_storage("memory://b")
 
     for nowhere, what in (("s3://", "bucket"), ("gs:///run", "bucket"), ("://run", "store")):
         with pytest.raises(
             RunDirectoryError, match=rf"^{nowhere} names no {what} \(is a variable unset\?\); give one like s3://bucket/run$"
         ):
-            folder_at(nowhere)
+            open_storage(nowhere)
     with pytest.raises(RunDirectoryError, match=r"^github://b: github:// cannot hold checkpoints \(TypeError: .*; give a path, or a URL"):
-        folder_at("github://b")
+        open_storage("github://b")
 
     def missing(protocol: str) -> Any:
         raise ImportError("Install s3fs to access S3")
 
     monkeypatch.setattr(fsspec, "get_filesystem_class", missing)
     with pytest.raises(RunDirectoryError, match=r"^s3://b: the driver of s3:// is not installed; pip install 'lockstep-train\[s3\]'$"):
-        folder_at("s3://b")
+        open_storage("s3://b")
 
 
-def save(url: str, port: int, steps: list[int]) -> list[Ended | None]:
+def save(url: str, port: int, steps: list[int]) -> list[SaveResult | None]:
     with environment(port):
         return states.save(url, steps)
 

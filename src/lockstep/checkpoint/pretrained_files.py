@@ -1,4 +1,4 @@
-"""Tensors by name in files that others wrote: opened without running anything that they bring along, and read in parts (law 6)."""
+"""Pretrained weights in safetensors and torch.save files, read in parts and without running any code in them (law 6)."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from torch import Tensor
 
 from lockstep.base.errors import RecipeError
 from lockstep.checkpoint.file_layout import DTYPES
-from lockstep.checkpoint.folder import MANIFEST
-from lockstep.checkpoint.pieces import Box
+from lockstep.checkpoint.storage import MANIFEST
+from lockstep.checkpoint.tensor_shards import Box
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-TAKEN = (
+SUPPORTED = (
     "weights are a .safetensors file, a folder of Hugging Face (model.safetensors, or model.safetensors.index.json), or a file of "
     "torch.save (.pt, .pth, .bin, .ckpt)"
 )
@@ -29,52 +29,52 @@ _PICKLED = (".pt", ".pth", ".bin", ".ckpt")
 _OURS = {theirs: ours for ours, theirs in DTYPES.items()}
 
 
-class Tensors(Protocol):
-    """What a file holds, or several."""
+class TensorFiles(Protocol):
+    """The named tensors in one file or several."""
 
     @property
-    def kinds(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
-        """Of each tensor, by its name: its dtype, as torch calls it where torch has it, and its shape."""
+    def specs(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+        """Name -> dtype, as torch names it if torch has it, and shape."""
 
     def read(self, name: str, box: Box) -> Tensor:
-        """Part of a tensor, on the CPU. Only that part is brought into memory. Raises `RecipeError`."""
+        """Read part of a tensor to the CPU. Only that part is in memory. Raises `RecipeError`."""
 
     def close(self) -> None:
-        """Give the files up."""
+        """Close the files."""
 
 
-def open_tensors(path: str) -> Tensors:
+def open_tensors(path: str) -> TensorFiles:
     """Open a file of tensors, or a folder of Hugging Face. Raises `RecipeError`."""
     if "://" in path:
-        raise RecipeError(f"weights {path!r} is a URL; weights are read from a path; bring the file to this machine")
-    place = Path(path)
-    if place.is_dir():
-        return _in_folder(place)
-    if not place.exists():
-        raise RecipeError(f"weights {path!r} is not there; {TAKEN}; every process must be able to read it")
-    if place.suffix == ".safetensors":
-        return _Safetensors({place: None})
-    if place.name.endswith(".index.json"):
-        return _indexed(place)
-    if place.suffix in _PICKLED:
-        return _Pickled(place)
-    raise RecipeError(f"weights {path!r} is a file of another kind; {TAKEN}")
+        raise RecipeError(f"weights {path!r} is a URL; weights are read from a path; download the file first")
+    file = Path(path)
+    if file.is_dir():
+        return _in_folder(file)
+    if not file.exists():
+        raise RecipeError(f"weights {path!r} does not exist; {SUPPORTED}; every process must be able to read it")
+    if file.suffix == ".safetensors":
+        return _Safetensors({file: None})
+    if file.name.endswith(".index.json"):
+        return _indexed(file)
+    if file.suffix in _PICKLED:
+        return _Pickled(file)
+    raise RecipeError(f"weights {path!r} has an unsupported format; {SUPPORTED}")
 
 
-def _in_folder(folder: Path) -> Tensors:
+def _in_folder(folder: Path) -> TensorFiles:
     if (folder / INDEX).exists():
         return _indexed(folder / INDEX)
     if (folder / SINGLE).exists():
         return _Safetensors({folder / SINGLE: None})
     if (folder / MANIFEST).exists() or (folder / "checkpoints").is_dir():
         raise RecipeError(
-            f"weights {str(folder)!r} is a checkpoint, or a run that has not ended; {TAKEN}; make one of it: "
+            f"weights {str(folder)!r} is a checkpoint, or a run that has not ended; {SUPPORTED}; export it: "
             f"lockstep export {folder} weights.safetensors"
         )
-    raise RecipeError(f"weights {str(folder)!r} is a folder with neither {SINGLE} nor {INDEX} in it; {TAKEN}")
+    raise RecipeError(f"weights {str(folder)!r} is a folder that holds neither {SINGLE} nor {INDEX}; {SUPPORTED}")
 
 
-def _indexed(index: Path) -> Tensors:
+def _indexed(index: Path) -> TensorFiles:
     try:
         files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         parts: dict[Path, list[str]] = {}
@@ -82,16 +82,17 @@ def _indexed(index: Path) -> Tensors:
             parts.setdefault(index.parent / file, []).append(name)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RecipeError(
-            f"weights {str(index)!r} cannot be read as an index of safetensors files ({_said(error)}); fetch it again"
+            f"weights {str(index)!r} cannot be read as an index of safetensors files ({_first_line(error)}); fetch it again"
         ) from error
     return _Safetensors(parts)
 
 
 class _Safetensors:
-    """Files of safetensors, each with the names that are read of it; None: all."""
+    """Safetensors files."""
 
     def __init__(self, files: Mapping[Path, list[str] | None]) -> None:
-        self.kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
+        """`files`: each with the names of the tensors to read from it; None: all."""
+        self.specs: dict[str, tuple[str, tuple[int, ...]]] = {}
         self._slices: dict[str, tuple[Path, Any]] = {}
         self._files = ExitStack()
         with ExitStack() as stack:
@@ -100,10 +101,12 @@ class _Safetensors:
                     opened = stack.enter_context(safe_open(path, framework="pt"))
                     for name in opened.keys() if names is None else names:
                         part = opened.get_slice(name)
-                        self.kinds[name] = _OURS.get(part.get_dtype(), part.get_dtype()), tuple(part.get_shape())
+                        self.specs[name] = _OURS.get(part.get_dtype(), part.get_dtype()), tuple(part.get_shape())
                         self._slices[name] = path, part
                 except (OSError, SafetensorError) as error:
-                    raise RecipeError(f"weights {str(path)!r} cannot be read as safetensors ({_said(error)}); fetch it again") from error
+                    raise RecipeError(
+                        f"weights {str(path)!r} cannot be read as safetensors ({_first_line(error)}); fetch it again"
+                    ) from error
             self._files = stack.pop_all()
 
     def read(self, name: str, box: Box) -> Tensor:
@@ -111,7 +114,7 @@ class _Safetensors:
         try:
             found: Tensor = part[box] if box else part[...]
         except (OSError, SafetensorError) as error:
-            raise RecipeError(f"{name!r} in weights {str(path)!r} cannot be read ({_said(error)}); fetch the file again") from error
+            raise RecipeError(f"{name!r} in weights {str(path)!r} cannot be read ({_first_line(error)}); fetch the file again") from error
         return found
 
     def close(self) -> None:
@@ -120,15 +123,15 @@ class _Safetensors:
 
 
 class _Pickled:
-    """A file of torch.save. Its tensors stay on the disk until they are read."""
+    """A torch.save file. It is memory-mapped: tensors stay on the disk until they are read."""
 
     def __init__(self, path: Path) -> None:
         try:
             found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except Exception as error:  # whatever a file that is none makes torch say
+        except Exception as error:  # torch raises many types for a file that is not one of its own
             raise _cannot_load(path, error) from error
         self._tensors = dict(_flat(found, "", path))
-        self.kinds = {name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in self._tensors.items()}
+        self.specs = {name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in self._tensors.items()}
 
     def read(self, name: str, box: Box) -> Tensor:
         return self._tensors[name][box]
@@ -138,11 +141,13 @@ class _Pickled:
 
 
 def _flat(value: Any, name: str, path: Path) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in a nest of dicts and lists, by their place in it: model.fc.weight."""
+    """Yield the tensors in nested dicts and lists, each named by its path: model.fc.weight."""
     if isinstance(value, Tensor):
         if not name or value.layout != torch.strided or value.is_quantized or value.is_meta:
             what = f"a tensor of layout {value.layout}, type {value.dtype}"
-            raise RecipeError(f"weights {str(path)!r} holds {what} as {name!r}; weights are dense tensors, each with a name; save them so")
+            raise RecipeError(
+                f"weights {str(path)!r} holds {what} as {name!r}; weights are dense tensors with names; convert it and save again"
+            )
         yield name, value.detach()
     elif isinstance(value, Mapping | list | tuple):
         parts = value.items() if isinstance(value, Mapping) else enumerate(value)
@@ -150,7 +155,9 @@ def _flat(value: Any, name: str, path: Path) -> Iterator[tuple[str, Tensor]]:
         for key, part in parts:
             for each, tensor in _flat(part, f"{name}.{key}" if name else str(key), path):
                 if each in found:
-                    raise RecipeError(f"weights {str(path)!r} holds two tensors as {each!r}; each has a name of its own; save them so")
+                    raise RecipeError(
+                        f"weights {str(path)!r} holds two tensors as {each!r}; names must be unique; rename one and save the file again"
+                    )
                 found[each] = tensor
         yield from found.items()
 
@@ -160,17 +167,17 @@ def _cannot_load(path: Path, error: Exception) -> RecipeError:
         needs = re.search(r"GLOBAL (\S+)", str(error))
         what = f" ({needs[1]})" if needs else ""
         return RecipeError(
-            f"weights {str(path)!r} cannot be read without running code that the file names{what}; weights are tensors and nothing else; "
-            "where you trust who made the file, load it yourself and save its state dict: "
+            f"weights {str(path)!r} cannot be read without running code that the file names{what}; only tensors are loaded; "
+            "if you trust its source, load it yourself and save its state dict: "
             "safetensors.torch.save_file(torch.load(path, weights_only=False), 'weights.safetensors')"
         )
     if "mmap can only be used" in str(error):
         return RecipeError(
-            f"weights {str(path)!r} is no file of torch.save, or in its format before torch 1.6, which can only be read whole; save it "
-            "anew: torch.save(torch.load(path, weights_only=True), path)"
+            f"weights {str(path)!r} is not a torch.save file, or has the format from before torch 1.6, which cannot be memory-mapped; "
+            "save it again: torch.save(torch.load(path, weights_only=True), path)"
         )
-    return RecipeError(f"weights {str(path)!r} cannot be read as a file of torch.save ({_said(error)}); fetch it again")
+    return RecipeError(f"weights {str(path)!r} cannot be read as a file of torch.save ({_first_line(error)}); fetch it again")
 
 
-def _said(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]

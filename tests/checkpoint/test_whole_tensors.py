@@ -8,28 +8,28 @@ import pytest
 import torch
 from checkpoint.states import save, values
 
-from lockstep.checkpoint.folder import Folder
-from lockstep.checkpoint.manifest import Damaged
-from lockstep.checkpoint.whole_tensors import Stored
+from lockstep.checkpoint.manifest import DamagedError
+from lockstep.checkpoint.storage import FolderStorage
+from lockstep.checkpoint.whole_tensors import StoredCheckpoint
 from lockstep.testing.pool import WorkerPool
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_each_tensor_is_read_whole(pool: WorkerPool, tmp_path: Path, ranks: int) -> None:
     pool.run(ranks, save, str(tmp_path), [1])
-    stored = Stored(Folder(tmp_path), Folder(tmp_path).names()[0])
+    stored = StoredCheckpoint(FolderStorage(tmp_path), FolderStorage(tmp_path).names()[0])
     expected = values(1)
-    assert stored.kinds() == {name: (str(value.dtype).removeprefix("torch."), tuple(value.shape)) for name, value in expected.items()}
+    assert stored.specs() == {name: (str(value.dtype).removeprefix("torch."), tuple(value.shape)) for name, value in expected.items()}
     for name, value in expected.items():
         assert bytes(stored.read(name)) == bytes(value.reshape(-1).view(torch.uint8).numpy()), name
 
 
 def test_what_is_damaged_is_not_read(pool: WorkerPool, tmp_path: Path) -> None:
     pool.run(1, save, str(tmp_path), [1])
-    (name,) = Folder(tmp_path).names()
+    (name,) = FolderStorage(tmp_path).names()
     (path,) = (tmp_path / str(name)).glob("*.safetensors")
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    with pytest.raises(Damaged, match="has other bytes than were written"):
-        Stored(Folder(tmp_path), name).read("large")
+    with pytest.raises(DamagedError, match="has other bytes than were written"):
+        StoredCheckpoint(FolderStorage(tmp_path), name).read("large")

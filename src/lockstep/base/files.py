@@ -1,0 +1,43 @@
+"""Files that are written whole or not at all: the one atomic write of the package."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file so that readers, and a crash at any moment, see all of the old content or all of the new.
+
+    Text is encoded as UTF-8. Raises `OSError`; the old content is then still there, unless only syncing the folder failed.
+    """
+    with replace_atomically(path) as temporary:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+@contextmanager
+def replace_atomically(path: Path) -> Iterator[Path]:
+    """Give the path of an empty temporary file beside `path`. At the end of the `with` it is synced and renamed to `path`.
+
+    After an error the temporary file is removed and `path` is as it was. Several processes may write the same file: the last one wins.
+    """
+    temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.partial")
+    try:
+        temporary.touch(exist_ok=False)
+        yield temporary
+        sync(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Wait until the disk has a file's content, or a folder's entries. Raises `OSError`."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,90 @@
+"""Emergency save: a checkpoint without collectives, after an error or after the loss of a process.
+
+Ranks that hold the same shards hold the same *part* of the state. The first rank that claims a part writes it, and the rank that
+finds all parts written commits the checkpoint. So one survivor of each part is enough, and no rank waits for another.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.checkpoint.block_hashes import hash_blocks, split_blocks
+from lockstep.checkpoint.file_layout import FileLayout
+from lockstep.checkpoint.manifest import FileEntry, Manifest, ShardEntry, merge_objects
+from lockstep.checkpoint.storage import CheckpointName, Storage
+from lockstep.checkpoint.tensor_shards import local_shards
+from lockstep.checkpoint.writer import note
+from lockstep.comm.mesh import to_local
+
+_COMMIT = "commit"
+
+
+def emergency_save(
+    folder: Storage,
+    name: CheckpointName,
+    *,
+    part: int,
+    parts: int,
+    tensors: Mapping[str, Tensor],
+    values: Mapping[str, Any],
+    facts: Mapping[str, Any],
+) -> bool:
+    """Write this rank's part of the state, and commit the checkpoint if it was the last part. Every rank that is still alive calls it.
+
+    `part`: index of the part that this rank holds, of `parts`. Returns False if another rank has written the same part. Raises
+    `OSError`.
+    """
+    try:
+        folder.begin(name)
+        if not folder.claim(name, _file(part)):
+            return False
+        _write(folder, name, _file(part), tensors, values)
+        notes = [_read(folder.read_uncommitted(name, note(_file(each)))) for each in range(parts)]
+        if None not in notes and folder.claim(name, _COMMIT):  # two ranks that finish at once both see all notes
+            _commit(folder, name, notes, facts)
+    except OSError:
+        if name in folder.names():  # another rank with the same part was faster
+            return False
+        raise
+    return True
+
+
+def _write(folder: Storage, name: CheckpointName, file: str, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+    shards = list(local_shards(tensors).values())
+    layout = FileLayout(shards)
+    content = torch.empty(layout.bytes, dtype=torch.uint8)
+    content[: len(layout.header)] = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
+    for shard in shards:
+        start, stop = layout.span(shard)
+        part = to_local(tensors[shard.name]).detach().to("cpu").resolve_conj().resolve_neg().contiguous()
+        content[start:stop] = part.reshape(-1).view(torch.uint8)
+    data = content.numpy().data
+    folder.write(name, file, split_blocks(data))
+    mine = FileEntry(hash_blocks(data), tuple(ShardEntry(shard.to_json(), layout.span(shard)[0]) for shard in shards))
+    folder.write(name, note(file), [json.dumps([mine.to_json(), values]).encode()])
+
+
+def _commit(folder: Storage, name: CheckpointName, notes: list[Any], facts: Mapping[str, Any]) -> None:
+    files = {_file(part): FileEntry.from_json(said) for part, (said, _) in enumerate(notes)}
+    for part in range(len(notes)):
+        folder.remove(name, note(_file(part)))
+        folder.remove(name, f"{_file(part)}.claim")
+    folder.remove(name, f"{_COMMIT}.claim")
+    folder.commit(name, Manifest(step=name.step, files=files, values=merge_objects([values for _, values in notes]), facts=facts).encode())
+
+
+def _read(said: bytes | None) -> Any:
+    """Parse a note; None if it is missing or still being written."""
+    try:
+        return None if said is None else json.loads(said)
+    except ValueError:
+        return None
+
+
+def _file(part: int) -> str:
+    return f"part-{part}.safetensors"

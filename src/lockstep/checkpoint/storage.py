@@ -1,0 +1,209 @@
+"""Storage of a run's checkpoints, and its form on a file system, where each checkpoint is a folder (law 6). Needs no torch.
+
+A checkpoint is written into a hidden folder, every file in it is synced, and one rename commits it. Hidden folders that a crash
+leaves are removed at the next start of the run.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from lockstep.base.files import sync
+
+MANIFEST = "manifest.json"
+PAGE_BYTES = 4096
+READ_BYTES = 1 << 20
+"""Bytes of one read: few enough to stay in the processor's cache until they are hashed."""
+_NAME = re.compile(r"step-(\d{8,})-([0-9a-f]{8})")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class CheckpointName:
+    """The name of a checkpoint: step-00000500-1c9e02d4."""
+
+    step: int
+    """Optimizer steps done."""
+    attempt: str
+    """Eight hexadecimal digits of the start that wrote it, because a later start may do the same step again."""
+
+    def __str__(self) -> str:
+        return f"step-{self.step:08d}-{self.attempt}"
+
+    @classmethod
+    def parse(cls, text: str) -> CheckpointName | None:
+        """Parse a name; None if `text` is not the name of a checkpoint."""
+        found = _NAME.fullmatch(text)
+        return None if found is None else cls(int(found[1]), found[2])
+
+
+class Storage(Protocol):
+    """A place that holds the checkpoints of a run. Every method may raise `OSError`."""
+
+    @property
+    def wait_seconds(self) -> float:
+        """Seconds between two attempts to read a file that another process is to write."""
+
+    @property
+    def readers(self) -> int:
+        """Number of threads that read at once."""
+
+    def names(self) -> list[CheckpointName]:
+        """The names of all complete checkpoints, in order of their steps."""
+
+    def remove_uncommitted(self) -> None:
+        """Remove everything that was never committed. Only the holder of the run's lock may call it, and not during a save."""
+
+    def free_bytes(self) -> int | None:
+        """Free bytes; None if unknown."""
+
+    def begin(self, name: CheckpointName) -> None:
+        """Begin a checkpoint. One rank must call it and all may. Raises `FileExistsError` if the checkpoint exists already."""
+
+    def write(self, name: CheckpointName, file: str, chunks: Iterable[bytes | memoryview]) -> None:
+        """Write one file of an uncommitted checkpoint. It is on the disk when this returns."""
+
+    def read_uncommitted(self, name: CheckpointName, file: str) -> bytes | None:
+        """The content of a file of an uncommitted checkpoint; None if there is no such file."""
+
+    def remove(self, name: CheckpointName, file: str) -> None:
+        """Remove a file of an uncommitted checkpoint."""
+
+    def claim(self, name: CheckpointName, file: str) -> bool:
+        """True if this process is the first to claim a file of an uncommitted checkpoint. Creates the file `<file>.claim` beside it."""
+
+    def commit(self, name: CheckpointName, manifest: bytes) -> None:
+        """Write the manifest and commit the checkpoint, whose other files are all written. One rank calls it."""
+
+    def size(self, name: CheckpointName, file: str) -> int:
+        """Size of a file of a checkpoint in bytes."""
+
+    def read(self, name: CheckpointName, file: str, start: int = 0, stop: int | None = None) -> bytes:
+        """The bytes [start, stop) of a file of a checkpoint; fewer if the file is shorter."""
+
+    def read_into(self, name: CheckpointName, file: str, start: int, parts: Iterable[memoryview]) -> Iterator[memoryview]:
+        """Read a file of a checkpoint from byte `start` on into `parts`, one after another. Yields each filled stretch as it
+        arrives; ends early if the file does."""
+
+    def delete(self, name: CheckpointName) -> None:
+        """Delete a checkpoint. It is never seen incomplete."""
+
+
+class FolderStorage:
+    """`Storage` in a folder of a file system."""
+
+    wait_seconds = 0.02
+    readers = 2
+    """One thread waits for the disk while the other hashes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def names(self) -> list[CheckpointName]:
+        try:
+            entries = os.listdir(self.path)
+        except FileNotFoundError:
+            return []
+        return sorted(name for entry in entries if (name := CheckpointName.parse(entry)) is not None)
+
+    def remove_uncommitted(self) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        for entry in self.path.glob(".step-*"):
+            if CheckpointName.parse(entry.name.removeprefix(".").removesuffix(".deleted")) is not None:
+                shutil.rmtree(entry)
+
+    def free_bytes(self) -> int | None:
+        return shutil.disk_usage(self.path).free
+
+    def begin(self, name: CheckpointName) -> None:
+        if (self.path / str(name)).exists():
+            raise FileExistsError(errno.EEXIST, "the checkpoint exists already", str(self.path / str(name)))
+        self._temporary(name).mkdir(parents=True, exist_ok=True)
+
+    def write(self, name: CheckpointName, file: str, chunks: Iterable[bytes | memoryview]) -> None:
+        opened = os.open(self._temporary(name) / file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        try:
+            for chunk in chunks:
+                rest = memoryview(chunk)
+                while rest:
+                    rest = rest[_write_some(opened, rest) :]
+            os.fsync(opened)
+        finally:
+            os.close(opened)
+
+    def read_uncommitted(self, name: CheckpointName, file: str) -> bytes | None:
+        try:
+            return (self._temporary(name) / file).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def claim(self, name: CheckpointName, file: str) -> bool:
+        try:
+            os.close(os.open(self._temporary(name) / f"{file}.claim", os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return False
+        return True
+
+    def remove(self, name: CheckpointName, file: str) -> None:
+        (self._temporary(name) / file).unlink()
+
+    def commit(self, name: CheckpointName, manifest: bytes) -> None:
+        self.write(name, MANIFEST, [manifest])
+        sync(self._temporary(name))
+        os.rename(self._temporary(name), self.path / str(name))
+        sync(self.path)
+
+    def size(self, name: CheckpointName, file: str) -> int:
+        return (self.path / str(name) / file).stat().st_size
+
+    def read(self, name: CheckpointName, file: str, start: int = 0, stop: int | None = None) -> bytes:
+        with open(self.path / str(name) / file, "rb", buffering=0) as opened:
+            size = os.fstat(opened.fileno()).st_size
+            opened.seek(start)
+            return opened.read(max(0, min(size, size if stop is None else stop) - start))
+
+    def read_into(self, name: CheckpointName, file: str, start: int, parts: Iterable[memoryview]) -> Iterator[memoryview]:
+        at = start
+        with open(self.path / str(name) / file, "rb", buffering=0) as opened:
+            for part in parts:
+                rest = part
+                while rest:
+                    got = os.preadv(opened.fileno(), [rest[:READ_BYTES]], at)
+                    if not got:
+                        return
+                    yield rest[:got]
+                    rest, at = rest[got:], at + got
+
+    def delete(self, name: CheckpointName) -> None:
+        hidden = self.path / f".{name}.deleted"
+        os.rename(self.path / str(name), hidden)
+        sync(self.path)
+        shutil.rmtree(hidden)
+
+    def _temporary(self, name: CheckpointName) -> Path:
+        return self.path / f".{name}"
+
+
+def _write_some(opened: int, data: memoryview) -> int:
+    """Write past the page cache if possible. It takes a tenth of the CPU time, which training needs."""
+    if len(data) % PAGE_BYTES == 0:
+        flags = fcntl.fcntl(opened, fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(opened, fcntl.F_SETFL, flags | os.O_DIRECT)
+            return os.write(opened, data)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # not supported by this file system, or the data is not aligned
+                raise
+        finally:
+            fcntl.fcntl(opened, fcntl.F_SETFL, flags)
+    return os.write(opened, data)

@@ -1,0 +1,170 @@
+"""Save and load plans: which rank writes which shard of a state, and which saved shards fill a rank's tensors.
+
+The planning is that of `torch.distributed.checkpoint` (DCP), on plain values: ranks exchange plans as JSON, and DCP would pickle
+them. A state is a dict of tensors by name. A name may exist on some ranks only, and a tensor may be a DTensor. A *shard* is a box
+of a tensor, or all of it. Torch is imported inside of functions, so that checkpoints can be read without it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lockstep.base.torch_private import is_distributed
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
+    from torch.distributed.checkpoint.planner import WriteItem
+
+Box = tuple[slice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorShard:
+    """A box of a tensor: the elements [offset, offset + length) along each dim."""
+
+    name: str
+    """Name of the tensor."""
+    dtype: str
+    """Torch's name: `float32`."""
+    shape: tuple[int, ...]
+    """Shape of the full tensor."""
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.lengths) * item_bytes(self.dtype)
+
+    @property
+    def key(self) -> str:
+        """A unique name: that of the tensor, followed by the box if it is not the full tensor: `weight[0:4,8:16]`."""
+        if self.lengths == self.shape:
+            return self.name
+        return f"{self.name}[{','.join(f'{at}:{at + size}' for at, size in zip(self.offsets, self.lengths, strict=True))}]"
+
+    def to_json(self) -> list[Any]:
+        """A list that JSON can hold."""
+        return [self.name, self.dtype, self.shape, self.offsets, self.lengths]
+
+    @classmethod
+    def from_json(cls, said: Sequence[Any]) -> TensorShard:
+        """The shard that `to_json` described."""
+        name, dtype, *boxes = said
+        shape, offsets, lengths = (tuple(int(size) for size in box) for box in boxes)
+        return cls(str(name), str(dtype), shape, offsets, lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardCopy:
+    """A copy from a part of a saved shard to a part of a rank's local tensor."""
+
+    shard: TensorShard
+    source: Box
+    """The part of the saved shard."""
+    target: Box
+    """The part of the rank's local tensor."""
+
+
+def local_shards(state: Mapping[str, Tensor]) -> dict[str, TensorShard]:
+    """The shard of each tensor that this rank holds, by tensor name. Empty shards are left out."""
+    from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+
+    items = create_default_local_save_plan(dict(state), is_coordinator=True).items
+    found = {item.index.fqn: _shard_of(item) for item in items}
+    return {name: shard for name, shard in found.items() if math.prod(shard.lengths) or not math.prod(shard.shape)}
+
+
+def assign_writes(everyone: Sequence[Sequence[TensorShard]]) -> list[list[TensorShard]]:
+    """The shards that each rank writes. Each is written once, by a rank that holds it, and bytes are balanced over the ranks."""
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.planner import SavePlan
+
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    plans, _ = planner.create_global_plan([SavePlan([_write_item(shard) for shard in shards]) for shards in everyone])
+    return [[_shard_of(item) for item in plan.items] for plan in plans]
+
+
+def plan_copies(state: Mapping[str, Tensor], saved: Sequence[TensorShard]) -> Iterator[ShardCopy]:
+    """The copies that fill this rank's tensors from saved shards. The state's names and shapes must be among the saved ones."""
+    assert state.keys() <= {shard.name for shard in saved}
+    distributed = {name: tensor for name, tensor in state.items() if is_distributed(tensor)}
+    for shard in saved:
+        if shard.name in state and shard.name not in distributed:
+            assert tuple(state[shard.name].shape) == shard.shape
+            yield ShardCopy(shard, _box([0] * len(shard.shape), shard.lengths), _box(shard.offsets, shard.lengths))
+    if not distributed:
+        return
+    from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
+
+    metadata, by_name = _metadata(saved)
+    for item in create_default_local_load_plan(distributed, metadata).items:
+        shard = by_name[item.storage_index.fqn][item.storage_index.index or 0]
+        yield ShardCopy(shard, _box(item.storage_offsets, item.lengths), _box(item.dest_offsets, item.lengths))
+
+
+def item_bytes(dtype: str) -> int:
+    """Bytes of one element."""
+    bits = re.search(r"\d+", dtype)
+    return int(bits[0]) // 8 if bits else 1
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    import torch
+
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _shard_of(item: WriteItem) -> TensorShard:
+    data = item.tensor_data
+    assert data is not None, "a state has tensors only"
+    dtype = str(data.properties.dtype).removeprefix("torch.")
+    return TensorShard(item.index.fqn, dtype, tuple(data.size), tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+
+
+def _chunk(shard: TensorShard) -> ChunkStorageMetadata:
+    import torch
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    return ChunkStorageMetadata(torch.Size(shard.offsets), torch.Size(shard.lengths))
+
+
+def _write_item(shard: TensorShard) -> WriteItem:
+    import torch
+    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+    properties = TensorProperties(dtype=torch_dtype(shard.dtype))
+    return WriteItem(
+        MetadataIndex(shard.name, torch.Size(shard.offsets)),
+        WriteItemType.SHARD,
+        tensor_data=TensorWriteData(_chunk(shard), properties, torch.Size(shard.shape)),
+    )
+
+
+def _metadata(saved: Sequence[TensorShard]) -> tuple[Metadata, dict[str, list[TensorShard]]]:
+    import torch
+    from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
+
+    by_name: dict[str, list[TensorShard]] = {}
+    for shard in saved:
+        by_name.setdefault(shard.name, []).append(shard)
+    tensors = {
+        name: TensorStorageMetadata(
+            TensorProperties(dtype=torch_dtype(shards[0].dtype)), torch.Size(shards[0].shape), [_chunk(shard) for shard in shards]
+        )
+        for name, shards in by_name.items()
+    }
+    return Metadata(dict(tensors)), by_name
+
+
+def _box(offsets: Sequence[int], lengths: Sequence[int]) -> Box:
+    return tuple(slice(at, at + size) for at, size in zip(offsets, lengths, strict=True))
