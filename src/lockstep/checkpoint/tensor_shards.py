@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lockstep.base.torch_private import is_distributed
 
 if TYPE_CHECKING:
     import torch
@@ -94,6 +93,8 @@ def assign_writes(everyone: Sequence[Sequence[TensorShard]]) -> list[list[Tensor
 def plan_copies(state: Mapping[str, Tensor], saved: Sequence[TensorShard]) -> Iterator[ShardCopy]:
     """The copies that fill this rank's tensors from saved shards. The state's names and shapes must be among the saved ones."""
     assert state.keys() <= {shard.name for shard in saved}
+    from lockstep.base.torch_private import is_distributed
+
     distributed = {name: tensor for name, tensor in state.items() if is_distributed(tensor)}
     for shard in saved:
         if shard.name in state and shard.name not in distributed:
