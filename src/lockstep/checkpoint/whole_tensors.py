@@ -50,7 +50,7 @@ class Stored:
     @property
     def pairs(self) -> list[int]:
         """The numbers of the (model, optimizer) pairs."""
-        return sorted(map(int, self.manifest.values["pairs"]))
+        return sorted(map(int, self.manifest.values["models"]))
 
     def model(self, pair: int) -> StoredModel:
         """One pair's model."""
@@ -103,7 +103,7 @@ class StoredModel:
         prefix = f"{pair}/model/"
         kinds = stored.kinds()
         self._names = {name.removeprefix(prefix): name for name in kinds if name.startswith(prefix)}
-        tied: Mapping[str, str] = stored.manifest.values["pairs"][str(pair)]["tied"]
+        tied: Mapping[str, str] = stored.manifest.values["models"][str(pair)]["tied"]
         self._names |= {other: self._names[first] for other, first in tied.items()}
         self.kinds = {name: kinds[saved] for name, saved in self._names.items()}
 
