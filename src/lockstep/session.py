@@ -206,17 +206,17 @@ class Session:
         options = loop.LoopOptions(
             data=data, global_batch=global_batch, microbatch=microbatch, steps=steps, epochs=epochs, collate=collate, weight=weight
         )
-        length = loop.lay_out_loop(run, options)
+        batching = loop.lay_out_loop(run, options)
         models = [module.model for module in run.modules]
-        self.house.out_of_memory.begin_loop(run, models, data, largest=length.largest)
+        self.house.out_of_memory.begin_loop(run, models, data, largest=batching.largest)
         if not run.loop.loops:
             run.start()
-            loop.report_layout(run, length)
+            loop.report_layout(run, batching)
             if not self.context.overrides.bare:
                 self.house.checkpointing.resume(run)
         first = run.loop.begin_loop(run.step)
-        batches = loop.sources(run, options, length, first, self._stack.callback)
-        return loop.steps(run, batches, total=length.steps, weight=weight)
+        batches = loop.sources(run, options, batching, first, self._stack.callback)
+        return loop.steps(run, batches, total=batching.steps, weight=weight)
 
     def include(self, name: str, state: Stateful) -> None:
         """Save something of the user's own with the run, and load it when the run is resumed. Before `steps`. Every rank calls it.

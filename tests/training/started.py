@@ -18,7 +18,7 @@ from lockstep.checkpoint import pretrained_files
 from lockstep.comm.mesh import to_local
 from lockstep.model.initialization.deferred_init import DeferredModel
 from lockstep.training import pretrained as starting
-from lockstep.training.pretrained import Start
+from lockstep.training.pretrained import PretrainedWeights
 from lockstep.training.state import aliases, tensors_of
 
 GIVEN = recipe()
@@ -61,14 +61,16 @@ def read_bytes(plan: str, run_dir: str, weights: Any) -> tuple[int, int]:
             read += part.nbytes
             return part
 
-    original = Start.fill
-    Start.fill = lambda self, *given: original(Start(self.weights, Counting(self.tensors), self.theirs, self.kept), *given)  # type: ignore[method-assign]
+    original = PretrainedWeights.fill
+    PretrainedWeights.fill = lambda self, *given: original(  # type: ignore[method-assign]
+        PretrainedWeights(self.weights, Counting(self.tensors), self.theirs, self.kept), *given
+    )
     try:
         with ls.Session(plan=plan, run_dir=run_dir) as session:
             model, _ = session.prepare(GIVEN.model, GIVEN.optimizer, stages=GIVEN.stages, tensor=GIVEN.tensor, weights=weights)
             return read, sum(to_local(tensor).nbytes for _, tensor in tensors_of(model))
     finally:
-        Start.fill = original  # type: ignore[method-assign]
+        PretrainedWeights.fill = original  # type: ignore[method-assign]
 
 
 def computed(plan: str, run_dir: str, weights: Any) -> list[str]:

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.autotune import cache as cached
-from lockstep.autotune.cache import Measured
+from lockstep.autotune.cache import Measurement
 
-MEASURED = Measured({"precision": "fp32", "workers": 2}, {"fetch": {"mean": 0.25}}, 1.5)
+MEASURED = Measurement({"precision": "fp32", "workers": 2}, {"fetch": {"mean": 0.25}}, 1.5)
 
 
 def test_what_is_written_is_read_and_what_is_not_there_is_nothing(tmp_path: Path) -> None:
@@ -28,19 +28,19 @@ def test_what_is_written_is_read_and_what_is_not_there_is_nothing(tmp_path: Path
 def test_what_is_damaged_is_said_to_be_so(tmp_path: Path, damage: bytes) -> None:
     path = tmp_path / "name.json"
     path.write_bytes(damage)
-    with pytest.raises(ValueError, match="not as a run writes it"):
+    with pytest.raises(ValueError, match="its content is damaged"):
         cached.read(path, lambda chosen: chosen.keys() == {"precision"})
 
 
 def test_values_that_may_not_be_chosen_are_damage(tmp_path: Path) -> None:
     cached.write(tmp_path / "name.json", MEASURED)
-    with pytest.raises(ValueError, match="not as a run writes it"):
+    with pytest.raises(ValueError, match="its content is damaged"):
         cached.read(tmp_path / "name.json", lambda chosen: chosen["precision"] == "bf16")
 
 
 @given(st.dictionaries(st.text(), st.integers()), st.dictionaries(st.text(), st.integers()))
 def test_other_facts_have_another_file(one: dict[str, int], other: dict[str, int]) -> None:
-    assert (cached.name_of(one) == cached.name_of(other)) == (one == other)
+    assert (cached.file_name(one) == cached.file_name(other)) == (one == other)
 
 
 def test_the_folder_is_the_users_cache(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,16 +8,16 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.autotune.choices import (
-    CHEAP,
-    MOST_PREFETCH,
-    PREFETCH,
-    doubling,
-    in_turn,
+from lockstep.autotune.candidates import (
+    DEFAULT_PREFETCH,
+    MAX_INLINE_FETCH,
+    MAX_PREFETCH,
+    doubling_sizes,
     loader_workers,
-    preferred,
+    preferred_candidate,
     prefetch_depth,
     step_seconds,
+    timing_order,
 )
 
 TIMES = st.floats(1e-6, 1e3)
@@ -25,7 +25,7 @@ TIMES = st.floats(1e-6, 1e3)
 
 @given(st.integers(1, 10_000))
 def test_sizes_double_up_to_the_largest(most: int) -> None:
-    sizes = doubling(most)
+    sizes = doubling_sizes(most)
     assert sizes[0] == 1
     assert sizes[-1] == most
     assert all(small < large <= 2 * small for small, large in pairwise(sizes))
@@ -33,14 +33,14 @@ def test_sizes_double_up_to_the_largest(most: int) -> None:
 
 
 def test_larger_microbatches_are_timed_before_smaller_ones() -> None:
-    assert in_turn([1, 2, 4, 8, 16, 32], 8) == [8, 16, 32, 4, 2, 1]
+    assert timing_order([1, 2, 4, 8, 16, 32], 8) == [8, 16, 32, 4, 2, 1]
 
 
 @given(st.dictionaries(st.integers(1, 64), TIMES | st.none(), min_size=1), st.floats(1.0, 2.0))
 def test_the_first_is_preferred_that_none_is_much_faster_than(timed: dict[int, float | None], worth: float) -> None:
     candidates = list(timed)
     seconds = {each: value for each, value in timed.items() if value is not None}
-    chosen = preferred(candidates, seconds, worth)
+    chosen = preferred_candidate(candidates, seconds, worth)
     if not seconds:
         assert chosen == candidates[0]
         return
@@ -58,7 +58,7 @@ def test_a_step_takes_as_long_as_the_rank_with_the_most_microbatches(microbatche
 def test_loader_workers_keep_up_with_computing_or_are_as_many_as_may_be(fetch: float, compute: float, most: int) -> None:
     workers = loader_workers(fetch, compute, most)
     assert 0 <= workers <= most
-    assert (workers == 0) == (fetch <= CHEAP * compute)
+    assert (workers == 0) == (fetch <= MAX_INLINE_FETCH * compute)
     if 0 < workers < most:
         assert fetch / workers < compute
         assert workers == 1 or fetch * 1.25 / (workers - 1) > compute
@@ -72,8 +72,8 @@ def test_where_computing_takes_no_time_there_are_as_many_as_may_be() -> None:
 @given(TIMES, TIMES, st.integers(0, 64))
 def test_what_is_made_ahead_lasts_for_the_slowest_fetch(slowest: float, compute: float, workers: int) -> None:
     depth = prefetch_depth(slowest, compute, workers)
-    assert PREFETCH <= depth <= MOST_PREFETCH
-    if workers and depth < MOST_PREFETCH:
+    assert DEFAULT_PREFETCH <= depth <= MAX_PREFETCH
+    if workers and depth < MAX_PREFETCH:
         assert depth * workers * compute >= slowest or math.isclose(depth * workers * compute, slowest)
-    if depth > PREFETCH:
+    if depth > DEFAULT_PREFETCH:
         assert (depth - 1) * workers * compute < slowest

@@ -22,8 +22,8 @@ from training.kept import recipe as kept_recipe
 from training.subjects import FEATURES, OUTPUTS, recipe, rows, same, squared_error, state_of
 
 import lockstep as ls
-from lockstep.autotune import trial
-from lockstep.autotune.trial import Trial
+from lockstep.autotune import timing
+from lockstep.autotune.timing import MicrobatchTiming
 from lockstep.base.errors import LockstepError
 from lockstep.launch.termination import Preempted
 from lockstep.testing.pool import WorkerPool
@@ -85,7 +85,7 @@ def nothing_is_timed(*_: Any, **__: Any) -> Any:
 
 
 def on_a_cpu(folder: str) -> None:
-    Trial.compute_seconds = Trial.fetched = nothing_is_timed  # type: ignore[method-assign]
+    MicrobatchTiming.compute_seconds = MicrobatchTiming.fetched = nothing_is_timed  # type: ignore[method-assign]
     result, written, _ = start(f"{folder}/auto", None, precision="auto")
     assert chosen(result) == {"precision": {"value": "fp32", "source": "rule"}}
     assert (written["recipe"]["precision"], written["recipe"]["microbatch"]) == ("fp32", 4)
@@ -220,14 +220,14 @@ def test_a_number_that_is_given_is_never_changed(pool: WorkerPool, tmp_path: Pat
 def again(folder: str) -> None:
     first, written, _ = start(f"{folder}/first", EVERYTHING, microbatch="auto")
     assert set(sources(chosen(first)).values()) <= {"measurement", "rule"}
-    timed, fetched = Trial.compute_seconds, Trial.fetch_seconds
-    Trial.compute_seconds = Trial.fetch_seconds = nothing_is_timed  # type: ignore[method-assign]
+    timed, fetched = MicrobatchTiming.compute_seconds, MicrobatchTiming.fetch_seconds
+    MicrobatchTiming.compute_seconds = MicrobatchTiming.fetch_seconds = nothing_is_timed  # type: ignore[method-assign]
     second, rewritten, _ = start(f"{folder}/second", EVERYTHING, microbatch="auto")
     assert values(chosen(second)) == values(chosen(first))
     assert sources(chosen(second))["microbatch"] == "cache"
     assert rewritten["auto"]["seconds"] == written["auto"]["seconds"]
     assert second.fingerprint == first.fingerprint
-    Trial.compute_seconds, Trial.fetch_seconds = timed, fetched  # type: ignore[method-assign]
+    MicrobatchTiming.compute_seconds, MicrobatchTiming.fetch_seconds = timed, fetched  # type: ignore[method-assign]
     for number, other in enumerate(({"model": with_dropout}, {"global_batch": 15}, {"data": TensorsOfTwo()})):
         assert sources(chosen(start(f"{folder}/{number}", EVERYTHING, microbatch="auto", **other)[0]))["microbatch"] == "measurement"
 
@@ -257,7 +257,7 @@ def damaged(folder: str, cache: str) -> None:
         file.write_text(text)
         result, _, _ = start(f"{folder}/{number}", None, microbatch="auto")
         (ignored,) = [event.details for event in result.events if event.name == "cache-ignored"]
-        assert ignored == {"path": str(file), "reason": "it is not as a run writes it"}
+        assert ignored == {"path": str(file), "reason": "its content is damaged"}
         assert sources(chosen(result)) == {"microbatch": "measurement"}
         assert json.loads(file.read_text())["chosen"] == values(chosen(result))
 
@@ -287,7 +287,7 @@ def asked_to_end(folder: str) -> tuple[str, dict[str, Any]]:
 
 
 def go_on(folder: str, plan: str) -> tuple[int, dict[str, str]]:
-    Trial.compute_seconds = Trial.fetched = nothing_is_timed  # type: ignore[method-assign]
+    MicrobatchTiming.compute_seconds = MicrobatchTiming.fetched = nothing_is_timed  # type: ignore[method-assign]
     result = ls.train(recipe(microbatch="auto", precision="auto", steps=6), run_dir=folder, plan=plan)
     written = json.loads(Path(folder, "run.json").read_text())
     return written["recipe"]["microbatch"], sources(chosen(result))
@@ -304,7 +304,7 @@ def test_a_run_keeps_its_microbatch_under_any_plan(pool: WorkerPool, tmp_path: P
 
 
 def choose_again(folder: str) -> tuple[int, dict[str, str]]:
-    Trial.compute_seconds = lambda self, *, microbatch, **_: 1.0 if microbatch == 2 else 100.0  # type: ignore[method-assign, assignment]
+    MicrobatchTiming.compute_seconds = lambda self, *, microbatch, **_: 1.0 if microbatch == 2 else 100.0  # type: ignore[method-assign, assignment]
     result = ls.train(recipe(microbatch="auto", precision="auto", steps=6), run_dir=folder, plan="workers=1", allow_change=["microbatch"])
     return values(chosen(result))["microbatch"], sources(chosen(result))
 
@@ -329,7 +329,7 @@ def test_another_number_than_the_run_chose_is_refused(pool: WorkerPool, tmp_path
 
 
 def no_time(folder: str) -> None:
-    trial.SECONDS = 0.0
+    timing.SECONDS = 0.0
     result, written, _ = start(f"{folder}/run", None, microbatch="auto")
     assert values(chosen(result)) == {"microbatch": 8}
     assert list(written["auto"]["seconds"]["microbatch"]) == ["8"]
@@ -370,12 +370,12 @@ class Slow(TensorsOfTwo):
 
 
 def loading(folder: str) -> None:
-    Trial.compute_seconds = lambda self, **_: 0.001  # type: ignore[method-assign]
+    MicrobatchTiming.compute_seconds = lambda self, **_: 0.001  # type: ignore[method-assign]
     slow, _, _ = start(f"{folder}/slow", "workers=auto", data=Slow())
     assert values(chosen(slow))["workers"] == len(os.sched_getaffinity(0))
     plain, _, _ = start(f"{folder}/plain", None, data=Slow())
     assert plain.fingerprint == slow.fingerprint
-    Trial.compute_seconds = lambda self, **_: 10.0  # type: ignore[method-assign]
+    MicrobatchTiming.compute_seconds = lambda self, **_: 10.0  # type: ignore[method-assign]
     cheap, _, _ = start(f"{folder}/cheap", "workers=auto,prefetch=auto", data=rows(47))
     assert values(chosen(cheap)) == {"workers": 0, "prefetch": 2}
 
@@ -385,8 +385,8 @@ def test_loader_workers_are_for_data_that_are_slow_to_fetch(pool: WorkerPool, tm
 
 
 def two_precisions(folder: str, seconds: dict[str, float]) -> str:
-    precisions.choices = lambda device: ["fp32", "bf16"]
-    Trial.compute_seconds = lambda self, *, precision, **_: seconds[precision]  # type: ignore[method-assign, assignment]
+    precisions.candidates = lambda device: ["fp32", "bf16"]
+    MicrobatchTiming.compute_seconds = lambda self, *, precision, **_: seconds[precision]  # type: ignore[method-assign, assignment]
     auto, written, _ = start(f"{folder}/auto", None, precision="auto")
     assert written["auto"]["seconds"] == {"precision": seconds}
     by_hand = {each: start(f"{folder}/{each}", None, precision=each)[0].fingerprint for each in ("fp32", "bf16")}
@@ -447,12 +447,12 @@ REFUSED: dict[str, tuple[str | None, dict[str, Any], str]] = {
     "bitwise": (
         "numerics=bitwise",
         {"microbatch": "auto"},
-        "RecipeError: numerics=bitwise with microbatch='auto'; other machines and numbers of processes may measure another one; give a",
+        "RecipeError: numerics=bitwise with microbatch='auto'; another machine or number of processes may choose another microbatch; give a",
     ),
     "BatchNorm": (
         None,
         {"microbatch": "auto", "model": with_batchnorm},
-        "RecipeError: microbatch='auto' with BatchNorm ('1'); it takes its statistics over one microbatch, whose size so changes what",
+        "RecipeError: microbatch='auto' with BatchNorm ('1'); it takes its statistics over one microbatch, so the size changes what is",
     ),
     "a stream": (
         None,
@@ -462,7 +462,7 @@ REFUSED: dict[str, tuple[str | None, dict[str, Any], str]] = {
     "a model that is cut": (
         "shard=2,workers=auto",
         {"microbatch": "auto"},
-        "PlanError: microbatch=auto with shard=2; it is measured where each process has the whole model (replicate); give microbatch a",
+        "PlanError: microbatch=auto with shard=2; it can be measured only if each process holds the whole model (replicate); give",
     ),
     "threads that change bits": (
         "numerics=bitwise,threads=2",

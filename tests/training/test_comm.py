@@ -252,10 +252,10 @@ def refusing(run_dir: str, plan: str, changes: dict[str, Any]) -> None:
             "shard=2",
             2,
             {},
-            "gradient_compression='int8' with shard=2; only whole replicas send their gradients in fewer bytes; take a plan of replicate",
+            "gradient_compression='int8' with shard=2; only gradients of whole replicas can be compressed; take a plan of replicate",
         ),
-        ("tensor=2", 2, {}, "gradient_compression='int8' with tensor=2; only whole replicas"),
-        ("pipeline=2", 2, {}, "gradient_compression='int8' with pipeline=2; only whole replicas"),
+        ("tensor=2", 2, {}, "gradient_compression='int8' with tensor=2; only gradients of whole replicas"),
+        ("pipeline=2", 2, {}, "gradient_compression='int8' with pipeline=2; only gradients of whole replicas"),
         ("split=2", 1, {}, "gradient_compression='int8' with split=2; only whole replicas"),
         (
             "replicate=2",

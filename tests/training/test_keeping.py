@@ -131,7 +131,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_what_differs(pool: Worker
     words = str(caught.value)
     assert words.startswith("the checkpoint is of another model: not in the checkpoint: ")
     assert "model/4.weight float32(3, 3)" in words.replace("0/", "").replace(" 4.", " model/4.")
-    assert "others: " in words
+    assert "different: " in words
     assert "0.bias float32(8,), saved as float32(16,)" in words
 
 

@@ -136,7 +136,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], Weights | None, Any, str]] = {
         lambda: W * (1 + 1j),
         None,
         None,
-        "term 'loss' of the loss is complex (torch.complex64); only a real number can be made smaller; take its .abs() or its .real",
+        "term 'loss' of the loss is complex (torch.complex64); only a real number can be minimized; take its .abs() or its .real",
     ),
     "a Sum that no weight goes with": (
         lambda: {"a": ls.Sum(W), "b": ls.Sum(W)},

@@ -259,7 +259,7 @@ REFUSED: dict[str, tuple[str | None, dict[str, Any], str]] = {
     "bitwise without a microbatch": (
         "numerics=bitwise",
         {"microbatch": None},
-        "RecipeError: numerics=bitwise with microbatch=None; without a fixed microbatch each number of processes computes others; give "
+        "RecipeError: numerics=bitwise with microbatch=None; without a fixed microbatch, the microbatches depend on the number of processes; give "
         "a microbatch, for example microbatch=2",
     ),
     "a model of its own on each rank": (
@@ -309,7 +309,7 @@ OWN = {
         {"gradient_compression": "int8"},
         "RecipeError: gradient_compression is bf16 on rank 0 and int8 on rank 1; all processes of a run",
     ),
-    "batch": ({}, {"global_batch": 8}, "RecipeError: global_batch is 12 on rank 0 and 8 on rank 1; all processes of a run train by one"),
+    "batch": ({}, {"global_batch": 8}, "RecipeError: global_batch is 12 on rank 0 and 8 on rank 1; all processes of a run have one"),
     "saving": ({"saving": ls.Saving(every=1)}, {}, "RecipeError: saving is Saving(every=1, last=2"),
 }
 """What ranks 0 and 1 are given otherwise than usual."""

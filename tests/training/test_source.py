@@ -8,7 +8,7 @@ from lockstep.assignment import MicrobatchAssignment
 from lockstep.comm.mesh import Mesh
 from lockstep.comm.world import World
 from lockstep.data.loader import Loader
-from lockstep.training.microbatches import Length, from_data, from_indices
+from lockstep.training.microbatches import Batching, from_data, from_indices
 
 CPU = torch.device("cpu")
 
@@ -44,7 +44,7 @@ def plain(source):
 def test_steps_from_a_later_one_on_are_the_same_and_the_ones_before_are_not_fetched(length, rank):
     def steps(first):
         data = Noted()
-        how_long = Length(samples=10, global_batch=6, microbatch=2, mesh=a_mesh(rank, 2), **length)
+        how_long = Batching(samples=10, global_batch=6, microbatch=2, mesh=a_mesh(rank, 2), **length)
         return list(map(plain, from_data(Loader(data, seed=3, device=CPU), how_long, seed=3, first=first))), data.asked
 
     whole, asked = steps(0)
@@ -55,7 +55,7 @@ def test_steps_from_a_later_one_on_are_the_same_and_the_ones_before_are_not_fetc
 
 
 def test_steps_without_data_begin_where_they_are_asked_to():
-    length = Length(samples=8, global_batch=8, microbatch=4, steps=5, epochs=None, mesh=a_mesh())
+    length = Batching(samples=8, global_batch=8, microbatch=4, steps=5, epochs=None, mesh=a_mesh())
     whole = list(map(plain, from_indices(length, seed=0)))
     assert [step for step, *_ in whole] == [0, 1, 2, 3, 4]
     assert list(map(plain, from_indices(length, seed=0, first=3))) == whole[3:]
@@ -70,9 +70,9 @@ def test_steps_without_data_begin_where_they_are_asked_to():
 def test_halves_lie_in_their_microbatch_and_differ_by_at_most_a_sample(
     size: int, microbatch: int | None, microbatch_splits: int, ranks: int
 ) -> None:
-    def length(microbatch_splits: int) -> Length:
+    def length(microbatch_splits: int) -> Batching:
         about = {"samples": size, "global_batch": size, "steps": 1, "epochs": None}
-        return Length(**about, microbatch=microbatch, mesh=a_mesh(0, ranks), microbatch_splits=microbatch_splits)
+        return Batching(**about, microbatch=microbatch, mesh=a_mesh(0, ranks), microbatch_splits=microbatch_splits)
 
     whole, parts = length(0).cut(size), length(microbatch_splits).cut(size)
     assert [start for start, _ in parts] == [0, *(stop for _, stop in parts[:-1])]

@@ -23,7 +23,7 @@ from lockstep.base.errors import CheckpointError, DataError, LossError, RecipeEr
 from lockstep.data.loader import StreamLoader
 from lockstep.data.streams import ShardPosition
 from lockstep.testing.pool import WorkerPool
-from lockstep.training.microbatches import Length, from_stream, positions_in
+from lockstep.training.microbatches import Batching, from_stream, positions_in
 from lockstep.verify import trace_reader
 from lockstep.verify.trace_request import Tracing
 
@@ -67,7 +67,7 @@ class Segment:
         global_batch, microbatch = batches
         for rank in range(assigned.ranks):
             mesh = a_mesh(rank, assigned.ranks, assigned)
-            length = Length(samples=global_batch, global_batch=global_batch, microbatch=microbatch, steps=stop, epochs=None, mesh=mesh)
+            length = Batching(samples=global_batch, global_batch=global_batch, microbatch=microbatch, steps=stop, epochs=None, mesh=mesh)
             loader = StreamLoader(stream, collate=list, seed=3, device=CPU)
             self.computed.append([])
             for source in from_stream(loader, length, seed=3, first=first, positions=positions):
@@ -280,7 +280,7 @@ def test_a_run_that_goes_on_with_other_data_is_refused(pool: WorkerPool, tmp_pat
         with pytest.raises(CheckpointError) as caught:
             pool.run(1, go_on, str(tmp_path / run_dir))
         assert str(caught.value) == (
-            f"the checkpoint says where {shards or 0} shards of a stream go on, and this run's ls.Stream has shards=6; go on with the data "
+            f"the checkpoint has positions for {shards or 0} shards of a stream, and this run's ls.Stream has shards=6; resume with the data "
             "that it was saved with"
         )
 

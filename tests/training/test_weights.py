@@ -145,12 +145,12 @@ def refused(folder: Path, weights: Any) -> str:
         (
             {"fc.weight": torch.ones(2, 4), "fc.bias": torch.ones(2), "seen": torch.ones(2)},
             {},
-            "others: fc.weight float32(2, 3), in the file float32(2, 4), seen int64(2,), in the file float32(2,); map names with",
+            "different: fc.weight float32(2, 3), in the file float32(2, 4), seen int64(2,), in the file float32(2,); map names with",
         ),
         (
             {"weight": torch.ones(2, 3), "bias": torch.ones(2)},
             {"missing": "keep"},
-            "in the file alone: bias, weight; the names would fit with ls.Weights(path, names={'*': 'fc.*'})",
+            "only in the file: bias, weight; the names would fit with ls.Weights(path, names={'*': 'fc.*'})",
         ),
         (
             {"weight": torch.ones(2, 3), "bias": torch.ones(2)},
@@ -229,7 +229,7 @@ def test_ranks_that_read_other_files_are_found_out(pool: WorkerPool, tmp_path: P
         said += pool.run(2, started_apart, plan, str(tmp_path / "again"), str(tmp_path), 1)
     for kind, text in said:
         assert kind == "refused"
-        assert "are other files on some processes than on others" in text or "in the file alone: more" in text
+        assert "is not the same file on all processes" in text or "only in the file: more" in text
 
 
 def test_a_run_that_goes_on_takes_the_checkpoint(pool: WorkerPool, tmp_path: Path, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""What earlier runs measured on this host, in the user's cache directory: one JSON file for each recipe, plan and machine."""
+"""Cache of the measurements of earlier runs on this host: one JSON file for each recipe, plan and machine."""
 
 from __future__ import annotations
 
@@ -15,46 +15,46 @@ FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """What was chosen, and by which figures."""
+class Measurement:
+    """The chosen settings, and the timings that led to them."""
 
     chosen: dict[str, Any]
     """Setting -> value."""
     figures: dict[str, Any] = field(default_factory=dict)
-    """Seconds, by what was timed."""
+    """Setting -> seconds for each candidate."""
     seconds: float = 0.0
-    """That measuring took."""
+    """The duration of the measurement."""
 
 
 def folder(environ: Mapping[str, str]) -> Path:
-    """Below XDG_CACHE_HOME, which is ~/.cache where it is not set, or not absolute. Raises `RuntimeError` where there is no home."""
+    """Return the folder below XDG_CACHE_HOME, or below ~/.cache if that is unset or relative. Raises `RuntimeError` without a home."""
     given = Path(environ.get("XDG_CACHE_HOME", ""))
     return (given if given.is_absolute() else Path.home() / ".cache") / "lockstep" / "measured"
 
 
-def name_of(facts: Mapping[str, Any]) -> str:
-    """The file for what is measured where all of this is so. `facts`: JSON."""
+def file_name(facts: Mapping[str, Any]) -> str:
+    """Return the name of the file for measurements made under `facts` (JSON)."""
     text = json.dumps({"format": FORMAT, **facts}, sort_keys=True)
     return f"{sha256(text.encode()).hexdigest()}.json"
 
 
-def read(path: Path, fits: Callable[[Mapping[str, Any]], bool]) -> Measured | None:
-    """None where there is no such file. `fits`: whether settings have values that may be chosen.
+def read(path: Path, fits: Callable[[Mapping[str, Any]], bool]) -> Measurement | None:
+    """Read a measurement; None if there is no such file. `fits`: returns True if the settings are those to choose, with valid values.
 
-    Raises `OSError` where it cannot be read, and `ValueError` where it is not as `write` wrote it.
+    Raises `OSError` if the file cannot be read, and `ValueError` if it is damaged.
     """
     try:
-        found = Measured(**json.loads(path.read_bytes()))
+        found = Measurement(**json.loads(path.read_bytes()))
         if fits(found.chosen) and isinstance(found.figures, dict) and isinstance(found.seconds, float):
             return found
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, AttributeError):
         pass
-    raise ValueError("it is not as a run writes it")
+    raise ValueError("its content is damaged")
 
 
-def write(path: Path, measured: Measured) -> None:
-    """Write the file atomically, and its folder if it is missing. Raises `OSError`."""
+def write(path: Path, measured: Measurement) -> None:
+    """Write the file atomically, even if other processes write it too. Raises `OSError`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps(asdict(measured), indent=2) + "\n")

@@ -29,8 +29,9 @@ from lockstep.training.train_module import TrainModule
 Row = dict[str, tuple[float, float]]
 """One microbatch's (total, weight) of each loss term and each metric that adds up."""
 Columns = tuple[Tensor, ...]
-"""What a metric collected from one microbatch, each with one row a sample."""
+"""The tensors a metric collected from one microbatch, each with one row per sample."""
 Measured = tuple[Row, dict[str, Columns]]
+"""One microbatch's sums, and what its metrics collected."""
 
 
 @dataclass(slots=True)
@@ -109,7 +110,7 @@ class Evaluator:
         return sums, {name: _checked(name, metric.collect(output, batch), item.size) for name, metric in self._metrics(Gathered).items()}
 
     def _microbatch(self) -> int | None:
-        assert self.recipe.microbatch != "auto", "settled has chosen one"
+        assert self.recipe.microbatch != "auto", "autotune has chosen one"
         return self.evaluation.microbatch or self.recipe.microbatch or self.recipe.global_batch
 
     def _metrics(self, kind: type[Any]) -> dict[str, Any]:
@@ -127,7 +128,7 @@ class Evaluator:
         return means
 
     def _names(self, rows: dict[int, Row]) -> list[str]:
-        """What every microbatch has measured, as the first one names it. Every rank calls it. Raises `LossError` where they differ."""
+        """The names of the sums, the same for every microbatch. Every rank calls it. Raises `LossError` if they differ."""
         (_, names), *others = self._kinds({index: list(row) for index, row in rows.items()})
         for index, found in others:
             if set(found) != set(names):
@@ -152,7 +153,7 @@ class Evaluator:
         return found
 
     def _columns(self, name: str, parts: dict[int, Columns]) -> int:
-        """How many tensors a metric collects. Every rank calls it. Raises `DataError` where their rows differ between microbatches."""
+        """The number of tensors a metric collects. Every rank calls it. Raises `DataError` if their rows differ between microbatches."""
         kinds = {
             index: [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape[1:])] for tensor in part] for index, part in parts.items()
         }
@@ -167,7 +168,7 @@ class Evaluator:
         return len(before)
 
     def _kinds(self, kinds: dict[int, Any]) -> list[tuple[int, Any]]:
-        """The kinds (JSON) that the microbatches of all ranks are of: (the first microbatch of the kind, the kind), in order."""
+        """Each distinct kind (JSON) among the microbatches of all ranks, with the first microbatch of that kind, in order."""
         everyone = self.mesh.data.gather_values(_firsts(kinds.items()))
         return _firsts(sorted(chain.from_iterable(everyone), key=itemgetter(0)))
 

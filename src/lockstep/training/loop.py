@@ -12,8 +12,8 @@ from lockstep.model.pipeline.stages import check_microbatches
 from lockstep.model.sync_batchnorm import split_microbatches
 from lockstep.recipe import Stream, check_batch, check_data, check_length
 from lockstep.training.hook import Run
-from lockstep.training.microbatches import Length, Microbatches, from_data, from_indices, from_stream, positions_in
-from lockstep.training.set_up import batchnorm, check_microbatch_is_fixed, check_settled
+from lockstep.training.microbatches import Batching, Microbatches, from_data, from_indices, from_stream, positions_in
+from lockstep.training.set_up import batchnorm, check_microbatch_is_fixed, check_no_auto
 from lockstep.training.step import Step
 from lockstep.training.step_result import no_weight
 
@@ -31,13 +31,13 @@ class LoopOptions:
     weight: Callable[[Any], Any] | None
 
 
-def lay_out_loop(run: Run, options: LoopOptions) -> Length:
+def lay_out_loop(run: Run, options: LoopOptions) -> Batching:
     """Check a loop's options, decide which rank computes which microbatch, and build the reducers. Every rank calls it.
 
     Raises `DataError` and `RecipeError`.
     """
     plan, data, models = run.context.plan, options.data, [module.model for module in run.modules]
-    check_settled(plan, options.microbatch)
+    check_no_auto(plan, options.microbatch)
     check_batch(options.global_batch, options.microbatch)
     check_length(options.steps, options.epochs)
     if data is not None:
@@ -54,7 +54,7 @@ def lay_out_loop(run: Run, options: LoopOptions) -> Length:
             "read by one of them; use plain BatchNorm, whose statistics are one microbatch's, or a map-style dataset"
         )
     run.global_batch, run.microbatch = options.global_batch, microbatch
-    length = Length(
+    batching = Batching(
         samples=options.global_batch if data is None or isinstance(data, Stream) else len(data),
         global_batch=options.global_batch,
         microbatch=microbatch,
@@ -65,16 +65,16 @@ def lay_out_loop(run: Run, options: LoopOptions) -> Length:
     )
     if (pipeline := run.modules[0].parallel.pipeline) is not None:
         pipeline.exchange = run.exchange if mesh.assignment.slices else None
-        rounds = [len(mesh.assignment.with_dummies(length.most_microbatches, rank)) for rank in range(mesh.assignment.ranks)]
+        rounds = [len(mesh.assignment.with_dummies(batching.max_microbatches, rank)) for rank in range(mesh.assignment.ranks)]
         check_microbatches(min(rounds), pipeline.stages)
     for module in run.modules:
-        module.begin_loop(mesh, length.most_microbatches)
-    return length
+        module.begin_loop(mesh, batching.max_microbatches)
+    return batching
 
 
-def report_layout(run: Run, length: Length) -> None:
+def report_layout(run: Run, batching: Batching) -> None:
     """Record what follows from the layout of the first loop of steps: which reducer each model has, and what BatchNorm computes."""
-    if (remark := batchnorm([module.model for module in run.modules], length)) is not None:
+    if (remark := batchnorm([module.model for module in run.modules], batching)) is not None:
         run.remark(remark)
     for number, module in enumerate(run.modules):
         run.event("gradient-reducer", model=number, reducer=module.choice.reducer.__name__, reason=module.choice.reason)
@@ -94,12 +94,12 @@ def _microbatch(run: Run, options: LoopOptions) -> int | None:
 
 
 def sources(
-    run: Run, options: LoopOptions, length: Length, first: int, close: Callable[[Callable[[], object]], object]
+    run: Run, options: LoopOptions, batching: Batching, first: int, close: Callable[[Callable[[], object]], object]
 ) -> Iterator[Microbatches]:
     """Each step's microbatches on this rank, from step `first` on. `close` is given what must be called when the run ends."""
     context, data = run.context, options.data
     if data is None:
-        return from_indices(length, seed=context.seed, first=first)
+        return from_indices(batching, seed=context.seed, first=first)
     workers, prefetch = int(context.plan.workers), int(context.plan.prefetch)
     how: dict[str, Any] = {
         "collate": options.collate,
@@ -112,10 +112,10 @@ def sources(
         streamed = StreamLoader(data, **how)
         close(streamed.close)
         positions = positions_in(run.loop.resumed, data.shards) if run.loop.resumed is not None and first else {}
-        return from_stream(streamed, length, seed=context.seed, first=first, positions=positions)
+        return from_stream(streamed, batching, seed=context.seed, first=first, positions=positions)
     loader = Loader(data, **how)
     close(loader.close)
-    return from_data(loader, length, seed=context.seed, first=first)
+    return from_data(loader, batching, seed=context.seed, first=first)
 
 
 def steps(run: Run, batches: Iterator[Microbatches], *, total: int, weight: Callable[[Any], Any] | None) -> Iterator[Step]:

@@ -1,4 +1,4 @@
-"""What a user's loss and weight functions may return, and what it means: terms of Σ total / Σ weight."""
+"""Reads what a user's loss and weight functions return: terms of Σ total / Σ weight."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lockstep.recipe import Loss, Sum
 IGNORE_INDEX = -100
 """The label that torch's cross entropy leaves out by default."""
 SINGLE = "loss"
-"""The name of the only term where the loss is not a dict."""
+"""The name of the only term, if the loss is not a dict."""
 Weights = dict[str, float]
 
 
@@ -40,13 +40,13 @@ class Contribution(NamedTuple):
 def contribution(loss: Any, *, samples: int, step_samples: int, batch: Any, weights: Weights | None, prescale: Tensor) -> Contribution:
     """Read what a loss function returned for a microbatch of `samples` in a step of `step_samples`. Raises `LossError`.
 
-    `weights`: each term's denominator over the whole step, where `Recipe.weight` gives it. `prescale`: what a total is divided by before
-    its backward where only the forward knows the weight.
+    `weights`: each term's denominator over the whole step, if `Recipe.weight` gives it. `prescale`: the divisor of a total before
+    its backward, if only the forward knows the weight.
     """
     if isinstance(loss, Loss):
         return _forward_known(loss, weights, prescale)
     _check_terms(loss, weights)
-    if isinstance(loss, Tensor) or not isinstance(loss, Mapping):  # the first is ten times as fast to ask
+    if isinstance(loss, Tensor) or not isinstance(loss, Mapping):  # the first test is ten times faster
         total = _term(SINGLE, loss, batch=batch, weights=weights)
         scale = _scale(SINGLE, loss, samples / step_samples, weights)
         if total.is_cpu:
@@ -64,9 +64,9 @@ def contribution(loss: Any, *, samples: int, step_samples: int, batch: Any, weig
 
 
 def measured(loss: Any, *, samples: int, batch: Any, weights: Weights | None) -> dict[str, tuple[float, float]]:
-    """Read what a loss function returned for a microbatch of `samples` that is not learned from: (total, weight) of each term.
+    """Read what a loss function returned in an evaluation, for a microbatch of `samples`: metric name -> (total, weight) of each term.
 
-    By the names that the terms have in a row of metrics. `weights`: this microbatch's. Raises `LossError` as in training.
+    `weights`: this microbatch's. Raises `LossError` as in training.
     """
     if isinstance(loss, Loss):
         part = _forward_known(loss, weights, torch.ones(()), learns=False)
@@ -122,12 +122,12 @@ def _check_names(terms: Mapping[str, Any], weights: Weights) -> None:
 
 
 def _scale(name: str, term: Any, share: float, weights: Weights | None) -> float:
-    """What to multiply a term's total by: 1 / Σ weight. `share`: of the step's samples, this microbatch's."""
+    """The factor of a term's total: 1 / Σ weight, or `share`, this microbatch's share of the step's samples."""
     return 1.0 / weights[name] if isinstance(term, Sum) and weights is not None else share
 
 
 def _term(name: str, term: Any, *, batch: Any, weights: Weights | None, learns: bool = True) -> Tensor:
-    """A term's total as it came."""
+    """Return a term's total, unscaled, after checks."""
     if isinstance(term, Loss):
         raise LossError(
             f"term {name!r} of the loss is an ls.Loss; several terms have several denominators, which must be known before the forward; "
@@ -199,7 +199,7 @@ def _checked(name: str, total: Any, learns: bool) -> Tensor:
         raise LossError(f"term {name!r} of the loss has shape {tuple(total.shape)}; it must be a scalar; take its mean() or sum()")
     if total.is_complex():
         raise LossError(
-            f"term {name!r} of the loss is complex ({total.dtype}); only a real number can be made smaller; take its .abs() or its .real"
+            f"term {name!r} of the loss is complex ({total.dtype}); only a real number can be minimized; take its .abs() or its .real"
         )
     if learns and not total.requires_grad:
         raise LossError(
@@ -221,7 +221,7 @@ def _number(name: Any, value: Any) -> float:
 
 
 def _ignore_index_in(batch: Any) -> str | None:
-    """Which part of the batch holds the ignore index, as it is written after the batch: "", "[0]", "['labels'][1]". None: none does."""
+    """Return the part of the batch that holds the ignore index, as an index expression: "", "[0]", "['labels'][1]"; None if none."""
     if isinstance(batch, Tensor):
         if batch.dtype not in (torch.int64, torch.int32) or not batch.is_cpu or not batch.numel():
             return None

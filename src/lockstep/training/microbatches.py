@@ -1,4 +1,4 @@
-"""Where the microbatches of a step come from: a dataset in its keyed order, or, without one, fixed indices; or a stream."""
+"""The microbatches of each step: from a dataset in its keyed order, from a stream, or, without data, fixed indices."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from lockstep.order import Order
 from lockstep.training.loss import Weights, weights_of
 
 Spans = tuple[tuple[int, int], ...]
-"""Of each microbatch, [start, stop) inside its batch."""
+"""The span [start, stop) of each microbatch in its global batch."""
 
 
-class Length:
-    """How long training is and how it is cut: arithmetic on (step, microbatch), the same on every rank."""
+class Batching:
+    """How many steps a loop has, and how each global batch is split into microbatches and assigned to ranks: pure arithmetic."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Length:
         mesh: Mesh,
         microbatch_splits: int = 0,
     ) -> None:
-        """`microbatch_splits`: how often each microbatch is halved; the halves are microbatches then."""
+        """`microbatch_splits`: how often each microbatch is halved; the halves then count as microbatches."""
         self.samples = samples
         self.mesh = mesh
         self._parts = 2**microbatch_splits
@@ -50,15 +50,15 @@ class Length:
         self._in_epochs = epochs is not None
         self._microbatch = microbatch
         self._cuts: dict[int, Spans] = {}
-        self._dealt: dict[int, list[tuple[int, bool]]] = {}
-        self.most_microbatches = len(self.cut(min(global_batch, samples) if self._in_epochs else global_batch))
+        self._shares: dict[int, list[tuple[int, bool]]] = {}
+        self.max_microbatches = len(self.cut(min(global_batch, samples) if self._in_epochs else global_batch))
 
     def span(self, step: int) -> tuple[int, int]:
         """The positions of a step's global batch."""
         return assignment.batch_span(step, length=self.samples, global_batch=self._global_batch, epochs=self._in_epochs)
 
     def cut(self, size: int) -> Spans:
-        """How a batch of `size` samples is cut, into slices where microbatches are split; there are at most two sizes in a run."""
+        """Return the spans of a batch of `size` samples: microbatches, or their slices if each is split over ranks."""
         if size not in self._cuts:
             assigned = self.mesh.assignment
             whole = assignment.microbatch_spans(size, self._microbatch, 1 if assigned.slices else assigned.ranks)
@@ -71,25 +71,25 @@ class Length:
         start, stop = self.span(0)
         return max(stop - start for start, stop in self.cut(stop - start))
 
-    def dealt(self, size: int) -> list[tuple[int, bool]]:
-        """What this rank computes of a batch of `size` samples, as (microbatch, is_dummy)."""
-        if size not in self._dealt:
-            self._dealt[size] = self.mesh.assignment.with_dummies(len(self.cut(size)), self.mesh.data.rank)
-        return self._dealt[size]
+    def share(self, size: int) -> list[tuple[int, bool]]:
+        """This rank's share of a batch of `size` samples, as (microbatch, is_dummy)."""
+        if size not in self._shares:
+            self._shares[size] = self.mesh.assignment.with_dummies(len(self.cut(size)), self.mesh.data.rank)
+        return self._shares[size]
 
-    def rounds(self, step: int) -> list[Span]:
-        """What this rank computes in a step."""
+    def share_of_step(self, step: int) -> list[Span]:
+        """The spans that this rank computes in a step, as positions in the order of samples."""
         start, stop = self.span(step)
         spans = self.cut(stop - start)
         return [
             Span(step=step, index=index, start=start + spans[index][0], stop=start + spans[index][1], is_dummy=is_dummy)
-            for index, is_dummy in self.dealt(stop - start)
+            for index, is_dummy in self.share(stop - start)
         ]
 
 
 @dataclass(slots=True)
-class Layout:
-    """Where the samples of one step are from, for whoever asks later."""
+class StepLayout:
+    """Which samples each microbatch of one step has, and which rank computes it; for messages and checks."""
 
     step: int
     start: int
@@ -98,20 +98,21 @@ class Layout:
     mesh: Mesh
     order: Order | None
     origins: dict[int, Origin] | None = None
-    """Of a stream: where the microbatches are from that this rank has fetched."""
+    """The origin of each microbatch that this rank has fetched from a stream; None for a dataset."""
 
     def name(self, place: int) -> str:
-        """Of microbatch `place`, in words."""
+        """Name microbatch `place` in words."""
         split = self.mesh.assignment.slices
         return f"slice {place % split} of microbatch {place // split}" if split else f"microbatch {place}"
 
     def owner(self, place: int) -> str:
-        """Who computes microbatch `place`, in words."""
+        """Name the rank that computes microbatch `place`."""
         rank = next(rank for rank, share in enumerate(self.mesh.assignment.indices_by_rank(len(self.spans))) if place in share)
         return f"rank {rank}" if self.mesh.data.size == self.mesh.world.size else f"data rank {rank}"
 
     def whole(self, place: int) -> tuple[int, Sequence[int | str]]:
-        """The microbatch that `place` is, or is a slice of, and all its samples; of a stream, in words, where it is this rank's."""
+        """Return the microbatch that `place` is, or is a slice of, and all its samples. For a stream, samples are named in words, and
+        only this rank's microbatches are known."""
         if self.origins is not None:
             return place, self.origins[place].names()
         split = self.mesh.assignment.slices or 1
@@ -120,15 +121,15 @@ class Layout:
         return number, [sample for each in places for sample in self.samples_of(each)]
 
     def words(self, place: int) -> str:
-        """Which samples microbatch `place` is of. Every rank of `mesh.data` calls it: of a stream, only who read them knows."""
+        """Name the samples of microbatch `place`. Every rank of `mesh.data` calls it: only the rank that read a stream knows them."""
         if self.origins is None:
             return f"samples {self.samples_of(place)}"
         origin = self.origins.get(place)
         everyone = self.mesh.data.gather_values(None if origin is None else str(origin))
-        return next(str(said) for said in everyone if said is not None)
+        return str(next(name for name in everyone if name is not None))
 
     def samples_of(self, place: int) -> list[int]:
-        """The indices in the dataset of microbatch `place`; without a dataset, those in the batch."""
+        """The dataset indices of microbatch `place`; without a dataset, the indices in the global batch."""
         start, stop = self.spans[place]
         if self.order is None:
             return list(range(start, stop))
@@ -141,29 +142,29 @@ class Microbatches:
     def __init__(
         self,
         step: int,
-        length: Length,
+        batching: Batching,
         items: Iterator[Microbatch],
         *,
         seed: int,
         order: Order | None,
         positions: Mapping[int, ShardPosition] | None = None,
     ) -> None:
-        """`positions`: of a stream's shards before the step."""
-        start, stop = length.span(step)
+        """`positions`: those of a stream's shards before the step."""
+        start, stop = batching.span(step)
         self.step = step
         self.samples = stop - start
-        self.layout = Layout(step, start, length.cut(self.samples), length.mesh, order, None if positions is None else {})
+        self.layout = StepLayout(step, start, batching.cut(self.samples), batching.mesh, order, None if positions is None else {})
         self.count = len(self.layout.spans)
-        self.mine = sum(not is_dummy for _, is_dummy in length.dealt(self.samples))
-        """How many of them this rank computes."""
-        self.most = length.most_microbatches
+        self.mine = sum(not is_dummy for _, is_dummy in batching.share(self.samples))
+        """The number of microbatches this rank computes, dummy ones left out."""
+        self.most = batching.max_microbatches
         self.weights: Weights | None = None
-        """Each term's denominator over the whole step, where a weight function gives it."""
+        """Each term's denominator over the whole step, if there is a weight function."""
         self.positions = None if positions is None else dict(positions)
-        """Where each shard of a stream that this rank reads goes on after the step, once the rank has run through its microbatches."""
+        """The position after the step of each stream shard that this rank reads, once it has fetched its microbatches."""
         self._items = map(self._noted, items)
         self._kept: list[Microbatch] | None = None
-        self._mesh = length.mesh
+        self._mesh = batching.mesh
         self._seed = seed
 
     def weigh(self, weight: Callable[[Any], Any], names: Sequence[str] | None) -> list[str]:
@@ -184,7 +185,7 @@ class Microbatches:
         return list(names)
 
     def keep(self) -> None:
-        """Hold on to the batches, so that they can be run through again."""
+        """Keep the batches, so that they can be computed again."""
         if self._kept is None:
             self._kept = list(self._items)
 
@@ -203,61 +204,61 @@ class Microbatches:
         return item
 
     def position(self, item: Microbatch, passes: int) -> tuple[int, ...]:
-        """Of a microbatch's random streams. `passes`: how often it was run through before in this step."""
+        """The key of a microbatch's random stream. `passes`: how often it was already computed in this step."""
         return self._seed, RandomStream.FORWARD, self.step, item.index, passes
 
 
-def from_data(loader: Loader, length: Length, *, seed: int, first: int = 0) -> Iterator[Microbatches]:
-    """The steps of a dataset from step `first` on, in its keyed order. Of the steps before it nothing is fetched."""
-    order = Order(length.samples, seed)
-    fetched = loader.fetch(span for step in range(first, length.steps) for span in length.rounds(step))
-    for step in range(first, length.steps):
-        start, stop = length.span(step)
-        mine = islice(fetched, len(length.dealt(stop - start)))
-        yield Microbatches(step, length, mine, seed=seed, order=order)
+def from_data(loader: Loader, batching: Batching, *, seed: int, first: int = 0) -> Iterator[Microbatches]:
+    """The steps of a dataset from step `first` on, in its keyed order. Nothing is fetched for earlier steps."""
+    order = Order(batching.samples, seed)
+    fetched = loader.fetch(span for step in range(first, batching.steps) for span in batching.share_of_step(step))
+    for step in range(first, batching.steps):
+        start, stop = batching.span(step)
+        mine = islice(fetched, len(batching.share(stop - start)))
+        yield Microbatches(step, batching, mine, seed=seed, order=order)
 
 
-def from_indices(length: Length, *, seed: int, first: int = 0) -> Iterator[Microbatches]:
+def from_indices(batching: Batching, *, seed: int, first: int = 0) -> Iterator[Microbatches]:
     """Steps from step `first` on, without data: a microbatch is the range of its indices in the global batch, the same in every step."""
-    for step in range(first, length.steps):
-        start, _ = length.span(step)
+    for step in range(first, batching.steps):
+        start, _ = batching.span(step)
         items = (
             Microbatch(step, span.index, span.is_dummy, span.stop - span.start, range(span.start - start, span.stop - start))
-            for span in length.rounds(step)
+            for span in batching.share_of_step(step)
         )
-        yield Microbatches(step, length, items, seed=seed, order=None)
+        yield Microbatches(step, batching, items, seed=seed, order=None)
 
 
 def from_stream(
-    loader: StreamLoader, length: Length, *, seed: int, first: int = 0, positions: Mapping[int, ShardPosition] | None = None
+    loader: StreamLoader, batching: Batching, *, seed: int, first: int = 0, positions: Mapping[int, ShardPosition] | None = None
 ) -> Iterator[Microbatches]:
-    """The steps of a stream from step `first` on. `positions`: of all shards, as `Microbatches.positions` of all ranks were after the
-    step before; a shard that is not there starts."""
+    """The steps of a stream from step `first` on. `positions`: `Microbatches.positions` of all ranks after the previous step;
+    a shard that is missing starts from its beginning."""
     begin = positions or {}
-    count, size = length.most_microbatches, length.span(0)[1]
-    dealt = length.dealt(size)
+    count, size = batching.max_microbatches, batching.span(0)[1]
+    share = batching.share(size)
     fetched = loader.fetch(
-        (span for step in range(first, length.steps) for span in length.rounds(step)), microbatches=count, positions=begin
+        (span for step in range(first, batching.steps) for span in batching.share_of_step(step)), microbatches=count, positions=begin
     )
     turns = range(loader.shards // count)
-    own = [index for index, is_dummy in dealt if not is_dummy]
+    own = [index for index, is_dummy in share if not is_dummy]
     read = [stream_shard(turn, index, microbatches=count, shards=loader.shards) for turn in turns for index in own]
     at: Mapping[int, ShardPosition] = {shard: begin.get(shard, ShardPosition()) for shard in sorted(read)}
-    for step in range(first, length.steps):
-        source = Microbatches(step, length, islice(fetched, len(dealt)), seed=seed, order=None, positions=at)
+    for step in range(first, batching.steps):
+        source = Microbatches(step, batching, islice(fetched, len(share)), seed=seed, order=None, positions=at)
         yield source
         at = source.positions or {}
 
 
 def positions_in(values: Mapping[str, Any], shards: int) -> dict[int, ShardPosition]:
-    """Where each of a stream's shards goes on, by a checkpoint's values, which have the `Microbatches.positions` of all ranks as `shards`.
+    """Read the position of each stream shard from a checkpoint's values, which hold the `Microbatches.positions` of all ranks as `shards`.
 
-    Raises `CheckpointError` where they are of another stream.
+    Raises `CheckpointError` if they belong to another stream.
     """
-    saved = {int(shard): ShardPosition(*said) for shard, said in values["shards"].items()}
+    saved = {int(shard): ShardPosition(*position) for shard, position in values["shards"].items()}
     if saved.keys() != set(range(shards)):
         raise CheckpointError(
-            f"the checkpoint says where {len(saved)} shards of a stream go on, and this run's ls.Stream has shards={shards}; go on with "
+            f"the checkpoint has positions for {len(saved)} shards of a stream, and this run's ls.Stream has shards={shards}; resume with "
             "the data that it was saved with"
         )
     return saved

@@ -52,7 +52,7 @@ class LossScale:
             self.in_a_row = 0
 
 
-def choices(device: torch.device) -> list[Precision]:
+def candidates(device: torch.device) -> list[Precision]:
     """The precisions that `precision="auto"` chooses from: fp32, and on a GPU bf16, or fp16 on older ones.
 
     On a CPU only fp32, even if it has bf16 instructions: a run keeps its precision, and may be resumed on a CPU that has none.

@@ -18,7 +18,7 @@ from lockstep.training.context import Context
 from lockstep.training.hook import Run
 from lockstep.training.optim import optimizers as optim
 from lockstep.training.optim.meshes import separate_meshes
-from lockstep.training.pretrained import Start
+from lockstep.training.pretrained import PretrainedWeights
 from lockstep.training.train_module import TrainModule
 
 
@@ -37,7 +37,7 @@ class ParallelModel:
 
     built: InitialModel
     parallel: Parallelized
-    pretrained: Start | None
+    pretrained: PretrainedWeights | None
 
 
 def build_model(
@@ -59,7 +59,7 @@ def build_model(
     )
     model = built.module
     optim.check_gradients(model, optim.trainable(model), bitwise=context.bitwise)
-    pretrained = None if weights is None else Start.of(weights, model, context.world)
+    pretrained = None if weights is None else PretrainedWeights.of(weights, model, context.world)
     if pretrained is not None:
         built.given = frozenset(pretrained.theirs)
     if built.deferred is None and context.plan.split == 1:

@@ -1,4 +1,4 @@
-"""A model that starts from others' weights: which of a file's tensors are which of the model's, and each rank's part of them into place."""
+"""Pretrained weights: matches a file's tensors with the model's, and loads each rank's part of them."""
 
 from __future__ import annotations
 
@@ -23,43 +23,43 @@ from lockstep.training.state import aliases, listed, tensors_of
 
 T = TypeVar("T")
 Kinds = Mapping[str, tuple[str, tuple[int, ...]]]
-"""Of tensors, by name: dtype and shape."""
+"""Tensor name -> (dtype, shape)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
-    """Where a model's first values are."""
+class PretrainedWeights:
+    """An open file of pretrained weights, matched with a model's tensors."""
 
     weights: Weights
     tensors: TensorFiles
     theirs: Mapping[str, Sequence[str]]
-    """The model's tensors that the file has values for, each by its first name -> the file's names of it: several where it is tied."""
+    """First name of each of the model's tensors that is in the file -> its names in the file (several if it is tied)."""
     kept: Sequence[str]
-    """The model's first names that it has none for."""
+    """The names of the model's tensors that are not in the file."""
 
     @classmethod
-    def of(cls, weights: Weights, model: nn.Module, world: World) -> Start:
-        """Open the file, and find each of the model's tensors in it. Every rank calls it, before the model is laid out.
+    def of(cls, weights: Weights, model: nn.Module, world: World) -> PretrainedWeights:
+        """Open the file and find the model's tensors in it. Every rank calls it, before the model is parallelized.
 
-        Raises `RecipeError` on every rank alike.
+        Raises `RecipeError`, on every rank.
         """
         ours = {name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in tensors_of(model)}
         tied = aliases(model)
 
-        def start() -> Start:
+        def opened() -> PretrainedWeights:
             tensors = open_tensors(weights.path)
             try:
-                theirs = matched(weights, tensors.specs, ours, tied)
+                theirs = match_names(weights, tensors.specs, ours, tied)
             except RecipeError:
                 tensors.close()
                 raise
             return cls(weights, tensors, theirs, sorted(ours.keys() - theirs.keys()))
 
-        made, failure = _tried(start)
+        made, failure = _result_or_error(opened)
         seen = None if made is None else hash_bytes([json.dumps(sorted(made.tensors.specs.items())).encode()])
         everyone = world.gather_values([failure, seen])
         try:
-            _raise_first(said for said, _ in everyone)
+            _raise_first(failure for failure, _ in everyone)
             if len({seen for _, seen in everyone}) > 1:
                 raise RecipeError(_not_alike(weights.path))
         except RecipeError:
@@ -71,12 +71,12 @@ class Start:
 
     @torch.no_grad()
     def fill(self, model: nn.Module, world: World) -> dict[str, Any]:
-        """Give this rank's part of the model, laid out, its values, and close the file. Every rank calls it; returns what to say of it.
+        """Load this rank's part of the parallelized model and close the file. Returns a summary for the event. Every rank calls it.
 
-        At no moment is more in memory than the model's parts and one part of one tensor. Raises `RecipeError` on every rank alike.
+        Beside the model, memory holds one part of one tensor at a time. Raises `RecipeError`, on every rank.
         """
         state = {name: tensor for name, tensor in tensors_of(model) if name in self.theirs}
-        checksums, failure = _tried(lambda: self._filled(state))
+        checksums, failure = _result_or_error(lambda: self._filled(state))
         converted = Counter(
             f"{theirs} to {ours}"
             for name, tensor in state.items()
@@ -84,7 +84,7 @@ class Start:
         )
         self.tensors.close()
         everyone = world.gather_values([failure, checksums])
-        _raise_first(said for said, _ in everyone)
+        _raise_first(failure for failure, _ in everyone)
         seen: dict[str, int] = {}
         for _, found in everyone:
             if any(seen.setdefault(key, value) != value for key, value in found.items()):
@@ -95,7 +95,7 @@ class Start:
         return self.tensors.specs[self.theirs[name][0]]
 
     def _filled(self, state: Mapping[str, Tensor]) -> dict[str, int]:
-        """The checksum of each part as it was read, by its place. Raises `RecipeError`."""
+        """Copy the values into this rank's tensors. Returns the checksum of each part read. Raises `RecipeError`."""
         whole = {}
         for name in state:
             dtype, shape = self._kind(name)
@@ -106,7 +106,7 @@ class Start:
             part = self._read(copy)
             to_local(state[copy.shard.name])[copy.target].copy_(part)
             filled[copy.shard.name] += part.numel()
-            checksums[_place(copy)] = checksum(part)
+            checksums[_part_key(copy)] = checksum(part)
         for name, tensor in state.items():
             assert filled[name] == to_local(tensor).numel(), f"{name} was filled in part"
         return checksums
@@ -123,10 +123,11 @@ class Start:
         return part
 
 
-def matched(weights: Weights, theirs: Kinds, ours: Kinds, tied: Mapping[str, str]) -> dict[str, list[str]]:
-    """The model's tensors -> the names in the file that have their values.
+def match_names(weights: Weights, theirs: Kinds, ours: Kinds, tied: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return, for each of the model's tensors, its names in the file.
 
-    `ours`: by first names. `tied`: other names of the same -> the first. Raises `RecipeError` where one is missing, unexpected or other.
+    `ours`: by first names. `tied`: each further name of a tensor -> its first name. Raises `RecipeError` if a tensor is missing,
+    unexpected, or of another dtype or shape.
     """
     found: dict[str, str] = {}
     for name in theirs:
@@ -134,22 +135,22 @@ def matched(weights: Weights, theirs: Kinds, ours: Kinds, tied: Mapping[str, str
             continue
         if target in found:
             raise RecipeError(
-                f"weights {weights.path!r}: {found[target]!r} and {name!r} are both mapped to {target!r}; each name in the model has one "
-                "in the file; change Weights.names"
+                f"weights {weights.path!r}: {found[target]!r} and {name!r} are both mapped to {target!r}; map at most one name in the file "
+                "to each name in the model; change Weights.names"
             )
         found[target] = name
     for pattern in weights.names:
         if not any(_match(pattern, name) is not None for name in theirs):
-            raise RecipeError(f"Weights.names has {pattern!r}, which matches no name in {weights.path!r}: {_some(theirs)}; change it")
+            raise RecipeError(f"Weights.names has {pattern!r}, which matches no name in {weights.path!r}: {_first_few(theirs)}; change it")
     firsts = {target: tied.get(target, target) for target in found}
     missing = sorted(ours.keys() - firsts.values())
     unexpected = sorted(target for target, first in firsts.items() if first not in ours)
     others = [
-        f"{target} {_said(ours[firsts[target]])}, in the file {_said(theirs[name])}"
+        f"{target} {_describe(ours[firsts[target]])}, in the file {_describe(theirs[name])}"
         for target, name in found.items()
         if firsts[target] in ours and not _fits(theirs[name], ours[firsts[target]])
     ]
-    differences = {"not in the file": [] if weights.missing == "keep" else missing, "in the file alone": unexpected, "others": others}
+    differences = {"not in the file": [] if weights.missing == "keep" else missing, "only in the file": unexpected, "different": others}
     if any(differences.values()):
         raise RecipeError(f"weights {weights.path!r} are not this model's: " + listed(differences) + f"; {_remedy(missing, unexpected)}")
     result: dict[str, list[str]] = {}
@@ -159,7 +160,7 @@ def matched(weights: Weights, theirs: Kinds, ours: Kinds, tied: Mapping[str, str
 
 
 def _renamed(names: Mapping[str, str | None], name: str) -> str | None:
-    """What a name in the file is in the model; None where it is left out."""
+    """Return the model's name for a name in the file; None if it is left out."""
     for pattern, target in names.items():
         if (text := _match(pattern, name)) is not None:
             return None if target is None else target.replace("*", text)
@@ -167,7 +168,7 @@ def _renamed(names: Mapping[str, str | None], name: str) -> str | None:
 
 
 def _match(pattern: str, name: str) -> str | None:
-    """The text that stands for the pattern's `*`; None where the name does not match it."""
+    """Return the text that matches the pattern's `*`; None if the name does not match."""
     before, star, after = pattern.partition("*")
     if not star:
         return "" if name == pattern else None
@@ -176,7 +177,7 @@ def _match(pattern: str, name: str) -> str | None:
 
 
 def _fits(theirs: tuple[str, tuple[int, ...]], ours: tuple[str, tuple[int, ...]]) -> bool:
-    """Floating-point numbers become those of the model's type; anything else is of the same type."""
+    """True if shapes agree and dtypes are equal or both floating point, which are converted."""
     return theirs[1] == ours[1] and (theirs[0] == ours[0] or (_is_float(theirs[0]) and _is_float(ours[0])))
 
 
@@ -185,7 +186,7 @@ def _is_float(dtype: str) -> bool:
 
 
 def _remedy(missing: Sequence[str], unexpected: Sequence[str]) -> str:
-    """What to write. Where the names differ by what stands before them, that."""
+    """Return what to do about the names. If they differ by a prefix, that is the `names=` to write."""
     wanted = set(missing)
     before = Counter(name[: -len(end)] for name in unexpected for end in _ends(name) if end in wanted)
     if before:
@@ -198,37 +199,37 @@ def _remedy(missing: Sequence[str], unexpected: Sequence[str]) -> str:
         return f"the names would fit with ls.Weights(path, names={ {'*': f'{before.most_common(1)[0][0]}*'} })"
     return (
         "map names with ls.Weights(path, names={'theirs.*': 'ours.*'}), where None leaves a tensor out; missing='keep' keeps the factory's "
-        "values of what the file does not have"
+        "values of tensors that are not in the file"
     )
 
 
 def _ends(name: str) -> list[str]:
-    """What is left of a name behind each of its dots."""
+    """The rest of a name after each of its dots."""
     parts = name.split(".")
     return [".".join(parts[start:]) for start in range(1, len(parts))]
 
 
-def _some(names: Iterable[str]) -> str:
+def _first_few(names: Iterable[str]) -> str:
     found = sorted(names)
     return ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
 
 
-def _said(kind: tuple[str, tuple[int, ...]]) -> str:
+def _describe(kind: tuple[str, tuple[int, ...]]) -> str:
     return f"{kind[0]}{kind[1]}"
 
 
-def _place(copy: ShardCopy) -> str:
+def _part_key(copy: ShardCopy) -> str:
     starts = [side.start for side in copy.source]
     lengths = [side.stop - side.start for side in copy.source]
     return TensorShard(copy.shard.name, copy.shard.dtype, copy.shard.shape, tuple(starts), tuple(lengths)).key
 
 
 def _not_alike(path: str) -> str:
-    return f"weights {path!r} are other files on some processes than on others; all read the same; give each machine the same file"
+    return f"weights {path!r} is not the same file on all processes; all ranks must read the same values; give each machine the same file"
 
 
-def _tried(call: Callable[[], T]) -> tuple[T | None, str | None]:
-    """What it returns, or what it says is wrong."""
+def _result_or_error(call: Callable[[], T]) -> tuple[T | None, str | None]:
+    """Return (the result, None), or (None, the text of a `RecipeError`)."""
     try:
         return call(), None
     except RecipeError as error:

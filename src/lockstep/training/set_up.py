@@ -1,4 +1,4 @@
-"""What a session finds and sets for its duration: threads, determinism, and what is worth telling of its plan here."""
+"""Sets up threads and determinism for a session, and checks and comments on its plan."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lockstep.model.sync_batchnorm import training_batchnorms
 from lockstep.plan import MEASURED, Plan
 from lockstep.recipe import Precision
 from lockstep.training import precision as precisions
-from lockstep.training.microbatches import Length
+from lockstep.training.microbatches import Batching
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Parameters of mallopt(3)."""
@@ -34,7 +34,7 @@ OWN_GPU_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HI
 
 
 class Remark(NamedTuple):
-    """An event, and a line for the person who watches, where it is worth one."""
+    """An event of the run, and a line for the terminal if it deserves one."""
 
     event: str
     details: dict[str, Any]
@@ -42,7 +42,7 @@ class Remark(NamedTuple):
 
 
 def remarks(plan: Plan, mesh: Mesh, precision: Precision) -> Iterator[Remark]:
-    """What makes this run slower than it need be."""
+    """Yield a remark for each thing that slows this run down needlessly."""
     for axis, reason in mesh.without_shared_memory.items():
         yield Remark("no-shared-memory", {"axis": axis, "reason": reason})
     if (gpus := plan.data_parallel) > 1:
@@ -52,12 +52,12 @@ def remarks(plan: Plan, mesh: Mesh, precision: Precision) -> Iterator[Remark]:
         yield Remark("slow-precision", {"reason": warning}, f"warning: {warning}")
 
 
-def batchnorm(models: Sequence[nn.Module], length: Length) -> Remark | None:
-    """Where statistics over the whole global batch would be others."""
+def batchnorm(models: Sequence[nn.Module], batching: Batching) -> Remark | None:
+    """Return a remark if BatchNorm's statistics cover less than a global batch."""
     plain = [name for name, each in training_batchnorms(models) if not isinstance(each, nn.SyncBatchNorm)]
-    if not plain or length.most_microbatches == 1:
+    if not plain or batching.max_microbatches == 1:
         return None
-    samples = max(stop - start for start, stop in length.cut(length.span(0)[1] - length.span(0)[0]))
+    samples = max(stop - start for start, stop in batching.cut(batching.span(0)[1] - batching.span(0)[0]))
     line = (
         f"BatchNorm: {len(plain)} of the layers ({plain[0]!r}{', ...' if len(plain) > 1 else ''}) take their statistics over one "
         f"microbatch at a time, {samples} samples, at any number of processes; docs/plans.md, SyncBatchNorm, says how microbatches "
@@ -67,16 +67,16 @@ def batchnorm(models: Sequence[nn.Module], length: Length) -> Remark | None:
 
 
 def check_microbatch_is_fixed(plan: Plan, global_batch: int, microbatch: int | None) -> None:
-    """Raises `RecipeError` where microbatches depend on the number of processes and the plan asks for bits that do not."""
+    """Raise `RecipeError` if the plan is bitwise and the microbatch is not fixed."""
     if plan.numerics == "bitwise" and microbatch is None:
         raise RecipeError(
-            "numerics=bitwise with microbatch=None; without a fixed microbatch each number of processes computes others; "
+            "numerics=bitwise with microbatch=None; without a fixed microbatch, the microbatches depend on the number of processes; "
             f"give a microbatch, for example microbatch={max(1, global_batch // 8)}"
         )
 
 
-def check_settled(plan: Plan, microbatch: object) -> None:
-    """Raises `PlanError` and `RecipeError` where a setting is left to measurement and nothing has measured it."""
+def check_no_auto(plan: Plan, microbatch: object) -> None:
+    """Raise `PlanError` or `RecipeError` if a setting is still `auto`."""
     why = "in a loop of your own; only ls.train has a loss to measure with; give a number"
     for name in MEASURED:
         if getattr(plan, name) == "auto":
@@ -86,26 +86,24 @@ def check_settled(plan: Plan, microbatch: object) -> None:
 
 
 def check_compression_fits(plan: Plan, gradient_compression: str) -> None:
-    """Raises `RecipeError` where gradients cannot be sent in fewer bytes under this plan."""
+    """Raise `RecipeError` if gradients cannot be compressed under this plan."""
     if gradient_compression == "none":
         return
     if plan.numerics == "bitwise":
         raise RecipeError(
-            f"gradient_compression={gradient_compression!r} with numerics=bitwise; each process rounds what it "
-            "sends, so that their number shows in the bits; take "
-            "gradient_compression='none', or numerics=fast"
+            f"gradient_compression={gradient_compression!r} with numerics=bitwise; each process rounds what it sends, so the bits depend on "
+            "their number; take gradient_compression='none', or numerics=fast"
         )
     for axis in ("shard", "tensor", "pipeline", "split"):
         if getattr(plan, axis) != 1:
             raise RecipeError(
-                f"gradient_compression={gradient_compression!r} with {axis}={getattr(plan, axis)}; only whole "
-                "replicas send their gradients in fewer bytes; take a plan of "
-                "replicate alone, or gradient_compression='none'"
+                f"gradient_compression={gradient_compression!r} with {axis}={getattr(plan, axis)}; only gradients of whole replicas can be "
+                "compressed; take a plan of replicate alone, or gradient_compression='none'"
             )
 
 
 def resolved(plan: Plan, world_size: int) -> str:
-    """In words; as it stands where it does not fit the processes."""
+    """Return the plan as text, resolved if it fits the number of processes."""
     try:
         return str(plan.resolve(world_size))
     except PlanError:
@@ -113,29 +111,31 @@ def resolved(plan: Plan, world_size: int) -> str:
 
 
 def use_threads(number: int) -> None:
-    """Compute with so many. Where they are so many already, torch is not told: it would have MKL use all of them for small products too,
-    which makes a step of a small GPT 3 to 7 % slower."""
+    """Compute with `number` threads. If torch has that many already, it is not told again: MKL would then use all of them for small
+    products too, which makes a step of a small GPT 3 to 7% slower."""
     if number != torch.get_num_threads():
         torch.set_num_threads(number)
 
 
 def check_same(everyone: Sequence[Mapping[str, Any]]) -> None:
-    """`everyone`: what the script gave on each rank, by name. Raises `PlanError` or `RecipeError` where one gave another plan, recipe or
-    saving."""
+    """Raise `PlanError` or `RecipeError` unless the script gave the same plan, recipe and saving on every rank.
+
+    `everyone`: for each rank, name -> description.
+    """
     first, *others = everyone
     for rank, other in enumerate(others, start=1):
         for name in {**first, **other}:
             if first.get(name) != other.get(name):
                 raise (PlanError if name == "plan" else RecipeError)(
-                    f"{name} is {first.get(name)} on rank 0 and {other.get(name)} on rank {rank}; all processes of a run train by one "
-                    "recipe under one plan; give all of them the same, whatever their rank"
+                    f"{name} is {first.get(name)} on rank 0 and {other.get(name)} on rank {rank}; all processes of a run have one "
+                    "recipe and one plan; give each of them the same, whatever its rank"
                 )
 
 
 def set_up_computation(plan: Plan, world: World, threads: int, stack: ExitStack) -> None:
-    """Threads and determinism for the duration of the session; what was set before is put back. Raises `PlanError`.
+    """Set threads and determinism for the session, and restore the former settings at its end. Raises `PlanError`.
 
-    `threads`: where the plan has no number of them.
+    `threads`: the number used if the plan has none.
     """
     bitwise = plan.numerics == "bitwise"
     pinned = bitwise and (world.device.type == "cpu" or plan.offload)
@@ -156,7 +156,7 @@ def set_up_computation(plan: Plan, world: World, threads: int, stack: ExitStack)
         stack.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
-    if plan.compile:  # past its limits torch goes on with code that is not compiled: for other shapes on each rank
+    if plan.compile:  # past its limits torch runs eagerly, for different shapes on each rank
         limits = {"recompile_limit": sys.maxsize, "accumulated_recompile_limit": sys.maxsize}
         stack.enter_context(torch.compiler.config.patch(limits))  # type: ignore[attr-defined]  # torch adds it to its modules of settings
     stack.callback(random.setstate, random.getstate())

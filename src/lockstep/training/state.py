@@ -1,7 +1,7 @@
-"""What a session is, apart from its plan: tensors by name, and JSON. The names do not depend on how a plan lays the tensors out.
+"""The state of a session as a checkpoint saves it: tensors by name, and JSON. The names do not depend on the plan.
 
-`0/model/fc.weight` is a parameter or buffer of the first module, `0/optimizer/0/fc.weight/exp_avg` what its first optimizer keeps of it,
-`state/average/...` what somebody else's state_dict has.
+`0/model/fc.weight` is a parameter or buffer of the first model, `0/optimizer/0/fc.weight/exp_avg` its first optimizer's state for it,
+and `state/average/...` an entry of the state_dict of a hook or of an object given to `session.include`.
 """
 
 from __future__ import annotations
@@ -21,59 +21,59 @@ from lockstep.checkpoint.tensor_shards import torch_dtype
 from lockstep.comm.mesh import Mesh
 from lockstep.training.train_module import TrainModule
 
-_LISTED = 5
-_OF_THE_PLAN = {"params", "foreach", "fused", "capturable", "differentiable"}
-"""In an optimizer's parameter groups."""
+_MAX_LISTED = 5
+_PLAN_SETTINGS = {"params", "foreach", "fused", "capturable", "differentiable"}
+"""Settings in an optimizer's parameter groups that the plan decides; they are not saved."""
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Whatever keeps something that a run needs to go on."""
+    """An object with state that a run must have to resume."""
 
     def state_dict(self) -> Mapping[str, Any]:
         """Tensors, numbers, text, None, and lists, tuples and dicts of them; the same on every rank, or distributed tensors."""
         ...
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Take up what `state_dict` gave."""
+        """Load what `state_dict` returned."""
         ...
 
 
 @dataclass(slots=True)
 class State:
-    """As it is now; the tensors are not copied."""
+    """The present state of a session; the tensors are not copied."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    """What this rank holds of them."""
+    """This rank's tensors or parts of tensors, by name."""
     values: dict[str, Any] = field(default_factory=dict)
-    """JSON. A rank of a pipeline has its own part."""
+    """JSON. In a pipeline, each rank has that of its stages."""
 
 
 def state_of(modules: Sequence[TrainModule], others: Mapping[str, Stateful]) -> State:
-    """The state of a session. Raises `CheckpointError` where a part of it cannot be saved."""
+    """Return the state of a session. Raises `CheckpointError` if a part of it cannot be saved."""
     state = State()
-    state.values["modules"] = {str(number): _module(module, number, state.tensors) for number, module in enumerate(modules)}
+    state.values["modules"] = {str(number): _module_state(module, number, state.tensors) for number, module in enumerate(modules)}
     state.values["state"] = {name: encode(other.state_dict(), f"state/{name}", state.tensors) for name, other in others.items()}
     return state
 
 
 def restore(reader: CheckpointReader, modules: Sequence[TrainModule], others: Mapping[str, Stateful], mesh: Mesh) -> None:
-    """Give everything its saved values. Every rank calls it.
+    """Load everything from a checkpoint. Every rank calls it.
 
-    Raises `CheckpointError` where the checkpoint is of something else, and `DamagedError`, both on every rank alike; what was restored by then
-    is of no use.
+    Raises `CheckpointError` if the checkpoint belongs to another model or run, and `DamagedError`; both on every rank. After an error the
+    state is undefined.
     """
     values = reader.manifest.values
     _check_same_parts(values, modules, others)
     targets = {f"{number}/model/{name}": tensor for number, module in enumerate(modules) for name, tensor in tensors_of(module.model)}
     for number, module in enumerate(modules):
         for place, optimizer in enumerate(module.optimizers):
-            _make_room(optimizer, dict(_named(module)), f"{number}/optimizer/{place}", reader.tensors)
-            targets |= _optimizer(optimizer, _named(module), f"{number}/optimizer/{place}")[0]
+            _allocate_saved_state(optimizer, dict(_named_parameters(module)), f"{number}/optimizer/{place}", reader.tensors)
+            targets |= _optimizer_state(optimizer, _named_parameters(module), f"{number}/optimizer/{place}")[0]
     apart = set(tensors_in(values))
     _check_tensors(targets, {name: kind for name, kind in reader.tensors.items() if name not in apart}, mesh)
     now = state_of((), others).tensors
-    targets |= {name: _like(now.get(name), *reader.tensors[name]) for name in tensors_in(values)}
+    targets |= {name: _empty_like(now.get(name), *reader.tensors[name]) for name in tensors_in(values)}
     reader.load_into(targets, mesh.world)
     for number, module in enumerate(modules):
         _restore_module(module, values["modules"][str(number)], targets)
@@ -81,16 +81,16 @@ def restore(reader: CheckpointReader, modules: Sequence[TrainModule], others: Ma
         other.load_state_dict(decode(values["state"][name], targets.__getitem__))
 
 
-def _module(module: TrainModule, number: int, tensors: dict[str, Tensor]) -> dict[str, Any]:
+def _module_state(module: TrainModule, number: int, tensors: dict[str, Tensor]) -> dict[str, Any]:
     tensors.update((f"{number}/model/{name}", tensor) for name, tensor in tensors_of(module.model))
     optimizers: dict[str, Any] = {}
     for place, optimizer in enumerate(module.optimizers):
         prefix = f"{number}/optimizer/{place}"
-        found, rest = _optimizer(optimizer, _named(module), prefix)
+        found, rest = _optimizer_state(optimizer, _named_parameters(module), prefix)
         tensors.update(found)
-        groups = [{key: _number(value) for key, value in group.items() if key not in _OF_THE_PLAN} for group in optimizer.param_groups]
-        said = {"class": type(optimizer).__qualname__, "groups": groups, "rest": rest}
-        optimizers[str(place)] = encode(said, prefix, tensors)
+        groups = [{key: _number(value) for key, value in group.items() if key not in _PLAN_SETTINGS} for group in optimizer.param_groups]
+        described = {"class": type(optimizer).__qualname__, "groups": groups, "rest": rest}
+        optimizers[str(place)] = encode(described, prefix, tensors)
     training = encode(module.state_dict(), f"{number}/training", tensors)
     return {"optimizers": optimizers, "training": training, "tied": aliases(module.model)}
 
@@ -104,20 +104,20 @@ def _restore_module(module: TrainModule, saved: Mapping[str, Any], tensors: Mapp
                     group[key].fill_(value)
                 else:
                     group[key] = value
-        for name, parameter in _named(module):
+        for name, parameter in _named_parameters(module):
             if name in its["rest"]:
                 optimizer.state[parameter].update(its["rest"][name])
     module.load_state_dict(decode(saved["training"], tensors.__getitem__))
 
 
 def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters and buffers that its state dict has, tied ones once, by their first names there."""
+    """The parameters and buffers in the model's state dict, tied ones once, by their first names."""
     others = aliases(model)
     return ((name, tensor.detach()) for name, tensor in _saved(model) if name not in others)
 
 
 def aliases(model: nn.Module) -> dict[str, str]:
-    """The other names of what its state dict has under several -> the first."""
+    """For tied parameters and buffers in the state dict: each further name -> the first name."""
     firsts: dict[int, str] = {}
     found = {name: firsts.setdefault(id(tensor), name) for name, tensor in _saved(model)}
     return {name: first for name, first in found.items() if name != first}
@@ -130,14 +130,14 @@ def _saved(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield from ((name, tensor) for name, tensor in named(remove_duplicate=False) if name in saved)
 
 
-def _named(module: TrainModule) -> Iterator[tuple[str, nn.Parameter]]:
+def _named_parameters(module: TrainModule) -> Iterator[tuple[str, nn.Parameter]]:
     return zip(module.names, module.parameters, strict=True)
 
 
-def _optimizer(
+def _optimizer_state(
     optimizer: Optimizer, named: Iterator[tuple[str, nn.Parameter]], prefix: str
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
-    """Its tensors by name, and the rest of what it keeps of each parameter."""
+    """Return the optimizer's state: its tensors by name, and the values that are no tensors, by parameter."""
     tensors: dict[str, Tensor] = {}
     rest: dict[str, dict[str, Any]] = {}
     for name, parameter in named:
@@ -150,14 +150,14 @@ def _optimizer(
 
 
 def _number(value: Any) -> Any:
-    """A setting of an optimizer, where a tensor stands for a number."""
+    """An optimizer's setting, with a scalar tensor turned into a number."""
     return value.item() if isinstance(value, Tensor) else value
 
 
-def _make_room(
+def _allocate_saved_state(
     optimizer: Optimizer, named: Mapping[str, nn.Parameter], prefix: str, saved: Mapping[str, tuple[str, tuple[int, ...]]]
 ) -> None:
-    """Give the optimizer the tensors that it would make in its first step, as the checkpoint has them."""
+    """Allocate the state tensors that the optimizer would create in its first step, as in the checkpoint."""
     mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     on_device = any(group.get("capturable") or group.get("fused") for group in optimizer.param_groups)
     for full, (dtype, shape) in saved.items():
@@ -174,7 +174,7 @@ def _make_room(
             optimizer.state[parameter][key] = torch.empty(shape, dtype=torch_dtype(dtype), device=device)
 
 
-def _like(template: Tensor | None, dtype: str, shape: tuple[int, ...]) -> Tensor:
+def _empty_like(template: Tensor | None, dtype: str, shape: tuple[int, ...]) -> Tensor:
     if template is not None and tuple(template.shape) == shape and template.dtype == torch_dtype(dtype):
         return torch.empty_like(template)
     return torch.empty(shape, dtype=torch_dtype(dtype))
@@ -182,14 +182,14 @@ def _like(template: Tensor | None, dtype: str, shape: tuple[int, ...]) -> Tensor
 
 def _check_same_parts(values: Mapping[str, Any], modules: Sequence[TrainModule], others: Mapping[str, Stateful]) -> None:
     if len(values["modules"]) != len(modules):
-        raise CheckpointError(
-            f"the checkpoint holds {len(values['modules'])} (model, optimizer) pairs and this run prepared {len(modules)}"
-        )
+        raise CheckpointError(f"the checkpoint holds {len(values['modules'])} models with optimizers and this run prepared {len(modules)}")
     for number, module in enumerate(modules):
         saved = values["modules"][str(number)]["optimizers"]
         theirs, ours = [each["class"] for each in saved.values()], [type(optimizer).__qualname__ for optimizer in module.optimizers]
         if theirs != ours:
-            raise CheckpointError(f"the checkpoint's optimizers are {theirs} and this run's are {ours}; go on with those it was saved with")
+            raise CheckpointError(
+                f"the checkpoint's optimizers are {theirs} and this run's are {ours}; resume with those it was saved with"
+            )
         for place, (optimizer, its) in enumerate(zip(module.optimizers, saved.values(), strict=True)):
             if len(its["groups"]) != len(optimizer.param_groups):
                 raise CheckpointError(
@@ -199,36 +199,36 @@ def _check_same_parts(values: Mapping[str, Any], modules: Sequence[TrainModule],
     if missing or unexpected:
         raise CheckpointError(
             "the checkpoint's other state is not this run's: "
-            + listed({"not in the checkpoint": missing, "in the checkpoint alone": unexpected})
-            + "; hooks and session.include are to be as they were"
+            + listed({"not in the checkpoint": missing, "only in the checkpoint": unexpected})
+            + "; use the same hooks and the same session.include as before"
         )
 
 
 def _check_tensors(targets: Mapping[str, Tensor], saved: Mapping[str, tuple[str, tuple[int, ...]]], mesh: Mesh) -> None:
-    """Raises `CheckpointError` unless these are the saved tensors. Every rank calls it."""
+    """Raise `CheckpointError` unless `targets` are the saved tensors. Every rank calls it."""
     mine = {name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in targets.items()}
-    everyone = {name: said for part in mesh.axis("pipeline").gather_values(mine) for name, said in part.items()}
+    everyone = {name: described for part in mesh.axis("pipeline").gather_values(mine) for name, described in part.items()}
     there = {name: [dtype, list(shape)] for name, (dtype, shape) in saved.items()}
     other = sorted(name for name in there.keys() & everyone.keys() if there[name] != everyone[name])
     found = {
-        "not in the checkpoint": [_said(name, everyone[name]) for name in sorted(everyone.keys() - there.keys())],
-        "in the checkpoint alone": [_said(name, there[name]) for name in sorted(there.keys() - everyone.keys())],
-        "others": [f"{_said(name, everyone[name])}, saved as {_said('', there[name])}" for name in other],
+        "not in the checkpoint": [_describe(name, everyone[name]) for name in sorted(everyone.keys() - there.keys())],
+        "only in the checkpoint": [_describe(name, there[name]) for name in sorted(there.keys() - everyone.keys())],
+        "different": [f"{_describe(name, everyone[name])}, saved as {_describe('', there[name])}" for name in other],
     }
     if any(found.values()):
         raise CheckpointError(f"the checkpoint is of another model: {listed(found)}")
 
 
-def _said(name: str, kind: Sequence[Any]) -> str:
+def _describe(name: str, kind: Sequence[Any]) -> str:
     dtype, shape = kind
     return f"{name.replace('/model/', ' ')} {dtype}{tuple(shape)}".removeprefix("0 ").strip()
 
 
 def listed(found: Mapping[str, Sequence[str]]) -> str:
-    """Names, the first few of each kind, with the words before them."""
+    """Return one line with the first few names of each kind, each list after its title."""
     parts = []
     for words, names in found.items():
         if names:
-            more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-            parts.append(f"{words}: {', '.join(names[:_LISTED])}{more}")
+            more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+            parts.append(f"{words}: {', '.join(names[:_MAX_LISTED])}{more}")
     return "; ".join(parts)

@@ -11,7 +11,7 @@ from torch import Tensor
 from lockstep.base.errors import LossError
 from lockstep.comm.mesh import to_local
 from lockstep.comm.world import exact_sum
-from lockstep.training.microbatches import Layout
+from lockstep.training.microbatches import StepLayout
 from lockstep.training.train_module import TrainModule
 
 
@@ -19,7 +19,7 @@ from lockstep.training.train_module import TrainModule
 class StepResult:
     """The result of a commit. Numbers stay on the device until they are read."""
 
-    layout: Layout
+    layout: StepLayout
     module: TrainModule
     values: Tensor | list[float]
     """(microbatches,): the part of each microbatch in the loss; its raw total if `weights` is given."""

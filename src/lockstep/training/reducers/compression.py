@@ -21,7 +21,7 @@ from lockstep.comm.wait_times import waits
 from lockstep.comm.world import World
 from lockstep.recipe import powersgd_rank
 
-LEAST_GAIN = 2
+MIN_COMPRESSION_RATIO = 2
 """A matrix is sent as two thin ones where those are so many times smaller; torch's own number."""
 _REVIVING_SEED = 1
 
@@ -48,8 +48,8 @@ class Compression(ABC):
         """The step was not applied, and what is left of it is worth nothing: nothing is added to the next."""
 
     @abstractmethod
-    def sum_bucket(self, slots: Tensor, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """A communication hook for DDP: the bucket's sum over ranks, not its mean. `slots`: a parameter; its gradient is not rounded."""
+    def sum_bucket(self, stats: Tensor, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """A communication hook for DDP: the bucket's sum over ranks, not its mean. `stats`: a parameter; its gradient is not rounded."""
 
     @abstractmethod
     def _rescale(self, factor: float) -> None: ...
@@ -70,10 +70,10 @@ class Bucket(NamedTuple):
         done: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
         return cls(buffer, gradients_of(bucket), bucket.parameters(), done)
 
-    def of_slots(self, slots: Tensor) -> Tensor:
+    def stats_part(self, stats: Tensor) -> Tensor:
         """The part of the buffer that is theirs; empty where they are in another bucket."""
         parts = zip(self.gradients, self.parameters, strict=True)
-        return next((gradient for gradient, parameter in parts if parameter is slots), self.buffer[:0])
+        return next((gradient for gradient, parameter in parts if parameter is stats), self.buffer[:0])
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Parts of `flat`, as long as the buffer, as the gradients are parts of that."""
@@ -87,65 +87,69 @@ class Rounded(Compression):
     def __init__(self, world: World, rounding: Rounding, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__(world)
         self._rounding = rounding
-        self._keeps = rounding.name == "int8" and self._senders.includes_this_rank
-        self._left = {id(parameter): torch.zeros_like(parameter) for parameter in parameters if self._keeps}
+        self._keeps_residual = rounding.name == "int8" and self._senders.includes_this_rank
+        self._residuals = {id(parameter): torch.zeros_like(parameter) for parameter in parameters if self._keeps_residual}
         self._sums: list[tuple[Bucket, CompressedAllReduce]] = []
 
     def forget(self) -> None:
-        for left in self._left.values():
-            left.zero_()
+        for residual in self._residuals.values():
+            residual.zero_()
 
     def _rescale(self, factor: float) -> None:
-        for left in self._left.values():
-            left.mul_(factor)
+        for residual in self._residuals.values():
+            residual.mul_(factor)
 
-    def sum_bucket(self, slots: Tensor, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    def sum_bucket(self, stats: Tensor, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         if bucket.index() == 0:
             self._sums = []  # of a backward that failed, there may be some
-        held = Bucket.of(bucket)
-        self._start(held, slots)
+        current = Bucket.of(bucket)
+        self._start(current, stats)
         if bucket.is_last():
             with nullcontext() if self._senders.hierarchy is None else self._senders.hierarchy.abort_on_error():
-                self._end(slots)
-        return held.done
+                self._end(stats)
+        return current.done
 
-    def _start(self, bucket: Bucket, slots: Tensor) -> None:
+    def _start(self, bucket: Bucket, stats: Tensor) -> None:
         if self._senders.host_shared_memory is not None:
             self._senders.host_shared_memory.all_reduce(bucket.buffer)
-        summed = CompressedAllReduce(self._rounding, self._senders, keeps_residual=self._keeps)
+        summed = CompressedAllReduce(self._rounding, self._senders, keeps_residual=self._keeps_residual)
         if self._senders.includes_this_rank:
-            exact = bucket.of_slots(slots)
-            said = exact.clone()
+            exact = bucket.stats_part(stats)
+            exact_stats = exact.clone()
             exact.zero_()
-            if self._keeps:
-                torch._foreach_add_(*self._with_memory(bucket, bucket.buffer))
+            if self._keeps_residual:
+                torch._foreach_add_(*self._with_residuals(bucket, bucket.buffer))
             with nullcontext() if self._senders.hierarchy is None else self._senders.hierarchy.abort_on_error():
-                summed.start(bucket.buffer, said)
+                summed.start(bucket.buffer, exact_stats)
         self._sums.append((bucket, summed))
 
-    def _end(self, slots: Tensor) -> None:
+    def _end(self, stats: Tensor) -> None:
         sums, self._sums = self._sums, []
         if self._senders.includes_this_rank:
             for _, summed in sums:
                 summed.fold()
             for bucket, summed in sums:
-                if self._keeps:
-                    left = summed.residual.view(-1)[: bucket.buffer.numel()].nan_to_num_(0.0, 0.0, 0.0)
-                    parts, memories = self._with_memory(bucket, left)
+                if self._keeps_residual:
+                    residual = summed.residual.view(-1)[: bucket.buffer.numel()].nan_to_num_(0.0, 0.0, 0.0)
+                    parts, memories = self._with_residuals(bucket, residual)
                     torch._foreach_copy_(memories, parts)
-                exact = bucket.of_slots(slots)
-                said = torch.empty_like(exact)
-                summed.finish(bucket.buffer, said)
-                exact.copy_(said)
+                exact = bucket.stats_part(stats)
+                exact_stats = torch.empty_like(exact)
+                summed.finish(bucket.buffer, exact_stats)
+                exact.copy_(exact_stats)
         for bucket, _ in sums:
             if self._senders.host_shared_memory is not None:
                 self._senders.host_shared_memory.broadcast(bucket.buffer, 0)
             bucket.done.set_result(bucket.buffer)
 
-    def _with_memory(self, bucket: Bucket, flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    def _with_residuals(self, bucket: Bucket, flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """The parts of `flat` that are those of parameters, and what is kept of each parameter."""
-        known = [(part, self._left[id(p)]) for part, p in zip(bucket.views(flat), bucket.parameters, strict=True) if id(p) in self._left]
-        return [part for part, _ in known], [left for _, left in known]
+        known = [
+            (part, self._residuals[id(p)])
+            for part, p in zip(bucket.views(flat), bucket.parameters, strict=True)
+            if id(p) in self._residuals
+        ]
+        return [part for part, _ in known], [residual for _, residual in known]
 
 
 class LowRank(Compression):
@@ -159,7 +163,7 @@ class LowRank(Compression):
         super().__init__(world)
         self._rank = rank
         matrices = [_Matrix(len(p), p.numel() // len(p), id(p)) for p in parameters if p.dim() > 1 and p.numel()]
-        matrices = [each for each in matrices if (each.rows + each.columns) * rank * LEAST_GAIN < each.rows * each.columns]
+        matrices = [each for each in matrices if (each.rows + each.columns) * rank * MIN_COMPRESSION_RATIO < each.rows * each.columns]
         self._matrices = sorted(matrices, key=lambda each: (each.rows, each.columns))  # as torch takes them: those of one shape together
         self._buckets: list[Bucket] = []
         self._reviving = torch.Generator()
@@ -179,11 +183,11 @@ class LowRank(Compression):
         for error in self._state.error_dict.values():
             error.mul_(factor)
 
-    def sum_bucket(self, slots: Tensor, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    def sum_bucket(self, stats: Tensor, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         if bucket.index() == 0:
             self._buckets = []  # of a backward that failed, there may be some
-        held = Bucket.of(bucket)
-        self._buckets.append(held)
+        current = Bucket.of(bucket)
+        self._buckets.append(current)
         if bucket.is_last():
             buckets, self._buckets = self._buckets, []
             began = time.perf_counter()
@@ -192,7 +196,7 @@ class LowRank(Compression):
             waits.seconds += time.perf_counter() - began
             for each in buckets:
                 each.done.set_result(each.buffer)
-        return held.done
+        return current.done
 
     def _sum(self, gradients: dict[int, Tensor]) -> None:
         """Replace them by their sums over ranks."""

@@ -1,4 +1,4 @@
-"""Timing a run's own model and data before its first step. Nothing of the run is changed: not the model, the generators, nor the order."""
+"""Times a run's own model and data before its first step, without changing the model, the generators or the order of the data."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ from lockstep.training import precision as precisions
 from lockstep.training.context import Context
 from lockstep.training.executors.executor import call_model
 from lockstep.training.loss import contribution, weights_of
-from lockstep.training.microbatches import Length
+from lockstep.training.microbatches import Batching
 
 SECONDS = 4.0
-"""For all timings of forwards and backwards together, of which each gets its share: two repetitions at least, or a quarter of it all."""
+"""Time limit for all forwards and backwards together, divided evenly. Each candidate gets at least two repetitions, or a quarter of it."""
 FETCH_SECONDS = 1.0
-REPETITIONS = 5
-"""Of one timing at most, beside the first one, which warms up."""
-FETCHES = 8
-FREE = 0.1
-"""Of a GPU's memory: what a microbatch must leave, for what a step needs besides."""
+MAX_REPETITIONS = 5
+"""Repetitions of one timing, after the first one, which warms up."""
+TIMED_FETCHES = 8
+MIN_FREE_MEMORY = 0.1
+"""The share of a GPU's memory that a microbatch must leave free for the rest of a step."""
 
 
 @dataclass(slots=True)
-class Trial:
-    """On one rank. Use it in a `with`; the ranks make the same calls."""
+class MicrobatchTiming:
+    """Times microbatches on one rank. Use it in a `with`; all ranks make the same calls."""
 
     recipe: Recipe
-    """With a `microbatch`, or None."""
+    """Its `microbatch` is a number or None."""
     model: nn.Module
     context: Context
     timings: int
-    """How many there will be, for a share of the time."""
+    """The number of timings among which the time limit is divided."""
     _loader: Loader | StreamLoader = field(init=False)
     _stack: ExitStack = field(default_factory=ExitStack)
     _began: float = field(default_factory=time.perf_counter)
@@ -57,7 +57,7 @@ class Trial:
         kind = StreamLoader if isinstance(data, DataStream) else Loader
         self._loader = kind(data, collate=collate, seed=seed, workers=0, device=device)
 
-    def __enter__(self) -> Trial:
+    def __enter__(self) -> MicrobatchTiming:
         device = self.context.device
         self._stack.callback(self._loader.close)
         self._stack.enter_context(PreservedGenerators())
@@ -73,10 +73,10 @@ class Trial:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self._stack.close()
 
-    def length(self, microbatch: int | None) -> Length:
-        """How the run is cut with microbatches of such a size."""
+    def batching(self, microbatch: int | None) -> Batching:
+        """How the run's global batches are split at this microbatch size."""
         recipe, data = self.recipe, self.recipe.data
-        return Length(
+        return Batching(
             samples=recipe.global_batch if isinstance(data, DataStream) else len(data),
             global_batch=recipe.global_batch,
             microbatch=microbatch,
@@ -87,19 +87,19 @@ class Trial:
         )
 
     def fetched(self, microbatch: int | None) -> Iterator[Microbatch]:
-        """This rank's microbatches of the run, from its first step on, fetched in this process. Perhaps none."""
-        length = self.length(microbatch)
-        spans = (span for step in range(length.steps) for span in length.rounds(step))
+        """This rank's microbatches of the run, from its first step on, fetched in this process. May be empty."""
+        batching = self.batching(microbatch)
+        spans = (span for step in range(batching.steps) for span in batching.share_of_step(step))
         if isinstance(self._loader, StreamLoader):
-            return self._loader.fetch(spans, microbatches=length.most_microbatches, positions={})
+            return self._loader.fetch(spans, microbatches=batching.max_microbatches, positions={})
         return self._loader.fetch(spans)
 
-    def is_over(self) -> bool:
-        """Whether the time for all timings has passed, on rank 0."""
+    def is_time_up(self) -> bool:
+        """True if the time limit has passed on rank 0. Every rank calls it."""
         return bool(self.context.mesh.world.value_of(0, time.perf_counter() - self._began > SECONDS))
 
     def compute_seconds(self, *, microbatch: int | None, precision: Precision, threads: int) -> float | None:
-        """A microbatch's forward and backward, on the slowest rank. None: there was no room on a rank."""
+        """Seconds of a microbatch's forward and backward on the slowest rank. None if a rank ran out of memory."""
         case = (microbatch, precision, threads)
         if case not in self._known:
             torch.set_num_threads(threads)
@@ -109,8 +109,8 @@ class Trial:
         return self._known[case]
 
     def fetch_seconds(self, microbatch: int | None) -> tuple[float, float]:
-        """To fetch a microbatch in this process: the mean and the most, on the slowest rank."""
-        fetched, took, began = islice(self.fetched(microbatch), 1 + FETCHES), list[float](), time.perf_counter()
+        """The mean and the longest time to fetch a microbatch in this process, on the slowest rank."""
+        fetched, took, began = islice(self.fetched(microbatch), 1 + TIMED_FETCHES), list[float](), time.perf_counter()
         while (before := time.perf_counter()) - began < FETCH_SECONDS and next(fetched, None) is not None:
             took.append(time.perf_counter() - before)
         took = took[1:] or took or [0.0]  # the first one opens files
@@ -118,14 +118,14 @@ class Trial:
         return max(mean for mean, _ in everyone), max(most for _, most in everyone)
 
     def _timed(self, item: Microbatch, precision: Precision) -> float | None:
-        """On this rank. None: there was no room."""
+        """Seconds on this rank. None if it ran out of memory."""
         if self.context.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.context.device)
         until = time.perf_counter() + SECONDS / self.timings
         took: list[float] = []
         try:
-            while len(took) < (2 if sum(took) < SECONDS / 4 else 1) or (len(took) <= REPETITIONS and time.perf_counter() < until):
-                took.append(self._once(item, copy.deepcopy(item.batch), precision))
+            while len(took) < (2 if sum(took) < SECONDS / 4 else 1) or (len(took) <= MAX_REPETITIONS and time.perf_counter() < until):
+                took.append(self._forward_backward_seconds(item, copy.deepcopy(item.batch), precision))
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):
                 raise
@@ -135,11 +135,11 @@ class Trial:
             return None
         return min(took[1:] or took)
 
-    def _once(self, item: Microbatch, given: Any, precision: Precision) -> float:
+    def _forward_backward_seconds(self, item: Microbatch, given: Any, precision: Precision) -> float:
         recipe, device = self.recipe, self.context.device
         weights = None if recipe.weight is None else {name: value or 1.0 for name, value in weights_of(recipe.weight(given)).items()}
         seed_generators(key(recipe.seed, RandomStream.FORWARD, 0, item.index), device)
-        _finish(device)
+        _synchronize(device)
         began = time.perf_counter()
         batch = to_device(given, device)
         with precisions.autocast(precision, device):
@@ -147,20 +147,20 @@ class Trial:
         one = torch.ones((), dtype=torch.float64, device=device)
         part = contribution(loss, samples=item.size, step_samples=item.size, batch=given, weights=weights, prescale=one)
         torch.autograd.backward(part.total, part.grad_output)
-        _finish(device)
+        _synchronize(device)
         return time.perf_counter() - began
 
     def _leaves_room(self) -> bool:
         device = self.context.device
         if device.type != "cuda":
             return True
-        return torch.cuda.max_memory_allocated(device) <= (1 - FREE) * torch.cuda.get_device_properties(device).total_memory
+        return torch.cuda.max_memory_allocated(device) <= (1 - MIN_FREE_MEMORY) * torch.cuda.get_device_properties(device).total_memory
 
     def _drop_gradients(self) -> None:
         for parameter in self.model.parameters():
             parameter.grad = None
 
 
-def _finish(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

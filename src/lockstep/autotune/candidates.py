@@ -1,0 +1,61 @@
+"""The candidates for each `auto` setting, and the rules that choose among them by their timings. Pure functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+REFERENCE_MICROBATCH = 8
+"""Samples of the microbatch with which the other settings are timed before the microbatch is chosen."""
+MIN_SPEEDUP = {"precision": 1.1, "threads": 1.03, "microbatch": 1.03}
+"""The speedup at which a candidate displaces one that is preferred to it."""
+MAX_INLINE_FETCH = 0.05
+"""The largest ratio of fetch to compute time at which the training process fetches the data itself."""
+FETCH_HEADROOM = 1.25
+"""The factor by which loader workers are provisioned above the mean fetch time."""
+DEFAULT_PREFETCH = 2
+"""Microbatches that a loader worker prefetches if every fetch takes equally long."""
+MAX_PREFETCH = 8
+
+
+def doubling_sizes(most: int) -> list[int]:
+    """Return 1, 2, 4, ... and `most`, which is at least 1: microbatch sizes, or numbers of threads."""
+    return [2**power for power in range((most - 1).bit_length())] + [most]
+
+
+def timing_order(sizes: Sequence[int], known: int) -> list[int]:
+    """Return the order in which microbatch sizes are timed: `known`, then larger ones (often faster), then smaller ones."""
+    return sorted(sizes, key=lambda size: (size < known, abs(size - known)))
+
+
+def preferred_candidate(candidates: Sequence[T], seconds: Mapping[T, float], worth: float) -> T:
+    """Return the first candidate whose time is at most `worth` times the fastest one's.
+
+    `seconds`: the times of the candidates that could be measured. If it is empty, the first candidate is returned.
+    """
+    fastest = min(seconds.values(), default=math.inf)
+    return next((each for each in candidates if each in seconds and seconds[each] <= worth * fastest), candidates[0])
+
+
+def step_seconds(seconds: float, *, microbatches: int, ranks: int) -> float:
+    """Seconds of a step of `microbatches` assigned to `ranks`, at `seconds` each: those of the rank with the most."""
+    return seconds * -(-microbatches // ranks)
+
+
+def loader_workers(fetch_seconds: float, compute_seconds: float, most: int) -> int:
+    """Return the number of loader workers a rank needs to keep up, at most `most`; 0 if fetching is cheap.
+
+    `fetch_seconds` and `compute_seconds` are for one microbatch.
+    """
+    if fetch_seconds <= MAX_INLINE_FETCH * compute_seconds:
+        return 0
+    return min(most, math.ceil(FETCH_HEADROOM * fetch_seconds / compute_seconds)) if compute_seconds > 0 else most
+
+
+def prefetch_depth(slowest_seconds: float, compute_seconds: float, workers: int) -> int:
+    """Return how many microbatches each worker prefetches, so that those ready last for as long as the slowest fetch takes."""
+    if not workers or compute_seconds <= 0:
+        return DEFAULT_PREFETCH
+    return min(MAX_PREFETCH, max(DEFAULT_PREFETCH, math.ceil(slowest_seconds / (compute_seconds * workers))))
