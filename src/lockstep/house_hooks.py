@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lockstep.hooks.checkpointing import Checkpointing
-from lockstep.hooks.evaluation import Evaluation
+from lockstep.hooks.evaluation import EvaluationHook
 from lockstep.hooks.hang.hang_hook import HangHook
 from lockstep.hooks.metrics import Metrics
 from lockstep.hooks.out_of_memory import OutOfMemory
@@ -17,7 +17,7 @@ from lockstep.hooks.timeline import steps_of
 from lockstep.launch.termination import Termination
 from lockstep.opening import Opened
 from lockstep.options import WatchdogTimeouts
-from lockstep.recipe import Evaluation as EvaluationSettings
+from lockstep.recipe import Evaluation
 from lockstep.saving import check_out_of_memory
 from lockstep.training.hook import Hook
 
@@ -31,7 +31,7 @@ class HouseHooks:
         termination: Termination,
         *,
         hooks: Sequence[Hook],
-        evaluation: EvaluationSettings | None,
+        evaluation: Evaluation | None,
     ) -> None:
         """`hooks`: the user's."""
         environment, request, bare = opened.environment, opened.request, opened.context.overrides.bare
@@ -41,7 +41,7 @@ class HouseHooks:
         steps = None if environment.profile is None else steps_of(environment.profile)
         audit = ReplicaAudit(every=environment.compare_every or 0)
         self.metrics = Metrics()
-        self.evaluation = None if evaluation is None else Evaluation(evaluation, self.metrics)
+        self.evaluation = None if evaluation is None else EvaluationHook(evaluation, self.metrics)
         self.checkpointing = Checkpointing(
             request.saving, request.resume, request.checkpoints(opened.context), allow_change=request.allow_change, audit=audit
         )

@@ -15,7 +15,7 @@ from lockstep.checkpoint.object_store import open_storage
 from lockstep.checkpoint.storage import Storage
 from lockstep.comm.mesh import Mesh
 from lockstep.comm.world import World, join
-from lockstep.hooks.fallbacks import Remembered, recall
+from lockstep.hooks.fallbacks import TakenFallbacks, read_fallbacks
 from lockstep.hooks.hang.collective_check import Checked
 from lockstep.launch.environment import Environment
 from lockstep.launch.slurm.commands import set_task_variables
@@ -34,7 +34,7 @@ from lockstep.training.set_up import check_compression_fits, check_same, remarks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
+class RunRequest:
     """A run as the script asks for it: the arguments of `Session`. The launcher's go first."""
 
     run_dir: str | None
@@ -58,7 +58,7 @@ class Request:
         resume: Resume,
         allow_change: Collection[str],
         **given: Any,
-    ) -> Request:
+    ) -> RunRequest:
         """The request with these arguments of `Session`. Raises the children of `UserError` for values that are none."""
         check_count("log_every", given["log_every"], "steps")
         check_precision(given["precision"])
@@ -75,7 +75,7 @@ class Request:
             **given,
         )
 
-    def over(self, environment: Environment) -> Request:
+    def over(self, environment: Environment) -> RunRequest:
         """This request with what the launcher gives instead."""
         saving, resume = self.saving, self.resume
         if environment.save_every is not None:
@@ -92,7 +92,7 @@ class Request:
         )
 
     def checkpoints(self, context: Context) -> Storage:
-        """Where the run's checkpoints are."""
+        """The storage of the run's checkpoints."""
         return open_storage(self.saving.folder or context.run_dir / "checkpoints")
 
     def compared(self, launched: str | None) -> dict[str, Any]:
@@ -115,15 +115,15 @@ class Opened:
     environment: Environment
     hooks: Sequence[Hook]
     """The probe's."""
-    request: Request
-    """As it was with the launcher's settings."""
+    request: RunRequest
+    """The request with the launcher's settings."""
     given_plan: Plan
     """The plan that was asked for, before what an earlier failure made of it."""
-    remembered: Remembered
+    remembered: TakenFallbacks
     """Changes to the plan after earlier failures for want of memory."""
 
 
-def open_run(request: Request, termination: Termination, stack: ExitStack) -> Opened:
+def open_run(request: RunRequest, termination: Termination, stack: ExitStack) -> Opened:
     """Every rank calls it. `stack` closes what it opens. Raises `PlanError`, `LaunchError` and `RunDirectoryError`."""
     set_task_variables(os.environ)
     environment = Environment.read(os.environ)
@@ -149,7 +149,7 @@ def open_run(request: Request, termination: Termination, stack: ExitStack) -> Op
         loggers=() if overrides.bare else request.loggers,
     )
     stack.callback(recorder.close)
-    remembered = recall(world, recorder.path, goes_on=recorder.goes_on)
+    remembered = read_fallbacks(world, recorder.path, goes_on=recorder.goes_on)
     plan = remembered.over(given, world.device.type)
     set_up_computation(plan, world, environment.threads, stack)
     context = Context(
@@ -171,7 +171,7 @@ def open_run(request: Request, termination: Termination, stack: ExitStack) -> Op
     return opened
 
 
-def _join(request: Request, environment: Environment) -> World:
+def _join(request: RunRequest, environment: Environment) -> World:
     """Join the process group. Raises if the ranks were launched, or called, with other settings."""
     world = join(
         rank=environment.rank,
@@ -185,7 +185,7 @@ def _join(request: Request, environment: Environment) -> World:
     return world
 
 
-def _record_start(opened: Opened, request: Request) -> None:
+def _record_start(opened: Opened, request: RunRequest) -> None:
     """Write run.json, and the events and messages that say how this run differs from what was asked for. `request`: the script's."""
     context, environment, recorder = opened.context, opened.environment, opened.context.recorder
     recorder.start(

@@ -13,7 +13,7 @@ Resume = Literal["auto", "never", "must"]
 """`auto`: resume an unfinished run in the run directory, or start one. `never`: refuse if there is one. `must`: refuse if there is none."""
 
 OutOfMemory = Literal["retry", "halve", "same-bits", "stop"]
-"""What a run changes in its plan after running out of memory. `halve`: the next of checkpointing, offload and microbatch_splits.
+"""The changes to the plan after running out of memory. `halve`: the next of checkpointing, offload and microbatch_splits.
 `same-bits`: the same, but nothing that changes bits. `retry`: `same-bits` under bitwise numerics, else `halve`. `stop`: nothing."""
 
 

@@ -19,7 +19,7 @@ from lockstep.house_hooks import HouseHooks
 from lockstep.launch.failures import error_details
 from lockstep.launch.termination import Preempted, Termination
 from lockstep.logging.loggers import Logger
-from lockstep.opening import Opened, Request, open_run
+from lockstep.opening import Opened, RunRequest, open_run
 from lockstep.plan import Plan
 from lockstep.recipe import Evaluation, Precision, Weights
 from lockstep.saving import Resume, Saving
@@ -66,7 +66,7 @@ class Session:
         """
         check_hooks(hooks)
         self.hooks = hooks
-        self._request = Request.checked(
+        self._request = RunRequest.checked(
             run_dir=run_dir,
             seed=seed,
             plan=plan,
@@ -128,7 +128,7 @@ class Session:
 
     @property
     def context(self) -> Context:
-        """What the run is, apart from its models: processes, mesh, plan, run directory."""
+        """The run apart from its models: processes, mesh, plan, run directory."""
         return self.run.context
 
     @property

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.base.errors import PlanError, RunDirectoryError
-from lockstep.hooks.fallbacks import FILE, RUNGS, Remembered, changes, more_to_change, next_plan, said
+from lockstep.hooks.fallbacks import FALLBACKS, FILE, TakenFallbacks, changes, fallback_since, next_plan, said
 from lockstep.plan import Plan
 from lockstep.saving import OutOfMemory
 
@@ -69,7 +69,7 @@ def test_each_plan_has_one_rung_more_than_the_one_before_and_there_is_a_last(
         assert after.checkpointing == "full" or after.data_parallel > 1
         assert not after.offload or (device == "cuda" and after.shard != 1) or plan.offload
         assert after.microbatch_splits - before.microbatch_splits in (0, 1)
-    orders = [RUNGS.index(changes(*two).partition("=")[0]) for two in pairwise(tried)]
+    orders = [FALLBACKS.index(changes(*two).partition("=")[0]) for two in pairwise(tried)]
     assert orders == sorted(orders)
 
 
@@ -127,7 +127,7 @@ def test_what_is_remembered_gives_the_first_plan_all_that_the_last_one_had(
     plan: Plan, device: str, setting: OutOfMemory, microbatch: int, whole: str | None
 ) -> None:
     tried, _ = climbed(plan, device, setting, microbatch, whole)
-    remembered = Remembered()
+    remembered = TakenFallbacks()
     for after in tried:
         assert remembered.over(after, device) == after
         remembered = remembered.with_plan(after, FAILURE)
@@ -138,7 +138,7 @@ def test_what_is_remembered_gives_the_first_plan_all_that_the_last_one_had(
 
 
 def test_what_cannot_be_under_another_plan_is_left_out() -> None:
-    remembered = Remembered().with_plan(Plan(shard=2, offload=True, checkpointing="full", microbatch_splits=1), FAILURE)
+    remembered = TakenFallbacks().with_plan(Plan(shard=2, offload=True, checkpointing="full", microbatch_splits=1), FAILURE)
     assert remembered.over(Plan(replicate=1), "cuda") == Plan(replicate=1, checkpointing="full", microbatch_splits=1)
     assert remembered.over(Plan(shard=2), "cpu") == Plan(shard=2, checkpointing="full", microbatch_splits=1)
     assert remembered.over(Plan(data_parallel=2), "cuda") == Plan(data_parallel=2, microbatch_splits=1)
@@ -147,23 +147,23 @@ def test_what_cannot_be_under_another_plan_is_left_out() -> None:
 def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / FILE
     for written in (
-        Remembered(checkpointing="full", failures=[FAILURE]),
-        Remembered(checkpointing="full", offload=True, microbatch_splits=2, failures=[FAILURE, FAILURE]),
+        TakenFallbacks(checkpointing="full", failures=[FAILURE]),
+        TakenFallbacks(checkpointing="full", offload=True, microbatch_splits=2, failures=[FAILURE, FAILURE]),
     ):
         written.write(path)
-        assert Remembered.parse(path.read_text(), path) == written
+        assert TakenFallbacks.parse(path.read_text(), path) == written
     assert [entry.name for entry in tmp_path.iterdir()] == [FILE]
 
 
 def test_every_rank_sees_what_one_has_written_down_since_they_began(tmp_path: Path) -> None:
-    known = Remembered()
-    assert more_to_change(known, tmp_path) is None
+    known = TakenFallbacks()
+    assert fallback_since(known, tmp_path) is None
     then = known.with_plan(Plan(checkpointing="full"), FAILURE)
     then.write(tmp_path / FILE)
-    assert more_to_change(known, tmp_path) == "memory ran out in step 3 on rank 1, checkpointing=full from there"
-    assert more_to_change(then, tmp_path) is None
+    assert fallback_since(known, tmp_path) == "memory ran out in step 3 on rank 1, checkpointing=full from there"
+    assert fallback_since(then, tmp_path) is None
     (tmp_path / FILE).write_text("{")
-    assert more_to_change(known, tmp_path) is None
+    assert fallback_since(known, tmp_path) is None
 
 
 @pytest.mark.parametrize(
@@ -190,4 +190,4 @@ def test_every_rank_sees_what_one_has_written_down_since_they_began(tmp_path: Pa
 )
 def test_what_no_run_wrote_is_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(RunDirectoryError, match=f"{FILE} is not as a run writes it; .* remove it"):
-        Remembered.parse(text, tmp_path / FILE)
+        TakenFallbacks.parse(text, tmp_path / FILE)

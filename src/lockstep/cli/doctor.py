@@ -26,7 +26,7 @@ _STYLES = {"ok": "green", "skipped": "dim", "slow": "yellow", "failed": "bold re
 _MOST_IN_A_MATRIX = 8
 """Ranks whose links are shown one by one."""
 _WIDTH = 100
-"""Where the output is no terminal, and at most where it is one."""
+"""Columns if the output is no terminal; the most columns if it is one."""
 
 
 @click.command("doctor")

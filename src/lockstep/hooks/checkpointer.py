@@ -91,7 +91,7 @@ class Checkpointer:
         self._since = self.clock()
 
     def time_is_up(self) -> bool:
-        """Whether a save is due by the clock, of which rank 0's counts."""
+        """True if a save is due by the clock; rank 0's clock counts."""
         return self._every is not None and self.world.rank == 0 and self.clock() - self._since >= self._every
 
     def after(self, step: int, *, asked: bool) -> None:
@@ -189,7 +189,7 @@ class Checkpointer:
         self._saver.close()
 
     def _read_scores(self, names: Sequence[CheckpointName]) -> None:
-        """Of the checkpoints that are there, on the rank that says which are kept."""
+        """Read the scores of the existing checkpoints, on rank 0, which decides what is kept."""
         if self.world.rank == 0 and self.saving.best is not None:
             for name in names:
                 with suppress(DamagedError, UnknownFormatError, UnreachableError):
@@ -200,7 +200,7 @@ class Checkpointer:
         return [[name.step, name.attempt] for name in self.folder.names()]
 
     def _bytes_of(self, tensors: Mapping[str, Tensor]) -> int:
-        """Of all that all ranks together write. Every rank calls it."""
+        """Return the bytes that all ranks together write. Every rank calls it."""
         mine = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
         everyone = self.run.context.mesh.axis("pipeline").gather_values(mine)
         return sum({name: size for theirs in everyone for name, size in theirs.items()}.values())
@@ -270,7 +270,7 @@ class Checkpointer:
             self.world.any(False)  # or another rank would begin the next save meanwhile
 
     def _settled(self) -> bool:
-        """Whether no save is under way on any rank. Every rank calls it. Raises `CheckpointError` where too many failed in a row."""
+        """True if no save is under way on any rank. Every rank calls it. Raises `CheckpointError` if too many failed in a row."""
         if not self._open:
             return True
         self._look()

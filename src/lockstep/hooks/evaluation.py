@@ -5,18 +5,17 @@ from __future__ import annotations
 import time
 
 from lockstep.hooks.metrics import Metrics
-from lockstep.recipe import Evaluation as Settings
-from lockstep.recipe import Recipe
+from lockstep.recipe import Evaluation, Recipe
 from lockstep.training.evaluate import Evaluator
 from lockstep.training.hook import ControlHook, Run
 
 
-class Evaluation(ControlHook):
+class EvaluationHook(ControlHook):
     """Measures every `Evaluation.every` steps, on every rank."""
 
-    def __init__(self, settings: Settings, metrics: Metrics) -> None:
+    def __init__(self, settings: Evaluation, metrics: Metrics) -> None:
         self._settings = settings
-        self._pace = metrics
+        self._metrics = metrics
         self._evaluator: Evaluator | None = None
 
     def prepare(self, run: Run, recipe: Recipe) -> None:
@@ -38,7 +37,7 @@ class Evaluation(ControlHook):
         run.metrics = self._evaluator.measure(run.step)
         run.evaluated_at = run.step
         run.context.recorder.evaluation(run.step, run.metrics)
-        self._pace.pace.leave_out(time.perf_counter() - started)
+        self._metrics.pace.leave_out(time.perf_counter() - started)
         run.context.phases.enter("hooks")
         run.hooks.call("after_evaluation", run, run.metrics)
         run.context.phases.enter(before)

@@ -1,4 +1,4 @@
-"""What a run that ran out of memory changes in its plan: one rung after another, each on top of those before.
+"""The out-of-memory fallbacks: changes to the plan, one after another, each on top of those before.
 
 A process that ran out of memory mends nothing in itself. It writes the next plan down in the run directory and ends; whoever starts the
 run again starts processes that surely have their memory back, and they go on under that plan. Choosing it is pure arithmetic on plans.
@@ -20,13 +20,13 @@ from lockstep.saving import OutOfMemory
 
 FILE = "out-of-memory.json"
 """In the run directory."""
-RUNGS = ("checkpointing", "offload", "microbatch_splits")
+FALLBACKS = ("checkpointing", "offload", "microbatch_splits")
 """The fields of a plan that are changed, in this order. All but the last leave the bits as they are."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Remembered:
-    """What a run remembers: the rungs that it has climbed, as fields of `Plan`, and why."""
+class TakenFallbacks:
+    """The fallbacks that a run has taken, as fields of `Plan`, and the failures behind them."""
 
     checkpointing: str = "none"
     offload: bool = False
@@ -35,7 +35,7 @@ class Remembered:
     """Each with `step` (those done), `rank`, `error`, and `then`: what was changed for it."""
 
     @classmethod
-    def parse(cls, text: str, path: Path) -> Remembered:
+    def parse(cls, text: str, path: Path) -> TakenFallbacks:
         """Raises `RunDirectoryError` where it is not what `write` wrote."""
         try:
             found = cls(**json.loads(text))
@@ -55,16 +55,16 @@ class Remembered:
 
     def over(self, plan: Plan, device: str) -> Plan:
         """The plan, with all that is remembered and that it has not yet, as far as it can have it on such a `device`."""
-        for name in RUNGS:
+        for name in FALLBACKS:
             remembered = getattr(self, name)
             if _strength(name, remembered) > _strength(name, getattr(plan, name)):
                 plan = _changed(plan, name, remembered, device) or plan
         return plan
 
-    def with_plan(self, plan: Plan, failure: dict[str, Any]) -> Remembered:
+    def with_plan(self, plan: Plan, failure: dict[str, Any]) -> TakenFallbacks:
         """This, and what the plan has of the rungs, which it was given because of the failure."""
-        strongest = {name: max(getattr(self, name), getattr(plan, name), key=lambda value: _strength(name, value)) for name in RUNGS}
-        return Remembered(**strongest, failures=[*self.failures, failure])
+        strongest = {name: max(getattr(self, name), getattr(plan, name), key=lambda value: _strength(name, value)) for name in FALLBACKS}
+        return TakenFallbacks(**strongest, failures=[*self.failures, failure])
 
 
 def next_plan(plan: Plan, device: str, setting: OutOfMemory, *, largest: int | None, whole: str | None) -> Plan | str:
@@ -95,13 +95,13 @@ def next_plan(plan: Plan, device: str, setting: OutOfMemory, *, largest: int | N
 
 
 def changes(before: Plan, after: Plan) -> str:
-    """What of the rungs the second plan has that the first has not, as a plan's text."""
-    names = [name for name in RUNGS if getattr(before, name) != getattr(after, name)]
+    """Return the fallbacks that the second plan has and the first has not, as the text of a plan."""
+    names = [name for name in FALLBACKS if getattr(before, name) != getattr(after, name)]
     return ",".join(f"{name}={'yes' if getattr(after, name) is True else getattr(after, name)}" for name in names)
 
 
 def said(plan: Plan, found: Plan | str, *, folder: Path, step: int | None) -> str:
-    """What is said beside the error. `found`: what `next_plan` gave. `step`: those done and kept; None: the last step is not."""
+    """Return the advice that goes with the error. `found`: from `next_plan`. `step`: steps done and saved; None: unsaved."""
     if isinstance(found, str):
         tried = changes(Plan(), plan)
         return f"lockstep: memory ran out{f' with {tried}' if tried else ''}; {found}"
@@ -110,7 +110,9 @@ def said(plan: Plan, found: Plan | str, *, folder: Path, step: int | None) -> st
     return f"lockstep: the run in {folder} {where} with {then} when the same command is given again, with that run directory"
 
 
-def climb(plan: Plan, found: Plan | str, remembered: Remembered, error: BaseException, *, folder: Path, step: int, rank: int) -> Plan | str:
+def remember_fallback(
+    plan: Plan, found: Plan | str, remembered: TakenFallbacks, error: BaseException, *, folder: Path, step: int, rank: int
+) -> Plan | str:
     """Write down what `next_plan` has `found`, for the next start. Returns it, or why that could not be."""
     if isinstance(found, str):
         return found
@@ -122,19 +124,18 @@ def climb(plan: Plan, found: Plan | str, remembered: Remembered, error: BaseExce
     return found
 
 
-def more_to_change(known: Remembered, folder: Path) -> str | None:
-    """What a rank of the run in `folder` has written down since `known` was read, in words: on another rank perhaps, whose end is all that
-    this one sees of it. None: nothing."""
+def fallback_since(known: TakenFallbacks, folder: Path) -> str | None:
+    """Return, in words, the fallback that any rank of the run in `folder` has written since `known` was read; None if there is none."""
     try:
-        found = Remembered.parse((folder / FILE).read_text(encoding="utf-8"), folder / FILE)
+        found = TakenFallbacks.parse((folder / FILE).read_text(encoding="utf-8"), folder / FILE)
     except (OSError, UnicodeDecodeError, RunDirectoryError):
         return None
     last = found.failures[-1]
     return f"memory ran out in step {last['step']} on rank {last['rank']}, {last['then']} from there" if found != known else None
 
 
-def recall(world: World, folder: Path, *, goes_on: bool) -> Remembered:
-    """What the run in `folder` remembers, where it goes on. Every rank calls it. Raises `RunDirectoryError`."""
+def read_fallbacks(world: World, folder: Path, *, goes_on: bool) -> TakenFallbacks:
+    """Return the fallbacks of the run in `folder` if it is resumed. Every rank calls it. Raises `RunDirectoryError`."""
     text = None
     if world.rank == 0 and goes_on:
         try:
@@ -144,7 +145,7 @@ def recall(world: World, folder: Path, *, goes_on: bool) -> Remembered:
         except (OSError, UnicodeDecodeError):
             text = ""  # which no rank can parse
     text = world.value_of(0, text)
-    return Remembered() if text is None else Remembered.parse(text, folder / FILE)
+    return TakenFallbacks() if text is None else TakenFallbacks.parse(text, folder / FILE)
 
 
 def _changed(plan: Plan, name: str, value: Any, device: str) -> Plan | None:

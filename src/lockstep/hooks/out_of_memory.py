@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from lockstep.base.errors import RecipeError
-from lockstep.hooks.fallbacks import Remembered, changes, climb, more_to_change, next_plan, said
+from lockstep.hooks.fallbacks import TakenFallbacks, changes, fallback_since, next_plan, remember_fallback, said
 from lockstep.launch.failures import out_of_memory
 from lockstep.launch.worker_files import request_restart
 from lockstep.model.sync_batchnorm import training_batchnorms
@@ -21,7 +21,7 @@ from lockstep.training.hook import ControlHook, Run
 class OutOfMemory(ControlHook):
     """One a rank."""
 
-    def __init__(self, given: Plan, remembered: Remembered, setting: Setting, *, is_restarted: bool) -> None:
+    def __init__(self, given: Plan, remembered: TakenFallbacks, setting: Setting, *, is_restarted: bool) -> None:
         """`given`: the plan that was asked for. `remembered`: what earlier failures changed in it. `setting`: what may change.
 
         `is_restarted`: the launcher starts the run again if asked to.
@@ -76,11 +76,11 @@ class OutOfMemory(ControlHook):
             largest = self._largest if run.source is not None else None
             found = next_plan(context.plan, context.device.type, self._setting, largest=largest, whole=self._unsplittable)
             rank, folder = context.world.rank, context.run_dir
-            found = climb(context.plan, found, self._remembered, error, folder=folder, step=run.step, rank=rank)
+            found = remember_fallback(context.plan, found, self._remembered, error, folder=folder, step=run.step, rank=rank)
             details: dict[str, Any] = {"why_not": found} if isinstance(found, str) else {"then": changes(context.plan, found)}
             run.event("out-of-memory", **details)
             self._fallback = found
-        if self._is_restarted and (why := more_to_change(self._remembered, context.run_dir)):
+        if self._is_restarted and (why := fallback_since(self._remembered, context.run_dir)):
             request_restart(why)
 
     def advise(self, run: Run, error: BaseException, *, saved: bool) -> None:

@@ -24,9 +24,9 @@ from lockstep.training.hook import ControlHook, Run
 OPERATORS = 10
 """In the table."""
 MEETINGS = 9
-"""By which the ranks' clocks are compared: a median, so one that is late does not count."""
+"""Exchanges that compare the ranks' clocks. The median is taken, so a late one does not count."""
 _FAILURES = (OSError, ValueError, RuntimeError)
-"""Where a trace cannot be written, or only half; torch's export does not always say so."""
+"""Errors of a trace that cannot be written, or only in part: torch's export does not always report it."""
 PHASES_THREAD = 0
 """The number of the row of phases in a trace."""
 
@@ -113,7 +113,7 @@ class Profiler(ControlHook):
         return trace, base
 
     def _clocks(self) -> list[float]:
-        """By how many seconds each rank's clock is ahead of rank 0's. Every rank calls it."""
+        """Return the seconds by which each rank's clock is ahead of rank 0's. Every rank calls it."""
         times = []
         for _ in range(MEETINGS):
             self._world.gather_values(None)
@@ -147,7 +147,7 @@ def _rows_of(seen: Sequence[tuple[str, float, float]], offset_seconds: float) ->
 
 
 def table(said: Mapping[str, Any], folder: Path) -> str:
-    """What `summary.json` says, in lines."""
+    """Return `summary.json` as lines of text."""
     first, stop = said["steps"]
     lines = [f"{f'steps {first} to {stop - 1}, ms':<18}    in all   compute   exposed  overlapped      idle   peak memory"]
     for rank, row in enumerate(said["ranks"]):

@@ -85,7 +85,7 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def mixed(sums: Tensor) -> Tensor:
-    """Of several sums, one."""
+    """Combine several checksums into one."""
     total = torch.zeros((), dtype=torch.int64)
     for each in sums:
         total = total * _MIX + each

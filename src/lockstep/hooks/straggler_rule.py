@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 PARTS = ("data", "compute", "hooks")
-"""What a rank does by itself. Exchanges are as long as the slowest makes them."""
+"""The parts of a step that a rank does by itself. Collectives take as long as the slowest rank makes them."""
 TIMES = 1.15
-"""So much longer than the others', in all that a rank does by itself, is slow."""
+"""A rank is a straggler if its own work takes this many times the others'."""
 LONG_SECONDS = 10.0
 WINDOWS = 3
 """At least so long, and so many windows, are looked at together."""
@@ -25,17 +25,17 @@ Times = NDArray[np.float64]
 class Straggler:
     rank: int
     part: str
-    """Of `PARTS`: where most of it is."""
+    """The one of `PARTS` with most of the difference."""
     seconds: float
     """A step, in that part."""
     usual_seconds: float
     """The median of the others."""
     times: float
-    """How much longer its own work takes than the others'."""
+    """The ratio of its own work's time to the others'."""
 
 
 class StragglerFinder:
-    """Of a run. Told of each window, it says who has become one."""
+    """Finds the stragglers of a run, window by window."""
 
     def __init__(self, peers: Sequence[int]) -> None:
         """`peers`: of each rank; those of one number do the same work."""

@@ -1,4 +1,4 @@
-"""What each rank's time goes to, from logging step to logging step: one small exchange, a line of `ranks.jsonl`, and who is slow."""
+"""The hook that finds stragglers: at logging steps, one small gather of each rank's times, and a line of `ranks.jsonl`."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _OF_HOOKS = ("hooks", "script")
 _OF_COMPUTE = ("compute", "update")
 _COLUMNS = ("step", *PARTS, "communication", "share", "memory")
 LOOK_SECONDS = 0.2
-"""Where logging steps follow each other more quickly, only some of them are looked at."""
+"""Shortest time between two gathers. If logging steps come faster, some are left out."""
 _RANKS_AT_ONCE = 256
-"""Of more ranks, as many times more seldom: what that costs a step does not grow with them."""
+"""With n times as many ranks, gathers are n times rarer, so that their cost for each step stays the same."""
 
 
 class Stragglers(ControlHook):

@@ -31,7 +31,7 @@ def steps_of(text: str) -> range:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a rank's time went to, in seconds."""
+    """The parts of a rank's time, in seconds."""
 
     whole: float
     compute: float

@@ -1,4 +1,4 @@
-"""What a rank is at, since when, how long such a thing took of late, and how long all of them took in all."""
+"""The phases of a rank's work: the current one, since when, its usual duration, and each one's total time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FADES = 0.95
 
 @dataclass(slots=True)
 class _Taken:
-    """What one phase has taken."""
+    """The times of one phase, in seconds."""
 
     total: float = 0.0
     waited: float = 0.0
@@ -26,7 +26,7 @@ class _Taken:
 
 
 class Phases:
-    """Of one rank. Entered by the thread that trains; any may look."""
+    """The phases of one rank. The training thread enters them; any thread may read."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -35,9 +35,9 @@ class Phases:
         self.since = clock()
         self._waited_before = waits.seconds
         self.log: list[tuple[str, float, float]] | None = None
-        """Where phases are written down as they end: name, from, until."""
+        """A record of each phase as it ends, (name, start, stop), if it is wanted."""
         self.stream: StreamTimes | None = None
-        """Where a GPU computes."""
+        """The times of the GPU's stream; None on a CPU."""
         self._taken = _Taken()
         self._takers = {self.name: self._taken}
 
@@ -80,7 +80,7 @@ class Phases:
 
     @property
     def waited(self) -> defaultdict[str, float]:
-        """Of those, the seconds of waits for others."""
+        """Seconds of each phase that were waits for other ranks."""
         return defaultdict(float, {name: taken.waited for name, taken in list(self._takers.items())})
 
     def usual(self, name: str) -> float | None:

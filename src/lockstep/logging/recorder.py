@@ -1,4 +1,4 @@
-"""What a run writes down. Only rank 0 writes; on the others the same calls do nothing."""
+"""The recorder of a run: run directory, logs, progress display. Only rank 0 writes; other ranks make the same calls."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from lockstep.plan import Plan
 from lockstep.saving import Resume
 
 NAMES_OF_A_ROW = RESERVED_NAMES | {"loss", "lr", "gradient_norm", "samples_per_second", "weight_per_second", "memory_bytes", "mfu"}
-"""What the run itself writes in a line of metrics.jsonl."""
+"""The names that the run itself writes in a line of metrics.jsonl."""
 
 
 _default_is_taken = False
-"""Whether a run of this process has the launcher's default run directory."""
+"""True once a run of this process has taken the launcher's default run directory."""
 
 
 class Recorder:
@@ -62,7 +62,7 @@ class Recorder:
         if failure is not None:
             raise getattr(lockstep.base.errors, failure[0])(failure[1])
         self.path = Path(path)
-        """Of the run directory. The same on every rank, and so is `attempt`: eight hexadecimal digits, of this start of the run."""
+        """The run directory. The same on every rank, as is `attempt`: eight hexadecimal digits for this start of the run."""
         if world.local_size < world.size:
             self._check_shared(world)
         self.events = EventLog(self.path / "events.jsonl" if self._directory else None)
@@ -78,7 +78,7 @@ class Recorder:
         self.facts: dict[str, Any] = {}
         """JSON of what runs, and how, once it has started."""
         self._written: dict[str, Any] = {}
-        """Of it, what run.json says."""
+        """The content of run.json."""
 
     def _check_shared(self, world: World) -> None:
         is_there = self.path.is_dir()
@@ -194,7 +194,7 @@ class Recorder:
 
 
 class Pace:
-    """What is learned from in a second, between logging steps, evaluations left out."""
+    """The throughput between logging steps, without evaluations."""
 
     def __init__(self) -> None:
         self.started = self._since = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What a GPU's time goes to: the host, which only hands it work, is long past a phase when that phase's work is done."""
+"""Times of a GPU's stream by phase: the host only queues work, and is ahead of the stream."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 
 
 class StreamTimes:
-    """Of the stream that a rank computes on: it waits there for data, since none of its work is handed over before they are here, and for
-    other ranks, whose parts of a sum it uses."""
+    """The stream that a rank computes on. Its waits for data and for other ranks count for the phases in which they happen."""
 
     def __init__(self, mark: Callable[[], torch.cuda.Event]) -> None:
         """`mark`: makes an event that measures time."""

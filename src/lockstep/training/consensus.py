@@ -14,7 +14,7 @@ from lockstep.training.step_result import StepResult
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What one rank asks for; and what all ranks have agreed on."""
+    """A request of one rank, or the request that all ranks have agreed on."""
 
     stop: str | None = None
     """Why no further step is to be taken."""

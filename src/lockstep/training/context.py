@@ -60,7 +60,7 @@ class Context:
     precision: Precision
     gradient_compression: str
     requested_compression: str
-    """As the script asked for it; the overrides may have changed it."""
+    """The compression that the script asked for; the overrides may have changed it."""
     seed: int
     log_every: int
     """Steps between two lines of metrics.jsonl."""

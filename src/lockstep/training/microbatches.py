@@ -28,7 +28,7 @@ Spans = tuple[tuple[int, int], ...]
 
 
 class Batching:
-    """How many steps a loop has, and how each global batch is split into microbatches and assigned to ranks: pure arithmetic."""
+    """The number of steps of a loop, and the split of each global batch into microbatches and over ranks: pure arithmetic."""
 
     def __init__(
         self,

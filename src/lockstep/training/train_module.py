@@ -92,14 +92,7 @@ class TrainModule:
             self._tied = TiedGradients(parameters, parallel.shared_parameters, parallel.pipeline.world)
             self.statistics = [RunningStatistics(module, context.mesh) for module in parallel.pipeline.modules]
             parallel.pipeline.watch(self._around_stage, self._after_stage)
-        fused = all(group.get("fused") for optimizer in optimizers for group in optimizer.param_groups)
-        self._gates_on_device = fused and all(to_local(parameter).is_cuda for parameter in self.parameters)
-        self._optimizer_unscales = (
-            fused
-            and all(divides_gradients(optimizer) for optimizer in optimizers)
-            and all(to_local(parameter) is parameter and parameter.dtype is torch.float32 for parameter in self.parameters)
-        )
-        """True if the optimizers divide the gradient while they read it, as for torch's GradScaler. It saves a pass over the gradient."""
+        self._gates_on_device, self._optimizer_unscales = _fused_abilities(optimizers, self.parameters)
 
     def begin_loop(self, mesh: Mesh, max_microbatches: int) -> None:
         """Build the reducer for a loop of steps of at most `max_microbatches` each. Every rank calls it.
@@ -273,3 +266,12 @@ class TrainModule:
         if self._reducer is not None:
             self._reducer.close()
             self._reducer = None
+
+
+def _fused_abilities(optimizers: Sequence[Optimizer], parameters: Sequence[nn.Parameter]) -> tuple[bool, bool]:
+    """True if the optimizers can skip a step on the GPU; and if they divide the gradient while they read it, as for torch's GradScaler,
+    which saves a pass over it."""
+    fused = all(group.get("fused") for optimizer in optimizers for group in optimizer.param_groups)
+    whole_float32 = all(to_local(parameter) is parameter and parameter.dtype is torch.float32 for parameter in parameters)
+    gates = fused and all(to_local(parameter).is_cuda for parameter in parameters)
+    return gates, fused and whole_float32 and all(divides_gradients(optimizer) for optimizer in optimizers)

@@ -1,4 +1,4 @@
-"""How a run is changed so that another can be compared with it: noise of rounding's size, float64, eval mode.
+"""Changes to a run that make it comparable: noise of the size of rounding, float64, eval mode.
 
 Where `lockstep verify` asks for it, `Session.prepare` calls `change_model` right after the user's function has built the model,
 `Session.steps` calls `change_defaults`, and `Step.microbatches` gives its batches to `change_batch`.
@@ -35,7 +35,7 @@ def change_defaults(tracing: Tracing) -> None:
 
 
 def change_batch(batch: Any, tracing: Tracing) -> Any:
-    """What a microbatch's loss is computed from: its floating-point tensors in float64 where the run is."""
+    """Return the batch to compute with: floating-point tensors in float64 if the run is in float64."""
     return to_float64(batch) if tracing.float64 else batch
 
 

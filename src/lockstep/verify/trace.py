@@ -181,7 +181,7 @@ class Tracer:
 
 
 def mark(name: str, tensor: Tensor) -> dict[str, Any]:
-    """What a trace says of a tensor. The projection is keyed by `name`: only marks of one name can be compared."""
+    """Return the summary of a tensor for the trace. The projection is keyed by `name`: compare summaries of one name only."""
     flat = _flat(tensor)
     digest = hashlib.sha256()
     total = 0.0

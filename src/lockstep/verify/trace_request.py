@@ -1,4 +1,4 @@
-"""What `lockstep verify` asks of a run that it starts, in environment variables. A run that nobody verifies has none of them."""
+"""The request of `lockstep verify` to a run that it starts, as environment variables."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ EXACT = "LOCKSTEP_TRACE_EXACT"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tracing:
-    """What is written down of a run, and how the run is changed for it. `lockstep verify` makes one for each run, `Session` reads it."""
+    """The content of a run's trace, and the changes to the run. `lockstep verify` makes one for each run; the probe reads it."""
 
     folder: Path
-    """Where the trace goes; it is there."""
+    """The folder of the trace, which exists."""
     steps: int | None = None
     """Commits of each pair after which the process ends, with status 0. None: the run goes on to its own end."""
     noise: int | None = None
     """A noise twin: the seed of its noise. None: no noise."""
     float64: bool = False
-    """Whether the model, once built, is made float64, and everything after it."""
+    """True if the model is converted to float64, and all that follows it."""
     microbatch: int | None = None
     """Samples in a microbatch, instead of the recipe's. None: the recipe's."""
     eval_mode: bool = False
-    """Whether the model trains in eval mode: no dropout, and BatchNorm by its running statistics."""
+    """True if the model trains in eval mode: no dropout, and BatchNorm by its running statistics."""
     exact: bool = False
-    """Whether gradients are sent as they are, whatever the recipe's `gradient_compression`."""
+    """True if gradients are sent uncompressed, whatever the recipe's `gradient_compression`."""
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Tracing | None:
@@ -55,7 +55,7 @@ class Tracing:
         )
 
     def variables(self) -> dict[str, str]:
-        """What `read` reads: the other direction."""
+        """Return the environment variables that `read` reads."""
         given: dict[str, object | None] = {
             "LOCKSTEP_PROBE": "lockstep.verify.probe",
             FOLDER: self.folder,

@@ -30,7 +30,7 @@ _SAME_SIZES = frozenset(
 )
 """Those to which all ranks give the same sizes, as torch's operators are called."""
 _numbers = count()
-"""Of those that this process has made: the same on all ranks."""
+"""Sequence numbers of the checks that this process has made; the same on all ranks."""
 _NOT_OF_ALL = ("send", "recv", "recv_any_source", "wait_tensor", "monitored_barrier")
 
 
@@ -88,7 +88,7 @@ class Checked(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def difference(everyone: Sequence[Mapping[str, Any]]) -> str:
-    """What ranks call differently, with their lines; empty where all call the same."""
+    """Return the differences between the ranks' calls, with their lines; empty if all call the same."""
     by_call: dict[str, list[Mapping[str, Any]]] = {}
     for said in everyone:
         by_call.setdefault(said["call"], []).append(said)

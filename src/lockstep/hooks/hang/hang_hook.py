@@ -1,4 +1,4 @@
-"""What a rank does when the watchdog has found the run standing still: report it, save what is whole, and end."""
+"""The hook that acts when the run hangs: it reports, saves the last whole step, and ends the process."""
 
 from __future__ import annotations
 

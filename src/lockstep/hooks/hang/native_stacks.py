@@ -30,7 +30,7 @@ class Stacks:
         faulthandler.register(NUMBER, file=self.descriptor, all_threads=False)
 
     def of_children(self) -> dict[int, tuple[Frame, ...]]:
-        """Of each process that was forked from this one: the stack of its main thread, the outermost first."""
+        """The stack of the main thread of each process that was forked from this one, outermost frame first."""
         found = {process: read(process, self.descriptor) for process in _children()}
         return {process: frames for process, frames in found.items() if frames}
 
@@ -40,7 +40,7 @@ class Stacks:
 
 
 def read(process: int, descriptor: int) -> tuple[Frame, ...]:
-    """Of a process of this machine that has a `Stacks` of this descriptor, or none where it gives none: the outermost first."""
+    """Return the stack of another process that has a `Stacks` with this descriptor, outermost frame first; empty if none."""
     path = Path(f"/proc/{process}/fd/{descriptor}")
     with suppress(OSError):
         before = path.stat().st_size

@@ -37,7 +37,7 @@ class Hang:
 
 
 def judged(places: Mapping[int, Place], silent: Mapping[int, str]) -> Hang | None:
-    """What holds the run up; None where nothing does: whoever is waited for may take longer yet.
+    """Return the reason why the run hangs; None if it may still make progress.
 
     `silent`: the ranks that did not say where they stand, with the reason in words.
     """
@@ -86,7 +86,7 @@ def _different_calls(places: Mapping[int, Place]) -> Hang:
 
 
 def _kind_of(call: CollectiveCall | None) -> tuple[object, ...] | None:
-    """What must be the same on all ranks that are in one call."""
+    """The properties of a call that must be the same on all ranks in it."""
     if call is None:
         return None
     return call.name, call.group, call.sequence, call.tensors if call.name in _OF_ONE_SIZE else None
@@ -121,7 +121,7 @@ def _call(place: Place) -> str:
 
 
 def _standing(place: Place) -> str:
-    """What it does, and where."""
+    """A sentence on what the rank does, and in which line."""
     workers = {process: line for process, frames in place.children.items() if (line := line_of(frames)) is not None and line.is_the_users}
     if place.phase == "data" and workers:
         return "waits for loader workers: " + "; ".join(f"process {process} stands at {line}" for process, line in workers.items())

@@ -1,4 +1,4 @@
-"""Where a process stands: its phase, its thread's stack, what it is calling, and whether it moves at all."""
+"""Stack snapshots: a process's phase, its threads' stacks, the collectives it is in, and whether it makes progress."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Frame:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Of one rank. Goes between processes as JSON."""
+    """The snapshot of one rank. It is sent between processes as JSON."""
 
     rank: int
     host: str
@@ -67,17 +67,17 @@ class Place:
     seconds: float
     """In this phase."""
     limit_seconds: float
-    """So long it may be in it."""
+    """The phase's timeout."""
     is_first: bool
-    """Whether the phase has never ended yet, and the limit is nothing but a guess."""
+    """True if the phase has never ended yet, so that the timeout is a default."""
     doing: Doing
     calls: tuple[CollectiveCall, ...]
     stack: tuple[Frame, ...]
-    """Of the thread that trains, the outermost first."""
+    """The stack of the training thread, outermost frame first."""
     threads: Mapping[str, tuple[Frame, ...]]
     """The others, by name."""
     children: Mapping[int, tuple[Frame, ...]] = field(default_factory=dict)
-    """Of the processes that it forked, where they were asked: loader workers."""
+    """The stacks of forked processes (loader workers), by process id, if they were asked."""
 
     def say(self) -> dict[str, Any]:
         return asdict(self)
@@ -92,17 +92,17 @@ class Place:
 
     @property
     def is_late(self) -> bool:
-        """Whether it has been in its phase for longer than it may be, whatever for."""
+        """True if the phase has exceeded its timeout."""
         return self.seconds >= self.limit_seconds
 
     @property
     def call(self) -> CollectiveCall | None:
-        """What it waits in."""
+        """The collective that the rank waits in; None if it is in none."""
         return self.calls[0] if self.doing == "waits" and self.calls else None
 
     @property
     def line(self) -> Frame | None:
-        """Of the user's code, the innermost that it stands in; where there is none, the innermost of all."""
+        """The innermost frame of the user's code; if there is none, the innermost frame."""
         return line_of(self.stack)
 
 
@@ -126,7 +126,7 @@ def look(
     is_first: bool,
     sleep: Callable[[float], object] = time.sleep,
 ) -> Place:
-    """Where this process stands, its training being done by `thread`. Takes a fifth of a second."""
+    """Take a snapshot of this process, whose training thread is `thread`. Takes a fifth of a second."""
     assert thread.ident is not None
     before, seen = _processor_seconds(thread), []
     for _ in range(LOOKS):
@@ -176,7 +176,7 @@ def called_in(stack: Sequence[Frame]) -> CollectiveCall | None:
 
 
 def _instruction(ident: int) -> tuple[int, int, str]:
-    """Where in its Python code a thread is, and what it does there."""
+    """The instruction of its Python code that a thread is at."""
     frame = sys._current_frames().get(ident)
     if frame is None or frame.f_lasti < 0:
         return 0, 0, ""

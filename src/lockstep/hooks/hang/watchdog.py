@@ -29,7 +29,7 @@ TICK_SECONDS = 0.2
 ANSWER_SECONDS = 1.2
 """From a question to the last answer that is waited for."""
 SILENCE_SECONDS = 10.0
-"""So long a rank of which nothing else is known may be silent: native code that holds Python's lock looks like that."""
+"""Seconds without a message after which a rank counts as silent, as one in native code that holds the GIL."""
 STUCK_SECONDS = 1.0
 """From the end of a run to that of a rank whose waits are not broken by it."""
 AGAIN_SECONDS = 2.0
@@ -37,7 +37,7 @@ AGAIN_SECONDS = 2.0
 
 
 class Mailbox(Protocol):
-    """What all ranks read and write. All raise `DistError` or `RuntimeError` where it cannot be reached."""
+    """A store that all ranks read and write. All methods raise `DistError` or `RuntimeError` if it cannot be reached."""
 
     def put(self, key: str, text: str) -> None: ...
     def take(self, key: str) -> str | None:
@@ -45,7 +45,7 @@ class Mailbox(Protocol):
         ...
 
     def first(self, key: str, text: str) -> bool:
-        """Whether this is the first text of that key. It is written then."""
+        """Write the text if the key has none yet. Returns True if it was written."""
         ...
 
 
@@ -72,7 +72,7 @@ class StoreMailbox:
 
 
 class Watchdog:
-    """Of one rank. Every rank makes one, in the thread that trains."""
+    """The watchdog of one rank. Every rank makes one, in its training thread."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Watchdog:
         self._trains = threading.current_thread()
         self._over = threading.Event()
         self.has_ended_the_run = False
-        """Whether this process ends by the watchdog's thread, whatever its main thread meets with by then."""
+        """True if the watchdog's thread ends this process, whatever its main thread does."""
         self._round = 0
         self._not_before = 0.0
         self._reported_since: float | None = None
@@ -133,7 +133,7 @@ class Watchdog:
                 self._tell_alone()
 
     def _is_stuck(self) -> bool:
-        """Whether, with the run over for some time, this rank still waits for another."""
+        """True if this rank still waits for another some time after the run has ended."""
         self._over_since = self._over_since or time.monotonic()
         return time.monotonic() - self._over_since >= STUCK_SECONDS and self._place().doing == "waits"
 
@@ -222,7 +222,7 @@ class Watchdog:
         self._told(hang, places, gathered, mine)
 
     def _tell_alone(self) -> None:
-        """Where the others cannot be asked: this rank is late, and says where it stands itself."""
+        """Report this rank's own snapshot, because the others cannot be asked."""
         if not self._is_to_ask():
             return
         place = self._place()

@@ -56,7 +56,7 @@ class Schedule:
             scheduler.step()
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """Of the torch schedulers; a function of the step needs none."""
+        """The state of torch's schedulers; a function of the step has none."""
         return [scheduler.state_dict() for scheduler in self._schedulers]
 
     def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:

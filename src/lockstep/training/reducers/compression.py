@@ -27,7 +27,7 @@ _REVIVING_SEED = 1
 
 
 class Compression(ABC):
-    """How one model's gradients are sent. Made once for the model by `compression_for`, alike on every rank; it outlives DDP.
+    """A compression of one model's gradients. `compression_for` makes it once, on every rank; it outlives DDP.
 
     What compression takes from a gradient (`int8`, `powersgd`) is added to the next step's, in the memory of the rank that sends: error
     feedback. (Seide et al., 1-Bit Stochastic Gradient Descent, 2014; Karimireddy et al., Error Feedback Fixes SignSGD, 2019.)
@@ -245,7 +245,7 @@ class _Matrix(NamedTuple):
 
 
 class _Matrices:
-    """What torch's hook takes for one of DDP's buckets."""
+    """A stand-in for one of DDP's buckets, for torch's hook."""
 
     def __init__(self, flat: Tensor, matrices: Sequence[_Matrix]) -> None:
         self._flat = flat

@@ -1,4 +1,4 @@
-"""How a model's gradients are accumulated on a rank and summed over all ranks: the protocol, and which reducer a mesh needs."""
+"""The protocol of gradient reducers: accumulation on a rank, the sum over all ranks; and the choice for a mesh."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class TiedGradients:
         self._elsewhere = {id(parameter) for _, parameter, ranks in self._mine if ranks[0] != pipeline.rank}
 
     def counts(self, parameter: nn.Parameter) -> bool:
-        """Whether this rank counts the parameter in the gradient's norm."""
+        """True if this rank counts the parameter in the gradient's norm."""
         return id(parameter) not in self._elsewhere
 
     def sum(self, used: list[float]) -> None:
