@@ -13,8 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lockstep.base.torch_private import is_distributed
-
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -93,6 +91,8 @@ def assign_writes(everyone: Sequence[Sequence[TensorShard]]) -> list[list[Tensor
 
 def plan_copies(state: Mapping[str, Tensor], saved: Sequence[TensorShard]) -> Iterator[ShardCopy]:
     """The copies that fill this rank's tensors from saved shards. The state's names and shapes must be among the saved ones."""
+    from lockstep.base.torch_private import is_distributed  # imports torch
+
     assert state.keys() <= {shard.name for shard in saved}
     distributed = {name: tensor for name, tensor in state.items() if is_distributed(tensor)}
     for shard in saved:
