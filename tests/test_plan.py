@@ -116,7 +116,10 @@ def test_axes_that_do_not_multiply_to_the_world_size_are_refused(world_size: int
         ("replicate=", "'replicate=' in plan 'replicate='; a plan is made of name=value pairs"),
         ("2", "'2' in plan '2'; a plan is made of name=value pairs"),
         ("pipeline=2,numerics=bitwise", "pipeline=2 with numerics=bitwise; a stage sums its microbatches' gradients as they arrive"),
-        ("pipeline=2,shard=2,schedule=zero-bubble", "schedule=zero-bubble with shard=2; it computes gradients of weights after the backward"),
+        (
+            "pipeline=2,shard=2,schedule=zero-bubble",
+            "schedule=zero-bubble with shard=2; it computes gradients of weights after the backward",
+        ),
         ("tensor=2,numerics=bitwise", "tensor=2 with numerics=bitwise; it splits the sums inside a layer"),
         ("tensor=2,compile=yes", "tensor=2 with compile=yes; its layers inspect their tensors"),
         ("shard=2,sharding=half", "sharding=half; known are full, gradients"),

@@ -179,9 +179,7 @@ def test_a_file_that_brings_code_along_executes_nothing(tmp_path: Path, state: A
     torch.save(state(Evil(tmp_path / "executed")), tmp_path / "evil.pt")
     with ls.Session(run_dir=str(tmp_path / "run")) as session, pytest.raises(RecipeError) as raised:
         session.prepare(Counted, sgd, weights=str(tmp_path / "evil.pt"))
-    assert "cannot be read without running code that the file names (posix.mkdir); only tensors are loaded" in str(
-        raised.value
-    )
+    assert "cannot be read without running code that the file names (posix.mkdir); only tensors are loaded" in str(raised.value)
     assert not (tmp_path / "executed").exists()
 
 
@@ -202,7 +200,10 @@ def damaged(folder: Path, kind: str) -> str:
     ("kind", "text"),
     [
         ("missing.pt", "does not exist; weights are a .safetensors file"),
-        ("old.pt", "is not a torch.save file, or has the format from before torch 1.6, which cannot be memory-mapped; save it again: torch.save("),
+        (
+            "old.pt",
+            "is not a torch.save file, or has the format from before torch 1.6, which cannot be memory-mapped; save it again: torch.save(",
+        ),
         ("short.safetensors", "cannot be read as safetensors (Error while deserializing header: incomplete metadata"),
         ("text.pt", "is not a torch.save file, or has the format from before torch 1.6, which"),
         ("text.txt", "has an unsupported format"),

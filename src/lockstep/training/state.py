@@ -182,7 +182,9 @@ def _like(template: Tensor | None, dtype: str, shape: tuple[int, ...]) -> Tensor
 
 def _check_same_parts(values: Mapping[str, Any], modules: Sequence[TrainModule], others: Mapping[str, Stateful]) -> None:
     if len(values["modules"]) != len(modules):
-        raise CheckpointError(f"the checkpoint holds {len(values['modules'])} (model, optimizer) pairs and this run prepared {len(modules)}")
+        raise CheckpointError(
+            f"the checkpoint holds {len(values['modules'])} (model, optimizer) pairs and this run prepared {len(modules)}"
+        )
     for number, module in enumerate(modules):
         saved = values["modules"][str(number)]["optimizers"]
         theirs, ours = [each["class"] for each in saved.values()], [type(optimizer).__qualname__ for optimizer in module.optimizers]
