@@ -60,7 +60,7 @@ def state_of(modules: Sequence[TrainModule], others: Mapping[str, Stateful]) -> 
 def restore(reader: CheckpointReader, modules: Sequence[TrainModule], others: Mapping[str, Stateful], mesh: Mesh) -> None:
     """Give everything its saved values. Every rank calls it.
 
-    Raises `CheckpointError` where the checkpoint is of something else, and `DamagedError`, both on every rank alike; what was restored by then
+    Raises `CheckpointError` if the checkpoint is of something else, and `DamagedError`, both on every rank alike; what was restored by then
     is of no use.
     """
     values = reader.manifest.values
