@@ -80,7 +80,7 @@ def test_all_ranks_files_become_one_checkpoint(tmp_path: Path, writers: list[Wri
     for rank in (0, 2, 1):
         assert folder.names() == []
         writers[rank].tell(job(folder.path, rank))
-    assert [writer.answer() for writer in writers] == [{"step": 60, "error": None, "left": None}] * 3
+    assert [writer.answer() for writer in writers] == [{"step": 60, "error": None, "not_deleted": None}] * 3
     assert folder.names() == [NAME]
     manifest = Manifest.decode(folder.read(NAME, MANIFEST))
     assert (manifest.step, manifest.values, manifest.facts) == (60, {"of 0": 0, "of 1": 1, "of 2": 2}, {"plan": "shard=3"})

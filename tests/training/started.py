@@ -53,7 +53,7 @@ def read_bytes(plan: str, run_dir: str, weights: Any) -> tuple[int, int]:
 
     class Counting:
         def __init__(self, inner: Any) -> None:
-            self.inner, self.kinds, self.close = inner, inner.kinds, inner.close
+            self.inner, self.specs, self.close = inner, inner.specs, inner.close
 
         def read(self, name: str, box: Any) -> Tensor:
             nonlocal read

@@ -91,6 +91,8 @@ def assign_writes(everyone: Sequence[Sequence[TensorShard]]) -> list[list[Tensor
 
 def plan_copies(state: Mapping[str, Tensor], saved: Sequence[TensorShard]) -> Iterator[ShardCopy]:
     """The copies that fill this rank's tensors from saved shards. The state's names and shapes must be among the saved ones."""
+    from lockstep.base.torch_private import is_distributed  # imports torch
+
     assert state.keys() <= {shard.name for shard in saved}
     from lockstep.base.torch_private import is_distributed
 
