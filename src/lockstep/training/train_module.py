@@ -94,11 +94,7 @@ class TrainModule:
             parallel.pipeline.watch(self._around_stage, self._after_stage)
         fused = all(group.get("fused") for optimizer in optimizers for group in optimizer.param_groups)
         self._gates_on_device = fused and all(to_local(parameter).is_cuda for parameter in self.parameters)
-        self._optimizer_unscales = (
-            fused
-            and all(divides_gradients(optimizer) for optimizer in optimizers)
-            and all(to_local(parameter) is parameter and parameter.dtype is torch.float32 for parameter in self.parameters)
-        )
+        self._optimizer_unscales = fused and _optimizers_can_unscale(optimizers, self.parameters)
         """True if the optimizers divide the gradient while they read it, as for torch's GradScaler. It saves a pass over the gradient."""
 
     def begin_loop(self, mesh: Mesh, max_microbatches: int) -> None:
@@ -273,3 +269,8 @@ class TrainModule:
         if self._reducer is not None:
             self._reducer.close()
             self._reducer = None
+
+
+def _optimizers_can_unscale(optimizers: Sequence[Optimizer], parameters: Sequence[nn.Parameter]) -> bool:
+    whole = all(to_local(parameter) is parameter and parameter.dtype is torch.float32 for parameter in parameters)
+    return whole and all(divides_gradients(optimizer) for optimizer in optimizers)
