@@ -128,7 +128,7 @@ class Session:
 
     @property
     def context(self) -> Context:
-        """What the run is, apart from its models: processes, mesh, plan, run directory."""
+        """The context of the run: processes, mesh, plan, run directory."""
         return self.run.context
 
     @property

@@ -33,7 +33,7 @@ class StepResult:
     flags: Tensor | bool
     """The number of data ranks that asked for something, or whether any did."""
     terms: list[dict[str, Tensor]]
-    """For each microbatch of this rank: each term's part of the loss, if the loss has several terms."""
+    """Each term's part of the loss for each microbatch of this rank, if the loss has several terms."""
     clip_norm: float | None
     """The largest norm that the commit allowed; None: no clipping."""
 

@@ -140,7 +140,7 @@ class TrainModule:
         return part.grad_output if self.loss_scale is None else part.grad_output * self.loss_scale.value
 
     def agree_on_loss(self, parts: Sequence[Contribution]) -> None:
-        """At the first commit, tell ranks without a microbatch what kind of loss the others have. Every rank calls it."""
+        """Tell ranks without a microbatch the other ranks' kind of loss, at the first commit. Every rank calls it."""
         mine = [parts[0].weight is not None, list(parts[0].terms)] if parts else None
         self.forward_knows_weight, self.terms = next(kind for kind in self.mesh.world.gather_values(mine) if kind is not None)
 

@@ -1,4 +1,4 @@
-"""How a rank computes its microbatches: the protocol, and how a recipe's model is called."""
+"""The protocol of executors, which compute a rank's microbatches, and the call of a recipe's model."""
 
 from __future__ import annotations
 

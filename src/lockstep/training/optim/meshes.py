@@ -1,4 +1,4 @@
-"""Optimizers whose parameters lie on several meshes: cut over the tensor axis, sharded, both, or whole."""
+"""Optimizers whose parameters are on several meshes: tensor parallel, sharded, both, or neither."""
 
 from __future__ import annotations
 

@@ -57,11 +57,11 @@ class Compression(ABC):
 
 
 class Bucket(NamedTuple):
-    """One of DDP's buckets, with the future of its sum."""
+    """A bucket of DDP, with the future of its sum."""
 
     buffer: Tensor
     gradients: list[Tensor]
-    """Views of the buffer, each laid out as its parameter."""
+    """Views of the buffer, each with the strides of its parameter."""
     parameters: list[Tensor]
     done: torch.futures.Future[Tensor]
 
@@ -269,14 +269,14 @@ class _Matrices:
 def compression_for(
     gradient_compression: str, world: World, parameters: Sequence[nn.Parameter], names: Sequence[str]
 ) -> Compression | None:
-    """Build the compression for `Recipe.gradient_compression`; None for "none", or if there is one rank. Raises `RecipeError`."""
+    """Build the compression for `Recipe.gradient_compression`; None for "none", or for one rank. Raises `RecipeError`."""
     if gradient_compression == "none":
         return None
     for name, parameter in zip(names, parameters, strict=True):
         if parameter.dtype is not torch.float32:
             raise RecipeError(
-                f"gradient_compression={gradient_compression!r} with the parameter {name!r} of {parameter.dtype}; only gradients of float32 "
-                "can be compressed; make the model float32 (precision='bf16' computes in bf16 all the same), or leave "
+                f"gradient_compression={gradient_compression!r} with the parameter {name!r} of {parameter.dtype}; only gradients of "
+                "float32 can be compressed; make the model float32 (precision='bf16' computes in bf16 all the same), or leave "
                 "gradient_compression='none'"
             )
     if world.size == 1:

@@ -1,4 +1,4 @@
-"""How a model's gradients are accumulated on a rank and summed over all ranks: the protocol, and which reducer a mesh needs."""
+"""The protocol of gradient reducers, which accumulate a model's gradients and sum them over ranks, and the choice for a mesh."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ReducerChoice:
     """The reducer that a mesh needs."""
 
     reducer: type[DdpReducer | FsdpReducer | PostBackwardReducer]
-    """For a pipeline's stages: the one that sums over the data axes."""
+    """The reducer over the data axes for a pipeline's stages; None without a pipeline."""
     reason: str
 
 
