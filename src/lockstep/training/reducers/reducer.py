@@ -51,7 +51,7 @@ class ReducerChoice:
     """The reducer that a mesh needs."""
 
     reducer: type[DdpReducer | FsdpReducer | PostBackwardReducer]
-    """The reducer over the data axes for a pipeline's stages; None without a pipeline."""
+    """The reducer over the data axes. A pipeline's `PipelineReducer` uses it for its stages."""
     reason: str
 
 
