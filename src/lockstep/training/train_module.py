@@ -33,7 +33,7 @@ from lockstep.training.reducers.tied_gradients import TiedGradients
 
 
 class TrainModule:
-    """A model and its optimizers on one rank, with what one step of them leaves for the next."""
+    """A model and its optimizers on one rank, with the state that steps leave for the next. `parameters`: the trainable ones, by name."""
 
     def __init__(
         self,
@@ -45,7 +45,6 @@ class TrainModule:
         context: Context,
         schedule: Callable[[Any], Any] | None,
     ) -> None:
-        """`parameters`: the trainable ones, by name."""
         self.model = model
         self.names = list(parameters)
         self.parameters = list(parameters.values())
