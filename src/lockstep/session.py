@@ -128,7 +128,7 @@ class Session:
 
     @property
     def context(self) -> Context:
-        """The run apart from its models: processes, mesh, plan, run directory."""
+        """The context of the run: processes, mesh, plan, run directory."""
         return self.run.context
 
     @property

@@ -447,7 +447,7 @@ REFUSED: dict[str, tuple[str | None, dict[str, Any], str]] = {
     "bitwise": (
         "numerics=bitwise",
         {"microbatch": "auto"},
-        "RecipeError: numerics=bitwise with microbatch='auto'; another machine or number of processes may choose another microbatch; give a",
+        "RecipeError: numerics=bitwise with microbatch='auto'; another machine or number of processes may choose another microbatch; give",
     ),
     "BatchNorm": (
         None,

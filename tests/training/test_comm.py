@@ -256,18 +256,18 @@ def refusing(run_dir: str, plan: str, changes: dict[str, Any]) -> None:
         ),
         ("tensor=2", 2, {}, "gradient_compression='int8' with tensor=2; only gradients of whole replicas"),
         ("pipeline=2", 2, {}, "gradient_compression='int8' with pipeline=2; only gradients of whole replicas"),
-        ("split=2", 1, {}, "gradient_compression='int8' with split=2; only whole replicas"),
+        ("split=2", 1, {}, "gradient_compression='int8' with split=2; only gradients of whole replicas"),
         (
             "replicate=2",
             2,
             {"model": double},
-            "gradient_compression='int8' with the parameter '0.weight' of torch.float64; what is sent in fewer bytes",
+            "gradient_compression='int8' with the parameter '0.weight' of torch.float64; only gradients of",
         ),
         (
             "replicate=1",
             1,
             {"model": double},
-            "gradient_compression='int8' with the parameter '0.weight' of torch.float64; what is sent in fewer bytes",
+            "gradient_compression='int8' with the parameter '0.weight' of torch.float64; only gradients of",
         ),
     ],
 )

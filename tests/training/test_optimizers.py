@@ -112,7 +112,7 @@ REFUSED: dict[str, tuple[Factory, str]] = {
     ),
     "parameters twice": (
         lambda model: [torch.optim.SGD(model.parameters()), torch.optim.SGD(model["a"].parameters())],
-        "a.weight, a.bias stand in two optimizers; each would move them; give every parameter to exactly one",
+        "a.weight, a.bias are in two optimizers; each would update them; give every parameter to exactly one",
     ),
     "parameters of another model": (
         lambda model: torch.optim.SGD([*model.parameters(), STRANGER]),
@@ -149,8 +149,8 @@ def test_a_frozen_parameter_may_be_held_or_left_out() -> None:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (nn.Linear(1, 1).requires_grad_(False), "the model (Linear) has no trainable parameter; training needs one at least: check"),
-        (nn.Tanh(), "the model (Tanh) has no trainable parameter; training needs one at least"),
+        (nn.Linear(1, 1).requires_grad_(False), "the model (Linear) has no trainable parameter; training needs at least one: check"),
+        (nn.Tanh(), "the model (Tanh) has no trainable parameter; training needs at least one"),
         (
             nn.Sequential(nn.LazyLinear(2), nn.Linear(2, 1)),
             "the model has lazy parameters without a shape (0.weight, 0.bias); the optimizer needs them before the first batch; run",

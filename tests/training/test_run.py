@@ -259,7 +259,8 @@ REFUSED: dict[str, tuple[str | None, dict[str, Any], str]] = {
     "bitwise without a microbatch": (
         "numerics=bitwise",
         {"microbatch": None},
-        "RecipeError: numerics=bitwise with microbatch=None; without a fixed microbatch, the microbatches depend on the number of processes; give "
+        "RecipeError: numerics=bitwise with microbatch=None; without a fixed microbatch, the microbatches depend on the number of "
+        "processes; give "
         "a microbatch, for example microbatch=2",
     ),
     "a model of its own on each rank": (

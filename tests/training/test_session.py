@@ -163,7 +163,7 @@ def test_a_second_compute_in_a_step_is_refused(tmp_path: Path) -> None:
         session.prepare(network, sgd)
         for step in session.steps(rows(16), global_batch=8, microbatch=4, steps=1):
             step.compute(None, squared_error)
-            with pytest.raises(LossError, match=r"after step 0: a second step.compute; one computes all microbatches"):
+            with pytest.raises(LossError, match=r"after step 0: a second step.compute; the first computed all microbatches"):
                 step.compute(None, squared_error)
             step.commit()
 
@@ -276,7 +276,7 @@ def with_arguments(**changes: Any) -> Callable[[ls.Session, Any, Any], None]:
 MISUSES: dict[str, tuple[Callable[[ls.Session, Any, Any], None], str]] = {
     "a second backward": (
         a_second_backward,
-        "LossError: after step 0, microbatch 0: a second backward; each microbatch has one: add the losses, and call it on their sum",
+        "LossError: after step 0, microbatch 0: a second backward; each microbatch has one: add the losses and call it on their sum",
     ),
     "a missing backward": (
         a_missing_backward,

@@ -280,7 +280,8 @@ def test_a_run_that_goes_on_with_other_data_is_refused(pool: WorkerPool, tmp_pat
         with pytest.raises(CheckpointError) as caught:
             pool.run(1, go_on, str(tmp_path / run_dir))
         assert str(caught.value) == (
-            f"the checkpoint has positions for {shards or 0} shards of a stream, and this run's ls.Stream has shards=6; resume with the data "
+            f"the checkpoint has positions for {shards or 0} shards of a stream, and this run's ls.Stream has shards=6; resume "
+            "with the data "
             "that it was saved with"
         )
 

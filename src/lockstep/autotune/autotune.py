@@ -93,7 +93,7 @@ def _summary(chosen: Mapping[str, Any], sources: Mapping[str, str], seconds: flo
         "measurement": f"measured in {seconds:.1f} s",
     }
     parts = {source: [f"{name} {chosen[name]}" for name in sources if sources[name] == source] for source in words}
-    return "; ".join(f"{', '.join(said)} ({words[source]})" for source, said in parts.items() if said)
+    return "; ".join(f"{', '.join(values)} ({words[source]})" for source, values in parts.items() if values)
 
 
 @dataclass

@@ -74,7 +74,7 @@ class MicrobatchTiming:
         self._stack.close()
 
     def batching(self, microbatch: int | None) -> Batching:
-        """The splitting of the run's global batches at this microbatch size."""
+        """Return the split of the run's global batches at this microbatch size."""
         recipe, data = self.recipe, self.recipe.data
         return Batching(
             samples=recipe.global_batch if isinstance(data, DataStream) else len(data),

@@ -142,7 +142,7 @@ class RunningStatistics:
             scratch.renew()
 
     def check(self, *, compare: bool) -> None:
-        """Raises `RecipeError` where a forward has changed a parameter, or a buffer that is not BatchNorm's.
+        """Raise `RecipeError` if a forward has changed a parameter, or a buffer that is not BatchNorm's.
 
         `compare`: as `begin` was told; all ranks raise alike then, and every rank of the run calls it.
         """

@@ -66,7 +66,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
 
 def use_exchange(model: nn.Module, exchange: SyncBatchNormExchange) -> None:
-    """Give the model's `nn.SyncBatchNorm` layers the forward of `SyncBatchNorm`, and the exchange.
+    """Replace the forward of the model's `nn.SyncBatchNorm` layers by that of `SyncBatchNorm`, with the exchange.
 
     Raises `RecipeError` if a layer has a process group of its own.
     """

@@ -14,7 +14,7 @@ from lockstep.training.step_result import StepResult
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request of one rank, or the request that all ranks have agreed on."""
+    """The stop and save that one rank asks for, or that all ranks have agreed on."""
 
     stop: str | None = None
     """Why no further step is to be taken."""
@@ -30,7 +30,7 @@ NOTHING = Request()
 
 
 def merge(requests: Sequence[Request]) -> Request:
-    """One request for all that any of them asks for, with the first reason given."""
+    """Combine requests: everything that any of them asks for, with the first reason."""
     return Request(
         next((each.stop for each in requests if each.stop is not None), None),
         any(each.save for each in requests),
@@ -52,7 +52,7 @@ class Consensus:
         return bool(self._mine(may_stop))
 
     def agree(self, results: Sequence[StepResult], *, may_stop: bool) -> Request:
-        """After a step, given its results, whose flags tell each data rank whether any of them asks. Every rank calls it."""
+        """Agree after a step. The flags in its results tell each data rank if any rank asks for something. Every rank calls it."""
         any_asks = self._flags.raised(results, wait=may_stop)
         if self._mesh.data.size < self._mesh.world.size:
             any_asks = self._mesh.world.any(any_asks)

@@ -60,7 +60,7 @@ class Context:
     precision: Precision
     gradient_compression: str
     requested_compression: str
-    """The compression that the script asked for; the overrides may have changed it."""
+    """The precision that the script asked for, unless an override changed it."""
     seed: int
     log_every: int
     """Steps between two lines of metrics.jsonl."""

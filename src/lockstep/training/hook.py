@@ -64,14 +64,14 @@ class Hook:
         """When an error ends the run on this rank. Other ranks may be gone: do not call collectives."""
 
     def on_end(self, run: Run) -> None:
-        """At the end of the run, however it ended. Do not call collectives."""
+        """Called at the end of the run, even after an error. Do not call collectives."""
 
 
 class ControlHook(Hook):
     """A hook of lockstep's own, which may also decide what all ranks do next."""
 
     def request(self, run: Run) -> Request:
-        """Return this rank's request. Called in each step."""
+        """Return this rank's request to all ranks. Called in each step."""
         return NOTHING
 
     def before_steps(self, run: Run) -> None:
@@ -118,14 +118,14 @@ class Hooks:
 
 @dataclass(slots=True)
 class LoopState:
-    """The position of a run in its loops of steps. The same on every rank, and saved with the run as JSON."""
+    """The position of a run in its loops of steps. The same on every rank, and saved in checkpoints as JSON."""
 
     loops: int = 0
     """Loops begun."""
     steps_before: int = 0
     """Optimizer steps done in earlier loops."""
     shards: dict[str, ShardPosition] = field(default_factory=dict)
-    """The position of each shard of a stream that this rank reads."""
+    """The position of each stream shard that this rank reads."""
     resumed: Mapping[str, Any] | None = None
     """The JSON values of the checkpoint that the run was resumed from, with `step`; None if it was not."""
 
@@ -155,7 +155,7 @@ class Run:
         self.modules: list[TrainModule] = []
         """The prepared models, each with its optimizers."""
         self.stateful: dict[str, Stateful] = {}
-        """Other objects that are saved with the run, by name."""
+        """Further objects whose state is saved in checkpoints, by name."""
         self.step = 0
         """Optimizer steps done."""
         self.results: list[StepResult] = []
@@ -186,7 +186,7 @@ class Run:
         self.source: Microbatches | None = None
         """The microbatches of the current step on this rank."""
         self.exchange = SyncBatchNormExchange()
-        """The ranks with which SyncBatchNorm layers exchange their statistics."""
+        """The exchange of statistics for SyncBatchNorm layers."""
         self.consensus = Consensus(context.mesh, self._request)
         self._has_started = False
         self._stop: str | None = None

@@ -1,4 +1,4 @@
-"""The loop of steps: how it is laid out, and what happens before and after each step, on every rank alike."""
+"""The loop of steps: its setup, and the calls before and after each step, the same on every rank."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def sources(
 
 
 def steps(run: Run, batches: Iterator[Microbatches], *, total: int, weight: Callable[[Any], Any] | None) -> Iterator[Step]:
-    """Give each step to the script, which computes and commits it; then call the hooks and do what the ranks agree on.
+    """Yield each step to the script, which computes and commits it; then call the hooks and do what the ranks agree on.
 
     `batches`: each step's microbatches. `total`: the number of steps. `weight`: as in `Recipe`.
     """

@@ -28,7 +28,7 @@ Spans = tuple[tuple[int, int], ...]
 
 
 class Batching:
-    """The number of steps of a loop, and the split of each global batch into microbatches and over ranks: pure arithmetic."""
+    """The number of steps of a loop, and the split of each global batch into microbatches for each rank: pure arithmetic."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Batching:
 
 @dataclass(slots=True)
 class StepLayout:
-    """Which samples each microbatch of one step has, and which rank computes it; for messages and checks."""
+    """The samples of each microbatch of one step, and the rank that computes it; for messages and checks."""
 
     step: int
     start: int

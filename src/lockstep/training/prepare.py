@@ -24,7 +24,7 @@ from lockstep.training.train_module import TrainModule
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelOptions:
-    """The ways in which a plan may divide a model, as in `Recipe`."""
+    """The options of `Recipe` for parallelizing a model."""
 
     blocks: Sequence[str] | None = None
     tensor: Mapping[str, str] | None = None

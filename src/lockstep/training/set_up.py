@@ -91,8 +91,8 @@ def check_compression_fits(plan: Plan, gradient_compression: str) -> None:
         return
     if plan.numerics == "bitwise":
         raise RecipeError(
-            f"gradient_compression={gradient_compression!r} with numerics=bitwise; each process rounds what it sends, so the bits depend on "
-            "their number; take gradient_compression='none', or numerics=fast"
+            f"gradient_compression={gradient_compression!r} with numerics=bitwise; each process rounds what it sends, so the bits "
+            "depend on their number; take gradient_compression='none', or numerics=fast"
         )
     for axis in ("shard", "tensor", "pipeline", "split"):
         if getattr(plan, axis) != 1:

@@ -117,7 +117,7 @@ def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def aliases(model: nn.Module) -> dict[str, str]:
-    """For tied parameters and buffers in the state dict: each further name -> the first name."""
+    """Further name -> first name of tied parameters and buffers in the state dict."""
     firsts: dict[int, str] = {}
     found = {name: firsts.setdefault(id(tensor), name) for name, tensor in _saved(model)}
     return {name: first for name, first in found.items() if name != first}

@@ -58,9 +58,8 @@ class Step:
         number = self._number(None)
         if self._computed:
             raise LossError(
-                f"after step {self.index}: a second step.compute; one computes all microbatches; let its loss return "
-                "the sum of both losses, "
-                "or a dict of terms"
+                f"after step {self.index}: a second step.compute; the first computed all microbatches; let its loss return the sum "
+                "of both losses, or a dict of terms"
             )
         self._computed = True
         self._modules[number].executor.train(self._begun(number), inputs, loss)
@@ -248,9 +247,8 @@ class _Accumulation:
         is_dummy = current.is_dummy
         if not is_dummy and self._seen and self._seen[-1] >= current.index:
             raise LossError(
-                f"after step {self._step.index}, microbatch {current.index}: a second backward; each microbatch has "
-                "one: add the losses, and "
-                "call it on their sum"
+                f"after step {self._step.index}, microbatch {current.index}: a second backward; each microbatch has one: add the losses "
+                "and call it on their sum"
             )
         part = self.contribution(loss, current)
         grad_output = self.grad_output(part)

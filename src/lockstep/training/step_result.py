@@ -33,7 +33,7 @@ class StepResult:
     flags: Tensor | bool
     """The number of data ranks that asked for something, or whether any did."""
     terms: list[dict[str, Tensor]]
-    """For each microbatch of this rank: each term's part of the loss, if the loss has several terms."""
+    """Each term's part of the loss for each microbatch of this rank, if the loss has several terms."""
     clip_norm: float | None
     """The largest norm that the commit allowed; None: no clipping."""
 
@@ -71,16 +71,14 @@ class StepResult:
         if self.applied is False and self.module.overflowed_at < 1:
             raise LossError(
                 f"after step {layout.step}: every loss is finite and the gradient is not, first in {self._not_finite()}, after "
-                f"{self.module.overflows} steps in a row, at a loss scale of {self.module.overflowed_at:g}; only a "
-                "scale above 1 can be why "
-                "a gradient overflows; the model was not changed by these steps: look for square roots and norms at 0, and try "
+                f"{self.module.overflows} steps in a row, at a loss scale of {self.module.overflowed_at:g}; at a scale of at most 1 the "
+                "scale is not the cause; the model was not changed by these steps: look for square roots and norms at 0, and try "
                 "precision='bf16' or 'fp32'"
             )
         if not math.isfinite(float(self.norm)) and self.module.loss_scale is None:
             raise LossError(
-                f"after step {layout.step}: every loss is finite and the gradient is not, first in "
-                f"{self._not_finite()}; a step needs a finite "
-                "gradient; the model was not changed by this step: look for square roots and norms at 0, and for overflow"
+                f"after step {layout.step}: every loss is finite and the gradient is not, first in {self._not_finite()}; a step needs "
+                "a finite gradient; the model was not changed by this step: look for square roots and norms at 0, and for overflow"
             )
 
     def _values(self) -> list[float]:
@@ -110,7 +108,6 @@ class StepResult:
 
 def no_weight(step: int, term: str) -> str:
     return (
-        f"after step {step}: the weights of term {term!r} add up to 0 over the whole global batch; the loss "
-        "is divided by their sum; check the "
-        "labels (are all ignored?) or use a larger global_batch"
+        f"after step {step}: the weights of term {term!r} add up to 0 over the whole global batch; the loss is divided by their sum; check "
+        "the labels (are all ignored?) or use a larger global_batch"
     )

@@ -33,7 +33,7 @@ from lockstep.training.reducers.tied_gradients import TiedGradients
 
 
 class TrainModule:
-    """A model and its optimizers on one rank, with what one step of them leaves for the next."""
+    """A model and its optimizers on one rank, with the state that steps leave for the next. `parameters`: the trainable ones, by name."""
 
     def __init__(
         self,
@@ -45,7 +45,6 @@ class TrainModule:
         context: Context,
         schedule: Callable[[Any], Any] | None,
     ) -> None:
-        """`parameters`: the trainable ones, by name."""
         self.model = model
         self.names = list(parameters)
         self.parameters = list(parameters.values())
@@ -92,7 +91,10 @@ class TrainModule:
             self._tied = TiedGradients(parameters, parallel.shared_parameters, parallel.pipeline.world)
             self.statistics = [RunningStatistics(module, context.mesh) for module in parallel.pipeline.modules]
             parallel.pipeline.watch(self._around_stage, self._after_stage)
-        self._gates_on_device, self._optimizer_unscales = _fused_abilities(optimizers, self.parameters)
+        fused = all(group.get("fused") for optimizer in optimizers for group in optimizer.param_groups)
+        self._gates_on_device = fused and all(to_local(parameter).is_cuda for parameter in self.parameters)
+        self._optimizer_unscales = fused and _optimizers_can_unscale(optimizers, self.parameters)
+        """True if the optimizers divide the gradient while they read it, as for torch's GradScaler. It saves a pass over the gradient."""
 
     def begin_loop(self, mesh: Mesh, max_microbatches: int) -> None:
         """Build the reducer for a loop of steps of at most `max_microbatches` each. Every rank calls it.
@@ -137,7 +139,7 @@ class TrainModule:
         return part.grad_output if self.loss_scale is None else part.grad_output * self.loss_scale.value
 
     def agree_on_loss(self, parts: Sequence[Contribution]) -> None:
-        """At the first commit, tell ranks without a microbatch what kind of loss the others have. Every rank calls it."""
+        """Tell ranks without a microbatch the other ranks' kind of loss, at the first commit. Every rank calls it."""
         mine = [parts[0].weight is not None, list(parts[0].terms)] if parts else None
         self.forward_knows_weight, self.terms = next(kind for kind in self.mesh.world.gather_values(mine) if kind is not None)
 
@@ -268,10 +270,6 @@ class TrainModule:
             self._reducer = None
 
 
-def _fused_abilities(optimizers: Sequence[Optimizer], parameters: Sequence[nn.Parameter]) -> tuple[bool, bool]:
-    """True if the optimizers can skip a step on the GPU; and if they divide the gradient while they read it, as for torch's GradScaler,
-    which saves a pass over it."""
-    fused = all(group.get("fused") for optimizer in optimizers for group in optimizer.param_groups)
-    whole_float32 = all(to_local(parameter) is parameter and parameter.dtype is torch.float32 for parameter in parameters)
-    gates = fused and all(to_local(parameter).is_cuda for parameter in parameters)
-    return gates, fused and whole_float32 and all(divides_gradients(optimizer) for optimizer in optimizers)
+def _optimizers_can_unscale(optimizers: Sequence[Optimizer], parameters: Sequence[nn.Parameter]) -> bool:
+    whole = all(to_local(parameter) is parameter and parameter.dtype is torch.float32 for parameter in parameters)
+    return whole and all(divides_gradients(optimizer) for optimizer in optimizers)

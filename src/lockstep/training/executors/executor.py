@@ -1,4 +1,4 @@
-"""The protocol by which a rank computes its microbatches, and the call of a recipe's model."""
+"""The protocol of executors, which compute a rank's microbatches, and the call of a recipe's model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizers whose parameters lie on several meshes: cut over the tensor axis, sharded, both, or whole."""
+"""Optimizers whose parameters are on several meshes: tensor parallel, sharded, both, or neither."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch.optim import Optimizer
 
 
 def separate_meshes(optimizer: Optimizer) -> None:
-    """Let each step of `optimizer` treat the parameters of one mesh at a time: torch's foreach and fused kernels refuse a mixture.
+    """Make each step of `optimizer` update the parameters of one mesh at a time: torch's foreach and fused kernels refuse a mixture.
 
-    Only within a step are there more param groups, each with the settings of the one that it is a part of; before and after it they
-    are the user's own. Called once, for an optimizer of a model that `tensor_parallel` has cut, before its first step.
+    During a step, each param group is split by mesh; before and after it, the groups are the user's own. Call it once, before the
+    optimizer's first step, if tensor parallelism has sharded some of its parameters.
     """
     if all(len(_by_mesh(group["params"])) == 1 for group in optimizer.param_groups):
         return
     kept: list[list[dict[str, Any]]] = []
 
     def before(*arguments: Any) -> None:
-        after()  # where the step before this one failed
+        after()  # if the previous step failed
         kept.append(optimizer.param_groups)
         optimizer.param_groups = [{**group, "params": params} for group in kept[0] for params in _by_mesh(group["params"])]
 

@@ -1,4 +1,4 @@
-"""A recipe's optimizers: that they cover the model, and that their state is there before the first step."""
+"""Builds a recipe's optimizers, checks that they cover the model, and allocates their state before the first step."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ STATE_IS_ZERO_AT_FIRST = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adama
 def built(factory: Callable[[nn.Module], Any], model: nn.Module, *, in_part: bool = False) -> list[Optimizer]:
     """Call the recipe's factory. Raises `RecipeError` unless its optimizers share out the model's trainable parameters.
 
-    State that they have not got yet is for `allocate_state`. `in_part`: this rank has some of the model's parameters; an optimizer of
-    several may find none of its own among them.
+    `allocate_state` then allocates their state. `in_part`: this rank has only some of the model's parameters, so one of several
+    optimizers may have none.
     """
     with collector_paused():
-        import_module("torch._dynamo")  # which the first optimizer imports
-    with _of_nothing_too() if in_part else nullcontext():
+        import_module("torch._dynamo")  # the first optimizer imports it
+    with _empty_optimizers_allowed() if in_part else nullcontext():
         made = factory(model)
     optimizers = list(made) if isinstance(made, list | tuple) else [made]
     for optimizer in optimizers:
@@ -50,8 +50,8 @@ def built(factory: Callable[[nn.Module], Any], model: nn.Module, *, in_part: boo
 
 
 @contextmanager
-def _of_nothing_too() -> Iterator[None]:
-    """Within it, an optimizer may be built of an empty list, which torch refuses, and steps nothing."""
+def _empty_optimizers_allowed() -> Iterator[None]:
+    """Allow optimizers without parameters, which torch refuses."""
     original: Any = Optimizer.__init__
 
     def made(self: Optimizer, params: Any, defaults: dict[str, Any]) -> None:
@@ -66,7 +66,7 @@ def _of_nothing_too() -> Iterator[None]:
 
 
 def trainable(model: Any) -> dict[str, nn.Parameter]:
-    """The model's trainable parameters by name, tied ones once. Raises `RecipeError` where there is none."""
+    """The model's trainable parameters by name, tied ones once. Raises `RecipeError` if there is none."""
     if not isinstance(model, nn.Module):
         raise RecipeError(f"the model factory returned {model!r} (a {type(model).__name__}); it must return a torch.nn.Module")
     found = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -77,14 +77,14 @@ def trainable(model: Any) -> dict[str, nn.Parameter]:
         )
     if not found:
         raise RecipeError(
-            f"the model ({type(model).__name__}) has no trainable parameter; training needs one at least: check requires_grad, and that "
+            f"the model ({type(model).__name__}) has no trainable parameter; training needs at least one: check requires_grad, and that "
             "layers are registered (a plain list of layers is not; nn.ModuleList is)"
         )
     return found
 
 
 def check_gradients(model: nn.Module, parameters: dict[str, nn.Parameter], *, bitwise: bool) -> None:
-    """Raises `RecipeError` where the model's gradients will be of a kind that cannot be summed over ranks."""
+    """Raise `RecipeError` if the model will have gradients that cannot be summed over ranks."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise RecipeError(
@@ -99,9 +99,9 @@ def check_gradients(model: nn.Module, parameters: dict[str, nn.Parameter], *, bi
 
 
 def unfuse(optimizers: Sequence[Optimizer]) -> bool:
-    """Have fused optimizers compute tensor by tensor; whether there was one.
+    """Make fused optimizers use the foreach implementation. Returns True if there was one.
 
-    A fused kernel rounds differently at a tensor's end than in its middle, so a part of a tensor would move otherwise than the whole.
+    A fused kernel rounds differently at a tensor's end than in its middle, so a shard would be updated with other bits than the whole.
     """
     groups = [group for optimizer in optimizers for group in (*optimizer.param_groups, optimizer.defaults) if group.get("fused")]
     for group in groups:
@@ -110,13 +110,13 @@ def unfuse(optimizers: Sequence[Optimizer]) -> bool:
 
 
 def allocate_state(optimizer: Optimizer) -> None:
-    """Make the optimizer's state now, so that no step can run out of memory half-way through applying itself.
+    """Allocate the optimizer's state now, so that no step can run out of memory while it is applied.
 
-    A trial step with zero gradients and a zero learning rate makes it, and is then wiped out; so only for optimizers whose state starts
-    at zero. The others allocate in their first step.
+    A dry run with zero gradients and a zero learning rate allocates it, and it is then set to zero. So this works only for optimizers
+    whose state starts at zero; others allocate in their first step.
     """
     if type(optimizer) not in STATE_IS_ZERO_AT_FIRST or optimizer.state or any(not group.get("eps", 1) for group in optimizer.param_groups):
-        return  # state that the factory has loaded is kept; without eps a trial step divides zero by zero
+        return  # state that the factory has loaded is kept; without eps the dry run divides zero by zero
     rates = [group["lr"] for group in optimizer.param_groups]
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     for parameter in parameters:
@@ -134,7 +134,7 @@ def allocate_state(optimizer: Optimizer) -> None:
 
 
 def apply(optimizer: Optimizer) -> None:
-    """`optimizer.step()`. Where nobody profiles and no hook waits for it, without torch's note to the profiler: that takes 8 µs."""
+    """`optimizer.step()`. Without a profiler and step hooks it skips torch's profiler record, which takes 8 µs."""
     step = type(optimizer).step
     if not getattr(step, "hooked", False) or "step" in vars(optimizer) or step_is_profiled() or has_step_hooks(optimizer):
         optimizer.step()
@@ -158,7 +158,7 @@ def _check_cover(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         )
     twice = [names.get(i, "(unnamed)") for i, times in held.items() if times > 1]
     if twice:
-        raise RecipeError(f"{_listed(twice)} stand in two optimizers; each would move them; give every parameter to exactly one")
+        raise RecipeError(f"{_listed(twice)} are in two optimizers; each would update them; give every parameter to exactly one")
     strangers = sum(i not in names for i in held)
     if strangers:
         raise RecipeError(

@@ -56,11 +56,11 @@ class Schedule:
             scheduler.step()
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """The state of torch's schedulers; a function of the step has none."""
+        """The state of the torch schedulers; a function of the step has none."""
         return [scheduler.state_dict() for scheduler in self._schedulers]
 
     def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
-        """Raises `CheckpointError` where the schedule was of the other kind."""
+        """Load `state_dict`. Raises `CheckpointError` if the saved schedule was of the other kind."""
         if len(states) != len(self._schedulers):
             raise CheckpointError(
                 f"the checkpoint has {len(states)} torch LRSchedulers and this run has {len(self._schedulers)}; a schedule that is a "

@@ -1,6 +1,6 @@
-"""Gradient compression between replicas: communication hooks for DDP, and the state that they keep between steps.
+"""Gradient compression for replicas (`Recipe.gradient_compression`): communication hooks for DDP, with their error feedback.
 
-(No `from __future__ import annotations` here: DDP looks at its hooks' annotations, and wants classes.)
+(No `from __future__ import annotations` here: DDP checks its hooks' annotations and needs classes.)
 """
 
 import time
@@ -22,15 +22,15 @@ from lockstep.comm.world import World
 from lockstep.recipe import powersgd_rank
 
 MIN_COMPRESSION_RATIO = 2
-"""A matrix is sent as two thin ones where those are so many times smaller; torch's own number."""
+"""A matrix is sent as two thin ones if those are this many times smaller; the default of torch's PowerSGD."""
 _REVIVING_SEED = 1
 
 
 class Compression(ABC):
-    """A compression of one model's gradients. `compression_for` makes it once, on every rank; it outlives DDP.
+    """Compression of one model's gradients. `compression_for` builds it once for the model, on every rank; it outlives DDP.
 
-    What compression takes from a gradient (`int8`, `powersgd`) is added to the next step's, in the memory of the rank that sends: error
-    feedback. (Seide et al., 1-Bit Stochastic Gradient Descent, 2014; Karimireddy et al., Error Feedback Fixes SignSGD, 2019.)
+    Error feedback: the rank that sends keeps the error of the compression (`int8`, `powersgd`) and adds it to the next step's gradient.
+    (Seide et al., 1-Bit Stochastic Gradient Descent, 2014; Karimireddy et al., Error Feedback Fixes SignSGD, 2019.)
     """
 
     def __init__(self, world: World) -> None:
@@ -38,29 +38,30 @@ class Compression(ABC):
         self._unit = 1.0
 
     def begin(self, unit: float) -> None:
-        """A step begins, whose gradients are multiplied by `unit`, the same on all ranks: that of a loss scale, say."""
+        """Begin a step whose gradients are multiplied by `unit`, such as a loss scale. It is the same on all ranks."""
         if unit != self._unit:
             self._rescale(unit / self._unit)
             self._unit = unit
 
     @abstractmethod
     def forget(self) -> None:
-        """The step was not applied, and what is left of it is worth nothing: nothing is added to the next."""
+        """Discard the residuals, because the step was not applied."""
 
     @abstractmethod
     def sum_bucket(self, stats: Tensor, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """A communication hook for DDP: the bucket's sum over ranks, not its mean. `stats`: a parameter; its gradient is not rounded."""
+        """Communication hook for DDP: sum the bucket over ranks (no mean). `stats`: the parameter whose gradient holds the step's
+        statistics; it is not rounded."""
 
     @abstractmethod
     def _rescale(self, factor: float) -> None: ...
 
 
 class Bucket(NamedTuple):
-    """One of DDP's, its gradients still to be replaced by their sum."""
+    """A bucket of DDP, with the future of its sum."""
 
     buffer: Tensor
     gradients: list[Tensor]
-    """Views of the buffer, each laid out as its parameter."""
+    """Views of the buffer, each with the strides of its parameter."""
     parameters: list[Tensor]
     done: torch.futures.Future[Tensor]
 
@@ -71,18 +72,18 @@ class Bucket(NamedTuple):
         return cls(buffer, gradients_of(bucket), bucket.parameters(), done)
 
     def stats_part(self, stats: Tensor) -> Tensor:
-        """The part of the buffer that is theirs; empty where they are in another bucket."""
+        """The part of the buffer that holds `stats`; empty if it is in another bucket."""
         parts = zip(self.gradients, self.parameters, strict=True)
         return next((gradient for gradient, parameter in parts if parameter is stats), self.buffer[:0])
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """Parts of `flat`, as long as the buffer, as the gradients are parts of that."""
+        """Views of `flat`, which is as long as the buffer, at the places of the gradients."""
         start = self.buffer.storage_offset() - flat.storage_offset()
         return [flat.as_strided(g.shape, g.stride(), g.storage_offset() - start) for g in self.gradients]
 
 
 class Rounded(Compression):
-    """Each number in a shorter type, see `CompressedAllReduce`. Buckets are on their way while the backward goes on."""
+    """Rounds each number to a shorter type, see `CompressedAllReduce`. Buckets are sent during the backward."""
 
     def __init__(self, world: World, rounding: Rounding, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__(world)
@@ -101,7 +102,7 @@ class Rounded(Compression):
 
     def sum_bucket(self, stats: Tensor, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         if bucket.index() == 0:
-            self._sums = []  # of a backward that failed, there may be some
+            self._sums = []  # drops those of a backward that failed
         current = Bucket.of(bucket)
         self._start(current, stats)
         if bucket.is_last():
@@ -143,7 +144,7 @@ class Rounded(Compression):
             bucket.done.set_result(bucket.buffer)
 
     def _with_residuals(self, bucket: Bucket, flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """The parts of `flat` that are those of parameters, and what is kept of each parameter."""
+        """Return the parts of `flat` that belong to parameters, and the residual of each."""
         known = [
             (part, self._residuals[id(p)])
             for part, p in zip(bucket.views(flat), bucket.parameters, strict=True)
@@ -153,10 +154,10 @@ class Rounded(Compression):
 
 
 class LowRank(Compression):
-    """Each matrix as the product of two thin ones: torch's PowerSGD. (Vogels et al., 2019.) What is no matrix, or too small to gain by it,
-    is sent as it is.
+    """Sends each matrix as the product of two thin ones: torch's PowerSGD. (Vogels et al., 2019.)
 
-    All matrices of a step go at once, after the backward: three exchanges, whatever the number of buckets.
+    Other tensors, and matrices too small to gain by it, are sent uncompressed. All matrices of a step are sent together after the
+    backward, in three exchanges.
     """
 
     def __init__(self, world: World, rank: int, parameters: Sequence[nn.Parameter]) -> None:
@@ -164,7 +165,7 @@ class LowRank(Compression):
         self._rank = rank
         matrices = [_Matrix(len(p), p.numel() // len(p), id(p)) for p in parameters if p.dim() > 1 and p.numel()]
         matrices = [each for each in matrices if (each.rows + each.columns) * rank * MIN_COMPRESSION_RATIO < each.rows * each.columns]
-        self._matrices = sorted(matrices, key=lambda each: (each.rows, each.columns))  # as torch takes them: those of one shape together
+        self._matrices = sorted(matrices, key=lambda each: (each.rows, each.columns))  # in torch's order: grouped by shape
         self._buckets: list[Bucket] = []
         self._reviving = torch.Generator()
         self.forget()
@@ -172,7 +173,7 @@ class LowRank(Compression):
     def forget(self) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState  # it imports NumPy
 
-        # It begins late because DDP makes its buckets anew after the first step; what it is given here is the same in every step.
+        # torch demands a start after DDP rebuilds its buckets, in the first step; the tensors given here are the same in every step.
         self._state = PowerSGDState(
             self._senders.group, self._rank, start_powerSGD_iter=2, min_compression_rate=0, orthogonalization_epsilon=1e-30
         )
@@ -185,7 +186,7 @@ class LowRank(Compression):
 
     def sum_bucket(self, stats: Tensor, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         if bucket.index() == 0:
-            self._buckets = []  # of a backward that failed, there may be some
+            self._buckets = []  # drops those of a backward that failed
         current = Bucket.of(bucket)
         self._buckets.append(current)
         if bucket.is_last():
@@ -199,7 +200,7 @@ class LowRank(Compression):
         return current.done
 
     def _sum(self, gradients: dict[int, Tensor]) -> None:
-        """Replace them by their sums over ranks."""
+        """Replace the gradients by their sums over ranks."""
         thin = [gradients.pop(each.parameter) for each in self._matrices]
         for tensors, add in ((list(gradients.values()), self._add), (thin, self._add_matrices)):
             if not tensors:
@@ -222,10 +223,10 @@ class LowRank(Compression):
 
         self._revive()
         powerSGD_hook(self._state, _Matrices(flat, self._matrices)).wait()
-        flat.mul_(self._senders.size)  # it gives the mean
+        flat.mul_(self._senders.size)  # the hook computes the mean
 
     def _revive(self) -> None:
-        """A thin matrix's column of zeros, which a gradient of zeros leaves, would be one for ever: it is drawn anew."""
+        """Draw the zero columns of thin matrices anew: a zero gradient leaves them, and they would stay zero for ever."""
         if (kept := self._state.q_memory_dict.get(0)) is None or kept.all():
             return
         ranks = [min(each.rows, each.columns, self._rank) for each in self._matrices]
@@ -241,11 +242,11 @@ class _Matrix(NamedTuple):
     rows: int
     columns: int
     parameter: int
-    """The `id` of the one whose gradient it is, all dims but the first taken for one."""
+    """The `id` of the parameter, whose dims but the first are flattened to one."""
 
 
 class _Matrices:
-    """A stand-in for one of DDP's buckets, for torch's hook."""
+    """Stands in for a DDP bucket in torch's hook."""
 
     def __init__(self, flat: Tensor, matrices: Sequence[_Matrix]) -> None:
         self._flat = flat
@@ -268,18 +269,15 @@ class _Matrices:
 def compression_for(
     gradient_compression: str, world: World, parameters: Sequence[nn.Parameter], names: Sequence[str]
 ) -> Compression | None:
-    """The compression that `gradient_compression`, as in `Recipe`, names; None if gradients are sent as they are, or to no other rank.
-
-    Raises `RecipeError`.
-    """
+    """Build the compression for `Recipe.gradient_compression`; None for "none", or for one rank. Raises `RecipeError`."""
     if gradient_compression == "none":
         return None
     for name, parameter in zip(names, parameters, strict=True):
         if parameter.dtype is not torch.float32:
             raise RecipeError(
-                f"gradient_compression={gradient_compression!r} with the parameter {name!r} of {parameter.dtype}; "
-                "what is sent in fewer bytes is a gradient of float32; "
-                "make the model float32 (precision='bf16' computes in bf16 all the same), or leave gradient_compression='none'"
+                f"gradient_compression={gradient_compression!r} with the parameter {name!r} of {parameter.dtype}; only gradients of "
+                "float32 can be compressed; make the model float32 (precision='bf16' computes in bf16 all the same), or leave "
+                "gradient_compression='none'"
             )
     if world.size == 1:
         return None
@@ -288,7 +286,7 @@ def compression_for(
 
 
 def gradients_of(bucket: GradBucket) -> list[Tensor]:
-    """Views of the bucket, each laid out as its parameter is: `bucket.gradients()` takes all of them for contiguous."""
+    """Views of the bucket with the strides of their parameters; `bucket.gradients()` would return all of them contiguous."""
     return [
         gradient.as_strided(parameter.shape, parameter.stride())
         if not parameter.is_contiguous() and torch.ops.aten.is_non_overlapping_and_dense(parameter)

@@ -121,8 +121,7 @@ class DdpReducer:
         self._complete_at = time.perf_counter()
 
     def backward(self, total: Tensor, grad_output: Tensor, *, own_parameters_only: bool, is_dummy: bool) -> None:
-        """See `GradientReducer.backward`. If the ranks have collectives inside the backward, no bucket is sent before the last backward
-        ends."""
+        """See `GradientReducer.backward`. If the backward has collectives of its own, no bucket is sent before its end."""
         if is_dummy:
             torch.autograd.grad(total, self._parameters, grad_output, allow_unused=True)
             return

@@ -1,4 +1,4 @@
-"""FSDP2's exchanges, replaced: the reduce-scatter by a plain sum, or the canonical tree's; the all-gather by one through shared memory."""
+"""Replacements for FSDP2's collectives: reduce-scatters that sum (plainly, or in tree order), and an all-gather in shared memory."""
 
 from __future__ import annotations
 
@@ -36,30 +36,30 @@ class Gather(AllGather):
 
 
 class Scatter(ReduceScatter):
-    """The sum over the `shard` axis. One for each of FSDP2's groups of parameters. Every rank calls its methods alike.
+    """The reduce-scatter over the `shard` axis for one of FSDP2's parameter groups. Every rank calls its methods alike.
 
-    A group may be called more than once in a round: the model was, in one forward. Outside of a step, as in the turn of another model
-    whose loss reaches this one, nothing is exchanged.
+    It may be called more than once in a round, if the forward calls the model more than once. Outside of a step (in a backward of another
+    model's loss through this one) it exchanges nothing.
     """
 
     def __init__(self, memory: SharedMemoryGroup | None) -> None:
-        """`memory`: what the ranks of `shard` share, if they do."""
+        """`memory`: the shared memory of the ranks of `shard`, if they have one."""
         self._memory = memory
         self._in_step = False
 
     def begin(self, count: int) -> None:
-        """A step of `count` microbatches starts."""
+        """Begin a step of `count` microbatches."""
         self._in_step = True
 
     def next_round(self, *, is_dummy: bool) -> None:
-        """The next backward is another round's. `is_dummy`: its gradient is discarded."""
+        """Begin the next round of backwards. `is_dummy`: its gradient is discarded."""
         self._is_dummy = is_dummy
 
     def end_round(self, *, last: bool) -> None:
-        """The backward is done. After the last one the gradients of FSDP2's parameters are the sum."""
+        """End the round. After the `last` one, the gradients of FSDP2's parameters hold the sum."""
 
     def end(self) -> None:
-        """The step is over."""
+        """End the step."""
         self._in_step = False
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -88,12 +88,12 @@ class OrderedScatter(Scatter):
 
     In round r, rank d of the n data ranks has microbatch r * n + d. Each shard of the gradient is cut into one slice for each of its
     replicas; an all-to-all brings every rank all leaves of its slice, which it pushes into a binary counter; after the last round
-    replicas exchange their slices of the sum. FSDP2 is given zeros, which the sum then replaces, on the CPU where FSDP2 has put them
-    there; gradients of earlier rounds are thrown away.
+    replicas exchange their slices of the sum. FSDP2 itself receives zeros, which the sum replaces at the end (on the CPU, if FSDP2
+    has offloaded them).
     """
 
     def __init__(self, mesh: Mesh, parameters: Any) -> None:
-        """`parameters`: FSDP2's group of them, in whose order and padding the gradients are sent; None for a group without."""
+        """`parameters`: FSDP2's parameter group, which defines the order and padding of the gradients; None if it has no parameters."""
         super().__init__(mesh.data.shared_memory)
         self._parameters = parameters
         self._data = mesh.data

@@ -1,4 +1,4 @@
-"""The protocol of gradient reducers: accumulation on a rank, the sum over all ranks; and the choice for a mesh."""
+"""The protocol of gradient reducers, which accumulate a model's gradients and sum them over ranks, and the choice for a mesh."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ReducerChoice:
     """The reducer that a mesh needs."""
 
     reducer: type[DdpReducer | FsdpReducer | PostBackwardReducer]
-    """For a pipeline's stages: the one that sums over the data axes."""
+    """The reducer over the data axes. A pipeline's `PipelineReducer` uses it for its stages."""
     reason: str
 
 

@@ -1,4 +1,4 @@
-"""Parameters that stages on several ranks hold: their gradients are summed over those ranks, and counted on one."""
+"""Parameters tied across pipeline stages: their gradients are summed over the stages' ranks, and count in the norm on one."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from lockstep.model.pipeline.stages import SharedParameter
 
 
 class TiedGradients:
-    """The tied parameters of one model on one rank of a pipeline. `pipeline`: its ranks, of which this is one."""
+    """The tied parameters of one model on one rank of a pipeline."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], tied: Sequence[SharedParameter], pipeline: World) -> None:
-        """`parameters`: the trainable ones of this rank's stages, by name, in the engine's order."""
+        """`parameters`: the trainable ones of this rank's stages, by name, in the reducer's order. `pipeline`: the pipeline's ranks."""
         self._pipeline = pipeline
         places = {name: place for place, name in enumerate(parameters)}
         mine = [each for each in tied if pipeline.rank in each.ranks and each.name in parameters]
@@ -25,11 +25,11 @@ class TiedGradients:
         self._elsewhere = {id(parameter) for _, parameter, ranks in self._mine if ranks[0] != pipeline.rank}
 
     def counts(self, parameter: nn.Parameter) -> bool:
-        """True if this rank counts the parameter in the gradient's norm."""
+        """True if the parameter counts in the gradient's norm on this rank."""
         return id(parameter) not in self._elsewhere
 
     def sum(self, used: list[float]) -> None:
-        """Make each tied `.grad` the sum over the stages that hold it, with the same bits on each, and note in `used` whether one used it.
+        """Make each tied `.grad` the sum over the stages that hold it, with the same bits on each, and set `used` if any stage used it.
 
         Every rank of the pipeline calls it, once a step, after the last backward and before clipping.
         """
@@ -48,7 +48,7 @@ class TiedGradients:
             to_local(parameter.grad).copy_(mine[:-1].view_as(place))
 
     def _sum(self, mine: Tensor, ranks: Sequence[int]) -> None:
-        """The first of `ranks` adds in their order, and tells the others."""
+        """Sum over `ranks`: the first one adds in their order and sends the result to the others."""
         group = self._pipeline.group or dist.group.WORLD
         if self._pipeline.rank != ranks[0]:
             dist.send(mine, group=group, group_dst=ranks[0])
