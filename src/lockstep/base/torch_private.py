@@ -67,8 +67,6 @@ _HOME = {
     # The default collate with one of its functions exchanged: the map is public in the documentation only.
     "collate": "torch.utils.data._utils.collate:collate",
     "default_collate_fn_map": "torch.utils.data._utils.collate:default_collate_fn_map",
-    # (profile_all_threads=True): the public profiler takes it as `experimental_config`.
-    "ProfilerConfig": "torch._C._profiler:_ExperimentalConfig",
     # The strides of a contiguous tensor of a shape.
     "make_contiguous_strides_for": "torch._prims_common:make_contiguous_strides_for",
 }
@@ -115,19 +113,13 @@ def is_distributed(tensor: Tensor) -> bool:
 
 
 def to_local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor that may be a `DTensor`, sharing its memory.
-
-    Unlike `DTensor.to_local` it makes no autograd node, and no view.
-    """
+    """Return this rank's part of a tensor that may be a `DTensor`: its memory, with no autograd node and no view."""
     part: Tensor = tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor
     return part
 
 
 def version(tensor: Tensor) -> int:
-    """Return the number of in-place writes that autograd has counted for the tensor.
-
-    Writes through `.data` are not counted.
-    """
+    """Return the number of in-place writes that autograd has counted; those through `.data` do not count."""
     return int(tensor._version)
 
 
@@ -153,10 +145,7 @@ def make_subclass(kind: type[Tensor], tensor: Tensor, requires_grad: bool) -> Te
 
 
 def swap_implementations(one: Tensor, other: Tensor) -> None:
-    """Exchange the contents of two tensors.
-
-    Their classes and attributes stay, unlike with `torch.utils.swap_tensors`.
-    """
+    """Exchange the contents of two tensors. Unlike `torch.utils.swap_tensors` it leaves classes and attributes."""
     torch._C._swap_tensor_impl(one, other)
 
 
@@ -189,10 +178,7 @@ def cpu_multiplies_bf16() -> bool:
 
 
 def set_allocator_settings(settings: str) -> bool:
-    """Set what PYTORCH_ALLOC_CONF would.
-
-    False if this torch cannot. The public `torch.cuda.memory` function is deprecated.
-    """
+    """Set what PYTORCH_ALLOC_CONF would; False if this torch cannot. `torch.cuda.memory`'s function is deprecated."""
     configure = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     if configure is None:
         return False
@@ -219,19 +205,13 @@ def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
 
 
 def apply_to_own_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
-    """Replace the module's own parameters and buffers by `function` of them, as `module.to` does; not those of its
-    children."""
+    """Replace the module's own parameters and buffers, not its children's, by `function` of them, as `to` does."""
     module._apply(function, recurse=False)  # type: ignore[no-untyped-call]
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:
     """True if `module.compile()` was called."""
     return module._compiled_call_impl is not None
-
-
-def wraps_compiled(module: nn.Module) -> bool:
-    """True if `torch.compile` returned this module, around the one that it was given."""
-    return "_orig_mod" in module._modules
 
 
 def has_compiled_forward(module: nn.Module) -> bool:
@@ -260,25 +240,15 @@ def step_is_profiled() -> bool:
 
 
 def divides_gradients(optimizer: Optimizer) -> bool:
-    """True if `step` divides gradients by the tensor `grad_scale` of the optimizer, and skips if `found_inf` is set:
-    fused ones do."""
+    """True if `step` divides gradients by `optimizer.grad_scale`, and skips if `found_inf` is set: fused ones do."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 # Data loading
 
 
-def end_with_parent(signal_number: int) -> None:
-    """Have the kernel send this process the signal when its parent ends (Linux's PR_SET_PDEATHSIG; nothing on other
-    systems)."""
-    from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
-
-    _prctl_pr_set_pdeathsig(signal_number)
-
-
 def shut_down_workers(loader: Any, batches: Any) -> None:
-    """End the workers of a `DataLoader` with `persistent_workers`; `batches`: its iterator, or None if there was
-    none."""
+    """End the persistent workers of a `DataLoader`; `batches`: its iterator, or None if there was none."""
     loader._iterator = None
     if batches is not None:
         batches._shutdown_workers()
@@ -312,10 +282,7 @@ def active_collectives_json() -> bytes:
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Return a mesh of one axis, `name`, with the ranks of all axes of `mesh`.
-
-    Every rank calls it: it makes process groups.
-    """
+    """Return a mesh of one axis, `name`, with all ranks of `mesh`. Every rank calls it: it makes process groups."""
     return mesh._flatten(name)
 
 
@@ -325,14 +292,12 @@ def forget_process_groups(mesh: DeviceMesh) -> None:
 
 
 def fsdp_parameter_group(module: Any) -> Any:
-    """Return FSDP2's group of the parameters of a module that was given to `fully_shard`; None if it has none of its
-    own."""
+    """Return FSDP2's group of the parameters of a `fully_shard` module; None if it has none of its own."""
     return module._get_fsdp_state()._fsdp_param_group
 
 
 def set_unshard_async(root: Any, enabled: bool) -> None:
-    """Have the all-gathers of FSDP2's blocks run as async operations of the process group, instead of on streams of
-    their own."""
+    """Run the all-gathers of FSDP2's blocks as async operations of the process group, not on their own streams."""
     root._set_unshard_async_op(enabled)
 
 
@@ -340,8 +305,7 @@ def set_unshard_async(root: Any, enabled: bool) -> None:
 
 
 def stage_inputs(stage: Any, chunk: int) -> tuple[Any, ...]:
-    """Return what a pipeline stage received for a microbatch whose backward is to come; empty if nothing is kept of
-    it."""
+    """Return what a pipeline stage received for a microbatch whose backward is to come; empty if nothing is kept."""
     return tuple(stage.fwd_cache[chunk][1]) if chunk in stage.fwd_cache else ()
 
 

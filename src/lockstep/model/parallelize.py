@@ -123,12 +123,7 @@ def _wrap_blocks(model: nn.Module, names: Sequence[str], plan: Plan) -> None:
 
 
 def _shard(
-    model: nn.Module,
-    mesh: Mesh,
-    plan: Plan,
-    blocks: Sequence[str],
-    roots: Sequence[str] | None,
-    materialize: Callable[[nn.Module], None],
+    model: nn.Module, mesh: Mesh, plan: Plan, blocks: Sequence[str], roots: Sequence[str] | None, materialize: Callable[[nn.Module], None]
 ) -> None:
     """Shard the whole model, or each of the parts `roots` that this rank of a pipeline holds."""
     free = plan.sharding == "full"

@@ -206,7 +206,4 @@ def _writes(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
     arguments = [
         (place, argument) for place, argument in enumerate(schema(func).arguments) if argument.alias_info and argument.alias_info.is_write
     ]
-    return (
-        tuple(place for place, argument in arguments if not argument.kwarg_only),
-        tuple(argument.name for _, argument in arguments),
-    )
+    return (tuple(place for place, argument in arguments if not argument.kwarg_only), tuple(argument.name for _, argument in arguments))
