@@ -47,8 +47,7 @@ def active_calls() -> list[CollectiveCall]:
 
     Any thread may call it.
     """
-    calls = list(_announced)
-    calls += [CollectiveCall(*call) for call in SharedMemoryGroup.active_calls()]
+    calls = [*_announced, *(CollectiveCall(*call) for call in SharedMemoryGroup.active_calls())]
     return calls + (_in_torch() if dist.is_available() and dist.is_initialized() else [])
 
 

@@ -263,7 +263,6 @@ def _tensor(text: bytes) -> Tensor:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Return a view of the tensor as bytes."""
     return tensor.view(-1).view(torch.uint8)
 
 

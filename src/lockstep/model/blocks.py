@@ -44,7 +44,7 @@ def _named(model: nn.Module, patterns: Sequence[str]) -> list[str]:
                 f"{', ...' if len(names) > 12 else ''}; give names or patterns such as 'blocks.*'"
             )
     # `*` is any text, so that "blocks.*" also matches what lies in a block: of one pattern's matches the outermost count.
-    found = [_outermost([name for name in names if fnmatchcase(name, pattern)]) for pattern in patterns]
+    found = [outermost([name for name in names if fnmatchcase(name, pattern)]) for pattern in patterns]
     chosen = [name for name in names if any(name in matches for matches in found)]
     for name in chosen:
         if inside := next((other for other in chosen if name.startswith(f"{other}.")), None):
@@ -61,7 +61,8 @@ def blocks_with_shared_parameters(model: nn.Module, blocks: Sequence[str]) -> se
     return {name for names in owners.values() if len(names) > 1 for name in names if name}
 
 
-def _outermost(names: list[str]) -> list[str]:
+def outermost(names: list[str]) -> list[str]:
+    """Return the names that lie inside no other of them."""
     return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
 
 

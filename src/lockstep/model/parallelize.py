@@ -113,7 +113,6 @@ def _keep_own_stages(initial: InitialModel, stages: Stages, mesh: Mesh) -> list[
 
 
 def _wrap_blocks(model: nn.Module, names: Sequence[str], plan: Plan) -> None:
-    """Compile blocks and checkpoint their activations, as the plan asks."""
     for name in names:
         block = model.get_submodule(name)
         if plan.compile:

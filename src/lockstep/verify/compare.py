@@ -146,8 +146,6 @@ def divergence(reference: Trace, other: Trace, steps: int) -> dict[str, list[flo
 
 @dataclass(slots=True)
 class _Comparator:
-    """A comparison in progress."""
-
     reference: Trace
     plan: Trace
     rounding: MeasuredRounding

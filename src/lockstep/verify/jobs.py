@@ -107,7 +107,8 @@ def perturbed_jobs(steps: int, microbatch: int | None, count: int = PERTURBED_RU
 
 def plan_job(plan: Plan, processes: int, steps: int, microbatch: int | None) -> Job:
     """Return the run that is compared with the reference. It does not compress gradients: `compressed` does."""
-    return Job(name=f"plan-{_file_name(plan)}", plan=plan, processes=processes, steps=steps, microbatch=microbatch, uncompressed=True)
+    name = "plan-" + str(plan).replace(",", "-").replace("=", "")
+    return Job(name=name, plan=plan, processes=processes, steps=steps, microbatch=microbatch, uncompressed=True)
 
 
 def compressed(job: Job) -> Job:
@@ -140,7 +141,3 @@ def microbatch_for_all(global_batch: int, plans: Sequence[tuple[Plan, int]]) -> 
     The plan with the most processes then has one microbatch for each.
     """
     return max(1, -(-global_batch // max(processes for _, processes in plans)))
-
-
-def _file_name(plan: Plan) -> str:
-    return str(plan).replace(",", "-").replace("=", "")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lockstep.base.errors import RecipeError
 from lockstep.base.torch_private import BatchNormBase, own_buffers, own_modules, own_parameters
+from lockstep.model.blocks import outermost
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,20 +161,19 @@ def keep_only_parts(model: nn.Module, names: Sequence[str]) -> None:
 
 
 def _matched(pattern: str, modules: dict[str, nn.Module]) -> list[str]:
-    names = [name for name in modules if fnmatchcase(name, pattern)]
-    outermost = [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
-    if not outermost:
+    found = outermost([name for name in modules if fnmatchcase(name, pattern)])
+    if not found:
         raise RecipeError(
             f"the recipe's stages have {pattern!r}, which matches no module of the model; modules are {', '.join(list(modules)[:12])}"
             f"{', ...' if len(modules) > 12 else ''}; give names or patterns such as 'blocks.*'"
         )
-    for name in outermost:
+    for name in found:
         if isinstance(modules[name], nn.ModuleList | nn.ModuleDict):
             raise RecipeError(
                 f"the recipe's stages have {pattern!r}, and {name!r} is a {type(modules[name]).__name__}, which cannot be called; "
                 f"name its members: {name + '.*'!r}"
             )
-    return outermost
+    return found
 
 
 def _check_whole(model: nn.Module, parts: Sequence[str]) -> None:

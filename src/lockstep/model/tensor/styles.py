@@ -17,7 +17,7 @@ from lockstep.base.torch_private import own_parameters
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """The way one layer is sharded. A *sharded* tensor is this rank's shard of the features (or of the heads)."""
+    """The sharding of one layer. A *sharded* tensor is this rank's shard of the features (or of the heads)."""
 
     kinds: tuple[str, ...]
     """The kinds of module that it applies to: `linear` (also `Conv1D` of transformers), `embedding`, `any`."""
