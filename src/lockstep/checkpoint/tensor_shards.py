@@ -94,7 +94,6 @@ def plan_copies(state: Mapping[str, Tensor], saved: Sequence[TensorShard]) -> It
     from lockstep.base.torch_private import is_distributed  # imports torch
 
     assert state.keys() <= {shard.name for shard in saved}
-
     distributed = {name: tensor for name, tensor in state.items() if is_distributed(tensor)}
     for shard in saved:
         if shard.name in state and shard.name not in distributed:

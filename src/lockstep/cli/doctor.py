@@ -109,11 +109,10 @@ def _checks(checks: Sequence[CheckResult]) -> Any:
     from rich.padding import Padding
     from rich.text import Text
 
-    table = _table()
+    table, several = _table(), len({check.machine for check in checks if check.machine}) > 1
     table.add_column(min_width=14, max_width=22)
     table.add_column(width=7)
     table.add_column(ratio=1)
-    several = len({check.machine for check in checks if check.machine}) > 1
     for section in dict.fromkeys(check.section for check in checks):
         table.add_row(Text(section, style="bold"))
         for check in _shown([check for check in checks if check.section == section]):

@@ -127,8 +127,7 @@ def _own(args: Sequence[str], start: int) -> tuple[list[str], int]:
     found: list[str] = []
     place = start
     while place < len(args) and args[place].startswith("-"):
-        option = args[place]
-        place += 1
+        option, place = args[place], place + 1
         if option == "--":
             break
         if option == "--plans":

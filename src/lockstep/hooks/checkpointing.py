@@ -80,11 +80,10 @@ class Checkpointing(ControlHook):
     def rescue(self, run: Run, error: BaseException) -> bool:
         """If this rank's state is that of a whole step, save it without the other ranks' help. Returns True if it is saved."""
         by_the_script = isinstance(error, SystemExit) and not isinstance(error, Terminated)
-        if self._checkpointer is None or by_the_script or isinstance(error, DivergenceError) or not run.is_whole_in_a_step:
+        is_whole = run.source is not None and run.is_whole and run.is_whole_in_a_step
+        if self._checkpointer is None or by_the_script or isinstance(error, DivergenceError) or not is_whole:
             return False
-        if run.source is None or not run.is_whole:
-            return False
-        if run.source.positions is not None and run.context.mesh.axis("replicate").size > 1:
+        if run.source is not None and run.source.positions is not None and run.context.mesh.axis("replicate").size > 1:
             return False  # only the other replicas know where their shards of the stream stand
         try:
             with defer_kill():
@@ -92,9 +91,9 @@ class Checkpointing(ControlHook):
         except Exception as failure:  # no failure here may hide the error that ended the run
             run.event("rescue-failed", reason=f"{type(failure).__name__}: {failure}")
             return False
+        self.rescued = True
         if name is not None:
             run.event("rescued", checkpoint=name)
-        self.rescued = True
         return True
 
     def on_end(self, run: Run) -> None:

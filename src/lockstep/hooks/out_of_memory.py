@@ -51,10 +51,7 @@ class OutOfMemory(ControlHook):
         run.context.recorder.message(f"goes on with {change}: {reason}")
 
     def begin_loop(self, run: Run, models: Sequence[nn.Module], data: Any, *, largest: int) -> None:
-        """Before a loop of steps whose microbatches have at most `largest` samples. Every rank calls it.
-
-        Raises `RecipeError` if the plan splits microbatches that cannot be split.
-        """
+        """Raise `RecipeError` if the plan splits microbatches, of at most `largest` samples, that cannot be split. Every rank calls it."""
         mine = [name for name, _ in training_batchnorms(models)]
         layers = [name for theirs in run.context.mesh.axis("pipeline").gather_values(mine) for name in theirs]
         if layers:

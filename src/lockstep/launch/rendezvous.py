@@ -176,10 +176,9 @@ class ElasticRendezvous(DynamicRendezvousHandler):
 
 
 def check_machines(everyone: Sequence[tuple[int, str, str | None]]) -> None:
-    """Raise `LaunchError` unless each machine has a number of its own, and reaches the others.
+    """Raise `LaunchError` unless each machine has a number of its own, and reaches the others. All machines call it.
 
-    `everyone`: the number and the address of each machine, and what keeps it from the others. All machines call it with
-    the same values.
+    `everyone`: the number and the address of each machine, and the obstacle between it and the others.
     """
     by_number: dict[int, str] = {}
     for number, address, obstacle in everyone:
