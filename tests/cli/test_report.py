@@ -42,7 +42,7 @@ def test_a_run_that_was_preempted_and_went_on_is_one_run_with_a_page(pool: Worke
     first, last = after.stdout.splitlines()
     assert first.startswith("a: ended, step 7, loss ")
     assert last.startswith(f"{path}/report.html (")
-    assert "<dt>starts</dt><dd>2</dd>" in (path / "report.html").read_text()
+    assert "<dt>attempts</dt><dd>2</dd>" in (path / "report.html").read_text()
     (said,) = told(path)["runs"]
     rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows if "loss" in row]

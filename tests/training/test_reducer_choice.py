@@ -19,7 +19,7 @@ def mesh(*, shard: int = 1, has_torch_mesh: bool = False, on_one_host: bool = Fa
     return SimpleNamespace(
         axis=lambda name: SimpleNamespace(size=sizes[name]),
         torch_mesh=object() if has_torch_mesh else None,
-        data=SimpleNamespace(memory=object() if on_one_host else None, hosts=None, size=2 * shard),
+        data=SimpleNamespace(shared_memory=object() if on_one_host else None, hierarchy=None, size=2 * shard),
     )
 
 

@@ -319,7 +319,7 @@ MISUSES: dict[str, tuple[Callable[[ls.Session, Any, Any], None], str]] = {
     "one of two commits": (one_of_two_commits, "LossError: after step 0: the step ended with 1 of 2 prepared models committed"),
     "a clip norm of nothing": (a_clip_norm_of_nothing, "RecipeError: clip_norm=0.0; a maximum norm is positive and finite"),
     "a name of the row": (a_name_of_the_row, "DataError: step.log({'step': ...}); the run itself writes 'step' in every line; choose"),
-    "no number": (no_number, "DataError: metric 'return' is [1.0, 2.0] (a list); a metric is one number"),
+    "no number": (no_number, "DataError: metric 'return' is [1.0, 2.0] (a list); a metric is a single number"),
     "no samples": (with_arguments(global_batch=0), "RecipeError: global_batch=0; it counts samples and must be a whole number of at least"),
     "a microbatch of nothing": (with_arguments(microbatch=0), "RecipeError: microbatch=0; it counts samples"),
     "a microbatch of too much": (

@@ -371,7 +371,7 @@ def test_a_stream_that_is_none_is_refused_when_it_is_made() -> None:
 
 
 def test_an_evaluation_on_a_stream_is_refused() -> None:
-    with pytest.raises(DataError, match=r"^Evaluation\.data is an ls\.Stream; .*; read the samples to measure with into a list"):
+    with pytest.raises(DataError, match=r"^Evaluation\.data is an ls\.Stream; .*; read the samples into a list"):
         ls.Evaluation(data=ls.Stream(numbered, shards=1))
 
 

@@ -155,7 +155,7 @@ def refused(folder: Path, weights: Any) -> str:
         (
             {"weight": torch.ones(2, 3), "bias": torch.ones(2)},
             {},
-            "not this model's: not in the file: fc.bias, fc.weight, seen; in the file",
+            "not this model's: not in the file: fc.bias, fc.weight, seen; only in the file",
         ),
         ({"a": torch.ones(2), "b": torch.ones(2)}, {"names": {"a": "seen", "b": "seen"}}, "'a' and 'b' are both mapped to 'seen'"),
         ({"a": torch.ones(2)}, {"names": {"c.*": "*"}}, "Weights.names has 'c.*', which matches no name in"),

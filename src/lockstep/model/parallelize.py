@@ -60,8 +60,8 @@ def parallelize(
     shared: Sequence[SharedParameter] = ()
     roots = [""]
     if mesh.axis("pipeline").size > 1:
-        assert streams is not None, "Stages.split refuses a model without sequential parts"
         split_stages = Stages.split(model, stages, ranks=mesh.axis("pipeline").size, per_rank=STAGES_PER_RANK[plan.schedule])
+        assert streams is not None, "Stages.split refuses a model without sequential parts"
         check_stage_parts(styles, split_stages.parts)
         pipeline, shared = _pipeline(model, split_stages, mesh, plan, streams), split_stages.shared_parameters
         roots = _keep_own_stages(initial, split_stages, mesh)
