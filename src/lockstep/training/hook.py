@@ -285,10 +285,17 @@ class Run:
 
 
 def check_hooks(hooks: Any) -> None:
-    """Raise `RecipeError` unless `hooks` is a sequence of `Hook`s."""
+    """Raise `RecipeError` unless `hooks` is a sequence of `Hook`s whose methods are called at moments that exist."""
     several = hooks if isinstance(hooks, Sequence) else [hooks]
     for hook in several:
         if not isinstance(hook, Hook):
             raise RecipeError(f"hooks has {hook!r}; a hook is an object of a subclass of ls.Hook; make it one")
+        for name in dir(type(hook)):
+            if name.startswith(("on_", "before_", "after_")) and not hasattr(ControlHook, name):
+                moments = ", ".join(each for each in vars(Hook) if not each.startswith("_"))
+                raise RecipeError(
+                    f"{type(hook).__name__}.{name} would never be called; the moments of an ls.Hook are {moments}; choose one of them, or "
+                    "begin the method's name otherwise"
+                )
     if several is not hooks:
         raise RecipeError(f"hooks={hooks!r}; it is a list of hooks; give hooks=[...]")
