@@ -1,5 +1,4 @@
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from lockstep.assignment import MicrobatchAssignment, batch_span, contiguous_range, microbatch_spans, split_spans, total_steps
 

@@ -8,8 +8,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor, nn
 
 from lockstep.comm import segment

@@ -23,8 +23,7 @@ import torch
 from torch import distributed
 
 from lockstep.base.errors import LaunchError, PlanError, UserError, WorkerError
-from lockstep.testing import leaks
-from lockstep.testing import pool as pool_module
+from lockstep.testing import leaks, pool as pool_module
 from lockstep.testing.pool import WorkerFailed, WorkerPool
 from lockstep.testing.worker import FAILED, import_for
 

@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from lockstep.hooks.moving_average import ExponentialMovingAverage as ExponentialMovingAverage
     from lockstep.launch.spawn import spawn as spawn
     from lockstep.logging.fingerprint import fingerprint as fingerprint
-    from lockstep.logging.loggers import MLflow as MLflow
-    from lockstep.logging.loggers import WandB as WandB
+    from lockstep.logging.loggers import MLflow as MLflow, WandB as WandB
     from lockstep.plan import Plan as Plan
-    from lockstep.recipe import Evaluation as Evaluation
-    from lockstep.recipe import Gathered as Gathered
-    from lockstep.recipe import Loss as Loss
-    from lockstep.recipe import Mean as Mean
-    from lockstep.recipe import Recipe as Recipe
-    from lockstep.recipe import Stream as Stream
-    from lockstep.recipe import Sum as Sum
-    from lockstep.recipe import Weights as Weights
-    from lockstep.run import Result as Result
-    from lockstep.run import train as train
+    from lockstep.recipe import (
+        Evaluation as Evaluation,
+        Gathered as Gathered,
+        Loss as Loss,
+        Mean as Mean,
+        Recipe as Recipe,
+        Stream as Stream,
+        Sum as Sum,
+        Weights as Weights,
+    )
+    from lockstep.run import Result as Result, train as train
     from lockstep.saving import Saving as Saving
     from lockstep.schedule import warmup_cosine as warmup_cosine
     from lockstep.session import Session as Session

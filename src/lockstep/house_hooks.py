@@ -25,14 +25,7 @@ from lockstep.training.hook import Hook
 class HouseHooks:
     """The hooks of one run on one rank: lockstep's own, and the user's among them."""
 
-    def __init__(
-        self,
-        opened: Opened,
-        termination: Termination,
-        *,
-        hooks: Sequence[Hook],
-        evaluation: Evaluation | None,
-    ) -> None:
+    def __init__(self, opened: Opened, termination: Termination, *, hooks: Sequence[Hook], evaluation: Evaluation | None) -> None:
         """`hooks`: the user's."""
         environment, request, bare = opened.environment, opened.request, opened.context.overrides.bare
         user_hooks = [*opened.hooks, *hooks]  # a probe sees what no hook of the user has changed

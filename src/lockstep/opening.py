@@ -51,13 +51,7 @@ class RunRequest:
 
     @classmethod
     def checked(
-        cls,
-        *,
-        plan: str | Plan | None,
-        saving: Saving | None,
-        resume: Resume,
-        allow_change: Collection[str],
-        **given: Any,
+        cls, *, plan: str | Plan | None, saving: Saving | None, resume: Resume, allow_change: Collection[str], **given: Any
     ) -> RunRequest:
         """The request with these arguments of `Session`. Raises the children of `UserError` for values that are none."""
         check_count("log_every", given["log_every"], "steps")
@@ -97,12 +91,7 @@ class RunRequest:
 
     def compared(self, launched: str | None) -> dict[str, Any]:
         """JSON of everything that the script must give alike on all ranks. Its plan counts only if none is `launched`."""
-        learned = {
-            "seed": self.seed,
-            "precision": self.precision,
-            "gradient_compression": self.gradient_compression,
-            **(self.recipe or {}),
-        }
+        learned = {"seed": self.seed, "precision": self.precision, "gradient_compression": self.gradient_compression, **(self.recipe or {})}
         executed = {"plan": launched or str(self.plan or Plan()), "log_every": self.log_every, "resume": self.resume}
         return {**learned, **executed, "saving": str(self.saving), "allow_change": sorted(self.allow_change)}
 
@@ -142,11 +131,7 @@ def open_run(request: RunRequest, termination: Termination, stack: ExitStack) ->
     stack.callback(mesh.close)
     stack.enter_context(termination)
     recorder = Recorder(
-        asked.run_dir,
-        world,
-        resume=asked.resume,
-        default=environment.default_run_dir,
-        loggers=() if overrides.bare else request.loggers,
+        asked.run_dir, world, resume=asked.resume, default=environment.default_run_dir, loggers=() if overrides.bare else request.loggers
     )
     stack.callback(recorder.close)
     remembered = read_fallbacks(world, recorder.path, goes_on=recorder.goes_on)
@@ -174,10 +159,7 @@ def open_run(request: RunRequest, termination: Termination, stack: ExitStack) ->
 def _join(request: RunRequest, environment: Environment) -> World:
     """Join the process group. Raises if the ranks were launched, or called, with other settings."""
     world = join(
-        rank=environment.rank,
-        size=environment.world_size,
-        local_rank=environment.local_rank,
-        local_size=environment.local_world_size,
+        rank=environment.rank, size=environment.world_size, local_rank=environment.local_rank, local_size=environment.local_world_size
     )
     everyone = world.gather_values([environment.shared(), request.compared(environment.plan)])
     check_shared_options([launched for launched, _ in everyone])

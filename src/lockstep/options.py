@@ -143,9 +143,7 @@ class RunOptions:
     """
 
     plan: str | None = _option(
-        None,
-        'How the recipe is executed, such as "replicate=2,numerics=bitwise". Default: the plan of the script.',
-        metavar="PLAN",
+        None, 'How the recipe is executed, such as "replicate=2,numerics=bitwise". Default: the plan of the script.', metavar="PLAN"
     )
     run_dir: str | None = _option(
         None, "The run directory, which the run writes to. Default: that of the script, or a new one.", metavar="DIR", shared=False
@@ -157,9 +155,7 @@ class RunOptions:
         choices=get_args(Resume),
     )
     save_every: str | None = _option(
-        None,
-        "Steps (500) or time (10m) from one checkpoint to the next. Default: 10m, or what the script says.",
-        metavar="STEPS|TIME",
+        None, "Steps (500) or time (10m) from one checkpoint to the next. Default: 10m, or what the script says.", metavar="STEPS|TIME"
     )
     out_of_memory: str | None = _option(
         None,

@@ -23,8 +23,7 @@ from lockstep.opening import Opened, RunRequest, open_run
 from lockstep.plan import Plan
 from lockstep.recipe import Evaluation, Precision, Weights
 from lockstep.saving import Resume, Saving
-from lockstep.training import loop
-from lockstep.training import precision as precisions
+from lockstep.training import loop, precision as precisions
 from lockstep.training.context import Context
 from lockstep.training.hook import Hook, Run, check_hooks
 from lockstep.training.prepare import ModelOptions, prepare

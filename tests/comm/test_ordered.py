@@ -6,8 +6,7 @@ import warnings
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor, distributed
 
 from lockstep.comm.ordered_sum import OrderedSum, TreeNodes, add_in_place

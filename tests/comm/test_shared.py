@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor, distributed
 
-from lockstep.comm import shared_memory as shared
-from lockstep.comm import shared_tensors
+from lockstep.comm import shared_memory as shared, shared_tensors
 from lockstep.comm.active_calls import CollectiveCall, active_calls
 from lockstep.comm.shared_memory import SharedMemoryGroup
 from lockstep.testing.pool import WorkerPool

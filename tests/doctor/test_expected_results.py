@@ -6,8 +6,7 @@ from itertools import chain
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from lockstep.doctor.benchmark import algorithm_bandwidth, bus_bandwidth
 from lockstep.doctor.expected_results import (

@@ -6,8 +6,7 @@ import random
 from itertools import permutations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from lockstep.doctor.point_to_point import MANY_RANKS, Outlier, PairMeasurement, find_outliers, point_to_point_checks, schedule_pairs
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from lockstep.base.errors import DataError, RecipeError
 from lockstep.comm.segment import PeerDied, PeerStopped

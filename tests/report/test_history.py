@@ -7,8 +7,7 @@ from array import array
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from lockstep.report.downsample import downsample
 from lockstep.report.history import Curves, LockHolder, RankTimes, RunEvent, RunHistory, Series, curves, rank_times, run_events

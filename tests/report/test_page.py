@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from report.run_directories import event, metrics, run_json, whole, write
 
 from lockstep.report.chart import COLOURS

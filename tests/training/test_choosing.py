@@ -17,8 +17,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, distributed, nn
-from training.kept import Asked
-from training.kept import recipe as kept_recipe
+from training.kept import Asked, recipe as kept_recipe
 from training.subjects import FEATURES, OUTPUTS, recipe, rows, same, squared_error, state_of
 
 import lockstep as ls

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from lockstep.base.errors import PlanError, RunDirectoryError
 from lockstep.hooks.fallbacks import FALLBACKS, FILE, TakenFallbacks, changes, fallback_since, next_plan, said

@@ -13,8 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
-from training.kept import recipe as gpt
-from training.kept import run as undisturbed
+from training.kept import recipe as gpt, run as undisturbed
 from training.scarce import run
 from training.subjects import network, recipe, rows, sgd, squared_error
 

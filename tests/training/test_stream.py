@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 from training.kept import MODELS, PLANS, STOPPED_AT, run
 from training.subjects import DATA_PLANS, FEATURES, OUTPUTS, adamw, recipe, rows

@@ -19,8 +19,7 @@ from lockstep.data.generators import PreservedGenerators, seed_generators
 from lockstep.data.loader import Loader, Microbatch, StreamLoader
 from lockstep.keys import RandomStream, key
 from lockstep.launch.failures import out_of_memory
-from lockstep.recipe import Precision, Recipe
-from lockstep.recipe import Stream as DataStream
+from lockstep.recipe import Precision, Recipe, Stream as DataStream
 from lockstep.training import precision as precisions
 from lockstep.training.context import Context
 from lockstep.training.executors.executor import call_model

@@ -2,8 +2,7 @@
 place.
 
 Each name was seen in torch 2.13.0, and tests/base/test_torch_private.py has a test for it. If one of them fails under
-another torch, the function here is the place to mend. The classes and functions of `_HOME` are imported when first
-used: some of their modules take long.
+another torch, the function here is the place to mend.
 """
 
 from __future__ import annotations
@@ -14,63 +13,39 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclass
+from torch._C._distributed_c10d import GradBucket as GradBucket, TCPStore as TCPStore
+from torch._prims_common import make_contiguous_strides_for as make_contiguous_strides_for
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException as DataDependentOutputException,
+    DynamicOutputShapeException as DynamicOutputShapeException,
+    FakeTensor as FakeTensor,
+    FakeTensorMode as FakeTensorMode,
+)
+from torch.nn.modules import batchnorm, dropout
+from torch.utils import _python_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import (
+    tree_flatten as tree_flatten,
+    tree_leaves as tree_leaves,
+    tree_map as tree_map,
+    tree_unflatten as tree_unflatten,
+)
+from torch.utils.data._utils.collate import collate as collate, default_collate_fn_map as default_collate_fn_map
 
 if TYPE_CHECKING:
     import torch.distributed as dist
-    from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclass
-    from torch._C._distributed_c10d import GradBucket as GradBucket
-    from torch._C._distributed_c10d import TCPStore as TCPStore
-    from torch._prims_common import make_contiguous_strides_for as make_contiguous_strides_for
-    from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
-    from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException
-    from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
-    from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather
-    from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
+    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather, ReduceScatter as ReduceScatter
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather as DefaultAllGather
     from torch.optim import Optimizer
-    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-    from torch.utils._pytree import tree_flatten as tree_flatten
-    from torch.utils._pytree import tree_leaves as tree_leaves
-    from torch.utils._pytree import tree_map as tree_map
-    from torch.utils._pytree import tree_unflatten as tree_unflatten
-    from torch.utils.data._utils.collate import collate as collate
-    from torch.utils.data._utils.collate import default_collate_fn_map as default_collate_fn_map
 
-_HOME = {
-    # FSDP2: the base classes of what `set_custom_all_gather` and `set_custom_reduce_scatter` take, and torch's own
-    # all-gather.
-    "AllGather": "torch.distributed.fsdp._fully_shard._fsdp_api:AllGather",
-    "ReduceScatter": "torch.distributed.fsdp._fully_shard._fsdp_api:ReduceScatter",
-    "DefaultAllGather": "torch.distributed.fsdp._fully_shard._fsdp_collectives:DefaultAllGather",
-    # Public in `torch.distributed`, which does not re-export them for type checkers.
-    "GradBucket": "torch._C._distributed_c10d:GradBucket",
-    "TCPStore": "torch._C._distributed_c10d:TCPStore",
-    # The common base of BatchNorm1d, 2d, 3d and SyncBatchNorm; that of all dropout layers.
-    "BatchNormBase": "torch.nn.modules.batchnorm:_BatchNorm",
-    "DropoutBase": "torch.nn.modules.dropout:_DropoutNd",
-    # Intercepting operations, and leaving them alone.
-    "TorchDispatchMode": "torch.utils._python_dispatch:TorchDispatchMode",
-    "disable_current_modes": "torch.utils._python_dispatch:_disable_current_modes",
-    "DisableTorchFunctionSubclass": "torch._C:DisableTorchFunctionSubclass",
-    # Tensors without values: shapes and dtypes computed alone, and what is raised if an operation needs values.
-    "FakeTensor": "torch._subclasses.fake_tensor:FakeTensor",
-    "FakeTensorMode": "torch._subclasses.fake_tensor:FakeTensorMode",
-    "DataDependentOutputException": "torch._subclasses.fake_tensor:DataDependentOutputException",
-    "DynamicOutputShapeException": "torch._subclasses.fake_tensor:DynamicOutputShapeException",
-    # Nested containers of tensors.
-    "tree_flatten": "torch.utils._pytree:tree_flatten",
-    "tree_leaves": "torch.utils._pytree:tree_leaves",
-    "tree_map": "torch.utils._pytree:tree_map",
-    "tree_unflatten": "torch.utils._pytree:tree_unflatten",
-    # The default collate with one of its functions exchanged: the map is public in the documentation only.
-    "collate": "torch.utils.data._utils.collate:collate",
-    "default_collate_fn_map": "torch.utils.data._utils.collate:default_collate_fn_map",
-    # The strides of a contiguous tensor of a shape.
-    "make_contiguous_strides_for": "torch._prims_common:make_contiguous_strides_for",
-}
-"""Name here -> module and name in torch."""
+BatchNormBase = batchnorm._BatchNorm
+DropoutBase = dropout._DropoutNd
+disable_current_modes = _python_dispatch._disable_current_modes
+
+_FSDP = {"AllGather": "_fsdp_api", "ReduceScatter": "_fsdp_api", "DefaultAllGather": "_fsdp_collectives"}
+"""Classes of FSDP2, which takes long to import -> their module."""
 
 SUBCLASSED: Mapping[str, frozenset[str]] = {
     "torch.distributed.elastic.agent.server.api:SimpleElasticAgent": frozenset(
@@ -96,12 +71,9 @@ FAKE_PARAMETER_MARK = "_is_param"
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _FSDP:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, _, attribute = _HOME[name].partition(":")
-    value = getattr(import_module(module), attribute)
-    globals()[name] = value
-    return value
+    return getattr(import_module(f"torch.distributed.fsdp._fully_shard.{_FSDP[name]}"), name)
 
 
 # Tensors

@@ -100,12 +100,7 @@ def note(file: str) -> str:
 
 
 def main() -> None:
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-        signal.SIGHUP,
-        signal.SIGUSR1,
-    ):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     os.nice(NICENESS)
     memory = int(sys.argv[1])

@@ -13,8 +13,7 @@ from lockstep.base.errors import LaunchError
 from lockstep.base.files import write_atomically
 from lockstep.report.page import GENERATOR, page
 from lockstep.report.reader import read_runs
-from lockstep.report.tables import as_json as report_json
-from lockstep.report.tables import summary_lines
+from lockstep.report.tables import as_json as report_json, summary_lines
 
 
 @click.command("report")

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.assignment import MicrobatchAssignment
-from lockstep.base.torch_private import flatten_mesh, forget_process_groups
-from lockstep.base.torch_private import to_local as to_local
+from lockstep.base.torch_private import flatten_mesh, forget_process_groups, to_local as to_local
 from lockstep.comm.hierarchical import HierarchicalAllReduce, forget_leader_groups
 from lockstep.comm.shared_memory import SharedMemoryGroup
 from lockstep.comm.world import World

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.utils.data import Subset, TensorDataset, default_collate
 
 from lockstep.base.errors import DataError
-from lockstep.base.torch_private import collate as collate_with
-from lockstep.base.torch_private import default_collate_fn_map
+from lockstep.base.torch_private import collate as collate_with, default_collate_fn_map
 from lockstep.data.generators import seed_generators
 from lockstep.keys import RandomStream, key
 

@@ -23,12 +23,7 @@ MOST_COLUMNS, LEAST_COLUMNS = 600, 60
 POINTS = 60_000
 """Approximate number of points on the page. If there are many curves, each has fewer points."""
 
-_SPEED = {
-    "samples_per_second": "samples/s",
-    "weight_per_second": "weight/s",
-    "mfu": "MFU",
-    "memory_bytes": "memory, peak so far",
-}
+_SPEED = {"samples_per_second": "samples/s", "weight_per_second": "weight/s", "mfu": "MFU", "memory_bytes": "memory, peak so far"}
 _TITLES = {"loss": "loss", "lr": "learning rate", "gradient_norm": "gradient norm", **_SPEED}
 _FIRST = ("loss", "lr", "gradient_norm")
 _EVALUATION = "evaluation/"

@@ -24,8 +24,7 @@ from lockstep.training.executors.executor import Executor
 from lockstep.training.executors.pipelined import PipelineExecutor
 from lockstep.training.executors.serial import SerialExecutor
 from lockstep.training.loss import Contribution
-from lockstep.training.optim import gradient_norm
-from lockstep.training.optim import optimizers as optim
+from lockstep.training.optim import gradient_norm, optimizers as optim
 from lockstep.training.optim.schedule import Schedule
 from lockstep.training.reducers.compression import compression_for
 from lockstep.training.reducers.reducer import GradientReducer, ReducerChoice, build_reducer, choose_reducer, loss_factor

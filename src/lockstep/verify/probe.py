@@ -71,12 +71,7 @@ class TraceHook(ControlHook):
         if self._tracer is None:
             writes = all(mesh.axis(axis).rank == 0 for axis in ("replicate", "shard", "tensor"))
             self._tracer = Tracer(
-                self._request,
-                rank=world.rank,
-                world_size=world.size,
-                plan=str(run.context.plan),
-                whole=_is_whole(mesh),
-                writes=writes,
+                self._request, rank=world.rank, world_size=world.size, plan=str(run.context.plan), whole=_is_whole(mesh), writes=writes
             )
             self._looks_for_islands &= world.size == 1
         batchnorm = any(isinstance(module, BatchNormBase) for each in run.modules for module in each.model.modules())

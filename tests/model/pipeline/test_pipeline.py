@@ -16,13 +16,13 @@ from model.pipeline.staged import (
     in_two_pipelines,
     masks_in_a_pipeline,
     masks_on_one_process,
+    microbatches as rows_of,
     on_one_process,
     outputs,
     statistics,
     statistics_on_one_process,
     values,
 )
-from model.pipeline.staged import microbatches as rows_of
 
 from lockstep.base.errors import RecipeError
 from lockstep.model.initialization.deferred_init import build
