@@ -64,7 +64,7 @@ def take(kinds: Collection[Kind] = KINDS, exempt: Exempt | None = None) -> Snaps
     programs are included.
     """
     exempt = exempt or Exempt()
-    family = _family(exempt) if "process" in kinds or "port" in kinds else {}
+    family = _family(exempt) if ("process" in kinds or "port" in kinds) and _has_children() else {}
     readers: dict[Kind, Callable[[], Found]] = {
         "process": lambda: _processes(family),
         "thread": _threads,
@@ -126,6 +126,15 @@ class _Process:
     state: str
     started: int
     """Clock ticks since boot. It distinguishes the process from a later one of the same id."""
+
+
+def _has_children() -> bool:
+    """Return True if this process has a child, zombies included. Far cheaper than a look at all processes."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
 
 
 def _family(exempt: Exempt) -> dict[int, _Process]:
