@@ -10,8 +10,7 @@ from functools import lru_cache
 def batch_span(step: int, *, length: int, global_batch: int, epochs: bool) -> tuple[int, int]:
     """Return the positions [start, stop) of the global batch of `step` (from 0), for a dataset of `length` samples.
 
-    `epochs`: the length of training is given in epochs, and the last batch of each epoch may be short. False: it is
-    given in steps, batches straddle epochs, and all have `global_batch` samples.
+    `epochs`: the last batch of each epoch may be short. False: all have `global_batch` samples, and may span two epochs.
     """
     if not epochs:
         return step * global_batch, (step + 1) * global_batch
@@ -30,10 +29,9 @@ def total_steps(*, length: int, global_batch: int, steps: int | None, epochs: in
 
 
 def microbatch_spans(size: int, microbatch: int | None, world_size: int) -> list[tuple[int, int]]:
-    """Cut a batch of `size` samples into spans [start, stop), in order. Together they are [0, size), and none is empty.
+    """Split a batch of `size` samples into spans [start, stop) of `microbatch` samples; the last one has the rest.
 
-    Each has `microbatch` samples; the last one has the rest. None: one nearly equal span per rank (fewer if there are
-    fewer samples).
+    None: one nearly equal span per rank, none of them empty.
     """
     if microbatch is not None:
         return [(start, min(start + microbatch, size)) for start in range(0, size, microbatch)]
@@ -41,10 +39,7 @@ def microbatch_spans(size: int, microbatch: int | None, world_size: int) -> list
 
 
 def split_spans(spans: Sequence[tuple[int, int]], parts: int) -> list[tuple[int, int]]:
-    """Cut each of the `spans` into `parts` nearly equal ones, in order.
-
-    A span with fewer samples is cut into single samples.
-    """
+    """Split each of the `spans` into `parts` nearly equal ones, or into single samples if it has fewer."""
     return [
         (start + part.start, start + part.stop)
         for start, stop in spans
@@ -53,21 +48,13 @@ def split_spans(spans: Sequence[tuple[int, int]], parts: int) -> list[tuple[int,
 
 
 def stream_shard(step: int, microbatch: int, *, microbatches: int, shards: int) -> int:
-    """Return the shard of a stream from which a microbatch reads: shard i serves microbatch i modulo `microbatches`,
-    round-robin by step.
-
-    `shards` is a multiple of `microbatches`, the number of microbatches in a step.
-    """
+    """Return the shard of a stream from which a microbatch reads. `shards` is a multiple of a step's `microbatches`."""
     return microbatch + microbatches * (step % (shards // microbatches))
 
 
 @lru_cache(maxsize=64)
 def contiguous_range(count: int, rank: int, world_size: int) -> range:
-    """Return the part of range(count) that `rank` has in a contiguous assignment: in rank order, sizes at most 1 apart,
-    larger ones first.
-
-    It is empty if there are more ranks than items and none is left for this one.
-    """
+    """Return the part of range(count) that `rank` has: in rank order, sizes at most 1 apart, larger ones first."""
     each, larger = divmod(count, world_size)
     start = rank * each + min(rank, larger)
     return range(start, start + each + (rank < larger))
@@ -86,11 +73,9 @@ class MicrobatchAssignment:
     round_robin: bool = False
     """True: round-robin. False: contiguous."""
     slices: int = 0
-    """Slices that each microbatch is split into (the last microbatch of a step perhaps into fewer). 0: microbatches are
-    not split.
+    """Slices that each microbatch is split into (a short last one perhaps into fewer). 0: microbatches are not split.
 
-    The slices are then assigned instead of the microbatches, round-robin to the first `slices` ranks: in round i all of
-    them compute microbatch i. The methods' word "microbatch" means a slice then.
+    The first `slices` ranks then compute one slice each of microbatch i in round i, and the methods count slices.
     """
 
     def indices(self, count: int, rank: int) -> range:
@@ -109,10 +94,7 @@ class MicrobatchAssignment:
         return tuple(self.indices(count, rank) for rank in range(self.ranks))
 
     def with_dummies(self, count: int, rank: int) -> list[tuple[int, bool]]:
-        """Return what the rank computes, as (microbatch, is_dummy).
-
-        A dummy microbatch is computed only so that a collective has all its ranks; its gradient is discarded.
-        """
+        """Return the rank's microbatches as (index, is_dummy). A dummy's gradient is discarded: it only fills a collective."""
         computed = [(index, False) for index in self.indices(count, rank)]
         if self.round_robin:
             rounds = -(-count // self.per_round)
@@ -120,10 +102,7 @@ class MicrobatchAssignment:
         return computed
 
     def gathered_positions(self, count: int) -> list[int]:
-        """Return the position of microbatch 0, 1, ...
-
-        in the concatenation of all ranks' `indices`, as a gather returns it.
-        """
+        """Return the position of microbatch 0, 1, … in the concatenation of all ranks' `indices`, as a gather returns it."""
         concatenated = [index for indices in self.indices_by_rank(count) for index in indices]
         return sorted(range(count), key=concatenated.__getitem__)
 

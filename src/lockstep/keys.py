@@ -1,5 +1,4 @@
-"""The 64-bit keys from which every random stream starts. Pure arithmetic: the same on every machine, rank and
-process."""
+"""The 64-bit keys from which every random stream starts: the same on every machine, rank and process."""
 
 from __future__ import annotations
 

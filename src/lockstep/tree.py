@@ -33,10 +33,10 @@ def cover(start: int, stop: int, count: int) -> list[Node]:
 
 
 class Counter(Generic[T]):
-    """Adds leaves start, start + 1, ... of the tree over [0, count) as they come, as far up the tree as possible.
+    """Adds leaves start, start + 1, … of the tree over [0, count) as they come: a binary counter.
 
-    A binary counter: after each leaf it holds at most about 2 log2(count) values, and after leaf stop - 1 exactly those
-    of `cover(start, stop, count)`. A value that is pushed belongs to the counter, and `combine` may write into it.
+    It holds at most about 2 log2(count) values, and after leaf stop - 1 those of `cover(start, stop, count)`. A value that
+    is pushed belongs to the counter, and `combine` may write into it.
     """
 
     def __init__(self, combine: Callable[[T, T], T], *, start: int, count: int) -> None:
@@ -63,10 +63,7 @@ class Counter(Generic[T]):
         self.values.append(value)
 
     def _siblings(self, left: Node, right: Node) -> bool:
-        """Return True if two adjacent nodes have one parent.
-
-        A parent starts at a multiple of its width; only the end of the tree may cut it short.
-        """
+        """Return True if two adjacent nodes have one parent: it starts at a multiple of its width."""
         start, stop = left[0], right[1]
         width = 1 << (stop - start - 1).bit_length()
         return left[1] == _middle(start, stop) and start % width == 0 and (stop - start == width or stop == self._count)

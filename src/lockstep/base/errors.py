@@ -63,17 +63,11 @@ class MismatchError(LockstepError):
 
 
 class DivergenceError(LockstepError):
-    """Ranks that hold the same parameters hold different ones.
-
-    The text has the ranks, the steps and the first tensor.
-    """
+    """Replicas hold different parameters. The text has the ranks, the steps and the first tensor."""
 
 
 class HangError(LockstepError):
-    """The run made no progress for longer than `--hang-after`.
-
-    The text names the ranks that the others wait for, and their lines.
-    """
+    """The run made no progress for longer than `--hang-after`. The text names the ranks that the others wait for."""
 
 
 class WorkerError(LockstepError):
@@ -81,21 +75,16 @@ class WorkerError(LockstepError):
 
 
 def say(text: str) -> None:
-    """Print the text on stderr.
-
-    If nobody reads there any more (a pipe into `head`, a closed terminal), the run goes on.
-    """
+    """Print the text on stderr. A closed pipe or terminal there does not end the run."""
     if sys.stderr is not None:
         with suppress(OSError):
             print(text, file=sys.stderr, flush=True)
 
 
 def install_excepthook() -> None:
-    """Print an uncaught `UserError` as one message and exit with status 2; leave every other exception to the hook that
-    was there.
+    """Print an uncaught `UserError` as one message and exit with status 2; leave all other exceptions to the hook before.
 
-    Called again where torch has put in its own since: that one calls those before it with a stderr that it prints only
-    if they return.
+    Called again after torch has installed its own hook, which prints nothing if a hook before it exits.
     """
     previous = sys.excepthook
     if getattr(previous, "is_lockstep", False):

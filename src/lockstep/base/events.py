@@ -24,10 +24,7 @@ class Event:
 
 
 class EventLog:
-    """Appends events to `events.jsonl`, each flushed as it is written.
-
-    Made on one rank; `path=None` keeps them in memory only.
-    """
+    """Appends events to `events.jsonl`, each flushed as it is written. `path=None` keeps them in memory only."""
 
     def __init__(self, path: Path | None, clock: Callable[[], float] = time.time) -> None:
         self.events: list[Event] = []

@@ -9,11 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause the garbage collector while the body runs. For imports of large packages.
-
-    The import of torch takes a sixth less time, and that of torch._dynamo, which the first optimizer imports, a third
-    less.
-    """
+    """Pause the garbage collector during large imports: torch then takes a sixth less time, torch._dynamo a third."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -22,7 +22,7 @@ def seconds(text: str, name: str, raises: type[UserError]) -> float:
 
 
 def duration(text: str) -> float:
-    """Seconds; 0 where it is no time."""
+    """Return the seconds of a duration such as "1h30m"; 0 if the text is none."""
     found = _DURATION.fullmatch(text)
     return sum(float(part) * unit for part, unit in zip(found.groups(), _UNITS.values(), strict=True) if part) if found else 0.0
 
