@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import product
 from typing import Any
 
@@ -15,6 +15,15 @@ MOST = 3
 def tiered(plans: Mapping[str, int], *, always: Collection[str] = (), most: int = MOST) -> list[Any]:
     """The plans, which need so many processes each, to parametrize with. `always`: those that are not slow whatever they need."""
     return [pytest.param(plan, marks=tier(processes, most) if plan not in always else ()) for plan, processes in plans.items()]
+
+
+def spread(first: Iterable[Any], second: Iterable[Any], every: int) -> list[Any]:
+    """All pairs, to parametrize with. Not slow are those on every `every`-th diagonal: each value of both is in some of them."""
+    return [
+        pytest.param(one, other, marks=() if (place + row) % every == 0 else pytest.mark.slow)
+        for row, one in enumerate(first)
+        for place, other in enumerate(second)
+    ]
 
 
 def paired(plans: Mapping[str, int]) -> list[Any]:

@@ -41,7 +41,9 @@ def events(run: Path, *names: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("nproc", "rank", "step"), [(2, 1, 13), pytest.param(3, 0, 13, marks=pytest.mark.slow), (2, 0, 2)], ids=["1 of 2", "0 of 3", "early"]
+    ("nproc", "rank", "step"),
+    [(2, 1, 13), pytest.param(3, 0, 13, marks=pytest.mark.slow), pytest.param(2, 0, 2, marks=pytest.mark.slow)],
+    ids=["1 of 2", "0 of 3", "early"],
 )
 def test_a_run_that_loses_a_worker_goes_on_from_what_a_survivor_had(
     tmp_path: Path, nproc: int, rank: int, step: int, undisturbed: str

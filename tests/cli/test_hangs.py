@@ -48,7 +48,7 @@ CASES = [
     ("loop", "shard=2,pipeline=2", 4, 3, "rank 3 is waited for: it runs Python code at {line} in loss"),
     ("stopped", "replicate=2,shard=2", 4, 1, r"rank 1 is waited for: process \d+ on \S+ is stopped"),
 ]
-QUICK = (0, 3, 6)
+QUICK = (3,)
 """Of the cases; the others are in the slow tier."""
 
 

@@ -47,7 +47,8 @@ def test_it_starts_again_under_the_plan_that_a_rank_wrote_down_until_memory_is_e
     assert resumed_at(tmp_path) == [AT, AT]
 
 
-@pytest.mark.parametrize("plan", [pytest.param("replicate=2", marks=pytest.mark.slow), "shard=2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
 def test_in_bitwise_numerics_the_fingerprint_is_that_of_one_process_with_memory_enough(pool: WorkerPool, tmp_path: Path, plan: str) -> None:
     ended = lockstep_run(tmp_path, "--run-dir", "run", "--plan", f"{plan},numerics=bitwise", SCRIPT, "with checkpointing")
     assert (ended.returncode, len(list(tmp_path.glob("fired-*")))) == (0, 1), ended.stderr

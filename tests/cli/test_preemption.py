@@ -57,8 +57,8 @@ def worker(launcher: int, rank: int) -> int:
 @pytest.mark.parametrize(
     ("target", "number", "before", "after"),
     [
-        (None, signal.SIGTERM, "replicate=2", "shard=2"),
-        pytest.param(1, signal.SIGUSR1, "shard=2", "replicate=1", marks=pytest.mark.slow),
+        pytest.param(None, signal.SIGTERM, "replicate=2", "shard=2", marks=pytest.mark.slow),
+        (1, signal.SIGUSR1, "shard=2", "replicate=1"),
         pytest.param(0, signal.SIGTERM, "replicate=2", "replicate=2", marks=pytest.mark.slow),
         pytest.param(None, signal.SIGUSR1, "replicate=2,shard=2", "replicate=2", marks=pytest.mark.slow),
         pytest.param(3, signal.SIGTERM, "shard=4", "replicate=4", marks=pytest.mark.slow),

@@ -62,10 +62,11 @@ def test_a_script_written_for_torchrun_runs_unchanged(tmp_path: Path) -> None:
             1,
             r"lockstep: rank 0 failed \(exit status 1\)(, first of 2)?:\nTraceback \(most recent call last\):\n(?s:.*)\nValueError: boom\n",
         ),
-        (
+        pytest.param(
             "kill",
             137,
             r"lockstep: rank 0 was killed by SIGKILL \(often the kernel or the container, because memory ran out\)(, first of 2)?\n",
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["raise", "kill"],

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 from model.costs import BLOCKS, LENGTH, MICROBATCHES, SAMPLES, STYLES, WIDTH, WORDS, Costs, Model, TiedModel, costs
-from tiers import tier
 
 from lockstep.testing.pool import WorkerPool
 
@@ -78,6 +77,8 @@ def ends(end: float, middle: float, ranks: int) -> Callable[[int], float]:
 
 
 HALF = everywhere(P / 2)
+QUICK = (0, 1, 3, 5, 8, 10, 14, 15)
+"""Of the cases; the others are in the slow tier."""
 CASES = [
     Case("replicate=2", 2, everywhere(2 * P * ring(2)), everywhere(P), lambda rank: BLOCKS),
     # Shares of [0 1 2] and [3 4 5]: two nodes of the tree each.
@@ -129,7 +130,8 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=tier(case.ranks), id=f"{case.plan}-{place}") for place, case in enumerate(CASES)]
+    "case",
+    [pytest.param(case, marks=() if place in QUICK else pytest.mark.slow, id=f"{case.plan}-{place}") for place, case in enumerate(CASES)],
 )
 def test_a_rank_sends_and_holds_what_the_pages_say(pool: WorkerPool, tmp_path: Path, case: Case) -> None:
     plan = f"{case.plan},transport=torch"

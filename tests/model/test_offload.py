@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from model.second_device import ELSEWHERE, SecondDevice, There
+from tiers import spread
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from training.subjects import recipe
@@ -66,8 +67,7 @@ def train_offloaded(plan: str, run_dir: str) -> tuple[str, int]:
         return train(f"{plan},offload=yes", run_dir), len(copies)
 
 
-@pytest.mark.parametrize("numerics", ["fast", "bitwise"])
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(("plan", "numerics"), spread(PLANS, ["fast", "bitwise"], every=2))
 def test_gradients_that_are_copies_on_the_cpu_are_the_sum_over_ranks(pool: WorkerPool, tmp_path: Path, plan: str, numerics: str) -> None:
     expected = pool.run(PLANS[plan], train, f"{plan},numerics={numerics}", str(tmp_path / "on the device"))
     for fingerprint, copies in pool.run(PLANS[plan], train_offloaded, f"{plan},numerics={numerics}", str(tmp_path / "offloaded")):

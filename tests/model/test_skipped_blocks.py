@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import spread
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from training.subjects import FEATURES, OUTPUTS, recipe, rows
@@ -73,8 +74,7 @@ def train(order: str, plan: str, run_dir: str) -> tuple[str, float, tuple[list[s
     return result.fingerprint, result.metrics["loss"], on_their_way
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("order", "setting"), spread(ORDERS, SETTINGS, every=3))
 def test_gathering_a_block_ahead_changes_no_bit(pool: WorkerPool, tmp_path: Path, order: str, setting: str) -> None:
     (alone,) = pool.run(1, train, order, "replicate=1", str(tmp_path / "alone"))
     size = SETTINGS[setting]

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiers import tiered
 from torch import Tensor, nn
 from training.subjects import FEATURES, OUTPUTS, recipe
 
@@ -218,7 +219,7 @@ def attempt(plan: str, factories: Sequence[Callable[[], nn.Module]], run_dir: st
     return said
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", tiered(PLANS))
 def test_a_model_of_its_own_on_each_rank_is_refused_on_all_alike(pool: WorkerPool, tmp_path: Path, plan: str) -> None:
     everyone = pool.run(PLANS[plan], attempt, plan, [factory for factory, _ in DIFFERENT.values()], str(tmp_path))
     for (name, (_, how)), *said in zip(DIFFERENT.items(), *everyone, strict=True):
@@ -230,7 +231,7 @@ def test_a_model_of_its_own_on_each_rank_is_refused_on_all_alike(pool: WorkerPoo
         assert found[1] == f"{name.split(' (')[0]} {how}"
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", tiered(PLANS))
 def test_one_model_on_all_ranks_is_trained_also_where_one_rank_alone_cannot_defer_it(pool: WorkerPool, tmp_path: Path, plan: str) -> None:
     everyone = pool.run(PLANS[plan], attempt, plan, [right, right_but_whole], str(tmp_path))
     assert len({fingerprint for said in everyone for fingerprint in said}) == 1

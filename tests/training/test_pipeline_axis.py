@@ -148,7 +148,9 @@ def train_in_float64(plan: str, run_dir: str) -> tuple[float, dict[str, float]]:
     return result.loss, result.metrics
 
 
-@pytest.mark.parametrize("plan", tiered(PLANS, always=["replicate=2,pipeline=2", "shard=2,pipeline=2"]))
+@pytest.mark.parametrize(
+    "plan", tiered(PLANS, always=["pipeline=2", "pipeline=2,schedule=interleaved", "pipeline=3", "shard=2,pipeline=2"], most=1)
+)
 def test_training_gives_the_model_of_one_process(pool: WorkerPool, tmp_path: Path, plan: str) -> None:
     (alone,) = pool.run(1, train, "replicate=1", str(tmp_path / "alone"))
     results = pool.run(PLANS[plan], train, plan, str(tmp_path / "run"))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from tiers import spread
 from training.subjects import recipe, rows, squared_error
 
 import lockstep as ls
@@ -75,8 +76,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("plan", ["replicate=2", pytest.param("replicate=2,transport=torch", marks=pytest.mark.slow), "shard=2"])
-@pytest.mark.parametrize("part", ["data", "compute"])
+@pytest.mark.parametrize(("plan", "part"), spread(["replicate=2", "shard=2", "replicate=2,transport=torch"], ["data", "compute"], every=3))
 def test_who_is_slow_is_named_with_the_part(pool: WorkerPool, tmp_path: Path, plan: str, part: str) -> None:
     pool.run(2, slowly, str(tmp_path / "run"), plan, part, 1)
     told = [event for event in lines(tmp_path / "run" / "events.jsonl") if event["event"] == "straggler"]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from tiers import tiered
 from torch import Tensor, nn
 from training.kept import MODELS, PLANS, STOPPED_AT, run
 from training.subjects import DATA_PLANS, FEATURES, OUTPUTS, adamw, recipe, rows
@@ -161,7 +162,7 @@ def fingerprint(run_dir: str, plan: str) -> str:
     return ls.train(streamed(), run_dir=run_dir, plan=plan).fingerprint
 
 
-@pytest.mark.parametrize("plan", [*DATA_PLANS, "replicate=2,workers=1", "replicate=1,workers=4", "shard=2,workers=1"])
+@pytest.mark.parametrize("plan", [*tiered(DATA_PLANS), "replicate=2,workers=1", "replicate=1,workers=4", "shard=2,workers=1"])
 def test_a_stream_trains_the_same_model_under_every_plan(pool: WorkerPool, tmp_path: Path, plan: str) -> None:
     processes = DATA_PLANS.get(plan.partition(",workers")[0], 1)
     (alone,) = pool.run(1, fingerprint, str(tmp_path / "alone"), "replicate=1,numerics=bitwise")
@@ -177,7 +178,9 @@ def loss_under(run_dir: str, plan: str) -> float:
     return ls.train(streamed(model=deep, tensor={"0": "colwise", "2": "rowwise"}, **changes), run_dir=run_dir, plan=plan).loss
 
 
-@pytest.mark.parametrize(("plan", "processes"), [("tensor=2", 2), ("pipeline=2", 2), ("replicate=2,pipeline=2", 4)])
+@pytest.mark.parametrize(
+    ("plan", "processes"), [("tensor=2", 2), ("pipeline=2", 2), pytest.param("replicate=2,pipeline=2", 4, marks=pytest.mark.slow)]
+)
 def test_processes_that_share_microbatches_each_read_them(pool: WorkerPool, tmp_path: Path, plan: str, processes: int) -> None:
     (alone,) = pool.run(1, loss_under, str(tmp_path / "alone"), "replicate=1")
     assert pool.run(processes, loss_under, str(tmp_path / "run"), plan) == pytest.approx([alone] * processes, rel=1e-4)
@@ -230,7 +233,7 @@ STREAMED = {"data": ls.Stream(texts, shards=14, window=3)}
     ("before", "after"),
     [
         ("replicate=1", "replicate=3"),
-        ("replicate=2", "replicate=1"),
+        pytest.param("replicate=2", "replicate=1", marks=pytest.mark.slow),
         ("replicate=3,workers=1", "shard=2"),
         ("shard=2", "replicate=2,workers=1"),
     ],
@@ -245,7 +248,9 @@ def test_a_run_goes_on_in_the_midst_of_its_windows_under_another_plan(pool: Work
     assert set(pool.run(processes(after), run, f"{after},numerics=bitwise", str(tmp_path / "run"), None, STREAMED)) == set(whole)
 
 
-@pytest.mark.parametrize("plan", ["tensor=2", "pipeline=2", pytest.param("shard=2,pipeline=2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "plan", [pytest.param("tensor=2", marks=pytest.mark.slow), "pipeline=2", pytest.param("shard=2,pipeline=2", marks=pytest.mark.slow)]
+)
 def test_a_run_goes_on_bit_for_bit_where_several_processes_read_a_shard(pool: WorkerPool, tmp_path: Path, plan: str) -> None:
     whole = pool.run(PLANS[plan], run, plan, str(tmp_path / "whole"), None, STREAMED)
     pool.run(PLANS[plan], run, plan, str(tmp_path / "run"), STOPPED_AT, STREAMED)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import tier, tiered
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -81,7 +82,7 @@ def train(plan: str, run_dir: str) -> tuple[ls.Result, dict[str, Tensor]]:
     return ls.train(given, plan=plan, run_dir=run_dir, hooks=[last]), last.state
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", tiered(PLANS, always=["shard=2,tensor=2"], most=3))
 def test_training_gives_the_model_of_one_process(pool: WorkerPool, tmp_path: Path, plan: str) -> None:
     ((alone, expected),) = pool.run(1, train, "replicate=1", str(tmp_path / "alone"))
     for result, state in pool.run(PLANS[plan], train, plan, str(tmp_path / "run")):
@@ -146,7 +147,12 @@ def speak(plan: str, run_dir: str, precision: Any) -> tuple[ls.Result, dict[str,
 
 @pytest.mark.parametrize(
     ("plan", "precision", "most"),
-    [("tensor=2", "fp32", 1e-5), ("shard=2,tensor=2", "fp32", 1e-5), ("replicate=2,tensor=2", "fp32", 1e-5), ("tensor=2", "bf16", 2e-2)],
+    [
+        ("tensor=2", "fp32", 1e-5),
+        pytest.param("shard=2,tensor=2", "fp32", 1e-5, marks=pytest.mark.slow),
+        pytest.param("replicate=2,tensor=2", "fp32", 1e-5, marks=pytest.mark.slow),
+        pytest.param("tensor=2", "bf16", 2e-2, marks=pytest.mark.slow),
+    ],
 )
 def test_the_loss_of_logits_cut_over_the_ranks_is_that_of_one_process(
     pool: WorkerPool, tmp_path: Path, plan: str, precision: str, most: float
@@ -255,7 +261,9 @@ def overflow(plan: str, run_dir: str) -> tuple[list[int], list[tuple[float, bool
     return [event.step for event in result.events if event.name == "step-skipped"], gradients.seen, result.fingerprint
 
 
-@pytest.mark.parametrize(("plan", "ranks"), [("tensor=2", 2), ("replicate=2,tensor=2", 4), ("shard=2,tensor=2", 4)])
+@pytest.mark.parametrize(
+    ("plan", "ranks"), [("tensor=2", 2), pytest.param("replicate=2,tensor=2", 4, marks=tier(4)), ("shard=2,tensor=2", 4)]
+)
 def test_what_overflows_on_one_tensor_rank_is_skipped_on_all(pool: WorkerPool, tmp_path: Path, plan: str, ranks: int) -> None:
     ((expected, alone, _),) = pool.run(1, overflow, "replicate=1", str(tmp_path / "alone"))
     assert 0 < len(expected) < 6

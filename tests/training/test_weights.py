@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("plan", tiered({**PLANS, "split=2": 1}, always=["shard=2,tensor=2"]))
+@pytest.mark.parametrize("plan", tiered({**PLANS, "split=2": 1}, always=["replicate=2", "shard=2,tensor=2", "pipeline=2"], most=1))
 def test_the_model_has_the_files_values_under_every_plan(pool: WorkerPool, tmp_path: Path, folder: Path, plan: str) -> None:
     processes = {**PLANS, "split=2": 1}[plan]
     for number, file in enumerate(("one.safetensors", "several", "tutorial.pt")):

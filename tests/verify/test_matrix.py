@@ -15,8 +15,8 @@ from lockstep.testing.pool import WorkerPool
 from lockstep.verify.jobs import parse_plans
 
 PART = {
-    ("gpt-dropout", "fp32"): ["shard=2", "tensor=2", "pipeline=2", "split=2"],
-    ("convolutions", "bf16"): ["replicate=3", "shard=2,pipeline=2"],
+    ("gpt-dropout", "fp32"): ["tensor=2", "split=2"],
+    ("convolutions", "bf16"): ["replicate=3"],
 }
 
 

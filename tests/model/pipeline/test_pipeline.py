@@ -31,6 +31,7 @@ from lockstep.testing.pool import WorkerPool
 
 STEPS = [[3, 3, 3, 3], [3, 3, 3, 2, 3, 1, 1], [2], [3, 3, 3, 3]]
 """The samples of each microbatch: even, uneven and no multiple of the ranks, fewer than stages, even again."""
+SLOW = [(2, "gpipe"), (4, "gpipe"), (4, "1f1b"), (4, "zero-bubble")]
 PIPELINES = {
     (2, "gpipe"): ["mlp", "recomputed", "tuples", "gpt"],
     (2, "1f1b"): ["mlp", "recomputed", "tuples", "gpt"],
@@ -41,7 +42,11 @@ PIPELINES = {
     (4, "interleaved"): ["deep"],
     (4, "zero-bubble"): ["gpt"],
 }
-CASES = [(ranks, schedule, name) for (ranks, schedule), names in PIPELINES.items() for name in names]
+CASES = [
+    pytest.param(ranks, schedule, name, marks=pytest.mark.slow if (ranks, schedule) in SLOW else ())
+    for (ranks, schedule), names in PIPELINES.items()
+    for name in names
+]
 
 one_process = cache(lambda name, sizes, dtype: on_one_process(name, list(sizes), dtype))
 
