@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import tier
 from torch import Tensor, distributed, nn
 from training import kept
 from training.subjects import network, recipe, rows
@@ -50,7 +49,7 @@ class Way(ls.Hook):
         self.so_far = torch.cat([p.detach().reshape(-1) for p in run.model.parameters()]) - self.first
 
 
-@pytest.mark.parametrize("size", [pytest.param(size, marks=tier(size)) for size in (2, 3)])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("gradient_compression", NEAR)
 def test_ranks_stay_alike_and_near_the_exact_way_whatever_carries_it(
     pool: WorkerPool, tmp_path: Path, gradient_compression: str, size: int
@@ -124,7 +123,7 @@ def stepped(
         return model.matrix.detach().clone()
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=tier(3))])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("gradient_compression", ["int8", "powersgd:2"])
 def test_what_is_not_sent_in_one_step_is_sent_in_the_next_ones(
     pool: WorkerPool, tmp_path: Path, gradient_compression: str, size: int
