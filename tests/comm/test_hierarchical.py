@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ def test_where_one_host_has_no_memory_no_rank_uses_any(pool: WorkerPool) -> None
     assert "rank 1: FileNotFoundError" in reasons.pop()
 
 
-def lose_a_host(rank: int) -> tuple[str, float]:
+def lose_a_host(folder: str, rank: int) -> tuple[str, float]:
     """Rank 2, the whole of host b, is killed: the first of host a hears of it from the network, and lives on; the second from the first."""
     hosts = on_hosts("aab")
     assert isinstance(hosts, HierarchicalAllReduce)
@@ -110,14 +111,18 @@ def lose_a_host(rank: int) -> tuple[str, float]:
     with pytest.raises((RuntimeError, ExchangeError)) as raised:
         until_it_fails()
     seconds = time.monotonic() - start
-    if rank == 0:
-        time.sleep(2 * DEATH_GRACE_SECONDS)
+    # Rank 0 keeps its connections open until rank 1 has failed by itself, or its test has.
+    reader = Path(folder, "rank-1-has-failed")
+    if rank == 1:
+        reader.touch()
+    while not reader.exists() and time.monotonic() < start + 2 * DEATH_GRACE_SECONDS:
+        time.sleep(0.01)
     hosts.close()
     return type(raised.value).__name__, seconds
 
 
 def losing(path: str) -> list[Any]:
-    return forked(path, 3, lose_a_host)
+    return forked(path, 3, partial(lose_a_host, path))
 
 
 def test_the_loss_of_another_host_ends_the_waits_of_all_ranks(pool: WorkerPool, tmp_path: Path) -> None:

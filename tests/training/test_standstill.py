@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -28,13 +29,30 @@ def place_of(text: str) -> str:
     return f"{__file__}:{next(number for number, line in enumerate(Path(__file__).read_text().splitlines(), 1) if text in line)}"
 
 
+def until_reported(run_dir: Path) -> None:
+    """Stand in one call of native code until the hang's page is written."""
+    read, write = os.pipe()
+
+    def watch() -> None:
+        while not any(run_dir.glob("hang-*.txt")):
+            time.sleep(0.05)
+        os.write(write, b"x")
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    os.read(read, 1)
+    thread.join()
+    os.close(read)
+    os.close(write)
+
+
 def slow_in_the_third_step(run_dir: str, rank: int) -> str:
     done = [0]
 
     def loss(model: Any, batch: Any) -> Any:
         done[0] += 1
         if dist.get_rank() == rank and done[0] == 5:
-            time.sleep(3)
+            until_reported(Path(run_dir))
         return squared_error(model, batch)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -49,7 +67,7 @@ def test_who_only_wants_a_report_has_one_and_the_run_goes_on(pool: WorkerPool, t
     assert len(set(found)) == 1
     (hang,) = [event for event in lines(tmp_path / "run" / "events.jsonl") if event["event"] == "hang"]
     assert (hang["kind"], hang["ranks"]) == ("missing", [rank])
-    assert f"it is in a call that does not return at {place_of('time.sleep(3)')}" in hang["summary"]
+    assert f"it is in a call that does not return at {place_of('os.read(read, 1)')}" in hang["summary"]
     (page,) = (tmp_path / "run").glob("hang-*.txt")
     text = page.read_text()
     assert f"rank {1 - rank} waits in all_" in text
