@@ -311,6 +311,7 @@ def test_a_run_interrupted_while_ranks_work_leaves_the_pool_usable(pool: WorkerP
     assert pool.run(2, sum_of_ranks) == [1.0, 1.0]
 
 
+@pytest.mark.slow
 def test_a_run_interrupted_while_it_forks_leaves_the_pool_usable(monkeypatch: pytest.MonkeyPatch) -> None:
     send = socket.send_fds
 
@@ -367,6 +368,7 @@ def test_the_page_on_testing_runs(tmp_path: Path) -> None:
     assert "2 passed" in ended.stdout
 
 
+@pytest.mark.slow
 def test_a_nursery_that_dies_is_replaced(capfd: pytest.CaptureFixture[str]) -> None:
     with WorkerPool(max_workers=1) as pool:
         pool.run(1, sum_of_ranks)

@@ -65,6 +65,7 @@ def test_a_run_that_loses_a_worker_goes_on_from_what_a_survivor_had(
     assert leaks.remaining(before) == []
 
 
+@pytest.mark.slow
 def test_a_run_that_was_asked_to_end_is_not_started_again(tmp_path: Path) -> None:
     run = tmp_path / "run"
     line = [LOCKSTEP, "run", "--nproc", "2", "--max-restarts", "3", "--run-dir", str(run), SCRIPT, "0.05"]

@@ -64,6 +64,7 @@ def test_it_does_what_the_command_line_says(tmp_path: Path) -> None:
     assert "lockstep: memory ran out; it was told to change nothing (--out-of-memory stop)" in ended.stderr
 
 
+@pytest.mark.slow
 def test_it_ends_where_nothing_is_left_to_change_in_the_one_directory_that_all_starts_had(tmp_path: Path) -> None:
     ended = lockstep_run(tmp_path, "--plan", "replicate=1,checkpointing=full,microbatch_splits=1", SCRIPT, "never")
     assert (ended.returncode, len(list(tmp_path.glob("fired-*")))) == (1, 2)

@@ -95,6 +95,7 @@ def test_a_deadline_asks_too(tmp_path: Path) -> None:
     assert (last["event"], last["reason"]) == ("preempted", "the time that it was given is over")
 
 
+@pytest.mark.slow
 def test_a_signal_that_comes_to_workers_and_launcher_is_one_wish(tmp_path: Path) -> None:
     with lockstep_run(tmp_path, "--nproc", "2", str(ENDLESS), str(tmp_path / "run")) as ended:
         wait_for_steps(tmp_path / "run", ended)

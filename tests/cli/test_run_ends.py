@@ -31,7 +31,7 @@ PEER = ("PeerDied: an exchange through shared memory failed on rank 0 of 2", "a 
         pytest.param(signal.SIGTERM, 0, 2, "replicate=2", 75, "preempted", "SIGTERM", marks=pytest.mark.slow),
         pytest.param(signal.SIGUSR1, 1, 2, "replicate=2", 75, "preempted", "SIGUSR1", marks=pytest.mark.slow),
         pytest.param(signal.SIGHUP, None, 1, "replicate=1", 129, "run-failed", FROM_OUTSIDE.format("SIGHUP"), marks=pytest.mark.slow),
-        (signal.SIGKILL, 1, 2, "replicate=2", 137, "run-failed", PEER),
+        pytest.param(signal.SIGKILL, 1, 2, "replicate=2", 137, "run-failed", PEER, marks=pytest.mark.slow),
     ],
     ids=["TERM to the launcher", "USR1 to the launcher", "TERM to rank 0", "USR1 to rank 1", "HUP to the launcher", "KILL to rank 1"],
 )

@@ -121,7 +121,9 @@ def test_a_rate_that_follows_the_number_of_processes_is_found(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("fails", "(exit status 1), so there is nothing to compare plans with; make `lockstep run --nproc 1 "),
+        pytest.param(
+            "fails", "(exit status 1), so there is nothing to compare plans with; make `lockstep run --nproc 1 ", marks=pytest.mark.slow
+        ),
         ("never trains", "ended without a training step; verify compares the steps of ls.train or ls.Session; call one of"),
     ],
 )

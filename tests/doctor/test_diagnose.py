@@ -48,7 +48,7 @@ def test_a_wrong_result_of_a_wrapped_collective_is_found(collective: str) -> Non
     ("fault", "text"),
     [
         ("hang", f"timed out: rank 1 is at {FAULTS}:"),
-        ("kill", "rank 1 was killed by SIGKILL"),
+        pytest.param("kill", "rank 1 was killed by SIGKILL", marks=pytest.mark.slow),
         pytest.param("stop", "timed out: rank 1 does not answer", marks=pytest.mark.slow),
         pytest.param("refuse", "rank 1 failed: RuntimeError: no such thing here", marks=pytest.mark.slow),
     ],
@@ -62,6 +62,7 @@ def test_a_collective_that_does_not_end_does_not_hold_the_doctor_up(fault: str, 
     assert any(each.verdict == "skipped" and "not run: all-reduce, scatter" in each.found for each in found.checks)
 
 
+@pytest.mark.slow
 def test_a_machine_whose_clock_is_ahead_is_named(tmp_path: Path) -> None:
     code = f"""
 import json, sys

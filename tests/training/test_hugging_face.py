@@ -57,7 +57,7 @@ def check(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Check:
     return checked
 
 
-@pytest.mark.parametrize("plan", tiered(PLANS, always=["shard=2", "tensor=2"], most=1))
+@pytest.mark.parametrize("plan", tiered(PLANS, always=["tensor=2"], most=1))
 def test_models_of_transformers_train_as_on_one_process(check: Check, plan: str) -> None:
     check(NAMES, plan, PLANS[plan])
 

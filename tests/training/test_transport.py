@@ -81,6 +81,7 @@ ls.train(ls.Recipe(model=lambda: nn.Linear(2000, 2000), data=torch.utils.data.Te
 """
 
 
+@pytest.mark.slow
 def test_a_small_shared_memory_folder_is_enough(tmp_path: Path) -> None:
     before = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=4k tmpfs /dev/shm && exec "$@"', "sh"]
     if subprocess.run([*before, "true"], capture_output=True, check=False).returncode:
