@@ -1,4 +1,4 @@
-"""The blocks of a model: the modules that a plan gathers, frees, checkpoints or compiles one at a time."""
+"""The blocks of a model: the modules that a plan all-gathers, frees, checkpoints or compiles one at a time."""
 
 from __future__ import annotations
 
@@ -14,14 +14,11 @@ LARGE_SHARE = 8
 
 
 def blocks_of(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
-    """The names of the model's blocks, in the order of its modules. No block lies inside another. The list may be
-    empty.
+    """Return the names of the model's blocks, in the order of its modules; none lies inside another. May be empty.
 
-    `patterns`: the recipe's names of blocks, with `*` for any text: `"blocks.*"`. None: the members of the outermost
-    lists of equal modules (`nn.ModuleList` or `nn.Sequential`); if there is none, the modules with an eighth of all
-    parameters. A module that shares a parameter with another part of the model is no block. Raises `RecipeError` if a
-    pattern matches no module, or a module that cannot be a block, or if blocks lie inside one another.
-    """
+    `patterns`: `Recipe.blocks`. None: the members of the outermost lists of modules of one class (`nn.ModuleList`,
+    `nn.Sequential`), or else the modules with an eighth of all parameters; without those that share a parameter with
+    another part of the model. Raises `RecipeError` if the patterns do not name blocks."""
     if patterns is None:
         found = list(_repeated(model, "")) or list(_large(model, "", _size(model) / LARGE_SHARE))
         shared = blocks_with_shared_parameters(model, found)
@@ -53,7 +50,7 @@ def _named(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 
 
 def blocks_with_shared_parameters(model: nn.Module, blocks: Sequence[str]) -> set[str]:
-    """The blocks with a parameter that another block, or no block, has too."""
+    """Return the blocks with a parameter that another block, or a module outside of all blocks, has too."""
     owners: dict[int, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owner = next((block for block in blocks if name.startswith(f"{block}.")), "")

@@ -1,9 +1,7 @@
-"""Checks that every rank builds the same model, whatever its factory reads: the rank, the clock, a generator of its
-own.
+"""Checks that every rank builds the same model. Its factory may read the rank, the clock or an unseeded generator.
 
-The structure is compared first, because ranks with different parameters would deadlock in their collectives. Values are
-compared by checksums, computed together with the values: one tensor at a time under deferred initialization.
-"""
+The structure is compared first, because ranks with different parameters would deadlock in their collectives. Values
+are compared by checksums, under deferred initialization of one tensor at a time."""
 
 from __future__ import annotations
 
@@ -20,8 +18,7 @@ from lockstep.comm.world import World
 
 
 def check_structure(model: Any, world: World) -> None:
-    """Raises `RecipeError` on every rank if the modules, parameters or buffers of two ranks differ. Every rank calls
-    it."""
+    """Raise `RecipeError` on all ranks if two have different modules, parameters or buffers. Every rank calls it."""
     first, *others = world.gather_values(_structure(model))
     for rank, other in enumerate(others, start=1):
         if other != first:
@@ -36,10 +33,7 @@ def check_structure(model: Any, world: World) -> None:
 
 
 def check_checksums(checksums: Mapping[str, int], world: World) -> None:
-    """Raises `RecipeError` on every rank if two ranks have different checksums under one name. Every rank calls it.
-
-    A rank need not have all names.
-    """
+    """Raise `RecipeError` on all ranks if two ranks have different checksums under one name. Every rank calls it."""
     if world.size == 1:
         return
     seen: dict[str, tuple[int, int]] = {}
@@ -52,7 +46,7 @@ def check_checksums(checksums: Mapping[str, int], world: World) -> None:
 
 
 def checksums_of(model: Any) -> dict[str, int]:
-    """Checksums of every parameter and buffer that has dense bytes, by name."""
+    """Return the checksum of every parameter and buffer that has dense bytes, by name."""
     tensors = dict(_tensors(model)) if isinstance(model, nn.Module) else {}
     return {
         name: checksum(tensor)
@@ -62,8 +56,7 @@ def checksums_of(model: Any) -> dict[str, int]:
 
 
 def checksum(tensor: Tensor) -> int:
-    """CRC-32C of the elements as they lie in memory: equal for tensors of equal strides and bits. Copies only tensors
-    with gaps."""
+    """Return the CRC-32C of the elements in the order of memory. Copies only tensors with gaps."""
     dense = tensor.detach().resolve_conj().resolve_neg().cpu()
     dense = dense.permute(sorted(range(dense.dim()), key=dense.stride, reverse=True)).contiguous()
     # A single element may have any stride and be contiguous, and could then not be viewed as bytes.

@@ -1,8 +1,6 @@
-"""`torch.nn.DataParallel`, for old habits: one process cuts each microbatch over several GPUs.
+"""`torch.nn.DataParallel`: one process splits each microbatch over several GPUs.
 
-Each forward copies the model to the other GPUs, and Python runs all of them in one process. One process a GPU
-(`replicate`) is faster.
-"""
+Each forward copies the model to the other GPUs, and one Python process drives them all: `replicate` is faster."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from lockstep.base.torch_private import BatchNormBase
 
 
 def gpus_of(home: torch.device, count: int) -> list[int]:
-    """The numbers of the GPUs, `home` first. Raises `PlanError` where there are fewer."""
+    """Return the indices of the GPUs, `home` first. Raises `PlanError` if there are fewer."""
     there = torch.cuda.device_count() if home.type == "cuda" else 0
     if there < count:
         raise PlanError(
@@ -27,7 +25,6 @@ def gpus_of(home: torch.device, count: int) -> list[int]:
 
 
 def check_no_batchnorm(model: nn.Module, count: int) -> None:
-    """Raises `RecipeError` if the model's output on parts of a microbatch would differ from that on the whole."""
     for name, module in model.named_modules():
         if isinstance(module, BatchNormBase):
             raise RecipeError(
@@ -37,11 +34,9 @@ def check_no_batchnorm(model: nn.Module, count: int) -> None:
 
 
 def wrap_data_parallel(model: nn.Module, gpus: list[int]) -> None:
-    """Let `torch.nn.DataParallel` run the model's forward, and nothing else of it: each GPU gets a part of dim 0 of
-    every tensor argument.
+    """Let `torch.nn.DataParallel` run the model's forward: each GPU gets a slice of dim 0 of every tensor argument.
 
-    The model and its whole output are on the first GPU. Raises `RecipeError`.
-    """
+    The model and its output stay on the first GPU. Raises `RecipeError` for a model with BatchNorm."""
     check_no_batchnorm(model, len(gpus))
     parallel = nn.DataParallel(_OwnForward(model), device_ids=gpus)
 
@@ -54,8 +49,7 @@ def wrap_data_parallel(model: nn.Module, gpus: list[int]) -> None:
 
 
 class _OwnForward(nn.Module):
-    """The module that DataParallel replicates. It calls the forward of the model's class, because `model.forward` is
-    replaced by DataParallel's."""
+    """The module that DataParallel replicates. It calls the class's forward: `model.forward` is DataParallel's."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -27,13 +27,12 @@ from lockstep.plan import Plan
 
 @dataclass(slots=True)
 class Parallelized:
-    """The objects that run a parallelized model."""
+    """The objects that run a parallelized model. `shared_parameters`: those that several ranks of the pipeline hold."""
 
     streams: ModuleRandomStreams | None
-    """The random streams of the model's sequential parts; None if these are not known."""
+    """None if the model's sequential parts are not known."""
     pipeline: Pipeline | None
     shared_parameters: Sequence[SharedParameter]
-    """Parameters that several ranks of the pipeline hold."""
 
 
 def parallelize(
@@ -46,11 +45,9 @@ def parallelize(
     tensor: Mapping[str, str] | None,
     stages: Sequence[str] | None,
 ) -> Parallelized:
-    """Change the model in place, so that this rank holds and computes its part under the plan. Every rank calls it.
+    """Change the model in place so that this rank holds and computes its part of the plan. Every rank calls it.
 
-    `begin`: seeds the random generators with a key. `blocks`, `tensor` and `stages`: as in `Recipe`. Raises
-    `RecipeError`.
-    """
+    `begin`: seeds the generators with a key. `blocks`, `tensor`, `stages`: as in `Recipe`. Raises `RecipeError`."""
     model = initial.module
     block_names = blocks_of(model, blocks)
     parts = sequential_parts(model, stages)
@@ -87,7 +84,7 @@ def parallelize(
 
 
 def check_devices(plan: Plan, home: torch.device) -> None:
-    """Raises `PlanError` if this process lacks the devices that the plan needs. `home`: the first of them."""
+    """Raise `PlanError` if this process lacks the devices that the plan needs. `home`: the first of them."""
     if plan.offload and home.type == "cpu":
         raise PlanError(
             "offload=yes on a CPU; it keeps on the CPU what a GPU has no room for; parameters are on the CPU already; leave offload=yes out"
@@ -103,7 +100,7 @@ def _pipeline(model: nn.Module, stages: Stages, mesh: Mesh, plan: Plan, streams:
 
 
 def _keep_own_stages(initial: InitialModel, stages: Stages, mesh: Mesh) -> list[str]:
-    """Remove the tensors of other ranks' stages. Returns the parts that this rank holds."""
+    """Remove the tensors of other ranks' stages. Return the parts that this rank holds."""
     pipeline = mesh.axis("pipeline")
     own = stages.parts_on_rank(pipeline.rank)
     if pipeline.size == mesh.world.size:  # no other rank computes the values of these stages, so one checks another's
@@ -134,7 +131,7 @@ def _shard(
 
 
 def _blocks_within(parts: Sequence[str], blocks: Sequence[str]) -> list[str]:
-    """The blocks inside these parts. A part that lies inside a block is a block itself."""
+    """Return the blocks inside these parts. A part that lies inside a block counts as a block."""
     found = []
     for part in parts:
         held = any(part.startswith(f"{block}.") for block in blocks)
