@@ -45,7 +45,7 @@ def layers_of(model: nn.Module, patterns: Sequence[str] | None, parts: Sequence[
     """Return the layers that can be placed, in order; may be empty. `patterns`: `Recipe.blocks`.
 
     With `patterns` or without `parts` they are the blocks, else the sequential parts (or the members of a part that is
-    an `nn.Sequential` and no block); no layer shares a parameter with another part of the model. Raises `RecipeError`."""
+    an `nn.Sequential` and no block); none shares a parameter with another part of the model. Raises `RecipeError`."""
     blocks = blocks_of(model, patterns)
     if patterns is None and parts:
         names = [name for part in parts for name in _members(model.get_submodule(part), part, blocks)]

@@ -41,7 +41,7 @@ class ModuleRandomStreams:
     loss) from `key(*position, P, n)`. If no part can draw, everything draws from `key(*position)`."""
 
     def __init__(self, model: nn.Module, parts: Sequence[str], begin: Callable[[int], None]) -> None:
-        """`parts`: from `stages.sequential_parts`. `begin`: seeds torch's default generators, and others, with a key."""
+        """`parts`: from `stages.sequential_parts`. `begin`: seeds the default generators with a key."""
         self._begin = begin
         self._position: tuple[int, ...] | None = None
         modules = [model.get_submodule(name) for name in parts]

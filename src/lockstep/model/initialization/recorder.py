@@ -1,5 +1,4 @@
-"""The dispatch modes in which a model's factory runs: keyed random operations, and the recording of all operations that
-write."""
+"""The dispatch modes in which a model's factory runs: keyed random operations, and a log of those that write."""
 
 from __future__ import annotations
 
@@ -49,7 +48,7 @@ class KeyedInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
-    """Runs operations without values and logs them; operations on tensors that have values are run as they are."""
+    """Logs operations without values; runs operations on tensors that have values."""
 
     def __init__(self, key: int) -> None:
         super().__init__(key)
@@ -73,7 +72,7 @@ class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
         return StorageView(storage, fake.dtype, tuple(fake.shape), fake.stride(), fake.storage_offset())
 
     def values(self, tree: Any) -> Any:
-        """`tree` with the values of its tensors."""
+        """Return `tree` with the values of its tensors."""
         views = [self.view(item) for item in tensors_of(tree) if self.is_fake(item)]
         values = iter(self.log.replay(views))
         return tree_map(lambda item: next(values) if self.is_fake(item) else item, tree)
@@ -120,7 +119,7 @@ class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
     def _constant(self, item: Any) -> Any:
-        """A tensor with values, as one without; the values it has now are kept, since NumPy may change them unseen."""
+        """Return a tensor with values as a fake one, and copy the values it has now: NumPy may change them unseen."""
         if not isinstance(item, Tensor) or self.is_fake(item):
             return item
         copy = item.detach().clone()
@@ -152,7 +151,7 @@ class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
         )
 
     def _outputs(self, out: Any) -> tuple[tuple[StorageView | None, ...], set[int]]:
-        """Return the outputs of an operation as in `LoggedOperation.outputs`, and the new storages."""
+        """Return an operation's outputs as in `LoggedOperation.outputs`, and the new storages."""
         outputs: list[StorageView | None] = []
         new: set[int] = set()
         for tensor in tensors_of(out):
@@ -170,7 +169,7 @@ class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
         return tuple(outputs), new
 
     def _overwritten(self, func: Any, written: list[StorageView], inputs: list[Tensor]) -> set[int]:
-        """The storage of which nothing is left, if any."""
+        """Return the storage that is overwritten completely, if any."""
         if schema(func).name not in OVERWRITES or not self.log.is_whole(written[0]):
             return set()
         others = {storage_address(tensor.untyped_storage()) for tensor in inputs[1:]}
@@ -196,7 +195,6 @@ def _draws(func: Any) -> bool:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """The tensors among the arguments that the operation writes to."""
     positions, names = _writes(func)
     return tensors_of(([args[place] for place in positions if place < len(args)], [kwargs[name] for name in names if name in kwargs]))
 

@@ -24,7 +24,7 @@ class Boundary:
 
     @classmethod
     def of(cls, value: Any, part: str) -> Boundary:
-        """The boundary of `value`, the output of `part`. Raises `RecipeError` if it is neither tensor nor tuple of tensors."""
+        """Return the boundary of `value`, the output of `part`. Raises `RecipeError` unless it is tensors."""
         tensors = value if isinstance(value, tuple) else (value,)
         if not tensors:
             raise RecipeError(
@@ -53,7 +53,6 @@ class Boundary:
 
     @classmethod
     def from_json(cls, described: Any) -> Boundary:
-        """The boundary that `to_json` described."""
         shapes, dtypes, gradients, single = described
         return cls(tuple(map(tuple, shapes)), tuple(dtypes), tuple(gradients), single)
 
@@ -62,18 +61,17 @@ class Boundary:
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """All but the shapes. Microbatches in the same call of a schedule have the same signature."""
+        """All but the shapes: the same for all microbatches in one call of a schedule."""
         return self.dtypes, self.gradients, self.single, tuple(map(len, self.shapes))
 
     def tensors(self, device: torch.device | str) -> tuple[Tensor, ...]:
-        """New tensors without values."""
         return tuple(
             torch.empty(shape, dtype=getattr(torch, dtype), device=device, requires_grad=gradient)
             for shape, dtype, gradient in zip(self.shapes, self.dtypes, self.gradients, strict=True)
         )
 
     def check(self, value: Any, part: str) -> None:
-        """Raises `RecipeError` if a microbatch has another output than the one from which this boundary was discovered."""
+        """Raise `RecipeError` if a microbatch's output differs from the one that this boundary was discovered from."""
         found = Boundary.of(value, part)
         if found != self:
             raise RecipeError(
@@ -83,15 +81,13 @@ class Boundary:
             )
 
     def describe(self) -> str:
-        """Describe the boundary for an error."""
         each = zip(self.dtypes, self.shapes, self.gradients, strict=True)
         listed = ", ".join(f"{dtype} {list(shape)}{'' if gradient else ' without gradient'}" for dtype, shape, gradient in each)
         return listed if self.single else f"({listed})"
 
 
 def received_inputs(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return the received tensors such that the first part may change them in place and their gradients can still be
-    sent back."""
+    """Return received tensors that the first part may change in place and whose gradients can be sent back."""
     arrived: tuple[Tensor, ...] = _StageInputs.apply(*tensors)  # type: ignore[no-untyped-call]
     return arrived
 
@@ -103,7 +99,7 @@ def sendable_outputs(value: Any) -> tuple[Tensor, ...]:
 
 
 class _StageInputs(torch.autograd.Function):
-    """The identity on tensors that share memory with the leaves they come from. Their gradients come contiguous."""
+    """The identity on tensors that share memory with the leaves they come from. Their gradients become contiguous."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:

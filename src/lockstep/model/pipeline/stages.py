@@ -1,4 +1,4 @@
-"""The sequential parts of a model, and their split into pipeline stages of similar cost. Pure: no process is touched."""
+"""The sequential parts of a model, and their split into pipeline stages of similar cost, without communication."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from lockstep.model.blocks import outermost
 
 @dataclass(frozen=True, slots=True)
 class SharedParameter:
-    """A shared parameter on several ranks of a pipeline. Each rank has a gradient of its own: they must be summed, and
-    counted once in the norm."""
+    """A parameter on several ranks of a pipeline: their gradients must be summed, and counted once in the norm."""
 
     name: str
     """The first name in the whole model."""
@@ -40,11 +39,10 @@ class Stages:
     def split(
         cls, model: nn.Module, patterns: Sequence[str] | None, *, ranks: int, per_rank: int = 1, costs: Sequence[float] | None = None
     ) -> Stages:
-        """Split `model` into stages for a pipeline of `ranks`, with `per_rank` stages on each.
+        """Split `model` into stages for a pipeline of `ranks`, with `per_rank` stages on each. Raises `RecipeError`.
 
         `patterns`: `Recipe.stages`. `costs`: one for each part; None: the number of its parameters. Call it before any
-        parameter is removed from the model. Raises `RecipeError`.
-        """
+        parameter is removed from the model."""
         parts = sequential_parts(model, patterns)
         if not parts:
             raise RecipeError(
@@ -73,21 +71,17 @@ class Stages:
         return range(rank, len(self.ranges), self.ranks)
 
     def last_part(self, stage: int) -> str:
-        """The name of the last part of a stage."""
         return self.parts[self.ranges[stage].stop - 1]
 
     def parts_on_rank(self, rank: int) -> list[str]:
-        """The parts that one rank of the pipeline holds."""
         return [self.parts[place] for stage in self.on_rank(rank) for place in self.ranges[stage]]
 
 
 def sequential_parts(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
-    """The names of the model's sequential parts, in the order of their calls. Empty if the order is unknown.
+    """Return the names of the model's sequential parts, in the order of their calls. Empty if the order is unknown.
 
-    The parts of an `nn.Sequential` are its members. Otherwise `patterns` name modules, with `*` for any text: in the
-    order of the patterns, and for one pattern in the order of the model's modules. Raises `RecipeError` if these cannot
-    be parts, or leave out a parameter or buffer.
-    """
+    The parts of an `nn.Sequential` are its members. Otherwise `patterns` name modules: in the order of the patterns,
+    and for one pattern in the model's order. Raises `RecipeError` if these cannot be parts, or leave out a tensor."""
     if patterns is None:
         if not isinstance(model, nn.Sequential) or type(model).forward is not nn.Sequential.forward:
             return []
@@ -105,8 +99,7 @@ def sequential_parts(model: nn.Module, patterns: Sequence[str] | None) -> list[s
 
 
 def balanced(costs: Sequence[float], count: int) -> list[range]:
-    """Split `costs` into `count` contiguous runs, none empty, with the smallest possible maximum of the sums, and then
-    as evenly as possible."""
+    """Split `costs` into `count` non-empty contiguous runs with the smallest maximum sum, and then most evenly."""
     most = _best(costs, count, lambda cost: cost, max, math.inf)[-1][0]
     table = _best(costs, count, lambda cost: cost * cost, lambda one, other: one + other, most)
     runs: list[range] = []
@@ -122,8 +115,7 @@ def schedule_calls(count: int, stages: Stages, schedule: str) -> list[tuple[int,
     """Split `count` microbatches into consecutive calls of torch's schedules: [start, stop) and the schedule's name.
 
     Torch's 1F1B needs at least as many microbatches as stages; GPipe runs fewer. Its interleaved schedules need a
-    multiple of the number of rounds; the remainder is a call of its own.
-    """
+    multiple of the number of rounds; the remainder is a call of its own."""
     if schedule == "gpipe" or (schedule == "1f1b" and count >= len(stages.ranges)):
         return [(0, count, schedule)] if count else []
     if schedule == "1f1b":
@@ -134,11 +126,7 @@ def schedule_calls(count: int, stages: Stages, schedule: str) -> list[tuple[int,
 
 
 def check_microbatches(count: int, stages: Stages) -> None:
-    """Raises `RecipeError` if a full global batch has fewer microbatches than stages. `count`: microbatches of a data
-    rank.
-
-    Checked once for a plan, before the first step. A short batch at the end of an epoch may have fewer.
-    """
+    """Raise `RecipeError` if a full global batch has fewer microbatches on a data rank, `count`, than stages."""
     if count < len(stages.ranges):
         raise RecipeError(
             f"{count} microbatches a step in a pipeline of {len(stages.ranges)} stages; with fewer microbatches than stages some stages "
@@ -147,11 +135,7 @@ def check_microbatches(count: int, stages: Stages) -> None:
 
 
 def keep_only_parts(model: nn.Module, names: Sequence[str]) -> None:
-    """Remove every parameter and buffer from `model` that none of these parts holds. The names of the others do not
-    change.
-
-    A shared parameter keeps each of its names. The modules stay, without their tensors.
-    """
+    """Remove the parameters and buffers that none of these parts holds. Modules and the other tensors' names stay."""
     held = {id(tensor) for name in names for tensor in _tensors(model.get_submodule(name))}
     for module in model.modules():
         for tensors in (own_parameters(module), own_buffers(module)):
@@ -220,8 +204,7 @@ def _shared_parameters(model: nn.Module, parts: Sequence[str], cuts: Sequence[ra
 
 
 def _units(alone: Sequence[bool]) -> list[range]:
-    """Group the parts so that each group has a trainable parameter: one such part and the parts without after it; the
-    first group also has those before it."""
+    """Group the parts so that each group has one part with trainable parameters and those without after it."""
     starts = [place for place, can in enumerate(alone) if can]
     if not starts:
         return []

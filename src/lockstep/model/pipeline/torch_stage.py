@@ -1,8 +1,6 @@
-"""Torch's pipeline stage, extended: microbatches of different shapes, detection of missing gradients, and early release
-of memory.
+"""Torch's pipeline stage, extended: microbatches of different shapes, missing gradients noticed, memory freed early.
 
-It imports torch's schedules, which takes long; only pipelines import this module.
-"""
+It imports torch's schedules, which takes long; only pipelines import this module."""
 
 from __future__ import annotations
 
@@ -23,8 +21,6 @@ SEVERAL_STAGES_A_RANK: dict[str, Any] = {"interleaved": ScheduleInterleaved1F1B,
 
 
 class VariableShapeStage(PipelineStage):
-    """One stage, for the calls of one schedule."""
-
     routes: Sequence[Sequence[Boundary]]
     """For each microbatch of the call, the boundary after each stage but the last."""
     losses: list[Tensor]
@@ -45,8 +41,7 @@ class VariableShapeStage(PipelineStage):
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        """Send zeros as the gradient of an input that the output does not depend on: torch's stage sends nothing, and
-        the rank before would wait."""
+        """Send zeros as the gradient of an input that the output does not depend on; torch's stage would deadlock."""
         received = stage_inputs(self, bwd_chunk_id)
         with self.around(bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)

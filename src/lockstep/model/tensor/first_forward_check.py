@@ -1,14 +1,11 @@
-"""A check at the first forward: modules with sharded layers inside compute what they compute with whole layers.
+"""A check at the first forward: modules with sharded layers inside compute the same as with full layers.
 
 Code on a shard of the features can be wrong without an error: `query.view(batch, length, heads, -1)` makes heads of
-half the depth, and `qkv.chunk(3, -1)` on a rank's shard gives it no value at all. So a module is computed twice more in
-its first forward, in evaluation mode and without gradients: once with its layers sharded, once with whole layers. Its
-inputs and outputs must be whole, and no module inside it may have been checked for the same layers. For that moment a
-rank holds the whole weights of these layers: one attention's, or one MLP's.
-
-Only the first of several equal modules is checked. Arguments other than tensors and plain values (a cache of keys,
-which a second forward would lengthen) are left out of both computations.
-"""
+half the depth, and `qkv.chunk(3, -1)` gives a rank no value at all. So a module's first forward computes it twice more,
+in evaluation mode and without gradients: with sharded and with full layers. Its inputs and outputs must be unsharded,
+and of several equal modules only the first is checked. A rank then holds these layers' full weights: one attention's,
+or one MLP's. Other arguments than tensors and plain values (a cache of keys, which a second forward would lengthen)
+are left out of both."""
 
 from __future__ import annotations
 
@@ -26,8 +23,7 @@ from lockstep.model.tensor.sharded_features import is_sharded
 from lockstep.model.tensor.sharded_logits import gather_full
 
 ROUNDINGS = 8.0
-"""Tolerance of the relative error, in units of the square root of the dtype's rounding error, which is 3e-4 in float32.
-"""
+"""Tolerance of the relative error, in units of the square root of the dtype's eps, which is 3e-4 in float32."""
 
 
 MUCH = 2**26
@@ -36,15 +32,12 @@ half of all sharded layers' elements."""
 
 
 class BypassableLayer(Protocol):
-    """A sharded layer that can run as a whole."""
-
     bypassed: bool
     """If True, the module runs as if it were not sharded."""
 
 
 class FirstForwardCheck:
-    """`layers`: the sharded layers whose shards the user's code sees, by module name. Every rank of the tensor axis
-    makes one."""
+    """`layers`: by module name, the sharded layers whose shards the user's code sees. Every rank makes one."""
 
     def __init__(self, model: nn.Module, layers: Mapping[str, BypassableLayer]) -> None:
         self._modules = {name: model.get_submodule(name) for name in layers}
@@ -58,11 +51,9 @@ class FirstForwardCheck:
         return bool(self._open) and not self._comparing and bool(self._inside(name))
 
     def compare(self, name: str, module: nn.Module, forward: Callable[..., Any], arguments: Any, keywords: Any) -> None:
-        """Compute the module with sharded layers and with whole ones, and compare.
+        """Compute the module with sharded and with full layers. Raises `RecipeError` if the outputs differ.
 
-        Does nothing if its inputs or outputs are sharded: then the module around it is compared. Raises `RecipeError`
-        if the outputs differ.
-        """
+        Does nothing if inputs or outputs are sharded: then the module around it is compared."""
         inside = self._inside(name)
         kind = type(module), tuple((layer.removeprefix(name), type(self._modules[layer])) for layer in inside)
         if kind not in self._answered and self._size(inside) <= max(MUCH, self._size(self._layers) // 2):
@@ -89,7 +80,7 @@ class FirstForwardCheck:
         self._open.difference_update(inside)
 
     def _size(self, names: Iterable[str]) -> int:
-        """The numbers in the whole weights of these layers."""
+        """The number of elements in these layers' full weights."""
         return sum(parameter.numel() for name in names for parameter in self._modules[name].parameters())
 
     def _inside(self, name: str) -> list[str]:
@@ -97,7 +88,7 @@ class FirstForwardCheck:
 
     @contextmanager
     def _whole(self, names: list[str]) -> Iterator[None]:
-        """Give these layers their whole weights inside the context, and let them ignore other ranks."""
+        """Give these layers their full weights inside the context, and let them ignore other ranks."""
         parts = {name: dict(own_parameters(self._modules[name])) for name in names}
         try:
             for name in names:
@@ -159,7 +150,7 @@ def _same_numbers(given: Any) -> Iterator[Callable[[], bool]]:
 
 
 def _plain(item: Any) -> Any:
-    """The arguments of a call, without objects that a forward may change."""
+    """Return a call's arguments without objects that a forward may change."""
     if isinstance(item, dict):
         return {name: _plain(member) for name, member in item.items()}
     if type(item) in (list, tuple):
