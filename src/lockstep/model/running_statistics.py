@@ -78,7 +78,7 @@ class _ScratchBuffers:
 
 
 class RunningStatistics:
-    """The buffers of one model. Every rank calls `begin` before a step, `note_microbatch` after a forward, and `commit`."""
+    """One model's buffers. Every rank calls `begin` before a step, `note_microbatch` after a forward, and `commit`."""
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
         self.mesh = mesh

@@ -9,9 +9,9 @@ are left out of both."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,39 +24,33 @@ from lockstep.model.tensor.sharded_logits import gather_full
 
 ROUNDINGS = 8.0
 """Tolerance of the relative error, in units of the square root of the dtype's eps, which is 3e-4 in float32."""
-
-
-MUCH = 2**26
-"""Elements that a rank can hold beside its own. A module is not checked if its sharded layers have more, and more than
-half of all sharded layers' elements."""
-
-
-class BypassableLayer(Protocol):
-    bypassed: bool
-    """If True, the module runs as if it were not sharded."""
+MAX_GATHERED_ELEMENTS = 2**26
+"""A module is not checked if its sharded layers have more elements than this, and more than half of all sharded ones."""
 
 
 class FirstForwardCheck:
-    """`layers`: by module name, the sharded layers whose shards the user's code sees. Every rank makes one."""
+    """Compares outputs of sharded and full layers, once for each of `layers`, whose shards the user's code sees.
 
-    def __init__(self, model: nn.Module, layers: Mapping[str, BypassableLayer]) -> None:
+    Every rank of the tensor axis makes one. `unsharded_now`: it adds the layers that shall run with full weights."""
+
+    def __init__(self, model: nn.Module, layers: Sequence[str], unsharded_now: set[str]) -> None:
         self._modules = {name: model.get_submodule(name) for name in layers}
-        self._layers = layers
-        self._open = set(layers)
-        self._answered: set[Any] = set()
+        self._unchecked = set(layers)
+        self._unsharded_now = unsharded_now
+        self._checked_kinds: set[Any] = set()
         self._comparing = False
 
-    def waits_for(self, name: str) -> bool:
-        """True if a layer inside the module `name`, whose forward has just ended, has not been checked yet."""
-        return bool(self._open) and not self._comparing and bool(self._inside(name))
-
     def compare(self, name: str, module: nn.Module, forward: Callable[..., Any], arguments: Any, keywords: Any) -> None:
-        """Compute the module with sharded and with full layers. Raises `RecipeError` if the outputs differ.
+        """Compute the module `name` with sharded and with full layers. Raises `RecipeError` if the outputs differ.
 
-        Does nothing if inputs or outputs are sharded: then the module around it is compared."""
-        inside = self._inside(name)
+        Does nothing if all layers inside are checked, or if inputs or outputs are sharded: then the enclosing module is."""
+        if self._comparing or not self._unchecked:
+            return
+        inside = [layer for layer in self._modules if layer in self._unchecked and (not name or layer.startswith(f"{name}."))]
+        if not inside:
+            return
         kind = type(module), tuple((layer.removeprefix(name), type(self._modules[layer])) for layer in inside)
-        if kind not in self._answered and self._size(inside) <= max(MUCH, self._size(self._layers) // 2):
+        if kind not in self._checked_kinds and self._size(inside) <= max(MAX_GATHERED_ELEMENTS, self._size(self._modules) // 2):
             given = [_plain(list(arguments)), _plain(keywords)]
             blocks = any(isinstance(child, FSDPModule) for child in module.modules() if child is not module)
             if blocks or any(is_sharded(leaf) for leaf in tree_leaves(given)):
@@ -76,15 +70,12 @@ class FirstForwardCheck:
                     self._check(name or type(module).__name__, inside, sharded, whole)
             finally:
                 self._comparing = False
-            self._answered.add(kind)
-        self._open.difference_update(inside)
+            self._checked_kinds.add(kind)
+        self._unchecked.difference_update(inside)
 
     def _size(self, names: Iterable[str]) -> int:
         """The number of elements in these layers' full weights."""
         return sum(parameter.numel() for name in names for parameter in self._modules[name].parameters())
-
-    def _inside(self, name: str) -> list[str]:
-        return [layer for layer in self._layers if layer in self._open and (not name or layer.startswith(f"{name}."))]
 
     @contextmanager
     def _whole(self, names: list[str]) -> Iterator[None]:
@@ -98,12 +89,12 @@ class FirstForwardCheck:
                         for each, part in parts[name].items()
                     }
                 )
-                self._layers[name].bypassed = True
+            self._unsharded_now.update(names)
             yield
         finally:
             for name in names:
                 own_parameters(self._modules[name]).update(parts[name])
-                self._layers[name].bypassed = False
+            self._unsharded_now.difference_update(names)
 
     def _check(self, name: str, layers: list[str], sharded: list[Tensor], whole: list[Tensor]) -> None:
         for found, truth in zip(map(gather_full, sharded), map(gather_full, whole), strict=True):

@@ -29,7 +29,7 @@ from lockstep.base.errors import RecipeError
 from lockstep.base.torch_private import tree_map
 from lockstep.model.tensor.sharded_logits import ShardedLogits, gather_full
 
-MARK = "_lockstep_cut"
+MARK = "_lockstep_sharded"
 SEEDS = 2**32
 DROPOUT = {F.dropout: "p", torch.dropout: "p"}
 RANDOM = frozenset(
