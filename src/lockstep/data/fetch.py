@@ -22,8 +22,7 @@ from lockstep.keys import RandomStream, key
 CPU = torch.device("cpu")
 GATHERED_BYTES = 2**20
 GATHERED_REQUESTS = 16
-"""Microbatches of a TensorDataset whose rows are copied at a time: at most this many, fewer if they have this many
-bytes."""
+"""Microbatches of a TensorDataset whose rows are copied at a time: at most this many and GATHERED_BYTES."""
 ALIGNMENT_BYTES = 64
 """The alignment of torch's tensors. With another alignment a matrix product may have other bits."""
 
@@ -33,9 +32,7 @@ class SampleRequest(NamedTuple):
 
     step: int
     microbatch: int
-    """Its index in the step."""
     is_dummy: bool
-    """See `Span`."""
     epochs: NDArray[np.int64]
     """The epoch of each sample, of shape (samples,)."""
     samples: NDArray[np.int64]
@@ -49,9 +46,7 @@ class Fetcher:
     """Fetches microbatches of `data`: `fetcher[request]`.
 
     With a `seed`, the default generators are seeded before each sample by (seed, epoch, sample), before a
-    `__getitems__` by its first sample, and before the user's `collate` by (seed, step, microbatch). None: they are left
-    alone.
-    """
+    `__getitems__` by its first sample, and before the user's `collate` by (seed, step, microbatch)."""
 
     def __init__(self, data: Any, collate: Callable[[list[Any]], Any] | None, seed: int | None) -> None:
         self._data = data
@@ -61,7 +56,6 @@ class Fetcher:
         self._seed_of_samples = None if tensors else seed
         self._seed_of_collate = None if collate is None else seed
         self.seeds = self._seed_of_samples is not None or self._seed_of_collate is not None
-        """True if it seeds the default generators of its process."""
         self._make: Callable[[SampleRequest], Any] = self._one_by_one
         self.gathers = tensors and collate is None
         """True if a batch is just rows of tensors, so that `gathered` can be used."""
@@ -71,14 +65,11 @@ class Fetcher:
             self._make = self._at_once
 
     def __getitem__(self, request: SampleRequest) -> Any:
-        """Return the batch. Raises `DataError`, and what the dataset and `collate` raise, with a note that names the
-        sample.
-        """
+        """Return the batch. Raises `DataError`, and what dataset and `collate` raise, with a note."""
         self.check_length(request)
         return self._make(request)
 
     def check_length(self, request: SampleRequest) -> None:
-        """Raise `DataError` if the dataset changed its length."""
         if len(self._data) != self._length:
             raise DataError(
                 f"the dataset has {len(self._data)} samples in {request}, and had {self._length} before; the order of a run follows from "
@@ -88,8 +79,7 @@ class Fetcher:
     def gathered(self, requests: Iterator[SampleRequest]) -> Iterator[tuple[SampleRequest, list[Tensor]]]:
         """Yield each request and its batch. The rows of several small microbatches are copied at a time.
 
-        Their tensors are parts of one allocation, each aligned as a tensor of its own would be.
-        """
+        Their tensors are parts of one allocation, each aligned as a tensor of its own would be."""
         widths = [tensor[:1].nbytes for tensor in self._data.tensors]
         rows = max(GATHERED_BYTES // max(sum(widths), 1), 1)
         while several := list(_some_requests(requests, rows, lambda size: all(size * width % ALIGNMENT_BYTES == 0 for width in widths))):
@@ -151,11 +141,9 @@ def batch_of(
     microbatch: int,
     describe: Callable[[], str],
 ) -> Any:
-    """Return the samples of a microbatch, collated.
+    """Return the collated samples. `collate`: the user's; None: torch's. `describe`: returns the samples in words.
 
-    `collate`: the user's; the default generators are seeded before it if `seed` is given. None: torch's. `describe`:
-    returns the samples in words. Raises `DataError`, and what `collate` raises, with a note that names the samples.
-    """
+    The default generators are seeded if `seed` is given. Raises `DataError`, and what `collate` raises, with a note."""
     if collate is None:
         try:
             return default_collate(samples)
@@ -179,8 +167,7 @@ def _samples(request: SampleRequest) -> str:
 
 
 def _some_requests(requests: Iterator[SampleRequest], rows: int, fits: Callable[[int], bool]) -> Iterator[SampleRequest]:
-    """Yield one to `GATHERED_REQUESTS` requests; stop once they have `rows` rows, or if the next one would not be
-    aligned."""
+    """Yield up to `GATHERED_REQUESTS` requests, until they have `rows` rows or the next one would not be aligned."""
     for request in islice(requests, GATHERED_REQUESTS):
         yield request
         rows -= len(request.samples)
@@ -196,10 +183,7 @@ def _fetches_many(data: Any) -> bool:
 
 
 def _reason(samples: list[Any], error: Exception) -> str:
-    """Return why torch's default collate failed.
-
-    In a worker it stacks into shared memory, and its error is about that instead.
-    """
+    """Return why torch's default collate failed. In a worker its error is about the shared memory that it uses."""
 
     def stack(batch: list[Tensor], *, collate_fn_map: Any = None) -> Tensor:
         return torch.stack(batch)
@@ -212,5 +196,4 @@ def _reason(samples: list[Any], error: Exception) -> str:
 
 
 def some(indices: list[int]) -> str:
-    """Return the indices in words, at most the first 16."""
     return str(indices) if len(indices) <= 16 else f"[{', '.join(map(str, indices[:16]))}, ...]"

@@ -28,7 +28,7 @@ CHUNK_POSITIONS = 4096
 
 @dataclass(slots=True)
 class Span:
-    """The place of a microbatch in a run."""
+    """The position of a microbatch in a run."""
 
     step: int
     index: int
@@ -47,7 +47,6 @@ class Microbatch:
     step: int
     index: int
     is_dummy: bool
-    """See `Span`."""
     size: int
     """Number of samples."""
     batch: Any
@@ -58,11 +57,9 @@ class Microbatch:
 class Loader:
     """Fetches microbatches of a map-style dataset. Each rank has its own loader, for its own spans.
 
-    `collate`: (samples) -> batch; None: torch's default collate. `shuffle=False`: the sample at a position is the
-    position itself. `workers`: processes that prefetch, `prefetch` microbatches each; 0: this process fetches. The
-    batches do not depend on it, and this process's default generators are left as they are. `device`: the device that
-    batches are for; they are in pinned memory if it is CUDA.
-    """
+    `collate`: (samples) -> batch; None: torch's default. `shuffle=False`: a sample's index is its position. `workers`:
+    processes that prefetch `prefetch` microbatches each; 0: this process fetches. The batches do not depend on it.
+    This process's default generators keep their state. `device`: for CUDA, batches are in pinned memory."""
 
     def __init__(
         self,
@@ -83,14 +80,12 @@ class Loader:
     def fetch(self, spans: Iterable[Span]) -> Iterator[Microbatch]:
         """Yield the microbatches of `spans`, in their order. Spans are read a few thousand positions ahead.
 
-        One call at a time. Raises `DataError` if the dataset changes its length, if samples cannot be collated, and if
-        a batch has another structure than the first one; and whatever the dataset or `collate` raises.
-        """
+        One call at a time. Raises `DataError` if the dataset changes its length, samples cannot be collated, or a batch
+        has another structure than the first one; and whatever the dataset or `collate` raises."""
         for request, batch in self._fetched(self._requests(spans)):
             yield Microbatch(request.step, request.microbatch, request.is_dummy, len(request.samples), self._executor.pinned(batch))
 
     def close(self) -> None:
-        """End the worker processes."""
         self._executor.close()
 
     def _fetched(self, requests: Iterator[SampleRequest]) -> Iterator[tuple[SampleRequest, Any]]:
@@ -117,11 +112,9 @@ class Loader:
 
 
 class StreamLoader:
-    """Fetches microbatches of a stream. Each rank has its own loader, for its own spans. See `Loader` for the
-    arguments.
+    """Fetches microbatches of a stream. Each rank has its own loader, for its own spans. Arguments: as in `Loader`.
 
-    A shard is always read by the same worker. If there are more workers than shards, the others are idle.
-    """
+    A shard is always read by the same worker. If there are more workers than shards, the others are idle."""
 
     def __init__(
         self,
@@ -140,13 +133,10 @@ class StreamLoader:
         self._alike = StructureCheck()
 
     def fetch(self, spans: Iterable[Span], *, microbatches: int, positions: Mapping[int, ShardPosition]) -> Iterator[Microbatch]:
-        """Yield the microbatches of `spans`, in their order. Only the length of a span matters. An equal span next to
-        it is not read again.
+        """Yield the microbatches of `spans`, in their order. Only their lengths matter; equal neighbors are read once.
 
-        `microbatches`: their number in a global batch. `positions`: shard -> where it continues; a shard without an
-        entry starts at its beginning. One call at a time. Raises what `StreamFetcher` raises, and `DataError` if a
-        batch has another structure than the first.
-        """
+        `microbatches`: in a global batch. `positions`: shard -> where it continues, by default at its beginning. One call
+        at a time. Raises what `StreamFetcher` raises, and `DataError` if a batch has another structure than the first."""
         for request, made in self._executor(self._round_robin(self._requests(spans, microbatches, positions))):
             if request is None:
                 continue
@@ -157,7 +147,6 @@ class StreamLoader:
                 yield Microbatch(request.step, request.microbatch, is_dummy, request.size, self._executor.pinned(each), origin)
 
     def close(self) -> None:
-        """End the worker processes, and drop the stream's iterators."""
         self._executor.close()
         self._fetcher.close()
 
@@ -172,8 +161,7 @@ class StreamLoader:
             yield ShardRequest(step, index, are_dummies, shard, span.stop - span.start, begin)
 
     def _round_robin(self, requests: Iterator[ShardRequest]) -> Iterator[ShardRequest | None]:
-        """Insert None between requests so that all requests of a shard reach one worker: workers are given requests
-        round-robin."""
+        """Insert None between requests so that one worker gets all of a shard's: workers take requests round-robin."""
         places: dict[int, int] = {}
         turn = 0
         for request in requests:
@@ -200,11 +188,9 @@ class FetchExecutor:
         return self._in_process(requests) if self._workers is None else self._in_workers(requests, self._workers)
 
     def pinned(self, batch: Any) -> Any:
-        """Return the batch, in pinned memory if the device is CUDA."""
         return pin(batch) if self._pinned else batch
 
     def close(self) -> None:
-        """End the worker processes."""
         if self._workers is not None:
             self._workers.close()
 
