@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, tee
 from typing import Any
 
 import numpy as np
@@ -15,9 +15,9 @@ import torch
 from lockstep import assignment
 from lockstep.base.errors import DataError
 from lockstep.data.device import pin
-from lockstep.data.fetch import Fetcher, SampleRequest
+from lockstep.data.fetch import Fetcher, SampleRequest, ShardPosition, ShardRequest
 from lockstep.data.generators import PreservedGenerators
-from lockstep.data.streams import Origin, ShardPosition, ShardRequest, StreamFetcher
+from lockstep.data.streams import Origin, StreamFetcher
 from lockstep.data.structure import difference, structure
 from lockstep.data.workers import LoaderWorkers
 from lockstep.order import Order
@@ -82,16 +82,13 @@ class Loader:
 
         One call at a time. Raises `DataError` if the dataset changes its length, samples cannot be collated, or a batch
         has another structure than the first one; and whatever the dataset or `collate` raises."""
-        for request, batch in self._fetched(self._requests(spans)):
+        requests = self._requests(spans)
+        only_rows = self._fetcher.gathers and not self._executor.ahead
+        for request, batch in self._fetcher.gathered(requests) if only_rows else self._checked(requests):
             yield Microbatch(request.step, request.microbatch, request.is_dummy, len(request.samples), self._executor.pinned(batch))
 
     def close(self) -> None:
         self._executor.close()
-
-    def _fetched(self, requests: Iterator[SampleRequest]) -> Iterator[tuple[SampleRequest, Any]]:
-        if self._fetcher.gathers and not self._executor.ahead:
-            return self._fetcher.gathered(requests)
-        return self._checked(requests)
 
     def _checked(self, requests: Iterator[SampleRequest]) -> Iterator[tuple[SampleRequest, Any]]:
         for request, batch in self._executor(requests):
@@ -135,13 +132,13 @@ class StreamLoader:
     def fetch(self, spans: Iterable[Span], *, microbatches: int, positions: Mapping[int, ShardPosition]) -> Iterator[Microbatch]:
         """Yield the microbatches of `spans`, in their order. Only their lengths matter; equal neighbors are read once.
 
-        `microbatches`: in a global batch. `positions`: shard -> where it continues, by default at its beginning. One call
-        at a time. Raises what `StreamFetcher` raises, and `DataError` if a batch has another structure than the first."""
+        `microbatches`: in a global batch. `positions`: shard -> where it continues, by default at its beginning. One
+        call at a time. Raises what `StreamFetcher` raises, and `DataError` if a batch's structure is another one."""
         for request, made in self._executor(self._round_robin(self._requests(spans, microbatches, positions))):
             if request is None:
                 continue
             batch, origin = made
-            self._alike.check(batch, f"step {request.step}, microbatch {request.microbatch}")
+            self._alike.check(batch, request)
             batches = [batch, *(copy.deepcopy(batch) for _ in request.are_dummies[1:])]  # before anyone changes it in place
             for is_dummy, each in zip(request.are_dummies, batches, strict=True):
                 yield Microbatch(request.step, request.microbatch, is_dummy, request.size, self._executor.pinned(each), origin)
@@ -196,23 +193,14 @@ class FetchExecutor:
 
     def _in_process(self, requests: Iterator[Any]) -> Iterator[tuple[Any, Any]]:
         for request in requests:
-            if self._fetcher.seeds:
-                with self._preserved_generators:
-                    made = self._fetcher[request]
-            else:
+            with self._preserved_generators if self._fetcher.seeds else nullcontext():
                 made = self._fetcher[request]
             yield request, made
 
     def _in_workers(self, requests: Iterator[Any], workers: LoaderWorkers) -> Iterator[tuple[Any, Any]]:
-        submitted: deque[Any] = deque()
-
-        def noted() -> Iterator[Any]:
-            for request in requests:
-                submitted.append(request)
-                yield request
-
-        for made in workers.fetch(noted()):
-            yield submitted.popleft(), made
+        submitted, ours = tee(requests)
+        for made, request in zip(workers.fetch(submitted), ours, strict=False):
+            yield request, made
 
 
 class StructureCheck:

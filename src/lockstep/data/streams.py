@@ -13,19 +13,11 @@ import numpy as np
 
 from lockstep import keys
 from lockstep.base.errors import DataError
-from lockstep.data.fetch import CPU, batch_of, some
+from lockstep.data.fetch import CPU, ShardPosition, ShardRequest, batch_of, some
 from lockstep.data.generators import seed_generators
 from lockstep.keys import key
 from lockstep.order import Order
 from lockstep.recipe import Stream
-
-
-class ShardPosition(NamedTuple):
-    """The position at which reading a shard continues."""
-
-    epoch: int = 0
-    seen: int = 0
-    """Number of the shard's samples read in that epoch."""
 
 
 class Sample(NamedTuple):
@@ -35,19 +27,6 @@ class Sample(NamedTuple):
     number: int
     """Index in the shard."""
     value: Any
-
-
-class ShardRequest(NamedTuple):
-    """A request for a microbatch: the next `size` samples of a shard."""
-
-    step: int
-    microbatch: int
-    are_dummies: tuple[bool, ...]
-    """One `is_dummy` (see `Span`) for each time that the microbatch is computed."""
-    shard: int
-    size: int
-    begin: ShardPosition | None
-    """The position at which to open the shard; None: continue with the open one."""
 
 
 class Origin(NamedTuple):
@@ -93,8 +72,7 @@ class StreamFetcher:
         after = ShardPosition(taken[-1].epoch, taken[-1].position + 1)
         origin = Origin(shard, [sample.epoch for sample in taken], [sample.number for sample in taken], after)
         values = [sample.value for sample in taken]
-        batch = batch_of(values, self._collate, self._seed, step=request.step, microbatch=request.microbatch, describe=lambda: str(origin))
-        return batch, origin
+        return batch_of(values, self._collate, self._seed, request, lambda: str(origin)), origin
 
     def close(self) -> None:
         self._open.clear()

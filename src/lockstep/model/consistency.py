@@ -47,10 +47,9 @@ def check_checksums(checksums: Mapping[str, int], world: World) -> None:
 
 def checksums_of(model: Any) -> dict[str, int]:
     """Return the checksum of every parameter and buffer that has dense bytes, by name."""
-    tensors = dict(_tensors(model)) if isinstance(model, nn.Module) else {}
     return {
         name: checksum(tensor)
-        for name, tensor in tensors.items()
+        for name, tensor in (_tensors(model) if isinstance(model, nn.Module) else ())
         if tensor.layout == torch.strided and not (tensor.is_meta or tensor.is_quantized or _is_lazy(tensor))
     }
 

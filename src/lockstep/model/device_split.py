@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lockstep.base.errors import PlanError, RecipeError
 from lockstep.base.torch_private import apply_to_own_tensors, own_buffers, own_modules, own_parameters
-from lockstep.model.blocks import blocks_of, blocks_with_shared_parameters
+from lockstep.model.blocks import blocks_of, blocks_with_shared_parameters, tensors_of
 from lockstep.model.pipeline.stages import balanced
 
 
@@ -87,8 +87,8 @@ def split(model: nn.Module, layers: Sequence[PlacedLayer], devices: Sequence[tor
     Raises `RecipeError`, also from the forward, if code between layers uses tensors of two devices."""
     names = [layer.name for layer in layers]
     modules = [model.get_submodule(name) for name in names]
-    nbytes = [sum(tensor.nbytes for tensor in _tensors(module)) for module in modules]
-    numbers = device_indices(names, nbytes, sum(tensor.nbytes for tensor in _tensors(model)) - sum(nbytes), wanted)
+    nbytes = [sum(tensor.nbytes for tensor in tensors_of(module)) for module in modules]
+    numbers = device_indices(names, nbytes, sum(tensor.nbytes for tensor in tensors_of(model)) - sum(nbytes), wanted)
     _check_shared(names, modules, numbers)
     home = devices[0]
     inside = {id(module) for layer in modules for module in layer.modules()}
@@ -138,15 +138,11 @@ def _members(part: nn.Module, name: str, blocks: Sequence[str]) -> Iterator[str]
             yield from _members(child, f"{name}.{child_name}", blocks)
 
 
-def _tensors(module: nn.Module) -> list[Tensor]:
-    return [*module.parameters(), *module.buffers()]
-
-
 def _check_shared(names: Sequence[str], modules: Sequence[nn.Module], numbers: Sequence[int]) -> None:
     """Raise `RecipeError` if a buffer would be on two devices. (A module with a shared parameter is no layer.)"""
     holders: dict[int, int] = {}
     for place, module in enumerate(modules):
-        for tensor in _tensors(module):
+        for tensor in tensors_of(module):
             first = holders.setdefault(id(tensor), place)
             if numbers[first] != numbers[place]:
                 raise RecipeError(

@@ -18,7 +18,8 @@ from lockstep.comm.world import exact_sum
 from lockstep.data.device import to_device
 from lockstep.data.generators import seed_generators
 from lockstep.data.loader import Loader, Microbatch, Span, StreamLoader
-from lockstep.data.streams import Origin, ShardPosition
+from lockstep.data.fetch import ShardPosition
+from lockstep.data.streams import Origin
 from lockstep.keys import RandomStream, key
 from lockstep.order import Order
 from lockstep.training.loss import Weights, weights_of

@@ -1,6 +1,6 @@
 """Deferred initialization: a model is built without values, and the initial value of each tensor is computed alone.
 
-Under `keyed_init` each random operation draws from a generator seeded by the operation's number, so its result does
+Under `KeyedInit` each random operation draws from a generator seeded by the operation's number, so its result does
 not depend on the operations before it. `DeferredModel.build` runs the user's factory on fake tensors and logs every
 operation that writes; `materialize` replays only those on which one tensor depends. Tensors made from values (lists,
 NumPy, a file) have their values at once, and so have results of such tensors alone. If Python asks for a value
@@ -27,19 +27,8 @@ from lockstep.model.initialization.recorder import CannotDefer, InitRecorder, Ke
 OWN_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 
 
-@contextmanager
-def keyed_init(key: int) -> Iterator[None]:
-    """Seed torch's default CPU generator with `key(key, n)` before the n-th random operation inside the context.
-
-    An operation with its own generator draws from that; `torch.manual_seed` inside has no effect. Python's and NumPy's
-    generators are seeded once, at the start, and all three once more at the end. Operations in other threads and on
-    other devices than the CPU are not covered."""
-    with KeyedInit(key):
-        yield
-
-
 def build(factory: Callable[[], Any], key: int) -> Any:
-    with keyed_init(key):
+    with KeyedInit(key):
         return factory()
 
 

@@ -37,26 +37,19 @@ class InitialModel:
         """Call the factory. The values follow from `key` alone, not from the plan. Every rank calls it.
 
         Raises `RecipeError` if two ranks' models differ in their structure."""
-        built = cls._built(factory, key, mesh)
-        check_structure(built.module, mesh.world)
-        if built.deferred is None and mesh.world.size > 1:
-            built.checksums = checksums_of(built.module)
-        return built
-
-    @classmethod
-    def _built(cls, factory: Callable[[], Any], key: int, mesh: Mesh) -> InitialModel:
-        if mesh.torch_mesh is None:
-            return cls(build(factory, key), None, None)
         deferred, reason = None, None
-        try:
-            deferred = DeferredModel.build(factory, key)
-        except CannotDefer as error:
-            reason = str(error)
-        refused = mesh.world.any(deferred is None)
-        if deferred is not None and not refused:
-            return cls(deferred.module, deferred, None)
-        reasons = [reason for reason in mesh.world.gather_values(reason) if reason is not None]
-        return cls(build(factory, key), None, reasons[0])
+        if mesh.torch_mesh is not None:
+            try:
+                deferred = DeferredModel.build(factory, key)
+            except CannotDefer as error:
+                reason = str(error)
+            reason = next((each for each in mesh.world.gather_values(reason) if each is not None), None)
+            deferred = deferred if reason is None else None  # if one rank cannot defer, none does
+        initial = cls(build(factory, key) if deferred is None else deferred.module, deferred, reason)
+        check_structure(initial.module, mesh.world)
+        if deferred is None and mesh.world.size > 1:
+            initial.checksums = checksums_of(initial.module)
+        return initial
 
     def materialize(self, part: nn.Module, device: torch.device) -> None:
         """Give a part's meta parameters and buffers their values, under each of their names in the model."""

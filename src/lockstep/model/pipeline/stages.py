@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
-from torch import Tensor, nn
+from torch import nn
 
 from lockstep.base.errors import RecipeError
 from lockstep.base.torch_private import BatchNormBase, own_buffers, own_modules, own_parameters
-from lockstep.model.blocks import outermost
+from lockstep.model.blocks import check_not_nested, matching_names, numel, outermost, tensors_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +49,8 @@ class Stages:
                 "model in the order in which they are called; name them, as in Recipe.stages=['embed', 'blocks.*', 'head']"
             )
         modules = [model.get_submodule(name) for name in parts]
-        costs = [_size(module) for module in modules] if costs is None else costs
-        alone = [any(parameter.requires_grad for parameter in module.parameters()) for module in modules]
-        units = _units(alone)
+        costs = [numel(module) for module in modules] if costs is None else costs
+        units = _units([any(parameter.requires_grad for parameter in module.parameters()) for module in modules])
         count = ranks * per_rank
         if count > len(units):
             virtual = f" with {per_rank} stages a rank" if per_rank > 1 else ""
@@ -62,9 +60,9 @@ class Stages:
                 "one at least; use a smaller pipeline, or name smaller parts in Recipe.stages"
             )
         runs = balanced([sum(costs[place] for place in unit) for unit in units], count)
-        cuts = tuple(range(units[run.start].start, units[run.stop - 1].stop) for run in runs)
-        _check_statistics(model, parts, cuts)
-        return cls(tuple(parts), cuts, ranks, _shared_parameters(model, parts, cuts, ranks))
+        ranges = tuple(range(units[run.start].start, units[run.stop - 1].stop) for run in runs)
+        _check_statistics(model, parts, ranges)
+        return cls(tuple(parts), ranges, ranks, _shared_parameters(model, parts, ranges, ranks))
 
     def on_rank(self, rank: int) -> range:
         """The stages of one rank of the pipeline, ascending."""
@@ -92,9 +90,8 @@ def sequential_parts(model: nn.Module, patterns: Sequence[str] | None) -> list[s
     for place, name in enumerate(parts):
         if name in parts[:place]:
             raise RecipeError(f"the recipe's stages match {name!r} twice; each part is called once, in the order given; drop a pattern")
-        if inside := next((other for other in parts if name.startswith(f"{other}.")), None):
-            raise RecipeError(f"the recipe's stages {inside!r} and {name!r} lie in one another; give the outer or the inner ones")
-    _check_whole(model, parts)
+    check_not_nested(parts, "stages")
+    _check_complete(model, parts)
     return parts
 
 
@@ -136,7 +133,7 @@ def check_microbatches(count: int, stages: Stages) -> None:
 
 def keep_only_parts(model: nn.Module, names: Sequence[str]) -> None:
     """Remove the parameters and buffers that none of these parts holds. Modules and the other tensors' names stay."""
-    held = {id(tensor) for name in names for tensor in _tensors(model.get_submodule(name))}
+    held = {id(tensor) for name in names for tensor in tensors_of(model.get_submodule(name))}
     for module in model.modules():
         for tensors in (own_parameters(module), own_buffers(module)):
             for name, tensor in tensors.items():
@@ -145,12 +142,7 @@ def keep_only_parts(model: nn.Module, names: Sequence[str]) -> None:
 
 
 def _matched(pattern: str, modules: dict[str, nn.Module]) -> list[str]:
-    found = outermost([name for name in modules if fnmatchcase(name, pattern)])
-    if not found:
-        raise RecipeError(
-            f"the recipe's stages have {pattern!r}, which matches no module of the model; modules are {', '.join(list(modules)[:12])}"
-            f"{', ...' if len(modules) > 12 else ''}; give names or patterns such as 'blocks.*'"
-        )
+    found = outermost(matching_names(list(modules), pattern, "the recipe's stages have"))
     for name in found:
         if isinstance(modules[name], nn.ModuleList | nn.ModuleDict):
             raise RecipeError(
@@ -160,8 +152,8 @@ def _matched(pattern: str, modules: dict[str, nn.Module]) -> list[str]:
     return found
 
 
-def _check_whole(model: nn.Module, parts: Sequence[str]) -> None:
-    held = {id(tensor) for name in parts for tensor in _tensors(model.get_submodule(name))}
+def _check_complete(model: nn.Module, parts: Sequence[str]) -> None:
+    held = {id(tensor) for name in parts for tensor in tensors_of(model.get_submodule(name))}
     left_out = [
         name
         for named in (model.named_parameters, model.named_buffers)
@@ -176,10 +168,10 @@ def _check_whole(model: nn.Module, parts: Sequence[str]) -> None:
         )
 
 
-def _check_statistics(model: nn.Module, parts: Sequence[str], cuts: Sequence[range]) -> None:
+def _check_statistics(model: nn.Module, parts: Sequence[str], ranges: Sequence[range]) -> None:
     holders: dict[int, tuple[int, str]] = {}
-    for stage, cut in enumerate(cuts):
-        for place in cut:
+    for stage, places in enumerate(ranges):
+        for place in places:
             for module in model.get_submodule(parts[place]).modules():
                 first, part = holders.setdefault(id(module), (stage, parts[place]))
                 if first != stage and isinstance(module, BatchNormBase) and module.running_mean is not None:
@@ -190,10 +182,10 @@ def _check_statistics(model: nn.Module, parts: Sequence[str], cuts: Sequence[ran
                     )
 
 
-def _shared_parameters(model: nn.Module, parts: Sequence[str], cuts: Sequence[range], ranks: int) -> tuple[SharedParameter, ...]:
+def _shared_parameters(model: nn.Module, parts: Sequence[str], ranges: Sequence[range], ranks: int) -> tuple[SharedParameter, ...]:
     holders: dict[int, set[int]] = {}
-    for stage, cut in enumerate(cuts):
-        for place in cut:
+    for stage, places in enumerate(ranges):
+        for place in places:
             for parameter in model.get_submodule(parts[place]).parameters():
                 holders.setdefault(id(parameter), set()).add(stage % ranks)
     return tuple(
@@ -203,13 +195,13 @@ def _shared_parameters(model: nn.Module, parts: Sequence[str], cuts: Sequence[ra
     )
 
 
-def _units(alone: Sequence[bool]) -> list[range]:
+def _units(trainable: Sequence[bool]) -> list[range]:
     """Group the parts so that each group has one part with trainable parameters and those without after it."""
-    starts = [place for place, can in enumerate(alone) if can]
+    starts = [place for place, can in enumerate(trainable) if can]
     if not starts:
         return []
     starts[0] = 0
-    return [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(alone)], strict=True)]
+    return [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(trainable)], strict=True)]
 
 
 def _best(
@@ -233,11 +225,3 @@ def _best(
             if options:
                 table[row * (length + 1) + stop] = min(options)
     return table
-
-
-def _tensors(module: nn.Module) -> list[Tensor]:
-    return [*module.parameters(), *module.buffers()]
-
-
-def _size(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())

@@ -1,7 +1,7 @@
 """The `tensor` axis: layers' weights are DTensors sharded over the ranks, which compute each microbatch together.
 
 A `colwise` layer gives each rank a shard of its outputs. The `rowwise` layer after it takes such a shard and sums over
-the ranks. Between the two, user code runs on smaller tensors (see `sharded_features`); elsewhere all ranks have the same.
+the ranks. Between the two, user code runs on smaller tensors (`sharded_features.py`); elsewhere ranks have equal ones.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ SHAPES = re.compile(
 def tensor_parallel(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str], *, materialize: Callable[[nn.Module], None]) -> None:
     """Shard the layers of `model` over `mesh`, one axis, in place. Every rank calls it, before FSDP2 shards the model.
 
-    `styles`: from `tensor_styles`. `materialize`: called with a layer just before it is sharded; all ranks must have the
-    same values, because nothing is sent. Other parameters without values stay on the meta device. Shared parameters
+    `styles`: from `tensor_styles`. `materialize`: called with a layer just before it is sharded; all ranks must get
+    the same values, because nothing is sent. Other parameters without values stay on the meta device. Shared parameters
     stay shared."""
     shared = shared_names(model)
     unsharded_now: set[str] = set()
@@ -60,7 +60,7 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str
 def reduce_partial_gradients(parameters: Sequence[Tensor]) -> None:
     """All-reduce gradients that are partial sums, such as those of a norm's weight under `sequence`.
 
-    Every rank of the axis calls it once, after a step's last backward, with zeros for gradients that only others have."""
+    Every rank of the axis calls it once, after a step's last backward, with zeros for gradients that others have."""
     for parameter in parameters:
         gradient = parameter.grad
         if isinstance(parameter, DTensor) and isinstance(gradient, DTensor) and gradient.placements != parameter.placements:

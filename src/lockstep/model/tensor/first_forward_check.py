@@ -25,7 +25,7 @@ from lockstep.model.tensor.sharded_logits import gather_full
 ROUNDINGS = 8.0
 """Tolerance of the relative error, in units of the square root of the dtype's eps, which is 3e-4 in float32."""
 MAX_GATHERED_ELEMENTS = 2**26
-"""A module is not checked if its sharded layers have more elements than this, and more than half of all sharded ones."""
+"""A module is not checked if its sharded layers have more elements than this and than half of all sharded ones."""
 
 
 class FirstForwardCheck:
@@ -43,7 +43,7 @@ class FirstForwardCheck:
     def compare(self, name: str, module: nn.Module, forward: Callable[..., Any], arguments: Any, keywords: Any) -> None:
         """Compute the module `name` with sharded and with full layers. Raises `RecipeError` if the outputs differ.
 
-        Does nothing if all layers inside are checked, or if inputs or outputs are sharded: then the enclosing module is."""
+        Does nothing if the layers inside are checked, or inputs or outputs are sharded: an enclosing module is then."""
         if self._comparing or not self._unchecked:
             return
         inside = [layer for layer in self._modules if layer in self._unchecked and (not name or layer.startswith(f"{name}."))]

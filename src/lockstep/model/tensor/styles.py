@@ -12,6 +12,7 @@ from torch import nn
 
 from lockstep.base.errors import RecipeError
 from lockstep.base.torch_private import own_parameters
+from lockstep.model.blocks import matching_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,13 +138,8 @@ def _matched(model: nn.Module, source: str, patterns: Mapping[str, str]) -> dict
     for pattern, style in patterns.items():
         if style not in STYLES:
             raise RecipeError(f"{source} has {pattern!r}: {style!r}, an unknown style; known are {', '.join(STYLES)}")
-        found = [name for name in names if fnmatchcase(name, pattern)]
-        if not found and source:  # a plan of transformers is a family's: not every model has every layer
-            raise RecipeError(
-                f"{source} has {pattern!r}, which matches no module of the model; modules are {', '.join(names[:12])}"
-                f"{', ...' if len(names) > 12 else ''}; give names or patterns such as 'blocks.*.query'"
-            )
-        chosen.update(dict.fromkeys(found, style))
+        if source or any(fnmatchcase(name, pattern) for name in names):  # a plan of transformers may name layers of other models
+            chosen.update(dict.fromkeys(matching_names(names, pattern, f"{source} has", "blocks.*.query"), style))
     if not chosen:
         raise RecipeError(f"the plan of {type(model).__name__} matches none of its modules; give Recipe.tensor a map of names to styles")
     return chosen
