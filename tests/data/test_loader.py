@@ -337,6 +337,6 @@ def test_a_batch_made_otherwise_than_the_first_is_refused(load, workers):
     with pytest.raises(DataError) as caught:
         load(Items(lambda i: {"x": torch.tensor(i), "y": torch.tensor(i if i == eighth else 1.0)}), spans(4, 1), workers=workers)
     assert str(caught.value) == (
-        "after step 1, microbatch 3: batch['y'] is torch.int64 and was torch.float32 in the first microbatch; every microbatch has the same "
-        "containers, keys and dtypes (shapes may differ); make them so in the dataset or in Recipe.collate"
+        "after step 1, microbatch 3: batch['y'] is torch.int64 and was torch.float32 in the first microbatch; every microbatch has the "
+        "same containers, keys and dtypes (shapes may differ); make them so in the dataset or in Recipe.collate"
     )

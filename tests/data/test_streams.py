@@ -11,8 +11,8 @@ from torch.utils.data import default_collate
 
 import lockstep as ls
 from lockstep.base.errors import DataError
-from lockstep.data.loader import Span, StreamLoader
 from lockstep.data.fetch import ShardPosition
+from lockstep.data.loader import Span, StreamLoader
 from lockstep.data.streams import samples
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes")
