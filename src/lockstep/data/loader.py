@@ -54,7 +54,50 @@ class Microbatch:
     """The samples, if they are a stream's; else None."""
 
 
-class Loader:
+class _BatchLoader:
+    """Runs a fetcher on requests, in their order: in this process, or ahead of time in `workers` processes."""
+
+    def __init__(self, fetcher: Fetcher | StreamFetcher, workers: int, device: torch.device, *, prefetch: int) -> None:
+        self._seeds, self._fetch_one = fetcher.seeds, fetcher.__getitem__
+        self._pinned = device.type == "cuda"
+        self._workers = LoaderWorkers(fetcher, workers, pinned=self._pinned, prefetch=prefetch) if workers else None
+        self._preserved_generators = PreservedGenerators()
+        self._structure: Any = None
+
+    def close(self) -> None:
+        """End the worker processes."""
+        if self._workers is not None:
+            self._workers.close()
+
+    def _fetched(self, requests: Iterator[Any]) -> Iterator[tuple[Any, Any]]:
+        """Yield each request and what the fetcher returns for it."""
+        if self._workers is not None:
+            submitted, ours = tee(requests)
+            for made, request in zip(self._workers.fetch(submitted), ours, strict=False):
+                yield request, made
+            return
+        for request in requests:
+            with self._preserved_generators if self._seeds else nullcontext():
+                made = self._fetch_one(request)
+            yield request, made
+
+    def _pin(self, batch: Any) -> Any:
+        """Return the batch, in pinned memory if the device is CUDA."""
+        return pin(batch) if self._pinned else batch
+
+    def _check_structure(self, batch: Any, request: object) -> None:
+        """Raise `DataError`, which names the `request`, if the batch has another structure than the first."""
+        made = structure(batch)
+        if self._structure is None:
+            self._structure = made
+        elif made != self._structure and (found := difference(self._structure, made)):
+            raise DataError(
+                f"{request}: {found} in the first microbatch; every microbatch has the same containers, keys and dtypes (shapes may "
+                "differ); make them so in the dataset or in Recipe.collate"
+            )
+
+
+class Loader(_BatchLoader):
     """Fetches microbatches of a map-style dataset. Each rank has its own loader, for its own spans.
 
     `collate`: (samples) -> batch; None: torch's default. `shuffle=False`: a sample's index is its position. `workers`:
@@ -74,8 +117,7 @@ class Loader:
     ) -> None:
         self._order = Order(len(data), seed) if shuffle else None
         self._fetcher = Fetcher(data, collate, seed)
-        self._executor = FetchExecutor(self._fetcher, workers, device, prefetch=prefetch)
-        self._alike = StructureCheck()
+        super().__init__(self._fetcher, workers, device, prefetch=prefetch)
 
     def fetch(self, spans: Iterable[Span]) -> Iterator[Microbatch]:
         """Yield the microbatches of `spans`, in their order. Spans are read a few thousand positions ahead.
@@ -83,18 +125,15 @@ class Loader:
         One call at a time. Raises `DataError` if the dataset changes its length, samples cannot be collated, or a batch
         has another structure than the first one; and whatever the dataset or `collate` raises."""
         requests = self._requests(spans)
-        only_rows = self._fetcher.gathers and not self._executor.ahead
+        only_rows = self._fetcher.gathers and self._workers is None
         for request, batch in self._fetcher.gathered(requests) if only_rows else self._checked(requests):
-            yield Microbatch(request.step, request.microbatch, request.is_dummy, len(request.samples), self._executor.pinned(batch))
-
-    def close(self) -> None:
-        self._executor.close()
+            yield Microbatch(request.step, request.microbatch, request.is_dummy, len(request.samples), self._pin(batch))
 
     def _checked(self, requests: Iterator[SampleRequest]) -> Iterator[tuple[SampleRequest, Any]]:
-        for request, batch in self._executor(requests):
-            if self._executor.ahead:
+        for request, batch in self._fetched(requests):
+            if self._workers is not None:
                 self._fetcher.check_length(request)
-            self._alike.check(batch, request)
+            self._check_structure(batch, request)
             yield request, batch
 
     def _requests(self, spans: Iterable[Span]) -> Iterator[SampleRequest]:
@@ -108,7 +147,7 @@ class Loader:
                 yield SampleRequest(span.step, span.index, span.is_dummy, epochs[start:stop], samples[start:stop])
 
 
-class StreamLoader:
+class StreamLoader(_BatchLoader):
     """Fetches microbatches of a stream. Each rank has its own loader, for its own spans. Arguments: as in `Loader`.
 
     A shard is always read by the same worker. If there are more workers than shards, the others are idle."""
@@ -126,25 +165,24 @@ class StreamLoader:
         self.shards = stream.shards
         self._fetcher = StreamFetcher(stream, collate, seed)
         self._count = max(workers, 1)
-        self._executor = FetchExecutor(self._fetcher, workers, device, prefetch=prefetch)
-        self._alike = StructureCheck()
+        super().__init__(self._fetcher, workers, device, prefetch=prefetch)
 
     def fetch(self, spans: Iterable[Span], *, microbatches: int, positions: Mapping[int, ShardPosition]) -> Iterator[Microbatch]:
         """Yield the microbatches of `spans`, in their order. Only their lengths matter; equal neighbors are read once.
 
         `microbatches`: in a global batch. `positions`: shard -> where it continues, by default at its beginning. One
         call at a time. Raises what `StreamFetcher` raises, and `DataError` if a batch's structure is another one."""
-        for request, made in self._executor(self._round_robin(self._requests(spans, microbatches, positions))):
+        for request, made in self._fetched(self._round_robin(self._requests(spans, microbatches, positions))):
             if request is None:
                 continue
             batch, origin = made
-            self._alike.check(batch, request)
+            self._check_structure(batch, request)
             batches = [batch, *(copy.deepcopy(batch) for _ in request.are_dummies[1:])]  # before anyone changes it in place
             for is_dummy, each in zip(request.are_dummies, batches, strict=True):
-                yield Microbatch(request.step, request.microbatch, is_dummy, request.size, self._executor.pinned(each), origin)
+                yield Microbatch(request.step, request.microbatch, is_dummy, request.size, self._pin(each), origin)
 
     def close(self) -> None:
-        self._executor.close()
+        super().close()
         self._fetcher.close()
 
     def _requests(self, spans: Iterable[Span], microbatches: int, positions: Mapping[int, ShardPosition]) -> Iterator[ShardRequest]:
@@ -168,57 +206,6 @@ class StreamLoader:
                 turn = (turn + 1) % self._count
             yield request
             turn = (turn + 1) % self._count
-
-
-class FetchExecutor:
-    """Runs a fetcher on requests, in their order: in this process, or ahead of time in `workers` processes."""
-
-    def __init__(self, fetcher: Fetcher | StreamFetcher, workers: int, device: torch.device, *, prefetch: int) -> None:
-        self.ahead = workers > 0
-        self._fetcher = fetcher
-        self._pinned = device.type == "cuda"
-        self._workers = LoaderWorkers(fetcher, workers, pinned=self._pinned, prefetch=prefetch) if workers else None
-        self._preserved_generators = PreservedGenerators()
-
-    def __call__(self, requests: Iterator[Any]) -> Iterator[tuple[Any, Any]]:
-        """Yield each request and what the fetcher returns for it."""
-        return self._in_process(requests) if self._workers is None else self._in_workers(requests, self._workers)
-
-    def pinned(self, batch: Any) -> Any:
-        return pin(batch) if self._pinned else batch
-
-    def close(self) -> None:
-        if self._workers is not None:
-            self._workers.close()
-
-    def _in_process(self, requests: Iterator[Any]) -> Iterator[tuple[Any, Any]]:
-        for request in requests:
-            with self._preserved_generators if self._fetcher.seeds else nullcontext():
-                made = self._fetcher[request]
-            yield request, made
-
-    def _in_workers(self, requests: Iterator[Any], workers: LoaderWorkers) -> Iterator[tuple[Any, Any]]:
-        submitted, ours = tee(requests)
-        for made, request in zip(workers.fetch(submitted), ours, strict=False):
-            yield request, made
-
-
-class StructureCheck:
-    """Checks that every batch has the structure of the first one."""
-
-    def __init__(self) -> None:
-        self._structure: Any = None
-
-    def check(self, batch: Any, request: object) -> None:
-        """Raise `DataError`, which names the `request`, if the batch has another structure than the first."""
-        made = structure(batch)
-        if self._structure is None:
-            self._structure = made
-        elif made != self._structure and (found := difference(self._structure, made)):
-            raise DataError(
-                f"{request}: {found} in the first microbatch; every microbatch has the same containers, keys and dtypes (shapes may "
-                "differ); make them so in the dataset or in Recipe.collate"
-            )
 
 
 def _some_spans(spans: Iterator[Span]) -> Iterator[Span]:

@@ -60,7 +60,9 @@ def parallelize(
         split_stages = Stages.split(model, stages, ranks=mesh.axis("pipeline").size, per_rank=STAGES_PER_RANK[plan.schedule])
         assert streams is not None, "Stages.split refuses a model without sequential parts"
         check_stage_parts(styles, split_stages.parts)
-        pipeline, shared = _pipeline(model, split_stages, mesh, plan, streams), split_stages.shared_parameters
+        shards = mesh.axis("shard") if mesh.axis("shard").size > 1 else None
+        pipeline = Pipeline(model, split_stages, mesh.axis("pipeline"), streams, schedule=plan.schedule, shards=shards)
+        shared = split_stages.shared_parameters
         roots = _keep_own_stages(initial, split_stages, mesh)
         block_names = _blocks_within(roots, block_names)
         styles = {name: style for name, style in styles.items() if any(f"{name}.".startswith(f"{root}.") for root in roots)}
@@ -92,11 +94,6 @@ def check_devices(plan: Plan, home: torch.device) -> None:
     devices_of(home, plan.split_devices)
     if plan.data_parallel != 1:
         gpus_of(home, plan.data_parallel)
-
-
-def _pipeline(model: nn.Module, stages: Stages, mesh: Mesh, plan: Plan, streams: ModuleRandomStreams) -> Pipeline:
-    shards = mesh.axis("shard") if mesh.axis("shard").size > 1 else None
-    return Pipeline(model, stages, mesh.axis("pipeline"), streams, schedule=plan.schedule, shards=shards)
 
 
 def _keep_own_stages(initial: InitialModel, stages: Stages, mesh: Mesh) -> list[str]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,8 +10,7 @@ from torch import Tensor
 from lockstep.base.errors import RecipeError
 
 
-@dataclass(frozen=True, slots=True)
-class Boundary:
+class Boundary(NamedTuple):
     """The output of a stage for microbatches of one shape. The same on every rank."""
 
     shapes: tuple[tuple[int, ...], ...]
@@ -55,9 +53,6 @@ class Boundary:
     def from_json(cls, described: Any) -> Boundary:
         shapes, dtypes, gradients, single = described
         return cls(tuple(map(tuple, shapes)), tuple(dtypes), tuple(gradients), single)
-
-    def to_json(self) -> list[Any]:
-        return [self.shapes, self.dtypes, self.gradients, self.single]
 
     @property
     def signature(self) -> tuple[Any, ...]:

@@ -72,7 +72,7 @@ class BoundaryDiscovery:
         return found
 
     def _signature(self, microbatch: PipelineMicrobatch) -> int:
-        self._forwards.start_streams(microbatch)
+        self._forwards.streams.start(microbatch.position)
         inputs = microbatch.inputs()
         if self._model.training not in self._checked_modes:
             self._sequential_check.check(lambda forward: call_with(forward, inputs))
@@ -97,7 +97,7 @@ class BoundaryDiscovery:
                         torch.set_grad_enabled(backward),
                     ):
                         output = self._forwards.output(stage, microbatch, value, route)
-                    described = Boundary.of(output, self._stages.last_part(stage)).to_json()
+                    described = Boundary.of(output, self._stages.last_part(stage))
                     value = tuple(tensor.detach() for tensor in sendable_outputs(output))
                 except Exception as error:
                     self._failure.error = error

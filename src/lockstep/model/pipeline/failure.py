@@ -24,12 +24,6 @@ class PipelineFailure:
         self.error: Exception | None = None
         self._world = world
 
-    def clear(self) -> None:
-        self.error = None
-
-    def note(self, error: Exception) -> None:
-        self.error = self.error or error
-
     def raise_on_all_ranks(self, compute: Callable[[], Any]) -> Any:
         """Return `compute()`. If it fails on any rank, every rank raises. Every rank calls it."""
         self.error, result = None, None

@@ -124,7 +124,7 @@ class Pipeline:
 
     def _run_all(self, microbatches: Sequence[PipelineMicrobatch], *, backward: bool) -> None:
         self._microbatches, self._results = microbatches, {}
-        self._failure.clear()
+        self._failure.error = None
         self._routes = self._discovery.routes(microbatches, backward=backward)
         start = 0
         for stop in range(1, len(microbatches) + 1):
@@ -182,7 +182,7 @@ class Pipeline:
         try:
             return self._compute(stage, local, index, received)
         except Exception as error:
-            self._failure.note(error)
+            self._failure.error = self._failure.error or error
             if self._forwards.lockstep_ranks is not None:
                 raise
             return self._zeros_with_gradient(stage, index, received)
@@ -203,11 +203,9 @@ class Pipeline:
 
     def _missing_gradient(self, stage: int) -> None:
         first = self.stages.parts[self.stages.ranges[stage].start]
-        self._failure.note(
-            RecipeError(
-                f"the output of the model's parts from {first!r} on does not depend on the input of {first!r}, so no gradient reaches the "
-                "trainable parameters of the parts before it; freeze those (requires_grad_(False)), or use what they compute"
-            )
+        self._failure.error = self._failure.error or RecipeError(
+            f"the output of the model's parts from {first!r} on does not depend on the input of {first!r}, so no gradient reaches the "
+            "trainable parameters of the parts before it; freeze those (requires_grad_(False)), or use what they compute"
         )
 
     def _zeros_with_gradient(self, stage: int, index: int, received: tuple[Tensor, ...]) -> Any:

@@ -28,16 +28,13 @@ class StageForwards:
         self.exchange: SyncBatchNormExchange | None = None
         """The exchange among a microbatch's slices; None if microbatches are not split."""
         self.around: Callable[[int], AbstractContextManager[Any]] = lambda _: nullcontext()
-        self._streams = streams
+        self.streams = streams
         self._shards = shards
-
-    def start_streams(self, microbatch: PipelineMicrobatch) -> None:
-        self._streams.start(microbatch.position)
 
     def output(self, stage: int, microbatch: PipelineMicrobatch, received: tuple[Tensor, ...], route: Sequence[Boundary]) -> Any:
         """Return the stage's output. `received`: from the stage before. `route`: the known boundaries."""
         parts = self.parts[stage]
-        self._streams.start(microbatch.position, self.stages.ranges[stage].start)
+        self.streams.start(microbatch.position, self.stages.ranges[stage].start)
         if stage == 0:
             value = call_with(parts[0], microbatch.inputs())
             parts = parts[1:]
