@@ -321,7 +321,7 @@ def test_a_failing_open_keeps_its_exception_and_is_named(load, workers):
 def test_samples_that_make_no_batch_are_named(load, workers):
     with pytest.raises(DataError) as caught:
         load(lambda shard, epoch, start: (torch.zeros(1 + n) for n in range(start, 9)), workers=workers, window=1)
-    assert str(caught.value).endswith("a function from a list of samples to a batch (samples [0, 1, 2, 3] of shard 0 in epoch 0)")
+    assert "microbatch 0: samples [0, 1, 2, 3] of shard 0 in epoch 0 do not make a batch: " in str(caught.value)
 
     def cannot(samples):
         raise ZeroDivisionError

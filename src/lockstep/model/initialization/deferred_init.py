@@ -72,7 +72,8 @@ class DeferredModel:
     @property
     def constant_bytes(self) -> int:
         """Bytes of the values from NumPy, lists and files, which stay in memory as long as this object."""
-        return self._log.constant_bytes + sum(source.nbytes for source in self._sources.values() if isinstance(source, Tensor))
+        made = sum(value.nbytes() for value in self._log.constants.values())
+        return made + sum(source.nbytes for source in self._sources.values() if isinstance(source, Tensor))
 
     @torch.no_grad()
     def materialize(self, tensor: str | Tensor) -> Tensor:

@@ -82,28 +82,15 @@ class OperationLog:
         self._seeds = seeds
         self._entries: list[LoggedOperation] = []
         self._writers: dict[int, list[int]] = {}
-        self._kept: dict[int, Any] = {}
-        self._constants: dict[int, torch.UntypedStorage] = {}
-
-    def knows(self, storage: int) -> bool:
-        return storage in self._kept
+        self.storages: dict[int, Any] = {}
+        """The storages seen, by address. They are kept so that no other gets the address; fake ones have no memory."""
+        self.constants: dict[int, torch.UntypedStorage] = {}
+        """The values of storages that no operation writes."""
 
     def keep(self, storage: Any) -> int:
-        """Keep a storage, so that no other gets its address, by which it is known. Fake storages have no memory."""
         address = storage_address(storage)
-        self._kept[address] = storage
+        self.storages[address] = storage
         return address
-
-    def constant(self, storage: int, value: torch.UntypedStorage) -> None:
-        """Keep the values of a storage that no operation writes."""
-        self._constants[storage] = value
-
-    def is_constant(self, storage: int) -> bool:
-        return storage in self._constants
-
-    @property
-    def constant_bytes(self) -> int:
-        return sum(value.nbytes() for value in self._constants.values())
 
     def add(self, entry: LoggedOperation) -> None:
         for storage in entry.writes:
@@ -111,7 +98,7 @@ class OperationLog:
         self._entries.append(entry)
 
     def is_whole(self, view: StorageView) -> bool:
-        return view.offset == 0 and view.bytes == self._kept[view.storage].nbytes() and _is_dense(view)
+        return view.offset == 0 and view.bytes == self.storages[view.storage].nbytes() and _is_dense(view)
 
     def replay(self, views: Iterable[StorageView]) -> list[Tensor]:
         """Run the operations on which `views` depend again. Return their values at the end of the log."""
@@ -161,10 +148,10 @@ class OperationLog:
         return sorted(chosen)
 
     def _value(self, storage: int, values: dict[int, torch.UntypedStorage]) -> torch.UntypedStorage:
-        if storage in self._constants:
-            return self._constants[storage]
+        if storage in self.constants:
+            return self.constants[storage]
         if storage not in values:
-            values[storage] = torch.UntypedStorage(self._kept[storage].nbytes())  # type: ignore[no-untyped-call]
+            values[storage] = torch.UntypedStorage(self.storages[storage].nbytes())  # type: ignore[no-untyped-call]
         return values[storage]
 
     def _run(self, entry: LoggedOperation, values: dict[int, torch.UntypedStorage]) -> None:

@@ -73,7 +73,7 @@ class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
 
     def view(self, fake: Any) -> StorageView:
         storage = storage_address(fake.untyped_storage())
-        if not self.log.knows(storage):
+        if storage not in self.log.storages:
             raise CannotDefer("it uses a tensor that no operation made")
         return StorageView(storage, fake.dtype, tuple(fake.shape), fake.stride(), fake.storage_offset())
 
@@ -130,7 +130,7 @@ class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
             return item
         copy = item.detach().clone()
         fake = self.fake.from_tensor(copy, static_shapes=True)
-        self.log.constant(self.log.keep(fake.untyped_storage()), copy.untyped_storage())
+        self.log.constants[self.log.keep(fake.untyped_storage())] = copy.untyped_storage()
         return fake
 
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any, number: int | None, state: Tensor | None) -> None:
@@ -166,9 +166,9 @@ class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
             if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
                 raise CannotDefer("it makes a tensor that is sparse, or a lazy conjugate or negative")
             storage = tensor.untyped_storage()
-            if self.log.is_constant(storage_address(storage)):
+            if storage_address(storage) in self.log.constants:
                 raise CannotDefer("it makes a view of a tensor with values")
-            known = self.log.knows(storage_address(storage)) and storage_address(storage) not in new
+            known = storage_address(storage) in self.log.storages.keys() - new
             if not known:
                 new.add(self.log.keep(storage))
             outputs.append(None if known else self.view(tensor))

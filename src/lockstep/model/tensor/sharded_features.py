@@ -106,13 +106,12 @@ class ShardedFeatures(TorchFunctionMode):
                     f"Tensor.{name} writes what is sharded over the tensor axis into a whole tensor that has a gradient, of shape "
                     f"{tuple(args[0].shape)}; that gradient would be incomplete on each rank; write it without changing in place"
                 )
-            args, kwargs = (
-                _mapped(lambda item: self._all_reduce_gradient(item) if _needs_gradient(item) else item, nest) for nest in (args, kwargs)
-            )
-        return _marked(func(*args, **kwargs))
 
-    def _all_reduce_gradient(self, whole: Tensor) -> Any:
-        return _AllReduceGradient.apply(whole, self._group)  # type: ignore[no-untyped-call]
+            def with_full_gradient(item: Any) -> Any:
+                return _AllReduceGradient.apply(item, self._group) if _needs_gradient(item) else item  # type: ignore[no-untyped-call]
+
+            args, kwargs = _mapped(with_full_gradient, args), _mapped(with_full_gradient, kwargs)
+        return _marked(func(*args, **kwargs))
 
     def _with_distributed(self, func: Any, args: Any, kwargs: Any, *, sharded: bool) -> Any:
         if (drop := self._drop(func, args, kwargs)) is not None:
@@ -151,8 +150,7 @@ class ShardedFeatures(TorchFunctionMode):
     def _masked(self, tensor: Tensor, p: float) -> Tensor:
         if isinstance(tensor, DTensor):
             mask = F.dropout(torch.ones(tensor.shape, dtype=tensor.dtype, device=tensor.device), p)
-            kept: Tensor = tensor * distribute_tensor(mask, tensor.device_mesh, tensor.placements, src_data_rank=None)
-            return kept
+            return tensor * distribute_tensor(mask, tensor.device_mesh, tensor.placements, src_data_rank=None)
         dim = 1 if tensor.dim() == 4 else tensor.dim() - 1
         own, ranks = tensor.shape[dim], self._mesh.size()
         whole = [*tensor.shape[:dim], own * ranks, *tensor.shape[dim + 1 :]]
