@@ -1,5 +1,4 @@
 """Chooses a value for each setting that is `auto`: from the checkpoint, from earlier measurements, or by timing.
-
 Precision and microbatch change what is learned (each microbatch has its own dropout masks), so both are saved in the
 checkpoints, and a resumed run keeps them under every plan."""
 
@@ -53,7 +52,6 @@ MODEL_PARALLEL_AXES = ("shard", "tensor", "pipeline")
 
 def autotune(recipe: Recipe, opened: Opened) -> tuple[Recipe, Context]:
     """Return the recipe and the context with a value for each `auto`. Every rank calls it before the model is built.
-
     It measures on a model of its own, which it then drops. Raises `RecipeError` and `PlanError`."""
     context = opened.context
     auto = [name for name in RECIPE_SETTINGS if getattr(recipe, name) == "auto"]
@@ -257,7 +255,6 @@ class _Autotuner:
 
     def _timed(self, timing: MicrobatchTiming, name: str, now: Mapping[str, Any]) -> dict[Any, float | None]:
         """Time each value of the setting `name`, with the others as in `now`, until time is up. None: out of memory.
-
         Returns seconds for one microbatch; if `name` is "microbatch", for all microbatches of a step."""
         sizes = name == "microbatch"
         found: dict[Any, float | None] = {}

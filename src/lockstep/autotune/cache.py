@@ -38,7 +38,6 @@ def file_name(facts: Mapping[str, Any]) -> str:
 
 def read(path: Path, fits: Callable[[Mapping[str, Any]], bool]) -> Measurement | None:
     """Return a measurement whose settings `fits` accepts; None if there is no file.
-
     Raises `OSError` if the file cannot be read, and `ValueError` if it is damaged."""
     try:
         found = Measurement(**json.loads(path.read_bytes()))

@@ -14,7 +14,6 @@ from torch import Tensor
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """Return the batch on `device`: tensors in dicts, lists, tuples and dataclasses, and objects with a method `to`.
-
     On the CPU it is the batch itself. On CUDA, tensors are copied on a separate stream, overlapping with the microbatch
     before; the computation that follows waits for it. The host does not wait if the batch is in pinned memory."""
     if device.type == "cpu":

@@ -67,7 +67,6 @@ class ShardRequest(NamedTuple):
 
 class Fetcher:
     """Fetches microbatches of `data`: `fetcher[request]`.
-
     With a `seed`, the default generators are seeded before each sample by (seed, epoch, sample), before a
     `__getitems__` by its first sample, and before the user's `collate` by (seed, step, microbatch)."""
 
@@ -101,7 +100,6 @@ class Fetcher:
 
     def gathered(self, requests: Iterator[SampleRequest]) -> Iterator[tuple[SampleRequest, list[Tensor]]]:
         """Yield each request and its batch. The rows of several small microbatches are copied at a time.
-
         Their tensors are parts of one allocation, each aligned as a tensor of its own would be."""
         widths = [tensor[:1].nbytes for tensor in self._data.tensors]
         rows = max(GATHERED_BYTES // max(sum(widths), 1), 1)
@@ -159,7 +157,6 @@ def batch_of(
     describe: Callable[[], str],
 ) -> Any:
     """Return the collated samples. `collate`: the user's; None: torch's. `describe`: returns the samples in words.
-
     The default generators are seeded if `seed` is given. Raises `DataError`, and what `collate` raises, with a note."""
     if collate is None:
         try:

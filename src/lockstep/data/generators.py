@@ -20,7 +20,6 @@ def seed_generators(key: int, device: torch.device) -> None:
 
 class PreservedGenerators:
     """Restores Python's, numpy's and torch's default CPU generators on leaving, in 20 µs: user code may seed them.
-
     Saving numpy's generator would take 90 µs, so another one replaces it meanwhile. The second of a pair of normal
     deviates, which numpy's legacy interface buffers, is lost."""
 

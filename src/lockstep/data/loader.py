@@ -99,7 +99,6 @@ class _BatchLoader:
 
 class Loader(_BatchLoader):
     """Fetches microbatches of a map-style dataset. Each rank has its own loader, for its own spans.
-
     `collate`: (samples) -> batch; None: torch's default. `shuffle=False`: a sample's index is its position. `workers`:
     processes that prefetch `prefetch` microbatches each; 0: this process fetches. The batches do not depend on it.
     This process's default generators keep their state. `device`: for CUDA, batches are in pinned memory."""
@@ -121,7 +120,6 @@ class Loader(_BatchLoader):
 
     def fetch(self, spans: Iterable[Span]) -> Iterator[Microbatch]:
         """Yield the microbatches of `spans`, in their order. Spans are read a few thousand positions ahead.
-
         One call at a time. Raises `DataError` if the dataset changes its length, samples cannot be collated, or a batch
         has another structure than the first one; and whatever the dataset or `collate` raises."""
         requests = self._requests(spans)
@@ -149,7 +147,6 @@ class Loader(_BatchLoader):
 
 class StreamLoader(_BatchLoader):
     """Fetches microbatches of a stream. Each rank has its own loader, for its own spans. Arguments: as in `Loader`.
-
     A shard is always read by the same worker. If there are more workers than shards, the others are idle."""
 
     def __init__(
@@ -169,7 +166,6 @@ class StreamLoader(_BatchLoader):
 
     def fetch(self, spans: Iterable[Span], *, microbatches: int, positions: Mapping[int, ShardPosition]) -> Iterator[Microbatch]:
         """Yield the microbatches of `spans`, in their order. Only their lengths matter; equal neighbors are read once.
-
         `microbatches`: in a global batch. `positions`: shard -> where it continues, by default at its beginning. One
         call at a time. Raises what `StreamFetcher` raises, and `DataError` if a batch's structure is another one."""
         for request, made in self._fetched(self._round_robin(self._requests(spans, microbatches, positions))):

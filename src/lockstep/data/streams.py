@@ -1,5 +1,4 @@
 """Streams: a shard's samples in the order in which a run sees them, and the microbatches made of them.
-
 Position p of an epoch is in window p // W of the shard's samples in that epoch, and each window has a keyed permutation
 of its own. So a shard's state is (epoch, position) on any rank, and a resumed run reads only one window again."""
 
@@ -80,7 +79,6 @@ class StreamFetcher:
 
 def samples(stream: Stream, shard: int, *, seed: int, epoch: int, position: int) -> Iterator[Sample]:
     """Yield the samples of a shard from a position on, epoch after epoch, without end. Holds one window in memory.
-
     Raises `DataError` if an epoch has no sample, or fewer than were read of it before, and what the stream raises."""
     while True:
         first = position - position % stream.window

@@ -11,7 +11,6 @@ from torch import Tensor
 
 def structure(value: Any) -> Any:
     """Return a value that is equal for batches of one structure.
-
     A tensor's dtype (an array's, in words); (type, parts) of a container; None for anything else. A list whose parts
     have one structure has one part here, for any length."""
     if isinstance(value, Tensor):

@@ -33,7 +33,6 @@ _FOLDER = "pymp-"
 """The prefix of the name of a folder for sockets, the same as multiprocessing's own."""
 REST_SECONDS = 0.01
 """Seconds of sleep before workers are forked, for Gloo's threads to finish, which return shortly after a collective.
-
 A Gloo thread that frees a tensor holds a lock of Python's for an instant, without the GIL. In a child forked in that
 instant Python 3.11.7 waits for the lock for ever (python/cpython#112275, fixed later): one worker in a few hundred."""
 LATER_SECONDS = 30
@@ -66,7 +65,6 @@ class LoaderWorkers:
 
     def fetch(self, requests: Iterable[Any]) -> Iterator[Any]:
         """Yield batches in the order of `requests`, which are read ahead. A new call ends the one before.
-
         Raises what a worker raised, with its traceback as the cause."""
         self._current.requests = requests
         if self._batches is None:
@@ -156,7 +154,6 @@ def _check_temporary_folder() -> None:
 
 def _set_up(folder: str, parent: int, worker: int) -> None:
     """Set up a worker process.
-
     Its sockets are in `folder`, which the training process removes. The kernel kills it when the training process is
     killed: it holds copies of the sockets that peers wait on. At SIGTERM, which the training process gets too, it
     continues for `LATER_SECONDS`, so that the current step can end. It ends if a batch cannot be sent: the queue's own

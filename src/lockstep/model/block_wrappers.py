@@ -17,7 +17,6 @@ from lockstep.plan import Checkpointing
 
 def checkpoint_activations(block: nn.Module, mode: Checkpointing) -> None:
     """Checkpoint the block's activations: recompute most of them in its backward, with the same random numbers.
-
     `full` keeps the block's inputs (Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016). `selective` also
     keeps the results of matrix products, convolutions and attention, which are expensive to recompute (Korthikanti et
     al., Reducing Activation Recomputation in Large Transformer Models, 2022). The forward drops the empty cache of keys

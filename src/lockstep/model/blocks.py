@@ -15,7 +15,6 @@ LARGE_FRACTION = 1 / 8
 
 def blocks_of(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
     """Return the names of the model's blocks, in the order of its modules; none lies inside another. May be empty.
-
     `patterns`: `Recipe.blocks`. None: the members of the outermost lists of modules of one class (`nn.ModuleList`,
     `nn.Sequential`), or else the modules with an eighth of all parameters; without those that share a parameter with
     another part of the model. Raises `RecipeError` if the patterns do not name blocks."""

@@ -1,5 +1,4 @@
 """Checks that every rank builds the same model. Its factory may read the rank, the clock or an unseeded generator.
-
 The structure is compared first, because ranks with different parameters would deadlock in their collectives. Values
 are compared by checksums, under deferred initialization of one tensor at a time."""
 

@@ -1,5 +1,4 @@
 """`torch.nn.DataParallel`: one process splits each microbatch over several GPUs.
-
 Each forward copies the model to the other GPUs, and one Python process drives them all: `replicate` is faster."""
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ def check_no_batchnorm(model: nn.Module, count: int) -> None:
 
 def wrap_data_parallel(model: nn.Module, gpus: list[int]) -> None:
     """Let `torch.nn.DataParallel` run the model's forward: each GPU gets a slice of dim 0 of every tensor argument.
-
     The model and its output stay on the first GPU. Raises `RecipeError` for a model with BatchNorm."""
     check_no_batchnorm(model, len(gpus))
     parallel = nn.DataParallel(_OwnForward(model), device_ids=gpus)

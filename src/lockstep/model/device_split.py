@@ -1,5 +1,4 @@
 """Naive model parallelism: each layer of one process is on one of its devices, and activations move between them.
-
 Consecutive layers share a device. Everything else stays on the first device, `home`, together with the batches and the
 model's output. A layer's output moves to `home`, unless it is the input of the next layer, as in a list of layers."""
 
@@ -43,7 +42,6 @@ def devices_of(home: torch.device, count: int) -> list[torch.device]:
 
 def layers_of(model: nn.Module, patterns: Sequence[str] | None, parts: Sequence[str]) -> list[PlacedLayer]:
     """Return the layers that can be placed, in order; may be empty. `patterns`: `Recipe.blocks`.
-
     With `patterns` or without `parts` they are the blocks, else the sequential parts (or the members of a part that is
     an `nn.Sequential` and no block); none shares a parameter with another part of the model. Raises `RecipeError`."""
     blocks = blocks_of(model, patterns)
@@ -62,7 +60,6 @@ def layers_of(model: nn.Module, patterns: Sequence[str] | None, parts: Sequence[
 
 def device_indices(names: Sequence[str], nbytes: Sequence[int], rest_bytes: int, wanted: int | tuple[int, ...]) -> list[int]:
     """Return the index of each layer's device, ascending. `wanted`: `Plan.split`. Raises `RecipeError`.
-
     `rest_bytes`: bytes on the first device that belong to no layer; they count when bytes are balanced."""
     listed = f"{', '.join(names[:8])}{', ...' if len(names) > 8 else ''}" or "none"
     if isinstance(wanted, tuple):
@@ -83,7 +80,6 @@ def device_indices(names: Sequence[str], nbytes: Sequence[int], rest_bytes: int,
 
 def split(model: nn.Module, layers: Sequence[PlacedLayer], devices: Sequence[torch.device], wanted: int | tuple[int, ...]) -> None:
     """Move every parameter and buffer to its device, and wrap the forwards to move activations. `wanted`: `Plan.split`.
-
     Raises `RecipeError`, also from the forward, if code between layers uses tensors of two devices."""
     names = [layer.name for layer in layers]
     modules = [model.get_submodule(name) for name in names]
@@ -106,7 +102,6 @@ def split(model: nn.Module, layers: Sequence[PlacedLayer], devices: Sequence[tor
 
 def move_tensors(value: Any, device: torch.device, copies: list[tuple[Any, list[Any]]] | None = None) -> Any:
     """Return `value` with the tensors in its tuples, lists and mappings on `device`; the same object if nothing moves.
-
     `copies` gets each list and mapping that was copied, with its members."""
     if isinstance(value, Tensor):
         return value.to(device)

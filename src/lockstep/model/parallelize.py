@@ -46,7 +46,6 @@ def parallelize(
     stages: Sequence[str] | None,
 ) -> Parallelized:
     """Change the model in place so that this rank holds and computes its part of the plan. Every rank calls it.
-
     `begin`: seeds the generators with a key. `blocks`, `tensor`, `stages`: as in `Recipe`. Raises `RecipeError`."""
     model = initial.module
     block_names = blocks_of(model, blocks)

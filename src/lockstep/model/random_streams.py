@@ -35,7 +35,6 @@ REMEMBERED = 2**16
 
 class ModuleRandomStreams:
     """The random streams of a model's sequential parts, under every plan, so that one process has a pipeline's masks.
-
     Call `start` or `set_position` before each microbatch's forward. The first part draws from `key(*position)`, part i
     from `key(*position, i, n)` in the model's n-th forward of this microbatch, and code after the last of P parts (the
     loss) from `key(*position, P, n)`. If no part can draw, everything draws from `key(*position)`."""

@@ -105,7 +105,6 @@ class RunningStatistics:
 
     def begin(self, *, compare: bool) -> None:
         """Save the state of all that a forward must not change, before the first forward of a step.
-
         `compare`: also copy the buffers' bits, to find changes that torch does not count. Raises `RecipeError` if a
         parameter was frozen or unfrozen since the model was prepared."""
         trainable = [parameter.requires_grad for parameter in self._parameters]
@@ -132,7 +131,6 @@ class RunningStatistics:
 
     def check(self, *, compare: bool) -> None:
         """Raise `RecipeError` if a forward has changed a parameter, or a buffer that is not BatchNorm's.
-
         `compare`: as in `begin`; then every rank of the run calls it, and all ranks raise alike."""
         changed = self._changed()
         if compare and self._compares:
@@ -161,7 +159,6 @@ class RunningStatistics:
 
     def commit(self, count: int, *, apply: bool | Tensor) -> None:
         """Gather the updates of all `count` microbatches, and apply them if the step was applied. Every rank calls it.
-
         `apply`: True if the step was applied; a scalar tensor if a GPU decides."""
         if not self._scratches:
             return

@@ -32,7 +32,6 @@ def shard(
     materialize: Callable[[nn.Module], None],
 ) -> None:
     """Shard the parameters of `model` over the `shard` axis, block by block, in place. Every rank calls it.
-
     `free_after_forward`: free a block's all-gathered parameters after its forward and all-gather them again for its
     backward. `free_root`: the same for parameters outside the blocks; useless for a whole model, whose backward begins
     with them. `offload`: shards and their gradients are in the CPU's memory. `materialize`: called with a module just
@@ -65,7 +64,6 @@ def shard(
 
 def shard_parts(model: nn.Module, mesh: Mesh, parts: Mapping[str, Sequence[str]], **how: Any) -> None:
     """Shard each of these parts, which are called separately. `parts`: name -> its blocks. `how`: as in `shard`.
-
     Raises `RecipeError` if two parts have a shared parameter."""
     shared = shared_names(model)
     for names in shared:

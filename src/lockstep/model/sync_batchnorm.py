@@ -61,7 +61,6 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
 def use_exchange(model: nn.Module, exchange: SyncBatchNormExchange) -> None:
     """Give the model's `nn.SyncBatchNorm` layers the forward of `SyncBatchNorm`, with the exchange.
-
     Raises `RecipeError` if a layer has a process group of its own."""
     for name, module in model.named_modules():
         if isinstance(module, nn.SyncBatchNorm):
@@ -78,7 +77,6 @@ def use_exchange(model: nn.Module, exchange: SyncBatchNormExchange) -> None:
 
 def split_microbatches(models: Sequence[nn.Module], mesh: Mesh, plan: Plan, *, microbatch: int) -> Mesh:
     """Return the mesh, with microbatches split over its data ranks if a model has a SyncBatchNorm in training mode.
-
     Every rank calls it. Raises `RecipeError` if other settings do not allow the split."""
     mine = [(name, type(layer).__name__, isinstance(layer, nn.SyncBatchNorm)) for name, layer in training_batchnorms(models)]
     layers = [layer for theirs in mesh.axis("pipeline").gather_values(mine) for layer in theirs]
@@ -107,7 +105,6 @@ def training_batchnorms(models: Sequence[nn.Module]) -> list[tuple[str, BatchNor
 
 class _Normalise(torch.autograd.Function):
     """BatchNorm of one slice by its microbatch's statistics. Returns (output, mean, variance, values a channel).
-
     The last three, in float64 and without gradient, are for the running statistics; the variance is uncorrected."""
 
     @staticmethod

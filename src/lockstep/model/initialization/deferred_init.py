@@ -78,7 +78,6 @@ class DeferredModel:
     @torch.no_grad()
     def materialize(self, tensor: str | Tensor) -> Tensor:
         """Compute one parameter or buffer, given by its name or as it is in the module: a new plain tensor on the CPU.
-
         Needs memory only for the tensor and those on which it depends. Torch's default generator keeps its state."""
         meta = self._names[tensor] if isinstance(tensor, str) else tensor
         source = self._sources[id(meta)]

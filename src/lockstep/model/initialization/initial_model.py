@@ -35,7 +35,6 @@ class InitialModel:
     @classmethod
     def build(cls, factory: Callable[[], Any], key: int, mesh: Mesh) -> InitialModel:
         """Call the factory. The values follow from `key` alone, not from the plan. Every rank calls it.
-
         Raises `RecipeError` if two ranks' models differ in their structure."""
         deferred, reason = None, None
         if mesh.torch_mesh is not None:

@@ -1,5 +1,4 @@
 """The log of all operations that wrote to a storage, and the replay of those on which one tensor depends.
-
 The log knows storages; a view is a storage with size, strides and offset. So views need no entry, an operation on a
 slice is a write to the storage, and `p.data.copy_(q)` and `p.data = q` need no special rule."""
 

@@ -25,7 +25,6 @@ class CannotDefer(LockstepError):
 
 class KeyedInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Seeds torch's default CPU generator with `key(key, n)` before the n-th random operation inside the context.
-
     An operation with its own generator draws from that; `torch.manual_seed` inside has no effect. Python's and NumPy's
     generators are seeded once, at the start, and all three once more at the end. Operations in other threads and on
     other devices than the CPU are not covered."""

@@ -1,5 +1,4 @@
 """The shapes that a pipeline's stages exchange, found by computing one microbatch of each kind stage by stage.
-
 Torch's own shape inference repeats every part and the loss for each schedule, and deadlocks if one rank fails."""
 
 from __future__ import annotations

@@ -37,7 +37,6 @@ STAGES_PER_RANK: dict[str, int] = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zer
 
 class Pipeline:
     """The stages of one model on one rank. Every rank of the pipeline makes one, and makes the same calls on it.
-
     `model`: this rank's parts have their values by the first call. `shards`: the ranks with which a stage's forward has
     collectives, as with sharded parameters; None if there are none."""
 
@@ -77,7 +76,6 @@ class Pipeline:
 
     def watch(self, around: Callable[[int], AbstractContextManager[Any]], after: Callable[[int], object]) -> None:
         """Set the context of each stage's forward and loss, and a function to call after each forward of `run`.
-
         Both take the stage's index in `modules`. `after` is called in the microbatches' order, not for dummies."""
         self._forwards.around, self._after = around, after
 
@@ -88,7 +86,6 @@ class Pipeline:
 
     def run(self, microbatches: Sequence[PipelineMicrobatch], columns: int = 1) -> Tensor:
         """Forward and backward of all microbatches: adds the gradient of Σ seed * total to this rank's `.grad`.
-
         Returns every microbatch's `PipelineLoss.record`: (microbatches, columns), float64, the same on every rank. If a
         forward fails, every rank raises; the gradients are then invalid."""
         if not microbatches:
@@ -109,7 +106,6 @@ class Pipeline:
     @torch.no_grad()
     def forward(self, microbatches: Sequence[PipelineMicrobatch]) -> list[Any]:
         """Forward without backward. Returns each microbatch's `score` on the last rank, an empty list on the others.
-
         All activations between stages are in memory at once: pass a few microbatches at a time."""
         if not microbatches:
             return []

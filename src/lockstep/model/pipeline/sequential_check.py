@@ -1,5 +1,4 @@
 """A check that a model's forward calls its parts one after another and does nothing in between.
-
 A pipeline calls the parts and never the model's forward, so both must compute the same."""
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ class SequentialCheck:
 
     def check(self, call: Callable[[Callable[..., Any]], Any]) -> None:
         """Raise `RecipeError` unless the forward passes each part the output of the one before, and returns the last.
-
         `call`: calls a function with the model's inputs. The parts are not computed, so they need no values."""
         handed: list[_Placeholder] = []
         original: Any = nn.Module.__call__

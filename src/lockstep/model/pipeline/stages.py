@@ -39,7 +39,6 @@ class Stages:
         cls, model: nn.Module, patterns: Sequence[str] | None, *, ranks: int, per_rank: int = 1, costs: Sequence[float] | None = None
     ) -> Stages:
         """Split `model` into stages for a pipeline of `ranks`, with `per_rank` stages on each. Raises `RecipeError`.
-
         `patterns`: `Recipe.stages`. `costs`: one for each part; None: the number of its parameters. Call it before any
         parameter is removed from the model."""
         parts = sequential_parts(model, patterns)
@@ -77,7 +76,6 @@ class Stages:
 
 def sequential_parts(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
     """Return the names of the model's sequential parts, in the order of their calls. Empty if the order is unknown.
-
     The parts of an `nn.Sequential` are its members. Otherwise `patterns` name modules: in the order of the patterns,
     and for one pattern in the model's order. Raises `RecipeError` if these cannot be parts, or leave out a tensor."""
     if patterns is None:
@@ -110,7 +108,6 @@ def balanced(costs: Sequence[float], count: int) -> list[range]:
 
 def schedule_calls(count: int, stages: Stages, schedule: str) -> list[tuple[int, int, str]]:
     """Split `count` microbatches into consecutive calls of torch's schedules: [start, stop) and the schedule's name.
-
     Torch's 1F1B needs at least as many microbatches as stages; GPipe runs fewer. Its interleaved schedules need a
     multiple of the number of rounds; the remainder is a call of its own."""
     if schedule == "gpipe" or (schedule == "1f1b" and count >= len(stages.ranges)):

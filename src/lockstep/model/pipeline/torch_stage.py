@@ -1,5 +1,4 @@
 """Torch's pipeline stage, extended: microbatches of different shapes, missing gradients noticed, memory freed early.
-
 It imports torch's schedules, which takes long; only pipelines import this module."""
 
 from __future__ import annotations

@@ -34,7 +34,6 @@ SHAPES = re.compile(
 
 def tensor_parallel(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str], *, materialize: Callable[[nn.Module], None]) -> None:
     """Shard the layers of `model` over `mesh`, one axis, in place. Every rank calls it, before FSDP2 shards the model.
-
     `styles`: from `tensor_styles`. `materialize`: called with a layer just before it is sharded; all ranks must get
     the same values, because nothing is sent. Other parameters without values stay on the meta device. Shared parameters
     stay shared."""
@@ -59,7 +58,6 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str
 @torch.no_grad()
 def reduce_partial_gradients(parameters: Sequence[Tensor]) -> None:
     """All-reduce gradients that are partial sums, such as those of a norm's weight under `sequence`.
-
     Every rank of the axis calls it once, after a step's last backward, with zeros for gradients that others have."""
     for parameter in parameters:
         gradient = parameter.grad
@@ -138,7 +136,6 @@ class _ShardedLayer:
 
 class _TensorParallelForward:
     """Runs the forward of a module with sharded layers inside, and explains its errors about sizes.
-
     `name`: the module's, empty for the model. `layers`: the sharded layers directly inside it."""
 
     def __init__(self, module: nn.Module, name: str, features: ShardedFeatures, check: FirstForwardCheck, layers: Sequence[str]) -> None:

@@ -30,7 +30,6 @@ MAX_GATHERED_ELEMENTS = 2**26
 
 class FirstForwardCheck:
     """Compares outputs of sharded and full layers, once for each of `layers`, whose shards the user's code sees.
-
     Every rank of the tensor axis makes one. `unsharded_now`: it adds the layers that shall run with full weights."""
 
     def __init__(self, model: nn.Module, layers: Sequence[str], unsharded_now: set[str]) -> None:
@@ -42,7 +41,6 @@ class FirstForwardCheck:
 
     def compare(self, name: str, module: nn.Module, forward: Callable[..., Any], arguments: Any, keywords: Any) -> None:
         """Compute the module `name` with sharded and with full layers. Raises `RecipeError` if the outputs differ.
-
         Does nothing if the layers inside are checked, or inputs or outputs are sharded: an enclosing module is then."""
         if self._comparing or not self._unchecked:
             return

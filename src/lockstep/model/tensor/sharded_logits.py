@@ -1,5 +1,4 @@
 """Logits whose classes are sharded over the tensor axis: the output of the style `loss`.
-
 Their cross-entropy is computed on shards and sends three numbers a token. Anything else gathers the logits."""
 
 from __future__ import annotations

@@ -72,7 +72,6 @@ FUSED = re.compile(r"(^|[._])(qkv|w?qkv_?proj|query_key_value|c_attn|in_proj|gat
 
 def tensor_styles(model: nn.Module, given: Mapping[str, str] | None, size: int) -> dict[str, str]:
     """Return the style of each sharded module, by its name, in the order of the model's modules. Raises `RecipeError`.
-
     `given`: `Recipe.tensor`; of several patterns that match, the last one counts. None: the model's `tensor_plan`, or a
     Hugging Face model's plan. A layer that shares its weight (tied embeddings) gets the matching style."""
     source, patterns = _source(model, given)
