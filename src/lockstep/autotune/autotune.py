@@ -94,10 +94,8 @@ def _summary(chosen: Mapping[str, Any], sources: Mapping[str, str], seconds: flo
 @dataclass
 class _Autotuner:
     recipe: Recipe
-    """`auto` stands for each setting that is still to be chosen."""
     context: Context
     names: list[str]
-    """The settings to choose."""
     candidates: dict[str, list[Any]] = field(default_factory=dict)
     """The possible values of a setting, in the order of preference, if it is chosen from a list."""
     fixed: dict[str, Any] = field(default_factory=dict)

@@ -16,12 +16,10 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """The chosen settings, and the timings that led to them."""
+    """The chosen settings, and the seconds of each setting's candidates (`figures`)."""
 
     chosen: dict[str, Any]
-    """Setting -> value."""
     figures: dict[str, Any] = field(default_factory=dict)
-    """Setting -> seconds for each candidate."""
     seconds: float = 0.0
 
 

@@ -42,7 +42,6 @@ class MicrobatchTiming:
     """Times microbatches on one rank. Use it in a `with`; all ranks make the same calls."""
 
     recipe: Recipe
-    """Its `microbatch` is a number or None."""
     model: nn.Module
     context: Context
     timings: int

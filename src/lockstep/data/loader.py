@@ -32,7 +32,6 @@ class Span:
 
     step: int
     index: int
-    """Index of the microbatch in its step."""
     start: int
     """First position in the run; the positions are [start, stop)."""
     stop: int
@@ -48,10 +47,8 @@ class Microbatch:
     index: int
     is_dummy: bool
     size: int
-    """Number of samples."""
     batch: Any
     origin: Origin | None = None
-    """The samples, if they are a stream's; else None."""
 
 
 class _BatchLoader:
@@ -65,7 +62,6 @@ class _BatchLoader:
         self._structure: Any = None
 
     def close(self) -> None:
-        """End the worker processes."""
         if self._workers is not None:
             self._workers.close()
 

@@ -52,7 +52,6 @@ class StreamFetcher:
     """Fetches microbatches of a stream: `fetcher[request]`. It gets all requests for a shard, in their order."""
 
     seeds = True
-    """True: it seeds the default generators of its process."""
 
     def __init__(self, stream: Stream, collate: Callable[[list[Any]], Any] | None, seed: int) -> None:
         self._stream = stream

@@ -86,10 +86,9 @@ class LoaderWorkers:
 
 @dataclass(frozen=True, slots=True)
 class WorkerException:
-    """An exception that a worker raised, in transit to the training process."""
+    """An exception that a worker raised, in transit. `error`: it, pickled; None if that fails. `text`: its traceback."""
 
     error: bytes | None
-    """The pickled exception; None if it cannot be pickled."""
     text: str
 
     @classmethod

@@ -1,4 +1,4 @@
-"""The blocks of a model: the modules that a plan all-gathers, frees, checkpoints or compiles one at a time."""
+"""A model's blocks, which a plan all-gathers, frees, checkpoints or compiles one at a time, and its shared parameters."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lockstep.base.errors import RecipeError
 
@@ -96,3 +97,20 @@ def numel(module: nn.Module) -> int:
 
 def tensors_of(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(), *module.buffers()]
+
+
+def shared_names(model: nn.Module) -> list[list[str]]:
+    """The names of each parameter that has several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [several for several in names.values() if len(several) > 1]
+
+
+def share_parameter(model: nn.Module, names: Sequence[str]) -> None:
+    """Make the parameters under these names one object again: the DTensor, if one of them is a DTensor."""
+    found = [model.get_parameter(name) for name in names]
+    one = next((parameter for parameter in found if isinstance(parameter, DTensor)), found[0])
+    for name in names:
+        owner, _, attribute = name.rpartition(".")
+        model.get_submodule(owner).register_parameter(attribute, one)

@@ -17,25 +17,20 @@ def gpus_of(home: torch.device, count: int) -> list[int]:
     there = torch.cuda.device_count() if home.type == "cuda" else 0
     if there < count:
         raise PlanError(
-            f"data_parallel={count} and {there} GPUs; it cuts each microbatch over the GPUs of one process; use replicate={count}, which "
+            f"data_parallel={count} and {there} GPUs; it splits each microbatch over the GPUs of one process; use replicate={count}, which "
             "runs on CPUs too, and faster on GPUs"
         )
     return list(range(count))
 
 
-def check_no_batchnorm(model: nn.Module, count: int) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, BatchNormBase):
-            raise RecipeError(
-                f"data_parallel={count} and a model with BatchNorm ({name!r}); each GPU would take the statistics of its part of a "
-                f"microbatch, and those of all but the first be lost; use replicate={count}"
-            )
-
-
 def wrap_data_parallel(model: nn.Module, gpus: list[int]) -> None:
     """Let `torch.nn.DataParallel` run the model's forward: each GPU gets a slice of dim 0 of every tensor argument.
     The model and its output stay on the first GPU. Raises `RecipeError` for a model with BatchNorm."""
-    check_no_batchnorm(model, len(gpus))
+    if layers := [name for name, module in model.named_modules() if isinstance(module, BatchNormBase)]:
+        raise RecipeError(
+            f"data_parallel={len(gpus)} and a model with BatchNorm ({layers[0]!r}); each GPU would take the statistics of its part of a "
+            f"microbatch, and those of all but the first be lost; use replicate={len(gpus)}"
+        )
     parallel = nn.DataParallel(_OwnForward(model), device_ids=gpus)
 
     def forward(*args: Any, **kwargs: Any) -> Any:

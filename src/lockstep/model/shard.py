@@ -11,7 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from lockstep.base.errors import RecipeError
 from lockstep.base.torch_private import set_unshard_async
 from lockstep.comm.mesh import Mesh
-from lockstep.model.shared_parameters import share_parameter, shared_names
+from lockstep.model.blocks import share_parameter, shared_names
 from lockstep.model.skipped_blocks import SkippedBlockGuard
 
 

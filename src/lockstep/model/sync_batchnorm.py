@@ -85,7 +85,7 @@ def split_microbatches(models: Sequence[nn.Module], mesh: Mesh, plan: Plan, *, m
     ranks = f"SyncBatchNorm on {mesh.data.size} data ranks"
     if plan.numerics == "bitwise":
         raise RecipeError(
-            f"numerics=bitwise with {ranks}; it cuts each sum over a microbatch by the number of ranks, and so rounds it otherwise at each "
+            f"numerics=bitwise with {ranks}; it splits each sum over a microbatch over the ranks, so rounding depends on their "
             "number; use numerics=fast, or plain BatchNorm, whose statistics are one microbatch's at any number of processes too"
         )
     for name, kind, split in layers:

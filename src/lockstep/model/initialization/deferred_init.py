@@ -52,22 +52,19 @@ class DeferredModel:
     @classmethod
     def build(cls, factory: Callable[[], Any], key: int) -> DeferredModel:
         """Run `factory` without computing its tensors. Raises `CannotDefer`, also if it fails."""
+        recorder = InitRecorder(key)
         with _older_objects_frozen():
-            return cls._record(factory, InitRecorder(key))
-
-    @classmethod
-    def _record(cls, factory: Callable[[], Any], recorder: InitRecorder) -> DeferredModel:
-        try:
-            with recorder, fake_parameters_keep_class(recorder.fake_class, recorder.is_fake), warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # copy.deepcopy does
-                module = factory()
-        except Exception as error:
-            raise CannotDefer(_reason(error, recorder)) from error
-        if recorder.failure is not None:  # the function went on another way than it would with values
-            raise CannotDefer(_reason(recorder.failure, recorder)) from recorder.failure
-        if not isinstance(module, nn.Module):
-            raise CannotDefer(f"the function returned a {type(module).__name__}, not a torch.nn.Module")
-        return _finish(cls, module, recorder)
+            try:
+                with recorder, fake_parameters_keep_class(recorder.fake_class, recorder.is_fake), warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # copy.deepcopy does
+                    module = factory()
+            except Exception as error:
+                raise CannotDefer(_reason(error, recorder)) from error
+            if recorder.failure is not None:  # the factory caught it, and took another branch than it would with values
+                raise CannotDefer(_reason(recorder.failure, recorder)) from recorder.failure
+            if not isinstance(module, nn.Module):
+                raise CannotDefer(f"the function returned a {type(module).__name__}, not a torch.nn.Module")
+            return _finish(cls, module, recorder)
 
     @property
     def constant_bytes(self) -> int:

@@ -69,7 +69,6 @@ class LoggedOperation:
     """The storages whose former contents do not matter to it."""
     number: int | None
     generator: Tensor | None
-    """The state of the generator that it was given."""
     dtype: torch.dtype
     """Torch's default dtype when it ran."""
 

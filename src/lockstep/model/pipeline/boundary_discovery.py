@@ -34,7 +34,6 @@ class BoundaryDiscovery:
         self._failure = failure
         self._sequential_check = SequentialCheck(model, self._stages.parts)
         self._checked_modes: set[bool] = set()
-        """The training modes in which the model's forward was found to be sequential."""
         self._known: dict[tuple[int, bool], list[Boundary]] = {}
         """(hash of the inputs' shapes, backward) -> the boundary after each stage but the last."""
 

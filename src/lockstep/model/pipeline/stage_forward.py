@@ -23,7 +23,6 @@ class StageForwards:
     def __init__(self, model: nn.Module, stages: Stages, rank: int, streams: ModuleRandomStreams, shards: World | None) -> None:
         self.stages = stages
         self.own = list(stages.on_rank(rank))
-        """This rank's stages, ascending."""
         self.parts = {stage: [model.get_submodule(stages.parts[place]) for place in stages.ranges[stage]] for stage in self.own}
         self.exchange: SyncBatchNormExchange | None = None
         """The exchange among a microbatch's slices; None if microbatches are not split."""

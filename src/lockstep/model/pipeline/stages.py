@@ -15,20 +15,17 @@ from lockstep.model.blocks import check_not_nested, matching_names, numel, outer
 
 @dataclass(frozen=True, slots=True)
 class SharedParameter:
-    """A parameter on several ranks of a pipeline: their gradients must be summed, and counted once in the norm."""
+    """A parameter on several ranks of a pipeline, ascending: gradients are summed, the first counts in the norm."""
 
     name: str
-    """The first name in the whole model."""
     ranks: tuple[int, ...]
-    """Ranks of the pipeline, ascending. The first one counts the gradient in the norm."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """A model split into stages. Stage s is on rank (s mod ranks) of the pipeline. The same on every rank."""
+    """A model split into stages, of `parts` that run in order. Stage s is on the pipeline's rank s mod `ranks`."""
 
     parts: tuple[str, ...]
-    """Names of the modules that are called one after another."""
     ranges: tuple[range, ...]
     """The indices in `parts` of each stage's parts."""
     ranks: int

@@ -23,11 +23,9 @@ class VariableShapeStage(PipelineStage):
     routes: Sequence[Sequence[Boundary]]
     """For each microbatch of the call, the boundary after each stage but the last."""
     losses: list[Tensor]
-    """The losses of the schedule: outputs of the last stage, of the microbatches so far."""
     around: Callable[[int], AbstractContextManager[Any]]
-    """The context of the backward of a microbatch."""
+    """The context of a microbatch's backward."""
     on_missing_gradient: Callable[[], None]
-    """Called if a received tensor gets no gradient."""
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if not self.is_first:

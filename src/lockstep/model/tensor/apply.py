@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from lockstep.base.errors import RecipeError
 from lockstep.base.torch_private import own_parameters
-from lockstep.model.shared_parameters import share_parameter, shared_names
+from lockstep.model.blocks import share_parameter, shared_names
 from lockstep.model.tensor.first_forward_check import FirstForwardCheck
 from lockstep.model.tensor.sharded_features import ShardedFeatures, checked_output, is_sharded, mark_sharded
 from lockstep.model.tensor.sharded_logits import as_sharded_logits, local_shard
