@@ -155,10 +155,9 @@ class _Autotuner:
         plan = self.context.plan
         for axis in MODEL_PARALLEL_AXES:
             if (size := getattr(plan, axis)) != 1:
-                name = self.names[0]
                 raise PlanError(
-                    f"{name}=auto with {axis}={size}; it can be measured only if each process holds the whole model (replicate); give "
-                    f"{name} a value, for example the one that a run under replicate chose (see its run.json)"
+                    f"{self.names[0]}=auto with {axis}={size}; it can be measured only if each process holds the whole model (replicate); "
+                    f"give {self.names[0]} a value, for example the one that a run under replicate chose (see its run.json)"
                 )
 
     def _precisions(self) -> list[Any]:

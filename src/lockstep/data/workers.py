@@ -28,7 +28,6 @@ from lockstep.data.streams import StreamFetcher
 
 _MOST_SOCKET_BYTES = 107 if sys.platform == "linux" else 103
 """The longest path of a socket that the system's `sockaddr_un` holds."""
-
 _FOLDER = "pymp-"
 """The prefix of the name of a folder for sockets, the same as multiprocessing's own."""
 REST_SECONDS = 0.01
@@ -86,7 +85,7 @@ class LoaderWorkers:
 
 @dataclass(frozen=True, slots=True)
 class WorkerException:
-    """An exception that a worker raised, in transit. `error`: it, pickled; None if that fails. `text`: its traceback."""
+    """A worker's exception, in transit. `error`: it, pickled; None if that fails. `text`: its traceback."""
 
     error: bytes | None
     text: str

@@ -1,4 +1,4 @@
-"""A model's blocks, which a plan all-gathers, frees, checkpoints or compiles one at a time, and its shared parameters."""
+"""A model's blocks (what a plan gathers, frees, checkpoints or compiles one at a time) and its shared parameters."""
 
 from __future__ import annotations
 

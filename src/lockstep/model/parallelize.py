@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,9 +68,7 @@ def parallelize(
         styles = {name: style for name, style in styles.items() if any(f"{name}.".startswith(f"{root}.") for root in roots)}
     layers = layers_of(model, blocks, parts) if plan.split != 1 else []
 
-    def materialize(part: nn.Module) -> None:
-        initial.materialize(part, mesh.world.device)
-
+    materialize = partial(initial.materialize, device=mesh.world.device)
     if styles:
         assert mesh.torch_mesh is not None
         tensor_parallel(model, mesh.torch_mesh["tensor"], styles, materialize=materialize)

@@ -83,14 +83,12 @@ class Boundary(NamedTuple):
 
 def received_inputs(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Return received tensors that the first part may change in place and whose gradients can be sent back."""
-    arrived: tuple[Tensor, ...] = _StageInputs.apply(*tensors)  # type: ignore[no-untyped-call]
-    return arrived
+    return _StageInputs.apply(*tensors)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def sendable_outputs(value: Any) -> tuple[Tensor, ...]:
     """Return a stage's output as tensors that can be sent and detached: contiguous, and no views."""
-    left: tuple[Tensor, ...] = _StageOutputs.apply(*(value if isinstance(value, tuple) else (value,)))  # type: ignore[no-untyped-call]
-    return left
+    return _StageOutputs.apply(*(value if isinstance(value, tuple) else (value,)))  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _StageInputs(torch.autograd.Function):

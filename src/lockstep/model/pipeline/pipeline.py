@@ -58,6 +58,7 @@ class Pipeline:
         self.modules = [nn.ModuleList(self._forwards.parts[stage]) for stage in self._forwards.own]
         """The parts of each of this rank's stages."""
         self._failure = PipelineFailure(pipeline)
+        self.raise_on_all_ranks = self._failure.raise_on_all_ranks
         self._discovery = BoundaryDiscovery(model, self._forwards, pipeline, self._failure)
         self._after: Callable[[int], object] = lambda _: None
         self._schedules: dict[Any, tuple[Any, list[VariableShapeStage]]] = {}
@@ -113,10 +114,6 @@ class Pipeline:
         results, self._microbatches, self._results = self._results, (), {}
         self._failure.raise_if_any()
         return [results[index] for index in range(len(microbatches))] if self.world.rank == self.last_rank else []
-
-    def raise_on_all_ranks(self, compute: Callable[[], Any]) -> Any:
-        """Return `compute()`. If it fails on any rank, every rank raises. Every rank calls it."""
-        return self._failure.raise_on_all_ranks(compute)
 
     def _run_all(self, microbatches: Sequence[PipelineMicrobatch], *, backward: bool) -> None:
         self._microbatches, self._results = microbatches, {}

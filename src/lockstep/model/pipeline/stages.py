@@ -38,8 +38,7 @@ class Stages:
         """Split `model` into stages for a pipeline of `ranks`, with `per_rank` stages on each. Raises `RecipeError`.
         `patterns`: `Recipe.stages`. `costs`: one for each part; None: the number of its parameters. Call it before any
         parameter is removed from the model."""
-        parts = sequential_parts(model, patterns)
-        if not parts:
+        if not (parts := sequential_parts(model, patterns)):
             raise RecipeError(
                 f"pipeline={ranks} and a model ({type(model).__name__}) that is no nn.Sequential; a pipeline must know the parts of the "
                 "model in the order in which they are called; name them, as in Recipe.stages=['embed', 'blocks.*', 'head']"

@@ -69,8 +69,7 @@ def gather_full(item: Any) -> Any:
 
 def local_shard(tensor: DTensor) -> Tensor:
     """This rank's shard, with a gradient. (`to_local`'s view loses FSDP2's hooks if it is changed in place.)"""
-    held: Tensor = _LocalShard.apply(tensor)  # type: ignore[no-untyped-call]
-    return held
+    return _LocalShard.apply(tensor)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _LocalShard(torch.autograd.Function):
