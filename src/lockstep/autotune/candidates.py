@@ -31,7 +31,7 @@ def timing_order(sizes: Sequence[int], known: int) -> list[int]:
 
 
 def preferred_candidate(candidates: Sequence[T], seconds: Mapping[T, float], worth: float) -> T:
-    """Return the first candidate with at most `worth` times the fastest one's seconds; the first if none has any."""
+    """Return the first candidate that takes at most `worth` times the fastest one's seconds, or else the first."""
     fastest = min(seconds.values(), default=math.inf)
     return next((each for each in candidates if each in seconds and seconds[each] <= worth * fastest), candidates[0])
 

@@ -28,7 +28,7 @@ from lockstep.training.loss import contribution, weights_of
 from lockstep.training.microbatches import Batching
 
 SECONDS = 4.0
-"""Time limit for all candidates. Each gets an equal part, but at least two repetitions or a quarter of it."""
+"""Time limit for all timings, divided evenly. Each gets at least two repetitions, or a quarter of it."""
 FETCH_SECONDS = 1.0
 MAX_REPETITIONS = 5
 """Repetitions of one timing, after the first one, which warms up."""

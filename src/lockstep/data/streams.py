@@ -60,7 +60,7 @@ class StreamFetcher:
         self._open: dict[int, Iterator[Sample]] = {}
 
     def __getitem__(self, request: ShardRequest | None) -> tuple[Any, Origin] | None:
-        """Return the batch and its origin; None for None. Raises `DataError`, and what user code raises."""
+        """Return the batch and its origin; None for None. Raises `DataError`, and what stream or `collate` raise."""
         if request is None:
             return None
         shard = request.shard

@@ -28,7 +28,7 @@ class PlacedLayer:
 
 
 def devices_of(home: torch.device, count: int) -> list[torch.device]:
-    """Return the devices for the layers, `home` first; on a CPU all are the CPU. May raise `PlanError`."""
+    """Return the devices for the layers, `home` first; on a CPU all are the CPU. Raises `PlanError`."""
     if home.type != "cuda":
         return [home] * count
     there = torch.cuda.device_count()

@@ -1,4 +1,4 @@
-"""A guard for blocks that a forward skips: every rank runs all blocks in one order, whatever its microbatch takes.
+"""A guard for blocks that a forward skips: every rank runs all blocks, in one order, on every microbatch.
 
 FSDP2 gathers a block's parameters when the block runs. If only some ranks skip a block, their collectives no longer
 match: they deadlock or corrupt data. So the guard calls the skipped block with an identity as its forward, and FSDP2's

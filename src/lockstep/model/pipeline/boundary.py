@@ -22,7 +22,7 @@ class Boundary(NamedTuple):
 
     @classmethod
     def of(cls, value: Any, part: str) -> Boundary:
-        """Return the boundary of `value`, the output of `part`. Raises `RecipeError` unless it is tensors."""
+        """Return the boundary of `value`, the output of `part`. Raises `RecipeError` if a part is no tensor."""
         tensors = value if isinstance(value, tuple) else (value,)
         if not tensors:
             raise RecipeError(

@@ -41,7 +41,7 @@ class FirstForwardCheck:
 
     def compare(self, name: str, module: nn.Module, forward: Callable[..., Any], arguments: Any, keywords: Any) -> None:
         """Compute the module `name` with sharded and with full layers. Raises `RecipeError` if the outputs differ.
-        Does nothing if the layers inside are checked, or inputs or outputs are sharded: an enclosing module is then."""
+        Does nothing if the layers inside are checked already, or if inputs or outputs are sharded."""
         if self._comparing or not self._unchecked:
             return
         inside = [layer for layer in self._modules if layer in self._unchecked and (not name or layer.startswith(f"{name}."))]
