@@ -235,7 +235,7 @@ def test_a_list_from_getitems_that_is_not_one_item_a_sample_is_refused(load):
     with pytest.raises(DataError) as caught:
         load(Many(lambda indices: [torch.tensor(indices), torch.tensor(indices)]))
     assert str(caught.value) == (
-        "__getitems__ of Many returned a list of 2 for 3 indices in step 0, microbatch 0; a list holds one item a sample, to be "
+        "__getitems__ of Many returned a list of 2 for 3 indices after step 0, microbatch 0; a list holds one item a sample, to be "
         "collated; return a tuple, a dict or a tensor for a batch made already"
     )
 
@@ -272,7 +272,7 @@ def test_a_failing_sample_keeps_its_exception_and_is_named(load, workers):
     with pytest.raises(KeyError) as caught:
         load(Items(seventh_fails), spans(10, 10), workers=workers)
     assert caught.value.args == ("no such image", 7)
-    assert caught.value.__notes__ == ["raised by sample 7 of Items in step 0, microbatch 0"]
+    assert caught.value.__notes__ == ["raised by sample 7 of Items after step 0, microbatch 0"]
     if workers:
         assert "in seventh_fails" in str(caught.value.__cause__)
 
@@ -285,10 +285,10 @@ def test_failing_getitems_and_collate_keep_their_exceptions_and_are_named(load, 
     with pytest.raises(OSError, match="disk gone") as caught:
         load(Many(fails), workers=workers, seed=1)
     indices = Order(10, 1).samples(np.arange(3))[1].tolist()
-    assert caught.value.__notes__ == [f"raised by __getitems__({indices}) of Many in step 0, microbatch 0"]
+    assert caught.value.__notes__ == [f"raised by __getitems__({indices}) of Many after step 0, microbatch 0"]
     with pytest.raises(OSError, match="disk gone") as caught:
         load(pairs(), workers=workers, seed=1, collate=fails)
-    assert caught.value.__notes__ == [f"raised by collate in step 0, microbatch 0, samples {indices}"]
+    assert caught.value.__notes__ == [f"raised by collate after step 0, microbatch 0: samples {indices}"]
 
 
 def test_an_exception_that_cannot_leave_its_worker_comes_as_its_traceback(load):
@@ -308,9 +308,9 @@ def test_ragged_samples_without_a_collate_are_refused(load, workers):
         load(Items(lambda i: torch.zeros(1 + i)), spans(10, 2), workers=workers)
     samples = Order(10, 0).samples(np.arange(2))[1]
     assert str(caught.value) == (
-        "the samples of step 0, microbatch 0 do not make a batch: stack expects each tensor to be equal size, but got "
-        f"[{samples[0] + 1}] at entry 0 and [{samples[1] + 1}] at entry 1; torch's default collate needs samples of one structure and "
-        f"shape; give Recipe.collate, a function from a list of samples to a batch (samples {samples.tolist()})"
+        f"after step 0, microbatch 0: samples {samples.tolist()} do not make a batch: stack expects each tensor to be equal size, but "
+        f"got [{samples[0] + 1}] at entry 0 and [{samples[1] + 1}] at entry 1; torch's default collate needs samples of one structure "
+        "and shape; give Recipe.collate, a function from a list of samples to a batch"
     )
 
 
@@ -325,7 +325,7 @@ def test_a_dataset_that_changes_its_length_is_refused(workers):
         next(fetched)
     loader.close()
     assert str(caught.value) == (
-        "the dataset has 12 samples in step 0, microbatch 1, and had 10 before; the order of a run follows from the length; "
+        "the dataset has 12 samples after step 0, microbatch 1, and had 10 before; the order of a run follows from the length; "
         "give data whose len() stays the same"
     )
 
@@ -337,6 +337,6 @@ def test_a_batch_made_otherwise_than_the_first_is_refused(load, workers):
     with pytest.raises(DataError) as caught:
         load(Items(lambda i: {"x": torch.tensor(i), "y": torch.tensor(i if i == eighth else 1.0)}), spans(4, 1), workers=workers)
     assert str(caught.value) == (
-        "step 1, microbatch 3: batch['y'] is torch.int64 and was torch.float32 in the first microbatch; every microbatch has the same "
-        "containers, keys and dtypes (shapes may differ); make them so in the dataset or in Recipe.collate"
+        "after step 1, microbatch 3: batch['y'] is torch.int64 and was torch.float32 in the first microbatch; every microbatch has the "
+        "same containers, keys and dtypes (shapes may differ); make them so in the dataset or in Recipe.collate"
     )

@@ -10,8 +10,9 @@ from torch.utils.data import default_collate
 
 import lockstep as ls
 from lockstep.base.errors import DataError
+from lockstep.data.fetch import ShardPosition
 from lockstep.data.loader import Span, StreamLoader
-from lockstep.data.streams import ShardPosition, samples
+from lockstep.data.streams import samples
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes")
 
@@ -319,7 +320,7 @@ def test_a_failing_open_keeps_its_exception_and_is_named(load, workers):
 def test_samples_that_make_no_batch_are_named(load, workers):
     with pytest.raises(DataError) as caught:
         load(lambda shard, epoch, start: (torch.zeros(1 + n) for n in range(start, 9)), workers=workers, window=1)
-    assert str(caught.value).endswith("a function from a list of samples to a batch (samples [0, 1, 2, 3] of shard 0 in epoch 0)")
+    assert "microbatch 0: samples [0, 1, 2, 3] of shard 0 in epoch 0 do not make a batch: " in str(caught.value)
 
     def cannot(samples):
         raise ZeroDivisionError
@@ -327,12 +328,14 @@ def test_samples_that_make_no_batch_are_named(load, workers):
     with pytest.raises(ZeroDivisionError) as caught:
         load(numbered, collate=cannot, workers=workers, window=1)
     said = "samples [0, 1, 2] of shard 0 in epoch 0 and [0] of shard 0 in epoch 1"
-    assert caught.value.__notes__ == [f"raised by collate in step 0, microbatch 0, {said}"]
+    assert caught.value.__notes__ == [f"raised by collate after step 0, microbatch 0: {said}"]
 
 
 @WORKERS
 def test_a_batch_made_otherwise_than_the_first_is_refused(load, workers):
-    with pytest.raises(DataError, match=r"^step 0, microbatch 1: batch is torch.float32 and was torch.int64 in the first microbatch;"):
+    with pytest.raises(
+        DataError, match=r"^after step 0, microbatch 1: batch is torch.float32 and was torch.int64 in the first microbatch;"
+    ):
         load(lambda shard, epoch, start: (torch.tensor(1.0 if shard else 1) for _ in range(9)), workers=workers)
 
 

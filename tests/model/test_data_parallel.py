@@ -96,7 +96,7 @@ def test_it_needs_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(PlanError) as caught:
             gpus_of(home, count)
         assert str(caught.value).startswith(
-            f"data_parallel={count} and {there} GPUs; it cuts each microbatch over the GPUs of one process; use replicate={count}, which "
+            f"data_parallel={count} and {there} GPUs; it splits each microbatch over the GPUs of one process; use replicate={count}, which "
         )
 
 

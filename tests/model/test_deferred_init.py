@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lockstep.keys import key as key_of
-from lockstep.model.initialization.deferred_init import CannotDefer, DeferredModel, build, keyed_init
+from lockstep.model.initialization.deferred_init import CannotDefer, DeferredModel, KeyedInit, build
 
 KEY = 2**63 + 11
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt.py"
@@ -280,10 +280,10 @@ def test_any_sequence_of_writes(steps: list[tuple[str, int, int]]) -> None:
 
 
 def test_a_draw_does_not_depend_on_the_draws_before_it() -> None:
-    with keyed_init(KEY):
+    with KeyedInit(KEY):
         torch.randn(1000)
         second = torch.randn(5)
-    with keyed_init(KEY):
+    with KeyedInit(KEY):
         torch.rand(3)
         again = torch.randn(5)
     assert torch.equal(second, again)

@@ -353,7 +353,7 @@ def test_what_cannot_be_trained_is_refused_on_all_ranks_alike(pool: WorkerPool, 
         (
             {"data": Growing(range(8)), "loss": None},
             DataError,
-            r"^the dataset has \d+ samples in step \d, microbatch \d, and had \d+ before",
+            r"^the dataset has \d+ samples after step \d, microbatch \d, and had \d+ before",
         ),
         ({"loss": lambda model, batch: 3.0}, LossError, r"^term 'loss' of the loss is 3\.0 \(a float\); it must be a scalar tensor"),
         ({"loss": lambda model, batch: model(batch[1])}, LossError, r"^term 'loss' of the loss has shape \(4, 3\); it must be a scalar"),

@@ -20,8 +20,8 @@ from training.test_source import CPU, a_mesh
 import lockstep as ls
 from lockstep.assignment import MicrobatchAssignment
 from lockstep.base.errors import CheckpointError, DataError, LossError, RecipeError
+from lockstep.data.fetch import ShardPosition
 from lockstep.data.loader import StreamLoader
-from lockstep.data.streams import ShardPosition
 from lockstep.testing.pool import WorkerPool
 from lockstep.training.microbatches import Batching, from_stream, positions_in
 from lockstep.verify import trace_reader

@@ -1,8 +1,6 @@
-"""Chooses a value for each setting that is `auto`: from the checkpoint, from the cache of earlier measurements, or by measuring.
-
-The precision and the microbatch change what is learned (each microbatch has its own dropout masks). Once chosen, both are saved in the
-checkpoints, and a resumed run keeps them under every plan.
-"""
+"""Chooses a value for each setting that is `auto`: from the checkpoint, from earlier measurements, or by timing.
+Precision and microbatch change what is learned (each microbatch has its own dropout masks), so both are saved in the
+checkpoints, and a resumed run keeps them under every plan."""
 
 from __future__ import annotations
 
@@ -53,10 +51,8 @@ MODEL_PARALLEL_AXES = ("shard", "tensor", "pipeline")
 
 
 def autotune(recipe: Recipe, opened: Opened) -> tuple[Recipe, Context]:
-    """Return the recipe and the context with a value for each `auto`. Every rank calls it, before the run's model is built.
-
-    It measures on a model of its own, which it then drops. Raises `RecipeError` and `PlanError` if a setting cannot be measured.
-    """
+    """Return the recipe and the context with a value for each `auto`. Every rank calls it before the model is built.
+    It measures on a model of its own, which it then drops. Raises `RecipeError` and `PlanError`."""
     context = opened.context
     auto = [name for name in RECIPE_SETTINGS if getattr(recipe, name) == "auto"]
     auto += [name for name in MEASURED if getattr(context.plan, name) == "auto"]
@@ -85,7 +81,6 @@ def autotune(recipe: Recipe, opened: Opened) -> tuple[Recipe, Context]:
 
 
 def _summary(chosen: Mapping[str, Any], sources: Mapping[str, str], seconds: float) -> str:
-    """Return the chosen values as one line, grouped by source."""
     words = {
         "checkpoint": "from the checkpoint",
         "rule": "by rule",
@@ -99,10 +94,8 @@ def _summary(chosen: Mapping[str, Any], sources: Mapping[str, str], seconds: flo
 @dataclass
 class _Autotuner:
     recipe: Recipe
-    """`auto` stands for each setting that is still to be chosen."""
     context: Context
     names: list[str]
-    """The settings to choose."""
     candidates: dict[str, list[Any]] = field(default_factory=dict)
     """The possible values of a setting, in the order of preference, if it is chosen from a list."""
     fixed: dict[str, Any] = field(default_factory=dict)
@@ -110,7 +103,7 @@ class _Autotuner:
 
     @cached_property
     def model(self) -> nn.Module:
-        """The model to measure on, in training mode, parallelized for the plan. Built at first access, which every rank must make."""
+        """The model to measure on, in training mode, parallelized for the plan. All ranks must access it together."""
         options = ModelOptions(blocks=self.recipe.blocks, tensor=self.recipe.tensor, stages=self.recipe.stages)
         made = build_model(self.context, self.recipe.model, options, number=0, exchange=SyncBatchNormExchange(), weights=None)
         if made.parallel.streams is not None:
@@ -119,7 +112,7 @@ class _Autotuner:
         return model
 
     def run(self) -> tuple[Measurement, str]:
-        """Return the values, and the source of those that are not `fixed`: "cache", "measurement", or "rule" if all are."""
+        """Return the values, and the source of those not in `fixed`: "cache", "measurement", or "rule" if all are."""
         if self.context.overrides.bare:
             bare = {"precision": "fp32", "microbatch": None, "threads": torch.get_num_threads(), "workers": 0, "prefetch": DEFAULT_PREFETCH}
             self.fixed = {name: bare[name] for name in self.names}
@@ -145,7 +138,6 @@ class _Autotuner:
         return measured, "measurement"
 
     def _check(self) -> None:
-        """Raise `RecipeError` if the microbatch cannot be chosen by measurement."""
         if "microbatch" not in self.names:
             return
         example = f"give a microbatch, for example microbatch={max(1, self.recipe.global_batch // 8)}"
@@ -160,27 +152,25 @@ class _Autotuner:
             )
 
     def _check_no_model_parallelism(self) -> None:
-        """Raise `PlanError` if no process holds the whole model."""
         plan = self.context.plan
         for axis in MODEL_PARALLEL_AXES:
             if (size := getattr(plan, axis)) != 1:
-                name = self.names[0]
                 raise PlanError(
-                    f"{name}=auto with {axis}={size}; it can be measured only if each process holds the whole model (replicate); give "
-                    f"{name} a value, for example the one that a run under replicate chose (see its run.json)"
+                    f"{self.names[0]}=auto with {axis}={size}; it can be measured only if each process holds the whole model (replicate); "
+                    f"give {self.names[0]} a value, for example the one that a run under replicate chose (see its run.json)"
                 )
 
     def _precisions(self) -> list[Any]:
         return precisions.candidates(self.context.device)
 
     def _microbatches(self) -> list[Any]:
-        """The sizes from 1 to a global batch split evenly over the data ranks."""
+        """Return the sizes from 1 to a global batch split evenly over the data ranks."""
         recipe = self.recipe
         batch = recipe.global_batch if recipe.epochs is None else min(recipe.global_batch, len(recipe.data))
         return doubling_sizes(-(-batch // self.context.mesh.data.size))
 
     def _threads(self) -> list[Any]:
-        """The numbers of threads to try. On a GPU, and in bitwise numerics, only the present one."""
+        """Return the numbers of threads to try. On a GPU, and in bitwise numerics, only the present one."""
         if self.context.device.type != "cpu" or self.context.plan.numerics == "bitwise":
             return [torch.get_num_threads()]
         return doubling_sizes(threads_per_process(self.context.world.local_size))
@@ -209,7 +199,6 @@ class _Autotuner:
         )
 
     def _cache_key(self) -> dict[str, Any]:
-        """Everything that the timings depend on, as JSON."""
         recipe, context, model = self.recipe, self.context, self.model
         with self._timing(1) as timing:
             item = next(timing.fetched(self._reference_microbatch()), None)
@@ -230,7 +219,6 @@ class _Autotuner:
         }
 
     def _reference_microbatch(self) -> int | None:
-        """The microbatch with which the other settings are timed."""
         given = self.recipe.microbatch
         return min(REFERENCE_MICROBATCH, self.candidates["microbatch"][-1]) if given == "auto" else given
 
@@ -240,7 +228,7 @@ class _Autotuner:
         return MicrobatchTiming(recipe, self.model, self.context, timings)
 
     def _measured(self) -> Measurement:
-        """Time the candidates. Every rank calls it: all measure at the same time, because they will also train at the same time."""
+        """Time the candidates. All ranks do so at the same time, because they will also train at the same time."""
         began = time.perf_counter()
         several = [name for name in TIMED_SETTINGS if name in self.candidates and name not in self.fixed]
         now: dict[str, Any] = {
@@ -263,10 +251,8 @@ class _Autotuner:
         return Measurement({name: now[name] for name in self.names}, figures, time.perf_counter() - began)
 
     def _timed(self, timing: MicrobatchTiming, name: str, now: Mapping[str, Any]) -> dict[Any, float | None]:
-        """Seconds for each value of the setting `name`, with the others as in `now`, until time is up. None: out of memory.
-
-        Seconds are for one microbatch; if `name` is "microbatch", for all microbatches of a step.
-        """
+        """Time each value of the setting `name`, with the others as in `now`, until time is up. None: out of memory.
+        Returns seconds for one microbatch; if `name` is "microbatch", for all microbatches of a step."""
         sizes = name == "microbatch"
         found: dict[Any, float | None] = {}
         for each in timing_order(self.candidates[name], now[name]) if sizes else self.candidates[name]:
@@ -287,7 +273,7 @@ class _Autotuner:
         return found
 
     def _choose_loader(self, mean: float, most: float, computed: float | None) -> dict[str, int]:
-        """Choose the loader's settings. `mean`, `most`: seconds to fetch a microbatch; `computed`: to compute one, None if unknown."""
+        """Choose the loader's settings, from seconds to fetch (`mean`, `most`) and to compute a microbatch."""
         plan, found = self.context.plan, {}
         workers = plan.workers
         if workers == "auto":
@@ -299,7 +285,6 @@ class _Autotuner:
 
 
 def _shapes(batch: Any) -> Any:
-    """The shapes of the batch's tensors, nested as in the batch."""
     if isinstance(batch, torch.Tensor):
         return list(batch.shape)
     parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()

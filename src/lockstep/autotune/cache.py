@@ -16,33 +16,27 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """The chosen settings, and the timings that led to them."""
+    """The chosen settings, and the seconds of each setting's candidates (`figures`)."""
 
     chosen: dict[str, Any]
-    """Setting -> value."""
     figures: dict[str, Any] = field(default_factory=dict)
-    """Setting -> seconds for each candidate."""
     seconds: float = 0.0
-    """The duration of the measurement."""
 
 
 def folder(environ: Mapping[str, str]) -> Path:
-    """Return the folder below XDG_CACHE_HOME, or below ~/.cache if that is unset or relative. Raises `RuntimeError` without a home."""
+    """Return the cache's folder, below XDG_CACHE_HOME or else ~/.cache. Raises `RuntimeError` without a home."""
     given = Path(environ.get("XDG_CACHE_HOME", ""))
     return (given if given.is_absolute() else Path.home() / ".cache") / "lockstep" / "measured"
 
 
 def file_name(facts: Mapping[str, Any]) -> str:
-    """Return the name of the file for measurements made under `facts` (JSON)."""
     text = json.dumps({"format": FORMAT, **facts}, sort_keys=True)
     return f"{sha256(text.encode()).hexdigest()}.json"
 
 
 def read(path: Path, fits: Callable[[Mapping[str, Any]], bool]) -> Measurement | None:
-    """Read a measurement; None if there is no such file. `fits`: returns True if the settings are those to choose, with valid values.
-
-    Raises `OSError` if the file cannot be read, and `ValueError` if it is damaged.
-    """
+    """Return a measurement whose settings `fits` accepts; None if there is no file.
+    Raises `OSError` if the file cannot be read, and `ValueError` if it is damaged."""
     try:
         found = Measurement(**json.loads(path.read_bytes()))
         if fits(found.chosen) and isinstance(found.figures, dict) and isinstance(found.seconds, float):
@@ -55,6 +49,5 @@ def read(path: Path, fits: Callable[[Mapping[str, Any]], bool]) -> Measurement |
 
 
 def write(path: Path, measured: Measurement) -> None:
-    """Write the file atomically, even if other processes write it too. Raises `OSError`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps(asdict(measured), indent=2) + "\n")

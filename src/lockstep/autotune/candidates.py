@@ -26,36 +26,30 @@ def doubling_sizes(most: int) -> list[int]:
 
 
 def timing_order(sizes: Sequence[int], known: int) -> list[int]:
-    """Return the order in which microbatch sizes are timed: `known`, then larger ones (often faster), then smaller ones."""
+    """Return the order in which sizes are timed: `known`, then larger ones (often faster), then smaller ones."""
     return sorted(sizes, key=lambda size: (size < known, abs(size - known)))
 
 
 def preferred_candidate(candidates: Sequence[T], seconds: Mapping[T, float], worth: float) -> T:
-    """Return the first candidate whose time is at most `worth` times the fastest one's.
-
-    `seconds`: the times of the candidates that could be measured. If it is empty, the first candidate is returned.
-    """
+    """Return the first candidate that takes at most `worth` times the fastest one's seconds, or else the first."""
     fastest = min(seconds.values(), default=math.inf)
     return next((each for each in candidates if each in seconds and seconds[each] <= worth * fastest), candidates[0])
 
 
 def step_seconds(seconds: float, *, microbatches: int, ranks: int) -> float:
-    """Seconds of a step of `microbatches` assigned to `ranks`, at `seconds` each: those of the rank with the most."""
+    """Return the seconds of a step on the rank with the most of its microbatches, which take `seconds` each."""
     return seconds * -(-microbatches // ranks)
 
 
 def loader_workers(fetch_seconds: float, compute_seconds: float, most: int) -> int:
-    """Return the number of loader workers a rank needs to keep up, at most `most`; 0 if fetching is cheap.
-
-    `fetch_seconds` and `compute_seconds` are for one microbatch.
-    """
+    """Return the number of loader workers that a rank needs to keep up, at most `most`; 0 if fetching is cheap."""
     if fetch_seconds <= MAX_INLINE_FETCH * compute_seconds:
         return 0
     return min(most, math.ceil(FETCH_HEADROOM * fetch_seconds / compute_seconds)) if compute_seconds > 0 else most
 
 
 def prefetch_depth(slowest_seconds: float, compute_seconds: float, workers: int) -> int:
-    """Return how many microbatches each worker prefetches, so that those ready last for as long as the slowest fetch takes."""
+    """Return how many microbatches a worker prefetches, so that those last for as long as the slowest fetch takes."""
     if not workers or compute_seconds <= 0:
         return DEFAULT_PREFETCH
     return min(MAX_PREFETCH, max(DEFAULT_PREFETCH, math.ceil(slowest_seconds / (compute_seconds * workers))))

@@ -1,4 +1,4 @@
-"""Times a run's own model and data before its first step, without changing the model, the generators or the order of the data."""
+"""Times a run's model and data before its first step, without changing the model, generators or order of the data."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lockstep.training.loss import contribution, weights_of
 from lockstep.training.microbatches import Batching
 
 SECONDS = 4.0
-"""Time limit for all forwards and backwards together, divided evenly. Each candidate gets at least two repetitions, or a quarter of it."""
+"""Time limit for all timings, divided evenly. Each gets at least two repetitions, or a quarter of it."""
 FETCH_SECONDS = 1.0
 MAX_REPETITIONS = 5
 """Repetitions of one timing, after the first one, which warms up."""
@@ -41,7 +41,6 @@ class MicrobatchTiming:
     """Times microbatches on one rank. Use it in a `with`; all ranks make the same calls."""
 
     recipe: Recipe
-    """Its `microbatch` is a number or None."""
     model: nn.Module
     context: Context
     timings: int
@@ -73,7 +72,6 @@ class MicrobatchTiming:
         self._stack.close()
 
     def batching(self, microbatch: int | None) -> Batching:
-        """Return the split of the run's global batches at this microbatch size."""
         recipe, data = self.recipe, self.recipe.data
         return Batching(
             samples=recipe.global_batch if isinstance(data, DataStream) else len(data),
@@ -86,7 +84,7 @@ class MicrobatchTiming:
         )
 
     def fetched(self, microbatch: int | None) -> Iterator[Microbatch]:
-        """This rank's microbatches of the run, from its first step on, fetched in this process. May be empty."""
+        """Yield this rank's microbatches of the run, from its first step on, fetched in this process."""
         batching = self.batching(microbatch)
         spans = (span for step in range(batching.steps) for span in batching.share_of_step(step))
         if isinstance(self._loader, StreamLoader):
@@ -98,7 +96,7 @@ class MicrobatchTiming:
         return bool(self.context.mesh.world.value_of(0, time.perf_counter() - self._began > SECONDS))
 
     def compute_seconds(self, *, microbatch: int | None, precision: Precision, threads: int) -> float | None:
-        """Seconds of a microbatch's forward and backward on the slowest rank. None if a rank ran out of memory."""
+        """Return the seconds of forward and backward on the slowest rank. None if a rank ran out of memory."""
         case = (microbatch, precision, threads)
         if case not in self._known:
             torch.set_num_threads(threads)
@@ -108,7 +106,7 @@ class MicrobatchTiming:
         return self._known[case]
 
     def fetch_seconds(self, microbatch: int | None) -> tuple[float, float]:
-        """The mean and the longest time to fetch a microbatch in this process, on the slowest rank."""
+        """Return the mean and the longest time to fetch a microbatch in this process, on the slowest rank."""
         fetched, took, began = islice(self.fetched(microbatch), 1 + TIMED_FETCHES), list[float](), time.perf_counter()
         while (before := time.perf_counter()) - began < FETCH_SECONDS and next(fetched, None) is not None:
             took.append(time.perf_counter() - before)
@@ -117,7 +115,7 @@ class MicrobatchTiming:
         return max(mean for mean, _ in everyone), max(most for _, most in everyone)
 
     def _timed(self, item: Microbatch, precision: Precision) -> float | None:
-        """Seconds on this rank. None if it ran out of memory."""
+        """Return the seconds on this rank. None if it ran out of memory."""
         if self.context.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.context.device)
         until = time.perf_counter() + SECONDS / self.timings

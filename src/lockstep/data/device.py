@@ -13,15 +13,9 @@ from torch import Tensor
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Return the batch on `device`: tensors in dicts, lists, (named) tuples and dataclasses, and objects with a method
-    `to`.
-
-    If `device` is the CPU, it is the batch itself, not a copy.
-
-    On CUDA, tensors are copied on a separate stream, which does not wait for the computation in progress: the copy
-    overlaps with the microbatch before. The computation that follows waits for the copy. The host does not wait if the
-    batch is in pinned memory.
-    """
+    """Return the batch on `device`: tensors in dicts, lists, tuples and dataclasses, and objects with a method `to`.
+    On the CPU it is the batch itself. On CUDA, tensors are copied on a separate stream, overlapping with the microbatch
+    before; the computation that follows waits for it. The host does not wait if the batch is in pinned memory."""
     if device.type == "cpu":
         return batch
     if device.type != "cuda":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -21,8 +20,7 @@ from lockstep.keys import RandomStream, key
 CPU = torch.device("cpu")
 GATHERED_BYTES = 2**20
 GATHERED_REQUESTS = 16
-"""Microbatches of a TensorDataset whose rows are copied at a time: at most this many, fewer if they have this many
-bytes."""
+"""Microbatches of a TensorDataset whose rows are copied at a time: at most this many and GATHERED_BYTES."""
 ALIGNMENT_BYTES = 64
 """The alignment of torch's tensors. With another alignment a matrix product may have other bits."""
 
@@ -32,25 +30,44 @@ class SampleRequest(NamedTuple):
 
     step: int
     microbatch: int
-    """Its index in the step."""
     is_dummy: bool
-    """See `Span`."""
     epochs: NDArray[np.int64]
     """The epoch of each sample, of shape (samples,)."""
     samples: NDArray[np.int64]
     """Indices in the dataset, of the same shape."""
 
     def __str__(self) -> str:
-        return f"step {self.step}, microbatch {self.microbatch}"
+        return f"after step {self.step}, microbatch {self.microbatch}"
+
+
+class ShardPosition(NamedTuple):
+    """The position at which reading a shard of a stream continues."""
+
+    epoch: int = 0
+    seen: int = 0
+    """Number of the shard's samples read in that epoch."""
+
+
+class ShardRequest(NamedTuple):
+    """A request for a microbatch of a stream: the next `size` samples of a shard."""
+
+    step: int
+    microbatch: int
+    are_dummies: tuple[bool, ...]
+    """One `is_dummy` (see `Span`) for each time that the microbatch is computed."""
+    shard: int
+    size: int
+    begin: ShardPosition | None
+    """The position at which to open the shard; None: continue with the open one."""
+
+    def __str__(self) -> str:
+        return f"after step {self.step}, microbatch {self.microbatch}"
 
 
 class Fetcher:
     """Fetches microbatches of `data`: `fetcher[request]`.
-
     With a `seed`, the default generators are seeded before each sample by (seed, epoch, sample), before a
-    `__getitems__` by its first sample, and before the user's `collate` by (seed, step, microbatch). None: they are left
-    alone.
-    """
+    `__getitems__` by its first sample, and before the user's `collate` by (seed, step, microbatch)."""
 
     def __init__(self, data: Any, collate: Callable[[list[Any]], Any] | None, seed: int | None) -> None:
         self._data = data
@@ -60,48 +77,39 @@ class Fetcher:
         self._seed_of_samples = None if tensors else seed
         self._seed_of_collate = None if collate is None else seed
         self.seeds = self._seed_of_samples is not None or self._seed_of_collate is not None
-        """True if it seeds the default generators of its process."""
         self._make: Callable[[SampleRequest], Any] = self._one_by_one
         self.gathers = tensors and collate is None
         """True if a batch is just rows of tensors, so that `gathered` can be used."""
         if self.gathers:
-            self._make = self._rows
+            self._make = lambda request: self._rows(request.samples)
         elif _fetches_many(data):
             self._make = self._at_once
 
     def __getitem__(self, request: SampleRequest) -> Any:
-        """Return the batch. Raises `DataError`, and what the dataset and `collate` raise, with a note that names the
-        sample.
-        """
+        """Return the batch. Raises `DataError`, and what dataset and `collate` raise, with a note."""
         self.check_length(request)
         return self._make(request)
 
     def check_length(self, request: SampleRequest) -> None:
-        """Raise `DataError` if the dataset changed its length."""
         if len(self._data) != self._length:
             raise DataError(
-                f"the dataset has {len(self._data)} samples in {request}, and had {self._length} before; the order of a run follows from "
+                f"the dataset has {len(self._data)} samples {request}, and had {self._length} before; the order of a run follows from "
                 "the length; give data whose len() stays the same"
             )
 
     def gathered(self, requests: Iterator[SampleRequest]) -> Iterator[tuple[SampleRequest, list[Tensor]]]:
         """Yield each request and its batch. The rows of several small microbatches are copied at a time.
-
-        Their tensors are parts of one allocation, each aligned as a tensor of its own would be.
-        """
+        Their tensors are parts of one allocation, each aligned as a tensor of its own would be."""
         widths = [tensor[:1].nbytes for tensor in self._data.tensors]
         rows = max(GATHERED_BYTES // max(sum(widths), 1), 1)
         while several := list(_some_requests(requests, rows, lambda size: all(size * width % ALIGNMENT_BYTES == 0 for width in widths))):
             sizes = [len(request.samples) for request in several]
-            columns = [torch.split(column, sizes) for column in self._rows_at(np.concatenate([request.samples for request in several]))]
+            columns = [torch.split(column, sizes) for column in self._rows(np.concatenate([request.samples for request in several]))]
             for request, parts in zip(several, zip(*columns, strict=True), strict=True):
                 self.check_length(request)
                 yield request, [part.data for part in parts]  # .data: no view of the others', which may be changed in place
 
-    def _rows(self, request: SampleRequest) -> list[Tensor]:
-        return self._rows_at(request.samples)
-
-    def _rows_at(self, samples: NDArray[np.int64]) -> list[Tensor]:
+    def _rows(self, samples: NDArray[np.int64]) -> list[Tensor]:
         rows = torch.from_numpy(samples)
         return [tensor.index_select(0, rows if tensor.is_cpu else rows.to(tensor.device)) for tensor in self._data.tensors]
 
@@ -112,13 +120,13 @@ class Fetcher:
         try:
             fetched = self._data.__getitems__(indices)
         except Exception as error:
-            error.add_note(f"raised by __getitems__({some(indices)}) of {type(self._data).__qualname__} in {request}")
+            error.add_note(f"raised by __getitems__({some(indices)}) of {type(self._data).__qualname__} {request}")
             raise
         if not isinstance(fetched, list):
             return fetched
         if len(fetched) != len(indices):
             raise DataError(
-                f"__getitems__ of {type(self._data).__qualname__} returned a list of {len(fetched)} for {len(indices)} indices in "
+                f"__getitems__ of {type(self._data).__qualname__} returned a list of {len(fetched)} for {len(indices)} indices "
                 f"{request}; a list holds one item a sample, to be collated; return a tuple, a dict or a tensor for a batch made already"
             )
         return self._batch(fetched, request)
@@ -132,54 +140,42 @@ class Fetcher:
             try:
                 samples.append(data[index])
             except Exception as error:
-                error.add_note(f"raised by sample {index} of {type(data).__qualname__} in {request}")
+                error.add_note(f"raised by sample {index} of {type(data).__qualname__} {request}")
                 raise
         return self._batch(samples, request)
 
     def _batch(self, samples: list[Any], request: SampleRequest) -> Any:
-        describe = partial(_samples, request)
-        return batch_of(samples, self._collate, self._seed_of_collate, step=request.step, microbatch=request.microbatch, describe=describe)
+        return batch_of(samples, self._collate, self._seed_of_collate, request, lambda: f"samples {some(request.samples.tolist())}")
 
 
 def batch_of(
     samples: list[Any],
     collate: Callable[[list[Any]], Any] | None,
     seed: int | None,
-    *,
-    step: int,
-    microbatch: int,
+    request: SampleRequest | ShardRequest,
     describe: Callable[[], str],
 ) -> Any:
-    """Return the samples of a microbatch, collated.
-
-    `collate`: the user's; the default generators are seeded before it if `seed` is given. None: torch's. `describe`:
-    returns the samples in words. Raises `DataError`, and what `collate` raises, with a note that names the samples.
-    """
+    """Return the collated samples. `collate`: the user's; None: torch's. `describe`: returns the samples in words.
+    The default generators are seeded if `seed` is given. Raises `DataError`, and what `collate` raises, with a note."""
     if collate is None:
         try:
             return default_collate(samples)
         except Exception as error:
             raise DataError(
-                f"the samples of step {step}, microbatch {microbatch} do not make a batch: {_reason(samples, error)}; torch's default "
-                "collate needs samples of one structure and shape; give Recipe.collate, a function from a list of samples to a batch "
-                f"({describe()})"
+                f"{request}: {describe()} do not make a batch: {_reason(samples, error)}; torch's default collate needs samples of one "
+                "structure and shape; give Recipe.collate, a function from a list of samples to a batch"
             ) from error
     if seed is not None:
-        seed_generators(key(seed, RandomStream.COLLATE, step, microbatch), CPU)
+        seed_generators(key(seed, RandomStream.COLLATE, request.step, request.microbatch), CPU)
     try:
         return collate(samples)
     except Exception as error:
-        error.add_note(f"raised by collate in step {step}, microbatch {microbatch}, {describe()}")
+        error.add_note(f"raised by collate {request}: {describe()}")
         raise
 
 
-def _samples(request: SampleRequest) -> str:
-    return f"samples {some(request.samples.tolist())}"
-
-
 def _some_requests(requests: Iterator[SampleRequest], rows: int, fits: Callable[[int], bool]) -> Iterator[SampleRequest]:
-    """Yield one to `GATHERED_REQUESTS` requests; stop once they have `rows` rows, or if the next one would not be
-    aligned."""
+    """Yield up to `GATHERED_REQUESTS` requests, until they have `rows` rows or the next one would not be aligned."""
     for request in islice(requests, GATHERED_REQUESTS):
         yield request
         rows -= len(request.samples)
@@ -195,10 +191,7 @@ def _fetches_many(data: Any) -> bool:
 
 
 def _reason(samples: list[Any], error: Exception) -> str:
-    """Return why torch's default collate failed.
-
-    In a worker it stacks into shared memory, and its error is about that instead.
-    """
+    """Return why torch's default collate failed. In a worker its error is about the shared memory that it uses."""
 
     def stack(batch: list[Tensor], *, collate_fn_map: Any = None) -> Tensor:
         return torch.stack(batch)
@@ -211,5 +204,4 @@ def _reason(samples: list[Any], error: Exception) -> str:
 
 
 def some(indices: list[int]) -> str:
-    """Return the indices in words, at most the first 16."""
     return str(indices) if len(indices) <= 16 else f"[{', '.join(map(str, indices[:16]))}, ...]"

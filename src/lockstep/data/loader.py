@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, tee
 from typing import Any
 
 import numpy as np
@@ -15,9 +15,9 @@ import torch
 from lockstep import assignment
 from lockstep.base.errors import DataError
 from lockstep.data.device import pin
-from lockstep.data.fetch import Fetcher, SampleRequest
+from lockstep.data.fetch import Fetcher, SampleRequest, ShardPosition, ShardRequest
 from lockstep.data.generators import PreservedGenerators
-from lockstep.data.streams import Origin, ShardPosition, ShardRequest, StreamFetcher
+from lockstep.data.streams import Origin, StreamFetcher
 from lockstep.data.structure import difference, structure
 from lockstep.data.workers import LoaderWorkers
 from lockstep.order import Order
@@ -28,11 +28,10 @@ CHUNK_POSITIONS = 4096
 
 @dataclass(slots=True)
 class Span:
-    """The place of a microbatch in a run."""
+    """The position of a microbatch in a run."""
 
     step: int
     index: int
-    """Index of the microbatch in its step."""
     start: int
     """First position in the run; the positions are [start, stop)."""
     stop: int
@@ -47,22 +46,58 @@ class Microbatch:
     step: int
     index: int
     is_dummy: bool
-    """See `Span`."""
     size: int
-    """Number of samples."""
     batch: Any
     origin: Origin | None = None
-    """The samples, if they are a stream's; else None."""
 
 
-class Loader:
+class _BatchLoader:
+    """Runs a fetcher on requests, in their order: in this process, or ahead of time in `workers` processes."""
+
+    def __init__(self, fetcher: Fetcher | StreamFetcher, workers: int, device: torch.device, *, prefetch: int) -> None:
+        self._seeds, self._fetch_one = fetcher.seeds, fetcher.__getitem__
+        self._pinned = device.type == "cuda"
+        self._workers = LoaderWorkers(fetcher, workers, pinned=self._pinned, prefetch=prefetch) if workers else None
+        self._preserved_generators = PreservedGenerators()
+        self._structure: Any = None
+
+    def close(self) -> None:
+        if self._workers is not None:
+            self._workers.close()
+
+    def _fetched(self, requests: Iterator[Any]) -> Iterator[tuple[Any, Any]]:
+        """Yield each request and what the fetcher returns for it."""
+        if self._workers is not None:
+            submitted, ours = tee(requests)
+            for made, request in zip(self._workers.fetch(submitted), ours, strict=False):
+                yield request, made
+            return
+        for request in requests:
+            with self._preserved_generators if self._seeds else nullcontext():
+                made = self._fetch_one(request)
+            yield request, made
+
+    def _pin(self, batch: Any) -> Any:
+        """Return the batch, in pinned memory if the device is CUDA."""
+        return pin(batch) if self._pinned else batch
+
+    def _check_structure(self, batch: Any, request: object) -> None:
+        """Raise `DataError`, which names the `request`, if the batch has another structure than the first."""
+        made = structure(batch)
+        if self._structure is None:
+            self._structure = made
+        elif made != self._structure and (found := difference(self._structure, made)):
+            raise DataError(
+                f"{request}: {found} in the first microbatch; every microbatch has the same containers, keys and dtypes (shapes may "
+                "differ); make them so in the dataset or in Recipe.collate"
+            )
+
+
+class Loader(_BatchLoader):
     """Fetches microbatches of a map-style dataset. Each rank has its own loader, for its own spans.
-
-    `collate`: (samples) -> batch; None: torch's default collate. `shuffle=False`: the sample at a position is the
-    position itself. `workers`: processes that prefetch, `prefetch` microbatches each; 0: this process fetches. The
-    batches do not depend on it, and this process's default generators are left as they are. `device`: the device that
-    batches are for; they are in pinned memory if it is CUDA.
-    """
+    `collate`: (samples) -> batch; None: torch's default. `shuffle=False`: a sample's index is its position. `workers`:
+    processes that prefetch `prefetch` microbatches each; 0: this process fetches. The batches do not depend on it.
+    This process's default generators keep their state. `device`: for CUDA, batches are in pinned memory."""
 
     def __init__(
         self,
@@ -77,32 +112,22 @@ class Loader:
     ) -> None:
         self._order = Order(len(data), seed) if shuffle else None
         self._fetcher = Fetcher(data, collate, seed)
-        self._executor = FetchExecutor(self._fetcher, workers, device, prefetch=prefetch)
-        self._alike = StructureCheck()
+        super().__init__(self._fetcher, workers, device, prefetch=prefetch)
 
     def fetch(self, spans: Iterable[Span]) -> Iterator[Microbatch]:
         """Yield the microbatches of `spans`, in their order. Spans are read a few thousand positions ahead.
-
-        One call at a time. Raises `DataError` if the dataset changes its length, if samples cannot be collated, and if
-        a batch has another structure than the first one; and whatever the dataset or `collate` raises.
-        """
-        for request, batch in self._fetched(self._requests(spans)):
-            yield Microbatch(request.step, request.microbatch, request.is_dummy, len(request.samples), self._executor.pinned(batch))
-
-    def close(self) -> None:
-        """End the worker processes."""
-        self._executor.close()
-
-    def _fetched(self, requests: Iterator[SampleRequest]) -> Iterator[tuple[SampleRequest, Any]]:
-        if self._fetcher.gathers and not self._executor.ahead:
-            return self._fetcher.gathered(requests)
-        return self._checked(requests)
+        One call at a time. Raises `DataError` if the dataset changes its length, samples cannot be collated, or a batch
+        has another structure than the first one; and whatever the dataset or `collate` raises."""
+        requests = self._requests(spans)
+        only_rows = self._fetcher.gathers and self._workers is None
+        for request, batch in self._fetcher.gathered(requests) if only_rows else self._checked(requests):
+            yield Microbatch(request.step, request.microbatch, request.is_dummy, len(request.samples), self._pin(batch))
 
     def _checked(self, requests: Iterator[SampleRequest]) -> Iterator[tuple[SampleRequest, Any]]:
-        for request, batch in self._executor(requests):
-            if self._executor.ahead:
+        for request, batch in self._fetched(requests):
+            if self._workers is not None:
                 self._fetcher.check_length(request)
-            self._alike.check(batch, request)
+            self._check_structure(batch, request)
             yield request, batch
 
     def _requests(self, spans: Iterable[Span]) -> Iterator[SampleRequest]:
@@ -116,12 +141,9 @@ class Loader:
                 yield SampleRequest(span.step, span.index, span.is_dummy, epochs[start:stop], samples[start:stop])
 
 
-class StreamLoader:
-    """Fetches microbatches of a stream. Each rank has its own loader, for its own spans. See `Loader` for the
-    arguments.
-
-    A shard is always read by the same worker. If there are more workers than shards, the others are idle.
-    """
+class StreamLoader(_BatchLoader):
+    """Fetches microbatches of a stream. Each rank has its own loader, for its own spans. Arguments: as in `Loader`.
+    A shard is always read by the same worker. If there are more workers than shards, the others are idle."""
 
     def __init__(
         self,
@@ -136,29 +158,23 @@ class StreamLoader:
         self.shards = stream.shards
         self._fetcher = StreamFetcher(stream, collate, seed)
         self._count = max(workers, 1)
-        self._executor = FetchExecutor(self._fetcher, workers, device, prefetch=prefetch)
-        self._alike = StructureCheck()
+        super().__init__(self._fetcher, workers, device, prefetch=prefetch)
 
     def fetch(self, spans: Iterable[Span], *, microbatches: int, positions: Mapping[int, ShardPosition]) -> Iterator[Microbatch]:
-        """Yield the microbatches of `spans`, in their order. Only the length of a span matters. An equal span next to
-        it is not read again.
-
-        `microbatches`: their number in a global batch. `positions`: shard -> where it continues; a shard without an
-        entry starts at its beginning. One call at a time. Raises what `StreamFetcher` raises, and `DataError` if a
-        batch has another structure than the first.
-        """
-        for request, made in self._executor(self._round_robin(self._requests(spans, microbatches, positions))):
+        """Yield the microbatches of `spans`, in their order. Only their lengths matter; equal neighbors are read once.
+        `microbatches`: in a global batch. `positions`: shard -> where it continues, by default at its beginning. One
+        call at a time. Raises what `StreamFetcher` raises, and `DataError` if a batch's structure is another one."""
+        for request, made in self._fetched(self._round_robin(self._requests(spans, microbatches, positions))):
             if request is None:
                 continue
             batch, origin = made
-            self._alike.check(batch, f"step {request.step}, microbatch {request.microbatch}")
+            self._check_structure(batch, request)
             batches = [batch, *(copy.deepcopy(batch) for _ in request.are_dummies[1:])]  # before anyone changes it in place
             for is_dummy, each in zip(request.are_dummies, batches, strict=True):
-                yield Microbatch(request.step, request.microbatch, is_dummy, request.size, self._executor.pinned(each), origin)
+                yield Microbatch(request.step, request.microbatch, is_dummy, request.size, self._pin(each), origin)
 
     def close(self) -> None:
-        """End the worker processes, and drop the stream's iterators."""
-        self._executor.close()
+        super().close()
         self._fetcher.close()
 
     def _requests(self, spans: Iterable[Span], microbatches: int, positions: Mapping[int, ShardPosition]) -> Iterator[ShardRequest]:
@@ -172,8 +188,7 @@ class StreamLoader:
             yield ShardRequest(step, index, are_dummies, shard, span.stop - span.start, begin)
 
     def _round_robin(self, requests: Iterator[ShardRequest]) -> Iterator[ShardRequest | None]:
-        """Insert None between requests so that all requests of a shard reach one worker: workers are given requests
-        round-robin."""
+        """Insert None between requests so that one worker gets all of a shard's: workers take requests round-robin."""
         places: dict[int, int] = {}
         turn = 0
         for request in requests:
@@ -183,68 +198,6 @@ class StreamLoader:
                 turn = (turn + 1) % self._count
             yield request
             turn = (turn + 1) % self._count
-
-
-class FetchExecutor:
-    """Runs a fetcher on requests, in their order: in this process, or ahead of time in `workers` processes."""
-
-    def __init__(self, fetcher: Fetcher | StreamFetcher, workers: int, device: torch.device, *, prefetch: int) -> None:
-        self.ahead = workers > 0
-        self._fetcher = fetcher
-        self._pinned = device.type == "cuda"
-        self._workers = LoaderWorkers(fetcher, workers, pinned=self._pinned, prefetch=prefetch) if workers else None
-        self._preserved_generators = PreservedGenerators()
-
-    def __call__(self, requests: Iterator[Any]) -> Iterator[tuple[Any, Any]]:
-        """Yield each request and what the fetcher returns for it."""
-        return self._in_process(requests) if self._workers is None else self._in_workers(requests, self._workers)
-
-    def pinned(self, batch: Any) -> Any:
-        """Return the batch, in pinned memory if the device is CUDA."""
-        return pin(batch) if self._pinned else batch
-
-    def close(self) -> None:
-        """End the worker processes."""
-        if self._workers is not None:
-            self._workers.close()
-
-    def _in_process(self, requests: Iterator[Any]) -> Iterator[tuple[Any, Any]]:
-        for request in requests:
-            if self._fetcher.seeds:
-                with self._preserved_generators:
-                    made = self._fetcher[request]
-            else:
-                made = self._fetcher[request]
-            yield request, made
-
-    def _in_workers(self, requests: Iterator[Any], workers: LoaderWorkers) -> Iterator[tuple[Any, Any]]:
-        submitted: deque[Any] = deque()
-
-        def noted() -> Iterator[Any]:
-            for request in requests:
-                submitted.append(request)
-                yield request
-
-        for made in workers.fetch(noted()):
-            yield submitted.popleft(), made
-
-
-class StructureCheck:
-    """Checks that every batch has the structure of the first one."""
-
-    def __init__(self) -> None:
-        self._structure: Any = None
-
-    def check(self, batch: Any, request: object) -> None:
-        """Raise `DataError`, which names the `request`, if the batch has another structure than the first."""
-        made = structure(batch)
-        if self._structure is None:
-            self._structure = made
-        elif made != self._structure and (found := difference(self._structure, made)):
-            raise DataError(
-                f"{request}: {found} in the first microbatch; every microbatch has the same containers, keys and dtypes (shapes may "
-                "differ); make them so in the dataset or in Recipe.collate"
-            )
 
 
 def _some_spans(spans: Iterator[Span]) -> Iterator[Span]:

@@ -1,9 +1,6 @@
 """Streams: a shard's samples in the order in which a run sees them, and the microbatches made of them.
-
 Position p of an epoch is in window p // W of the shard's samples in that epoch, and each window has a keyed permutation
-of its own. So the state of a shard is
-(epoch, position), whichever rank reads it, and a resumed run reads only the window of that position again.
-"""
+of its own. So a shard's state is (epoch, position) on any rank, and a resumed run reads only one window again."""
 
 from __future__ import annotations
 
@@ -15,19 +12,11 @@ import numpy as np
 
 from lockstep import keys
 from lockstep.base.errors import DataError
-from lockstep.data.fetch import CPU, batch_of, some
+from lockstep.data.fetch import CPU, ShardPosition, ShardRequest, batch_of, some
 from lockstep.data.generators import seed_generators
 from lockstep.keys import key
 from lockstep.order import Order
 from lockstep.recipe import Stream
-
-
-class ShardPosition(NamedTuple):
-    """The position at which reading a shard continues."""
-
-    epoch: int = 0
-    seen: int = 0
-    """Number of the shard's samples read in that epoch."""
 
 
 class Sample(NamedTuple):
@@ -39,28 +28,12 @@ class Sample(NamedTuple):
     value: Any
 
 
-class ShardRequest(NamedTuple):
-    """A request for a microbatch: the next `size` samples of a shard."""
-
-    step: int
-    microbatch: int
-    """Its index in the step."""
-    are_dummies: tuple[bool, ...]
-    """One `is_dummy` (see `Span`) for each time that the microbatch is computed."""
-    shard: int
-    size: int
-    begin: ShardPosition | None
-    """The position at which to open the shard; None: go on with the open one."""
-
-
 class Origin(NamedTuple):
-    """The samples of a microbatch: their shard, epochs and numbers."""
+    """The samples of a microbatch: their shard, epochs and indices in the shard."""
 
     shard: int
     epochs: list[int]
-    """Epoch of each sample."""
     numbers: list[int]
-    """Index of each sample in the shard."""
     after: ShardPosition
     """The shard's position after the microbatch."""
 
@@ -72,18 +45,13 @@ class Origin(NamedTuple):
         return "samples " + " and ".join(parts)
 
     def names(self) -> list[str]:
-        """Return each sample in words."""
         return [f"{number} of shard {self.shard} in epoch {epoch}" for epoch, number in zip(self.epochs, self.numbers, strict=True)]
 
 
 class StreamFetcher:
-    """Fetches microbatches of a stream: `fetcher[request]`.
-
-    All requests for a shard go to the same fetcher, in their order.
-    """
+    """Fetches microbatches of a stream: `fetcher[request]`. It gets all requests for a shard, in their order."""
 
     seeds = True
-    """True: it seeds the default generators of its process."""
 
     def __init__(self, stream: Stream, collate: Callable[[list[Any]], Any] | None, seed: int) -> None:
         self._stream = stream
@@ -92,10 +60,7 @@ class StreamFetcher:
         self._open: dict[int, Iterator[Sample]] = {}
 
     def __getitem__(self, request: ShardRequest | None) -> tuple[Any, Origin] | None:
-        """Return the batch and its origin; None for None.
-
-        Raises `DataError`, and what `open`, its iterator and `collate` raise.
-        """
+        """Return the batch and its origin; None for None. Raises `DataError`, and what stream or `collate` raise."""
         if request is None:
             return None
         shard = request.shard
@@ -105,20 +70,15 @@ class StreamFetcher:
         after = ShardPosition(taken[-1].epoch, taken[-1].position + 1)
         origin = Origin(shard, [sample.epoch for sample in taken], [sample.number for sample in taken], after)
         values = [sample.value for sample in taken]
-        batch = batch_of(values, self._collate, self._seed, step=request.step, microbatch=request.microbatch, describe=lambda: str(origin))
-        return batch, origin
+        return batch_of(values, self._collate, self._seed, request, lambda: str(origin)), origin
 
     def close(self) -> None:
-        """Drop the iterators."""
         self._open.clear()
 
 
 def samples(stream: Stream, shard: int, *, seed: int, epoch: int, position: int) -> Iterator[Sample]:
     """Yield the samples of a shard from a position on, epoch after epoch, without end. Holds one window in memory.
-
-    Raises `DataError` if an epoch has no sample, or fewer than were read of it before, and what `open` and its iterator
-    raise.
-    """
+    Raises `DataError` if an epoch has no sample, or fewer than were read of it before, and what the stream raises."""
     while True:
         first = position - position % stream.window
         opened = _opened(stream, shard, seed, epoch, first)

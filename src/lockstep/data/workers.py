@@ -28,16 +28,12 @@ from lockstep.data.streams import StreamFetcher
 
 _MOST_SOCKET_BYTES = 107 if sys.platform == "linux" else 103
 """The longest path of a socket that the system's `sockaddr_un` holds."""
-
 _FOLDER = "pymp-"
 """The prefix of the name of a folder for sockets, the same as multiprocessing's own."""
 REST_SECONDS = 0.01
-"""Seconds of sleep before workers are forked.
-
+"""Seconds of sleep before workers are forked, for Gloo's threads to finish, which return shortly after a collective.
 A Gloo thread that frees a tensor holds a lock of Python's for an instant, without the GIL. In a child forked in that
-instant Python 3.11.7 waits for the lock for ever (python/cpython#112275, fixed in later versions): one worker in a few
-hundred. Gloo's threads finish shortly after a collective returns.
-"""
+instant Python 3.11.7 waits for the lock for ever (python/cpython#112275, fixed later): one worker in a few hundred."""
 LATER_SECONDS = 30
 """Seconds from SIGTERM to the end of a worker."""
 
@@ -46,9 +42,7 @@ class LoaderWorkers:
     """`count` processes that fetch microbatches, started by the first `fetch` and kept until `close`."""
 
     def __init__(self, fetcher: Fetcher | StreamFetcher, count: int, *, pinned: bool, prefetch: int = 2) -> None:
-        """`prefetch`: microbatches that each fetches ahead. `pinned`: batches are in pinned memory.
-
-        Raises `LaunchError` if the temporary folder's path is too long for sockets."""
+        """`prefetch`: microbatches that each fetches ahead. `pinned`: in pinned memory. Raises `LaunchError`."""
         _check_temporary_folder()
         self._folder = tempfile.mkdtemp(prefix=_FOLDER)
         self._current = _Current()
@@ -69,11 +63,8 @@ class LoaderWorkers:
         self._batches: Any = None
 
     def fetch(self, requests: Iterable[Any]) -> Iterator[Any]:
-        """Yield batches in the order of `requests`, which are read ahead, `prefetch` per worker. A new call ends the
-        one before.
-
-        Raises what a worker raised, with its traceback as the cause.
-        """
+        """Yield batches in the order of `requests`, which are read ahead. A new call ends the one before.
+        Raises what a worker raised, with its traceback as the cause."""
         self._current.requests = requests
         if self._batches is None:
             time.sleep(REST_SECONDS)
@@ -94,12 +85,10 @@ class LoaderWorkers:
 
 @dataclass(frozen=True, slots=True)
 class WorkerException:
-    """An exception that a worker raised, in transit to the training process."""
+    """A worker's exception, in transit. `error`: it, pickled; None if that fails. `text`: its traceback."""
 
     error: bytes | None
-    """The pickled exception; None if it cannot be pickled."""
     text: str
-    """The traceback."""
 
     @classmethod
     def of(cls, error: Exception) -> WorkerException:
@@ -150,8 +139,7 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _check_temporary_folder() -> None:
-    """Raise `LaunchError` if the temporary folder's path is too long: tensors come from workers over sockets below
-    it."""
+    """Raise `LaunchError` if the temporary folder's path is too long: tensors come from workers over sockets in it."""
     folder = tempfile.gettempdir()
     limit = _MOST_SOCKET_BYTES - len(f"/{_FOLDER}12345678/listener-12345678")
     length = len(os.fsencode(folder))
@@ -164,13 +152,10 @@ def _check_temporary_folder() -> None:
 
 def _set_up(folder: str, parent: int, worker: int) -> None:
     """Set up a worker process.
-
-    Its sockets are in `folder`, which the training process removes: a worker that ends while it sends leaves its socket
-    behind. The kernel kills it when the training process is killed: it holds copies of the sockets that peers wait on.
-
-    At SIGTERM, which the training process gets too, it goes on for `LATER_SECONDS`, so that the current step can end.
-    It ends if a batch cannot be sent: the queue's own thread would only skip the batch, which would be a deadlock.
-    """
+    Its sockets are in `folder`, which the training process removes. The kernel kills it when the training process is
+    killed: it holds copies of the sockets that peers wait on. At SIGTERM, which the training process gets too, it
+    continues for `LATER_SECONDS`, so that the current step can end. It ends if a batch cannot be sent: the queue's own
+    thread would only skip the batch, a deadlock."""
     multiprocessing.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
     die_with_parent(parent)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)

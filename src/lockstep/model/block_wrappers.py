@@ -1,5 +1,4 @@
-"""Wrappers of a block's forward: activation checkpointing and compilation. Names, parameters and hooks stay as they
-are."""
+"""Wrappers of a block's forward: activation checkpointing and compilation. Names, parameters and hooks stay."""
 
 from __future__ import annotations
 
@@ -17,18 +16,13 @@ from lockstep.plan import Checkpointing
 
 
 def checkpoint_activations(block: nn.Module, mode: Checkpointing) -> None:
-    """Checkpoint the block's activations: keep few of them, and recompute the others in its backward with the same
-    random numbers.
-
-    `full`: keep the block's inputs only. `selective`: also keep the results of matrix products, convolutions and
-    attention, which are the most expensive to recompute. (Chen et al., Training Deep Nets with Sublinear Memory Cost,
-    2016; Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022.) The block does not
-    get an empty cache of keys and values, which models of transformers make by default; a filled cache is a
-    `RecipeError` in the forward. A BatchNorm layer as a block is not changed: it keeps only its input anyway, and
-    recomputation would update its running statistics twice.
-    """
+    """Checkpoint the block's activations: recompute most of them in its backward, with the same random numbers.
+    `full` keeps the block's inputs (Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016). `selective` also
+    keeps the results of matrix products, convolutions and attention, which are expensive to recompute (Korthikanti et
+    al., Reducing Activation Recomputation in Large Transformer Models, 2022). The forward drops the empty cache of keys
+    and values that transformers makes by default, and refuses a filled one with `RecipeError`."""
     if isinstance(block, BatchNormBase):
-        return
+        return  # it keeps only its input anyway, and a recomputation would update its running statistics twice
     forward: Callable[..., Any] = block.forward
     contexts = noop_context_fn if mode == "full" else functools.partial(create_selective_checkpoint_contexts, _expensive())
 
@@ -43,7 +37,6 @@ def checkpoint_activations(block: nn.Module, mode: Checkpointing) -> None:
 
 
 def _is_cache(item: Any) -> bool:
-    """True if it is a cache of keys and values of transformers, which a second forward would lengthen."""
     return any(kind.__name__ == "Cache" and kind.__module__.startswith("transformers.") for kind in type(item).__mro__)
 
 
@@ -59,11 +52,8 @@ def _without_cache(item: Any) -> Any:
 
 
 def compile_forward(block: nn.Module) -> None:
-    """Compile the block's forward, once for each shape: ranks then run the same code for the same shape, whatever
-    shapes came before.
-
-    It draws its random numbers as uncompiled code does, so that dropout has the same masks.
-    """
+    """Compile the block's forward once for each shape, so that ranks run the same code whatever shapes came before."""
+    # fallback_random: random numbers are drawn as in uncompiled code, so that dropout has the same masks.
     block.forward = torch.compile(block.forward, dynamic=False, options={"fallback_random": True})
 
 

@@ -1,29 +1,26 @@
-"""The blocks of a model: the modules that a plan gathers, frees, checkpoints or compiles one at a time."""
+"""A model's blocks (what a plan gathers, frees, checkpoints or compiles one at a time) and its shared parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lockstep.base.errors import RecipeError
 
-LARGE_SHARE = 8
-"""If no list of modules repeats, a module with at least 1 / LARGE_SHARE of all parameters is a block."""
+LARGE_FRACTION = 1 / 8
+"""If no list of modules repeats, a module with at least this fraction of all parameters is a block."""
 
 
 def blocks_of(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
-    """The names of the model's blocks, in the order of its modules. No block lies inside another. The list may be
-    empty.
-
-    `patterns`: the recipe's names of blocks, with `*` for any text: `"blocks.*"`. None: the members of the outermost
-    lists of equal modules (`nn.ModuleList` or `nn.Sequential`); if there is none, the modules with an eighth of all
-    parameters. A module that shares a parameter with another part of the model is no block. Raises `RecipeError` if a
-    pattern matches no module, or a module that cannot be a block, or if blocks lie inside one another.
-    """
+    """Return the names of the model's blocks, in the order of its modules; none lies inside another. May be empty.
+    `patterns`: `Recipe.blocks`. None: the members of the outermost lists of modules of one class (`nn.ModuleList`,
+    `nn.Sequential`), or else the modules with an eighth of all parameters; without those that share a parameter with
+    another part of the model. Raises `RecipeError` if the patterns do not name blocks."""
     if patterns is None:
-        found = list(_repeated(model, "")) or list(_large(model, "", _size(model) / LARGE_SHARE))
+        found = list(_repeated(model, "")) or list(_large(model, "", numel(model) * LARGE_FRACTION))
         shared = blocks_with_shared_parameters(model, found)
         return [name for name in found if name not in shared]
     named = _named(model, patterns)
@@ -37,23 +34,32 @@ def blocks_of(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
 
 def _named(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     names = [name for name, _ in model.named_modules() if name]
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise RecipeError(
-                f"the recipe's blocks have {pattern!r}, which matches no module of the model; modules are {', '.join(names[:12])}"
-                f"{', ...' if len(names) > 12 else ''}; give names or patterns such as 'blocks.*'"
-            )
-    # `*` is any text, so that "blocks.*" also matches what lies in a block: of one pattern's matches the outermost count.
-    found = [outermost([name for name in names if fnmatchcase(name, pattern)]) for pattern in patterns]
+    found = [outermost(matching_names(names, pattern, "the recipe's blocks have")) for pattern in patterns]
     chosen = [name for name in names if any(name in matches for matches in found)]
-    for name in chosen:
-        if inside := next((other for other in chosen if name.startswith(f"{other}.")), None):
-            raise RecipeError(f"the recipe's blocks {inside!r} and {name!r} lie in one another; give the outer or the inner ones")
+    check_not_nested(chosen, "blocks")
     return chosen
 
 
+def matching_names(names: Sequence[str], pattern: str, source: str, example: str = "blocks.*") -> list[str]:
+    """Return the modules' names that match, with `*` for any text. Raises `RecipeError` with `source` if none does."""
+    found = [name for name in names if fnmatchcase(name, pattern)]
+    if not found:
+        raise RecipeError(
+            f"{source} {pattern!r}, which matches no module of the model; modules are {', '.join(names[:12])}"
+            f"{', ...' if len(names) > 12 else ''}; give names or patterns such as {example!r}"
+        )
+    return found
+
+
+def check_not_nested(names: Sequence[str], field: str) -> None:
+    """Raise `RecipeError` if a module that `Recipe.<field>` names lies inside another one."""
+    for name in names:
+        if outer := next((other for other in names if name.startswith(f"{other}.")), None):
+            raise RecipeError(f"the recipe's {field} {outer!r} and {name!r} lie in one another; give the outer or the inner ones")
+
+
 def blocks_with_shared_parameters(model: nn.Module, blocks: Sequence[str]) -> set[str]:
-    """The blocks with a parameter that another block, or no block, has too."""
+    """Return the blocks with a parameter that another block, or a module outside of all blocks, has too."""
     owners: dict[int, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owner = next((block for block in blocks if name.startswith(f"{block}.")), "")
@@ -62,13 +68,13 @@ def blocks_with_shared_parameters(model: nn.Module, blocks: Sequence[str]) -> se
 
 
 def outermost(names: list[str]) -> list[str]:
-    """Return the names that lie inside no other of them."""
+    """Return the names that lie inside no other of them ("blocks.*" also matches modules inside a block)."""
     return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
 
 
 def _repeated(module: nn.Module, prefix: str) -> Iterator[str]:
     if isinstance(module, nn.ModuleList | nn.Sequential):
-        members = [(name, child) for name, child in module.named_children() if _size(child)]
+        members = [(name, child) for name, child in module.named_children() if numel(child)]
         if len(members) > 1 and len({type(child) for _, child in members}) == 1:
             yield from (prefix + name for name, _ in members)
             return
@@ -81,9 +87,30 @@ def _large(module: nn.Module, prefix: str, least: float) -> Iterator[str]:
         inner = list(_large(child, f"{prefix}{name}.", least))
         if inner:
             yield from inner
-        elif _size(child) >= least and not isinstance(child, nn.ModuleList | nn.ModuleDict):
+        elif numel(child) >= least and not isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield prefix + name
 
 
-def _size(module: nn.Module) -> int:
+def numel(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
+
+
+def tensors_of(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def shared_names(model: nn.Module) -> list[list[str]]:
+    """The names of each parameter that has several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [several for several in names.values() if len(several) > 1]
+
+
+def share_parameter(model: nn.Module, names: Sequence[str]) -> None:
+    """Make the parameters under these names one object again: the DTensor, if one of them is a DTensor."""
+    found = [model.get_parameter(name) for name in names]
+    one = next((parameter for parameter in found if isinstance(parameter, DTensor)), found[0])
+    for name in names:
+        owner, _, attribute = name.rpartition(".")
+        model.get_submodule(owner).register_parameter(attribute, one)

@@ -1,9 +1,6 @@
-"""Checks that every rank builds the same model, whatever its factory reads: the rank, the clock, a generator of its
-own.
-
-The structure is compared first, because ranks with different parameters would deadlock in their collectives. Values are
-compared by checksums, computed together with the values: one tensor at a time under deferred initialization.
-"""
+"""Checks that every rank builds the same model. Its factory may read the rank, the clock or an unseeded generator.
+The structure is compared first, because ranks with different parameters would deadlock in their collectives. Values
+are compared by checksums, under deferred initialization of one tensor at a time."""
 
 from __future__ import annotations
 
@@ -20,8 +17,7 @@ from lockstep.comm.world import World
 
 
 def check_structure(model: Any, world: World) -> None:
-    """Raises `RecipeError` on every rank if the modules, parameters or buffers of two ranks differ. Every rank calls
-    it."""
+    """Raise `RecipeError` on all ranks if two have different modules, parameters or buffers. Every rank calls it."""
     first, *others = world.gather_values(_structure(model))
     for rank, other in enumerate(others, start=1):
         if other != first:
@@ -36,10 +32,7 @@ def check_structure(model: Any, world: World) -> None:
 
 
 def check_checksums(checksums: Mapping[str, int], world: World) -> None:
-    """Raises `RecipeError` on every rank if two ranks have different checksums under one name. Every rank calls it.
-
-    A rank need not have all names.
-    """
+    """Raise `RecipeError` on all ranks if two ranks have different checksums under one name. Every rank calls it."""
     if world.size == 1:
         return
     seen: dict[str, tuple[int, int]] = {}
@@ -52,18 +45,16 @@ def check_checksums(checksums: Mapping[str, int], world: World) -> None:
 
 
 def checksums_of(model: Any) -> dict[str, int]:
-    """Checksums of every parameter and buffer that has dense bytes, by name."""
-    tensors = dict(_tensors(model)) if isinstance(model, nn.Module) else {}
+    """Return the checksum of every parameter and buffer that has dense bytes, by name."""
     return {
         name: checksum(tensor)
-        for name, tensor in tensors.items()
+        for name, tensor in (_tensors(model) if isinstance(model, nn.Module) else ())
         if tensor.layout == torch.strided and not (tensor.is_meta or tensor.is_quantized or _is_lazy(tensor))
     }
 
 
 def checksum(tensor: Tensor) -> int:
-    """CRC-32C of the elements as they lie in memory: equal for tensors of equal strides and bits. Copies only tensors
-    with gaps."""
+    """Return the CRC-32C of the elements in the order of memory. Copies only tensors with gaps."""
     dense = tensor.detach().resolve_conj().resolve_neg().cpu()
     dense = dense.permute(sorted(range(dense.dim()), key=dense.stride, reverse=True)).contiguous()
     # A single element may have any stride and be contiguous, and could then not be viewed as bytes.

@@ -1,8 +1,5 @@
-"""`torch.nn.DataParallel`, for old habits: one process cuts each microbatch over several GPUs.
-
-Each forward copies the model to the other GPUs, and Python runs all of them in one process. One process a GPU
-(`replicate`) is faster.
-"""
+"""`torch.nn.DataParallel`: one process splits each microbatch over several GPUs.
+Each forward copies the model to the other GPUs, and one Python process drives them all: `replicate` is faster."""
 
 from __future__ import annotations
 
@@ -16,33 +13,24 @@ from lockstep.base.torch_private import BatchNormBase
 
 
 def gpus_of(home: torch.device, count: int) -> list[int]:
-    """The numbers of the GPUs, `home` first. Raises `PlanError` where there are fewer."""
+    """Return the indices of the GPUs, `home` first. Raises `PlanError` if there are fewer."""
     there = torch.cuda.device_count() if home.type == "cuda" else 0
     if there < count:
         raise PlanError(
-            f"data_parallel={count} and {there} GPUs; it cuts each microbatch over the GPUs of one process; use replicate={count}, which "
+            f"data_parallel={count} and {there} GPUs; it splits each microbatch over the GPUs of one process; use replicate={count}, which "
             "runs on CPUs too, and faster on GPUs"
         )
     return list(range(count))
 
 
-def check_no_batchnorm(model: nn.Module, count: int) -> None:
-    """Raises `RecipeError` if the model's output on parts of a microbatch would differ from that on the whole."""
-    for name, module in model.named_modules():
-        if isinstance(module, BatchNormBase):
-            raise RecipeError(
-                f"data_parallel={count} and a model with BatchNorm ({name!r}); each GPU would take the statistics of its part of a "
-                f"microbatch, and those of all but the first be lost; use replicate={count}"
-            )
-
-
 def wrap_data_parallel(model: nn.Module, gpus: list[int]) -> None:
-    """Let `torch.nn.DataParallel` run the model's forward, and nothing else of it: each GPU gets a part of dim 0 of
-    every tensor argument.
-
-    The model and its whole output are on the first GPU. Raises `RecipeError`.
-    """
-    check_no_batchnorm(model, len(gpus))
+    """Let `torch.nn.DataParallel` run the model's forward: each GPU gets a slice of dim 0 of every tensor argument.
+    The model and its output stay on the first GPU. Raises `RecipeError` for a model with BatchNorm."""
+    if layers := [name for name, module in model.named_modules() if isinstance(module, BatchNormBase)]:
+        raise RecipeError(
+            f"data_parallel={len(gpus)} and a model with BatchNorm ({layers[0]!r}); each GPU would take the statistics of its part of a "
+            f"microbatch, and those of all but the first be lost; use replicate={len(gpus)}"
+        )
     parallel = nn.DataParallel(_OwnForward(model), device_ids=gpus)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -54,8 +42,7 @@ def wrap_data_parallel(model: nn.Module, gpus: list[int]) -> None:
 
 
 class _OwnForward(nn.Module):
-    """The module that DataParallel replicates. It calls the forward of the model's class, because `model.forward` is
-    replaced by DataParallel's."""
+    """The module that DataParallel replicates. It calls the class's forward: `model.forward` is DataParallel's."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

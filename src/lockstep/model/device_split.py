@@ -1,9 +1,6 @@
-"""Naive model parallelism: the layers of one process are shared out over its devices. Activations move, layers stay.
-
+"""Naive model parallelism: each layer of one process is on one of its devices, and activations move between them.
 Consecutive layers share a device. Everything else stays on the first device, `home`, together with the batches and the
-model's output. The forward of a layer moves its inputs to its device. Its output stays there if it is the input of the
-next layer, as in a list of layers; otherwise it moves to `home`.
-"""
+model's output. A layer's output moves to `home`, unless it is the input of the next layer, as in a list of layers."""
 
 from __future__ import annotations
 
@@ -19,22 +16,19 @@ from torch import Tensor, nn
 
 from lockstep.base.errors import PlanError, RecipeError
 from lockstep.base.torch_private import apply_to_own_tensors, own_buffers, own_modules, own_parameters
-from lockstep.model.blocks import blocks_of, blocks_with_shared_parameters
+from lockstep.model.blocks import blocks_of, blocks_with_shared_parameters, tensors_of
 from lockstep.model.pipeline.stages import balanced
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedLayer:
-    """A module that is placed on one device as a whole."""
-
     name: str
     feeds_next: bool
-    """True if the output of this layer is the input of the next one."""
+    """True if its output is the input of the next layer."""
 
 
 def devices_of(home: torch.device, count: int) -> list[torch.device]:
-    """The devices over which this process places the layers, `home` first. On a CPU all of them are the CPU. Raises
-    `PlanError`."""
+    """Return the devices for the layers, `home` first; on a CPU all are the CPU. Raises `PlanError`."""
     if home.type != "cuda":
         return [home] * count
     there = torch.cuda.device_count()
@@ -47,12 +41,9 @@ def devices_of(home: torch.device, count: int) -> list[torch.device]:
 
 
 def layers_of(model: nn.Module, patterns: Sequence[str] | None, parts: Sequence[str]) -> list[PlacedLayer]:
-    """The layers that can be placed, in order. The list may be empty.
-
-    `patterns`: `Recipe.blocks`. `parts`: from `stages.sequential_parts`. If there are parts and no patterns, the layers
-    are the parts, or the members of a part that is an `nn.Sequential` and no block. Otherwise they are the blocks, from
-    `blocks_of`. A module that shares a parameter with another part of the model is no layer. Raises `RecipeError`.
-    """
+    """Return the layers that can be placed, in order; may be empty. `patterns`: `Recipe.blocks`.
+    With `patterns` or without `parts` they are the blocks, else the sequential parts (or the members of a part that is
+    an `nn.Sequential` and no block); none shares a parameter with another part of the model. Raises `RecipeError`."""
     blocks = blocks_of(model, patterns)
     if patterns is None and parts:
         names = [name for part in parts for name in _members(model.get_submodule(part), part, blocks)]
@@ -68,11 +59,8 @@ def layers_of(model: nn.Module, patterns: Sequence[str] | None, parts: Sequence[
 
 
 def device_indices(names: Sequence[str], nbytes: Sequence[int], rest_bytes: int, wanted: int | tuple[int, ...]) -> list[int]:
-    """The index of each layer's device, ascending.
-
-    `wanted`: `Plan.split`, the number of devices, balanced by bytes, or the number of layers on each. `rest_bytes`:
-    bytes on the first device that belong to no layer. Raises `RecipeError`.
-    """
+    """Return the index of each layer's device, ascending. `wanted`: `Plan.split`. Raises `RecipeError`.
+    `rest_bytes`: bytes on the first device that belong to no layer; they count when bytes are balanced."""
     listed = f"{', '.join(names[:8])}{', ...' if len(names) > 8 else ''}" or "none"
     if isinstance(wanted, tuple):
         if sum(wanted) != len(names):
@@ -91,14 +79,12 @@ def device_indices(names: Sequence[str], nbytes: Sequence[int], rest_bytes: int,
 
 
 def split(model: nn.Module, layers: Sequence[PlacedLayer], devices: Sequence[torch.device], wanted: int | tuple[int, ...]) -> None:
-    """Move every parameter and buffer to its device, and have the forwards move activations. `wanted`: `Plan.split`.
-
-    Raises `RecipeError`, also from the forward, where code between layers uses tensors of two devices.
-    """
+    """Move every parameter and buffer to its device, and wrap the forwards to move activations. `wanted`: `Plan.split`.
+    Raises `RecipeError`, also from the forward, if code between layers uses tensors of two devices."""
     names = [layer.name for layer in layers]
     modules = [model.get_submodule(name) for name in names]
-    nbytes = [sum(tensor.nbytes for tensor in _tensors(module)) for module in modules]
-    numbers = device_indices(names, nbytes, sum(tensor.nbytes for tensor in _tensors(model)) - sum(nbytes), wanted)
+    nbytes = [sum(tensor.nbytes for tensor in tensors_of(module)) for module in modules]
+    numbers = device_indices(names, nbytes, sum(tensor.nbytes for tensor in tensors_of(model)) - sum(nbytes), wanted)
     _check_shared(names, modules, numbers)
     home = devices[0]
     inside = {id(module) for layer in modules for module in layer.modules()}
@@ -115,10 +101,8 @@ def split(model: nn.Module, layers: Sequence[PlacedLayer], devices: Sequence[tor
 
 
 def move_tensors(value: Any, device: torch.device, copies: list[tuple[Any, list[Any]]] | None = None) -> Any:
-    """`value` with the tensors in its tuples, lists and mappings on `device`; the object itself where none has to move.
-
-    `copies` gets each list and mapping that was copied for it, with its members.
-    """
+    """Return `value` with the tensors in its tuples, lists and mappings on `device`; the same object if nothing moves.
+    `copies` gets each list and mapping that was copied, with its members."""
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, Mapping):
@@ -149,15 +133,11 @@ def _members(part: nn.Module, name: str, blocks: Sequence[str]) -> Iterator[str]
             yield from _members(child, f"{name}.{child_name}", blocks)
 
 
-def _tensors(module: nn.Module) -> list[Tensor]:
-    return [*module.parameters(), *module.buffers()]
-
-
 def _check_shared(names: Sequence[str], modules: Sequence[nn.Module], numbers: Sequence[int]) -> None:
-    """Raises `RecipeError` if a buffer would have to be on two devices. (A module with a shared parameter is no layer.)"""
+    """Raise `RecipeError` if a buffer would be on two devices. (A module with a shared parameter is no layer.)"""
     holders: dict[int, int] = {}
     for place, module in enumerate(modules):
-        for tensor in _tensors(module):
+        for tensor in tensors_of(module):
             first = holders.setdefault(id(tensor), place)
             if numbers[first] != numbers[place]:
                 raise RecipeError(
@@ -192,8 +172,7 @@ def _identical(one: Sequence[Any], other: Sequence[Any]) -> bool:
 
 @contextmanager
 def _current_device(device: torch.device, home: torch.device) -> Iterator[None]:
-    """Make `device` the current GPU, with a random generator that continues the sequence of `home`'s, as on a single
-    GPU."""
+    """Make `device` the current GPU, with a generator that continues `home`'s sequence, as on a single GPU."""
     if device == home or device.type != "cuda":
         yield
         return
@@ -205,7 +184,6 @@ def _current_device(device: torch.device, home: torch.device) -> Iterator[None]:
 
 
 def _explain(model: nn.Module) -> None:
-    """Explain the error if code outside the layers uses tensors of two devices together."""
     forward: Callable[..., Any] = model.forward
 
     @functools.wraps(forward)

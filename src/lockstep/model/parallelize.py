@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,13 +28,12 @@ from lockstep.plan import Plan
 
 @dataclass(slots=True)
 class Parallelized:
-    """The objects that run a parallelized model."""
+    """The objects that run a parallelized model. `shared_parameters`: those that several ranks of the pipeline hold."""
 
     streams: ModuleRandomStreams | None
-    """The random streams of the model's sequential parts; None if these are not known."""
+    """None if the model's sequential parts are not known."""
     pipeline: Pipeline | None
     shared_parameters: Sequence[SharedParameter]
-    """Parameters that several ranks of the pipeline hold."""
 
 
 def parallelize(
@@ -46,11 +46,8 @@ def parallelize(
     tensor: Mapping[str, str] | None,
     stages: Sequence[str] | None,
 ) -> Parallelized:
-    """Change the model in place, so that this rank holds and computes its part under the plan. Every rank calls it.
-
-    `begin`: seeds the random generators with a key. `blocks`, `tensor` and `stages`: as in `Recipe`. Raises
-    `RecipeError`.
-    """
+    """Change the model in place so that this rank holds and computes its part of the plan. Every rank calls it.
+    `begin`: seeds the generators with a key. `blocks`, `tensor`, `stages`: as in `Recipe`. Raises `RecipeError`."""
     model = initial.module
     block_names = blocks_of(model, blocks)
     parts = sequential_parts(model, stages)
@@ -63,15 +60,15 @@ def parallelize(
         split_stages = Stages.split(model, stages, ranks=mesh.axis("pipeline").size, per_rank=STAGES_PER_RANK[plan.schedule])
         assert streams is not None, "Stages.split refuses a model without sequential parts"
         check_stage_parts(styles, split_stages.parts)
-        pipeline, shared = _pipeline(model, split_stages, mesh, plan, streams), split_stages.shared_parameters
+        shards = mesh.axis("shard") if mesh.axis("shard").size > 1 else None
+        pipeline = Pipeline(model, split_stages, mesh.axis("pipeline"), streams, schedule=plan.schedule, shards=shards)
+        shared = split_stages.shared_parameters
         roots = _keep_own_stages(initial, split_stages, mesh)
         block_names = _blocks_within(roots, block_names)
         styles = {name: style for name, style in styles.items() if any(f"{name}.".startswith(f"{root}.") for root in roots)}
     layers = layers_of(model, blocks, parts) if plan.split != 1 else []
 
-    def materialize(part: nn.Module) -> None:
-        initial.materialize(part, mesh.world.device)
-
+    materialize = partial(initial.materialize, device=mesh.world.device)
     if styles:
         assert mesh.torch_mesh is not None
         tensor_parallel(model, mesh.torch_mesh["tensor"], styles, materialize=materialize)
@@ -87,7 +84,7 @@ def parallelize(
 
 
 def check_devices(plan: Plan, home: torch.device) -> None:
-    """Raises `PlanError` if this process lacks the devices that the plan needs. `home`: the first of them."""
+    """Raise `PlanError` if this process lacks the devices that the plan needs. `home`: the first of them."""
     if plan.offload and home.type == "cpu":
         raise PlanError(
             "offload=yes on a CPU; it keeps on the CPU what a GPU has no room for; parameters are on the CPU already; leave offload=yes out"
@@ -97,13 +94,8 @@ def check_devices(plan: Plan, home: torch.device) -> None:
         gpus_of(home, plan.data_parallel)
 
 
-def _pipeline(model: nn.Module, stages: Stages, mesh: Mesh, plan: Plan, streams: ModuleRandomStreams) -> Pipeline:
-    shards = mesh.axis("shard") if mesh.axis("shard").size > 1 else None
-    return Pipeline(model, stages, mesh.axis("pipeline"), streams, schedule=plan.schedule, shards=shards)
-
-
 def _keep_own_stages(initial: InitialModel, stages: Stages, mesh: Mesh) -> list[str]:
-    """Remove the tensors of other ranks' stages. Returns the parts that this rank holds."""
+    """Remove the tensors of other ranks' stages. Return the parts that this rank holds."""
     pipeline = mesh.axis("pipeline")
     own = stages.parts_on_rank(pipeline.rank)
     if pipeline.size == mesh.world.size:  # no other rank computes the values of these stages, so one checks another's
@@ -134,7 +126,7 @@ def _shard(
 
 
 def _blocks_within(parts: Sequence[str], blocks: Sequence[str]) -> list[str]:
-    """The blocks inside these parts. A part that lies inside a block is a block itself."""
+    """Return the blocks inside these parts. A part that lies inside a block counts as a block."""
     found = []
     for part in parts:
         held = any(part.startswith(f"{block}.") for block in blocks)

@@ -1,13 +1,10 @@
-"""Random streams of modules: each sequential part draws from a stream of its own, so dropout does not depend on the
-rank (law 2).
+"""Random streams of modules: each sequential part draws from its own stream, so dropout does not depend on the rank.
 
-[Note: streams] A part's stream starts when the part before it ends, not when the part itself starts. So
-`torch.utils.checkpoint`, which saves and restores the state of the generator for the recomputation, always saves the
-state of the part's own stream. A recomputation then draws what the forward drew, even if forwards of other microbatches
-lie between the two, as in a pipeline. If several parts are checkpointed together, their recomputation starts the
-streams of the later ones too: a stream is identified by the generator's seed, and the forward records which stream
-follows which.
-"""
+[Note: streams] A part's stream starts when the part before it ends, so `torch.utils.checkpoint`, which saves the
+generator's state for the recomputation, always saves that of the part's own stream. A recomputation draws what the
+forward drew, even if forwards of other microbatches ran between the two, as in a pipeline. If several parts are
+checkpointed together, their recomputation starts the streams of the later ones too: the forward records which stream
+(identified by its generator's seed) follows which."""
 
 from __future__ import annotations
 
@@ -33,21 +30,17 @@ DRAWING = (
 )
 """Torch's modules that may draw random numbers in their forward."""
 REMEMBERED = 2**16
-"""Number of streams whose followers are kept for recomputations: parts times microbatches in flight."""
+"""Streams whose followers are kept for recomputations: parts times microbatches in flight."""
 
 
 class ModuleRandomStreams:
-    """The random streams of one model's sequential parts, under every plan, so that masks on one process are those of a
-    pipeline.
-
-    Call `start` or `set_position` for each microbatch, and then the forward. The first part draws from
-    `key(*position)`, part i from `key(*position, i, n)` in the model's n-th forward of this microbatch, and code after
-    the last of P parts (the loss) from `key(*position, P, n)`. If no part can draw, everything draws from
-    `key(*position)`.
-    """
+    """The random streams of a model's sequential parts, under every plan, so that one process has a pipeline's masks.
+    Call `start` or `set_position` before each microbatch's forward. The first part draws from `key(*position)`, part i
+    from `key(*position, i, n)` in the model's n-th forward of this microbatch, and code after the last of P parts (the
+    loss) from `key(*position, P, n)`. If no part can draw, everything draws from `key(*position)`."""
 
     def __init__(self, model: nn.Module, parts: Sequence[str], begin: Callable[[int], None]) -> None:
-        """`parts`: from `stages.sequential_parts`. `begin`: seeds torch's default generators, and others, with a key."""
+        """`parts`: from `stages.sequential_parts`. `begin`: seeds the default generators with a key."""
         self._begin = begin
         self._position: tuple[int, ...] | None = None
         modules = [model.get_submodule(name) for name in parts]
@@ -64,22 +57,20 @@ class ModuleRandomStreams:
         self._handles = [module.register_forward_hook(self._ended) for module in once.values()] if self._several else []
 
     def start(self, position: tuple[int, ...], part: int = 0) -> None:
-        """Start the stream of `part` in the first forward of a microbatch. A pipeline's stage calls it with its first
-        part."""
+        """Start the stream of `part` in a microbatch's first forward. `part`: the first one of a pipeline's stage."""
         self.set_position(position)
         self._begin(key(*position, part, 0) if part and self._several else key(*position))
 
     def set_position(self, position: tuple[int, ...]) -> None:
-        """Note a microbatch's position, if the stream of its first part has been started already."""
+        """Set a microbatch's position, if the stream of its first part has been started already."""
         self._position = position
         self._calls.clear()
 
     def stop(self) -> None:
-        """Leave the generators alone until the next `start`: for forwards that belong to no microbatch."""
+        """Do not touch the generators until the next `start`: for forwards that belong to no microbatch."""
         self._position = None
 
     def close(self) -> None:
-        """Remove the hooks from the model."""
         for handle in self._handles:
             handle.remove()
 

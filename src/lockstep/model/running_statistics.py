@@ -1,11 +1,9 @@
 """Running statistics of BatchNorm that do not depend on the assignment of microbatches to ranks (law 2).
 
-Each microbatch's forward updates scratch buffers instead of the running statistics. The update of a running statistic r
-by one microbatch is r -> keep * r + gain. So (keep, gain) of every microbatch is gathered from all ranks, and every
-rank applies them in the microbatches' order: the buffers are equal on all ranks, and at any world size. Other buffers
-that a forward changes have no such rule and are refused. If torch counts the change, that is noticed in the same step;
-a change through `.data` is noticed at steps where bits are compared.
-"""
+Each microbatch's forward updates scratch buffers. The update of a running statistic r by one microbatch is
+r -> keep * r + gain: every rank gathers (keep, gain) of all microbatches and applies them in the microbatches' order,
+so the buffers are equal on all ranks and at any world size. Changes of other buffers have no such rule and are
+refused: in the same step if torch counts the change; through `.data`, at steps where bits are compared."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 @dataclass(slots=True)
 class _ScratchBuffers:
-    """The buffers of one BatchNorm module, and the scratch buffers that take their place during a microbatch."""
+    """The buffers of one BatchNorm module, and the scratch buffers that replace them during a microbatch."""
 
     module: BatchNormBase
     kept: dict[str, Tensor]
@@ -49,8 +47,7 @@ class _ScratchBuffers:
         own_buffers(module).update(self.kept)
 
     def row(self) -> Tensor:
-        """Return (keep, calls, gain of the mean..., gain of the variance...) of the current microbatch, and renew the
-        scratch buffers."""
+        """Return (keep, calls, gains of mean and variance...) of this microbatch, and renew the scratch buffers."""
         calls = self.taken["num_batches_tracked"].double()
         momentum = self.module.momentum
         gains = torch.cat([self.taken["running_mean"], self.taken["running_var"]]).double()
@@ -61,10 +58,7 @@ class _ScratchBuffers:
         return torch.cat([torch.stack([keep, calls]), gains])
 
     def apply(self, rows: Tensor, gate: Tensor | None) -> None:
-        """Update the module's own buffers from all microbatches, in order, unless the `gate` is False.
-
-        `rows`: (microbatches, 2 + 2 features).
-        """
+        """Update the module's buffers from `rows` (microbatches, 2 + 2 features), in order, unless `gate` is False."""
         mean, variance = self.kept["running_mean"], self.kept["running_var"]
         rows, gate = rows.to(mean.device), gate if gate is None else gate.to(mean.device)
         running = torch.cat([mean, variance]).double()
@@ -84,12 +78,10 @@ class _ScratchBuffers:
 
 
 class RunningStatistics:
-    """The buffers of one model. Every rank calls `begin` before a step's first forward, `note_microbatch` after each,
-    and `commit` once."""
+    """One model's buffers. Every rank calls `begin` before a step, `note_microbatch` after a forward, and `commit`."""
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
         self.mesh = mesh
-        """The mesh that assigns microbatches to ranks."""
         modules = [m for m in model.modules() if isinstance(m, BatchNormBase) and m.running_mean is not None]
         self._scratches = [_ScratchBuffers.of(module) for module in modules]
         self._hooks = [scratch.module.register_forward_pre_hook(scratch.swap_in) for scratch in self._scratches]
@@ -105,7 +97,6 @@ class RunningStatistics:
         self._model = model
         self._world = mesh.world
         self._compares = self._world.any(bool(self._others))
-        """True if any rank has a buffer to compare."""
         self.begin(compare=False)
 
     def close(self) -> None:
@@ -113,11 +104,9 @@ class RunningStatistics:
             hook.remove()
 
     def begin(self, *, compare: bool) -> None:
-        """Note the state of all that a forward must not change, before the first forward of a step.
-
-        `compare`: also copy the bits of the buffers, so that `check` finds changes that torch does not count. Raises
-        `RecipeError` if a parameter was frozen or unfrozen since the model was prepared.
-        """
+        """Save the state of all that a forward must not change, before the first forward of a step.
+        `compare`: also copy the buffers' bits, to find changes that torch does not count. Raises `RecipeError` if a
+        parameter was frozen or unfrozen since the model was prepared."""
         trainable = [parameter.requires_grad for parameter in self._parameters]
         if trainable != self._trainable:
             place = next(i for i, (now, then) in enumerate(zip(trainable, self._trainable, strict=True)) if now is not then)
@@ -131,21 +120,18 @@ class RunningStatistics:
         self.discard()
 
     def note_microbatch(self) -> None:
-        """Record the updates of the forward that has just ended. Those of a recomputation in the backward are not
-        counted."""
+        """Record the updates of the forward that has just ended, not those of a recomputation in the backward."""
         if self._scratches:
             self._rows.append(torch.cat([scratch.row().to(self._world.device) for scratch in self._scratches]))
 
     def discard(self) -> None:
-        """Discard the updates of other forwards: recomputations, or those of another model's turn."""
+        """Discard the updates of other forwards: recomputations, or those of another model."""
         for scratch in self._scratches:
             scratch.renew()
 
     def check(self, *, compare: bool) -> None:
         """Raise `RecipeError` if a forward has changed a parameter, or a buffer that is not BatchNorm's.
-
-        `compare`: as `begin` was told; all ranks raise alike then, and every rank of the run calls it.
-        """
+        `compare`: as in `begin`; then every rank of the run calls it, and all ranks raise alike."""
         changed = self._changed()
         if compare and self._compares:
             found = self._world.gather_rows(torch.tensor([changed is not None]), [1] * self._world.size)
@@ -172,11 +158,8 @@ class RunningStatistics:
         return next((f"buffer {name!r}" for name, bits in self._bits.items() if not torch.equal(bits, _bits(self._others[name]))), None)
 
     def commit(self, count: int, *, apply: bool | Tensor) -> None:
-        """Gather the updates of all `count` microbatches and apply them to the running statistics, if the step was
-        applied. Every rank calls it.
-
-        `apply`: True if the step was applied; a scalar tensor if a GPU decides.
-        """
+        """Gather the updates of all `count` microbatches, and apply them if the step was applied. Every rank calls it.
+        `apply`: True if the step was applied; a scalar tensor if a GPU decides."""
         if not self._scratches:
             return
         widths = [2 + 2 * len(scratch.kept["running_mean"]) for scratch in self._scratches]
@@ -189,7 +172,7 @@ class RunningStatistics:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """A copy of this rank's part of the tensor, as bytes. Empty for what has no dense bytes."""
+    """Copy this rank's part of the tensor, as bytes; empty if it has no dense bytes."""
     part = to_local(tensor)
     if part.layout != torch.strided or part.is_quantized:
         return torch.empty(0, dtype=torch.uint8)

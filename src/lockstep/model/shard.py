@@ -1,7 +1,4 @@
-"""The `shard` axis: FSDP2 shards parameters, gradients and optimizer state over the ranks, block by block.
-
-`lockstep.training.reducers.fsdp` reduces the gradients.
-"""
+"""The `shard` axis: FSDP2 shards parameters, gradients and optimizer state. `FsdpReducer` reduces the gradients."""
 
 from __future__ import annotations
 
@@ -14,12 +11,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from lockstep.base.errors import RecipeError
 from lockstep.base.torch_private import set_unshard_async
 from lockstep.comm.mesh import Mesh
-from lockstep.model.shared_parameters import share_parameter, shared_names
+from lockstep.model.blocks import share_parameter, shared_names
 from lockstep.model.skipped_blocks import SkippedBlockGuard
 
 
 def reshard(model: nn.Module) -> None:
-    """Free what a forward without a backward has gathered; the parameters are shards again."""
+    """Free the parameters that a forward without a backward has all-gathered."""
     for group in fsdp_groups(model):
         group.reshard()
 
@@ -35,13 +32,10 @@ def shard(
     materialize: Callable[[nn.Module], None],
 ) -> None:
     """Shard the parameters of `model` over the `shard` axis, block by block, in place. Every rank calls it.
-
-    `free_after_forward`: free a gathered block after its forward and gather it again for its backward; else it stays
-    gathered from the forward on. `free_root`: the same for parameters outside the blocks; for a whole model that is
-    useless, because the backward begins with them. `offload`: shards and their gradients are in the CPU's memory.
-    `materialize`: called with a module just before it is sharded, to materialize it on the mesh's device, so that no rank ever
-    holds more than one whole block beside its shards. Raises `RecipeError`.
-    """
+    `free_after_forward`: free a block's all-gathered parameters after its forward and all-gather them again for its
+    backward. `free_root`: the same for parameters outside the blocks; useless for a whole model, whose backward begins
+    with them. `offload`: shards and their gradients are in the CPU's memory. `materialize`: called with a module just
+    before it is sharded, so that no rank holds more than one full block beside its shards. Raises `RecipeError`."""
     for name, parameter in model.named_parameters():
         if not parameter.dim():
             raise RecipeError(
@@ -69,10 +63,8 @@ def shard(
 
 
 def shard_parts(model: nn.Module, mesh: Mesh, parts: Mapping[str, Sequence[str]], **how: Any) -> None:
-    """Shard each of these parts of a model, which are called separately. `parts`: names, and the blocks in each.
-
-    `how`: as in `shard`. Raises `RecipeError` if two parts have a shared parameter.
-    """
+    """Shard each of these parts, which are called separately. `parts`: name -> its blocks. `how`: as in `shard`.
+    Raises `RecipeError` if two parts have a shared parameter."""
     shared = shared_names(model)
     for names in shared:
         holders = [part for part in parts if any(name.startswith(f"{part}.") for name in names)]
@@ -90,12 +82,12 @@ def shard_parts(model: nn.Module, mesh: Mesh, parts: Mapping[str, Sequence[str]]
 
 
 def fsdp_groups(model: nn.Module) -> list[Any]:
-    """The modules whose parameters FSDP2 gathers together."""
+    """Return the modules whose parameters FSDP2 gathers together."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def modules_of(group: nn.Module) -> Iterator[nn.Module]:
-    """The modules whose parameters FSDP2 gathers together with the group's: all in it that belong to no inner group."""
+    """Yield the modules whose parameters FSDP2 gathers with the group's: all in it that belong to no inner group."""
     yield group
     for child in group.children():
         if not isinstance(child, FSDPModule):

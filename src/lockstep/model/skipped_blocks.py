@@ -1,13 +1,9 @@
-"""A guard for blocks that a forward skipped: every rank runs all blocks in one order, whatever branch its microbatch
-takes.
+"""A guard for blocks that a forward skips: every rank runs all blocks, in one order, on every microbatch.
 
-FSDP2 gathers a block's parameters when the block runs. If a rank skips a block that others run, their collectives no
-longer match: they deadlock or corrupt data. So the guard calls the skipped block with an identity in place of its
-forward. FSDP2's hooks then run in the forward and in the backward, and the gradient of the block's parameters is zero.
-
-The order of the blocks is therefore known, and on a CPU the guard gathers the next block while the present one
-computes. On a GPU FSDP2 does that itself.
-"""
+FSDP2 gathers a block's parameters when the block runs. If only some ranks skip a block, their collectives no longer
+match: they deadlock or corrupt data. So the guard calls the skipped block with an identity as its forward, and FSDP2's
+hooks run in the forward and in the backward; the gradient of its parameters is zero. The order of the blocks is then
+known, so on a CPU the guard gathers the next block while the present one computes, as FSDP2 does itself on a GPU."""
 
 from __future__ import annotations
 
@@ -34,7 +30,6 @@ class SkippedBlockGuard:
         model.register_forward_hook(self._after_all)
 
     def install(self) -> None:
-        """Install the hooks. Call it after the model is sharded."""
         self._model.register_forward_pre_hook(self._start, prepend=True)
         for place, block in enumerate(self._blocks):
             block.register_forward_pre_hook(self._before(place), prepend=True, with_kwargs=True)
@@ -61,7 +56,7 @@ class SkippedBlockGuard:
         return self._pass_through(skipped, output) if skipped else None
 
     def _pass_through(self, skipped: range, value: Any) -> Any:
-        """Pass one tensor of `value` through the skipped blocks. Returns the same structure."""
+        """Pass one tensor of `value` through the skipped blocks. Return the same structure."""
         leaves, structure = tree_flatten(value)
         tensors = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         place = next((place for place in tensors if leaves[place].requires_grad), None)

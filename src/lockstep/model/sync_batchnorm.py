@@ -1,14 +1,11 @@
 """SyncBatchNorm: every microbatch is split over the data ranks, with statistics over all of its slices (law 2).
 
-All ranks compute their slices of microbatch 0 together, then those of microbatch 1, and so on. So a model's statistics,
-outputs and gradients are those of one process over the same microbatches. Each layer exchanges (mean, variance, number
-of values) in the forward, and two sums for each channel in the backward. Every rank must therefore run the same layers
-in the same order: a layer in a branch that only some ranks take deadlocks until the process group's timeout. Outside of
-a step's microbatches nothing is split or exchanged.
-
-Everything else in a slice is independent: it has its own random numbers (only here do dropout masks and a random
-`collate` depend on the number of ranks), and its own loss, the mean or the sum over its samples.
-"""
+All ranks compute their slices of microbatch 0 together, then those of microbatch 1, and so on; outputs and gradients
+are those of one process. Each layer exchanges (mean, variance, number of values) in the forward and two sums a channel
+in the backward, so every rank must run the same layers in the same order: a layer in a branch that only some ranks
+take deadlocks until the process group's timeout. Nothing is split or exchanged outside of a step's microbatches.
+A slice has its own random numbers (only here do dropout masks and a random `collate` depend on the number of ranks) and
+its own loss, the mean or the sum over its samples."""
 
 from __future__ import annotations
 
@@ -29,23 +26,20 @@ from lockstep.plan import Plan
 
 
 class SyncBatchNormExchange:
-    """The ranks with which all SyncBatchNorm layers of a session exchange statistics, and the state of the current
-    microbatch."""
+    """The ranks with which all SyncBatchNorm layers of a session exchange statistics. A copy of a model shares it."""
 
     def __init__(self) -> None:
         self.world: World | None = None
-        """The ranks that a microbatch is split over; None if microbatches are whole."""
+        """The ranks that a microbatch is split over; None if it is not split."""
         self.is_dummy: bool | None = None
-        """True if this rank computes a dummy in place of a slice, False if it computes a slice; None outside of
-        microbatches."""
+        """True while this rank computes a dummy instead of a slice, False for a slice; None outside of microbatches."""
 
     def __deepcopy__(self, _: Any) -> SyncBatchNormExchange:
-        """A copy of a model is a model of the same session."""
         return self
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
-    """Torch's layer with a forward that works on CPUs too and computes its statistics over all slices of a microbatch."""
+    """Torch's layer with a forward that also works on CPUs and has its statistics over all slices of a microbatch."""
 
     _exchange: SyncBatchNormExchange
 
@@ -66,10 +60,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
 
 def use_exchange(model: nn.Module, exchange: SyncBatchNormExchange) -> None:
-    """Replace the forward of the model's `nn.SyncBatchNorm` layers by that of `SyncBatchNorm`, with the exchange.
-
-    Raises `RecipeError` if a layer has a process group of its own.
-    """
+    """Give the model's `nn.SyncBatchNorm` layers the forward of `SyncBatchNorm`, with the exchange.
+    Raises `RecipeError` if a layer has a process group of its own."""
     for name, module in model.named_modules():
         if isinstance(module, nn.SyncBatchNorm):
             if module.process_group is not None:
@@ -84,11 +76,8 @@ def use_exchange(model: nn.Module, exchange: SyncBatchNormExchange) -> None:
 
 
 def split_microbatches(models: Sequence[nn.Module], mesh: Mesh, plan: Plan, *, microbatch: int) -> Mesh:
-    """The mesh, with microbatches of `microbatch` samples split over its data ranks if a model has a SyncBatchNorm in
-    training mode.
-
-    Every rank calls it. Raises `RecipeError` if other settings do not allow the split.
-    """
+    """Return the mesh, with microbatches split over its data ranks if a model has a SyncBatchNorm in training mode.
+    Every rank calls it. Raises `RecipeError` if other settings do not allow the split."""
     mine = [(name, type(layer).__name__, isinstance(layer, nn.SyncBatchNorm)) for name, layer in training_batchnorms(models)]
     layers = [layer for theirs in mesh.axis("pipeline").gather_values(mine) for layer in theirs]
     if mesh.data.size == 1 or not any(split for *_, split in layers):
@@ -96,7 +85,7 @@ def split_microbatches(models: Sequence[nn.Module], mesh: Mesh, plan: Plan, *, m
     ranks = f"SyncBatchNorm on {mesh.data.size} data ranks"
     if plan.numerics == "bitwise":
         raise RecipeError(
-            f"numerics=bitwise with {ranks}; it cuts each sum over a microbatch by the number of ranks, and so rounds it otherwise at each "
+            f"numerics=bitwise with {ranks}; it splits each sum over a microbatch over the ranks, so rounding depends on their "
             "number; use numerics=fast, or plain BatchNorm, whose statistics are one microbatch's at any number of processes too"
         )
     for name, kind, split in layers:
@@ -109,17 +98,14 @@ def split_microbatches(models: Sequence[nn.Module], mesh: Mesh, plan: Plan, *, m
 
 
 def training_batchnorms(models: Sequence[nn.Module]) -> list[tuple[str, BatchNormBase]]:
-    """The BatchNorm layers, SyncBatchNorm too, that are in training mode, and their names."""
+    """Return the names and layers of BatchNorm, SyncBatchNorm too, in training mode."""
     named = [item for model in models for item in model.named_modules()]
     return [(name, module) for name, module in named if isinstance(module, BatchNormBase) and module.training]
 
 
 class _Normalise(torch.autograd.Function):
-    """BatchNorm of one slice by the statistics of its microbatch. Returns (output, mean, variance, number of values)
-    for each channel.
-
-    The last three are for the running statistics, in float64, the variance uncorrected, and have no gradient.
-    """
+    """BatchNorm of one slice by its microbatch's statistics. Returns (output, mean, variance, values a channel).
+    The last three, in float64 and without gradient, are for the running statistics; the variance is uncorrected."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, world: World, is_dummy: bool) -> Any:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lockstep.base.errors import CheckpointError, RecipeError
 from lockstep.base.events import Event
-from lockstep.data.streams import ShardPosition
+from lockstep.data.fetch import ShardPosition
 from lockstep.model.sync_batchnorm import SyncBatchNormExchange
 from lockstep.recipe import Recipe
 from lockstep.training.consensus import NOTHING, Consensus, Request, merge

@@ -16,9 +16,10 @@ from lockstep.base.errors import CheckpointError, LossError
 from lockstep.comm.mesh import Mesh
 from lockstep.comm.world import exact_sum
 from lockstep.data.device import to_device
+from lockstep.data.fetch import ShardPosition
 from lockstep.data.generators import seed_generators
 from lockstep.data.loader import Loader, Microbatch, Span, StreamLoader
-from lockstep.data.streams import Origin, ShardPosition
+from lockstep.data.streams import Origin
 from lockstep.keys import RandomStream, key
 from lockstep.order import Order
 from lockstep.training.loss import Weights, weights_of

@@ -1,14 +1,10 @@
 """Deferred initialization: a model is built without values, and the initial value of each tensor is computed alone.
 
-Under `keyed_init` each random operation draws from a generator that is seeded by the number of the operation. So its
-result does not depend on the operations before it, and a single parameter can be computed: `DeferredModel.build` runs
-the user's factory on fake tensors and logs every operation that writes; `materialize` replays only those operations on
-which one tensor depends.
-
-Tensors made from values (lists, NumPy, a file) have their values at once, and operations on such tensors alone run at
-once. If Python asks for a value (`.item()`, `if mask.any():`), it is computed from the log, so most factories with
-data-dependent control flow can be deferred.
-"""
+Under `KeyedInit` each random operation draws from a generator seeded by the operation's number, so its result does
+not depend on the operations before it. `DeferredModel.build` runs the user's factory on fake tensors and logs every
+operation that writes; `materialize` replays only those on which one tensor depends. Tensors made from values (lists,
+NumPy, a file) have their values at once, and so have results of such tensors alone. If Python asks for a value
+(`.item()`, `if mask.any():`), it is computed from the log."""
 
 from __future__ import annotations
 
@@ -31,21 +27,8 @@ from lockstep.model.initialization.recorder import CannotDefer, InitRecorder, Ke
 OWN_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 
 
-@contextmanager
-def keyed_init(key: int) -> Iterator[None]:
-    """Seed torch's default CPU generator with `key(key, n)` before the n-th random operation inside the context.
-
-    An operation with a generator of its own draws from that. `torch.manual_seed` inside has no effect on later
-    operations. Python's and NumPy's generators are seeded once, at the start. Afterwards all three are back at their
-    start. Operations in other threads and on other devices than the CPU are not covered.
-    """
-    with KeyedInit(key):
-        yield
-
-
 def build(factory: Callable[[], Any], key: int) -> Any:
-    """Return the model that `factory` builds at once, with the values that `key` gives."""
-    with keyed_init(key):
+    with KeyedInit(key):
         return factory()
 
 
@@ -53,8 +36,7 @@ class DeferredModel:
     """A model without storage, whose tensors can be computed one at a time."""
 
     module: Any
-    """The result of the factory. Its parameters and buffers are on the meta device; its other tensors have their
-    values."""
+    """The factory's model: parameters and buffers on the meta device, other tensors with their values."""
 
     def __init__(self, module: Any, log: OperationLog, sources: dict[int, StorageView | Tensor], tensors: list[Tensor]) -> None:
         self.module = module
@@ -65,42 +47,35 @@ class DeferredModel:
             name: tensor for named in (module.named_parameters, module.named_buffers) for name, tensor in named(remove_duplicate=False)
         }
         self.names = {id(tensor): name for name, tensor in reversed(self._names.items())}
-        """The first name of each parameter and buffer, by its identity in the module as it was returned."""
+        """The first name of each parameter and buffer, by its identity in `module`."""
 
     @classmethod
     def build(cls, factory: Callable[[], Any], key: int) -> DeferredModel:
-        """Run `factory` without computing its tensors. Raises `CannotDefer` if its initialization cannot be deferred,
-        or if it fails."""
+        """Run `factory` without computing its tensors. Raises `CannotDefer`, also if it fails."""
+        recorder = InitRecorder(key)
         with _older_objects_frozen():
-            return cls._record(factory, InitRecorder(key))
-
-    @classmethod
-    def _record(cls, factory: Callable[[], Any], recorder: InitRecorder) -> DeferredModel:
-        try:
-            with recorder, fake_parameters_keep_class(recorder.fake_class, recorder.is_fake), warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # copy.deepcopy does
-                module = factory()
-        except Exception as error:
-            raise CannotDefer(_reason(error, recorder)) from error
-        if recorder.failure is not None:  # the function went on another way than it would with values
-            raise CannotDefer(_reason(recorder.failure, recorder)) from recorder.failure
-        if not isinstance(module, nn.Module):
-            raise CannotDefer(f"the function returned a {type(module).__name__}, not a torch.nn.Module")
-        return _finish(cls, module, recorder)
+            try:
+                with recorder, fake_parameters_keep_class(recorder.fake_class, recorder.is_fake), warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # copy.deepcopy does
+                    module = factory()
+            except Exception as error:
+                raise CannotDefer(_reason(error, recorder)) from error
+            if recorder.failure is not None:  # the factory caught it, and took another branch than it would with values
+                raise CannotDefer(_reason(recorder.failure, recorder)) from recorder.failure
+            if not isinstance(module, nn.Module):
+                raise CannotDefer(f"the function returned a {type(module).__name__}, not a torch.nn.Module")
+            return _finish(cls, module, recorder)
 
     @property
     def constant_bytes(self) -> int:
-        """Bytes of the values that came from NumPy, lists and files. They are in memory, beside the log, as long as
-        this object lives."""
-        return self._log.constant_bytes + sum(source.nbytes for source in self._sources.values() if isinstance(source, Tensor))
+        """Bytes of the values from NumPy, lists and files, which stay in memory as long as this object."""
+        made = sum(value.nbytes() for value in self._log.constants.values())
+        return made + sum(source.nbytes for source in self._sources.values() if isinstance(source, Tensor))
 
     @torch.no_grad()
     def materialize(self, tensor: str | Tensor) -> Tensor:
-        """Compute the values of one parameter or buffer, given by its name or as it is in the module: a new plain
-        tensor on the CPU.
-
-        Needs memory only for the tensor and for those on which it depends. Torch's default generator keeps its state.
-        """
+        """Compute one parameter or buffer, given by its name or as it is in the module: a new plain tensor on the CPU.
+        Needs memory only for the tensor and those on which it depends. Torch's default generator keeps its state."""
         meta = self._names[tensor] if isinstance(tensor, str) else tensor
         source = self._sources[id(meta)]
         if isinstance(source, Tensor):
@@ -110,8 +85,7 @@ class DeferredModel:
 
 
 def _finish(cls: type[DeferredModel], module: nn.Module, recorder: InitRecorder) -> DeferredModel:
-    """Move each parameter and buffer to the meta device, and give all other tensors that the factory left their values,
-    in place."""
+    """Move parameters and buffers to the meta device, and give the factory's other tensors their values, in place."""
     named = {id(tensor): (name, tensor) for name, tensor in (*module.named_buffers(), *module.named_parameters())}
     other = [fake for fake in _fakes(recorder) if id(fake) not in named]
     if other:
@@ -130,11 +104,8 @@ def _finish(cls: type[DeferredModel], module: nn.Module, recorder: InitRecorder)
 
 @contextmanager
 def _older_objects_frozen() -> Iterator[None]:
-    """Exclude all older objects, such as torch's modules, from the search for tensors that the factory left.
-
-    Nothing is excluded if somebody has frozen objects before: they could not be told apart from these.
-    """
-    if gc.get_freeze_count():
+    """Exclude older objects, such as torch's modules, from the search for the factory's tensors."""
+    if gc.get_freeze_count():  # somebody has frozen objects before: they could not be told apart
         yield
         return
     gc.freeze()
@@ -149,7 +120,7 @@ def _fakes(recorder: InitRecorder) -> list[Any]:
 
 
 def _check(recorder: InitRecorder, tensors: list[tuple[str, Any]]) -> None:
-    """Raise `CannotDefer` for what one tensor alone cannot express."""
+    """Raise `CannotDefer` if a tensor cannot be computed alone."""
     seen: dict[int, str] = {}
     for name, tensor in tensors:
         if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
@@ -169,7 +140,7 @@ def _check(recorder: InitRecorder, tensors: list[tuple[str, Any]]) -> None:
 
 
 def _reason(error: Exception, recorder: InitRecorder) -> str:
-    """The failed operation, and the last line outside torch and this package that led to it."""
+    """Return the failed operation, and the last line outside torch and this package that led to it."""
     place, trace = "", error.__traceback__
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename

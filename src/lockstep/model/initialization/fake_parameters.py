@@ -1,5 +1,4 @@
-"""Parameters and buffers without values (torch's fake tensors): they keep their class, and are given their contents in
-place."""
+"""Fake parameters and buffers (torch's tensors without values): they keep their class and get contents in place."""
 
 from __future__ import annotations
 
@@ -15,8 +14,7 @@ from lockstep.base.torch_private import FAKE_PARAMETER_MARK, make_subclass, swap
 
 
 def replace_contents(tensor: Any, new: Any) -> Any:
-    """Exchange the contents of `tensor` and `new`. `tensor` keeps its identity, class and attributes. Returns an object
-    with its former contents."""
+    """Exchange two tensors' contents; `tensor` keeps identity, class and attributes. Returns its former contents."""
     kind = _plain_class(tensor)
     if issubclass(kind, nn.Parameter):
         new = make_subclass(kind, new, tensor.requires_grad)
@@ -33,7 +31,7 @@ def replace_contents(tensor: Any, new: Any) -> Any:
 
 
 def _plain_class(tensor: Any) -> Any:
-    """The class of a tensor but for its being without values."""
+    """Return the class that a tensor would have if it were not fake."""
     from lockstep.base.torch_private import FakeTensor
 
     if not isinstance(tensor, FakeTensor):

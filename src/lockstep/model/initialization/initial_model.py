@@ -19,52 +19,39 @@ from lockstep.model.initialization.recorder import CannotDefer
 
 @dataclass(slots=True)
 class InitialModel:
-    """A model from its factory. Its initialization is deferred if the plan shards or splits it, and if the factory
-    allows that."""
+    """A model from its factory, deferred if the plan shards or splits it and if the factory allows that."""
 
     module: Any
     deferred: DeferredModel | None
-    """The source of the values of single tensors; None if the module was initialized at once."""
+    """Computes the values of single tensors; None if the module was initialized at once."""
     reason: str | None
-    """The reason why the module was initialized at once under a plan that asks for deferred initialization; else None.
-    """
+    """Why the module was initialized at once under a plan that asks for deferred initialization; else None."""
 
     checksums: dict[str, int] = field(default_factory=dict)
     """Checksums of the values computed on this rank, by name, if there are other ranks."""
     given: frozenset[str] = frozenset()
-    """First names of the parameters and buffers whose values are loaded later; their initial values are not computed.
-    """
+    """First names of the tensors whose values are loaded later; their initial values are not computed."""
 
     @classmethod
     def build(cls, factory: Callable[[], Any], key: int, mesh: Mesh) -> InitialModel:
         """Call the factory. The values follow from `key` alone, not from the plan. Every rank calls it.
-
-        Raises `RecipeError` if the models of two ranks differ in their structure.
-        """
-        built = cls._built(factory, key, mesh)
-        check_structure(built.module, mesh.world)
-        if built.deferred is None and mesh.world.size > 1:
-            built.checksums = checksums_of(built.module)
-        return built
-
-    @classmethod
-    def _built(cls, factory: Callable[[], Any], key: int, mesh: Mesh) -> InitialModel:
-        if mesh.torch_mesh is None:
-            return cls(build(factory, key), None, None)
+        Raises `RecipeError` if two ranks' models differ in their structure."""
         deferred, reason = None, None
-        try:
-            deferred = DeferredModel.build(factory, key)
-        except CannotDefer as error:
-            reason = str(error)
-        refused = mesh.world.any(deferred is None)
-        if deferred is not None and not refused:
-            return cls(deferred.module, deferred, None)
-        reasons = [reason for reason in mesh.world.gather_values(reason) if reason is not None]
-        return cls(build(factory, key), None, reasons[0])
+        if mesh.torch_mesh is not None:
+            try:
+                deferred = DeferredModel.build(factory, key)
+            except CannotDefer as error:
+                reason = str(error)
+            reason = next((each for each in mesh.world.gather_values(reason) if each is not None), None)
+            deferred = deferred if reason is None else None  # if one rank cannot defer, none does
+        initial = cls(build(factory, key) if deferred is None else deferred.module, deferred, reason)
+        check_structure(initial.module, mesh.world)
+        if deferred is None and mesh.world.size > 1:
+            initial.checksums = checksums_of(initial.module)
+        return initial
 
     def materialize(self, part: nn.Module, device: torch.device) -> None:
-        """Replace the meta parameters and buffers of a part of the model by their values, under each of their names in
-        the model."""
+        """Give a part's meta parameters and buffers their values, under each of their names in the model."""
         if self.deferred is None:
             return
         empty = {id(tensor): tensor for tensor in (*part.parameters(), *part.buffers()) if tensor.is_meta}
@@ -75,8 +62,7 @@ class InitialModel:
                 named.update({name: values[id(tensor)] for name, tensor in named.items() if id(tensor) in values})
 
     def compute_checksums(self, parts: Iterable[str]) -> None:
-        """Compute the values of these parts only for `check_values`, which compares them with those of the rank that
-        holds them."""
+        """Compute the values of these parts only for `check_values`, which compares them with the holding rank's."""
         if self.deferred is not None:
             for part in parts:
                 module = self.module.get_submodule(part)
@@ -85,8 +71,7 @@ class InitialModel:
                         self.checksums[name] = checksum(self.deferred.materialize(tensor))
 
     def check_values(self, world: World) -> None:
-        """Raises `RecipeError` on every rank if two ranks have computed different values for a tensor. Every rank calls
-        it."""
+        """Raise `RecipeError` on all ranks if two have different values of a tensor. Every rank calls it."""
         check_checksums(self.checksums, world)
 
     def _value(self, tensor: Tensor, deferred: DeferredModel, device: torch.device) -> Tensor:

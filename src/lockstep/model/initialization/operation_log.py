@@ -1,8 +1,6 @@
 """The log of all operations that wrote to a storage, and the replay of those on which one tensor depends.
-
-The log knows storages, not tensors: a view is a storage with a size, strides and an offset. So views need no entry, an
-operation on a slice is a write to the storage, and `p.data.copy_(q)` and `p.data = q` need no special rule.
-"""
+The log knows storages; a view is a storage with size, strides and offset. So views need no entry, an operation on a
+slice is a write to the storage, and `p.data.copy_(q)` and `p.data = q` need no special rule."""
 
 from __future__ import annotations
 
@@ -22,14 +20,14 @@ from lockstep.keys import key as key_of
 
 
 class OperationSeeds:
-    """Counts the random operations, and starts generators from a key."""
+    """Counts the random operations, and seeds generators from a key."""
 
     def __init__(self, key: int) -> None:
         self._key = key
         self.count = 0
 
     def start(self) -> None:
-        """Start Python's, NumPy's and torch's default generators."""
+        """Seed Python's, NumPy's and torch's default generators."""
         random.seed(self._key)
         np.random.seed(self._key & 0xFFFFFFFF)
         torch.default_generator.manual_seed(self._key)
@@ -44,8 +42,6 @@ class OperationSeeds:
 
 @dataclass(frozen=True, slots=True)
 class StorageView:
-    """A tensor, as the log knows it."""
-
     storage: int
     dtype: torch.dtype
     size: tuple[int, ...]
@@ -62,53 +58,37 @@ class StorageView:
 
 @dataclass(frozen=True, slots=True)
 class LoggedOperation:
-    """One operation that wrote."""
-
     func: Any
     args: Any
     kwargs: Any
     outputs: tuple[StorageView | None, ...]
-    """For each returned tensor, in order: the view of a new storage, or None for an alias of an old one."""
+    """For each returned tensor: the view of a new storage, or None for an alias of an old one."""
     reads: frozenset[int]
     writes: frozenset[int]
     fresh: frozenset[int]
     """The storages whose former contents do not matter to it."""
     number: int | None
     generator: Tensor | None
-    """The state of the generator that it was given."""
     dtype: torch.dtype
-    """The default at the time."""
+    """Torch's default dtype when it ran."""
 
 
 class OperationLog:
-    """Operations that wrote to storages, in order. `replay` runs them again."""
+    """Operations that wrote to storages, in order."""
 
     def __init__(self, seeds: OperationSeeds) -> None:
         self._seeds = seeds
         self._entries: list[LoggedOperation] = []
         self._writers: dict[int, list[int]] = {}
-        self._kept: dict[int, Any] = {}
-        self._constants: dict[int, torch.UntypedStorage] = {}
-
-    def knows(self, storage: int) -> bool:
-        return storage in self._kept
+        self.storages: dict[int, Any] = {}
+        """The storages seen, by address. They are kept so that no other gets the address; fake ones have no memory."""
+        self.constants: dict[int, torch.UntypedStorage] = {}
+        """The values of storages that no operation writes."""
 
     def keep(self, storage: Any) -> int:
-        """Storages are known by their addresses, so each that was seen is kept: they have no memory of their own."""
         address = storage_address(storage)
-        self._kept[address] = storage
+        self.storages[address] = storage
         return address
-
-    def constant(self, storage: int, value: torch.UntypedStorage) -> None:
-        """Hold the values of a storage that no operation writes."""
-        self._constants[storage] = value
-
-    def is_constant(self, storage: int) -> bool:
-        return storage in self._constants
-
-    @property
-    def constant_bytes(self) -> int:
-        return sum(value.nbytes() for value in self._constants.values())
 
     def add(self, entry: LoggedOperation) -> None:
         for storage in entry.writes:
@@ -116,11 +96,10 @@ class OperationLog:
         self._entries.append(entry)
 
     def is_whole(self, view: StorageView) -> bool:
-        """True if the view covers its whole storage."""
-        return view.offset == 0 and view.bytes == self._kept[view.storage].nbytes() and _is_dense(view)
+        return view.offset == 0 and view.bytes == self.storages[view.storage].nbytes() and _is_dense(view)
 
     def replay(self, views: Iterable[StorageView]) -> list[Tensor]:
-        """The values of `views` as they are at the end of the log."""
+        """Run the operations on which `views` depend again. Return their values at the end of the log."""
         views = list(views)
         wanted = {view.storage for view in views}
         chosen = self._slice(wanted)
@@ -141,7 +120,7 @@ class OperationLog:
             torch.set_default_dtype(dtype)
 
     def _slice(self, wanted: set[int]) -> list[int]:
-        """The entries on which the storages depend, in order."""
+        """Return the indices of the entries on which the storages depend, ascending."""
         chosen: set[int] = set()
         live: set[int] = set()  # for each of these exactly one pair is in next_writes
         next_writes: list[tuple[int, int]] = []
@@ -167,10 +146,10 @@ class OperationLog:
         return sorted(chosen)
 
     def _value(self, storage: int, values: dict[int, torch.UntypedStorage]) -> torch.UntypedStorage:
-        if storage in self._constants:
-            return self._constants[storage]
+        if storage in self.constants:
+            return self.constants[storage]
         if storage not in values:
-            values[storage] = torch.UntypedStorage(self._kept[storage].nbytes())  # type: ignore[no-untyped-call]
+            values[storage] = torch.UntypedStorage(self.storages[storage].nbytes())  # type: ignore[no-untyped-call]
         return values[storage]
 
     def _run(self, entry: LoggedOperation, values: dict[int, torch.UntypedStorage]) -> None:
@@ -200,7 +179,7 @@ def tensors_of(tree: Any) -> list[Any]:
 
 
 def _is_dense(view: StorageView) -> bool:
-    """True if the view's elements fill a contiguous range of memory without overlap."""
+    """True if the elements fill a contiguous range of memory without overlap."""
     expected = 1
     for stride, size in sorted((stride, size) for stride, size in zip(view.stride, view.size, strict=True) if size != 1):
         if stride != expected:

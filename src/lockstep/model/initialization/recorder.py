@@ -1,5 +1,4 @@
-"""The dispatch modes in which a model's factory runs: keyed random operations, and the recording of all operations that
-write."""
+"""The dispatch modes in which a model's factory runs: keyed random operations, and a log of those that write."""
 
 from __future__ import annotations
 
@@ -25,6 +24,11 @@ class CannotDefer(LockstepError):
 
 
 class KeyedInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Seeds torch's default CPU generator with `key(key, n)` before the n-th random operation inside the context.
+    An operation with its own generator draws from that; `torch.manual_seed` inside has no effect. Python's and NumPy's
+    generators are seeded once, at the start, and all three once more at the end. Operations in other threads and on
+    other devices than the CPU are not covered."""
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # else each operation goes through torch._dynamo, whose import takes a second
@@ -49,7 +53,7 @@ class KeyedInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
-    """Runs operations without values and logs them; operations on tensors that have values are run as they are."""
+    """Logs operations without values; runs operations on tensors that have values."""
 
     def __init__(self, key: int) -> None:
         super().__init__(key)
@@ -68,12 +72,12 @@ class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
 
     def view(self, fake: Any) -> StorageView:
         storage = storage_address(fake.untyped_storage())
-        if not self.log.knows(storage):
+        if storage not in self.log.storages:
             raise CannotDefer("it uses a tensor that no operation made")
         return StorageView(storage, fake.dtype, tuple(fake.shape), fake.stride(), fake.storage_offset())
 
     def values(self, tree: Any) -> Any:
-        """`tree` with the values of its tensors."""
+        """Return `tree` with the values of its tensors."""
         views = [self.view(item) for item in tensors_of(tree) if self.is_fake(item)]
         values = iter(self.log.replay(views))
         return tree_map(lambda item: next(values) if self.is_fake(item) else item, tree)
@@ -120,12 +124,12 @@ class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
     def _constant(self, item: Any) -> Any:
-        """A tensor with values, as one without; the values it has now are kept, since NumPy may change them unseen."""
+        """Return a tensor with values as a fake one, and copy the values it has now: NumPy may change them unseen."""
         if not isinstance(item, Tensor) or self.is_fake(item):
             return item
         copy = item.detach().clone()
         fake = self.fake.from_tensor(copy, static_shapes=True)
-        self.log.constant(self.log.keep(fake.untyped_storage()), copy.untyped_storage())
+        self.log.constants[self.log.keep(fake.untyped_storage())] = copy.untyped_storage()
         return fake
 
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any, number: int | None, state: Tensor | None) -> None:
@@ -152,7 +156,7 @@ class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
         )
 
     def _outputs(self, out: Any) -> tuple[tuple[StorageView | None, ...], set[int]]:
-        """Return the outputs of an operation as in `LoggedOperation.outputs`, and the new storages."""
+        """Return an operation's outputs as in `LoggedOperation.outputs`, and the new storages."""
         outputs: list[StorageView | None] = []
         new: set[int] = set()
         for tensor in tensors_of(out):
@@ -161,16 +165,16 @@ class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
             if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
                 raise CannotDefer("it makes a tensor that is sparse, or a lazy conjugate or negative")
             storage = tensor.untyped_storage()
-            if self.log.is_constant(storage_address(storage)):
+            if storage_address(storage) in self.log.constants:
                 raise CannotDefer("it makes a view of a tensor with values")
-            known = self.log.knows(storage_address(storage)) and storage_address(storage) not in new
+            known = storage_address(storage) in self.log.storages.keys() - new
             if not known:
                 new.add(self.log.keep(storage))
             outputs.append(None if known else self.view(tensor))
         return tuple(outputs), new
 
     def _overwritten(self, func: Any, written: list[StorageView], inputs: list[Tensor]) -> set[int]:
-        """The storage of which nothing is left, if any."""
+        """Return the storage that is overwritten completely, if any."""
         if schema(func).name not in OVERWRITES or not self.log.is_whole(written[0]):
             return set()
         others = {storage_address(tensor.untyped_storage()) for tensor in inputs[1:]}
@@ -196,7 +200,6 @@ def _draws(func: Any) -> bool:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """The tensors among the arguments that the operation writes to."""
     positions, names = _writes(func)
     return tensors_of(([args[place] for place in positions if place < len(args)], [kwargs[name] for name in names if name in kwargs]))
 

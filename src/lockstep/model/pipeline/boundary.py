@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,8 +10,7 @@ from torch import Tensor
 from lockstep.base.errors import RecipeError
 
 
-@dataclass(frozen=True, slots=True)
-class Boundary:
+class Boundary(NamedTuple):
     """The output of a stage for microbatches of one shape. The same on every rank."""
 
     shapes: tuple[tuple[int, ...], ...]
@@ -24,7 +22,7 @@ class Boundary:
 
     @classmethod
     def of(cls, value: Any, part: str) -> Boundary:
-        """The boundary of `value`, the output of `part`. Raises `RecipeError` if it is neither tensor nor tuple of tensors."""
+        """Return the boundary of `value`, the output of `part`. Raises `RecipeError` if a part is no tensor."""
         tensors = value if isinstance(value, tuple) else (value,)
         if not tensors:
             raise RecipeError(
@@ -53,27 +51,22 @@ class Boundary:
 
     @classmethod
     def from_json(cls, described: Any) -> Boundary:
-        """The boundary that `to_json` described."""
         shapes, dtypes, gradients, single = described
         return cls(tuple(map(tuple, shapes)), tuple(dtypes), tuple(gradients), single)
 
-    def to_json(self) -> list[Any]:
-        return [self.shapes, self.dtypes, self.gradients, self.single]
-
     @property
     def signature(self) -> tuple[Any, ...]:
-        """All but the shapes. Microbatches in the same call of a schedule have the same signature."""
+        """All but the shapes: the same for all microbatches in one call of a schedule."""
         return self.dtypes, self.gradients, self.single, tuple(map(len, self.shapes))
 
     def tensors(self, device: torch.device | str) -> tuple[Tensor, ...]:
-        """New tensors without values."""
         return tuple(
             torch.empty(shape, dtype=getattr(torch, dtype), device=device, requires_grad=gradient)
             for shape, dtype, gradient in zip(self.shapes, self.dtypes, self.gradients, strict=True)
         )
 
     def check(self, value: Any, part: str) -> None:
-        """Raises `RecipeError` if a microbatch has another output than the one from which this boundary was discovered."""
+        """Raise `RecipeError` if a microbatch's output differs from the one that this boundary was discovered from."""
         found = Boundary.of(value, part)
         if found != self:
             raise RecipeError(
@@ -83,27 +76,23 @@ class Boundary:
             )
 
     def describe(self) -> str:
-        """Describe the boundary for an error."""
         each = zip(self.dtypes, self.shapes, self.gradients, strict=True)
         listed = ", ".join(f"{dtype} {list(shape)}{'' if gradient else ' without gradient'}" for dtype, shape, gradient in each)
         return listed if self.single else f"({listed})"
 
 
 def received_inputs(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return the received tensors such that the first part may change them in place and their gradients can still be
-    sent back."""
-    arrived: tuple[Tensor, ...] = _StageInputs.apply(*tensors)  # type: ignore[no-untyped-call]
-    return arrived
+    """Return received tensors that the first part may change in place and whose gradients can be sent back."""
+    return _StageInputs.apply(*tensors)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def sendable_outputs(value: Any) -> tuple[Tensor, ...]:
     """Return a stage's output as tensors that can be sent and detached: contiguous, and no views."""
-    left: tuple[Tensor, ...] = _StageOutputs.apply(*(value if isinstance(value, tuple) else (value,)))  # type: ignore[no-untyped-call]
-    return left
+    return _StageOutputs.apply(*(value if isinstance(value, tuple) else (value,)))  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _StageInputs(torch.autograd.Function):
-    """The identity on tensors that share memory with the leaves they come from. Their gradients come contiguous."""
+    """The identity on tensors that share memory with the leaves they come from. Their gradients become contiguous."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -1,8 +1,5 @@
-"""The shapes that the stages of a pipeline exchange, found by computing one microbatch of each kind stage by stage.
-
-Torch's own shape inference computes every part and the loss once more for each schedule, and deadlocks if a part fails
-on one rank.
-"""
+"""The shapes that a pipeline's stages exchange, found by computing one microbatch of each kind stage by stage.
+Torch's own shape inference repeats every part and the loss for each schedule, and deadlocks if one rank fails."""
 
 from __future__ import annotations
 
@@ -37,21 +34,18 @@ class BoundaryDiscovery:
         self._failure = failure
         self._sequential_check = SequentialCheck(model, self._stages.parts)
         self._checked_modes: set[bool] = set()
-        """The training modes in which the model's forward was found to be sequential."""
         self._known: dict[tuple[int, bool], list[Boundary]] = {}
-        """The boundary after each stage but the last, by the signature of the inputs and by whether there is a
-        backward."""
+        """(hash of the inputs' shapes, backward) -> the boundary after each stage but the last."""
 
     def routes(self, microbatches: Sequence[PipelineMicrobatch], *, backward: bool) -> list[list[Boundary]]:
-        """For each microbatch the boundary after each stage but the last. Every rank calls it."""
+        """Return each microbatch's boundaries after the stages but the last. Every rank calls it."""
         keys = [(signature, backward) for signature in self._signatures(microbatches)]
         for index in self._undiscovered(keys):
             self._known[keys[index]] = self._discover(microbatches[index], backward)
         return [self._known[key] for key in keys]
 
     def _undiscovered(self, keys: Sequence[tuple[int, bool]]) -> list[int]:
-        """The first microbatch of each new kind. If ranks must run in lockstep, every microbatch that is new to any of
-        them."""
+        """The first microbatch of each new kind, or, if ranks run in lockstep, all that are new to any of them."""
         if self._forwards.lockstep_ranks is None:
             firsts = {key: index for index, key in reversed(list(enumerate(keys))) if key not in self._known}
             return sorted(firsts.values())
@@ -76,7 +70,7 @@ class BoundaryDiscovery:
         return found
 
     def _signature(self, microbatch: PipelineMicrobatch) -> int:
-        self._forwards.start_streams(microbatch)
+        self._forwards.streams.start(microbatch.position)
         inputs = microbatch.inputs()
         if self._model.training not in self._checked_modes:
             self._sequential_check.check(lambda forward: call_with(forward, inputs))
@@ -87,7 +81,7 @@ class BoundaryDiscovery:
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
 
     def _discover(self, microbatch: PipelineMicrobatch, backward: bool) -> list[Boundary]:
-        """The boundaries of this microbatch, found by computing its stages one after another. Every rank calls it."""
+        """Find this microbatch's boundaries by computing its stages one after another. Every rank calls it."""
         route: list[Boundary] = []
         value: tuple[Tensor, ...] = ()
         for stage in range(len(self._stages.ranges) - 1):
@@ -101,7 +95,7 @@ class BoundaryDiscovery:
                         torch.set_grad_enabled(backward),
                     ):
                         output = self._forwards.output(stage, microbatch, value, route)
-                    described = Boundary.of(output, self._stages.last_part(stage)).to_json()
+                    described = Boundary.of(output, self._stages.last_part(stage))
                     value = tuple(tensor.detach() for tensor in sendable_outputs(output))
                 except Exception as error:
                     self._failure.error = error
@@ -119,7 +113,7 @@ class BoundaryDiscovery:
         return route
 
     def _sent_to_next_stage(self, stage: int, value: tuple[Tensor, ...], boundary: Boundary) -> tuple[Tensor, ...]:
-        """The input of the next stage, if it is on this rank."""
+        """Send the value, or receive it. Return the input of the next stage, if it is on this rank."""
         source, target = stage % self._stages.ranks, (stage + 1) % self._stages.ranks
         if source == target or self._world.rank not in (source, target):
             return value

@@ -24,13 +24,6 @@ class PipelineFailure:
         self.error: Exception | None = None
         self._world = world
 
-    def clear(self) -> None:
-        self.error = None
-
-    def note(self, error: Exception) -> None:
-        """Keep the error, unless there is an earlier one."""
-        self.error = self.error or error
-
     def raise_on_all_ranks(self, compute: Callable[[], Any]) -> Any:
         """Return `compute()`. If it fails on any rank, every rank raises. Every rank calls it."""
         self.error, result = None, None
@@ -49,8 +42,7 @@ class PipelineFailure:
             self.raise_known()
 
     def raise_known(self) -> None:
-        """Raise this rank's error, or else the first of the others'. Every rank calls it, when all know that some rank
-        has an error."""
+        """Raise this rank's error, or the first of the others'. Every rank calls it once all know of an error."""
         mine, self.error = self.error, None
         everyone = self._world.gather_values(None if mine is None else [type(mine).__name__, str(mine)])
         if mine is not None:

@@ -11,28 +11,23 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class PipelineLoss:
-    """The loss of one microbatch. The backward accumulates the gradient of `seed * total`."""
+    """A microbatch's loss, as scalars: the backward accumulates the gradient of `seed * total`."""
 
     total: Tensor
-    """Scalar with a gradient."""
     seed: Tensor
-    """Scalar: the factor of `total`."""
     record: Sequence[Tensor | float]
     """Numbers that are sent to every rank, such as the loss's value and weight."""
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineMicrobatch:
-    """One microbatch. Every rank of a pipeline has the same ones, in the same order; functions that a rank does not
-    call may be anything."""
+    """One microbatch. Every rank has the same, in the same order; functions that it does not call may be anything."""
 
     position: tuple[int, ...]
     """The start of its random streams, see `ModuleRandomStreams.start`."""
     inputs: Callable[[], Any]
-    """The arguments of the first part: a tuple of arguments, a dict of keywords, or one tensor. Called twice, on the
-    first rank."""
+    """The first part's arguments: a tuple, a dict of keywords, or one tensor. Called twice, on the first rank."""
     score: Callable[[Any], Any]
-    """(the last part's output) -> `PipelineLoss`, or anything in a forward without backward. Called on the last rank.
-    """
+    """(output) -> `PipelineLoss`, or anything in a forward without backward. Called on the last rank."""
     is_dummy: bool = False
     """True if it is computed only for other ranks' collectives."""

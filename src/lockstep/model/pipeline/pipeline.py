@@ -1,10 +1,8 @@
 """The `pipeline` axis: each rank holds some stages of the model, and microbatches go through all stages.
 
-The schedules are those of torch's pipelining: the order of forwards and backwards, and the sends and receives. Ours is
-the rest. The loss is computed in the last stage's forward, with a factor for each microbatch. Microbatches of different
-shapes share a schedule. Each part draws from its own random stream. If a forward fails, the schedule runs to its end,
-and then every rank raises.
-"""
+Torch's schedules order the forwards, backwards, sends and receives. Added here: the loss is computed in the last
+stage's forward, with a factor for each microbatch; microbatches of different shapes share a schedule; each part draws
+from its own random stream; and if a forward fails, the schedule runs to its end before every rank raises."""
 
 from __future__ import annotations
 
@@ -39,10 +37,8 @@ STAGES_PER_RANK: dict[str, int] = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zer
 
 class Pipeline:
     """The stages of one model on one rank. Every rank of the pipeline makes one, and makes the same calls on it.
-
-    `model`: this rank's parts have their values by the first call. `shards`: the ranks whose forwards hold collectives
-    inside a stage, as with sharded parameters; None if there are none.
-    """
+    `model`: this rank's parts have their values by the first call. `shards`: the ranks with which a stage's forward has
+    collectives, as with sharded parameters; None if there are none."""
 
     def __init__(
         self,
@@ -62,6 +58,7 @@ class Pipeline:
         self.modules = [nn.ModuleList(self._forwards.parts[stage]) for stage in self._forwards.own]
         """The parts of each of this rank's stages."""
         self._failure = PipelineFailure(pipeline)
+        self.raise_on_all_ranks = self._failure.raise_on_all_ranks
         self._discovery = BoundaryDiscovery(model, self._forwards, pipeline, self._failure)
         self._after: Callable[[int], object] = lambda _: None
         self._schedules: dict[Any, tuple[Any, list[VariableShapeStage]]] = {}
@@ -71,7 +68,7 @@ class Pipeline:
 
     @property
     def exchange(self) -> SyncBatchNormExchange | None:
-        """The exchange among the slices of a microbatch that is split over pipelines; None if microbatches are whole."""
+        """The exchange among a microbatch's slices; None if microbatches are not split over pipelines."""
         return self._forwards.exchange
 
     @exchange.setter
@@ -79,12 +76,8 @@ class Pipeline:
         self._forwards.exchange = exchange
 
     def watch(self, around: Callable[[int], AbstractContextManager[Any]], after: Callable[[int], object]) -> None:
-        """Set the context of each stage's forward and loss (autocast, say), and a function to call after each forward
-        of `run`.
-
-        Both take the stage's index in `modules`. `after` is called in the order of the microbatches, and not for dummy
-        microbatches.
-        """
+        """Set the context of each stage's forward and loss, and a function to call after each forward of `run`.
+        Both take the stage's index in `modules`. `after` is called in the microbatches' order, not for dummies."""
         self._forwards.around, self._after = around, after
 
     @property
@@ -93,13 +86,9 @@ class Pipeline:
         return (len(self.stages.ranges) - 1) % self.stages.ranks
 
     def run(self, microbatches: Sequence[PipelineMicrobatch], columns: int = 1) -> Tensor:
-        """Forward and backward of all microbatches: adds the gradient of Σ seed * total to the `.grad` of this rank's
-        parameters.
-
-        Returns the `PipelineLoss.record` of every microbatch, which has `columns` numbers: shape (microbatches,
-        columns), float64, the same on every rank. A failed forward raises on every rank; the gradients are then of no
-        use.
-        """
+        """Forward and backward of all microbatches: adds the gradient of Σ seed * total to this rank's `.grad`.
+        Returns every microbatch's `PipelineLoss.record`: (microbatches, columns), float64, the same on every rank. If a
+        forward fails, every rank raises; the gradients are then invalid."""
         if not microbatches:
             return torch.zeros((0, columns), dtype=torch.float64, device=self.world.device)
         self._run_all(microbatches, backward=True)
@@ -117,11 +106,8 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, microbatches: Sequence[PipelineMicrobatch]) -> list[Any]:
-        """Forward without backward. Returns the result of each microbatch's `score` on the last rank, an empty list on
-        the others.
-
-        The activations between stages of all these microbatches are in memory at once: pass a few at a time.
-        """
+        """Forward without backward. Returns each microbatch's `score` on the last rank, an empty list on the others.
+        All activations between stages are in memory at once: pass a few microbatches at a time."""
         if not microbatches:
             return []
         self._run_all(microbatches, backward=False)
@@ -129,13 +115,9 @@ class Pipeline:
         self._failure.raise_if_any()
         return [results[index] for index in range(len(microbatches))] if self.world.rank == self.last_rank else []
 
-    def raise_on_all_ranks(self, compute: Callable[[], Any]) -> Any:
-        """Return `compute()`. If it fails on any rank, every rank raises. Every rank calls it."""
-        return self._failure.raise_on_all_ranks(compute)
-
     def _run_all(self, microbatches: Sequence[PipelineMicrobatch], *, backward: bool) -> None:
         self._microbatches, self._results = microbatches, {}
-        self._failure.clear()
+        self._failure.error = None
         self._routes = self._discovery.routes(microbatches, backward=backward)
         start = 0
         for stop in range(1, len(microbatches) + 1):
@@ -188,13 +170,12 @@ class Pipeline:
         return SEVERAL_STAGES_A_RANK[schedule](stages, count, loss, scale_grads=False), stages
 
     def _forward(self, stage: int, local: int, index: int, received: tuple[Tensor, ...]) -> Any:
-        """A stage's forward of one microbatch, called by torch's schedule. If it fails, zeros take the place of its
-        output, so that no other rank waits for it; but it raises if the forward holds collectives, which nothing can
-        stand in for."""
+        """Run a stage's forward for torch's schedule. If it fails, return zeros, so that no rank waits for its output;
+        but raise if the forward has collectives, which nothing can replace."""
         try:
             return self._compute(stage, local, index, received)
         except Exception as error:
-            self._failure.note(error)
+            self._failure.error = self._failure.error or error
             if self._forwards.lockstep_ranks is not None:
                 raise
             return self._zeros_with_gradient(stage, index, received)
@@ -215,15 +196,13 @@ class Pipeline:
 
     def _missing_gradient(self, stage: int) -> None:
         first = self.stages.parts[self.stages.ranges[stage].start]
-        self._failure.note(
-            RecipeError(
-                f"the output of the model's parts from {first!r} on does not depend on the input of {first!r}, so no gradient reaches the "
-                "trainable parameters of the parts before it; freeze those (requires_grad_(False)), or use what they compute"
-            )
+        self._failure.error = self._failure.error or RecipeError(
+            f"the output of the model's parts from {first!r} on does not depend on the input of {first!r}, so no gradient reaches the "
+            "trainable parameters of the parts before it; freeze those (requires_grad_(False)), or use what they compute"
         )
 
     def _zeros_with_gradient(self, stage: int, index: int, received: tuple[Tensor, ...]) -> Any:
-        """Zeros in place of a failed forward's output. The gradient of what was received is zeros too."""
+        """Zeros instead of a failed forward's output. The gradient of what was received is zero too."""
         arrived = received_inputs(received) if received else ()
         link = sum((tensor.sum() * 0 for tensor in arrived if tensor.requires_grad), start=torch.zeros((), device=self.world.device))
         route = self._routes[index]

@@ -1,7 +1,5 @@
-"""A check that a model's forward is sequential: it calls its parts one after another and does nothing in between.
-
-A pipeline calls the parts and never the model's forward, so both must compute the same.
-"""
+"""A check that a model's forward calls its parts one after another and does nothing in between.
+A pipeline calls the parts and never the model's forward, so both must compute the same."""
 
 from __future__ import annotations
 
@@ -25,11 +23,8 @@ class SequentialCheck:
         self._forwards = {id(module): module.forward for module in model.modules()}
 
     def check(self, call: Callable[[Callable[..., Any]], Any]) -> None:
-        """Raises `RecipeError` unless the forward passes each part the output of the part before, and returns the
-        output of the last.
-
-        `call`: calls a function with the model's inputs. The parts are not computed, so they need no values.
-        """
+        """Raise `RecipeError` unless the forward passes each part the output of the one before, and returns the last.
+        `call`: calls a function with the model's inputs. The parts are not computed, so they need no values."""
         handed: list[_Placeholder] = []
         original: Any = nn.Module.__call__
         known = {id(module) for module in self._modules}
@@ -84,7 +79,7 @@ class _Unpacked(Exception):
 
 
 class _Placeholder:
-    """Placeholder for the output of a part, which can only be passed on."""
+    """The output of a part, which can only be passed on."""
 
     def __iter__(self) -> Any:
         raise _Unpacked

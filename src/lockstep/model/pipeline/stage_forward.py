@@ -18,32 +18,22 @@ from lockstep.model.sync_batchnorm import SyncBatchNormExchange
 
 
 class StageForwards:
-    """Calls the parts of a stage one after another, with the microbatch's random streams.
-
-    `shards`: the ranks whose forwards hold collectives inside a stage, as with sharded parameters; None if there are
-    none.
-    """
+    """Calls a stage's parts one after another, with the microbatch's random streams. `shards`: as in `Pipeline`."""
 
     def __init__(self, model: nn.Module, stages: Stages, rank: int, streams: ModuleRandomStreams, shards: World | None) -> None:
         self.stages = stages
         self.own = list(stages.on_rank(rank))
-        """This rank's stages, ascending."""
         self.parts = {stage: [model.get_submodule(stages.parts[place]) for place in stages.ranges[stage]] for stage in self.own}
         self.exchange: SyncBatchNormExchange | None = None
-        """The exchange among the slices of a microbatch, in forwards and backwards; None if microbatches are whole."""
+        """The exchange among a microbatch's slices; None if microbatches are not split."""
         self.around: Callable[[int], AbstractContextManager[Any]] = lambda _: nullcontext()
-        self._streams = streams
+        self.streams = streams
         self._shards = shards
 
-    def start_streams(self, microbatch: PipelineMicrobatch) -> None:
-        """Start the random streams that the model's forward would start with."""
-        self._streams.start(microbatch.position)
-
     def output(self, stage: int, microbatch: PipelineMicrobatch, received: tuple[Tensor, ...], route: Sequence[Boundary]) -> Any:
-        """The output of the stage's last part. `received`: from the stage before. `route`: the boundaries that are
-        known."""
+        """Return the stage's output. `received`: from the stage before. `route`: the known boundaries."""
         parts = self.parts[stage]
-        self._streams.start(microbatch.position, self.stages.ranges[stage].start)
+        self.streams.start(microbatch.position, self.stages.ranges[stage].start)
         if stage == 0:
             value = call_with(parts[0], microbatch.inputs())
             parts = parts[1:]
@@ -56,7 +46,7 @@ class StageForwards:
 
     @property
     def lockstep_ranks(self) -> World | None:
-        """The ranks that must run the same forwards, because these hold collectives; None if there are none."""
+        """The ranks that must run the same forwards, because these have collectives; None if there are none."""
         exchange = self._exchange_in_training
         return self._shards if exchange is None else exchange.world
 

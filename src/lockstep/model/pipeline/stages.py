@@ -1,36 +1,31 @@
-"""The sequential parts of a model, and their split into pipeline stages of similar cost. Pure: no process is touched."""
+"""The sequential parts of a model, and their split into pipeline stages of similar cost, without communication."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
-from torch import Tensor, nn
+from torch import nn
 
 from lockstep.base.errors import RecipeError
 from lockstep.base.torch_private import BatchNormBase, own_buffers, own_modules, own_parameters
-from lockstep.model.blocks import outermost
+from lockstep.model.blocks import check_not_nested, matching_names, numel, outermost, tensors_of
 
 
 @dataclass(frozen=True, slots=True)
 class SharedParameter:
-    """A shared parameter on several ranks of a pipeline. Each rank has a gradient of its own: they must be summed, and
-    counted once in the norm."""
+    """A parameter on several ranks of a pipeline, ascending: gradients are summed, the first counts in the norm."""
 
     name: str
-    """The first name in the whole model."""
     ranks: tuple[int, ...]
-    """Ranks of the pipeline, ascending. The first one counts the gradient in the norm."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """A model split into stages. Stage s is on rank (s mod ranks) of the pipeline. The same on every rank."""
+    """A model split into stages, of `parts` that run in order. Stage s is on the pipeline's rank s mod `ranks`."""
 
     parts: tuple[str, ...]
-    """Names of the modules that are called one after another."""
     ranges: tuple[range, ...]
     """The indices in `parts` of each stage's parts."""
     ranks: int
@@ -40,21 +35,17 @@ class Stages:
     def split(
         cls, model: nn.Module, patterns: Sequence[str] | None, *, ranks: int, per_rank: int = 1, costs: Sequence[float] | None = None
     ) -> Stages:
-        """Split `model` into stages for a pipeline of `ranks`, with `per_rank` stages on each.
-
+        """Split `model` into stages for a pipeline of `ranks`, with `per_rank` stages on each. Raises `RecipeError`.
         `patterns`: `Recipe.stages`. `costs`: one for each part; None: the number of its parameters. Call it before any
-        parameter is removed from the model. Raises `RecipeError`.
-        """
-        parts = sequential_parts(model, patterns)
-        if not parts:
+        parameter is removed from the model."""
+        if not (parts := sequential_parts(model, patterns)):
             raise RecipeError(
                 f"pipeline={ranks} and a model ({type(model).__name__}) that is no nn.Sequential; a pipeline must know the parts of the "
                 "model in the order in which they are called; name them, as in Recipe.stages=['embed', 'blocks.*', 'head']"
             )
         modules = [model.get_submodule(name) for name in parts]
-        costs = [_size(module) for module in modules] if costs is None else costs
-        alone = [any(parameter.requires_grad for parameter in module.parameters()) for module in modules]
-        units = _units(alone)
+        costs = [numel(module) for module in modules] if costs is None else costs
+        units = _units([any(parameter.requires_grad for parameter in module.parameters()) for module in modules])
         count = ranks * per_rank
         if count > len(units):
             virtual = f" with {per_rank} stages a rank" if per_rank > 1 else ""
@@ -64,30 +55,25 @@ class Stages:
                 "one at least; use a smaller pipeline, or name smaller parts in Recipe.stages"
             )
         runs = balanced([sum(costs[place] for place in unit) for unit in units], count)
-        cuts = tuple(range(units[run.start].start, units[run.stop - 1].stop) for run in runs)
-        _check_statistics(model, parts, cuts)
-        return cls(tuple(parts), cuts, ranks, _shared_parameters(model, parts, cuts, ranks))
+        ranges = tuple(range(units[run.start].start, units[run.stop - 1].stop) for run in runs)
+        _check_statistics(model, parts, ranges)
+        return cls(tuple(parts), ranges, ranks, _shared_parameters(model, parts, ranges, ranks))
 
     def on_rank(self, rank: int) -> range:
         """The stages of one rank of the pipeline, ascending."""
         return range(rank, len(self.ranges), self.ranks)
 
     def last_part(self, stage: int) -> str:
-        """The name of the last part of a stage."""
         return self.parts[self.ranges[stage].stop - 1]
 
     def parts_on_rank(self, rank: int) -> list[str]:
-        """The parts that one rank of the pipeline holds."""
         return [self.parts[place] for stage in self.on_rank(rank) for place in self.ranges[stage]]
 
 
 def sequential_parts(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
-    """The names of the model's sequential parts, in the order of their calls. Empty if the order is unknown.
-
-    The parts of an `nn.Sequential` are its members. Otherwise `patterns` name modules, with `*` for any text: in the
-    order of the patterns, and for one pattern in the order of the model's modules. Raises `RecipeError` if these cannot
-    be parts, or leave out a parameter or buffer.
-    """
+    """Return the names of the model's sequential parts, in the order of their calls. Empty if the order is unknown.
+    The parts of an `nn.Sequential` are its members. Otherwise `patterns` name modules: in the order of the patterns,
+    and for one pattern in the model's order. Raises `RecipeError` if these cannot be parts, or leave out a tensor."""
     if patterns is None:
         if not isinstance(model, nn.Sequential) or type(model).forward is not nn.Sequential.forward:
             return []
@@ -98,15 +84,13 @@ def sequential_parts(model: nn.Module, patterns: Sequence[str] | None) -> list[s
     for place, name in enumerate(parts):
         if name in parts[:place]:
             raise RecipeError(f"the recipe's stages match {name!r} twice; each part is called once, in the order given; drop a pattern")
-        if inside := next((other for other in parts if name.startswith(f"{other}.")), None):
-            raise RecipeError(f"the recipe's stages {inside!r} and {name!r} lie in one another; give the outer or the inner ones")
-    _check_whole(model, parts)
+    check_not_nested(parts, "stages")
+    _check_complete(model, parts)
     return parts
 
 
 def balanced(costs: Sequence[float], count: int) -> list[range]:
-    """Split `costs` into `count` contiguous runs, none empty, with the smallest possible maximum of the sums, and then
-    as evenly as possible."""
+    """Split `costs` into `count` non-empty contiguous runs with the smallest maximum sum, and then most evenly."""
     most = _best(costs, count, lambda cost: cost, max, math.inf)[-1][0]
     table = _best(costs, count, lambda cost: cost * cost, lambda one, other: one + other, most)
     runs: list[range] = []
@@ -120,10 +104,8 @@ def balanced(costs: Sequence[float], count: int) -> list[range]:
 
 def schedule_calls(count: int, stages: Stages, schedule: str) -> list[tuple[int, int, str]]:
     """Split `count` microbatches into consecutive calls of torch's schedules: [start, stop) and the schedule's name.
-
     Torch's 1F1B needs at least as many microbatches as stages; GPipe runs fewer. Its interleaved schedules need a
-    multiple of the number of rounds; the remainder is a call of its own.
-    """
+    multiple of the number of rounds; the remainder is a call of its own."""
     if schedule == "gpipe" or (schedule == "1f1b" and count >= len(stages.ranges)):
         return [(0, count, schedule)] if count else []
     if schedule == "1f1b":
@@ -134,11 +116,7 @@ def schedule_calls(count: int, stages: Stages, schedule: str) -> list[tuple[int,
 
 
 def check_microbatches(count: int, stages: Stages) -> None:
-    """Raises `RecipeError` if a full global batch has fewer microbatches than stages. `count`: microbatches of a data
-    rank.
-
-    Checked once for a plan, before the first step. A short batch at the end of an epoch may have fewer.
-    """
+    """Raise `RecipeError` if a full global batch has fewer microbatches on a data rank, `count`, than stages."""
     if count < len(stages.ranges):
         raise RecipeError(
             f"{count} microbatches a step in a pipeline of {len(stages.ranges)} stages; with fewer microbatches than stages some stages "
@@ -147,12 +125,8 @@ def check_microbatches(count: int, stages: Stages) -> None:
 
 
 def keep_only_parts(model: nn.Module, names: Sequence[str]) -> None:
-    """Remove every parameter and buffer from `model` that none of these parts holds. The names of the others do not
-    change.
-
-    A shared parameter keeps each of its names. The modules stay, without their tensors.
-    """
-    held = {id(tensor) for name in names for tensor in _tensors(model.get_submodule(name))}
+    """Remove the parameters and buffers that none of these parts holds. Modules and the other tensors' names stay."""
+    held = {id(tensor) for name in names for tensor in tensors_of(model.get_submodule(name))}
     for module in model.modules():
         for tensors in (own_parameters(module), own_buffers(module)):
             for name, tensor in tensors.items():
@@ -161,12 +135,7 @@ def keep_only_parts(model: nn.Module, names: Sequence[str]) -> None:
 
 
 def _matched(pattern: str, modules: dict[str, nn.Module]) -> list[str]:
-    found = outermost([name for name in modules if fnmatchcase(name, pattern)])
-    if not found:
-        raise RecipeError(
-            f"the recipe's stages have {pattern!r}, which matches no module of the model; modules are {', '.join(list(modules)[:12])}"
-            f"{', ...' if len(modules) > 12 else ''}; give names or patterns such as 'blocks.*'"
-        )
+    found = outermost(matching_names(list(modules), pattern, "the recipe's stages have"))
     for name in found:
         if isinstance(modules[name], nn.ModuleList | nn.ModuleDict):
             raise RecipeError(
@@ -176,8 +145,8 @@ def _matched(pattern: str, modules: dict[str, nn.Module]) -> list[str]:
     return found
 
 
-def _check_whole(model: nn.Module, parts: Sequence[str]) -> None:
-    held = {id(tensor) for name in parts for tensor in _tensors(model.get_submodule(name))}
+def _check_complete(model: nn.Module, parts: Sequence[str]) -> None:
+    held = {id(tensor) for name in parts for tensor in tensors_of(model.get_submodule(name))}
     left_out = [
         name
         for named in (model.named_parameters, model.named_buffers)
@@ -192,10 +161,10 @@ def _check_whole(model: nn.Module, parts: Sequence[str]) -> None:
         )
 
 
-def _check_statistics(model: nn.Module, parts: Sequence[str], cuts: Sequence[range]) -> None:
+def _check_statistics(model: nn.Module, parts: Sequence[str], ranges: Sequence[range]) -> None:
     holders: dict[int, tuple[int, str]] = {}
-    for stage, cut in enumerate(cuts):
-        for place in cut:
+    for stage, places in enumerate(ranges):
+        for place in places:
             for module in model.get_submodule(parts[place]).modules():
                 first, part = holders.setdefault(id(module), (stage, parts[place]))
                 if first != stage and isinstance(module, BatchNormBase) and module.running_mean is not None:
@@ -206,10 +175,10 @@ def _check_statistics(model: nn.Module, parts: Sequence[str], cuts: Sequence[ran
                     )
 
 
-def _shared_parameters(model: nn.Module, parts: Sequence[str], cuts: Sequence[range], ranks: int) -> tuple[SharedParameter, ...]:
+def _shared_parameters(model: nn.Module, parts: Sequence[str], ranges: Sequence[range], ranks: int) -> tuple[SharedParameter, ...]:
     holders: dict[int, set[int]] = {}
-    for stage, cut in enumerate(cuts):
-        for place in cut:
+    for stage, places in enumerate(ranges):
+        for place in places:
             for parameter in model.get_submodule(parts[place]).parameters():
                 holders.setdefault(id(parameter), set()).add(stage % ranks)
     return tuple(
@@ -219,14 +188,13 @@ def _shared_parameters(model: nn.Module, parts: Sequence[str], cuts: Sequence[ra
     )
 
 
-def _units(alone: Sequence[bool]) -> list[range]:
-    """Group the parts so that each group has a trainable parameter: one such part and the parts without after it; the
-    first group also has those before it."""
-    starts = [place for place, can in enumerate(alone) if can]
+def _units(trainable: Sequence[bool]) -> list[range]:
+    """Group the parts so that each group has one part with trainable parameters and those without after it."""
+    starts = [place for place, can in enumerate(trainable) if can]
     if not starts:
         return []
     starts[0] = 0
-    return [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(alone)], strict=True)]
+    return [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(trainable)], strict=True)]
 
 
 def _best(
@@ -250,11 +218,3 @@ def _best(
             if options:
                 table[row * (length + 1) + stop] = min(options)
     return table
-
-
-def _tensors(module: nn.Module) -> list[Tensor]:
-    return [*module.parameters(), *module.buffers()]
-
-
-def _size(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())

@@ -1,8 +1,5 @@
-"""Torch's pipeline stage, extended: microbatches of different shapes, detection of missing gradients, and early release
-of memory.
-
-It imports torch's schedules, which takes long; only pipelines import this module.
-"""
+"""Torch's pipeline stage, extended: microbatches of different shapes, missing gradients noticed, memory freed early.
+It imports torch's schedules, which takes long; only pipelines import this module."""
 
 from __future__ import annotations
 
@@ -23,16 +20,12 @@ SEVERAL_STAGES_A_RANK: dict[str, Any] = {"interleaved": ScheduleInterleaved1F1B,
 
 
 class VariableShapeStage(PipelineStage):
-    """One stage, for the calls of one schedule."""
-
     routes: Sequence[Sequence[Boundary]]
     """For each microbatch of the call, the boundary after each stage but the last."""
     losses: list[Tensor]
-    """The losses of the schedule: outputs of the last stage, of the microbatches so far."""
     around: Callable[[int], AbstractContextManager[Any]]
-    """The context of the backward of a microbatch."""
+    """The context of a microbatch's backward."""
     on_missing_gradient: Callable[[], None]
-    """Called if a received tensor gets no gradient."""
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if not self.is_first:
@@ -45,8 +38,7 @@ class VariableShapeStage(PipelineStage):
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        """Send zeros as the gradient of an input that the output does not depend on: torch's stage sends nothing, and
-        the rank before would wait."""
+        """Send zeros as the gradient of an input that the output does not depend on; torch's stage would deadlock."""
         received = stage_inputs(self, bwd_chunk_id)
         with self.around(bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)

@@ -1,9 +1,7 @@
-"""The `tensor` axis: each layer's weight is sharded over the ranks as a DTensor, and the ranks compute the same
-microbatch together.
+"""The `tensor` axis: layers' weights are DTensors sharded over the ranks, which compute each microbatch together.
 
 A `colwise` layer gives each rank a shard of its outputs. The `rowwise` layer after it takes such a shard and sums over
-the ranks. Between the two the user's own code runs on smaller tensors (`lockstep.model.tensor.sharded_features`);
-outside, all ranks have the same tensors.
+the ranks. Between the two, user code runs on smaller tensors (`sharded_features.py`); elsewhere ranks have equal ones.
 """
 
 from __future__ import annotations
@@ -17,12 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
-from torch.distributed.tensor.parallel import parallelize_module
-from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from lockstep.base.errors import RecipeError
 from lockstep.base.torch_private import own_parameters
-from lockstep.model.shared_parameters import share_parameter, shared_names
+from lockstep.model.blocks import share_parameter, shared_names
 from lockstep.model.tensor.first_forward_check import FirstForwardCheck
 from lockstep.model.tensor.sharded_features import ShardedFeatures, checked_output, is_sharded, mark_sharded
 from lockstep.model.tensor.sharded_logits import as_sharded_logits, local_shard
@@ -33,64 +29,53 @@ SHAPES = re.compile(
     r"not enough values to unpack|too many values to unpack|Expected size|normalized_shape|not divisible|broadcast|"
     r"should contain \d+ elements"
 )
-"""Messages of torch and Python about a size for which code was not written."""
+"""Messages of torch and Python about sizes that code did not expect."""
 
 
 def tensor_parallel(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str], *, materialize: Callable[[nn.Module], None]) -> None:
-    """Shard the layers of `model` over `mesh`, one axis, in place. Every rank calls it, before FSDP2 shards the model
-    and before there is an optimizer.
-
-    `styles`: from `tensor_styles`. `materialize`: called with a layer just before it is sharded, to materialize it; the rank
-    keeps its shard of the values, which all ranks must have alike. Nothing is sent. Parameters without values stay on
-    the meta device, and so do parameters that are not sharded. Shared parameters stay shared.
-    """
+    """Shard the layers of `model` over `mesh`, one axis, in place. Every rank calls it, before FSDP2 shards the model.
+    `styles`: from `tensor_styles`. `materialize`: called with a layer just before it is sharded; all ranks must get
+    the same values, because nothing is sent. Other parameters without values stay on the meta device. Shared parameters
+    stay shared."""
     shared = shared_names(model)
-    layers = {name: _LayerStyle(name, style) for name, style in styles.items()}
-    for name, layer in layers.items():
-        materialize(model.get_submodule(name))
-        parallelize_module(model.get_submodule(name), mesh, layer, src_data_rank=None)
+    unsharded_now: set[str] = set()
+    for name, style in styles.items():
+        layer, hooks = model.get_submodule(name), _ShardedLayer(name, style, unsharded_now)
+        materialize(layer)
+        distribute_module(layer, mesh, hooks.shard_parameters, hooks.place_input, hooks.place_output)  # type: ignore[arg-type]
     for names in shared:
         share_parameter(model, names)
     features = ShardedFeatures(mesh)
-    check = FirstForwardCheck(model, {name: layer for name, layer in layers.items() if layer.exposes_shards})
+    check = FirstForwardCheck(model, [name for name, style in styles.items() if STYLES[style].exposes_shards], unsharded_now)
     owners = {name.rpartition(".")[0] for name in styles}
     around = {"", *(owner[:end] for owner in owners for end in (*(dot.start() for dot in re.finditer(r"\.", owner)), len(owner)))}
     for name, module in model.named_modules():
         if name in around:
             own = [child for child in styles if child.rpartition(".")[0] == name]
-            _WrappedForward(module, name, features, check, own).wrap(module)
+            _TensorParallelForward(module, name, features, check, own).install(module)
 
 
 @torch.no_grad()
 def reduce_partial_gradients(parameters: Sequence[Tensor]) -> None:
     """All-reduce gradients that are partial sums, such as those of a norm's weight under `sequence`.
-
-    Call it once a step, after the last backward. Every rank of the tensor axis calls it alike; a rank without a
-    gradient that others have must have zeros.
-    """
+    Every rank of the axis calls it once, after a step's last backward, with zeros for gradients that others have."""
     for parameter in parameters:
         gradient = parameter.grad
         if isinstance(parameter, DTensor) and isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
             parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
-class _LayerStyle(ParallelStyle):
-    """One layer under its style: torch applies it to the module."""
+class _ShardedLayer:
+    """The hooks of one sharded layer: they place its parameters, its input and its output as its style says."""
 
-    def __init__(self, name: str, style: str) -> None:
+    def __init__(self, name: str, style: str, unsharded_now: set[str]) -> None:
+        """`unsharded_now`: names of layers that run at present with full inputs and weights."""
         self._name = name
         self._style_name = style
         self._style = STYLES[style]
-        self.exposes_shards = self._style.exposes_shards
-        self.bypassed = False
-        """If True, the module runs as if it were not sharded: whole inputs, whole weights."""
+        self._unsharded_now = unsharded_now
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        before: Any = self._before
-        after: Any = self._after
-        return distribute_module(module, device_mesh, self._shard_parameters, before, after)
-
-    def _shard_parameters(self, _: str, module: nn.Module, mesh: DeviceMesh) -> None:
+    def shard_parameters(self, _: str, module: nn.Module, mesh: DeviceMesh) -> None:
         for name, parameter in list(own_parameters(module).items()):
             if parameter is None or isinstance(parameter, DTensor):
                 continue
@@ -104,21 +89,21 @@ class _LayerStyle(ParallelStyle):
             made.__dict__.update(vars(parameter))
             module.register_parameter(name, made)
 
-    def _before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-        if self.bypassed:
+    def place_input(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+        if self._name in self._unsharded_now:
             return inputs
         if not inputs:
             raise RecipeError(f"{self._name} is called with keywords alone; a layer that is sharded takes its input as the first argument")
         given = inputs[0]
         if not isinstance(given, DTensor):
-            given = DTensor.from_local(given, mesh, (self._taken(module, given, mesh.size()),), run_check=False)
+            given = DTensor.from_local(given, mesh, (self._placement(module, given, mesh.size()),), run_check=False)
         if self._style.input_layout == "sequence" and given.dim() < 2:
             raise RecipeError(f"{self._name} has the style 'sequence' and an input of shape {tuple(given.shape)}; the sequence is dim 1")
         wanted: dict[str, Placement] = {"whole": Replicate(), "sharded": Shard(given.dim() - 1), "sequence": Shard(1)}
         return given.redistribute(placements=(wanted[self._style.input_layout],)), *inputs[1:]
 
-    def _taken(self, module: nn.Module, given: Tensor, size: int) -> Placement:
-        """The placement of a plain input."""
+    def _placement(self, module: nn.Module, given: Tensor, size: int) -> Placement:
+        """Return the placement of a plain input."""
         wants_shard = self._style.input_layout == "sharded" and not self._style.slices_input
         if wants_shard and given.shape[-1] * size == sizes_of(module)[1]:
             return Shard(given.dim() - 1)
@@ -135,8 +120,8 @@ class _LayerStyle(ParallelStyle):
             )
         return Replicate()
 
-    def _after(self, _: nn.Module, output: DTensor, __: DeviceMesh) -> Tensor:
-        if self.bypassed:
+    def place_output(self, _: nn.Module, output: DTensor, __: DeviceMesh) -> Tensor:
+        if self._name in self._unsharded_now:
             return output
         layouts: dict[str, Placement] = {"whole": Replicate(), "sequence": Shard(1)}
         spread = output.redistribute(placements=(layouts.get(self._style.output_layout, Shard(output.dim() - 1)),))
@@ -149,12 +134,9 @@ class _LayerStyle(ParallelStyle):
         return mark_sharded(held) if self._style.output_layout == "sharded" else held
 
 
-class _WrappedForward:
-    """Runs the forward of a module that has sharded layers inside, and explains errors about sizes in code written for
-    whole tensors.
-
-    `name`: the module's, empty for the model. `layers`: the sharded layers directly inside it.
-    """
+class _TensorParallelForward:
+    """Runs the forward of a module with sharded layers inside, and explains its errors about sizes.
+    `name`: the module's, empty for the model. `layers`: the sharded layers directly inside it."""
 
     def __init__(self, module: nn.Module, name: str, features: ShardedFeatures, check: FirstForwardCheck, layers: Sequence[str]) -> None:
         self._name = name
@@ -163,19 +145,19 @@ class _WrappedForward:
         self._check = check
         self._layers = layers
 
-    def __deepcopy__(self, _: Any) -> _WrappedForward:
+    def __deepcopy__(self, _: Any) -> _TensorParallelForward:
         return self
 
-    def wrap(self, module: Any) -> None:
-        """A class of its own for the module, so that a copy of it runs its own forward, and not this one's."""
-        kind: Any = type(module)
-        if "forward" in vars(module):  # somebody put one there, which goes before the class's
-            module.forward = functools.wraps(module.forward)(functools.partial(_run, self, module, module.forward))
+    def install(self, module: Any) -> None:
+        """Replace the forward in a new class of the module, so that a copy of the module runs its own forward."""
+        if "forward" in vars(module):  # an attribute of the module, which goes before its class's
+            module.forward = functools.wraps(module.forward)(functools.partial(self.run, module, module.forward))
         else:
-            module.__class__ = _wrapped_class(kind)
+            kind: Any = type(module)
+            module.__class__ = _class_with_tensor_parallel_forward(kind)
             module.lockstep_forward = self
 
-    def run(self, module: nn.Module, forward: Callable[..., Any], arguments: Any, keywords: Any) -> Any:
+    def run(self, module: nn.Module, forward: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> Any:
         with self._features:
             try:
                 output = forward(*arguments, **keywords)
@@ -183,20 +165,15 @@ class _WrappedForward:
                 if not self._layers or not SHAPES.search(str(error)):
                     raise
                 raise RecipeError(_explained(self._called, self._layers, error)) from error
-            if self._check.waits_for(self._name):
-                self._check.compare(self._name, module, forward, arguments, keywords)
+            self._check.compare(self._name, module, forward, arguments, keywords)
             return output if self._name else checked_output(output, self._called)
 
 
-def _run(enclosure: _WrappedForward, module: nn.Module, forward: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-    return enclosure.run(module, forward, arguments, keywords)
-
-
 @functools.cache
-def _wrapped_class(kind: Any) -> type[nn.Module]:
+def _class_with_tensor_parallel_forward(kind: Any) -> type[nn.Module]:
     @functools.wraps(kind.forward)
     def forward(self: Any, *arguments: Any, **keywords: Any) -> Any:
-        return self.lockstep_forward.run(self, functools.partial(kind.forward, self), arguments, keywords)
+        return self.lockstep_forward.run(self, functools.partial(kind.forward, self), *arguments, **keywords)
 
     made: type[nn.Module] = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
     return made

@@ -1,20 +1,17 @@
-"""A check at the first forward: modules with sharded layers inside compute what they compute with whole layers.
+"""A check at the first forward: modules with sharded layers inside compute the same as with full layers.
 
 Code on a shard of the features can be wrong without an error: `query.view(batch, length, heads, -1)` makes heads of
-half the depth, and `qkv.chunk(3, -1)` on a rank's shard gives it no value at all. So a module is computed twice more in
-its first forward, in evaluation mode and without gradients: once with its layers sharded, once with whole layers. Its
-inputs and outputs must be whole, and no module inside it may have been checked for the same layers. For that moment a
-rank holds the whole weights of these layers: one attention's, or one MLP's.
-
-Only the first of several equal modules is checked. Arguments other than tensors and plain values (a cache of keys,
-which a second forward would lengthen) are left out of both computations.
-"""
+half the depth, and `qkv.chunk(3, -1)` gives a rank no value at all. So a module's first forward computes it twice more,
+in evaluation mode and without gradients: with sharded and with full layers. Its inputs and outputs must be unsharded,
+and of several equal modules only the first is checked. A rank then holds these layers' full weights: one attention's,
+or one MLP's. Other arguments than tensors and plain values (a cache of keys, which a second forward would lengthen)
+are left out of both."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,46 +23,32 @@ from lockstep.model.tensor.sharded_features import is_sharded
 from lockstep.model.tensor.sharded_logits import gather_full
 
 ROUNDINGS = 8.0
-"""Tolerance of the relative error, in units of the square root of the dtype's rounding error, which is 3e-4 in float32.
-"""
-
-
-MUCH = 2**26
-"""Elements that a rank can hold beside its own. A module is not checked if its sharded layers have more, and more than
-half of all sharded layers' elements."""
-
-
-class BypassableLayer(Protocol):
-    """A sharded layer that can run as a whole."""
-
-    bypassed: bool
-    """If True, the module runs as if it were not sharded."""
+"""Tolerance of the relative error, in units of the square root of the dtype's eps, which is 3e-4 in float32."""
+MAX_GATHERED_ELEMENTS = 2**26
+"""A module is not checked if its sharded layers have more elements than this and than half of all sharded ones."""
 
 
 class FirstForwardCheck:
-    """`layers`: the sharded layers whose shards the user's code sees, by module name. Every rank of the tensor axis
-    makes one."""
+    """Compares outputs of sharded and full layers, once for each of `layers`, whose shards the user's code sees.
+    Every rank of the tensor axis makes one. `unsharded_now`: it adds the layers that shall run with full weights."""
 
-    def __init__(self, model: nn.Module, layers: Mapping[str, BypassableLayer]) -> None:
+    def __init__(self, model: nn.Module, layers: Sequence[str], unsharded_now: set[str]) -> None:
         self._modules = {name: model.get_submodule(name) for name in layers}
-        self._layers = layers
-        self._open = set(layers)
-        self._answered: set[Any] = set()
+        self._unchecked = set(layers)
+        self._unsharded_now = unsharded_now
+        self._checked_kinds: set[Any] = set()
         self._comparing = False
 
-    def waits_for(self, name: str) -> bool:
-        """True if a layer inside the module `name`, whose forward has just ended, has not been checked yet."""
-        return bool(self._open) and not self._comparing and bool(self._inside(name))
-
     def compare(self, name: str, module: nn.Module, forward: Callable[..., Any], arguments: Any, keywords: Any) -> None:
-        """Compute the module with sharded layers and with whole ones, and compare.
-
-        Does nothing if its inputs or outputs are sharded: then the module around it is compared. Raises `RecipeError`
-        if the outputs differ.
-        """
-        inside = self._inside(name)
+        """Compute the module `name` with sharded and with full layers. Raises `RecipeError` if the outputs differ.
+        Does nothing if the layers inside are checked already, or if inputs or outputs are sharded."""
+        if self._comparing or not self._unchecked:
+            return
+        inside = [layer for layer in self._modules if layer in self._unchecked and (not name or layer.startswith(f"{name}."))]
+        if not inside:
+            return
         kind = type(module), tuple((layer.removeprefix(name), type(self._modules[layer])) for layer in inside)
-        if kind not in self._answered and self._size(inside) <= max(MUCH, self._size(self._layers) // 2):
+        if kind not in self._checked_kinds and self._size(inside) <= max(MAX_GATHERED_ELEMENTS, self._size(self._modules) // 2):
             given = [_plain(list(arguments)), _plain(keywords)]
             blocks = any(isinstance(child, FSDPModule) for child in module.modules() if child is not module)
             if blocks or any(is_sharded(leaf) for leaf in tree_leaves(given)):
@@ -85,19 +68,16 @@ class FirstForwardCheck:
                     self._check(name or type(module).__name__, inside, sharded, whole)
             finally:
                 self._comparing = False
-            self._answered.add(kind)
-        self._open.difference_update(inside)
+            self._checked_kinds.add(kind)
+        self._unchecked.difference_update(inside)
 
     def _size(self, names: Iterable[str]) -> int:
-        """The numbers in the whole weights of these layers."""
+        """The number of elements in these layers' full weights."""
         return sum(parameter.numel() for name in names for parameter in self._modules[name].parameters())
-
-    def _inside(self, name: str) -> list[str]:
-        return [layer for layer in self._layers if layer in self._open and (not name or layer.startswith(f"{name}."))]
 
     @contextmanager
     def _whole(self, names: list[str]) -> Iterator[None]:
-        """Give these layers their whole weights inside the context, and let them ignore other ranks."""
+        """Give these layers their full weights inside the context, and let them ignore other ranks."""
         parts = {name: dict(own_parameters(self._modules[name])) for name in names}
         try:
             for name in names:
@@ -107,12 +87,12 @@ class FirstForwardCheck:
                         for each, part in parts[name].items()
                     }
                 )
-                self._layers[name].bypassed = True
+            self._unsharded_now.update(names)
             yield
         finally:
             for name in names:
                 own_parameters(self._modules[name]).update(parts[name])
-                self._layers[name].bypassed = False
+            self._unsharded_now.difference_update(names)
 
     def _check(self, name: str, layers: list[str], sharded: list[Tensor], whole: list[Tensor]) -> None:
         for found, truth in zip(map(gather_full, sharded), map(gather_full, whole), strict=True):
@@ -159,7 +139,7 @@ def _same_numbers(given: Any) -> Iterator[Callable[[], bool]]:
 
 
 def _plain(item: Any) -> Any:
-    """The arguments of a call, without objects that a forward may change."""
+    """Return a call's arguments without objects that a forward may change."""
     if isinstance(item, dict):
         return {name: _plain(member) for name, member in item.items()}
     if type(item) in (list, tuple):

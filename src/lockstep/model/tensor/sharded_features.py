@@ -1,20 +1,15 @@
-"""Plain tensors that hold a shard of the features (or heads), between the layer that gives them and the layer that
-takes them.
+"""Plain tensors that hold a shard of the features (or heads), between the layers that return and take them.
 
-The user's own code runs there, on tensors smaller than those it was written for. `ShardedFeatures` intercepts each
-torch function in it:
+User code written for full tensors runs there, and `ShardedFeatures` intercepts each torch function in it:
 
 - The result of a function of a sharded tensor is sharded. If the model returns one, that is an error.
-- If a whole tensor meets a sharded one (the weight of a norm over each head, a learned scale), each rank computes a
-  part of its gradient. So its gradient is all-reduced there, and parameters without a style have equal, complete
-  gradients on all ranks.
-- Dropout of a sharded tensor draws the mask of the whole tensor, as one process does, and takes this rank's shard of it
-  (law 2). The sharded dim is taken to be dim 1, the heads, of a tensor with four dims, and otherwise the last. On a
-  CPU, attention's own dropout is drawn in the same way. The kernels of a GPU draw inside: there, and in other random
-  functions, each rank draws from a seed of its own.
+- If an unsharded tensor meets a sharded one (the weight of a norm over each head, a learned scale), each rank computes
+  a part of its gradient, which is all-reduced there: parameters without a style have equal gradients on all ranks.
+- Dropout of a sharded tensor draws the full mask, as one process does, and takes this rank's shard of it (law 2). The
+  sharded dim is dim 1, the heads, of a tensor with four dims, and otherwise the last. Attention's own dropout is drawn
+  alike on a CPU; a GPU's kernels draw inside. There, and in other random functions, each rank has a seed of its own.
 - A DTensor (sharded along the sequence, or a sharded weight used without its layer, as by a tied output layer) may meet
-  plain tensors, which are whole.
-"""
+  plain tensors, which are unsharded."""
 
 from __future__ import annotations
 
@@ -34,7 +29,7 @@ from lockstep.base.errors import RecipeError
 from lockstep.base.torch_private import tree_map
 from lockstep.model.tensor.sharded_logits import ShardedLogits, gather_full
 
-MARK = "_lockstep_cut"
+MARK = "_lockstep_sharded"
 SEEDS = 2**32
 DROPOUT = {F.dropout: "p", torch.dropout: "p"}
 RANDOM = frozenset(
@@ -44,11 +39,10 @@ RANDOM = frozenset(
         *(Tensor.bernoulli, Tensor.bernoulli_, Tensor.normal_, Tensor.uniform_, Tensor.exponential_, Tensor.multinomial),
     }
 )
-"""Functions that draw numbers."""
+"""Functions that draw random numbers."""
 
 
 def mark_sharded(tensor: Tensor) -> Tensor:
-    """Mark a plain tensor as this rank's shard of a whole one."""
     setattr(tensor, MARK, True)
     return tensor
 
@@ -58,7 +52,7 @@ def is_sharded(tensor: Any) -> bool:
 
 
 class _AllReduceGradient(torch.autograd.Function):
-    """The identity on a whole tensor before it meets a sharded one. Its gradient is summed over the ranks."""
+    """The identity on an unsharded tensor before it meets a sharded one. Its gradient is summed over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -73,8 +67,7 @@ class _AllReduceGradient(torch.autograd.Function):
 
 
 class ShardedFeatures(TorchFunctionMode):
-    """The mode around the forward of each module with sharded layers inside. To enter it again inside itself has no
-    effect."""
+    """The mode around the forward of each module with sharded layers inside. It may be entered inside itself."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
@@ -113,13 +106,12 @@ class ShardedFeatures(TorchFunctionMode):
                     f"Tensor.{name} writes what is sharded over the tensor axis into a whole tensor that has a gradient, of shape "
                     f"{tuple(args[0].shape)}; that gradient would be incomplete on each rank; write it without changing in place"
                 )
-            args, kwargs = (
-                _mapped(lambda item: self._all_reduce_gradient(item) if _needs_gradient(item) else item, nest) for nest in (args, kwargs)
-            )
-        return _marked(func(*args, **kwargs))
 
-    def _all_reduce_gradient(self, whole: Tensor) -> Any:
-        return _AllReduceGradient.apply(whole, self._group)  # type: ignore[no-untyped-call]
+            def with_full_gradient(item: Any) -> Any:
+                return _AllReduceGradient.apply(item, self._group) if _needs_gradient(item) else item  # type: ignore[no-untyped-call]
+
+            args, kwargs = _mapped(with_full_gradient, args), _mapped(with_full_gradient, kwargs)
+        return _marked(func(*args, **kwargs))
 
     def _with_distributed(self, func: Any, args: Any, kwargs: Any, *, sharded: bool) -> Any:
         if (drop := self._drop(func, args, kwargs)) is not None:
@@ -158,8 +150,7 @@ class ShardedFeatures(TorchFunctionMode):
     def _masked(self, tensor: Tensor, p: float) -> Tensor:
         if isinstance(tensor, DTensor):
             mask = F.dropout(torch.ones(tensor.shape, dtype=tensor.dtype, device=tensor.device), p)
-            kept: Tensor = tensor * distribute_tensor(mask, tensor.device_mesh, tensor.placements, src_data_rank=None)
-            return kept
+            return tensor * distribute_tensor(mask, tensor.device_mesh, tensor.placements, src_data_rank=None)
         dim = 1 if tensor.dim() == 4 else tensor.dim() - 1
         own, ranks = tensor.shape[dim], self._mesh.size()
         whole = [*tensor.shape[:dim], own * ranks, *tensor.shape[dim + 1 :]]
@@ -177,7 +168,7 @@ class ShardedFeatures(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Callable[[], Tensor] | None:
-        """torch's attention on a CPU where it drops weights, step by step, with the mask of all heads."""
+        """Attention on a CPU with dropout, step by step, with the mask of all heads."""
         if not dropout_p:
             return None
         if query.device.type != "cpu" or not is_sharded(query):
@@ -207,8 +198,7 @@ class ShardedFeatures(TorchFunctionMode):
 
 
 def checked_output(output: Any, name: str) -> Any:
-    """Return a model's output with DTensors gathered, but for `ShardedLogits`. Raises `RecipeError` if a tensor in it
-    is sharded."""
+    """Return a model's output with DTensors but `ShardedLogits` gathered. Raises `RecipeError` for a sharded tensor."""
 
     def leave(item: Any) -> Any:
         if is_sharded(item):
@@ -222,7 +212,7 @@ def checked_output(output: Any, name: str) -> Any:
 
 
 def _tensors(args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """The tensors among the arguments of a call, and in lists and tuples among them."""
+    """Yield the tensors among a call's arguments, and in lists and tuples among them."""
     for item in (*args, *kwargs.values()):
         if isinstance(item, Tensor):
             yield item
@@ -231,7 +221,7 @@ def _tensors(args: Any, kwargs: Any) -> Iterator[Tensor]:
 
 
 def _mapped(change: Callable[[Any], Any], nest: Any) -> Any:
-    """`nest`, a call's arguments, with each tensor in them changed."""
+    """Return a call's arguments with each of them changed, also in lists, tuples and dicts."""
     if isinstance(nest, dict):
         return {name: _mapped(change, item) for name, item in nest.items()}
     if type(nest) in (list, tuple):

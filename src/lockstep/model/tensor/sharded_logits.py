@@ -1,8 +1,5 @@
 """Logits whose classes are sharded over the tensor axis: the output of the style `loss`.
-
-Their cross-entropy is computed on each rank's shard and sends three numbers a token. For anything else that a loss or a
-metric does with them, the whole logits are gathered.
-"""
+Their cross-entropy is computed on shards and sends three numbers a token. Anything else gathers the logits."""
 
 from __future__ import annotations
 
@@ -54,8 +51,7 @@ class ShardedLogits(DTensor):
 
 
 def as_sharded_logits(item: Any) -> Any:
-    """Return a DTensor that is sharded along one dim as `ShardedLogits`, any other DTensor as a whole tensor, and
-    anything else unchanged."""
+    """Return a DTensor sharded along one dim as `ShardedLogits`, another one gathered, and anything else unchanged."""
     if not isinstance(item, DTensor):
         return item
     if not (len(item.placements) == 1 and item.placements[0].is_shard()):
@@ -72,10 +68,8 @@ def gather_full(item: Any) -> Any:
 
 
 def local_shard(tensor: DTensor) -> Tensor:
-    """This rank's shard, with a gradient. It is no view like `to_local`'s, which loses FSDP2's hooks if a user changes
-    it in place."""
-    held: Tensor = _LocalShard.apply(tensor)  # type: ignore[no-untyped-call]
-    return held
+    """This rank's shard, with a gradient. (`to_local`'s view loses FSDP2's hooks if it is changed in place.)"""
+    return _LocalShard.apply(tensor)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _LocalShard(torch.autograd.Function):
@@ -92,8 +86,7 @@ class _LocalShard(torch.autograd.Function):
 
 
 def _is_simple(arguments: tuple[Any, ...]) -> bool:
-    """True if there is no tensor among a function's further arguments, and nothing that torch converts to one (a list
-    of indices)."""
+    """True if no argument is a tensor, or what torch converts to one (a list of indices)."""
     return not any(isinstance(item, Tensor | list) or (isinstance(item, tuple) and not _is_simple(item)) for item in arguments)
 
 
@@ -107,7 +100,6 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    """`torch.nn.functional.cross_entropy` of sharded logits; None if these arguments need the whole logits."""
     dim = 1 if isinstance(input, ShardedLogits) and input.dim() > 1 else 0
     indices = isinstance(target, Tensor) and not isinstance(target, DTensor) and not target.is_floating_point()
     usual = weight is None and size_average is None and reduce is None and not label_smoothing
@@ -124,8 +116,7 @@ def _cross_entropy(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """(..., this rank's classes) logits, (...) classes of all, (...) which of them count -> (...) losses, 0 where they
-    do not count."""
+    """(..., this rank's classes) logits, (...) targets, (...) True if it counts -> (...) losses, 0 if it does not."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, target: Tensor, counts: Tensor, mesh: Any) -> Tensor:

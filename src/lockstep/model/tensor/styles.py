@@ -1,5 +1,4 @@
-"""The styles of the `tensor` axis: a map from patterns of module names to the way each module is sharded. Pure: no
-process is touched."""
+"""The styles of the `tensor` axis: patterns of module names, and the sharding of each module. No communication."""
 
 from __future__ import annotations
 
@@ -13,6 +12,7 @@ from torch import nn
 
 from lockstep.base.errors import RecipeError
 from lockstep.base.torch_private import own_parameters
+from lockstep.model.blocks import matching_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +24,11 @@ class Style:
     shards: Literal["outputs", "inputs", "nothing"]
     """The dim of the weight that is sharded: the layer's outputs, or its inputs (an embedding's vocabulary)."""
     input_layout: Literal["whole", "sharded", "sequence"]
-    """The layout of the input. `sequence`: this rank's shard of dim 1."""
+    """`sequence`: this rank's shard of dim 1."""
     output_layout: Literal["whole", "sharded", "sequence", "classes"]
-    """The layout of the output. `sequence` and `classes` are DTensors, sharded along dim 1 and along the last dim."""
+    """`sequence` and `classes` are DTensors, sharded along dim 1 and along the last dim."""
     slices_input: bool = False
-    """True if the input is whole and the layer takes this rank's shard of it."""
+    """True if the input is full and the layer takes this rank's shard of it."""
 
     @property
     def exposes_shards(self) -> bool:
@@ -49,7 +49,6 @@ STYLES = {
     "loss": Style(("linear",), "outputs", "whole", "classes"),
     "replicated": Style(("any",), "nothing", "whole", "whole"),
 }
-"""Styles by their names in a recipe."""
 
 HUGGING_FACE = {
     "colwise": "colwise",
@@ -64,8 +63,7 @@ HUGGING_FACE = {
     "replicated": "replicated",
     "replicated_with_grad_allreduce": "replicated",
 }
-"""Styles by their names in transformers. Under `replicated` a gradient is summed over the axis wherever a whole tensor
-meets a sharded one."""
+"""Styles by their names in transformers."""
 
 HEADS = re.compile(r"(n|num|number_of)?_?((attention|key_value|kv|q|query)_)?n?heads?")
 FUSED = re.compile(r"(^|[._])(qkv|w?qkv_?proj|query_key_value|c_attn|in_proj|gate_up(_proj)?)$", re.IGNORECASE)
@@ -73,12 +71,9 @@ FUSED = re.compile(r"(^|[._])(qkv|w?qkv_?proj|query_key_value|c_attn|in_proj|gat
 
 
 def tensor_styles(model: nn.Module, given: Mapping[str, str] | None, size: int) -> dict[str, str]:
-    """The style of each sharded module, by its name, in the order of the model's modules.
-
-    `given`: the recipe's patterns of names, with `*` for any text, and their styles; if several match a module, the
-    last one counts. None: the model's own `tensor_plan`, or else the plan of a Hugging Face model. A layer that shares
-    its weight with a mapped one (tied embeddings) gets the matching style. `size`: of the axis. Raises `RecipeError`.
-    """
+    """Return the style of each sharded module, by its name, in the order of the model's modules. Raises `RecipeError`.
+    `given`: `Recipe.tensor`; of several patterns that match, the last one counts. None: the model's `tensor_plan`, or a
+    Hugging Face model's plan. A layer that shares its weight (tied embeddings) gets the matching style."""
     source, patterns = _source(model, given)
     chosen = _matched(model, source, patterns)
     _add_layers_with_shared_weights(model, chosen)
@@ -96,7 +91,7 @@ def tensor_styles(model: nn.Module, given: Mapping[str, str] | None, size: int) 
 
 
 def check_stage_parts(styles: Mapping[str, str], stages: Sequence[str]) -> None:
-    """Raises `RecipeError` if the code between two sharded layers is not inside one part of a pipeline."""
+    """Raise `RecipeError` if the code between two sharded layers is not inside one part of a pipeline."""
     for name, style in styles.items():
         if name in stages and STYLES[style].exposes_shards:
             raise RecipeError(
@@ -107,8 +102,7 @@ def check_stage_parts(styles: Mapping[str, str], stages: Sequence[str]) -> None:
 
 
 def _source(model: nn.Module, given: Mapping[str, str] | None) -> tuple[str, Mapping[str, str]]:
-    """Return the origin of the patterns, in words, and the patterns. Those of Hugging Face are translated to our
-    styles."""
+    """Return where the patterns are from, for errors, and the patterns, Hugging Face's with our styles."""
     if given is not None:
         return "Recipe.tensor", given
     own = getattr(model, "tensor_plan", None)
@@ -130,7 +124,6 @@ def _source(model: nn.Module, given: Mapping[str, str] | None) -> tuple[str, Map
 
 
 def _hugging_face(model: nn.Module) -> dict[str, str]:
-    """A transformers model's own plan, whose names are the whole model's."""
     complete = getattr(model, "_tp_plan", None)
     prefix = getattr(model, "base_model_prefix", "")
     prefix = f"{prefix}." if prefix and hasattr(model, prefix) else ""
@@ -144,20 +137,15 @@ def _matched(model: nn.Module, source: str, patterns: Mapping[str, str]) -> dict
     for pattern, style in patterns.items():
         if style not in STYLES:
             raise RecipeError(f"{source} has {pattern!r}: {style!r}, an unknown style; known are {', '.join(STYLES)}")
-        found = [name for name in names if fnmatchcase(name, pattern)]
-        if not found and source:  # a plan of transformers is a family's: not every model has every layer
-            raise RecipeError(
-                f"{source} has {pattern!r}, which matches no module of the model; modules are {', '.join(names[:12])}"
-                f"{', ...' if len(names) > 12 else ''}; give names or patterns such as 'blocks.*.query'"
-            )
-        chosen.update(dict.fromkeys(found, style))
+        if source or any(fnmatchcase(name, pattern) for name in names):  # a plan of transformers may name layers of other models
+            chosen.update(dict.fromkeys(matching_names(names, pattern, f"{source} has", "blocks.*.query"), style))
     if not chosen:
         raise RecipeError(f"the plan of {type(model).__name__} matches none of its modules; give Recipe.tensor a map of names to styles")
     return chosen
 
 
 def _add_layers_with_shared_weights(model: nn.Module, chosen: dict[str, str]) -> None:
-    """Cut what shares a weight with a mapped layer like that layer."""
+    """Give layers that share a weight with a mapped layer a style that shards it alike."""
     owners: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         for parameter in own_parameters(module).values():
@@ -218,7 +206,7 @@ def _check(model: nn.Module, name: str, style: str, size: int) -> None:
 
 
 def _check_heads(name: str, module: nn.Module, chosen: Mapping[str, str], size: int) -> None:
-    """The heads are shared out whole. Where an attention says how many it has, the axis must divide them."""
+    """Raise `RecipeError` if the axis does not divide an attention's number of heads: each rank has full heads."""
     children = [
         child
         for own, child in module.named_children()
@@ -244,7 +232,6 @@ def _head_counts(module: nn.Module) -> Iterator[tuple[str, int]]:
 
 
 def kind_of(module: nn.Module) -> str:
-    """`linear`, `embedding`, or the name of its class."""
     if isinstance(module, nn.Linear) or is_transposed(module):
         return "linear"
     return "embedding" if isinstance(module, nn.Embedding) else type(module).__name__
@@ -257,13 +244,13 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def sizes_of(module: Any) -> tuple[int, int]:
-    """The numbers of outputs and inputs of a linear layer."""
+    """Return the numbers of outputs and inputs of a linear layer."""
     shape = tuple(module.weight.shape)
     return (shape[1], shape[0]) if is_transposed(module) else (shape[0], shape[1])
 
 
 def shard_dim(module: nn.Module, parameter: str, style: str) -> int | None:
-    """The dim along which a parameter is sharded under a style; None if it stays whole."""
+    """Return the dim along which a style shards a parameter; None if it does not."""
     shards = STYLES[style].shards
     if shards == "nothing" or (parameter == "bias" and shards == "inputs"):
         return None
