@@ -43,10 +43,8 @@ def announce(call: CollectiveCall) -> Iterator[None]:
 
 
 def active_calls() -> list[CollectiveCall]:
-    """Return the collectives that this process has called and not finished, the oldest first.
-
-    Any thread may call it.
-    """
+    """Return the collectives that this process has called and not finished, the oldest first. Any thread may call
+    it."""
     calls = [*_announced, *(CollectiveCall(*call) for call in SharedMemoryGroup.active_calls())]
     return calls + (_in_torch() if dist.is_available() and dist.is_initialized() else [])
 

@@ -17,11 +17,8 @@ from lockstep.comm.world import World, all_gather_single
 
 @dataclass(frozen=True, slots=True)
 class Senders:
-    """The ranks that exchange compressed numbers.
-
-    All ranks; or, if there are several hosts and some have several ranks, the leader of each host. A leader gets the
-    numbers of its host's ranks uncompressed.
-    """
+    """The ranks that exchange compressed numbers. All ranks; or, if there are several hosts and some have several
+    ranks, the leader of each host. A leader gets the numbers of its host's ranks uncompressed."""
 
     group: Any
     """Torch's process group of the senders. None: all processes."""
@@ -53,12 +50,10 @@ class Senders:
 
 
 class CompressedAllReduce:
-    """The all-reduce of one vector, with the same bits on every sender.
-
-    All senders start, fold and finish the same objects in the same order. Each sender compresses its vector and sends a
-    slice to every sender (all-to-all). Each sums its slice in float32, in the order of the senders, compresses the sum
-    and sends it to all (all-gather). So each number is rounded twice, for any number of senders.
-    """
+    """The all-reduce of one vector, with the same bits on every sender. All senders start, fold and finish the same
+    objects in the same order. Each sender compresses its vector and sends a slice to every sender (all-to-all). Each
+    sums its slice in float32, in the order of the senders, compresses the sum and sends it to all (all-gather). So each
+    number is rounded twice, for any number of senders."""
 
     def __init__(self, rounding: Rounding, senders: Senders, *, keeps_residual: bool) -> None:
         """`keeps_residual`: set `residual`, for error feedback."""

@@ -66,10 +66,8 @@ class PendingAllGather(dist.Work):
         self._group = group
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return once the output is complete.
-
-        Raises an `ExchangeError`. `timeout` is ignored; the group's own applies.
-        """
+        """Return once the output is complete. Raises an `ExchangeError`. `timeout` is ignored; the group's own
+        applies."""
         del timeout
         if self._group.pending is self:
             self._group.finish()
@@ -106,10 +104,7 @@ class SharedMemoryGroup:
     @classmethod
     def active_calls(cls) -> "list[tuple[str, str, int, str]]":
         """Return the calls that this process is in: (collective, group, number of the call in the group, dtype and size
-        in words).
-
-        Any thread may call it.
-        """
+        in words). Any thread may call it."""
         calls = [(group.name, called(group._rounds.signature), group._calls_made) for group in list(_groups) if group._is_called]
         return [(name, group, number, what) for group, (name, what), number in calls]
 
@@ -123,12 +118,9 @@ class SharedMemoryGroup:
         among: Sequence[int] | None = None,
     ) -> "SharedMemoryGroup | Unavailable":
         """Share memory between the ranks of `group` (by default all). Every rank calls it; all get a group, or the same
-        `Unavailable`.
-
-        `timeout`: how long a collective waits for another rank. `buffer_bytes`: the size of each of a rank's two
-        buffers (more if there are very many ranks); larger tensors go through in pieces. `among`: the ranks of `group`,
-        by their numbers in it, that share memory with this one; each rank gives its own.
-        """
+        `Unavailable`. `timeout`: how long a collective waits for another rank. `buffer_bytes`: the size of each of a
+        rank's two buffers (more if there are very many ranks); larger tensors go through in pieces. `among`: the ranks
+        of `group`, by their numbers in it, that share memory with this one; each rank gives its own."""
         group = dist.group.WORLD if group is None else group
         if group is None:
             return Unavailable("there is no process group")
@@ -150,10 +142,8 @@ class SharedMemoryGroup:
 
     @_collective
     def reduce_scatter(self, output: Tensor, tensor: Tensor) -> None:
-        """Write the sum over ranks of this rank's chunk into `output`.
-
-        `tensor` is one chunk per rank. They must not overlap.
-        """
+        """Write the sum over ranks of this rank's chunk into `output`. `tensor` is one chunk per rank. They must not
+        overlap."""
         into, numbers = flat(output), flat(tensor)
         if len(into) * self.size != len(numbers) or tensor.dtype is not output.dtype:
             raise ValueError(f"reduce_scatter of {described(tensor)} into {described(output)}; the output is 1/{self.size} of the input")
@@ -174,30 +164,23 @@ class SharedMemoryGroup:
 
     @_collective
     def all_gather(self, output: Tensor, tensor: Tensor) -> None:
-        """Write the tensors of all ranks, which have one size, into `output` in rank order.
-
-        `tensor` may be this rank's part of it.
-        """
+        """Write the tensors of all ranks, which have one size, into `output` in rank order. `tensor` may be this rank's
+        part of it."""
         for _ in self._gathering(output, tensor):
             pass
 
     def start_all_gather(self, output: Tensor, tensor: Tensor) -> PendingAllGather:
         """Start an all-gather. `output` is complete, and `tensor` free, after the returned `wait` or after the group's
-        next call.
-
-        The rank computes meanwhile. If the tensor is larger than a buffer, only its first piece is exchanged before
-        `wait`.
-        """
+        next call. The rank computes meanwhile. If the tensor is larger than a buffer, only its first piece is exchanged
+        before `wait`."""
         rest = self._gathering(output, tensor)
         self._call("all_gather", next, rest)
         self.pending = PendingAllGather(self, rest)
         return self.pending
 
     def finish(self) -> None:
-        """Complete the all-gather that has started, if there is one.
-
-        Raises an `ExchangeError` if the group cannot be used any more.
-        """
+        """Complete the all-gather that has started, if there is one. Raises an `ExchangeError` if the group cannot be
+        used any more."""
         if self._failure is not None:
             raise self._failure()
         if self.pending is not None:
@@ -262,11 +245,9 @@ class SharedMemoryGroup:
 
     @_collective
     def all_to_all(self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], sizes: Sequence[int]) -> None:
-        """Send one chunk to each rank, and write the chunks for this rank into `output`, in rank order.
-
-        `tensor` is one chunk per rank, of `sizes` elements; `output_sizes` are the elements that each rank sends to
-        this one. The tensors must not overlap.
-        """
+        """Send one chunk to each rank, and write the chunks for this rank into `output`, in rank order. `tensor` is one
+        chunk per rank, of `sizes` elements; `output_sizes` are the elements that each rank sends to this one. The
+        tensors must not overlap."""
         into, numbers = flat(output), flat(tensor)
         if (sum(output_sizes), sum(sizes)) != (into.numel(), numbers.numel()) or tensor.dtype is not output.dtype:
             given = f"{described(tensor)} in chunks of {list(sizes)} into {described(output)} in chunks of {list(output_sizes)}"
@@ -292,19 +273,15 @@ class SharedMemoryGroup:
             place = stop
 
     def abort(self) -> None:
-        """Make the collectives of every rank, this one's too, raise `PeerStopped` soon.
-
-        For a rank that cannot go on; any thread may call it.
-        """
+        """Make the collectives of every rank, this one's too, raise `PeerStopped` soon. For a rank that cannot go on;
+        any thread may call it."""
         self._segment.stop()
         if self._failure is None:
             self._failure = functools.partial(PeerStopped, (self.rank,), f"rank {self.rank} aborted this group's exchanges")
 
     def close(self) -> None:
-        """Release the memory.
-
-        Each rank calls it after its last collective, without waiting for the others. May be called again.
-        """
+        """Release the memory. Each rank calls it after its last collective, without waiting for the others. May be
+        called again."""
         self._segment.close()
         self._rounds.forget_views()
         self.pending = None

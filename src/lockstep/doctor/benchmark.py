@@ -59,12 +59,9 @@ def bus_bandwidth(collective: str, size_bytes: int, seconds: float, ranks: int) 
 
 
 def time_collectives(coordinator: ProbeCoordinator, group: RankGroup) -> list[dict[str, Any]]:
-    """Time every collective on all ranks in float32. Called by every rank.
-
-    Returns a row for each collective and size: `collective`, `size_bytes` (as nccl-tests counts it), `seconds` (the
-    median of the repeats on the slowest rank), `algorithm_bandwidth` and `bus_bandwidth` in bytes per second (None for
-    a barrier).
-    """
+    """Time every collective on all ranks in float32. Called by every rank. Returns a row for each collective and size:
+    `collective`, `size_bytes` (as nccl-tests counts it), `seconds` (the median of the repeats on the slowest rank),
+    `algorithm_bandwidth` and `bus_bandwidth` in bytes per second (None for a barrier)."""
     rows = []
     for collective in COLLECTIVES:
         seconds: float | None = None
@@ -119,11 +116,8 @@ def _synchronize(group: RankGroup) -> None:
 def measure_pairs(
     coordinator: ProbeCoordinator, group: RankGroup, machine_of_rank: Sequence[int], machines: Sequence[str], kind: Callable[[Pair], str]
 ) -> list[PairMeasurement]:
-    """Measure every pair of ranks in both directions. Called by every rank.
-
-    `machine_of_rank[r]` and `machines[r]`: the number and the name of rank r's machine. Outliers are measured again;
-    see `MEASUREMENTS`.
-    """
+    """Measure every pair of ranks in both directions. Called by every rank. `machine_of_rank[r]` and `machines[r]`: the
+    number and the name of rank r's machine. Outliers are measured again; see `MEASUREMENTS`."""
     best: dict[Pair, PairMeasurement] = {}
     rounds = schedule_pairs(machine_of_rank)
     for _ in range(MEASUREMENTS):
@@ -197,10 +191,8 @@ def _transfer(group: RankGroup, peer: int, count: int) -> float:
 
 
 def _serve(group: RankGroup, peer: int) -> None:
-    """Receive and acknowledge as many bytes as the peer requests, until it requests 0.
-
-    A request for 1 byte is a ping.
-    """
+    """Receive and acknowledge as many bytes as the peer requests, until it requests 0. A request for 1 byte is a
+    ping."""
     while count := int(_receive(group, peer, 8).view(torch.int64)[0]):
         content = torch.empty(count, dtype=torch.uint8, device=group.device)
         _acknowledge(group, peer)
@@ -226,12 +218,9 @@ def _receive(group: RankGroup, peer: int, count: int) -> torch.Tensor:
 
 
 def measure_clocks(coordinator: ProbeCoordinator, group: RankGroup, first_ranks: Sequence[int]) -> list[tuple[float, float]]:
-    """Measure how far each machine's clock is ahead of the first machine's. Called by every rank.
-
-    Returns (offset, uncertainty) in seconds for each machine. `first_ranks`: the lowest rank of each machine. Such a
-    rank reads its clock before and after it asks the first machine for the time. The shortest of `PINGS` round trips
-    counts.
-    """
+    """Measure how far each machine's clock is ahead of the first machine's. Called by every rank. Returns (offset,
+    uncertainty) in seconds for each machine. `first_ranks`: the lowest rank of each machine. Such a rank reads its
+    clock before and after it asks the first machine for the time. The shortest of `PINGS` round trips counts."""
     own = (0.0, 0.0)
     reference = first_ranks[0]
     for first in first_ranks[1:]:

@@ -43,11 +43,8 @@ def worst(checks: Iterable[CheckResult]) -> Verdict:
 
 
 def machine_names(hosts: Sequence[tuple[str, str]]) -> list[str]:
-    """Return a unique name for each machine, given its host name and its address.
-
-    This is the host name. If two machines have the same host name, it is the address; if these repeat too, the host
-    name and a number.
-    """
+    """Return a unique name for each machine, given its host name and its address. This is the host name. If two
+    machines have the same host name, it is the address; if these repeat too, the host name and a number."""
     names = [name for name, _ in hosts]
     addresses = [address for _, address in hosts]
     if len(set(names)) == len(names):

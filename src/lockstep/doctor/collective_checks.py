@@ -65,11 +65,9 @@ class RankGroup:
 
 def check(coordinator: ProbeCoordinator, group: RankGroup) -> Iterator[dict[str, Any]]:
     """Check every collective in every data type and operation. Called by every rank, with its group of the same name.
-
     Yields a row for each case: `collective`, `operation`, `type`, `group` and `outcomes`, which has an entry, by rank,
     for each rank whose output is not as expected. An outcome is `unsupported` with the backend's message, or `wrong`
-    with the difference.
-    """
+    with the difference."""
     for collective in COLLECTIVES:
         if collective == "barrier":
             yield _row(group, "barrier", None, None, _check_barrier(coordinator, group))
@@ -176,10 +174,8 @@ def _tensor(values: NDArray[Any], data_type: DataType, device: torch.device) -> 
 
 
 def _difference(result: Tensor, expected: NDArray[Any], case: CollectiveCase, size: int) -> str:
-    """Return the first position with a wrong number; empty if there is none.
-
-    The tolerance is 0, but for an average: it may differ by the rounding of a sum and a division.
-    """
+    """Return the first position with a wrong number; empty if there is none. The tolerance is 0, but for an average: it
+    may differ by the rounding of a sum and a division."""
     if result.numel() != len(expected):
         return f"has {result.numel()} numbers, and must have {len(expected)}"
     if case.data_type.real:

@@ -64,11 +64,8 @@ def diagnose(
     worker: Sequence[str] = WORKER,
     deadline_seconds: float = DEADLINE_SECONDS,
 ) -> Diagnosis:
-    """Check this machine with `nproc` ranks; or several machines together, each of which calls this.
-
-    `run_dir=None` checks the file system of the working directory. Raises `LaunchError` if the machines cannot reach
-    each other.
-    """
+    """Check this machine with `nproc` ranks; or several machines together, each of which calls this. `run_dir=None`
+    checks the file system of the working directory. Raises `LaunchError` if the machines cannot reach each other."""
     world_size = nproc * (machines.least if machines is not None else 1)
     info = read_machine_info(machines, environ)
     own = [

@@ -114,10 +114,8 @@ def rank_input(case: CollectiveCase, global_ranks: Sequence[int], group_rank: in
 
 
 def expected_output(case: CollectiveCase, global_ranks: Sequence[int], group_rank: int) -> NDArray[Any] | None:
-    """Return the output that one rank of a group must have.
-
-    None if it is undefined. Averages are floats, all others integers.
-    """
+    """Return the output that one rank of a group must have. None if it is undefined. Averages are floats, all others
+    integers."""
     block, own_block = np.arange(BLOCK_SIZE), np.arange(BLOCK_SIZE * group_rank, BLOCK_SIZE * (group_rank + 1))
     if case.collective in ("reduce", "gather") and group_rank != root(global_ranks):
         return None
@@ -146,10 +144,8 @@ def _values_of_rank(case: CollectiveCase, global_ranks: Sequence[int], group_ran
 
 
 def _values(case: CollectiveCase, global_ranks: Sequence[int], group_ranks: Integers, positions: Integers) -> Integers:
-    """Return the inputs of some ranks of the group, of shape (ranks, positions).
-
-    They depend on the global ranks. See [Note: exact].
-    """
+    """Return the inputs of some ranks of the group, of shape (ranks, positions). They depend on the global ranks. See
+    [Note: exact]."""
     limit, seeds = case.data_type.limit, np.array(global_ranks)[group_ranks]
     if case.operation in ("sum", "avg"):
         most = min(limit, 3)

@@ -124,10 +124,8 @@ def _check_folder_renames(folder: Path, rename: Rename) -> str:
 
 
 def _read_during(read: Callable[[], str], change: Callable[[int], None]) -> str:
-    """Make all changes while another thread reads repeatedly.
-
-    Returns the first fault that it saw; empty if there was none.
-    """
+    """Make all changes while another thread reads repeatedly. Returns the first fault that it saw; empty if there was
+    none."""
     seen: list[str] = []
     ended = threading.Event()
 

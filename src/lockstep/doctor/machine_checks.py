@@ -181,11 +181,8 @@ def _limits(info: MachineInfo, environ: Mapping[str, str], nproc: int, world_siz
 
 
 def _interface(info: MachineInfo, environ: Mapping[str, str]) -> list[CheckResult]:
-    """Check the variables that choose the network interface.
-
-    GLOO_SOCKET_IFNAME is a list of names. NCCL_SOCKET_IFNAME is a list of prefixes, or of names after `=`; `^` excludes
-    them.
-    """
+    """Check the variables that choose the network interface. GLOO_SOCKET_IFNAME is a list of names. NCCL_SOCKET_IFNAME
+    is a list of prefixes, or of names after `=`; `^` excludes them."""
     interfaces = ", ".join(info.interfaces)
     checks = []
     gloo = environ.get("GLOO_SOCKET_IFNAME")

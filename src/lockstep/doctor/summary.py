@@ -91,10 +91,8 @@ def _collectives(results: Mapping[str, Any]) -> list[CheckResult]:
 
 
 def _one_collective(collective: str, rows: Sequence[Mapping[str, Any]], world_size: int) -> list[CheckResult]:
-    """Return the result of one collective over all its groups, data types and operations.
-
-    Empty if no case is supported.
-    """
+    """Return the result of one collective over all its groups, data types and operations. Empty if no case is
+    supported."""
     wrong: list[tuple[Mapping[str, Any], str, str]] = [
         (row, rank, outcome.get("wrong") or f"raised, and others did not: {outcome['unsupported']}")
         for row in rows

@@ -34,10 +34,8 @@ _PEAKS = {
     "RTX 3090": 71e12,
     "MI300X": 1307.4e12,
 }
-"""Peak FLOP/s of dense bf16 and fp16 matrix products with fp32 accumulation, from the vendors' data sheets.
-
-The keys are words of the device's name. The first key that matches counts.
-"""
+"""Peak FLOP/s of dense bf16 and fp16 matrix products with fp32 accumulation, from the vendors' data sheets. The keys
+are words of the device's name. The first key that matches counts."""
 
 
 def peak(device_name: str, precision: Precision) -> float | None:
@@ -55,10 +53,8 @@ class Flops:
     """The FLOPs of a model's forward, counted in the first microbatch."""
 
     def __init__(self, model: nn.Module, peak: float | None) -> None:
-        """`peak`: peak FLOP/s of the device.
-
-        If it is None, or if the model is compiled and hides its operations, nothing is counted.
-        """
+        """`peak`: peak FLOP/s of the device. If it is None, or if the model is compiled and hides its operations,
+        nothing is counted."""
         self._peak = None if peak is None or is_compiled(model) else peak
         self._forward: float | None = None
 
@@ -75,10 +71,8 @@ class Flops:
         self._forward = counter.get_total_flops() / samples
 
     def utilisation(self, samples_per_second: float, devices: int) -> float | None:
-        """Return the MFU, from 0 to 1.
-
-        None if nothing was counted. `devices`: number of devices that compute these samples.
-        """
+        """Return the MFU, from 0 to 1. None if nothing was counted. `devices`: number of devices that compute these
+        samples."""
         if not self._forward or self._peak is None:
             return None
         return 3 * self._forward * samples_per_second / (devices * self._peak)

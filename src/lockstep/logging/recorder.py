@@ -39,11 +39,9 @@ class Recorder:
     """The run directory, its logs and the progress display. Every rank makes one, at the same moment."""
 
     def __init__(self, run_dir: str | None, world: World, *, resume: Resume, default: str | None, loggers: Sequence[Logger] = ()) -> None:
-        """Raises `RunDirectoryError` on every rank where rank 0 cannot use the directory, or another machine has none such.
-
-        `run_dir=None`: `default` for the first run of this process without one, which may be started again; for others, and where that is
-        None too, a new one below `runs`.
-        """
+        """Raises `RunDirectoryError` on every rank where rank 0 cannot use the directory, or another machine has none
+        such. `run_dir=None`: `default` for the first run of this process without one, which may be started again; for
+        others, and where that is None too, a new one below `runs`."""
         global _default_is_taken
         if run_dir is None and not _default_is_taken:
             run_dir, _default_is_taken = default, default is not None

@@ -34,11 +34,8 @@ class DownsampledPoint:
 
 
 def downsample(series: Series, last: int, columns: int) -> list[DownsampledPoint]:
-    """Return the series as `columns` points at most.
-
-    A series with more values is divided into `columns` equal parts of the axis from 0 to `last`. Empty parts are left
-    out.
-    """
+    """Return the series as `columns` points at most. A series with more values is divided into `columns` equal parts of
+    the axis from 0 to `last`. Empty parts are left out."""
     pairs = list(zip(series.steps, series.values, strict=True))
     if len(pairs) <= columns:
         return [_point([pair]) for pair in pairs]

@@ -158,10 +158,8 @@ class RunHistory:
 
 
 def curves(rows: Iterable[Mapping[str, Any]]) -> Curves:
-    """Join the rows of `metrics.jsonl`.
-
-    If the steps go back, the run was resumed: earlier rows of later steps are discarded.
-    """
+    """Join the rows of `metrics.jsonl`. If the steps go back, the run was resumed: earlier rows of later steps are
+    discarded."""
     found = Curves()
     for row in rows:
         step = row["step"]
@@ -180,10 +178,8 @@ def curves(rows: Iterable[Mapping[str, Any]]) -> Curves:
 
 
 def _clamp(number: float) -> float:
-    """Return the number, or infinity if it is above `_LARGEST`, or 0 if it is below 1 / `_LARGEST`.
-
-    Scales would overflow else.
-    """
+    """Return the number, or infinity if it is above `_LARGEST`, or 0 if it is below 1 / `_LARGEST`. Scales would
+    overflow else."""
     if abs(number) > _LARGEST:
         return math.copysign(math.inf, number)
     return 0.0 if abs(number) < 1 / _LARGEST else number
