@@ -44,7 +44,7 @@ class OrderedSum:
     """The ordered sum of one vector. Every rank starts, folds and finishes the same sums in the same order."""
 
     def __init__(self, nodes: Sequence[Tensor], tree_nodes: TreeNodes, rank: int, shared_memory: SharedMemoryGroup | None = None) -> None:
-        """`nodes`: this rank's nodes, in order, all of shape (length,). `shared_memory`: used instead of torch's
+        """`nodes`: this rank's nodes, in order, (length,) each. `shared_memory`: used instead of torch's
         collectives."""
         self._shared_memory = shared_memory
         self._tree_nodes = tree_nodes

@@ -19,11 +19,10 @@ _SCALE_BYTES = 4
 
 
 class Rounding:
-    """One of the formats `bf16`, `fp16` and `int8`. `bf16` rounds each number with a relative error of at most 2**-8;
-    numbers that close to float32's largest become infinite. The others have a scale for each block of `BLOCK` numbers,
-    so no number is too large. `fp16`, whose scale is a power of two, has an error of at most 2**-11 of the number or
-    2**-38 of the block's largest, whichever is more; `int8` of 1/254 of the block's largest, or 2**-127. If a number is
-    not finite, its whole block is decoded as not finite; with `bf16`, that number alone."""
+    """The format `bf16`, `fp16` or `int8`. `bf16` has a relative error of at most 2**-8; numbers close to float32's
+    largest become infinite. The others have a scale per block of `BLOCK` numbers. `fp16`, with a power of two as scale,
+    has an error of at most 2**-11 of the number or 2**-38 of the block's largest, `int8` of 1/254 of the block's
+    largest, or 2**-127. A number that is not finite makes its whole block not finite; with `bf16` itself alone."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -34,8 +33,7 @@ class Rounding:
         return numbers * self._dtype.itemsize + (0 if self.name == "bf16" else numbers // BLOCK * _SCALE_BYTES)
 
     def encode(self, rows: Tensor) -> Tensor:
-        """`rows`: float32, (rows, numbers), a multiple of `BLOCK` of them. Returns uint8, (rows, `bytes(numbers)`), of
-        any layout."""
+        """Return uint8 (rows, `bytes(numbers)`) of float32 (rows, numbers), a multiple of `BLOCK` in each row."""
         if self.name == "bf16":
             return rows.to(self._dtype).view(torch.uint8)
         blocks = rows.reshape(len(rows), rows.shape[1] // BLOCK, BLOCK)

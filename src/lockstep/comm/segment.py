@@ -103,8 +103,7 @@ class Segment:
     """One rank's view of the shared memory. Made by `open_segment`; used by one thread at a time, except for `stop`."""
 
     def __init__(self, memory: mmap.mmap, rank: int, ends: Sequence[int], timeout: timedelta, *, names: Sequence[int]) -> None:
-        """`ends`: for each rank a descriptor that becomes readable when its process ends (-1 for this one). `names`:
-        the number of each rank among all processes."""
+        """`ends`: a descriptor for each rank that becomes readable when its process ends (-1 for this one)."""
         self.rank = rank
         self.names = names
         """The number of each rank among all processes, for error texts."""
@@ -138,8 +137,8 @@ class Segment:
         return _line(self.size) + (buffer * self.size + rank) * _call_words(self.size)
 
     def wait(self, target: int) -> None:
-        """Return once every rank's counter has reached `target`. Raises an `ExchangeError` where that cannot come, or
-        does not in time."""
+        """Return once every rank's counter has reached `target`. Raises an `ExchangeError` if a rank fails or is
+        late."""
         words = self.words
         places = [self.counters[peer] for peer in self.peers]
         start = time.monotonic()
@@ -222,11 +221,10 @@ def _words_bytes(size: int) -> int:
 def open_segment(
     group: dist.ProcessGroup, data_bytes: int, timeout: timedelta, among: Sequence[int] | None = None
 ) -> Segment | Unavailable:
-    """Open a segment of `data_bytes`, all zero, for the ranks of `group`. Every rank calls it; all get one, or the same
-    reason. The group exchanges CPU tensors. `among`: the ranks of `group`, by their numbers in it, that share a segment
-    with this one; each rank gives its own. The kernel decides if they are on one host, not the launcher: all have the
-    same boot id and the same namespace of process ids, and each finds rank 0's random mark in the memory that it
-    opened."""
+    """Open a segment of `data_bytes` zeros for the ranks of `group`. Every rank calls it; all get one, or the same
+    reason. `among`: the ranks of `group` that share a segment with this one; each rank gives its own. The kernel
+    decides if they are on one host, not the launcher: all have the same boot id and namespace of process ids, and each
+    finds rank 0's random token in the memory that it opened."""
     here, whole = dist.get_rank(group), dist.get_world_size(group)
     if whole == 1:
         return Unavailable("there is one process, which has nobody to share memory with")
@@ -253,8 +251,7 @@ def open_segment(
 
 
 def _attempt(call: Callable[[], Any]) -> tuple[Any, str]:
-    """Return the result and no reason, or None and the reason: a rank that fails must still call the collective that
-    follows."""
+    """Return (result, "") or (None, reason): a rank that fails must still call the collective that follows."""
     try:
         return call(), ""
     except (OSError, AttributeError, ValueError) as error:  # AttributeError: not Linux, or an old one
@@ -266,8 +263,7 @@ def _verdict(everyone: Sequence[dict[str, Any]]) -> Unavailable | None:
 
 
 def _facts(rank: int, size_bytes: int, opened: contextlib.ExitStack) -> dict[str, Any]:
-    """Return what the others need to know of this process; on rank 0 also the memory, whose descriptor `opened`
-    closes."""
+    """Return what the others need to open the memory; rank 0 makes it, and `opened` closes its descriptor."""
     if platform.machine() != "x86_64":
         raise ValueError(f"the processor is {platform.machine()}; x86_64 alone keeps the order of stores, which this rests on")
     facts: dict[str, Any] = {"host": _host(), "process": os.getpid()}
@@ -292,8 +288,8 @@ def _host() -> list[str | int]:
 
 
 def _open(everyone: Sequence[dict[str, Any]], rank: int) -> tuple[mmap.mmap, list[int]]:
-    """Return the memory, and for each peer a descriptor that becomes readable at its end. The collective after this
-    shows that the peers are still alive, so the process ids were theirs."""
+    """Return the memory, and for each peer a descriptor that becomes readable at its end. The next collective shows
+    that the peers are still alive, so the process ids were theirs."""
     first = everyone[0]
     descriptor = os.open(f"/proc/{first['process']}/fd/{first['descriptor']}", os.O_RDWR | os.O_CLOEXEC)
     try:

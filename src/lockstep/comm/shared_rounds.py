@@ -64,8 +64,8 @@ class Rounds:
         return self.number & 1
 
     def start(self, operation: int, tensor: Tensor, detail: int = 0, sizes: Sequence[int] | None = None) -> BufferViews:
-        """Write down which collective this rank calls, for the others to compare in the first round. `sizes`: for
-        all_to_all, how many elements go to each rank."""
+        """Write which collective this rank calls, for the others to compare. `sizes`: elements for each rank
+        (all_to_all)."""
         views = self._views.get(tensor.dtype) or self._make_views(tensor.dtype)
         length = tensor.numel() if sizes is None else 0
         self.signature = signature_of(operation, views.dtype_code, length, detail)
@@ -77,8 +77,7 @@ class Rounds:
         return views
 
     def meet(self, *, first: bool = False) -> None:
-        """[Note: Rounds] Announce what this rank has written, and wait until all ranks have announced theirs. `first`:
-        this is the first round of a call, so compare the calls."""
+        """[Note: Rounds] Announce this round and wait for all ranks. `first`: of a call, so compare the calls."""
         self.announce()
         self.wait(first=first)
 
@@ -103,8 +102,8 @@ class Rounds:
                     raise self._difference(peer, words[calls[peer]])
 
     def most_sent(self, buffer: int, output_sizes: Sequence[int]) -> int:
-        """Return the longest chunk that any rank sends to another in this all_to_all. Raises `CallsDiffer` if a rank
-        sends this one another number of elements than `output_sizes` says."""
+        """Return the longest chunk of this all_to_all. Raises `CallsDiffer` where sizes and `output_sizes` do not
+        match."""
         most = 0
         for rank, place in enumerate(self._calls[buffer]):
             sizes = self._words[place + 1 : place + 1 + self._size].tolist()

@@ -14,15 +14,12 @@ _BAD: tuple[Verdict, ...] = ("slow", "failed")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckResult:
-    """The result of one check."""
-
     section: Section
     check: str
     """The subject of the check, in one to three words."""
     verdict: Verdict
     """`skipped`: not available here, or not run. This is not a fault by itself."""
     found: str
-    """The observation."""
     remedy: str = ""
     """The action to take. Never empty unless the verdict is `ok`."""
     machine: str = ""
@@ -43,8 +40,7 @@ def worst(checks: Iterable[CheckResult]) -> Verdict:
 
 
 def machine_names(hosts: Sequence[tuple[str, str]]) -> list[str]:
-    """Return a unique name for each machine, given its host name and its address. This is the host name. If two
-    machines have the same host name, it is the address; if these repeat too, the host name and a number."""
+    """Return unique machine names: the host names, else the addresses, else host names with numbers."""
     names = [name for name, _ in hosts]
     addresses = [address for _, address in hosts]
     if len(set(names)) == len(names):

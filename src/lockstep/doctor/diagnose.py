@@ -31,14 +31,10 @@ WORKER = ("-P", "-m", "lockstep.doctor")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Diagnosis:
-    """The doctor's results."""
-
     checks: list[CheckResult]
     results: Mapping[str, Any]
-    """The ranks' results, as `lockstep.doctor.worker` writes them: `world_size`, `backend`, `checked`, `timed`,
-    `point_to_point`, ..."""
+    """The ranks' results, as `lockstep.doctor.worker` writes them."""
     ending: Ending
-    """The end of this machine's workers."""
 
     @property
     def verdict(self) -> Verdict:
@@ -51,7 +47,6 @@ class Diagnosis:
 
     @property
     def status(self) -> int:
-        """Exit status."""
         return 0 if self.verdict == "ok" else 1
 
 
@@ -64,8 +59,8 @@ def diagnose(
     worker: Sequence[str] = WORKER,
     deadline_seconds: float = DEADLINE_SECONDS,
 ) -> Diagnosis:
-    """Check this machine with `nproc` ranks; or several machines together, each of which calls this. `run_dir=None`
-    checks the file system of the working directory. Raises `LaunchError` if the machines cannot reach each other."""
+    """Check this machine with `nproc` ranks, or several machines, each of which calls this. `run_dir=None`: check the
+    working directory. Raises `LaunchError` if the machines cannot reach each other."""
     world_size = nproc * (machines.least if machines is not None else 1)
     info = read_machine_info(machines, environ)
     own = [

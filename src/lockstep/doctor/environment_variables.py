@@ -83,8 +83,7 @@ def _check(name: str, value: str, verdict: Literal["slow", "failed"], why: str, 
 
 
 def relevant_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that should be the same on all machines. Network interfaces may have different names
-    there."""
+    """Return the variables that should be the same on all machines. Network interfaces may differ."""
     return {name: value for name, value in environ.items() if name.startswith(_RELEVANT_PREFIXES) and not name.endswith("_SOCKET_IFNAME")}
 
 

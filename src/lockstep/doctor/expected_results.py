@@ -70,8 +70,6 @@ DATA_TYPES = (
 
 @dataclass(frozen=True, slots=True)
 class CollectiveCase:
-    """One call of a collective to check."""
-
     collective: Collective
     operation: Operation | None
     """The reduction, for a collective of `REDUCTIONS`; else None."""
@@ -83,8 +81,7 @@ class CollectiveCase:
 
 
 def cases(collective: Collective) -> list[CollectiveCase]:
-    """Return the cases of a collective other than the barrier: each data type with each operation that is defined for
-    it."""
+    """Return the cases of a collective other than the barrier: each data type with each operation defined for it."""
     if collective not in REDUCTIONS:
         return [CollectiveCase(collective, None, data_type) for data_type in DATA_TYPES]
     return [
@@ -114,8 +111,7 @@ def rank_input(case: CollectiveCase, global_ranks: Sequence[int], group_rank: in
 
 
 def expected_output(case: CollectiveCase, global_ranks: Sequence[int], group_rank: int) -> NDArray[Any] | None:
-    """Return the output that one rank of a group must have. None if it is undefined. Averages are floats, all others
-    integers."""
+    """Return the output that one rank of a group must have. None if undefined. Only averages are floats."""
     block, own_block = np.arange(BLOCK_SIZE), np.arange(BLOCK_SIZE * group_rank, BLOCK_SIZE * (group_rank + 1))
     if case.collective in ("reduce", "gather") and group_rank != root(global_ranks):
         return None
@@ -144,8 +140,7 @@ def _values_of_rank(case: CollectiveCase, global_ranks: Sequence[int], group_ran
 
 
 def _values(case: CollectiveCase, global_ranks: Sequence[int], group_ranks: Integers, positions: Integers) -> Integers:
-    """Return the inputs of some ranks of the group, of shape (ranks, positions). They depend on the global ranks. See
-    [Note: exact]."""
+    """Return the inputs of some ranks, (ranks, positions). They depend on the global ranks. See [Note: exact]."""
     limit, seeds = case.data_type.limit, np.array(global_ranks)[group_ranks]
     if case.operation in ("sum", "avg"):
         most = min(limit, 3)
@@ -158,8 +153,7 @@ def _values(case: CollectiveCase, global_ranks: Sequence[int], group_ranks: Inte
 
 
 def _is_contributor(group_ranks: Integers, positions: Integers, size: int, most: int) -> NDArray[np.bool_]:
-    """True for each (rank, position) at which that rank of a group of `size` contributes: at most `most` ranks at each
-    position."""
+    """Return for each (rank, position) if that rank contributes: at most `most` ranks at each position."""
     if most == 0:
         return np.zeros((len(group_ranks), len(positions)), dtype=np.bool_)
     contributes: NDArray[np.bool_] = (group_ranks[:, None] + positions) % -(-size // most) == 0

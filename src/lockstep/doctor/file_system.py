@@ -103,8 +103,7 @@ def _check_file_renames(folder: Path, rename: Rename) -> str:
 
 
 def _check_folder_renames(folder: Path, rename: Rename) -> str:
-    """Rename folders to their final names while a thread lists them: under its final name, a folder must have all its
-    files."""
+    """Rename folders while a thread lists them: under its final name, a folder must have all its files."""
 
     def read() -> str:
         for final in folder.glob("final-*"):
@@ -124,8 +123,7 @@ def _check_folder_renames(folder: Path, rename: Rename) -> str:
 
 
 def _read_during(read: Callable[[], str], change: Callable[[int], None]) -> str:
-    """Make all changes while another thread reads repeatedly. Returns the first fault that it saw; empty if there was
-    none."""
+    """Make all changes while another thread reads. Returns the first fault that it saw; empty if none."""
     seen: list[str] = []
     ended = threading.Event()
 

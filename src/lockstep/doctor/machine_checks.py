@@ -32,13 +32,12 @@ class MachineInfo:
     interface: str | None
     """Network interface that has this address."""
     interfaces: tuple[str, ...]
-    """All network interfaces."""
     interface_details: str
     """Speed and MTU of `interface`, as text to append. Empty if unknown."""
     versions: Mapping[str, str]
     """Versions that must be the same on all machines, in display order."""
     gpus: int
-    """Number of GPUs that torch sees."""
+    """GPUs that torch sees."""
     gpu_names: tuple[str, ...]
     """Names of the GPUs that the driver sees. Empty if there is no driver."""
     topology: Mapping[str, str]
@@ -181,8 +180,8 @@ def _limits(info: MachineInfo, environ: Mapping[str, str], nproc: int, world_siz
 
 
 def _interface(info: MachineInfo, environ: Mapping[str, str]) -> list[CheckResult]:
-    """Check the variables that choose the network interface. GLOO_SOCKET_IFNAME is a list of names. NCCL_SOCKET_IFNAME
-    is a list of prefixes, or of names after `=`; `^` excludes them."""
+    """Check the network interfaces: GLOO_SOCKET_IFNAME lists names; NCCL_SOCKET_IFNAME prefixes, names after `=`, `^`
+    excludes."""
     interfaces = ", ".join(info.interfaces)
     checks = []
     gloo = environ.get("GLOO_SOCKET_IFNAME")
@@ -221,8 +220,7 @@ def _nccl_finds(pattern: str, interfaces: Sequence[str]) -> bool:
 
 
 def clock_check(machine: str, offset_seconds: float, error_seconds: float, reference: str) -> CheckResult:
-    """Return the result for the clock of `machine`, which is `offset_seconds` ± `error_seconds` ahead of that of
-    `reference`."""
+    """Return the result for a clock that is `offset_seconds` ± `error_seconds` ahead of that of `reference`."""
     relation = "ahead of" if offset_seconds > 0 else "behind"
     text = f"{format_duration(abs(offset_seconds))} {relation} {reference} (± {format_duration(error_seconds)})"
     skewed = abs(offset_seconds) - error_seconds > MAX_CLOCK_OFFSET_SECONDS
@@ -245,8 +243,7 @@ def version_differences(machines: Sequence[str], info: Sequence[Mapping[str, str
 
 
 def parse_topology(text: str) -> dict[str, str]:
-    """Return the kind of link of each pair of GPUs from the output of `nvidia-smi topo -m`: {"0-1": "NV18"}, each pair
-    once."""
+    """Return the kind of link of each pair of GPUs, {"0-1": "NV18"}, from the output of `nvidia-smi topo -m`."""
     rows = [re.sub(r"\x1b\[[0-9;]*m", "", line).split("\t") for line in text.splitlines()]
     header = next((row for row in rows if "GPU0" in (cell.strip() for cell in row) and row[0].strip() != "GPU0"), None)
     if header is None:

@@ -106,8 +106,7 @@ def _number(path: Path) -> float | None:
 
 
 def _cgroup_files(controller: str, name: str) -> list[Path]:
-    """Return a file of this process's control group and of its ancestors, innermost first. `controller`: name of a
-    version 1 controller; empty for version 2."""
+    """Return a file of this process's control groups, innermost first. `controller`: empty for version 2."""
     with suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)

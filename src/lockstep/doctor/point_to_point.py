@@ -58,8 +58,8 @@ class Outlier:
 
 
 def schedule_pairs(machine_of_rank: Sequence[int]) -> list[list[Pair]]:
-    """Return every pair of ranks once, in rounds. In a round each machine is in one pair at most, so that no two share
-    a link. `machine_of_rank[r]`: number of rank r's machine. See `MANY_RANKS`."""
+    """Return every pair of ranks once, in rounds with one pair per machine at most, so that no two share a link.
+    `machine_of_rank[r]`: number of rank r's machine. See `MANY_RANKS`."""
     size = len(machine_of_rank)
     local_ranks = [sum(machine == machine_of_rank[rank] for machine in machine_of_rank[:rank]) for rank in range(size)]
     rounds: list[list[Pair]] = []
@@ -94,8 +94,7 @@ def find_outliers(measurements: Iterable[PairMeasurement], machines: Sequence[st
 
 
 def _outliers(measurements: Sequence[PairMeasurement], metric: Metric, node: Callable[[int], str]) -> Iterator[Outlier]:
-    """Yield the outliers among links of one kind. `node`: the node that a rank belongs to. A cost is seconds per byte,
-    or seconds of latency: more is worse."""
+    """Yield the outliers among links of one kind, by seconds per byte or of latency. `node`: the node of a rank."""
     costs: dict[tuple[str, str], list[float]] = {}
     pairs: dict[tuple[str, str], list[Pair]] = {}
     for each in measurements:
@@ -124,8 +123,8 @@ def _outliers(measurements: Sequence[PairMeasurement], metric: Metric, node: Cal
 
 
 def _slow_nodes(cost: Mapping[tuple[str, str], float], end: int, noise: float) -> set[str]:
-    """Return the nodes whose best link is worse than the best links of the others. A node with one link is never slow.
-    `end`: 0 to look at the nodes as senders, 1 as receivers."""
+    """Return the nodes with several links whose best is worse than the others'. `end`: 0 for senders, 1 for
+    receivers."""
     by_node: dict[str, list[float]] = {}
     for ends, value in cost.items():
         by_node.setdefault(ends[end], []).append(value)

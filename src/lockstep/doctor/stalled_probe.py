@@ -20,8 +20,7 @@ class RankStatus:
     """Number of the probe. All ranks run the same probes in the same order."""
     probe: str
     location: str | None = None
-    """File, line and function in the user's or the system's code. None if the rank waits in a collective or for other
-    ranks."""
+    """File, line and function in the user's or the system's code. None if the rank waits for other ranks."""
     error: str | None = None
     """The exception that the probe raised on this rank, if any."""
 

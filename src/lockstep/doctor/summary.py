@@ -91,8 +91,7 @@ def _collectives(results: Mapping[str, Any]) -> list[CheckResult]:
 
 
 def _one_collective(collective: str, rows: Sequence[Mapping[str, Any]], world_size: int) -> list[CheckResult]:
-    """Return the result of one collective over all its groups, data types and operations. Empty if no case is
-    supported."""
+    """Return the result of one collective over all its cases. Empty if no case is supported."""
     wrong: list[tuple[Mapping[str, Any], str, str]] = [
         (row, rank, outcome.get("wrong") or f"raised, and others did not: {outcome['unsupported']}")
         for row in rows
@@ -125,8 +124,7 @@ def _unsupported_cases(rows: Sequence[Mapping[str, Any]]) -> set[tuple[str, str 
 
 
 def _unsupported_checks(by_collective: Mapping[str, Sequence[Mapping[str, Any]]], backend: str) -> Iterator[CheckResult]:
-    """Yield a result for the data types, and one for the operations on supported types, that the backend does not
-    support."""
+    """Yield a result for unsupported data types, and one for unsupported operations on supported types."""
     types: dict[str, list[str]] = {}
     operations: dict[str, list[str]] = {}
     for collective, rows in by_collective.items():

@@ -53,8 +53,7 @@ class Flops:
     """The FLOPs of a model's forward, counted in the first microbatch."""
 
     def __init__(self, model: nn.Module, peak: float | None) -> None:
-        """`peak`: peak FLOP/s of the device. If it is None, or if the model is compiled and hides its operations,
-        nothing is counted."""
+        """`peak`: FLOP/s. If None, or if the model is compiled and hides its operations, nothing is counted."""
         self._peak = None if peak is None or is_compiled(model) else peak
         self._forward: float | None = None
 
@@ -71,8 +70,7 @@ class Flops:
         self._forward = counter.get_total_flops() / samples
 
     def utilisation(self, samples_per_second: float, devices: int) -> float | None:
-        """Return the MFU, from 0 to 1. None if nothing was counted. `devices`: number of devices that compute these
-        samples."""
+        """Return the MFU, from 0 to 1. None if nothing was counted. `devices`: those that compute these samples."""
         if not self._forward or self._peak is None:
             return None
         return 3 * self._forward * samples_per_second / (devices * self._peak)

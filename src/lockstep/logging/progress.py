@@ -60,8 +60,7 @@ class Progress:
         samples_per_second: float | None = None,
         extra: Mapping[str, float] | None = None,
     ) -> None:
-        """Show that `step` steps are done. None values are not shown. A narrow terminal leaves out `extra` first, then
-        `lr`."""
+        """Show that `step` steps are done. A narrow terminal leaves out `extra` first, then `lr`."""
         now = self._clock()
         self._estimate.update(step, now)
         self._step = step
@@ -118,11 +117,10 @@ class Progress:
 
 
 class _TimeEstimate:
-    """An estimate of the time left, from the durations of steps and of evaluations. The seconds per step are a weighted
-    mean over the steps so far. The weight of step n is proportional to n: the mean is steady, and the later half of the
-    run counts for three quarters. The first interval contains the warm-up. It counts only until there is a second one,
-    and its estimate is marked with "~". If an interval contains an evaluation, its excess time is the evaluation's.
-    Evaluations are assumed to continue at the same rate."""
+    """An estimate of the time left, from the durations of steps and evaluations, which are assumed to continue alike.
+    The seconds per step are a mean in which step n has a weight proportional to n. The first interval, with the
+    warm-up, counts only until there is a second one ("~"). The excess time of an interval with an evaluation is the
+    evaluation's."""
 
     def __init__(self, step: int, now: float) -> None:
         self._start = self._step = step
@@ -262,8 +260,7 @@ class _LiveLine:
 
 
 def _terminal(stream: TextIO) -> Console | None:
-    """Return a console for `stream`. None if it is not a terminal that can redraw a line. rich takes 80 ms to
-    import."""
+    """Return a console for a terminal that can redraw a line, else None. rich takes 80 ms to import."""
     if not stream.isatty():
         return None
     from rich.console import Console

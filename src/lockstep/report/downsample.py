@@ -16,11 +16,8 @@ class DownsampledPoint:
     """One value, or the mean, minimum and maximum of neighbouring values."""
 
     first: int
-    """First step."""
     last: int
-    """Last step."""
     count: int
-    """Number of values."""
     mean: float
     """Mean of the finite values; NaN if there are none. The same holds for `low` and `high`."""
     low: float
@@ -34,8 +31,7 @@ class DownsampledPoint:
 
 
 def downsample(series: Series, last: int, columns: int) -> list[DownsampledPoint]:
-    """Return the series as `columns` points at most. A series with more values is divided into `columns` equal parts of
-    the axis from 0 to `last`. Empty parts are left out."""
+    """Return the series as `columns` points at most, each of an equal part of the axis. Empty parts are left out."""
     pairs = list(zip(series.steps, series.values, strict=True))
     if len(pairs) <= columns:
         return [_point([pair]) for pair in pairs]

@@ -120,8 +120,7 @@ def _group_nearby(events: Iterable[RunEvent], x_scale: Scale) -> list[EventGroup
 
 
 def table(run: RunHistory) -> str:
-    """Return the table of a run's events. If there are more than `MAX_ROWS` groups, those in the middle are only
-    counted."""
+    """Return the table of a run's events. Beyond `MAX_ROWS` groups, those in the middle are only counted."""
     groups = group_consecutive(run.events)
     left_out = len(groups) - MAX_ROWS
     shown = groups if left_out <= 0 else [*groups[: MAX_ROWS // 2], *groups[-MAX_ROWS // 2 :]]

@@ -31,8 +31,7 @@ RAMP = ("#f3f6d9", "#d5ecb9", "#9fd8b5", "#5fc0c0", "#329bc2", "#2470b1", "#2248
 
 @dataclass(frozen=True, slots=True)
 class HeatmapGrid:
-    """Step times by row and column. A row is a rank, or the slowest of several neighbouring ranks. A column is a mean
-    over steps."""
+    """Step times. A row is a rank, or the slowest of several neighbours; a column is a mean over steps."""
 
     ranks: list[tuple[int, int]]
     """First and last rank of each row."""
@@ -73,8 +72,7 @@ def make_grid(times: RankTimes, last_step: int) -> HeatmapGrid:
 
 
 def _rows_by_column(steps: Sequence[int], last_step: int, columns: int) -> list[list[int]]:
-    """Return for each column the indices in `steps` of the rows that it shows. A row covers the steps since the row
-    before it."""
+    """Return for each column its rows' indices in `steps`. A row covers the steps since the row before it."""
     found: list[list[int]] = [[] for _ in range(columns)]
     before = 0
     for index, step in enumerate(steps):
@@ -160,8 +158,7 @@ def png(rows: Sequence[Sequence[int]], colours: bytes) -> bytes:
 
 
 def render(times: RankTimes, *, index: int, last_step: int, title: str) -> RenderedFigure:
-    """Render the heatmaps of a run, one for each phase, with their colour scales. `index`: index of the run's heatmaps
-    on the page."""
+    """Render a run's heatmaps, one for each phase, with their colour scales. `index`: their index on the page."""
     cells = make_grid(times, last_step)
     data = {
         "last": last_step,
@@ -216,8 +213,7 @@ def mean_over_ranks(times: RankTimes, phase: str) -> Series:
 
 
 def rank_bars(times: RankTimes) -> str:
-    """Return each rank's mean step time by phase. Of more than `BARS` ranks, those whose data and compute take
-    longest."""
+    """Return step times by rank and phase; of more than `BARS` ranks, those with the longest data and compute."""
     everyone = [(rank, each) for rank, each in enumerate(mean_times(times)) if "step" in each]
     shown = sorted(everyone, key=lambda pair: -(pair[1].get("data", 0.0) + pair[1].get("compute", 0.0)))[:BARS]
     if not everyone:

@@ -48,9 +48,8 @@ class Curves:
 
     series: dict[str, Series] = field(default_factory=dict)
     first_time: float | None = None
-    """Time of the first row, in seconds since 1970."""
     last_time: float | None = None
-    """Time of the last row, in seconds since 1970."""
+    """Times of the first and the last row, in seconds since 1970."""
     last_step: int = 0
 
 
@@ -60,10 +59,8 @@ class RankTimes:
 
     steps: list[int] = field(default_factory=list)
     phases: dict[str, list[array[float]]] = field(default_factory=lambda: {phase: [] for phase in PHASES})
-    """For each phase and logging step, an array with a value for each rank. The array is empty if it was not measured.
-    """
+    """For each phase and logging step, a value for each rank. Empty if it was not measured."""
     hosts: list[str] = field(default_factory=list)
-    """Latest host name of each rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +93,7 @@ class LockHolder:
     pid: int
     host: str
     alive: bool | None
-    """True if the process exists. None if it is on another host, and so unknown."""
+    """None if it is on another host, and so unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,8 +155,7 @@ class RunHistory:
 
 
 def curves(rows: Iterable[Mapping[str, Any]]) -> Curves:
-    """Join the rows of `metrics.jsonl`. If the steps go back, the run was resumed: earlier rows of later steps are
-    discarded."""
+    """Join the rows of `metrics.jsonl`. If the steps go back, the run was resumed: later steps are discarded."""
     found = Curves()
     for row in rows:
         step = row["step"]
@@ -178,8 +174,7 @@ def curves(rows: Iterable[Mapping[str, Any]]) -> Curves:
 
 
 def _clamp(number: float) -> float:
-    """Return the number, or infinity if it is above `_LARGEST`, or 0 if it is below 1 / `_LARGEST`. Scales would
-    overflow else."""
+    """Return the number, or infinity or 0 if it is so large or small that scales would overflow."""
     if abs(number) > _LARGEST:
         return math.copysign(math.inf, number)
     return 0.0 if abs(number) < 1 / _LARGEST else number

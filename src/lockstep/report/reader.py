@@ -75,8 +75,8 @@ def _rank_times(rows: _Rows) -> RankTimes:
 
 
 def _rows(path: Path, fits: Callable[[Mapping[str, Any]], bool], unreadable: dict[str, int]) -> Iterator[dict[str, Any]]:
-    """Yield the valid lines, which all have a step. Counts invalid ones in `unreadable`. A last line without a line end
-    is not counted: it is being written, or the run was killed while it wrote."""
+    """Yield the valid lines, which all have a step. Counts invalid ones in `unreadable`, but no last line without a
+    line end: it is being written, or the run was killed while it wrote."""
     if not path.is_file():
         return
     with path.open(encoding="utf-8", errors="replace") as lines:
@@ -130,8 +130,7 @@ def _json(path: Path, **kinds: type) -> dict[str, Any]:
 
 
 def _holder(path: Path) -> LockHolder | None:
-    """Return the process that holds the directory. Does not try the lock: a run that starts at that moment would be
-    refused."""
+    """Return the process that holds the directory. Trying the lock could refuse a run that starts at that moment."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         pid, host = int(values["pid"]), str(values["host"])

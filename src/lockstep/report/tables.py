@@ -156,8 +156,7 @@ def sections(run: RunHistory) -> dict[str, dict[str, str]]:
 
 
 def differences(runs: Sequence[RunHistory]) -> list[tuple[str, str, list[str | None]]]:
-    """Return the fields that differ between runs: section, field, and the value in each run. A missing value is
-    None."""
+    """Return the fields that differ between runs: section, field, and the value in each run or None."""
     described = [sections(run) for run in runs]
     found: list[tuple[str, str, list[str | None]]] = []
     for about in ("Recipe", "Plan", "Environment"):
