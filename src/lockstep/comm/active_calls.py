@@ -18,11 +18,9 @@ from lockstep.comm.shared_memory import SharedMemoryGroup
 @dataclass(frozen=True, slots=True)
 class CollectiveCall:
     name: str
-    """The collective: all_reduce."""
     group: str
     """The process group's name in torch. "default_pg" is all processes."""
     sequence: int
-    """The number of the call in that group, from 1."""
     tensors: str
     """The type and shape of what this process gave: float32 (4,)."""
 

@@ -27,7 +27,6 @@ class Senders:
     shared_memory: SharedMemoryGroup | None
     """The shared memory of the senders, used instead of `group`; None if they have none."""
     hierarchy: HierarchicalAllReduce | None
-    """Given if the senders are leaders of hosts."""
 
     @classmethod
     def of(cls, world: World) -> Senders:

@@ -32,7 +32,6 @@ class Mesh:
     """The position of this rank on the mesh axes, outermost first: pipeline, replicate, shard, tensor."""
 
     world: World
-    """All processes."""
     data: World
     """The data ranks: those that compute the microbatches together, with this one's position on the other axes."""
     assignment: MicrobatchAssignment

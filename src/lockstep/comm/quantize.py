@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 BLOCK = 256
-"""Numbers that share one scale."""
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
 _LARGEST = {"fp16": 32752.0, "int8": 127.0}
 """The largest code of a block: for fp16 below its maximum, so that rounding cannot leave its range."""
@@ -14,7 +13,6 @@ _A_LITTLE_MORE = 127.0001
 """A little more than 127, so that 127 times the scale of float32's largest number is not infinite."""
 _LEAST_SCALE = 2.0**-126
 _EXPONENT = 0x7F800000
-"""The exponent bits of a float32."""
 _SCALE_BYTES = 4
 
 

@@ -84,7 +84,6 @@ class SharedMemoryGroup:
         self.rank = segment.rank
         self.size = segment.size
         self.name = name
-        """The group's name in reports of active calls."""
         self.pending: PendingAllGather | None = None
         """The all-gather that has started. The next call, whatever it is, completes it first."""
         self._segment = segment
@@ -328,4 +327,3 @@ class SharedMemoryGroup:
 
 
 _groups: "weakref.WeakSet[SharedMemoryGroup]" = weakref.WeakSet()
-"""The groups of this process."""

@@ -30,7 +30,6 @@ _HEAD_BYTES = 64
 """Size of the head of a JSON text, which is exchanged first: the text's length, and the text itself if it fits, else
 its digest."""
 _IN_HEAD_BYTES = _HEAD_BYTES - 8
-"""The longest text that fits into its head."""
 IN_PLACE_BYTES = 2**17
 """With shared memory, a tensor of at least this size is summed in place: copying it into a bucket would take longer."""
 

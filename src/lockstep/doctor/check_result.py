@@ -16,7 +16,6 @@ _BAD: tuple[Verdict, ...] = ("slow", "failed")
 class CheckResult:
     section: Section
     check: str
-    """The subject of the check, in one to three words."""
     verdict: Verdict
     """`skipped`: not available here, or not run. This is not a fault by itself."""
     found: str

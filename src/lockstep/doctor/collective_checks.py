@@ -52,7 +52,6 @@ class RankGroup:
     name: str
     global_ranks: list[int]
     group_rank: int
-    """This rank's number in the group."""
     process_group: Any
     """The `torch.distributed` process group. None: the default group, of all ranks."""
     device: torch.device

@@ -24,7 +24,6 @@ from lockstep.launch.machines import Machines
 from lockstep.options import RunOptions
 
 DEADLINE_SECONDS = 20.0
-"""Deadline of each probe."""
 WORKER = ("-P", "-m", "lockstep.doctor")
 """Arguments of Python for each rank. A test may give a script that plants a fault first."""
 

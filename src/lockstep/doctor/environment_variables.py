@@ -50,7 +50,6 @@ _PINNING = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES")
 _LAUNCHER_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _PROXIES = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "all_proxy")
 _RELEVANT_PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_", "CUDA_DEVICE", "PYTHONHASHSEED", "PYTORCH_", "FI_", "UCX_")
-"""Prefixes of the variables that should be the same on all machines."""
 
 
 def environment_checks(environ: Mapping[str, str], *, nproc: int) -> list[CheckResult]:

@@ -33,7 +33,6 @@ _ONE_BLOCK_INPUTS = ("send/recv", "broadcast", "reduce", "all-reduce", "gather",
 """Collectives whose input is one block. The input of the others is one block for each rank."""
 
 BLOCK_SIZE = 13
-"""Numbers in a block. Odd, and not a power of two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,6 @@ class DataType:
     """A data type of torch, and the numbers that it holds."""
 
     name: str
-    """Name of the attribute of `torch`, such as `float32`."""
     limit: int
     """Largest number such that the type holds every integer from 0 to it."""
     signed: bool = True
@@ -72,7 +70,6 @@ DATA_TYPES = (
 class CollectiveCase:
     collective: Collective
     operation: Operation | None
-    """The reduction, for a collective of `REDUCTIONS`; else None."""
     data_type: DataType
 
     @property

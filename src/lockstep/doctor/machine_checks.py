@@ -30,28 +30,23 @@ class MachineInfo:
     address: str
     """Address under which other machines reach it. Empty if there is only one machine."""
     interface: str | None
-    """Network interface that has this address."""
     interfaces: tuple[str, ...]
     interface_details: str
     """Speed and MTU of `interface`, as text to append. Empty if unknown."""
     versions: Mapping[str, str]
     """Versions that must be the same on all machines, in display order."""
     gpus: int
-    """GPUs that torch sees."""
     gpu_names: tuple[str, ...]
     """Names of the GPUs that the driver sees. Empty if there is no driver."""
     topology: Mapping[str, str]
-    """Kind of link of each pair of GPUs, such as {"0-1": "NV18"}."""
+    """Pair -> kind of link: {"0-1": "NV18"}."""
     cores: int
-    """Cores in this process's CPU affinity."""
     cpu_quota: float | None
     """CPU quota of the control group, in cores. None if there is no quota."""
     shared_memory_bytes: int | None
-    """Free space in /dev/shm. None if it does not exist."""
     available_memory_bytes: int
     """Available memory: the lesser of the machine's and the control group's."""
     open_files_limit: int
-    """Soft limit of open files per process."""
     open_files_hard_limit: int
     locked_memory_bytes: int | None
     """Soft limit of locked memory. None if there is no limit."""
@@ -59,7 +54,6 @@ class MachineInfo:
     free_tasks: int | None
     """Number of processes and threads that may still be started. None if there is no limit."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables that should be the same on all machines."""
 
 
 def machine_checks(info: MachineInfo, environ: Mapping[str, str], *, nproc: int, world_size: int) -> list[CheckResult]:

@@ -49,7 +49,6 @@ class Outlier:
     nodes: tuple[str, ...]
     """One name: all links of that node in the `direction`. Two names: the link from the first to the second."""
     pairs: tuple[Pair, ...]
-    """Pairs of ranks whose measurements show it."""
     value: float
     """Bytes per second, or seconds."""
     normal: float

@@ -22,7 +22,6 @@ class RankStatus:
     location: str | None = None
     """File, line and function in the user's or the system's code. None if the rank waits for other ranks."""
     error: str | None = None
-    """The exception that the probe raised on this rank, if any."""
 
 
 def stalled_check(statuses: Sequence[RankStatus], world_size: int) -> CheckResult:

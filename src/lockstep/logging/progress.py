@@ -22,7 +22,6 @@ _LINE_SECONDS, _LONGEST_LINE_SECONDS, _LINE_SHARE = 2.0, 60.0, 0.02
 _WARM_UP_STEPS = 5
 """Fewest steps of the first interval from which the time left is estimated."""
 _MIN_BAR_COLUMNS, _MAX_BAR_COLUMNS = 8, 40
-"""Width of the progress bar, in columns."""
 
 
 class Progress:

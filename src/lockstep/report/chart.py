@@ -16,9 +16,8 @@ from lockstep.report.history import Series
 from lockstep.report.scale import Scale, Unit, format_number, scale_of, step_scale
 
 GRAIN = 10_000
-"""Width and height of the SVG's coordinate system."""
 DOTS = 60
-"""Largest number of points of a curve that are all drawn as dots."""
+"""Largest number of points that are all drawn as dots."""
 COLOURS = 8
 """Number of curve colours in page.css: --line-0 and so on."""
 

@@ -23,7 +23,6 @@ class DownsampledPoint:
     low: float
     high: float
     not_finite: int
-    """Number of values that are NaN or infinite."""
 
     @property
     def step(self) -> float:

@@ -16,7 +16,6 @@ from lockstep.report.scale import Scale, format_count, format_duration, time_sca
 Severity = Literal["error", "warning", "info"]
 
 MAX_ROWS = 200
-"""Largest number of rows in the table of one run."""
 _NEARBY = 0.004
 """Events of one kind that are closer together than this share of the timeline are drawn as one."""
 _SEVERITIES: dict[str, Severity] = {
@@ -29,7 +28,6 @@ _ON_CURVES = frozenset({"resumed", "plan-changed", "preempted"}) | {kind for kin
 _ORDER: tuple[Severity, ...] = ("info", "warning", "error")
 _KEYS = (("span", "running"), ("event error", "error"), ("event warning", "warning"), ("event info", "other"))
 _MAIN_DETAILS = ("reason", "error", "change", "text", "checkpoint", "plan")
-"""Most informative details, which come first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,6 @@ from lockstep.report.history import PHASES, RankTimes, Series
 from lockstep.report.scale import format_number, step_scale
 
 CELLS = 12_000
-"""Largest number of cells of one heatmap."""
 MOST_COLUMNS, MOST_ROWS = 300, 128
 BARS = 16
 """Largest number of ranks in the bar chart."""
@@ -34,7 +33,6 @@ class HeatmapGrid:
     """Step times. A row is a rank, or the slowest of several neighbours; a column is a mean over steps."""
 
     ranks: list[tuple[int, int]]
-    """First and last rank of each row."""
     last_step: int
     columns: int
     mean: dict[str, list[list[float]]]

@@ -83,7 +83,6 @@ class Attempt:
     ended: float
     """Seconds since 1970."""
     end: RunState | None
-    """None if the end was not recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +102,8 @@ class RunHistory:
     name: str
     path: str
     metadata: Mapping[str, Any]
-    """Contents of `run.json`."""
     result: Mapping[str, Any] | None
-    """Contents of `result.json`. None if the run has not ended."""
+    """None if the run has not ended."""
     curves: Curves
     ranks: RankTimes
     events: list[RunEvent]

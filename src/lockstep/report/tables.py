@@ -16,12 +16,9 @@ from lockstep.report.history import RunHistory, RunState
 from lockstep.report.scale import Unit, format_count, format_duration, format_number
 
 UNITS: dict[str, Unit] = {"memory_bytes": "bytes", "mfu": "share"}
-"""Units of the metrics that have one."""
 SERIES = 400
-"""Largest number of rows in the table of metrics."""
 
 _DIGITS = 12
-"""Digits of a fingerprint to show."""
 _WORDS: dict[RunState, str] = {
     "ended": "ended",
     "running": "running",
