@@ -182,7 +182,7 @@ def die_while_it_is_made(point: str, rank: int) -> str:
     return "not reached"
 
 
-@pytest.mark.parametrize("point", ["_facts", "_open"])
+@pytest.mark.parametrize("point", ["_offer", "_open"])
 def test_nothing_is_left_where_ranks_are_killed_while_it_is_made(pool: WorkerPool, tmp_path: Path, point: str) -> None:
     before = leaks.take(["shared-memory"])
     [found] = pool.run(1, forked, str(tmp_path), 2, partial(die_while_it_is_made, point))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.report.downsample import downsample
+from lockstep.report.chart import downsample
 from lockstep.report.history import Curves, LockHolder, RankTimes, RunEvent, RunHistory, Series, curves, rank_times, run_events
 
 

@@ -74,19 +74,12 @@ class PeerStopped(ExchangeError):
     """A rank raised in a collective, called `abort`, or closed the group."""
 
 
-_ERRORS: dict[int, type[ExchangeError]] = {
-    _DIED: PeerDied,
-    _LATE: PeersLate,
-    _DIFFER: CallsDiffer,
-    _STOPPED: PeerStopped,
-    _LEFT: PeerStopped,
-}
-_SAID = {
-    _DIED: "its process ended",
-    _LATE: "it was waited for in vain",
-    _DIFFER: "it called another collective",
-    _STOPPED: "it stopped exchanging: it raised, or called abort",
-    _LEFT: "it closed the group",
+_ERRORS: dict[int, tuple[type[ExchangeError], str]] = {
+    _DIED: (PeerDied, "its process ended"),
+    _LATE: (PeersLate, "it did not come within"),
+    _DIFFER: (CallsDiffer, "it called another collective"),
+    _STOPPED: (PeerStopped, "it stopped exchanging: it raised, or called abort"),
+    _LEFT: (PeerStopped, "it closed the group"),
 }
 
 
@@ -177,18 +170,18 @@ class Segment:
     def _error(self, kind: int, ranks: Sequence[int], seen_by: int | None = None) -> ExchangeError:
         named = ", ".join(str(self.names[rank]) for rank in ranks)
         mine, size = self.names[self.rank], dist.get_world_size()
-        text = f"an exchange through shared memory failed on rank {mine} of {size}, for rank {named}: {_SAID[kind]}"
+        text = f"an exchange through shared memory failed on rank {mine} of {size}, for rank {named}: {_ERRORS[kind][1]}"
         if kind == _LATE:
-            text += f" for {self._timeout.total_seconds():g} s; see what it does, or give a longer timeout"
+            text += f" {self._timeout.total_seconds():g} s; see what it does, or give a longer timeout"
         if seen_by is not None and seen_by not in ranks:
             text += f" (rank {self.names[seen_by]} saw it first)"
-        return _ERRORS[kind](ranks, text)
+        return _ERRORS[kind][0](ranks, text)
 
     def stop(self, cause: BaseException | None = None) -> None:
         """Make the other ranks raise an error of the type of `cause`, or `PeerStopped`. Any thread may call it."""
         if self._closed or self.words[_line(self.rank) + _STATE] != _LIVE:
             return
-        kind = next((kind for kind, error in _ERRORS.items() if type(cause) is error), _STOPPED)
+        kind = next((kind for kind, (error, _) in _ERRORS.items() if type(cause) is error), _STOPPED)
         culprit = cause.ranks[0] if isinstance(cause, ExchangeError) else self.rank
         self.words[_line(self.rank) + _CULPRIT] = culprit
         self.words[_line(self.rank) + _STATE] = kind
@@ -225,26 +218,26 @@ def open_segment(
     reason. `among`: the ranks of `group` that share a segment with this one; each rank gives its own. The kernel
     decides if they are on one host, not the launcher: all have the same boot id and namespace of process ids, and each
     finds rank 0's random token in the memory that it opened."""
-    here, whole = dist.get_rank(group), dist.get_world_size(group)
-    if whole == 1:
+    here, everyone_size = dist.get_rank(group), dist.get_world_size(group)
+    if everyone_size == 1:
         return Unavailable("there is one process, which has nobody to share memory with")
-    among = range(whole) if among is None else among
+    among = range(everyone_size) if among is None else among
     rank, size = among.index(here), len(among)
     with contextlib.ExitStack() as opened:
-        facts, reason = _attempt(lambda: _facts(rank, _words_bytes(size) + data_bytes, opened))
-        everyone = _exchange(group, {"facts": facts, "reason": reason})
-        if (verdict := _verdict(everyone)) is not None:
-            return verdict
-        hosts = [each["facts"]["host"] for each in everyone]
-        if size == whole and (other := next((peer for peer, host in enumerate(hosts) if host != hosts[0]), 0)):
+        offer, reason = _attempt(lambda: _offer(rank, _words_bytes(size) + data_bytes, opened))
+        everyone = _exchange(group, {"offer": offer, "reason": reason})
+        if (unavailable := _unavailable(everyone)) is not None:
+            return unavailable
+        hosts = [each["offer"]["host"] for each in everyone]
+        if size == everyone_size and (other := next((peer for peer, host in enumerate(hosts) if host != hosts[0]), 0)):
             reason = f"rank {other} runs on another host than rank 0, or in another container"
             return Unavailable(reason, tuple(hosts.index(host) for host in hosts))
-        found, reason = _attempt(lambda: _open([everyone[each]["facts"] for each in among], rank))
+        found, reason = _attempt(lambda: _open([everyone[each]["offer"] for each in among], rank))
         everyone = _exchange(group, {"reason": reason})
-    if (verdict := _verdict(everyone)) is not None:
+    if (unavailable := _unavailable(everyone)) is not None:
         if found is not None:
             _close(found[1])
-        return verdict
+        return unavailable
     assert found is not None
     names = dist.get_process_group_ranks(group)
     return Segment(found[0], rank, found[1], timeout, names=[names[each] for each in among])
@@ -258,15 +251,15 @@ def _attempt(call: Callable[[], Any]) -> tuple[Any, str]:
         return None, f"{type(error).__name__}: {error}"
 
 
-def _verdict(everyone: Sequence[dict[str, Any]]) -> Unavailable | None:
+def _unavailable(everyone: Sequence[dict[str, Any]]) -> Unavailable | None:
     return next((Unavailable(f"rank {rank}: {each['reason']}") for rank, each in enumerate(everyone) if each["reason"]), None)
 
 
-def _facts(rank: int, size_bytes: int, opened: contextlib.ExitStack) -> dict[str, Any]:
+def _offer(rank: int, size_bytes: int, opened: contextlib.ExitStack) -> dict[str, Any]:
     """Return what the others need to open the memory; rank 0 makes it, and `opened` closes its descriptor."""
     if platform.machine() != "x86_64":
         raise ValueError(f"the processor is {platform.machine()}; x86_64 alone keeps the order of stores, which this rests on")
-    facts: dict[str, Any] = {"host": _host(), "process": os.getpid()}
+    offer: dict[str, Any] = {"host": _host(), "process": os.getpid()}
     if rank == 0:
         descriptor = os.memfd_create("lockstep", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         opened.callback(os.close, descriptor)
@@ -275,10 +268,10 @@ def _facts(rank: int, size_bytes: int, opened: contextlib.ExitStack) -> dict[str
         except OSError as error:
             raise ValueError(f"{size_bytes} bytes of shared memory cannot be had: {error}") from error
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        mark = secrets.token_hex(8)
-        os.pwrite(descriptor, bytes.fromhex(mark), 0)
-        facts |= {"descriptor": descriptor, "mark": mark, "bytes": size_bytes}
-    return facts
+        token = secrets.token_hex(8)
+        os.pwrite(descriptor, bytes.fromhex(token), 0)
+        offer |= {"descriptor": descriptor, "token": token, "bytes": size_bytes}
+    return offer
 
 
 def _host() -> list[str | int]:
@@ -296,12 +289,12 @@ def _open(everyone: Sequence[dict[str, Any]], rank: int) -> tuple[mmap.mmap, lis
         memory = mmap.mmap(descriptor, first["bytes"])
     finally:
         os.close(descriptor)
-    if memory[:8].hex() != first["mark"]:
+    if memory[:8].hex() != first["token"]:
         raise ValueError("the memory that it opened is not rank 0's; the processes see different /proc")
     ends: list[int] = []
     try:
-        for peer, facts in enumerate(everyone):
-            ends.append(-1 if peer == rank else os.pidfd_open(facts["process"]))
+        for peer, offer in enumerate(everyone):
+            ends.append(-1 if peer == rank else os.pidfd_open(offer["process"]))
     except BaseException:
         _close(ends)
         raise

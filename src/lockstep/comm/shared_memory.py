@@ -8,31 +8,17 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from types import TracebackType
 from typing import Concatenate, ParamSpec, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.base.closing import Closing
 from lockstep.base.torch_private import profiler_enabled
 from lockstep.comm.segment import LINE_BYTES, ExchangeError, PeerStopped, Segment, Unavailable, open_segment
 from lockstep.comm.shared_rounds import BufferViews, Rounds
-from lockstep.comm.shared_tensors import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    ALL_TO_ALL,
-    BROADCAST,
-    REDUCE_SCATTER,
-    add,
-    called,
-    described,
-    flat,
-    head,
-    refuse_overlap,
-    round_up,
-    split,
-)
+from lockstep.comm.shared_tensors import add, called, described, flat, head, refuse_overlap, round_up, split
 
 P = ParamSpec("P")
 
@@ -73,7 +59,7 @@ class PendingAllGather(dist.Work):
         return True
 
 
-class SharedMemoryGroup:
+class SharedMemoryGroup(Closing):
     """The collectives of the ranks of a process group on one host. Made by `create`; used by one thread at a time.
     Every rank calls the same in the same order, with contiguous CPU tensors. A call returns when this rank's part is
     complete. Sums are added in the order of the ranks: the same bits on every rank, in every run. If a rank fails,
@@ -127,7 +113,7 @@ class SharedMemoryGroup:
     def all_reduce(self, tensor: Tensor) -> None:
         """Replace `tensor`, which has one size on all ranks, by the sum over ranks."""
         numbers = flat(tensor)
-        views = self._rounds.start(ALL_REDUCE, numbers)
+        views = self._rounds.start("all_reduce", numbers)
         if self.size <= _DIRECT_RANKS or numbers.nbytes <= _DIRECT_BYTES:
             self._reduce_directly(numbers, views)
         else:
@@ -141,7 +127,7 @@ class SharedMemoryGroup:
             raise ValueError(f"reduce_scatter of {described(tensor)} into {described(output)}; the output is 1/{self.size} of the input")
         refuse_overlap(output, tensor)
         chunks = numbers.view(self.size, len(into))
-        views = self._rounds.start(REDUCE_SCATTER, into)
+        views = self._rounds.start("reduce_scatter", into)
         cell = views.sent[0][self._others[0]].numel()
         pieces = [split(chunk, cell) for chunk in chunks.unbind()]
         for place, total in enumerate(split(into, cell)):
@@ -201,7 +187,7 @@ class SharedMemoryGroup:
         if len(into) != len(mine) * self.size or tensor.dtype is not output.dtype:
             raise ValueError(f"all_gather of {described(tensor)} into {described(output)}; the output is {self.size} times the input")
         chunks = into.view(self.size, len(mine))
-        views = self._rounds.start(ALL_GATHER, mine)
+        views = self._rounds.start("all_gather", mine)
         capacity = views.whole[0][0].numel()
         if chunks[self.rank].data_ptr() != mine.data_ptr():
             chunks[self.rank].copy_(mine)
@@ -223,7 +209,7 @@ class SharedMemoryGroup:
         numbers = flat(tensor)
         if not 0 <= source < self.size:
             raise ValueError(f"source={source}; the ranks of this group are 0 to {self.size - 1}")
-        views = self._rounds.start(BROADCAST, numbers, source)
+        views = self._rounds.start("broadcast", numbers, source)
         for place, piece in enumerate(split(numbers, views.whole[0][0].numel())):
             shown = head(views.whole[self._rounds.buffer][source], piece.numel())
             if source == self.rank:
@@ -241,7 +227,7 @@ class SharedMemoryGroup:
             given = f"{described(tensor)} in chunks of {list(sizes)} into {described(output)} in chunks of {list(output_sizes)}"
             raise ValueError(f"all_to_all of {given}; sizes add up to the tensors', which have one dtype")
         refuse_overlap(output, tensor)
-        views = self._rounds.start(ALL_TO_ALL, numbers, sizes=sizes)
+        views = self._rounds.start("all_to_all", numbers, sizes=sizes)
         outgoing, incoming = numbers.split_with_sizes(list(sizes)), into.split_with_sizes(list(output_sizes))
         incoming[self.rank].copy_(outgoing[self.rank])
         cell = views.sent[0][self._others[0]].numel()
@@ -272,12 +258,6 @@ class SharedMemoryGroup:
         self._rounds.forget_views()
         self.pending = None
         self._failure = functools.partial(PeerStopped, (self.rank,), f"rank {self.rank} has closed this group; make another")
-
-    def __enter__(self) -> "SharedMemoryGroup":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
     def _fail(self, error: BaseException) -> None:
         if self._failure is None:

@@ -63,12 +63,12 @@ class Rounds:
         """The buffer of the coming round, 0 or 1; until it is announced, this rank alone uses its own."""
         return self.number & 1
 
-    def start(self, operation: int, tensor: Tensor, detail: int = 0, sizes: Sequence[int] | None = None) -> BufferViews:
+    def start(self, collective: str, tensor: Tensor, detail: int = 0, sizes: Sequence[int] | None = None) -> BufferViews:
         """Write which collective this rank calls, for the others to compare. `sizes`: elements for each rank
         (all_to_all)."""
         views = self._views.get(tensor.dtype) or self._make_views(tensor.dtype)
         length = tensor.numel() if sizes is None else 0
-        self.signature = signature_of(operation, views.dtype_code, length, detail)
+        self.signature = signature_of(collective, views.dtype_code, length, detail)
         place = self._calls[self.buffer][self._rank]
         self._words[place] = self.signature
         if sizes is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 Verdict = Literal["ok", "skipped", "slow", "failed"]
@@ -12,7 +12,7 @@ Section = Literal["machine", "environment", "run directory", "rendezvous", "coll
 _BAD: tuple[Verdict, ...] = ("slow", "failed")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class CheckResult:
     section: Section
     check: str
@@ -33,6 +33,11 @@ class CheckResult:
         return self.verdict in _BAD
 
 
+def check_result(section: Section, check: str, verdict: Verdict, found: str, remedy: str = "") -> CheckResult:
+    """Return a result, without the remedy if the verdict is `ok`."""
+    return CheckResult(section, check, verdict, found, "" if verdict == "ok" else remedy)
+
+
 def worst(checks: Iterable[CheckResult]) -> Verdict:
     """Return the overall verdict: `failed` if any check failed, else `slow` if any is slow, else `ok`."""
     return max((check.verdict for check in checks if check.is_bad), key=_BAD.index, default="ok")
@@ -47,11 +52,6 @@ def machine_names(hosts: Sequence[tuple[str, str]]) -> list[str]:
     if len(set(addresses)) == len(addresses):
         return addresses
     return [f"{name}#{number}" for number, name in enumerate(names)]
-
-
-def with_machine(machine: str, checks: Iterable[CheckResult]) -> list[CheckResult]:
-    """Return the same results with the name of their machine."""
-    return [replace(check, machine=machine) for check in checks]
 
 
 def format_bytes(size_bytes: float) -> str:

@@ -131,13 +131,10 @@ def exchange(collective: Collective, own: Tensor, group: RankGroup, *, operation
             return received
         case "broadcast":
             dist.broadcast(own, root_rank, group=process_group)
-            return own
         case "reduce":
             dist.reduce(own, root_rank, op=op, group=process_group)
-            return own
         case "all-reduce":
             dist.all_reduce(own, op=op, group=process_group)
-            return own
         case "scatter":
             received = own.new_empty(block)
             dist.scatter(received, list(own.view(size, block)) if is_root else None, root_rank, group=process_group)
@@ -160,13 +157,11 @@ def exchange(collective: Collective, own: Tensor, group: RankGroup, *, operation
             return received
         case "barrier":
             dist.barrier(group=process_group)
-            return own
+    return own
 
 
 def _tensor(values: NDArray[Any], data_type: DataType, device: torch.device) -> Tensor:
-    tensor = torch.from_numpy(values)
-    if not data_type.real:
-        tensor = tensor * (1 + 1j)
+    tensor = torch.from_numpy(values) * (1 if data_type.real else 1 + 1j)
     return tensor.to(getattr(torch, data_type.name)).to(device)
 
 

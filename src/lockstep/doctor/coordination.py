@@ -24,7 +24,7 @@ from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from lockstep.doctor.stalled_probe import RankStatus
+from lockstep.doctor.summary import RankStatus
 
 _PREFIX = "lockstep-doctor"
 _ABORT_KEY = "abort"

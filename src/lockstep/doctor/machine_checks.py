@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
-from lockstep.doctor.check_result import CheckResult, Verdict, format_bytes, format_duration
+from lockstep.doctor.check_result import CheckResult, check_result, format_bytes, format_duration
 from lockstep.launch.environment import threads_per_process
 
+_check = partial(check_result, "machine")
 SHARED_MEMORY_BYTES = 128 << 20
 """Space in /dev/shm for each process: for batches from loader workers (torch's DataLoader), and for NCCL's buffers."""
 MEMORY_BYTES = 1 << 30
@@ -68,10 +70,6 @@ def machine_checks(info: MachineInfo, environ: Mapping[str, str], *, nproc: int,
     ]
 
 
-def _check(check: str, verdict: Verdict, found: str, remedy: str = "") -> CheckResult:
-    return CheckResult(section="machine", check=check, verdict=verdict, found=found, remedy="" if verdict == "ok" else remedy)
-
-
 def _versions(info: MachineInfo) -> CheckResult:
     return _check("versions", "ok", ", ".join(f"{name} {value}" for name, value in info.versions.items()))
 
@@ -83,9 +81,8 @@ def _devices(info: MachineInfo, environ: Mapping[str, str], nproc: int) -> list[
         hidden = environ.get("CUDA_VISIBLE_DEVICES")
         seen = f"the driver has {len(info.gpu_names)} GPUs ({info.gpu_names[0]}) and torch sees none"
         if hidden is not None:
-            return [
-                _check("devices", "failed", f"{seen}: CUDA_VISIBLE_DEVICES={hidden}", "unset CUDA_VISIBLE_DEVICES, unless you want CPUs")
-            ]
+            remedy = "unset CUDA_VISIBLE_DEVICES, unless you want CPUs"
+            return [_check("devices", "failed", f"{seen}: CUDA_VISIBLE_DEVICES={hidden}", remedy)]
         return [_check("devices", "failed", seen, "install a torch build for CUDA, and a driver that is new enough for it")]
     names = sorted(set(info.gpu_names))
     found = f"{info.gpus} GPU{'s' if info.gpus > 1 else ''}: {', '.join(names) or 'the driver gives no name'}"
@@ -122,14 +119,8 @@ def _threads(info: MachineInfo, environ: Mapping[str, str], nproc: int) -> list[
     usable = min(info.cores, info.cpu_quota or info.cores)
     set_to = environ.get("OMP_NUM_THREADS")
     if set_to is not None and not (set_to.isdecimal() and int(set_to)):
-        return [
-            _check(
-                "threads",
-                "failed",
-                f"OMP_NUM_THREADS is {set_to!r}, which is not a number of threads",
-                "unset it: lockstep chooses the number",
-            )
-        ]
+        found = f"OMP_NUM_THREADS is {set_to!r}, which is not a number of threads"
+        return [_check("threads", "failed", found, "unset it: lockstep chooses the number")]
     threads = int(set_to) if set_to is not None else threads_per_process(nproc)
     cores = f"{usable:g} core{'' if usable == 1 else 's'}"
     if info.cpu_quota is not None and info.cpu_quota < info.cores:
@@ -177,22 +168,14 @@ def _interface(info: MachineInfo, environ: Mapping[str, str]) -> list[CheckResul
     """Check the network interfaces: GLOO_SOCKET_IFNAME lists names; NCCL_SOCKET_IFNAME prefixes, names after `=`, `^`
     excludes."""
     interfaces = ", ".join(info.interfaces)
-    checks = []
-    gloo = environ.get("GLOO_SOCKET_IFNAME")
-    for name in gloo.split(",") if gloo else ():
-        if name not in info.interfaces:
-            found = f"GLOO_SOCKET_IFNAME names {name!r}; the interfaces are {interfaces}"
-            checks.append(
-                _check("interface", "failed", found, "unset it: lockstep chooses the one through which the machines reach each other")
-            )
-    nccl = environ.get("NCCL_SOCKET_IFNAME")
+    gloo, nccl = environ.get("GLOO_SOCKET_IFNAME"), environ.get("NCCL_SOCKET_IFNAME")
+    wrong = [name for name in gloo.split(",") if name not in info.interfaces] if gloo else []
+    found = [f"GLOO_SOCKET_IFNAME names {name!r}; the interfaces are {interfaces}" for name in wrong]
     if nccl and not _nccl_finds(nccl, info.interfaces):
-        found = f"NCCL_SOCKET_IFNAME={nccl} matches none of {interfaces}"
-        checks.append(
-            _check("interface", "failed", found, "unset it: lockstep chooses the one through which the machines reach each other")
-        )
-    if checks:
-        return checks
+        found.append(f"NCCL_SOCKET_IFNAME={nccl} matches none of {interfaces}")
+    if found:
+        remedy = "unset it: lockstep chooses the one through which the machines reach each other"
+        return [_check("interface", "failed", each, remedy) for each in found]
     if gloo:
         return [_check("interface", "ok", f"{gloo}, by GLOO_SOCKET_IFNAME")]
     if not info.address:
@@ -219,9 +202,7 @@ def clock_check(machine: str, offset_seconds: float, error_seconds: float, refer
     text = f"{format_duration(abs(offset_seconds))} {relation} {reference} (± {format_duration(error_seconds)})"
     skewed = abs(offset_seconds) - error_seconds > MAX_CLOCK_OFFSET_SECONDS
     remedy = "synchronize the clocks by NTP (chronyc tracking, timedatectl): a machine that is a few seconds off is taken for dead"
-    return CheckResult(
-        section="machine", check="clock", verdict="failed" if skewed else "ok", found=text, remedy=remedy if skewed else "", machine=machine
-    )
+    return replace(_check("clock", "failed" if skewed else "ok", text, remedy), machine=machine)
 
 
 def version_differences(machines: Sequence[str], info: Sequence[Mapping[str, str]]) -> list[CheckResult]:

@@ -146,7 +146,7 @@ def point_to_point_checks(measurements: Sequence[PairMeasurement], machines: Seq
         latency = format_duration(median(each.latency_seconds for each in same_kind))
         text = f"{len(same_kind)} links: {middle} ({lowest} to {highest}), {latency} (median)"
         check = _KINDS.get(kind, f"within a machine, {kind}")
-        results.append(CheckResult(section="point-to-point", check=check, verdict="ok", found=text))
+        results.append(CheckResult("point-to-point", check, "ok", text))
     return results + [_outlier_check(outlier) for outlier in find_outliers(measurements, machines)]
 
 
@@ -172,4 +172,4 @@ def _outlier_check(outlier: Outlier) -> CheckResult:
             if is_rank
             else "look at the path between the two: cable, switch port, negotiated speed (ethtool), route (tracepath), other traffic"
         )
-    return CheckResult(section="point-to-point", check=check, verdict="slow", found=found, remedy=remedy)
+    return CheckResult("point-to-point", check, "slow", found, remedy)

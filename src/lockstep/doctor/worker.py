@@ -25,7 +25,7 @@ from lockstep.doctor import benchmark, collective_checks
 from lockstep.doctor.check_result import machine_names
 from lockstep.doctor.coordination import ProbeCoordinator
 from lockstep.doctor.expected_results import subgroups
-from lockstep.doctor.stalled_probe import RankStatus
+from lockstep.doctor.summary import RankStatus
 from lockstep.launch import worker
 from lockstep.launch.environment import Environment
 

@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
+from lockstep.base.closing import Closing
 from lockstep.base.errors import DataError, cannot_write
 from lockstep.base.files import write_atomically
 from lockstep.logging.tensorboard_file import TensorBoardFile
@@ -21,7 +21,7 @@ RESERVED_NAMES = frozenset({"step", "time", "not_finite"})
 _FLUSH_SECONDS = 1.0
 
 
-class MetricsLog:
+class MetricsLog(Closing):
     """A log in `metrics.jsonl` and a TensorBoard event file in the folder `path`. Created on one rank; close it.
     `write` flushes at most once a second; `flush` and `close` always do. `clock` returns seconds since 1970."""
 
@@ -70,12 +70,6 @@ class MetricsLog:
         self._rows.close()
         with suppress(OSError):  # flush has raised it
             self._events.close()
-
-    def __enter__(self) -> MetricsLog:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self.close()
 
 
 def drop_rows_after(step: int, path: Path) -> None:

@@ -7,8 +7,9 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
+
+from lockstep.base.closing import Closing
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,7 +25,7 @@ _WARM_UP_STEPS = 5
 _MIN_BAR_COLUMNS, _MAX_BAR_COLUMNS = 8, 40
 
 
-class Progress:
+class Progress(Closing):
     """A progress display on `stream`. Created on one rank, just before the first step; close it, or use it in a `with`.
 
     On a terminal, the last line of `stream` is kept up to date, and other output to the terminal appears above it.
@@ -92,12 +93,6 @@ class Progress:
         if self._has_update or isinstance(self._display, _LiveLine):
             self._show(f"after {_duration(self._clock() - self._began)}")
         self._end()
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self.close()
 
     def _show(self, time_text: str) -> None:
         self._has_update = False

@@ -17,13 +17,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from lockstep.base.closing import Closing
 from lockstep.base.errors import RecipeError, RunDirectoryError
 from lockstep.base.files import replace_atomically, write_atomically
 from lockstep.base.version import __version__
@@ -42,7 +42,7 @@ _SAVED_DTYPES = frozenset(
 )
 
 
-class RunDirectory:
+class RunDirectory(Closing):
     """A run directory that this process alone writes to. Created on one rank, by `create`; close it. A kernel lock on
     the file `lock`, which names the holder, ends with the holder's process."""
 
@@ -112,12 +112,6 @@ class RunDirectory:
     def close(self) -> None:
         """Release the directory. Does nothing if called again, or in a forked child."""
         self._lock.release()
-
-    def __enter__(self) -> RunDirectory:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self.close()
 
 
 class _FileLock:
