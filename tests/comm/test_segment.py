@@ -204,7 +204,7 @@ def test_a_timeout_names_the_ranks_that_are_missing(pool: WorkerPool) -> None:
         kind, ranks, text, seconds = found
         assert kind == "PeersLate"
         assert ranks == (1, 2) or (ranks == (1,) and "saw it first" in text)
-        assert "for 0.5 s" in text
+        assert "within 0.5 s" in text
         assert seconds >= 0.4
 
 

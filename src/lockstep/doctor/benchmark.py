@@ -1,13 +1,9 @@
-"""Measure the duration of collectives by size, latency and bandwidth between pairs of ranks, and the offsets of the
-machines' clocks.
+"""Measure durations of collectives, latency and bandwidth between pairs of ranks, and the offsets of machines' clocks.
 
-Algorithm and bus bandwidth are as nccl-tests defines them:
-https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md. With S bytes in t seconds on n ranks, algorithm
-bandwidth is S / t. Bus bandwidth is the traffic on each link, to be compared with the hardware's bandwidth: algorithm
-bandwidth times 2 (n - 1) / n for all-reduce, (n - 1) / n for reduce-scatter, all-gather and all-to-all, and 1 for
-broadcast, reduce and send/recv. Gather and scatter have (n - 1) / n in the code of nccl-tests (src/gather.cu). S is the
-size of the whole array: the output of all-gather and gather, the input of reduce-scatter, scatter and all-to-all, which
-is n times one rank's part.
+With S bytes in t seconds on n ranks, algorithm bandwidth is S / t. Bus bandwidth, the traffic on each link, to be
+compared with the hardware's, is S / t times 2 (n - 1) / n for all-reduce, (n - 1) / n for reduce-scatter, all-gather,
+all-to-all, gather and scatter, and 1 for the others. S is the size of the whole array, n times one rank's part.
+Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md, and its src/gather.cu.
 """
 
 from __future__ import annotations
@@ -43,11 +39,6 @@ MEASUREMENTS = 5
 _PARTITIONING = ("scatter", "gather", "all-gather", "reduce-scatter", "all-to-all")
 
 
-def algorithm_bandwidth(size_bytes: int, seconds: float) -> float:
-    """Return the algorithm bandwidth in bytes per second; see the text of this module."""
-    return size_bytes / seconds
-
-
 def bus_bandwidth(collective: str, size_bytes: int, seconds: float, ranks: int) -> float:
     """Return the bus bandwidth in bytes per second; see the text of this module. `collective`: one of `COLLECTIVES`."""
     factor = 1.0
@@ -55,7 +46,7 @@ def bus_bandwidth(collective: str, size_bytes: int, seconds: float, ranks: int) 
         factor = 2 * (ranks - 1) / ranks
     elif collective in _PARTITIONING:
         factor = (ranks - 1) / ranks
-    return algorithm_bandwidth(size_bytes, seconds) * factor
+    return size_bytes / seconds * factor
 
 
 def time_collectives(coordinator: ProbeCoordinator, group: RankGroup) -> list[dict[str, Any]]:
@@ -76,7 +67,7 @@ def time_collectives(coordinator: ProbeCoordinator, group: RankGroup) -> list[di
                     "collective": collective,
                     "size_bytes": size_bytes,
                     "seconds": seconds,
-                    "algorithm_bandwidth": algorithm_bandwidth(size_bytes, seconds) if size_bytes else None,
+                    "algorithm_bandwidth": size_bytes / seconds if size_bytes else None,
                     "bus_bandwidth": bus_bandwidth(collective, size_bytes, seconds, ranks) if size_bytes else None,
                 }
             )
@@ -96,16 +87,12 @@ def _time_collective(coordinator: ProbeCoordinator, group: RankGroup, collective
         return time.perf_counter() - began
 
     once()  # warm-up: creates connections and buffers
-    repeats = int(coordinator.all_gather(_repeats(once()))[0])
+    repeats = int(coordinator.all_gather(max(2, min(MOST_REPEATS, int(SIZE_SECONDS / once()))))[0])
     times = []
     for _ in range(repeats):
         dist.barrier(group=group.process_group)
         times.append(once())
     return max(float(each) for each in coordinator.all_gather(statistics.median(times)))
-
-
-def _repeats(seconds: float) -> int:
-    return max(2, min(MOST_REPEATS, int(SIZE_SECONDS / seconds)))
 
 
 def _synchronize(group: RankGroup) -> None:

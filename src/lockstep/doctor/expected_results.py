@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,11 +24,9 @@ Collective = Literal[
 Operation = Literal["sum", "min", "max", "product", "avg"]
 Integers = NDArray[np.int64]
 
-COLLECTIVES: tuple[Collective, ...] = (
-    "send/recv", "broadcast", "reduce", "all-reduce", "scatter", "gather", "all-gather", "reduce-scatter", "all-to-all", "barrier",
-)  # fmt: skip
+COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 REDUCTIONS: tuple[Collective, ...] = ("reduce", "all-reduce", "reduce-scatter")
-OPERATIONS: tuple[Operation, ...] = ("sum", "min", "max", "product", "avg")
+OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 _ONE_BLOCK_INPUTS = ("send/recv", "broadcast", "reduce", "all-reduce", "gather", "all-gather")
 """Collectives whose input is one block. The input of the others is one block for each rank."""
 
@@ -81,12 +79,8 @@ def cases(collective: Collective) -> list[CollectiveCase]:
     """Return the cases of a collective other than the barrier: each data type with each operation defined for it."""
     if collective not in REDUCTIONS:
         return [CollectiveCase(collective, None, data_type) for data_type in DATA_TYPES]
-    return [
-        CollectiveCase(collective, operation, data_type)
-        for data_type in DATA_TYPES
-        for operation in OPERATIONS
-        if _is_defined(operation, data_type)
-    ]
+    pairs = [(operation, data_type) for data_type in DATA_TYPES for operation in OPERATIONS if _is_defined(operation, data_type)]
+    return [CollectiveCase(collective, operation, data_type) for operation, data_type in pairs]
 
 
 def _is_defined(operation: Operation, data_type: DataType) -> bool:
@@ -102,9 +96,8 @@ def root(global_ranks: Sequence[int]) -> int:
 
 def rank_input(case: CollectiveCase, global_ranks: Sequence[int], group_rank: int) -> Integers:
     """Return the input of one rank of a group: `BLOCK_SIZE` numbers, or `BLOCK_SIZE` for each rank of the group."""
-    return _values_of_rank(
-        case, global_ranks, group_rank, np.arange(BLOCK_SIZE if case.collective in _ONE_BLOCK_INPUTS else BLOCK_SIZE * len(global_ranks))
-    )
+    blocks = 1 if case.collective in _ONE_BLOCK_INPUTS else len(global_ranks)
+    return _values_of_rank(case, global_ranks, group_rank, np.arange(BLOCK_SIZE * blocks))
 
 
 def expected_output(case: CollectiveCase, global_ranks: Sequence[int], group_rank: int) -> NDArray[Any] | None:

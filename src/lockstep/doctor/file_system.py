@@ -1,7 +1,5 @@
-"""Check what a run directory needs of its file system: atomic renames, fsync, exclusive locks, and a clock.
-
-The checks use real files, in a temporary folder that is removed afterwards.
-"""
+"""Check what a run directory needs of its file system: atomic renames, fsync, exclusive locks, and a clock. The checks
+use real files, in a temporary folder that is removed afterwards."""
 
 from __future__ import annotations
 

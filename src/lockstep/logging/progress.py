@@ -26,15 +26,10 @@ _MIN_BAR_COLUMNS, _MAX_BAR_COLUMNS = 8, 40
 
 
 class Progress(Closing):
-    """A progress display on `stream`. Created on one rank, just before the first step; close it, or use it in a `with`.
-
-    On a terminal, the last line of `stream` is kept up to date, and other output to the terminal appears above it.
-    Otherwise plain lines are written: for the first and the last step, and every 2 seconds in between, less often as
-    the run gets longer. There is no thread: the display changes only when a method is called. If `stream` can no longer
-    be written to, the display ends, not the run.
-
-    `total_steps` and `start` (steps done before) count optimizer steps. `clock` returns seconds.
-    """
+    """A progress display on `stream`. Created on one rank, just before the first step; close it. On a terminal its last
+    line is kept up to date, below other output. Otherwise lines are written for the first and the last step, and every
+    2 seconds in between, less often in long runs. There is no thread. If `stream` can no longer be written to, the
+    display ends, not the run. `total_steps` and `start` (steps done before) count optimizer steps."""
 
     def __init__(self, total_steps: int, *, stream: TextIO, clock: Callable[[], float] = time.monotonic, start: int = 0) -> None:
         self._total = total_steps

@@ -1,7 +1,5 @@
-"""The run directory, which holds all files of a run.
-
-Only one run writes to it, and no file of an earlier run is overwritten.
-"""
+"""The run directory, which holds all files of a run. Only one run writes to it, and no file of an earlier run is
+overwritten."""
 
 from __future__ import annotations
 
@@ -16,6 +14,7 @@ import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -218,12 +217,9 @@ def default_run_path(script: str | None, now: datetime) -> Path:
     """Return `runs/<script>-<date>-<time>`, with -2, -3, ... if it exists. `script`: as in `sys.argv[0]`; `run` if it
     is no file."""
     stem = Path(script).stem if script and not script.startswith("-") else "run"
-    path = first = Path("runs") / f"{stem}-{now:%Y%m%d-%H%M%S}"
-    number = 1
-    while path.exists():
-        number += 1
-        path = first.with_name(f"{first.name}-{number}")
-    return path
+    first = Path("runs") / f"{stem}-{now:%Y%m%d-%H%M%S}"
+    others = (first.with_name(f"{first.name}-{number}") for number in count(2))
+    return next(path for path in chain([first], others) if not path.exists())
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:

@@ -1,7 +1,5 @@
-"""A chart of curves over steps, as HTML with an SVG that stretches to any size.
-
-Line widths and text do not stretch. Pure.
-"""
+"""A chart of curves over steps, as HTML with an SVG that stretches to any size. Line widths and text do not stretch.
+Pure."""
 
 from __future__ import annotations
 
@@ -90,7 +88,8 @@ def render(chart: Chart, *, index: int, last_step: int, columns: int) -> Rendere
     numbers = [value for each in points for point in each for value in (point.low, point.high) if math.isfinite(value)]
     x_scale = step_scale(last_step)
     y_scale = scale_of(numbers, chart.unit, from_zero=chart.from_zero, may_be_logarithmic=chart.may_be_logarithmic)
-    layers = [*_grid(x_scale, y_scale), *_marks(chart.marks, x_scale)]
+    grid = "".join(f"M0 {_y(y_scale.position(tick))}h{GRAIN}" for tick in y_scale.ticks)
+    layers = [f'<path class="grid" d="{grid}"/>', *_marks(chart.marks, x_scale)]
     for line, each in zip(chart.lines, points, strict=True):
         layers += _line(line, each, x_scale, y_scale)
     svg = f'<svg viewBox="0 0 {GRAIN} {GRAIN}" preserveAspectRatio="none" aria-hidden="true">{"".join(layers)}</svg>'
@@ -157,11 +156,6 @@ def summary(series: Series) -> dict[str, Any]:
         "max": highest[0],
         "max_step": highest[1],
     }
-
-
-def _grid(x_scale: Scale, y_scale: Scale) -> Iterator[str]:
-    lines = [f"M0 {_y(y_scale.position(tick))}h{GRAIN}" for tick in y_scale.ticks]
-    yield f'<path class="grid" d="{"".join(lines)}"/>'
 
 
 def _marks(marks: Sequence[EventMark], x_scale: Scale) -> Iterator[str]:

@@ -125,10 +125,9 @@ def table(run: RunHistory) -> str:
     rows = [_row(group, run.began or 0.0) for group in shown]
     if left_out > 0:
         rows.insert(MAX_ROWS // 2, f'<tr><td colspan="4" class="note">… {left_out:,} more, in events.jsonl …</td></tr>')
-    heads = (
-        '<th scope="col" class="number">after</th><th scope="col" class="number">step</th><th scope="col">event</th><th scope="col"></th>'
-    )
-    return f'<div class="wide"><table class="events"><thead><tr>{heads}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+    heads = '<th scope="col" class="number">after</th><th scope="col" class="number">step</th><th scope="col">event</th>'
+    head = f'<thead><tr>{heads}<th scope="col"></th></tr></thead>'
+    return f'<div class="wide"><table class="events">{head}<tbody>{"".join(rows)}</tbody></table></div>'
 
 
 def _row(group: EventGroup, began: float) -> str:

@@ -7,8 +7,8 @@ import math
 import struct
 import zlib
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from html import escape
 from itertools import zip_longest
 from statistics import median
@@ -46,14 +46,6 @@ class HeatmapGrid:
         return first, max(first, (column + 1) * self.last_step // self.columns)
 
 
-@dataclass(slots=True)
-class _HeatmapColumn:
-    """The values of one column, by row."""
-
-    means: dict[str, list[float]] = field(default_factory=dict)
-    most: list[float] = field(default_factory=list)
-
-
 def make_grid(times: RankTimes, last_step: int) -> HeatmapGrid:
     """Arrange the times on an axis from step 0 to `last_step`, in `CELLS` cells at most."""
     world = max((len(row) for rows in times.phases.values() for row in rows), default=0)
@@ -64,9 +56,13 @@ def make_grid(times: RankTimes, last_step: int) -> HeatmapGrid:
     columns = max(1, min(MOST_COLUMNS, CELLS // max(1, len(ranks)), round(last_step / interval)))
     rows_by_column = _rows_by_column(times.steps, last_step, columns)
     phases = [phase for phase in PHASES if any(times.phases[phase])]
-    cells = [_cells(times, phases, rows, ranks_per_row) for rows in rows_by_column]
-    mean = {phase: [[_at(each.means.get(phase, []), row) for each in cells] for row in range(len(ranks))] for phase in phases}
-    return HeatmapGrid(ranks, last_step, columns, mean, [[_at(each.most, row) for each in cells] for row in range(len(ranks))])
+
+    def grid(phase: str, combine: Callable[[Sequence[float]], float]) -> list[list[float]]:
+        by_rank = (_by_rank([times.phases[phase][row] for row in rows]) for rows in rows_by_column)
+        cells = [_slowest([combine(values) for values in each], ranks_per_row) for each in by_rank]
+        return [[_at(each, row) for each in cells] for row in range(len(ranks))]
+
+    return HeatmapGrid(ranks, last_step, columns, {phase: grid(phase, _mean) for phase in phases}, grid("step", _longest))
 
 
 def _rows_by_column(steps: Sequence[int], last_step: int, columns: int) -> list[list[int]]:
@@ -82,22 +78,16 @@ def _rows_by_column(steps: Sequence[int], last_step: int, columns: int) -> list[
     return found
 
 
-def _cells(times: RankTimes, phases: Sequence[str], rows: Sequence[int], ranks_per_row: int) -> _HeatmapColumn:
-    column = _HeatmapColumn()
-    if rows:
-        for phase in phases:
-            column.means[phase] = _slowest([_mean(each) for each in _by_rank([times.phases[phase][row] for row in rows])], ranks_per_row)
-        longest = [max(each, default=math.nan) for each in _by_rank([times.phases["step"][row] for row in rows])]
-        column.most = _slowest(longest, ranks_per_row)
-    return column
-
-
 def _by_rank(rows: Sequence[array[float]]) -> list[list[float]]:
     return [[value for value in each if value == value] for each in zip_longest(*rows, fillvalue=math.nan)]
 
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else math.nan
+
+
+def _longest(values: Sequence[float]) -> float:
+    return max(values, default=math.nan)
 
 
 def _slowest(values: Sequence[float], ranks_per_row: int) -> list[float]:

@@ -19,18 +19,13 @@ UNITS: dict[str, Unit] = {"memory_bytes": "bytes", "mfu": "share"}
 SERIES = 400
 
 _DIGITS = 12
-_WORDS: dict[RunState, str] = {
-    "ended": "ended",
-    "running": "running",
-    "unfinished": "interrupted",
-    "preempted": "stopped, resumable",
-    "failed": "failed",
-}
+_WORDS: dict[RunState, str] = {"unfinished": "interrupted", "preempted": "stopped, resumable"}
+"""The states that are not shown by their own names."""
 
 
 def state(run: RunHistory) -> str:
     """Return the run's state, as a coloured word."""
-    return f'<span class="state {run.state}">{_WORDS[run.state]}</span>'
+    return f'<span class="state {run.state}">{_WORDS.get(run.state, run.state)}</span>'
 
 
 def state_reason(run: RunHistory) -> str:
@@ -272,7 +267,7 @@ def summary_lines(runs: Sequence[RunHistory]) -> list[str]:
         loss = run.curves.series.get("loss")
         last_loss = f", loss {format_number(loss.values[-1])}" if loss is not None and loss.values else ""
         reason = state_reason(run) if run.state != "running" else ""
-        found.append(f"{run.name}: {_WORDS[run.state]}, step {run.steps}{last_loss}{f' ({reason})' if reason else ''}")
+        found.append(f"{run.name}: {_WORDS.get(run.state, run.state)}, step {run.steps}{last_loss}{f' ({reason})' if reason else ''}")
     return found
 
 
