@@ -53,8 +53,7 @@ class HierarchicalAllReduce:
 
     @staticmethod
     def connect(leaders_of_all: Iterable[tuple[int, ...]], created_here: "Iterable[HierarchicalAllReduce]") -> None:
-        """Make the leaders' process groups. Every process calls it, with the `leaders` of all objects of any
-        process."""
+        """Make the leaders' process groups. Every process calls it, with the `leaders` of all processes' objects."""
         for leaders in leaders_of_all:
             group = _new_group(leaders)
             for each in created_here:
@@ -66,8 +65,7 @@ class HierarchicalAllReduce:
         self._finish(tensor, self._start(tensor))
 
     def sum_bucket(self, _: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Start the all-reduce (sum, not mean) of a DDP bucket: the communication hook. The last bucket's call finishes
-        all."""
+        """Start the all-reduce (sum) of a DDP bucket: the communication hook. The last bucket's call finishes all."""
         if bucket.index() == 0:
             self._started = []  # drop what a failed backward left
         future: torch.futures.Future[Tensor] = torch.futures.Future()

@@ -77,14 +77,11 @@ class Mesh:
         return replace(self, assignment=MicrobatchAssignment(self.data.size, round_robin=True, slices=slices))
 
     def in_order(self, rows: Tensor, count: int) -> Tensor:
-        """Gather one row per microbatch, in the order of the microbatches: (count, ...). Every rank of `data` calls
-        it."""
+        """All-gather one row per microbatch, in their order: (count, ...). Every rank of `data` calls it."""
         everyone = self.data.gather_rows(rows, [len(share) for share in self.assignment.indices_by_rank(count)])
-        return (
-            everyone[torch.tensor(self.assignment.gathered_positions(count), device=everyone.device)]
-            if self.assignment.round_robin
-            else everyone
-        )
+        if not self.assignment.round_robin:
+            return everyone
+        return everyone[torch.tensor(self.assignment.gathered_positions(count), device=everyone.device)]
 
     def union(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the state dict of the whole model, of which a rank of a pipeline has a part. Every rank calls it."""
@@ -92,7 +89,7 @@ class Mesh:
         return state if pipeline.size == 1 else PipelineStateDict(state, pipeline)
 
     def samples_in_order(self, rows: Tensor | None, sizes: Sequence[int]) -> Tensor:
-        """Gather one row per sample on the CPU, in the order of the samples. Every rank of `data` calls it. `rows`:
+        """All-gather one row per sample on the CPU, in the order of the samples. Every rank of `data` calls it. `rows`:
         this rank's; None if it has none. `sizes`: the number of samples in each microbatch."""
         everyone = self.data.gather_ragged(rows)
         if not self.assignment.round_robin:

@@ -9,7 +9,7 @@ BLOCK = 256
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
 _LARGEST = {"fp16": 32752.0, "int8": 127.0}
 """The largest code of a block: for fp16 below its maximum, so that rounding cannot leave its range."""
-_A_LITTLE_MORE = 127.0001
+_INT8_DIVISOR = 127.0001
 """A little more than 127, so that 127 times the scale of float32's largest number is not infinite."""
 _LEAST_SCALE = 2.0**-126
 _EXPONENT = 0x7F800000
@@ -53,7 +53,7 @@ class Rounding:
 
     def _scales(self, largest: Tensor) -> Tensor:
         if self.name == "int8":
-            return (largest / _A_LITTLE_MORE).clamp_(min=_LEAST_SCALE)
+            return (largest / _INT8_DIVISOR).clamp_(min=_LEAST_SCALE)
         powers = (largest.view(torch.int32) & _EXPONENT).view(torch.float32)
         return powers.mul_(2.0**-14).clamp_(min=_LEAST_SCALE)
 

@@ -130,8 +130,7 @@ class Segment:
         return _line(self.size) + (buffer * self.size + rank) * _call_words(self.size)
 
     def wait(self, target: int) -> None:
-        """Return once every rank's counter has reached `target`. Raises an `ExchangeError` if a rank fails or is
-        late."""
+        """Return once all counters have reached `target`. Raises an `ExchangeError` if a rank fails or is late."""
         words = self.words
         places = [self.counters[peer] for peer in self.peers]
         start = time.monotonic()
@@ -308,7 +307,7 @@ def _close(descriptors: Sequence[int]) -> None:
 
 
 def _exchange(group: dist.ProcessGroup, value: dict[str, Any]) -> list[dict[str, Any]]:
-    """Gather each rank's JSON value, in rank order. Every rank calls it."""
+    """All-gather a JSON value, in rank order. Every rank calls it."""
     text = json.dumps(value)
     if len(text) > _EXCHANGE_BYTES:
         text = json.dumps({"reason": value["reason"][: _EXCHANGE_BYTES // 8]})

@@ -82,8 +82,7 @@ class SharedMemoryGroup(Closing):
 
     @classmethod
     def active_calls(cls) -> "list[tuple[str, str, int, str]]":
-        """Return (collective, group, number of the call, dtype and size) of each call in progress. Any thread may call
-        it."""
+        """Return (collective, group, number, dtype and size) of each call in progress. Any thread may call it."""
         calls = [(group.name, called(group._rounds.signature), group._calls_made) for group in list(_groups) if group._is_called]
         return [(name, group, number, what) for group, (name, what), number in calls]
 

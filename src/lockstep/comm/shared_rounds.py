@@ -64,8 +64,7 @@ class Rounds:
         return self.number & 1
 
     def start(self, collective: str, tensor: Tensor, detail: int = 0, sizes: Sequence[int] | None = None) -> BufferViews:
-        """Write which collective this rank calls, for the others to compare. `sizes`: elements for each rank
-        (all_to_all)."""
+        """Write which collective this rank calls, for the others to compare. `sizes`: those of an all_to_all."""
         views = self._views.get(tensor.dtype) or self._make_views(tensor.dtype)
         length = tensor.numel() if sizes is None else 0
         self.signature = signature_of(collective, views.dtype_code, length, detail)
@@ -102,8 +101,7 @@ class Rounds:
                     raise self._difference(peer, words[calls[peer]])
 
     def most_sent(self, buffer: int, output_sizes: Sequence[int]) -> int:
-        """Return the longest chunk of this all_to_all. Raises `CallsDiffer` where sizes and `output_sizes` do not
-        match."""
+        """Return the longest chunk of this all_to_all. Raises `CallsDiffer` unless sizes match `output_sizes`."""
         most = 0
         for rank, place in enumerate(self._calls[buffer]):
             sizes = self._words[place + 1 : place + 1 + self._size].tolist()

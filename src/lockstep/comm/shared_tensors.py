@@ -1,4 +1,4 @@
-"""Functions on single tensors for the collectives in shared memory: cut, add, check and describe them."""
+"""Functions on single tensors for the collectives in shared memory: split, add, check and describe them."""
 
 from __future__ import annotations
 

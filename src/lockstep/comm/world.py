@@ -63,7 +63,7 @@ class World:
             dist.barrier()
 
     def gather_rows(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """Gather all ranks' rows in rank order: (sum(counts), ...). Every rank calls it with the `counts` of all."""
+        """All-gather rows in rank order: (sum(counts), ...). Every rank calls it with the `counts` of all."""
         if self.size == 1:
             return rows
         padded = rows.new_zeros((max(counts), *rows.shape[1:]))
@@ -107,7 +107,7 @@ class World:
         return bool(found.item())
 
     def gather_values(self, value: Any) -> list[Any]:
-        """Gather each rank's JSON value, in rank order. Every rank calls it; for set-up and rare events. Equal values
+        """All-gather a JSON value, in rank order. Every rank calls it; for set-up and rare events. Equal values
         may be one object. A value that is short, or equal on all ranks, takes one collective; others take two."""
         if self.size == 1:
             return [value]
@@ -148,7 +148,7 @@ class World:
             dist.broadcast(tensor, group=self.group, group_src=source)
 
     def gather_ragged(self, rows: Tensor | None) -> Tensor:
-        """Gather any number of rows (or None) from each rank on the CPU, in rank order. Every rank calls it."""
+        """All-gather any number of rows (or None) from each rank on the CPU, in rank order. Every rank calls it."""
         kind = None if rows is None else {"dtype": str(rows.dtype).removeprefix("torch."), "shape": list(rows.shape)}
         kinds = self.gather_values(kind)
         known = next(kind for kind in kinds if kind is not None)

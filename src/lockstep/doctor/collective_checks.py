@@ -166,8 +166,7 @@ def _tensor(values: NDArray[Any], data_type: DataType, device: torch.device) -> 
 
 
 def _difference(result: Tensor, expected: NDArray[Any], case: CollectiveCase, size: int) -> str:
-    """Return the first position with a wrong number; empty if none. Averages may differ by the rounding of a sum and a
-    division."""
+    """Return the first wrong number, or "". Averages may differ by the rounding of a sum and a division."""
     if result.numel() != len(expected):
         return f"has {result.numel()} numbers, and must have {len(expected)}"
     if case.data_type.real:
@@ -192,8 +191,7 @@ def _difference(result: Tensor, expected: NDArray[Any], case: CollectiveCase, si
 
 
 def _check_barrier(coordinator: ProbeCoordinator, group: RankGroup) -> list[Any]:
-    """Check that no rank leaves a barrier before all have entered it: ranks enter one after another, and are
-    counted."""
+    """Check that no rank leaves a barrier before all are in it: ranks enter one after another, and are counted."""
     early = None
     for number in range(_BARRIERS):
         with coordinator.probe(f"barrier{group.suffix}"):

@@ -65,7 +65,7 @@ def diagnose(
     own = [
         *machine_checks(info, environ, nproc=nproc, world_size=world_size),
         *environment_variables.environment_checks(environ, nproc=nproc),
-        *_file_system_checks(file_system.existing(run_dir if run_dir is not None else Path())),
+        *file_system.check_folder(file_system.existing(run_dir if run_dir is not None else Path())),
     ]
     with tempfile.TemporaryDirectory(prefix="lockstep-doctor-") as name:
         folder = Path(name)
@@ -85,13 +85,6 @@ def diagnose(
         results = _read_results(folder)
     results.setdefault("machines", [machine])
     return Diagnosis(checks=summarize(results, ending), results=results, ending=ending)
-
-
-def _file_system_checks(path: Path) -> list[CheckResult]:
-    try:
-        return file_system.file_system_checks(file_system.probe(path))
-    except OSError as error:
-        return file_system.unusable(path, error)
 
 
 def _read_results(folder: Path) -> dict[str, Any]:

@@ -236,7 +236,9 @@ def file_system_checks(info: FileSystemInfo) -> list[CheckResult]:
     return checks
 
 
-def unusable(path: Path, error: OSError) -> list[CheckResult]:
-    """Return the result for a folder in which `probe` raised."""
-    text = f"{path}: {error.strerror or error}"
-    return [_check("path", "failed", text, "choose a --run-dir in which files can be created")]
+def check_folder(path: Path) -> list[CheckResult]:
+    """Return the results for the file system of `path`."""
+    try:
+        return file_system_checks(probe(path))
+    except OSError as error:
+        return [_check("path", "failed", f"{path}: {error.strerror or error}", "choose a --run-dir in which files can be created")]

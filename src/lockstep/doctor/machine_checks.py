@@ -165,8 +165,7 @@ def _limits(info: MachineInfo, environ: Mapping[str, str], nproc: int, world_siz
 
 
 def _interface(info: MachineInfo, environ: Mapping[str, str]) -> list[CheckResult]:
-    """Check the network interfaces: GLOO_SOCKET_IFNAME lists names; NCCL_SOCKET_IFNAME prefixes, names after `=`, `^`
-    excludes."""
+    """Check GLOO_SOCKET_IFNAME, a list of names, and NCCL_SOCKET_IFNAME: prefixes, names after `=`, `^` excludes."""
     interfaces = ", ".join(info.interfaces)
     gloo, nccl = environ.get("GLOO_SOCKET_IFNAME"), environ.get("NCCL_SOCKET_IFNAME")
     wrong = [name for name in gloo.split(",") if name not in info.interfaces] if gloo else []

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median, median_low
-from typing import Literal
+from typing import Literal, get_args
 
 from lockstep.doctor.check_result import CheckResult, format_bandwidth, format_duration
 
@@ -81,14 +81,10 @@ def find_outliers(measurements: Iterable[PairMeasurement], machines: Sequence[st
     """Return what is slower than the others of its kind. `machines[r]`: the name of rank r's machine."""
     measurements = list(measurements)
     outliers: list[Outlier] = []
-    metrics: tuple[Metric, ...] = ("bandwidth", "latency")
-    for metric in metrics:
+    for metric in get_args(Metric):
         for kind in sorted({each.kind for each in measurements}):
             same_kind = [each for each in measurements if each.kind == kind]
-            if kind == "machines":
-                outliers += _outliers(same_kind, metric, lambda rank: machines[rank])
-            else:
-                outliers += _outliers(same_kind, metric, lambda rank: f"rank {rank}")
+            outliers += _outliers(same_kind, metric, machines.__getitem__ if kind == "machines" else "rank {}".format)
     return outliers
 
 
@@ -122,8 +118,7 @@ def _outliers(measurements: Sequence[PairMeasurement], metric: Metric, node: Cal
 
 
 def _slow_nodes(cost: Mapping[tuple[str, str], float], end: int, noise: float) -> set[str]:
-    """Return the nodes with several links whose best is worse than the others'. `end`: 0 for senders, 1 for
-    receivers."""
+    """Return the nodes with several links whose best is worse than the others'. `end`: 0 senders, 1 receivers."""
     by_node: dict[str, list[float]] = {}
     for ends, value in cost.items():
         by_node.setdefault(ends[end], []).append(value)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -57,12 +57,12 @@ class Flops:
         self._peak = None if peak is None or is_compiled(model) else peak
         self._forward: float | None = None
 
-    def counting(self, samples: int) -> AbstractContextManager[None]:
-        """Return the context in which to run the forward of a microbatch with this number of samples."""
-        return nullcontext() if self._peak is None or self._forward is not None else self._counted(samples)
-
     @contextmanager
-    def _counted(self, samples: int) -> Iterator[None]:
+    def counting(self, samples: int) -> Iterator[None]:
+        """Run the forward of a microbatch of `samples` in this context."""
+        if self._peak is None or self._forward is not None:
+            yield
+            return
         from torch.utils.flop_counter import FlopCounterMode
 
         with FlopCounterMode(display=False) as counter:

@@ -93,8 +93,7 @@ class RunDirectory(Closing):
         write_atomically(self.path / name, text.encode(errors="surrogateescape"))
 
     def save_tensors(self, name: str, state_dict: Mapping[str, Any]) -> None:
-        """Write a safetensors file atomically, tied tensors under each name. Raises `RecipeError` as `check_tensors`
-        does."""
+        """Write a safetensors file atomically, tied tensors under each name. Raises `RecipeError`."""
         check_tensors(state_dict)
         storages: set[int] = set()
         tensors: dict[str, torch.Tensor] = {}
@@ -214,8 +213,7 @@ def check_tensors(state_dict: Mapping[str, Any]) -> None:
 
 
 def default_run_path(script: str | None, now: datetime) -> Path:
-    """Return `runs/<script>-<date>-<time>`, with -2, -3, ... if it exists. `script`: as in `sys.argv[0]`; `run` if it
-    is no file."""
+    """Return `runs/<script>-<date>-<time>`, with -2, -3, ... if it exists; `run` if `script` is no file."""
     stem = Path(script).stem if script and not script.startswith("-") else "run"
     first = Path("runs") / f"{stem}-{now:%Y%m%d-%H%M%S}"
     others = (first.with_name(f"{first.name}-{number}") for number in count(2))

@@ -122,7 +122,17 @@ class RunHistory:
 
     @property
     def attempts(self) -> list[Attempt]:
-        return attempts(self.events, self.curves.last_time)
+        """One for each start of the run."""
+        starts = [index for index, event in enumerate(self.events) if event.kind == _BEGINS]
+        found = []
+        for index, following in zip(starts, [*starts, len(self.events)][1:], strict=True):
+            own = self.events[index:following]
+            end = next((_ENDS[event.kind] for event in reversed(own) if event.kind in _ENDS), None)
+            ended = own[-1].time
+            if following == len(self.events) and self.curves.last_time is not None:
+                ended = max(ended, self.curves.last_time)
+            found.append(Attempt(own[0].time, ended, end))
+        return found
 
     @property
     def steps(self) -> int:
@@ -198,17 +208,3 @@ def run_events(rows: Iterable[Mapping[str, Any]]) -> list[RunEvent]:
     known = ("time", "event", "step")
     events = [RunEvent(row["time"], row["event"], row["step"], {key: row[key] for key in row if key not in known}) for row in rows]
     return sorted(events, key=lambda event: event.time)
-
-
-def attempts(events: list[RunEvent], last_time: float | None) -> list[Attempt]:
-    """Return the attempts, one for each start of the run. `last_time`: time of the last row of metrics, if any."""
-    starts = [index for index, event in enumerate(events) if event.kind == _BEGINS]
-    found = []
-    for index, following in zip(starts, [*starts, len(events)][1:], strict=True):
-        own = events[index:following]
-        end = next((_ENDS[event.kind] for event in reversed(own) if event.kind in _ENDS), None)
-        ended = own[-1].time
-        if following == len(events) and last_time is not None:
-            ended = max(ended, last_time)
-        found.append(Attempt(own[0].time, ended, end))
-    return found
