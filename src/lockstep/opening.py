@@ -134,7 +134,7 @@ def open_run(request: RunRequest, termination: Termination, stack: ExitStack) ->
         asked.run_dir, world, resume=asked.resume, default=environment.default_run_dir, loggers=() if overrides.bare else request.loggers
     )
     stack.callback(recorder.close)
-    remembered = read_fallbacks(world, recorder.path, goes_on=recorder.goes_on)
+    remembered = read_fallbacks(world, recorder.path, is_resumed=recorder.is_resumed)
     plan = remembered.over(given, world.device.type)
     set_up_computation(plan, world, environment.threads, stack)
     context = Context(

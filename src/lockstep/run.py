@@ -116,7 +116,7 @@ def _train(recipe: Recipe, session: Session) -> Result:
         step.commit(clip_norm=recipe.clip_norm)
     if evaluation is not None:
         evaluation.measure(run)
-    seconds = session.house.metrics.pace.seconds()
+    seconds = session.house.metrics.throughput.seconds()
     session.finish()
     return _result(session, seconds)
 
@@ -181,7 +181,7 @@ def _result(session: Session, seconds: float) -> Result:
         rank=session.rank,
         world_size=session.world_size,
         seconds=seconds,
-        samples_per_second=session.house.metrics.pace.total_samples / seconds,
+        samples_per_second=session.house.metrics.throughput.total_samples / seconds,
         events=list(recorder.events.events),
     )
     recorder.end({name: value for name, value in asdict(result).items() if name not in ("rank", "events")})

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor, distributed
 
-from lockstep.comm.ordered_sum import OrderedSum, TreeNodes, add_in_place
+from lockstep.comm.ordered_sum import OrderedSum, TreeNodes
 from lockstep.testing.pool import WorkerPool
 from lockstep.tree import Counter, cover, fold
 
@@ -67,7 +67,7 @@ def held(count: int, length: int, rank: int, world_size: int) -> list[Tensor]:
     nodes = TreeNodes.of(count, world_size).nodes[rank]
     if not nodes:
         return []
-    counter = Counter(add_in_place, start=nodes[0][0], count=count)
+    counter = Counter(torch.Tensor.add_, start=nodes[0][0], count=count)
     for leaf in leaves(count, length)[nodes[0][0] : nodes[-1][1]]:
         counter.push(leaf)
     assert tuple(counter.nodes) == nodes == tuple(cover(nodes[0][0], nodes[-1][1], count))

@@ -15,7 +15,7 @@ import pytest
 from lockstep.doctor.check_result import CheckResult
 from lockstep.doctor.diagnose import Diagnosis, diagnose
 from lockstep.doctor.expected_results import COLLECTIVES
-from lockstep.doctor.stalled_probe import RankStatus, stalled_check
+from lockstep.doctor.summary import RankStatus, stalled_check
 
 FAULTS = str(Path(__file__).with_name("faults.py"))
 DEADLINE_SECONDS = 6.0

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from lockstep.doctor.benchmark import algorithm_bandwidth, bus_bandwidth
+from lockstep.doctor.benchmark import bus_bandwidth
 from lockstep.doctor.expected_results import (
     BLOCK_SIZE,
     COLLECTIVES,
@@ -86,7 +86,6 @@ def test_every_rank_is_in_one_group_of_each_way_and_no_group_is_one_rank(size: i
 
 
 def test_bandwidths_are_those_of_nccl_tests() -> None:
-    assert algorithm_bandwidth(10**9, 0.5) == 2e9
     factors = {
         "all-reduce": 1.5, "reduce-scatter": 0.75, "all-gather": 0.75, "all-to-all": 0.75, "gather": 0.75, "scatter": 0.75,
         "broadcast": 1.0, "reduce": 1.0, "send/recv": 1.0,

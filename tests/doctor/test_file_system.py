@@ -5,13 +5,14 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
 from lockstep.base.errors import RunDirectoryError
-from lockstep.doctor.file_system import existing, file_system_checks, probe, unusable
+from lockstep.doctor.file_system import check_folder, existing, file_system_checks, probe
 
 
 def verdicts(path: Path) -> dict[str, str]:
@@ -75,8 +76,12 @@ def test_a_file_system_with_another_clock_is_seen(tmp_path: Path, monkeypatch: p
     assert check.found == "the file system's is 60 s ahead of this machine's"
 
 
-def test_where_nothing_can_be_written_is_said(tmp_path: Path) -> None:
-    (check,) = unusable(tmp_path, OSError(30, "Read-only file system"))
+def test_where_nothing_can_be_written_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_: object) -> str:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", refuse)
+    (check,) = check_folder(tmp_path)
     assert (check.verdict, check.found) == ("failed", f"{tmp_path}: Read-only file system")
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lockstep.logging.phases import Phases
-from lockstep.logging.stream_times import StreamTimes
+from lockstep.logging.phases import Phases, StreamTimes
 
 
 class Gpu:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from lockstep.report.downsample import downsample
+from lockstep.report.chart import downsample
 from lockstep.report.history import Curves, LockHolder, RankTimes, RunEvent, RunHistory, Series, curves, rank_times, run_events
 
 

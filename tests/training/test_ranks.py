@@ -17,7 +17,7 @@ from training.subjects import recipe, rows, squared_error
 import lockstep as ls
 from lockstep.hooks.stragglers import LOOK_SECONDS, next_look
 from lockstep.launch.termination import Preempted
-from lockstep.logging.stream_times import StreamTimes
+from lockstep.logging.phases import StreamTimes
 from lockstep.testing.pool import WorkerPool
 
 

@@ -73,7 +73,7 @@ def autotune(recipe: Recipe, opened: Opened) -> tuple[Recipe, Context]:
         "seconds": measured.figures,
         "took_seconds": round(measured.seconds, 3),
     }
-    context.recorder.settle(recipe.describe(), plan, context.device, facts)
+    context.recorder.update_chosen(recipe.describe(), plan, context.device, facts)
     context.recorder.event("settings-chosen", 0, **facts)
     context.recorder.message(f"chosen: {_summary(chosen, sources, measured.seconds)}")
     precision = chosen.get("precision", context.precision)

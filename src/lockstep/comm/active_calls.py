@@ -17,14 +17,10 @@ from lockstep.comm.shared_memory import SharedMemoryGroup
 
 @dataclass(frozen=True, slots=True)
 class CollectiveCall:
-    """One call of a collective."""
-
     name: str
-    """The collective: all_reduce."""
     group: str
     """The process group's name in torch. "default_pg" is all processes."""
     sequence: int
-    """The number of the call in that group, from 1."""
     tensors: str
     """The type and shape of what this process gave: float32 (4,)."""
 
@@ -43,10 +39,7 @@ def announce(call: CollectiveCall) -> Iterator[None]:
 
 
 def active_calls() -> list[CollectiveCall]:
-    """Return the collectives that this process has called and not finished, the oldest first.
-
-    Any thread may call it.
-    """
+    """Return the collectives that this process is in, the oldest first. Any thread may call it."""
     calls = [*_announced, *(CollectiveCall(*call) for call in SharedMemoryGroup.active_calls())]
     return calls + (_in_torch() if dist.is_available() and dist.is_initialized() else [])
 

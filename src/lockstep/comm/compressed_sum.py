@@ -17,11 +17,8 @@ from lockstep.comm.world import World, all_gather_single
 
 @dataclass(frozen=True, slots=True)
 class Senders:
-    """The ranks that exchange compressed numbers.
-
-    All ranks; or, if there are several hosts and some have several ranks, the leader of each host. A leader gets the
-    numbers of its host's ranks uncompressed.
-    """
+    """The ranks that exchange compressed numbers: all; or the leader of each host, if there are several hosts and some
+    have several ranks. Leaders get the numbers of their hosts' ranks uncompressed."""
 
     group: Any
     """Torch's process group of the senders. None: all processes."""
@@ -30,7 +27,6 @@ class Senders:
     shared_memory: SharedMemoryGroup | None
     """The shared memory of the senders, used instead of `group`; None if they have none."""
     hierarchy: HierarchicalAllReduce | None
-    """Given if the senders are leaders of hosts."""
 
     @classmethod
     def of(cls, world: World) -> Senders:
@@ -43,7 +39,6 @@ class Senders:
 
     @property
     def includes_this_rank(self) -> bool:
-        """True if this rank is a sender."""
         return self.hierarchy is None or self.hierarchy.leader_group is not None
 
     @property
@@ -53,12 +48,9 @@ class Senders:
 
 
 class CompressedAllReduce:
-    """The all-reduce of one vector, with the same bits on every sender.
-
-    All senders start, fold and finish the same objects in the same order. Each sender compresses its vector and sends a
-    slice to every sender (all-to-all). Each sums its slice in float32, in the order of the senders, compresses the sum
-    and sends it to all (all-gather). So each number is rounded twice, for any number of senders.
-    """
+    """The all-reduce of one vector, with the same bits on every sender; all call the same in the same order. Each sends
+    a compressed slice to every sender (all-to-all), sums its own in float32 in the order of the senders, compresses the
+    sum and sends it to all (all-gather). So each number is rounded twice, for any number of senders."""
 
     def __init__(self, rounding: Rounding, senders: Senders, *, keeps_residual: bool) -> None:
         """`keeps_residual`: set `residual`, for error feedback."""
@@ -73,8 +65,7 @@ class CompressedAllReduce:
         sent = self._rounding.encode(rows)
         if self._keeps_residual:
             self.residual = rows - self._rounding.decode(sent)
-            """The rounding error of this sender's numbers, (senders, numbers each); after `fold` also that of the sum
-            of its slice."""
+            """This sender's rounding errors, (senders, numbers each); after `fold` also those of its slice's sum."""
         outgoing = torch.cat([_in_rows(exact, size, 1).view(torch.uint8), sent], dim=1)
         self._exact_bytes = outgoing.shape[1] - sent.shape[1]
         self._received = torch.empty_like(outgoing)

@@ -22,12 +22,9 @@ from lockstep.comm.shared_memory import SharedMemoryGroup
 
 
 class HierarchicalAllReduce:
-    """All-reduces among the ranks of a process group on several hosts. The sum has the same bits on every rank. Made by
-    `create`.
-
-    Every rank makes the same calls in the same order, with contiguous CPU tensors. Raises an `ExchangeError` if a rank
-    of this host fails, and what torch raises if the connection to another host is lost.
-    """
+    """All-reduces over several hosts, with the same bits on every rank. Every rank makes the same calls in the same
+    order, with contiguous CPU tensors. Raises an `ExchangeError` if a rank of this host fails, and what torch raises if
+    another host is lost."""
 
     def __init__(self, shared_memory: SharedMemoryGroup | None, leaders: Sequence[int]) -> None:
         """`leaders`: the first rank of each host, as numbered among all processes."""
@@ -40,11 +37,8 @@ class HierarchicalAllReduce:
 
     @classmethod
     def create(cls, group: Any, hosts: Sequence[int]) -> "HierarchicalAllReduce | Unavailable":
-        """Share memory inside each host. Every rank of `group` calls it; all get an object, or the same reason why
-        there is none.
-
-        `hosts`: the number of each rank's host. Before the first all-reduce every process must have called `connect`.
-        """
+        """Share memory inside each host. Every rank calls it; all get an object, or the same `Unavailable`. `hosts`:
+        the number of each rank's host. Every process must call `connect` before the first all-reduce."""
         ranks_by_host = [[rank for rank, each in enumerate(hosts) if each == host] for host in dict.fromkeys(hosts)]
         if len(ranks_by_host) == len(hosts):
             return Unavailable("no two of its ranks are on one host")
@@ -59,10 +53,7 @@ class HierarchicalAllReduce:
 
     @staticmethod
     def connect(leaders_of_all: Iterable[tuple[int, ...]], created_here: "Iterable[HierarchicalAllReduce]") -> None:
-        """Make the process groups of the leaders.
-
-        Every process calls it, with the `leaders` of all objects that any process created.
-        """
+        """Make the leaders' process groups. Every process calls it, with the `leaders` of all processes' objects."""
         for leaders in leaders_of_all:
             group = _new_group(leaders)
             for each in created_here:
@@ -74,10 +65,7 @@ class HierarchicalAllReduce:
         self._finish(tensor, self._start(tensor))
 
     def sum_bucket(self, _: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Start the all-reduce of a DDP bucket: the communication hook. It gives the sum over ranks, not the mean.
-
-        The backward goes on meanwhile; the call for the last bucket finishes all of them.
-        """
+        """Start the all-reduce (sum) of a DDP bucket: the communication hook. The last bucket's call finishes all."""
         if bucket.index() == 0:
             self._started = []  # drop what a failed backward left
         future: torch.futures.Future[Tensor] = torch.futures.Future()
@@ -107,8 +95,7 @@ class HierarchicalAllReduce:
 
     @contextmanager
     def abort_on_error(self) -> Iterator[None]:
-        """Abort this host's shared memory group if the body raises: the host's other ranks must not wait for a leader
-        that failed."""
+        """Abort the shared memory group if the body raises: other ranks must not wait for a leader that failed."""
         try:
             yield
         except BaseException:
@@ -124,10 +111,7 @@ class HierarchicalAllReduce:
 
 @functools.cache
 def _new_group(ranks: tuple[int, ...]) -> Any:
-    """Return torch's process group of these ranks, made once for the life of the default group.
-
-    Every process calls it: torch numbers it.
-    """
+    """Return torch's process group of these ranks, made once. Every process calls it: torch numbers it."""
     return dist.new_group(ranks, group_desc="hosts")
 
 

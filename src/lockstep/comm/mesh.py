@@ -28,13 +28,9 @@ DATA_AXES = ("replicate", "shard")
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """The position of this rank on the mesh axes, outermost first: pipeline, replicate, shard, tensor.
-
-    Every rank makes an equal one.
-    """
+    """The position of this rank on the mesh axes, outermost first: pipeline, replicate, shard, tensor."""
 
     world: World
-    """All processes."""
     data: World
     """The data ranks: those that compute the microbatches together, with this one's position on the other axes."""
     assignment: MicrobatchAssignment
@@ -76,21 +72,15 @@ class Mesh:
         return self.axes.get(name) or _alone(self.world)
 
     def split(self, slices: int) -> Mesh:
-        """Return a mesh of the same processes in which each microbatch is split into `slices` among the ranks of
-        `data`."""
+        """Return the mesh with each microbatch split into `slices` among the ranks of `data`."""
         return replace(self, assignment=MicrobatchAssignment(self.data.size, round_robin=True, slices=slices))
 
     def in_order(self, rows: Tensor, count: int) -> Tensor:
-        """Gather one row per microbatch from all ranks, in the order of the microbatches: (count, ...).
-
-        Every rank of `data` calls it.
-        """
+        """All-gather one row per microbatch, in their order: (count, ...). Every rank of `data` calls it."""
         everyone = self.data.gather_rows(rows, [len(share) for share in self.assignment.indices_by_rank(count)])
-        return (
-            everyone[torch.tensor(self.assignment.gathered_positions(count), device=everyone.device)]
-            if self.assignment.round_robin
-            else everyone
-        )
+        if not self.assignment.round_robin:
+            return everyone
+        return everyone[torch.tensor(self.assignment.gathered_positions(count), device=everyone.device)]
 
     def union(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the state dict of the whole model, of which a rank of a pipeline has a part. Every rank calls it."""
@@ -98,11 +88,8 @@ class Mesh:
         return state if pipeline.size == 1 else PipelineStateDict(state, pipeline)
 
     def samples_in_order(self, rows: Tensor | None, sizes: Sequence[int]) -> Tensor:
-        """Gather one row per sample from all ranks, on the CPU, in the order of the samples. Every rank of `data` calls
-        it.
-
-        `rows`: this rank's; None if it has none. `sizes`: the number of samples in each microbatch.
-        """
+        """All-gather one row per sample on the CPU, in the order of the samples. Every rank of `data` calls it. `rows`:
+        this rank's; None if it has none. `sizes`: the number of samples in each microbatch."""
         everyone = self.data.gather_ragged(rows)
         if not self.assignment.round_robin:
             return everyone
@@ -111,11 +98,8 @@ class Mesh:
 
 
 class PipelineStateDict(Mapping[str, Tensor]):
-    """The state dict of a model whose stages are on several ranks: name -> full tensor, on every rank.
-
-    Every rank makes it and reads the same entries in the same order: reading an entry is a broadcast. Iterates in the
-    order of names.
-    """
+    """The state dict of a model in pipeline stages: name -> full tensor, on every rank. Every rank makes it and reads
+    the same entries in the same order: reading an entry is a broadcast. Iterates in the order of names."""
 
     def __init__(self, mine: Mapping[str, Any], pipeline: World) -> None:
         self._mine = mine
@@ -162,10 +146,7 @@ def _made(world: World, sizes: tuple[tuple[str, int], ...]) -> tuple[DeviceMesh,
 
 
 def _with_shared_memory(world: World, plan: Plan, axes: Mapping[str, World]) -> tuple[dict[str, World], dict[str, str]]:
-    """Give the data axes shared memory.
-
-    Returns all axes, and for those that have none, or not on all ranks, the reason.
-    """
+    """Give the data axes shared memory. Returns all axes, and the reasons for those that have none on some ranks."""
     with_memory, mine, hierarchies = dict(axes), dict[str, str](), dict[str, HierarchicalAllReduce]()
     names = [name for name in ("data", *DATA_AXES) if name in axes and world.device.type == "cpu"]
     if plan.transport == "torch" or not names:
@@ -191,10 +172,7 @@ def _with_shared_memory(world: World, plan: Plan, axes: Mapping[str, World]) -> 
 
 
 def forget_meshes() -> None:
-    """Drop all meshes and their process groups, whose sockets close then.
-
-    Called before the default process group is destroyed.
-    """
+    """Drop all meshes and process groups, and close their sockets, before the default group is destroyed."""
     forget_leader_groups()
     for mesh, _ in _meshes.values():
         forget_process_groups(mesh)
@@ -202,8 +180,7 @@ def forget_meshes() -> None:
 
 
 def _at_exit() -> None:
-    """Drop the meshes before the process group is destroyed: its threads end with its last reference, and modules hold
-    it in cycles."""
+    """Drop the meshes first: the default group's threads end with its last reference, and modules hold it in cycles."""
     forget_meshes()
     gc.collect()
 
@@ -217,10 +194,7 @@ def _part(world: World, part: DeviceMesh) -> World:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Return the full tensor of which this rank may hold a part.
-
-    Every rank of the tensor's mesh calls it, in the same order.
-    """
+    """Return the full tensor of a DTensor. Every rank of its mesh calls it, in the same order."""
     if not hasattr(tensor, "full_tensor"):
         return tensor
     from torch.distributed.tensor import DTensor, Replicate

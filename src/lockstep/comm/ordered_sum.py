@@ -1,6 +1,6 @@
 """A sum over microbatches whose order, and so whose bits, do not depend on the number of processes.
 
-Each rank holds a few complete nodes of the canonical tree (`lockstep.tree`). The vector is cut into one slice per rank.
+Each rank holds a few complete nodes of the canonical tree (`lockstep.tree`). The vector is split into one slice per rank.
 An all-to-all brings all nodes of a slice to one rank, which adds them in the tree's order, and an all-gather
 distributes the sums. If every rank holds one node, this sends as many bytes as a ring all-reduce; a rank with k nodes
 sends k times as much in the all-to-all.
@@ -35,19 +35,11 @@ class TreeNodes:
         return cls(count, tuple(tuple(tree.cover(span.start, span.stop, count)) for span in spans))
 
 
-def add_in_place(into: Tensor, other: Tensor) -> Tensor:
-    """Add `other` to `into`, and return `into`."""
-    return into.add_(other)
-
-
 class OrderedSum:
     """The ordered sum of one vector. Every rank starts, folds and finishes the same sums in the same order."""
 
     def __init__(self, nodes: Sequence[Tensor], tree_nodes: TreeNodes, rank: int, shared_memory: SharedMemoryGroup | None = None) -> None:
-        """`nodes`: this rank's nodes, in order, all of shape (length,).
-
-        `shared_memory`: used instead of torch's collectives.
-        """
+        """`nodes`: this rank's, in order, (length,) each. `shared_memory`: used instead of torch's collectives."""
         self._shared_memory = shared_memory
         self._tree_nodes = tree_nodes
         self._rank = rank
@@ -80,7 +72,7 @@ class OrderedSum:
         self._wait()
         spans = [span for nodes in self._tree_nodes.nodes for span in nodes]
         parts = [self._incoming[i * self._width : (i + 1) * self._width] for i in range(len(spans))]
-        total = tree.fold(spans, parts, self._tree_nodes.count, add_in_place)
+        total = tree.fold(spans, parts, self._tree_nodes.count, Tensor.add_)
         mine = total.new_zeros(self._chunk)
         mine[: self._width] = total
         self._gathered = total.new_empty(self._chunk * len(self._tree_nodes.nodes))

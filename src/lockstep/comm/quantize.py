@@ -6,28 +6,21 @@ import torch
 from torch import Tensor
 
 BLOCK = 256
-"""Numbers that share one scale."""
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
 _LARGEST = {"fp16": 32752.0, "int8": 127.0}
 """The largest code of a block: for fp16 below its maximum, so that rounding cannot leave its range."""
-_A_LITTLE_MORE = 127.0001
+_INT8_DIVISOR = 127.0001
 """A little more than 127, so that 127 times the scale of float32's largest number is not infinite."""
 _LEAST_SCALE = 2.0**-126
 _EXPONENT = 0x7F800000
-"""The exponent bits of a float32."""
 _SCALE_BYTES = 4
 
 
 class Rounding:
-    """One of the formats `bf16`, `fp16` and `int8`.
-
-    `bf16` rounds each number with a relative error of at most 2**-8; numbers that close to float32's largest become
-    infinite. The others have a scale for each block of `BLOCK` numbers, so no number is too large. `fp16`, whose scale
-    is a power of two, has an error of at most 2**-11 of the number or 2**-38 of the block's largest, whichever is more;
-    `int8` of 1/254 of the block's largest, or 2**-127.
-
-    If a number is not finite, its whole block is decoded as not finite; with `bf16`, that number alone.
-    """
+    """The format `bf16`, `fp16` or `int8`. `bf16` has a relative error of at most 2**-8; numbers close to float32's
+    largest become infinite. The others have a scale per block of `BLOCK` numbers. `fp16`, with a power of two as scale,
+    has an error of at most 2**-11 of the number or 2**-38 of the block's largest, `int8` of 1/254 of the block's
+    largest, or 2**-127. A number that is not finite makes its whole block not finite; with `bf16` itself alone."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -38,10 +31,7 @@ class Rounding:
         return numbers * self._dtype.itemsize + (0 if self.name == "bf16" else numbers // BLOCK * _SCALE_BYTES)
 
     def encode(self, rows: Tensor) -> Tensor:
-        """`rows`: float32, (rows, numbers), a multiple of `BLOCK` of them.
-
-        Returns uint8, (rows, `bytes(numbers)`), of any layout.
-        """
+        """Return uint8 (rows, `bytes(numbers)`) of float32 (rows, numbers), a multiple of `BLOCK` in each row."""
         if self.name == "bf16":
             return rows.to(self._dtype).view(torch.uint8)
         blocks = rows.reshape(len(rows), rows.shape[1] // BLOCK, BLOCK)
@@ -63,7 +53,7 @@ class Rounding:
 
     def _scales(self, largest: Tensor) -> Tensor:
         if self.name == "int8":
-            return (largest / _A_LITTLE_MORE).clamp_(min=_LEAST_SCALE)
+            return (largest / _INT8_DIVISOR).clamp_(min=_LEAST_SCALE)
         powers = (largest.view(torch.int32) & _EXPONENT).view(torch.float32)
         return powers.mul_(2.0**-14).clamp_(min=_LEAST_SCALE)
 

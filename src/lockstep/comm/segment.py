@@ -74,19 +74,12 @@ class PeerStopped(ExchangeError):
     """A rank raised in a collective, called `abort`, or closed the group."""
 
 
-_ERRORS: dict[int, type[ExchangeError]] = {
-    _DIED: PeerDied,
-    _LATE: PeersLate,
-    _DIFFER: CallsDiffer,
-    _STOPPED: PeerStopped,
-    _LEFT: PeerStopped,
-}
-_SAID = {
-    _DIED: "its process ended",
-    _LATE: "it was waited for in vain",
-    _DIFFER: "it called another collective",
-    _STOPPED: "it stopped exchanging: it raised, or called abort",
-    _LEFT: "it closed the group",
+_ERRORS: dict[int, tuple[type[ExchangeError], str]] = {
+    _DIED: (PeerDied, "its process ended"),
+    _LATE: (PeersLate, "it did not come within"),
+    _DIFFER: (CallsDiffer, "it called another collective"),
+    _STOPPED: (PeerStopped, "it stopped exchanging: it raised, or called abort"),
+    _LEFT: (PeerStopped, "it closed the group"),
 }
 
 
@@ -103,10 +96,7 @@ class Segment:
     """One rank's view of the shared memory. Made by `open_segment`; used by one thread at a time, except for `stop`."""
 
     def __init__(self, memory: mmap.mmap, rank: int, ends: Sequence[int], timeout: timedelta, *, names: Sequence[int]) -> None:
-        """`ends`: for each rank a descriptor that becomes readable when its process ends (-1 for this one).
-
-        `names`: the number of each rank among all processes.
-        """
+        """`ends`: a descriptor for each rank that becomes readable when its process ends (-1 for this one)."""
         self.rank = rank
         self.names = names
         """The number of each rank among all processes, for error texts."""
@@ -140,10 +130,7 @@ class Segment:
         return _line(self.size) + (buffer * self.size + rank) * _call_words(self.size)
 
     def wait(self, target: int) -> None:
-        """Return once every rank's counter has reached `target`.
-
-        Raises an `ExchangeError` where that cannot come, or does not in time.
-        """
+        """Return once all counters have reached `target`. Raises an `ExchangeError` if a rank fails or is late."""
         words = self.words
         places = [self.counters[peer] for peer in self.peers]
         start = time.monotonic()
@@ -182,18 +169,18 @@ class Segment:
     def _error(self, kind: int, ranks: Sequence[int], seen_by: int | None = None) -> ExchangeError:
         named = ", ".join(str(self.names[rank]) for rank in ranks)
         mine, size = self.names[self.rank], dist.get_world_size()
-        text = f"an exchange through shared memory failed on rank {mine} of {size}, for rank {named}: {_SAID[kind]}"
+        text = f"an exchange through shared memory failed on rank {mine} of {size}, for rank {named}: {_ERRORS[kind][1]}"
         if kind == _LATE:
-            text += f" for {self._timeout.total_seconds():g} s; see what it does, or give a longer timeout"
+            text += f" {self._timeout.total_seconds():g} s; see what it does, or give a longer timeout"
         if seen_by is not None and seen_by not in ranks:
             text += f" (rank {self.names[seen_by]} saw it first)"
-        return _ERRORS[kind](ranks, text)
+        return _ERRORS[kind][0](ranks, text)
 
     def stop(self, cause: BaseException | None = None) -> None:
         """Make the other ranks raise an error of the type of `cause`, or `PeerStopped`. Any thread may call it."""
         if self._closed or self.words[_line(self.rank) + _STATE] != _LIVE:
             return
-        kind = next((kind for kind, error in _ERRORS.items() if type(cause) is error), _STOPPED)
+        kind = next((kind for kind, (error, _) in _ERRORS.items() if type(cause) is error), _STOPPED)
         culprit = cause.ranks[0] if isinstance(cause, ExchangeError) else self.rank
         self.words[_line(self.rank) + _CULPRIT] = culprit
         self.words[_line(self.rank) + _STATE] = kind
@@ -226,57 +213,52 @@ def _words_bytes(size: int) -> int:
 def open_segment(
     group: dist.ProcessGroup, data_bytes: int, timeout: timedelta, among: Sequence[int] | None = None
 ) -> Segment | Unavailable:
-    """Open a segment of `data_bytes`, all zero, for the ranks of `group`. Every rank calls it; all get one, or the same
-    reason.
-
-    The group exchanges CPU tensors. `among`: the ranks of `group`, by their numbers in it, that share a segment with
-    this one; each rank gives its own. The kernel decides if they are on one host, not the launcher: all have the same
-    boot id and the same namespace of process ids, and each finds rank 0's random mark in the memory that it opened.
-    """
-    here, whole = dist.get_rank(group), dist.get_world_size(group)
-    if whole == 1:
+    """Open a segment of `data_bytes` zeros for the ranks of `group`. Every rank calls it; all get one, or the same
+    reason. `among`: the ranks of `group` that share a segment with this one; each rank gives its own. The kernel
+    decides if they are on one host, not the launcher: all have the same boot id and namespace of process ids, and each
+    finds rank 0's random token in the memory that it opened."""
+    here, everyone_size = dist.get_rank(group), dist.get_world_size(group)
+    if everyone_size == 1:
         return Unavailable("there is one process, which has nobody to share memory with")
-    among = range(whole) if among is None else among
+    among = range(everyone_size) if among is None else among
     rank, size = among.index(here), len(among)
     with contextlib.ExitStack() as opened:
-        facts, reason = _attempt(lambda: _facts(rank, _words_bytes(size) + data_bytes, opened))
-        everyone = _exchange(group, {"facts": facts, "reason": reason})
-        if (verdict := _verdict(everyone)) is not None:
-            return verdict
-        hosts = [each["facts"]["host"] for each in everyone]
-        if size == whole and (other := next((peer for peer, host in enumerate(hosts) if host != hosts[0]), 0)):
+        offer, reason = _attempt(lambda: _offer(rank, _words_bytes(size) + data_bytes, opened))
+        everyone = _exchange(group, {"offer": offer, "reason": reason})
+        if (unavailable := _unavailable(everyone)) is not None:
+            return unavailable
+        hosts = [each["offer"]["host"] for each in everyone]
+        if size == everyone_size and (other := next((peer for peer, host in enumerate(hosts) if host != hosts[0]), 0)):
             reason = f"rank {other} runs on another host than rank 0, or in another container"
             return Unavailable(reason, tuple(hosts.index(host) for host in hosts))
-        found, reason = _attempt(lambda: _open([everyone[each]["facts"] for each in among], rank))
+        found, reason = _attempt(lambda: _open([everyone[each]["offer"] for each in among], rank))
         everyone = _exchange(group, {"reason": reason})
-    if (verdict := _verdict(everyone)) is not None:
+    if (unavailable := _unavailable(everyone)) is not None:
         if found is not None:
             _close(found[1])
-        return verdict
+        return unavailable
     assert found is not None
     names = dist.get_process_group_ranks(group)
     return Segment(found[0], rank, found[1], timeout, names=[names[each] for each in among])
 
 
 def _attempt(call: Callable[[], Any]) -> tuple[Any, str]:
-    """Return the result and no reason, or None and the reason: a rank that fails must still call the collective that
-    follows."""
+    """Return (result, "") or (None, reason): a rank that fails must still call the collective that follows."""
     try:
         return call(), ""
     except (OSError, AttributeError, ValueError) as error:  # AttributeError: not Linux, or an old one
         return None, f"{type(error).__name__}: {error}"
 
 
-def _verdict(everyone: Sequence[dict[str, Any]]) -> Unavailable | None:
+def _unavailable(everyone: Sequence[dict[str, Any]]) -> Unavailable | None:
     return next((Unavailable(f"rank {rank}: {each['reason']}") for rank, each in enumerate(everyone) if each["reason"]), None)
 
 
-def _facts(rank: int, size_bytes: int, opened: contextlib.ExitStack) -> dict[str, Any]:
-    """Return what the others need to know of this process; on rank 0 also the memory, whose descriptor `opened`
-    closes."""
+def _offer(rank: int, size_bytes: int, opened: contextlib.ExitStack) -> dict[str, Any]:
+    """Return what the others need to open the memory; rank 0 makes it, and `opened` closes its descriptor."""
     if platform.machine() != "x86_64":
         raise ValueError(f"the processor is {platform.machine()}; x86_64 alone keeps the order of stores, which this rests on")
-    facts: dict[str, Any] = {"host": _host(), "process": os.getpid()}
+    offer: dict[str, Any] = {"host": _host(), "process": os.getpid()}
     if rank == 0:
         descriptor = os.memfd_create("lockstep", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         opened.callback(os.close, descriptor)
@@ -285,10 +267,10 @@ def _facts(rank: int, size_bytes: int, opened: contextlib.ExitStack) -> dict[str
         except OSError as error:
             raise ValueError(f"{size_bytes} bytes of shared memory cannot be had: {error}") from error
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        mark = secrets.token_hex(8)
-        os.pwrite(descriptor, bytes.fromhex(mark), 0)
-        facts |= {"descriptor": descriptor, "mark": mark, "bytes": size_bytes}
-    return facts
+        token = secrets.token_hex(8)
+        os.pwrite(descriptor, bytes.fromhex(token), 0)
+        offer |= {"descriptor": descriptor, "token": token, "bytes": size_bytes}
+    return offer
 
 
 def _host() -> list[str | int]:
@@ -298,22 +280,20 @@ def _host() -> list[str | int]:
 
 
 def _open(everyone: Sequence[dict[str, Any]], rank: int) -> tuple[mmap.mmap, list[int]]:
-    """Return the memory, and for each peer a descriptor that becomes readable at its end.
-
-    The collective after this shows that the peers are still alive, so the process ids were theirs.
-    """
+    """Return the memory, and for each peer a descriptor that becomes readable at its end. The next collective shows
+    that the peers are still alive, so the process ids were theirs."""
     first = everyone[0]
     descriptor = os.open(f"/proc/{first['process']}/fd/{first['descriptor']}", os.O_RDWR | os.O_CLOEXEC)
     try:
         memory = mmap.mmap(descriptor, first["bytes"])
     finally:
         os.close(descriptor)
-    if memory[:8].hex() != first["mark"]:
+    if memory[:8].hex() != first["token"]:
         raise ValueError("the memory that it opened is not rank 0's; the processes see different /proc")
     ends: list[int] = []
     try:
-        for peer, facts in enumerate(everyone):
-            ends.append(-1 if peer == rank else os.pidfd_open(facts["process"]))
+        for peer, offer in enumerate(everyone):
+            ends.append(-1 if peer == rank else os.pidfd_open(offer["process"]))
     except BaseException:
         _close(ends)
         raise
@@ -327,7 +307,7 @@ def _close(descriptors: Sequence[int]) -> None:
 
 
 def _exchange(group: dist.ProcessGroup, value: dict[str, Any]) -> list[dict[str, Any]]:
-    """Gather each rank's JSON value, in rank order. Every rank calls it."""
+    """All-gather a JSON value, in rank order. Every rank calls it."""
     text = json.dumps(value)
     if len(text) > _EXCHANGE_BYTES:
         text = json.dumps({"reason": value["reason"][: _EXCHANGE_BYTES // 8]})

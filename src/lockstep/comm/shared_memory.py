@@ -8,31 +8,17 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from types import TracebackType
 from typing import Concatenate, ParamSpec, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.base.closing import Closing
 from lockstep.base.torch_private import profiler_enabled
 from lockstep.comm.segment import LINE_BYTES, ExchangeError, PeerStopped, Segment, Unavailable, open_segment
 from lockstep.comm.shared_rounds import BufferViews, Rounds
-from lockstep.comm.shared_tensors import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    ALL_TO_ALL,
-    BROADCAST,
-    REDUCE_SCATTER,
-    add,
-    called,
-    described,
-    flat,
-    head,
-    refuse_overlap,
-    round_up,
-    split,
-)
+from lockstep.comm.shared_tensors import add, called, described, flat, head, refuse_overlap, round_up, split
 
 P = ParamSpec("P")
 
@@ -66,33 +52,24 @@ class PendingAllGather(dist.Work):
         self._group = group
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return once the output is complete.
-
-        Raises an `ExchangeError`. `timeout` is ignored; the group's own applies.
-        """
+        """Raises an `ExchangeError`. `timeout` is ignored: the group's own applies."""
         del timeout
         if self._group.pending is self:
             self._group.finish()
         return True
 
 
-class SharedMemoryGroup:
-    """The ranks of a process group that are on one host, and their collectives. Made by `create`; used by one thread at
-    a time.
-
-    Every rank calls the same collectives in the same order. Tensors are on the CPU and contiguous. A call returns when
-    this rank's part is complete. Sums are added in the order of the ranks, so they have the same bits on every rank and
-    in every run.
-
-    Raises an `ExchangeError` (`PeerDied`, `PeersLate`, `PeerStopped`, `CallsDiffer`) on every rank if a rank fails.
-    After that, and after any other exception in a collective, the group cannot be used any more.
-    """
+class SharedMemoryGroup(Closing):
+    """The collectives of the ranks of a process group on one host. Made by `create`; used by one thread at a time.
+    Every rank calls the same in the same order, with contiguous CPU tensors. A call returns when this rank's part is
+    complete. Sums are added in the order of the ranks: the same bits on every rank, in every run. If a rank fails,
+    every rank raises an `ExchangeError` (`PeerDied`, `PeersLate`, `PeerStopped`, `CallsDiffer`). After that, and after
+    any other exception in a collective, the group cannot be used any more."""
 
     def __init__(self, segment: Segment, buffer_bytes: int, name: str) -> None:
         self.rank = segment.rank
         self.size = segment.size
         self.name = name
-        """The group's name in reports of active calls."""
         self.pending: PendingAllGather | None = None
         """The all-gather that has started. The next call, whatever it is, completes it first."""
         self._segment = segment
@@ -105,11 +82,7 @@ class SharedMemoryGroup:
 
     @classmethod
     def active_calls(cls) -> "list[tuple[str, str, int, str]]":
-        """Return the calls that this process is in: (collective, group, number of the call in the group, dtype and size
-        in words).
-
-        Any thread may call it.
-        """
+        """Return (collective, group, number, dtype and size) of each call in progress. Any thread may call it."""
         calls = [(group.name, called(group._rounds.signature), group._calls_made) for group in list(_groups) if group._is_called]
         return [(name, group, number, what) for group, (name, what), number in calls]
 
@@ -122,13 +95,10 @@ class SharedMemoryGroup:
         buffer_bytes: int = BUFFER_BYTES,
         among: Sequence[int] | None = None,
     ) -> "SharedMemoryGroup | Unavailable":
-        """Share memory between the ranks of `group` (by default all). Every rank calls it; all get a group, or the same
-        `Unavailable`.
-
-        `timeout`: how long a collective waits for another rank. `buffer_bytes`: the size of each of a rank's two
-        buffers (more if there are very many ranks); larger tensors go through in pieces. `among`: the ranks of `group`,
-        by their numbers in it, that share memory with this one; each rank gives its own.
-        """
+        """Share memory between the ranks of `group` (default: all). Every rank calls it; all get a group, or the same
+        `Unavailable`. `timeout`: the longest wait for another rank. `buffer_bytes`: the size of each of a rank's two
+        buffers; larger tensors go through in pieces. `among`: the ranks of `group` that share memory with this one;
+        each gives its own."""
         group = dist.group.WORLD if group is None else group
         if group is None:
             return Unavailable("there is no process group")
@@ -142,7 +112,7 @@ class SharedMemoryGroup:
     def all_reduce(self, tensor: Tensor) -> None:
         """Replace `tensor`, which has one size on all ranks, by the sum over ranks."""
         numbers = flat(tensor)
-        views = self._rounds.start(ALL_REDUCE, numbers)
+        views = self._rounds.start("all_reduce", numbers)
         if self.size <= _DIRECT_RANKS or numbers.nbytes <= _DIRECT_BYTES:
             self._reduce_directly(numbers, views)
         else:
@@ -150,16 +120,13 @@ class SharedMemoryGroup:
 
     @_collective
     def reduce_scatter(self, output: Tensor, tensor: Tensor) -> None:
-        """Write the sum over ranks of this rank's chunk into `output`.
-
-        `tensor` is one chunk per rank. They must not overlap.
-        """
+        """Write the sum of this rank's chunk into `output`. `tensor`: one chunk per rank. They must not overlap."""
         into, numbers = flat(output), flat(tensor)
         if len(into) * self.size != len(numbers) or tensor.dtype is not output.dtype:
             raise ValueError(f"reduce_scatter of {described(tensor)} into {described(output)}; the output is 1/{self.size} of the input")
         refuse_overlap(output, tensor)
         chunks = numbers.view(self.size, len(into))
-        views = self._rounds.start(REDUCE_SCATTER, into)
+        views = self._rounds.start("reduce_scatter", into)
         cell = views.sent[0][self._others[0]].numel()
         pieces = [split(chunk, cell) for chunk in chunks.unbind()]
         for place, total in enumerate(split(into, cell)):
@@ -174,30 +141,20 @@ class SharedMemoryGroup:
 
     @_collective
     def all_gather(self, output: Tensor, tensor: Tensor) -> None:
-        """Write the tensors of all ranks, which have one size, into `output` in rank order.
-
-        `tensor` may be this rank's part of it.
-        """
+        """Write all ranks' tensors into `output` in rank order. `tensor` may be this rank's part of it."""
         for _ in self._gathering(output, tensor):
             pass
 
     def start_all_gather(self, output: Tensor, tensor: Tensor) -> PendingAllGather:
-        """Start an all-gather. `output` is complete, and `tensor` free, after the returned `wait` or after the group's
-        next call.
-
-        The rank computes meanwhile. If the tensor is larger than a buffer, only its first piece is exchanged before
-        `wait`.
-        """
+        """Start an all-gather. `output` is complete, and `tensor` free, after `wait` on the result or the group's next
+        call. Of a tensor larger than a buffer, only the first piece is exchanged before."""
         rest = self._gathering(output, tensor)
         self._call("all_gather", next, rest)
         self.pending = PendingAllGather(self, rest)
         return self.pending
 
     def finish(self) -> None:
-        """Complete the all-gather that has started, if there is one.
-
-        Raises an `ExchangeError` if the group cannot be used any more.
-        """
+        """Complete the all-gather in progress, if any. Raises an `ExchangeError` if the group has failed."""
         if self._failure is not None:
             raise self._failure()
         if self.pending is not None:
@@ -229,7 +186,7 @@ class SharedMemoryGroup:
         if len(into) != len(mine) * self.size or tensor.dtype is not output.dtype:
             raise ValueError(f"all_gather of {described(tensor)} into {described(output)}; the output is {self.size} times the input")
         chunks = into.view(self.size, len(mine))
-        views = self._rounds.start(ALL_GATHER, mine)
+        views = self._rounds.start("all_gather", mine)
         capacity = views.whole[0][0].numel()
         if chunks[self.rank].data_ptr() != mine.data_ptr():
             chunks[self.rank].copy_(mine)
@@ -251,7 +208,7 @@ class SharedMemoryGroup:
         numbers = flat(tensor)
         if not 0 <= source < self.size:
             raise ValueError(f"source={source}; the ranks of this group are 0 to {self.size - 1}")
-        views = self._rounds.start(BROADCAST, numbers, source)
+        views = self._rounds.start("broadcast", numbers, source)
         for place, piece in enumerate(split(numbers, views.whole[0][0].numel())):
             shown = head(views.whole[self._rounds.buffer][source], piece.numel())
             if source == self.rank:
@@ -262,17 +219,14 @@ class SharedMemoryGroup:
 
     @_collective
     def all_to_all(self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], sizes: Sequence[int]) -> None:
-        """Send one chunk to each rank, and write the chunks for this rank into `output`, in rank order.
-
-        `tensor` is one chunk per rank, of `sizes` elements; `output_sizes` are the elements that each rank sends to
-        this one. The tensors must not overlap.
-        """
+        """Send chunks of `sizes` elements of `tensor` to the ranks, and write those of `output_sizes` elements from the
+        ranks into `output`, in rank order. The tensors must not overlap."""
         into, numbers = flat(output), flat(tensor)
         if (sum(output_sizes), sum(sizes)) != (into.numel(), numbers.numel()) or tensor.dtype is not output.dtype:
             given = f"{described(tensor)} in chunks of {list(sizes)} into {described(output)} in chunks of {list(output_sizes)}"
             raise ValueError(f"all_to_all of {given}; sizes add up to the tensors', which have one dtype")
         refuse_overlap(output, tensor)
-        views = self._rounds.start(ALL_TO_ALL, numbers, sizes=sizes)
+        views = self._rounds.start("all_to_all", numbers, sizes=sizes)
         outgoing, incoming = numbers.split_with_sizes(list(sizes)), into.split_with_sizes(list(output_sizes))
         incoming[self.rank].copy_(outgoing[self.rank])
         cell = views.sent[0][self._others[0]].numel()
@@ -292,29 +246,17 @@ class SharedMemoryGroup:
             place = stop
 
     def abort(self) -> None:
-        """Make the collectives of every rank, this one's too, raise `PeerStopped` soon.
-
-        For a rank that cannot go on; any thread may call it.
-        """
+        """Make the collectives of every rank, this one's too, raise `PeerStopped`. Any thread may call it."""
         self._segment.stop()
         if self._failure is None:
             self._failure = functools.partial(PeerStopped, (self.rank,), f"rank {self.rank} aborted this group's exchanges")
 
     def close(self) -> None:
-        """Release the memory.
-
-        Each rank calls it after its last collective, without waiting for the others. May be called again.
-        """
+        """Release the memory, without waiting for the others. May be called again."""
         self._segment.close()
         self._rounds.forget_views()
         self.pending = None
         self._failure = functools.partial(PeerStopped, (self.rank,), f"rank {self.rank} has closed this group; make another")
-
-    def __enter__(self) -> "SharedMemoryGroup":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
     def _fail(self, error: BaseException) -> None:
         if self._failure is None:
@@ -337,8 +279,7 @@ class SharedMemoryGroup:
             add(parts, piece)
 
     def _reduce_by_slices(self, numbers: Tensor, views: BufferViews) -> None:
-        """All-reduce in which every rank adds its slice of a piece, and shows the sum in the next round, beside the
-        next piece."""
+        """All-reduce in which every rank adds its slice of a piece, and shows the sum beside the next piece."""
         room = views.results[0][0].numel()
         pieces = split(numbers, room * self.size)
         earlier: tuple[Tensor, ...] = ()
@@ -365,4 +306,3 @@ class SharedMemoryGroup:
 
 
 _groups: "weakref.WeakSet[SharedMemoryGroup]" = weakref.WeakSet()
-"""The groups of this process."""

@@ -63,14 +63,11 @@ class Rounds:
         """The buffer of the coming round, 0 or 1; until it is announced, this rank alone uses its own."""
         return self.number & 1
 
-    def start(self, operation: int, tensor: Tensor, detail: int = 0, sizes: Sequence[int] | None = None) -> BufferViews:
-        """Write down which collective this rank calls, for the others to compare in the first round.
-
-        `sizes`: for all_to_all, how many elements go to each rank.
-        """
+    def start(self, collective: str, tensor: Tensor, detail: int = 0, sizes: Sequence[int] | None = None) -> BufferViews:
+        """Write which collective this rank calls, for the others to compare. `sizes`: those of an all_to_all."""
         views = self._views.get(tensor.dtype) or self._make_views(tensor.dtype)
         length = tensor.numel() if sizes is None else 0
-        self.signature = signature_of(operation, views.dtype_code, length, detail)
+        self.signature = signature_of(collective, views.dtype_code, length, detail)
         place = self._calls[self.buffer][self._rank]
         self._words[place] = self.signature
         if sizes is not None:
@@ -79,10 +76,7 @@ class Rounds:
         return views
 
     def meet(self, *, first: bool = False) -> None:
-        """[Note: Rounds] Announce what this rank has written, and wait until all ranks have announced theirs.
-
-        `first`: this is the first round of a call, so compare the calls.
-        """
+        """[Note: Rounds] Announce this round and wait for all ranks. `first`: of a call, so compare the calls."""
         self.announce()
         self.wait(first=first)
 
@@ -107,10 +101,7 @@ class Rounds:
                     raise self._difference(peer, words[calls[peer]])
 
     def most_sent(self, buffer: int, output_sizes: Sequence[int]) -> int:
-        """Return the longest chunk that any rank sends to another in this all_to_all.
-
-        Raises `CallsDiffer` if a rank sends this one another number of elements than `output_sizes` says.
-        """
+        """Return the longest chunk of this all_to_all. Raises `CallsDiffer` unless sizes match `output_sizes`."""
         most = 0
         for rank, place in enumerate(self._calls[buffer]):
             sizes = self._words[place + 1 : place + 1 + self._size].tolist()

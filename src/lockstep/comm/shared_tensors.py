@@ -1,4 +1,4 @@
-"""Functions on single tensors for the collectives in shared memory: cut, add, check and describe them."""
+"""Functions on single tensors for the collectives in shared memory: split, add, check and describe them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 NAMES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
-ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, ALL_TO_ALL, BROADCAST = range(len(NAMES))
 DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
@@ -59,15 +58,13 @@ def described(tensor: Tensor) -> str:
     return f"{tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}"
 
 
-def signature_of(operation: int, dtype_code: int, length: int, detail: int) -> int:
+def signature_of(collective: str, dtype_code: int, length: int, detail: int) -> int:
     """Return a call as one 64-bit word, for lengths below 2**39. `detail`: the source rank of a broadcast."""
-    return ((length << 16 | detail) << 4 | dtype_code) << 4 | operation
+    return ((length << 16 | detail) << 4 | dtype_code) << 4 | NAMES.index(collective)
 
 
 def called(signature: int) -> tuple[str, str]:
     """Return the name of the collective, and its dtype and size in words."""
-    operation, code, detail, length = signature & 15, signature >> 4 & 15, signature >> 8 & 65535, signature >> 24
-    text = str(DTYPES[code]).removeprefix("torch.")
-    if operation != ALL_TO_ALL:
-        text += f", {length} elements"
-    return NAMES[operation], text + (f", from rank {detail}" if operation == BROADCAST else "")
+    name, code, detail, length = NAMES[signature & 15], signature >> 4 & 15, signature >> 8 & 65535, signature >> 24
+    text = str(DTYPES[code]).removeprefix("torch.") + ("" if name == "all_to_all" else f", {length} elements")
+    return name, text + (f", from rank {detail}" if name == "broadcast" else "")

@@ -15,7 +15,6 @@ class Waits:
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        """Seconds in all."""
 
 
 waits = Waits()

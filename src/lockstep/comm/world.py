@@ -30,17 +30,13 @@ _HEAD_BYTES = 64
 """Size of the head of a JSON text, which is exchanged first: the text's length, and the text itself if it fits, else
 its digest."""
 _IN_HEAD_BYTES = _HEAD_BYTES - 8
-"""The longest text that fits into its head."""
 IN_PLACE_BYTES = 2**17
 """With shared memory, a tensor of at least this size is summed in place: copying it into a bucket would take longer."""
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The processes of a run or of a mesh axis, as one of them sees them.
-
-    With one process there is no process group, and every collective is the identity.
-    """
+    """The processes of a run or of a mesh axis. With one process every collective is the identity."""
 
     rank: int
     size: int
@@ -48,15 +44,13 @@ class World:
     local_size: int
     device: torch.device
     owns_group: bool
-    """True if lockstep made the process group, not the caller. It is destroyed when the process ends: a later run uses
-    it too."""
+    """True if lockstep made the process group. It lives until the process ends: a later run uses it too."""
     group: Any = None
     """Torch's process group of these processes; `rank` and `size` are in it. None: all processes."""
     shared_memory: SharedMemoryGroup | None = None
     """Collectives for CPU tensors that are faster than the group's; None if the processes do not share memory."""
     hierarchy: HierarchicalAllReduce | None = None
-    """The all-reduce for CPU tensors if there are several hosts, and several processes on some. None with bitwise
-    numerics."""
+    """The all-reduce for CPU tensors over several hosts with several processes. None with bitwise numerics."""
 
     @property
     def host_shared_memory(self) -> SharedMemoryGroup | None:
@@ -64,18 +58,12 @@ class World:
         return self.shared_memory if self.hierarchy is None else self.hierarchy.shared_memory
 
     def leave(self) -> None:
-        """Wait for all ranks, if the processes may end after this.
-
-        Every rank calls it, at the end of a run that succeeded.
-        """
+        """Wait for all ranks if lockstep made the group. Every rank calls it at the end of a run that succeeded."""
         if self.owns_group:
             dist.barrier()
 
     def gather_rows(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """Gather all ranks' rows in rank order: shape (sum(counts), ...).
-
-        Every rank calls it, and knows `counts`, the rows of each rank.
-        """
+        """All-gather rows in rank order: (sum(counts), ...). Every rank calls it with the `counts` of all."""
         if self.size == 1:
             return rows
         padded = rows.new_zeros((max(counts), *rows.shape[1:]))
@@ -90,10 +78,7 @@ class World:
         return torch.cat([part[:count] for part, count in zip(everyone.view(self.size, *padded.shape), counts, strict=True)])
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Replace `tensor`, which is contiguous and has one size on all ranks, by its sum over ranks.
-
-        Every rank calls it.
-        """
+        """Replace `tensor`, contiguous and of one size on all ranks, by its sum. Every rank calls it."""
         if self.size == 1:
             return
         faster = self.shared_memory or self.hierarchy
@@ -103,10 +88,7 @@ class World:
             dist.all_reduce(tensor, group=self.group)
 
     def sum_each(self, tensors: Sequence[Tensor]) -> None:
-        """Replace each tensor by its sum over ranks. Every rank calls it, with the tensors in one order.
-
-        Tensors of one dtype are summed in buckets. Tensors on another device than `device` are moved there and back.
-        """
+        """Replace each tensor, on any device, by its sum over ranks, in buckets by dtype. Every rank calls it."""
         alone = [self.shared_memory is not None and t.is_cpu and t.is_contiguous() and t.nbytes >= IN_PLACE_BYTES for t in tensors]
         for tensor in compress(tensors, alone):
             self.all_reduce(tensor)
@@ -125,11 +107,8 @@ class World:
         return bool(found.item())
 
     def gather_values(self, value: Any) -> list[Any]:
-        """Gather each rank's JSON value, in rank order. Every rank calls it. For set-up and rare events.
-
-        Equal values may be one object. A short value, or one that is equal on all ranks, takes one collective; others
-        take two.
-        """
+        """All-gather a JSON value, in rank order. Every rank calls it; for set-up and rare events. Equal values
+        may be one object. A value that is short, or equal on all ranks, takes one collective; others take two."""
         if self.size == 1:
             return [value]
         text = json.dumps(value).encode()
@@ -149,10 +128,7 @@ class World:
         return [values[each] for each in heads_or_texts]
 
     def value_of(self, rank: int, value: Any) -> Any:
-        """Return the JSON value that rank `rank` gives; other ranks' values are ignored.
-
-        Every rank calls it. For set-up and rare events.
-        """
+        """Return the JSON value that rank `rank` gives. Every rank calls it; for set-up and rare events."""
         if self.size == 1:
             return value
         text = json.dumps(value).encode() if rank == self.rank else b""
@@ -172,10 +148,7 @@ class World:
             dist.broadcast(tensor, group=self.group, group_src=source)
 
     def gather_ragged(self, rows: Tensor | None) -> Tensor:
-        """Gather all ranks' rows on the CPU, in rank order, any number from each.
-
-        `rows`: None if this rank has none. Every rank calls it.
-        """
+        """All-gather any number of rows (or None) from each rank on the CPU, in rank order. Every rank calls it."""
         kind = None if rows is None else {"dtype": str(rows.dtype).removeprefix("torch."), "shape": list(rows.shape)}
         kinds = self.gather_values(kind)
         known = next(kind for kind in kinds if kind is not None)
@@ -189,11 +162,9 @@ _made: weakref.ref[Any] | None = None
 
 
 def join(*, rank: int, size: int, local_rank: int, local_size: int, timeout: timedelta = timedelta(minutes=10)) -> World:
-    """Join the rendezvous and make the process group, or use the one that is there. Every rank calls it.
-
-    The device is this rank's GPU (NCCL, with Gloo for CPU tensors), or the CPU (Gloo) if there are no GPUs. Raises
-    `LaunchError` if there are fewer GPUs than processes, or if the address of the rendezvous cannot be used.
-    """
+    """Join the rendezvous and make the process group, or use the existing one. Every rank calls it. The device is this
+    rank's GPU (NCCL, with Gloo for CPU tensors), or without GPUs the CPU (Gloo). Raises `LaunchError` if there are
+    fewer GPUs than processes, or if the address of the rendezvous cannot be used."""
     world = _joined(rank, size, local_rank, local_size, timeout)
     install_excepthook()
     return world
@@ -280,10 +251,7 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def exact_sum(values: Sequence[float]) -> float:
-    """Return the correctly rounded sum, which does not depend on the order of `values`.
-
-    NaN and infinity pass through.
-    """
+    """Return the correctly rounded sum, in any order of `values`. NaN and infinity pass through."""
     try:
         return math.fsum(values)
     except (ValueError, OverflowError):  # infinities of both signs, or a sum beyond what a float holds

@@ -1,13 +1,9 @@
-"""Measure the duration of collectives by size, latency and bandwidth between pairs of ranks, and the offsets of the
-machines' clocks.
+"""Measure durations of collectives, latency and bandwidth between pairs of ranks, and the offsets of machines' clocks.
 
-Algorithm and bus bandwidth are as nccl-tests defines them:
-https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md. With S bytes in t seconds on n ranks, algorithm
-bandwidth is S / t. Bus bandwidth is the traffic on each link, to be compared with the hardware's bandwidth: algorithm
-bandwidth times 2 (n - 1) / n for all-reduce, (n - 1) / n for reduce-scatter, all-gather and all-to-all, and 1 for
-broadcast, reduce and send/recv. Gather and scatter have (n - 1) / n in the code of nccl-tests (src/gather.cu). S is the
-size of the whole array: the output of all-gather and gather, the input of reduce-scatter, scatter and all-to-all, which
-is n times one rank's part.
+With S bytes in t seconds on n ranks, algorithm bandwidth is S / t. Bus bandwidth, the traffic on each link, to be
+compared with the hardware's, is S / t times 2 (n - 1) / n for all-reduce, (n - 1) / n for reduce-scatter, all-gather,
+all-to-all, gather and scatter, and 1 for the others. S is the size of the whole array, n times one rank's part.
+Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md, and its src/gather.cu.
 """
 
 from __future__ import annotations
@@ -43,11 +39,6 @@ MEASUREMENTS = 5
 _PARTITIONING = ("scatter", "gather", "all-gather", "reduce-scatter", "all-to-all")
 
 
-def algorithm_bandwidth(size_bytes: int, seconds: float) -> float:
-    """Return the algorithm bandwidth in bytes per second; see the text of this module."""
-    return size_bytes / seconds
-
-
 def bus_bandwidth(collective: str, size_bytes: int, seconds: float, ranks: int) -> float:
     """Return the bus bandwidth in bytes per second; see the text of this module. `collective`: one of `COLLECTIVES`."""
     factor = 1.0
@@ -55,16 +46,13 @@ def bus_bandwidth(collective: str, size_bytes: int, seconds: float, ranks: int) 
         factor = 2 * (ranks - 1) / ranks
     elif collective in _PARTITIONING:
         factor = (ranks - 1) / ranks
-    return algorithm_bandwidth(size_bytes, seconds) * factor
+    return size_bytes / seconds * factor
 
 
 def time_collectives(coordinator: ProbeCoordinator, group: RankGroup) -> list[dict[str, Any]]:
-    """Time every collective on all ranks in float32. Called by every rank.
-
-    Returns a row for each collective and size: `collective`, `size_bytes` (as nccl-tests counts it), `seconds` (the
-    median of the repeats on the slowest rank), `algorithm_bandwidth` and `bus_bandwidth` in bytes per second (None for
-    a barrier).
-    """
+    """Time every collective on all ranks in float32. Called by every rank. Returns a row for each collective and size:
+    `collective`, `size_bytes` (as nccl-tests counts it), `seconds` (the median of the repeats on the slowest rank),
+    `algorithm_bandwidth` and `bus_bandwidth` in bytes per second (None for a barrier)."""
     rows = []
     for collective in COLLECTIVES:
         seconds: float | None = None
@@ -79,7 +67,7 @@ def time_collectives(coordinator: ProbeCoordinator, group: RankGroup) -> list[di
                     "collective": collective,
                     "size_bytes": size_bytes,
                     "seconds": seconds,
-                    "algorithm_bandwidth": algorithm_bandwidth(size_bytes, seconds) if size_bytes else None,
+                    "algorithm_bandwidth": size_bytes / seconds if size_bytes else None,
                     "bus_bandwidth": bus_bandwidth(collective, size_bytes, seconds, ranks) if size_bytes else None,
                 }
             )
@@ -99,16 +87,12 @@ def _time_collective(coordinator: ProbeCoordinator, group: RankGroup, collective
         return time.perf_counter() - began
 
     once()  # warm-up: creates connections and buffers
-    repeats = int(coordinator.all_gather(_repeats(once()))[0])
+    repeats = int(coordinator.all_gather(max(2, min(MOST_REPEATS, int(SIZE_SECONDS / once()))))[0])
     times = []
     for _ in range(repeats):
         dist.barrier(group=group.process_group)
         times.append(once())
     return max(float(each) for each in coordinator.all_gather(statistics.median(times)))
-
-
-def _repeats(seconds: float) -> int:
-    return max(2, min(MOST_REPEATS, int(SIZE_SECONDS / seconds)))
 
 
 def _synchronize(group: RankGroup) -> None:
@@ -119,11 +103,8 @@ def _synchronize(group: RankGroup) -> None:
 def measure_pairs(
     coordinator: ProbeCoordinator, group: RankGroup, machine_of_rank: Sequence[int], machines: Sequence[str], kind: Callable[[Pair], str]
 ) -> list[PairMeasurement]:
-    """Measure every pair of ranks in both directions. Called by every rank.
-
-    `machine_of_rank[r]` and `machines[r]`: the number and the name of rank r's machine. Outliers are measured again;
-    see `MEASUREMENTS`.
-    """
+    """Measure every pair of ranks in both directions. Called by every rank. `machine_of_rank[r]` and `machines[r]`: the
+    number and the name of rank r's machine. Outliers are measured again; see `MEASUREMENTS`."""
     best: dict[Pair, PairMeasurement] = {}
     rounds = schedule_pairs(machine_of_rank)
     for _ in range(MEASUREMENTS):
@@ -197,10 +178,8 @@ def _transfer(group: RankGroup, peer: int, count: int) -> float:
 
 
 def _serve(group: RankGroup, peer: int) -> None:
-    """Receive and acknowledge as many bytes as the peer requests, until it requests 0.
-
-    A request for 1 byte is a ping.
-    """
+    """Receive and acknowledge as many bytes as the peer requests, until it requests 0. A request for 1 byte is a
+    ping."""
     while count := int(_receive(group, peer, 8).view(torch.int64)[0]):
         content = torch.empty(count, dtype=torch.uint8, device=group.device)
         _acknowledge(group, peer)
@@ -226,12 +205,9 @@ def _receive(group: RankGroup, peer: int, count: int) -> torch.Tensor:
 
 
 def measure_clocks(coordinator: ProbeCoordinator, group: RankGroup, first_ranks: Sequence[int]) -> list[tuple[float, float]]:
-    """Measure how far each machine's clock is ahead of the first machine's. Called by every rank.
-
-    Returns (offset, uncertainty) in seconds for each machine. `first_ranks`: the lowest rank of each machine. Such a
-    rank reads its clock before and after it asks the first machine for the time. The shortest of `PINGS` round trips
-    counts.
-    """
+    """Measure how far each machine's clock is ahead of the first machine's. Called by every rank. Returns (offset,
+    uncertainty) in seconds for each machine. `first_ranks`: the lowest rank of each machine. Such a rank reads its
+    clock before and after it asks the first machine for the time. The shortest of `PINGS` round trips counts."""
     own = (0.0, 0.0)
     reference = first_ranks[0]
     for first in first_ranks[1:]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 Verdict = Literal["ok", "skipped", "slow", "failed"]
@@ -12,17 +12,13 @@ Section = Literal["machine", "environment", "run directory", "rendezvous", "coll
 _BAD: tuple[Verdict, ...] = ("slow", "failed")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class CheckResult:
-    """The result of one check."""
-
     section: Section
     check: str
-    """The subject of the check, in one to three words."""
     verdict: Verdict
     """`skipped`: not available here, or not run. This is not a fault by itself."""
     found: str
-    """The observation."""
     remedy: str = ""
     """The action to take. Never empty unless the verdict is `ok`."""
     machine: str = ""
@@ -37,17 +33,18 @@ class CheckResult:
         return self.verdict in _BAD
 
 
+def check_result(section: Section, check: str, verdict: Verdict, found: str, remedy: str = "") -> CheckResult:
+    """Return a result, without the remedy if the verdict is `ok`."""
+    return CheckResult(section, check, verdict, found, "" if verdict == "ok" else remedy)
+
+
 def worst(checks: Iterable[CheckResult]) -> Verdict:
     """Return the overall verdict: `failed` if any check failed, else `slow` if any is slow, else `ok`."""
     return max((check.verdict for check in checks if check.is_bad), key=_BAD.index, default="ok")
 
 
 def machine_names(hosts: Sequence[tuple[str, str]]) -> list[str]:
-    """Return a unique name for each machine, given its host name and its address.
-
-    This is the host name. If two machines have the same host name, it is the address; if these repeat too, the host
-    name and a number.
-    """
+    """Return unique machine names: the host names, else the addresses, else host names with numbers."""
     names = [name for name, _ in hosts]
     addresses = [address for _, address in hosts]
     if len(set(names)) == len(names):
@@ -55,11 +52,6 @@ def machine_names(hosts: Sequence[tuple[str, str]]) -> list[str]:
     if len(set(addresses)) == len(addresses):
         return addresses
     return [f"{name}#{number}" for number, name in enumerate(names)]
-
-
-def with_machine(machine: str, checks: Iterable[CheckResult]) -> list[CheckResult]:
-    """Return the same results with the name of their machine."""
-    return [replace(check, machine=machine) for check in checks]
 
 
 def format_bytes(size_bytes: float) -> str:

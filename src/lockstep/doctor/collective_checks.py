@@ -52,24 +52,19 @@ class RankGroup:
     name: str
     global_ranks: list[int]
     group_rank: int
-    """This rank's number in the group."""
     process_group: Any
     """The `torch.distributed` process group. None: the default group, of all ranks."""
     device: torch.device
 
     @property
     def suffix(self) -> str:
-        """The text to append to the name of a probe in this group."""
         return f" in {self.name}" if self.process_group is not None else ""
 
 
 def check(coordinator: ProbeCoordinator, group: RankGroup) -> Iterator[dict[str, Any]]:
-    """Check every collective in every data type and operation. Called by every rank, with its group of the same name.
-
-    Yields a row for each case: `collective`, `operation`, `type`, `group` and `outcomes`, which has an entry, by rank,
-    for each rank whose output is not as expected. An outcome is `unsupported` with the backend's message, or `wrong`
-    with the difference.
-    """
+    """Check every collective in every data type and operation, a row for each. Called by every rank, with its group of
+    the same name. `outcomes` has an entry, by rank, only where the output is not as expected: `unsupported` or `wrong`,
+    with the reason."""
     for collective in COLLECTIVES:
         if collective == "barrier":
             yield _row(group, "barrier", None, None, _check_barrier(coordinator, group))
@@ -136,13 +131,10 @@ def exchange(collective: Collective, own: Tensor, group: RankGroup, *, operation
             return received
         case "broadcast":
             dist.broadcast(own, root_rank, group=process_group)
-            return own
         case "reduce":
             dist.reduce(own, root_rank, op=op, group=process_group)
-            return own
         case "all-reduce":
             dist.all_reduce(own, op=op, group=process_group)
-            return own
         case "scatter":
             received = own.new_empty(block)
             dist.scatter(received, list(own.view(size, block)) if is_root else None, root_rank, group=process_group)
@@ -165,21 +157,16 @@ def exchange(collective: Collective, own: Tensor, group: RankGroup, *, operation
             return received
         case "barrier":
             dist.barrier(group=process_group)
-            return own
+    return own
 
 
 def _tensor(values: NDArray[Any], data_type: DataType, device: torch.device) -> Tensor:
-    tensor = torch.from_numpy(values)
-    if not data_type.real:
-        tensor = tensor * (1 + 1j)
+    tensor = torch.from_numpy(values) * (1 if data_type.real else 1 + 1j)
     return tensor.to(getattr(torch, data_type.name)).to(device)
 
 
 def _difference(result: Tensor, expected: NDArray[Any], case: CollectiveCase, size: int) -> str:
-    """Return the first position with a wrong number; empty if there is none.
-
-    The tolerance is 0, but for an average: it may differ by the rounding of a sum and a division.
-    """
+    """Return the first wrong number, or "". Averages may differ by the rounding of a sum and a division."""
     if result.numel() != len(expected):
         return f"has {result.numel()} numbers, and must have {len(expected)}"
     if case.data_type.real:
@@ -204,8 +191,7 @@ def _difference(result: Tensor, expected: NDArray[Any], case: CollectiveCase, si
 
 
 def _check_barrier(coordinator: ProbeCoordinator, group: RankGroup) -> list[Any]:
-    """Check that no rank leaves a barrier before the last has entered it: ranks enter one after another, and count
-    themselves first."""
+    """Check that no rank leaves a barrier before all are in it: ranks enter one after another, and are counted."""
     early = None
     for number in range(_BARRIERS):
         with coordinator.probe(f"barrier{group.suffix}"):

@@ -24,7 +24,7 @@ from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from lockstep.doctor.stalled_probe import RankStatus
+from lockstep.doctor.summary import RankStatus
 
 _PREFIX = "lockstep-doctor"
 _ABORT_KEY = "abort"
@@ -39,10 +39,7 @@ class ProbeCoordinator:
     """Barriers, exchanges of JSON values, and deadlines for the ranks. Used by the main thread of each rank."""
 
     def __init__(self, rank: int, world_size: int, deadline_seconds: float, on_abort: Callable[[list[RankStatus]], None]) -> None:
-        """`on_abort` runs in the watching thread with the statuses of all ranks that answered.
-
-        It must end the process.
-        """
+        """`on_abort` runs in the watching thread with the statuses of the ranks that answered, and ends the process."""
         self.rank = rank
         self.world_size = world_size
         self._deadline_seconds = deadline_seconds
@@ -82,10 +79,7 @@ class ProbeCoordinator:
             self._status = replace(self._status, error=f"{type(error).__name__}: {text}")
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Return each rank's JSON value, in rank order.
-
-        Called by every rank. Rank 0 gathers the values and publishes the list.
-        """
+        """Return each rank's JSON value, in rank order. Called by every rank. Rank 0 publishes the list."""
         number, self._exchanges = self._exchanges, self._exchanges + 1
         self._store.set(f"{number}/{self.rank}", json.dumps(value))
         if self.rank == 0:

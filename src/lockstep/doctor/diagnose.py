@@ -24,21 +24,16 @@ from lockstep.launch.machines import Machines
 from lockstep.options import RunOptions
 
 DEADLINE_SECONDS = 20.0
-"""Deadline of each probe."""
 WORKER = ("-P", "-m", "lockstep.doctor")
 """Arguments of Python for each rank. A test may give a script that plants a fault first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Diagnosis:
-    """The doctor's results."""
-
     checks: list[CheckResult]
     results: Mapping[str, Any]
-    """The ranks' results, as `lockstep.doctor.worker` writes them: `world_size`, `backend`, `checked`, `timed`,
-    `point_to_point`, ..."""
+    """The ranks' results, as `lockstep.doctor.worker` writes them."""
     ending: Ending
-    """The end of this machine's workers."""
 
     @property
     def verdict(self) -> Verdict:
@@ -51,7 +46,6 @@ class Diagnosis:
 
     @property
     def status(self) -> int:
-        """Exit status."""
         return 0 if self.verdict == "ok" else 1
 
 
@@ -64,17 +58,14 @@ def diagnose(
     worker: Sequence[str] = WORKER,
     deadline_seconds: float = DEADLINE_SECONDS,
 ) -> Diagnosis:
-    """Check this machine with `nproc` ranks; or several machines together, each of which calls this.
-
-    `run_dir=None` checks the file system of the working directory. Raises `LaunchError` if the machines cannot reach
-    each other.
-    """
+    """Check this machine with `nproc` ranks, or several machines, each of which calls this. `run_dir=None`: check the
+    working directory. Raises `LaunchError` if the machines cannot reach each other."""
     world_size = nproc * (machines.least if machines is not None else 1)
     info = read_machine_info(machines, environ)
     own = [
         *machine_checks(info, environ, nproc=nproc, world_size=world_size),
         *environment_variables.environment_checks(environ, nproc=nproc),
-        *_file_system_checks(file_system.existing(run_dir if run_dir is not None else Path())),
+        *file_system.check_folder(file_system.existing(run_dir if run_dir is not None else Path())),
     ]
     with tempfile.TemporaryDirectory(prefix="lockstep-doctor-") as name:
         folder = Path(name)
@@ -94,13 +85,6 @@ def diagnose(
         results = _read_results(folder)
     results.setdefault("machines", [machine])
     return Diagnosis(checks=summarize(results, ending), results=results, ending=ending)
-
-
-def _file_system_checks(path: Path) -> list[CheckResult]:
-    try:
-        return file_system.file_system_checks(file_system.probe(path))
-    except OSError as error:
-        return file_system.unusable(path, error)
 
 
 def _read_results(folder: Path) -> dict[str, Any]:

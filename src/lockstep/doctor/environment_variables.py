@@ -50,7 +50,6 @@ _PINNING = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES")
 _LAUNCHER_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _PROXIES = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "all_proxy")
 _RELEVANT_PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_", "CUDA_DEVICE", "PYTHONHASHSEED", "PYTORCH_", "FI_", "UCX_")
-"""Prefixes of the variables that should be the same on all machines."""
 
 
 def environment_checks(environ: Mapping[str, str], *, nproc: int) -> list[CheckResult]:
@@ -71,22 +70,19 @@ def environment_checks(environ: Mapping[str, str], *, nproc: int) -> list[CheckR
     proxies = [name for name in _PROXIES if environ.get(name)]
     if proxies:
         why = "checkpoints on object stores go through this proxy, unless NO_PROXY names their server"
-        checks.append(CheckResult(section="environment", check=proxies[0], verdict="ok", found=f"{environ[proxies[0]]}: {why}"))
+        checks.append(CheckResult("environment", proxies[0], "ok", f"{environ[proxies[0]]}: {why}"))
     if not checks:
         found = "none is set that slows training down or breaks it"
-        checks.append(CheckResult(section="environment", check="variables", verdict="ok", found=found))
+        checks.append(CheckResult("environment", "variables", "ok", found))
     return checks
 
 
 def _check(name: str, value: str, verdict: Literal["slow", "failed"], why: str, remedy: str) -> CheckResult:
-    return CheckResult(section="environment", check=name, verdict=verdict, found=f"is {value}: {why}", remedy=remedy)
+    return CheckResult("environment", name, verdict, f"is {value}: {why}", remedy)
 
 
 def relevant_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that should be the same on all machines.
-
-    Network interfaces may have different names there.
-    """
+    """Return the variables that should be the same on all machines. Network interfaces may differ."""
     return {name: value for name, value in environ.items() if name.startswith(_RELEVANT_PREFIXES) and not name.endswith("_SOCKET_IFNAME")}
 
 
@@ -98,9 +94,5 @@ def variable_differences(machines: Sequence[str], environments: Sequence[Mapping
         if len(set(values)) > 1:
             other = next(number for number, value in enumerate(values) if value != values[0])
             text = f"is {values[0]} on {machines[0]} and {values[other]} on {machines[other]}: ranks may choose different transports"
-            checks.append(
-                CheckResult(
-                    section="environment", check=name, verdict="failed", found=text, remedy="set it to the same value on all machines"
-                )
-            )
+            checks.append(CheckResult("environment", name, "failed", text, "set it to the same value on all machines"))
     return checks

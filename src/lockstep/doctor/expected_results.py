@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,16 +24,13 @@ Collective = Literal[
 Operation = Literal["sum", "min", "max", "product", "avg"]
 Integers = NDArray[np.int64]
 
-COLLECTIVES: tuple[Collective, ...] = (
-    "send/recv", "broadcast", "reduce", "all-reduce", "scatter", "gather", "all-gather", "reduce-scatter", "all-to-all", "barrier",
-)  # fmt: skip
+COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 REDUCTIONS: tuple[Collective, ...] = ("reduce", "all-reduce", "reduce-scatter")
-OPERATIONS: tuple[Operation, ...] = ("sum", "min", "max", "product", "avg")
+OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 _ONE_BLOCK_INPUTS = ("send/recv", "broadcast", "reduce", "all-reduce", "gather", "all-gather")
 """Collectives whose input is one block. The input of the others is one block for each rank."""
 
 BLOCK_SIZE = 13
-"""Numbers in a block. Odd, and not a power of two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +38,6 @@ class DataType:
     """A data type of torch, and the numbers that it holds."""
 
     name: str
-    """Name of the attribute of `torch`, such as `float32`."""
     limit: int
     """Largest number such that the type holds every integer from 0 to it."""
     signed: bool = True
@@ -70,11 +66,8 @@ DATA_TYPES = (
 
 @dataclass(frozen=True, slots=True)
 class CollectiveCase:
-    """One call of a collective to check."""
-
     collective: Collective
     operation: Operation | None
-    """The reduction, for a collective of `REDUCTIONS`; else None."""
     data_type: DataType
 
     @property
@@ -83,16 +76,11 @@ class CollectiveCase:
 
 
 def cases(collective: Collective) -> list[CollectiveCase]:
-    """Return the cases of a collective other than the barrier: each data type with each operation that is defined for
-    it."""
+    """Return the cases of a collective other than the barrier: each data type with each operation defined for it."""
     if collective not in REDUCTIONS:
         return [CollectiveCase(collective, None, data_type) for data_type in DATA_TYPES]
-    return [
-        CollectiveCase(collective, operation, data_type)
-        for data_type in DATA_TYPES
-        for operation in OPERATIONS
-        if _is_defined(operation, data_type)
-    ]
+    pairs = [(operation, data_type) for data_type in DATA_TYPES for operation in OPERATIONS if _is_defined(operation, data_type)]
+    return [CollectiveCase(collective, operation, data_type) for operation, data_type in pairs]
 
 
 def _is_defined(operation: Operation, data_type: DataType) -> bool:
@@ -108,16 +96,12 @@ def root(global_ranks: Sequence[int]) -> int:
 
 def rank_input(case: CollectiveCase, global_ranks: Sequence[int], group_rank: int) -> Integers:
     """Return the input of one rank of a group: `BLOCK_SIZE` numbers, or `BLOCK_SIZE` for each rank of the group."""
-    return _values_of_rank(
-        case, global_ranks, group_rank, np.arange(BLOCK_SIZE if case.collective in _ONE_BLOCK_INPUTS else BLOCK_SIZE * len(global_ranks))
-    )
+    blocks = 1 if case.collective in _ONE_BLOCK_INPUTS else len(global_ranks)
+    return _values_of_rank(case, global_ranks, group_rank, np.arange(BLOCK_SIZE * blocks))
 
 
 def expected_output(case: CollectiveCase, global_ranks: Sequence[int], group_rank: int) -> NDArray[Any] | None:
-    """Return the output that one rank of a group must have.
-
-    None if it is undefined. Averages are floats, all others integers.
-    """
+    """Return the output that one rank of a group must have. None if undefined. Only averages are floats."""
     block, own_block = np.arange(BLOCK_SIZE), np.arange(BLOCK_SIZE * group_rank, BLOCK_SIZE * (group_rank + 1))
     if case.collective in ("reduce", "gather") and group_rank != root(global_ranks):
         return None
@@ -146,10 +130,7 @@ def _values_of_rank(case: CollectiveCase, global_ranks: Sequence[int], group_ran
 
 
 def _values(case: CollectiveCase, global_ranks: Sequence[int], group_ranks: Integers, positions: Integers) -> Integers:
-    """Return the inputs of some ranks of the group, of shape (ranks, positions).
-
-    They depend on the global ranks. See [Note: exact].
-    """
+    """Return the inputs of some ranks, (ranks, positions). They depend on the global ranks. See [Note: exact]."""
     limit, seeds = case.data_type.limit, np.array(global_ranks)[group_ranks]
     if case.operation in ("sum", "avg"):
         most = min(limit, 3)
@@ -162,8 +143,7 @@ def _values(case: CollectiveCase, global_ranks: Sequence[int], group_ranks: Inte
 
 
 def _is_contributor(group_ranks: Integers, positions: Integers, size: int, most: int) -> NDArray[np.bool_]:
-    """True for each (rank, position) at which that rank of a group of `size` contributes: at most `most` ranks at each
-    position."""
+    """Return for each (rank, position) if that rank contributes: at most `most` ranks at each position."""
     if most == 0:
         return np.zeros((len(group_ranks), len(positions)), dtype=np.bool_)
     contributes: NDArray[np.bool_] = (group_ranks[:, None] + positions) % -(-size // most) == 0

@@ -1,7 +1,5 @@
-"""Check what a run directory needs of its file system: atomic renames, fsync, exclusive locks, and a clock.
-
-The checks use real files, in a temporary folder that is removed afterwards.
-"""
+"""Check what a run directory needs of its file system: atomic renames, fsync, exclusive locks, and a clock. The checks
+use real files, in a temporary folder that is removed afterwards."""
 
 from __future__ import annotations
 
@@ -15,12 +13,14 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from lockstep.base.errors import RunDirectoryError
-from lockstep.doctor.check_result import CheckResult, Verdict, format_bytes, format_duration
+from lockstep.doctor.check_result import CheckResult, check_result, format_bytes, format_duration
 from lockstep.doctor.machine_checks import MAX_CLOCK_OFFSET_SECONDS
 
+_check = partial(check_result, "run directory")
 Rename = Callable[[Path, Path], object]
 
 RENAMES = 40
@@ -103,8 +103,7 @@ def _check_file_renames(folder: Path, rename: Rename) -> str:
 
 
 def _check_folder_renames(folder: Path, rename: Rename) -> str:
-    """Rename folders to their final names while a thread lists them: under its final name, a folder must have all its
-    files."""
+    """Rename folders while a thread lists them: under its final name, a folder must have all its files."""
 
     def read() -> str:
         for final in folder.glob("final-*"):
@@ -124,10 +123,7 @@ def _check_folder_renames(folder: Path, rename: Rename) -> str:
 
 
 def _read_during(read: Callable[[], str], change: Callable[[int], None]) -> str:
-    """Make all changes while another thread reads repeatedly.
-
-    Returns the first fault that it saw; empty if there was none.
-    """
+    """Make all changes while another thread reads. Returns the first fault that it saw; empty if none."""
     seen: list[str] = []
     ended = threading.Event()
 
@@ -212,14 +208,8 @@ def file_system_checks(info: FileSystemInfo) -> list[CheckResult]:
     other = "keep run directories on another file system (a local disk, NFS, Lustre), and checkpoints on object stores by their URL"
     checks = [_check("path", "ok", f"{info.path} ({info.kind or 'unknown'}), {format_bytes(info.free_bytes)} free")]
     if info.free_bytes < LEAST_FREE_BYTES:
-        checks = [
-            _check(
-                "path",
-                "failed",
-                f"{info.path}: {format_bytes(info.free_bytes)} free",
-                "free some space: a run keeps several checkpoints there",
-            )
-        ]
+        found = f"{info.path}: {format_bytes(info.free_bytes)} free"
+        checks = [_check("path", "failed", found, "free some space: a run keeps several checkpoints there")]
     if info.rename_fault:
         checks.append(_check("rename", "failed", f"is not atomic: {info.rename_fault}", other))
     else:
@@ -229,9 +219,8 @@ def file_system_checks(info: FileSystemInfo) -> list[CheckResult]:
     else:
         slow = info.sync_seconds > SLOW_SYNC_SECONDS
         text = f"{format_duration(info.sync_seconds)} for {format_bytes(FILE_BYTES)} and its folder"
-        checks.append(
-            _check("sync", "slow" if slow else "ok", text, "every checkpoint waits for it: use a faster disk, or save less often")
-        )
+        remedy = "every checkpoint waits for it: use a faster disk, or save less often"
+        checks.append(_check("sync", "slow" if slow else "ok", text, remedy))
     if info.lock_fault:
         remedy = "two runs could write to one directory: mount it with locking (NFS: with lockd, or version 4; Lustre: -o flock)"
         checks.append(_check("lock", "failed", f"flock does not exclude: {info.lock_fault}", remedy))
@@ -240,19 +229,16 @@ def file_system_checks(info: FileSystemInfo) -> list[CheckResult]:
     relation = "ahead of" if info.clock_offset_seconds > 0 else "behind"
     if abs(info.clock_offset_seconds) > MAX_CLOCK_OFFSET_SECONDS:
         text = f"the file system's is {format_duration(abs(info.clock_offset_seconds))} {relation} this machine's"
-        checks.append(
-            _check("clock", "failed", text, "synchronize the clocks of machine and file server by NTP (chronyc tracking, timedatectl)")
-        )
+        remedy = "synchronize the clocks of machine and file server by NTP (chronyc tracking, timedatectl)"
+        checks.append(_check("clock", "failed", text, remedy))
     else:
         checks.append(_check("clock", "ok", "the file system's agrees with this machine's"))
     return checks
 
 
-def unusable(path: Path, error: OSError) -> list[CheckResult]:
-    """Return the result for a folder in which `probe` raised."""
-    text = f"{path}: {error.strerror or error}"
-    return [_check("path", "failed", text, "choose a --run-dir in which files can be created")]
-
-
-def _check(check: str, verdict: Verdict, found: str, remedy: str = "") -> CheckResult:
-    return CheckResult(section="run directory", check=check, verdict=verdict, found=found, remedy="" if verdict == "ok" else remedy)
+def check_folder(path: Path) -> list[CheckResult]:
+    """Return the results for the file system of `path`."""
+    try:
+        return file_system_checks(probe(path))
+    except OSError as error:
+        return [_check("path", "failed", f"{path}: {error.strerror or error}", "choose a --run-dir in which files can be created")]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
-from lockstep.doctor.check_result import CheckResult, Verdict, format_bytes, format_duration
+from lockstep.doctor.check_result import CheckResult, check_result, format_bytes, format_duration
 from lockstep.launch.environment import threads_per_process
 
+_check = partial(check_result, "machine")
 SHARED_MEMORY_BYTES = 128 << 20
 """Space in /dev/shm for each process: for batches from loader workers (torch's DataLoader), and for NCCL's buffers."""
 MEMORY_BYTES = 1 << 30
@@ -30,29 +32,23 @@ class MachineInfo:
     address: str
     """Address under which other machines reach it. Empty if there is only one machine."""
     interface: str | None
-    """Network interface that has this address."""
     interfaces: tuple[str, ...]
-    """All network interfaces."""
     interface_details: str
     """Speed and MTU of `interface`, as text to append. Empty if unknown."""
     versions: Mapping[str, str]
     """Versions that must be the same on all machines, in display order."""
     gpus: int
-    """Number of GPUs that torch sees."""
     gpu_names: tuple[str, ...]
     """Names of the GPUs that the driver sees. Empty if there is no driver."""
     topology: Mapping[str, str]
-    """Kind of link of each pair of GPUs, such as {"0-1": "NV18"}."""
+    """Pair -> kind of link: {"0-1": "NV18"}."""
     cores: int
-    """Cores in this process's CPU affinity."""
     cpu_quota: float | None
     """CPU quota of the control group, in cores. None if there is no quota."""
     shared_memory_bytes: int | None
-    """Free space in /dev/shm. None if it does not exist."""
     available_memory_bytes: int
     """Available memory: the lesser of the machine's and the control group's."""
     open_files_limit: int
-    """Soft limit of open files per process."""
     open_files_hard_limit: int
     locked_memory_bytes: int | None
     """Soft limit of locked memory. None if there is no limit."""
@@ -60,7 +56,6 @@ class MachineInfo:
     free_tasks: int | None
     """Number of processes and threads that may still be started. None if there is no limit."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables that should be the same on all machines."""
 
 
 def machine_checks(info: MachineInfo, environ: Mapping[str, str], *, nproc: int, world_size: int) -> list[CheckResult]:
@@ -75,10 +70,6 @@ def machine_checks(info: MachineInfo, environ: Mapping[str, str], *, nproc: int,
     ]
 
 
-def _check(check: str, verdict: Verdict, found: str, remedy: str = "") -> CheckResult:
-    return CheckResult(section="machine", check=check, verdict=verdict, found=found, remedy="" if verdict == "ok" else remedy)
-
-
 def _versions(info: MachineInfo) -> CheckResult:
     return _check("versions", "ok", ", ".join(f"{name} {value}" for name, value in info.versions.items()))
 
@@ -90,9 +81,8 @@ def _devices(info: MachineInfo, environ: Mapping[str, str], nproc: int) -> list[
         hidden = environ.get("CUDA_VISIBLE_DEVICES")
         seen = f"the driver has {len(info.gpu_names)} GPUs ({info.gpu_names[0]}) and torch sees none"
         if hidden is not None:
-            return [
-                _check("devices", "failed", f"{seen}: CUDA_VISIBLE_DEVICES={hidden}", "unset CUDA_VISIBLE_DEVICES, unless you want CPUs")
-            ]
+            remedy = "unset CUDA_VISIBLE_DEVICES, unless you want CPUs"
+            return [_check("devices", "failed", f"{seen}: CUDA_VISIBLE_DEVICES={hidden}", remedy)]
         return [_check("devices", "failed", seen, "install a torch build for CUDA, and a driver that is new enough for it")]
     names = sorted(set(info.gpu_names))
     found = f"{info.gpus} GPU{'s' if info.gpus > 1 else ''}: {', '.join(names) or 'the driver gives no name'}"
@@ -129,14 +119,8 @@ def _threads(info: MachineInfo, environ: Mapping[str, str], nproc: int) -> list[
     usable = min(info.cores, info.cpu_quota or info.cores)
     set_to = environ.get("OMP_NUM_THREADS")
     if set_to is not None and not (set_to.isdecimal() and int(set_to)):
-        return [
-            _check(
-                "threads",
-                "failed",
-                f"OMP_NUM_THREADS is {set_to!r}, which is not a number of threads",
-                "unset it: lockstep chooses the number",
-            )
-        ]
+        found = f"OMP_NUM_THREADS is {set_to!r}, which is not a number of threads"
+        return [_check("threads", "failed", found, "unset it: lockstep chooses the number")]
     threads = int(set_to) if set_to is not None else threads_per_process(nproc)
     cores = f"{usable:g} core{'' if usable == 1 else 's'}"
     if info.cpu_quota is not None and info.cpu_quota < info.cores:
@@ -181,28 +165,16 @@ def _limits(info: MachineInfo, environ: Mapping[str, str], nproc: int, world_siz
 
 
 def _interface(info: MachineInfo, environ: Mapping[str, str]) -> list[CheckResult]:
-    """Check the variables that choose the network interface.
-
-    GLOO_SOCKET_IFNAME is a list of names. NCCL_SOCKET_IFNAME is a list of prefixes, or of names after `=`; `^` excludes
-    them.
-    """
+    """Check GLOO_SOCKET_IFNAME, a list of names, and NCCL_SOCKET_IFNAME: prefixes, names after `=`, `^` excludes."""
     interfaces = ", ".join(info.interfaces)
-    checks = []
-    gloo = environ.get("GLOO_SOCKET_IFNAME")
-    for name in gloo.split(",") if gloo else ():
-        if name not in info.interfaces:
-            found = f"GLOO_SOCKET_IFNAME names {name!r}; the interfaces are {interfaces}"
-            checks.append(
-                _check("interface", "failed", found, "unset it: lockstep chooses the one through which the machines reach each other")
-            )
-    nccl = environ.get("NCCL_SOCKET_IFNAME")
+    gloo, nccl = environ.get("GLOO_SOCKET_IFNAME"), environ.get("NCCL_SOCKET_IFNAME")
+    wrong = [name for name in gloo.split(",") if name not in info.interfaces] if gloo else []
+    found = [f"GLOO_SOCKET_IFNAME names {name!r}; the interfaces are {interfaces}" for name in wrong]
     if nccl and not _nccl_finds(nccl, info.interfaces):
-        found = f"NCCL_SOCKET_IFNAME={nccl} matches none of {interfaces}"
-        checks.append(
-            _check("interface", "failed", found, "unset it: lockstep chooses the one through which the machines reach each other")
-        )
-    if checks:
-        return checks
+        found.append(f"NCCL_SOCKET_IFNAME={nccl} matches none of {interfaces}")
+    if found:
+        remedy = "unset it: lockstep chooses the one through which the machines reach each other"
+        return [_check("interface", "failed", each, remedy) for each in found]
     if gloo:
         return [_check("interface", "ok", f"{gloo}, by GLOO_SOCKET_IFNAME")]
     if not info.address:
@@ -224,15 +196,12 @@ def _nccl_finds(pattern: str, interfaces: Sequence[str]) -> bool:
 
 
 def clock_check(machine: str, offset_seconds: float, error_seconds: float, reference: str) -> CheckResult:
-    """Return the result for the clock of `machine`, which is `offset_seconds` ± `error_seconds` ahead of that of
-    `reference`."""
+    """Return the result for a clock that is `offset_seconds` ± `error_seconds` ahead of that of `reference`."""
     relation = "ahead of" if offset_seconds > 0 else "behind"
     text = f"{format_duration(abs(offset_seconds))} {relation} {reference} (± {format_duration(error_seconds)})"
     skewed = abs(offset_seconds) - error_seconds > MAX_CLOCK_OFFSET_SECONDS
     remedy = "synchronize the clocks by NTP (chronyc tracking, timedatectl): a machine that is a few seconds off is taken for dead"
-    return CheckResult(
-        section="machine", check="clock", verdict="failed" if skewed else "ok", found=text, remedy=remedy if skewed else "", machine=machine
-    )
+    return replace(_check("clock", "failed" if skewed else "ok", text, remedy), machine=machine)
 
 
 def version_differences(machines: Sequence[str], info: Sequence[Mapping[str, str]]) -> list[CheckResult]:
@@ -248,8 +217,7 @@ def version_differences(machines: Sequence[str], info: Sequence[Mapping[str, str
 
 
 def parse_topology(text: str) -> dict[str, str]:
-    """Return the kind of link of each pair of GPUs from the output of `nvidia-smi topo -m`: {"0-1": "NV18"}, each pair
-    once."""
+    """Return the kind of link of each pair of GPUs, {"0-1": "NV18"}, from the output of `nvidia-smi topo -m`."""
     rows = [re.sub(r"\x1b\[[0-9;]*m", "", line).split("\t") for line in text.splitlines()]
     header = next((row for row in rows if "GPU0" in (cell.strip() for cell in row) and row[0].strip() != "GPU0"), None)
     if header is None:

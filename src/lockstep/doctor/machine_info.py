@@ -35,7 +35,8 @@ def read_machine_info(machines: Machines | None, environ: Mapping[str, str]) -> 
     names, driver = _gpus()
     versions = {"python": platform.python_version(), "torch": torch.__version__, "lockstep": __version__}
     if torch.version.cuda is not None:
-        versions |= {"CUDA": torch.version.cuda, "NCCL": ".".join(map(str, _nccl()))}
+        nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        versions |= {"CUDA": torch.version.cuda, "NCCL": ".".join(map(str, nccl))}
     return MachineInfo(
         host=socket.gethostname(),
         address=address,
@@ -58,11 +59,6 @@ def read_machine_info(machines: Machines | None, environ: Mapping[str, str]) -> 
         free_tasks=_free_tasks(),
         variables=relevant_variables(environ),
     )
-
-
-def _nccl() -> tuple[int, ...]:
-    found: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-    return found
 
 
 def _finite(limit: int) -> int:
@@ -106,10 +102,7 @@ def _number(path: Path) -> float | None:
 
 
 def _cgroup_files(controller: str, name: str) -> list[Path]:
-    """Return a file of this process's control group and of its ancestors, innermost first.
-
-    `controller`: name of a version 1 controller; empty for version 2.
-    """
+    """Return a file of this process's control groups, innermost first. `controller`: empty for version 2."""
     with suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median, median_low
-from typing import Literal
+from typing import Literal, get_args
 
 from lockstep.doctor.check_result import CheckResult, format_bandwidth, format_duration
 
@@ -49,7 +49,6 @@ class Outlier:
     nodes: tuple[str, ...]
     """One name: all links of that node in the `direction`. Two names: the link from the first to the second."""
     pairs: tuple[Pair, ...]
-    """Pairs of ranks whose measurements show it."""
     value: float
     """Bytes per second, or seconds."""
     normal: float
@@ -58,11 +57,8 @@ class Outlier:
 
 
 def schedule_pairs(machine_of_rank: Sequence[int]) -> list[list[Pair]]:
-    """Return every pair of ranks once, in rounds. In a round each machine is in one pair at most, so that no two share
-    a link.
-
-    `machine_of_rank[r]`: number of rank r's machine. See `MANY_RANKS`.
-    """
+    """Return every pair of ranks once, in rounds with one pair per machine at most, so that no two share a link.
+    `machine_of_rank[r]`: number of rank r's machine. See `MANY_RANKS`."""
     size = len(machine_of_rank)
     local_ranks = [sum(machine == machine_of_rank[rank] for machine in machine_of_rank[:rank]) for rank in range(size)]
     rounds: list[list[Pair]] = []
@@ -85,22 +81,15 @@ def find_outliers(measurements: Iterable[PairMeasurement], machines: Sequence[st
     """Return what is slower than the others of its kind. `machines[r]`: the name of rank r's machine."""
     measurements = list(measurements)
     outliers: list[Outlier] = []
-    metrics: tuple[Metric, ...] = ("bandwidth", "latency")
-    for metric in metrics:
+    for metric in get_args(Metric):
         for kind in sorted({each.kind for each in measurements}):
             same_kind = [each for each in measurements if each.kind == kind]
-            if kind == "machines":
-                outliers += _outliers(same_kind, metric, lambda rank: machines[rank])
-            else:
-                outliers += _outliers(same_kind, metric, lambda rank: f"rank {rank}")
+            outliers += _outliers(same_kind, metric, machines.__getitem__ if kind == "machines" else "rank {}".format)
     return outliers
 
 
 def _outliers(measurements: Sequence[PairMeasurement], metric: Metric, node: Callable[[int], str]) -> Iterator[Outlier]:
-    """Yield the outliers among links of one kind. `node`: the node that a rank belongs to.
-
-    A cost is seconds per byte, or seconds of latency: more is worse.
-    """
+    """Yield the outliers among links of one kind, by seconds per byte or of latency. `node`: the node of a rank."""
     costs: dict[tuple[str, str], list[float]] = {}
     pairs: dict[tuple[str, str], list[Pair]] = {}
     for each in measurements:
@@ -129,10 +118,7 @@ def _outliers(measurements: Sequence[PairMeasurement], metric: Metric, node: Cal
 
 
 def _slow_nodes(cost: Mapping[tuple[str, str], float], end: int, noise: float) -> set[str]:
-    """Return the nodes whose best link is worse than the best links of the others. A node with one link is never slow.
-
-    `end`: 0 to look at the nodes as senders, 1 as receivers.
-    """
+    """Return the nodes with several links whose best is worse than the others'. `end`: 0 senders, 1 receivers."""
     by_node: dict[str, list[float]] = {}
     for ends, value in cost.items():
         by_node.setdefault(ends[end], []).append(value)
@@ -155,7 +141,7 @@ def point_to_point_checks(measurements: Sequence[PairMeasurement], machines: Seq
         latency = format_duration(median(each.latency_seconds for each in same_kind))
         text = f"{len(same_kind)} links: {middle} ({lowest} to {highest}), {latency} (median)"
         check = _KINDS.get(kind, f"within a machine, {kind}")
-        results.append(CheckResult(section="point-to-point", check=check, verdict="ok", found=text))
+        results.append(CheckResult("point-to-point", check, "ok", text))
     return results + [_outlier_check(outlier) for outlier in find_outliers(measurements, machines)]
 
 
@@ -181,4 +167,4 @@ def _outlier_check(outlier: Outlier) -> CheckResult:
             if is_rank
             else "look at the path between the two: cable, switch port, negotiated speed (ethtool), route (tracepath), other traffic"
         )
-    return CheckResult(section="point-to-point", check=check, verdict="slow", found=found, remedy=remedy)
+    return CheckResult("point-to-point", check, "slow", found, remedy)

@@ -3,16 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from lockstep.doctor.check_result import CheckResult, Verdict, machine_names, with_machine
+from lockstep.doctor.check_result import CheckResult, Section, check_result, machine_names
 from lockstep.doctor.environment_variables import variable_differences
 from lockstep.doctor.expected_results import COLLECTIVES, OPERATIONS
 from lockstep.doctor.machine_checks import clock_check, version_differences
 from lockstep.doctor.point_to_point import PairMeasurement, point_to_point_checks
-from lockstep.doctor.stalled_probe import RankStatus, stalled_check
 from lockstep.launch.failures import Ending
+
+_check = partial(check_result, "collectives")
+_processes = partial(check_result, "rendezvous", "processes")
+RENDEZVOUS_PROBES = 2
+"""Number of probes that belong to the rendezvous: connecting to the store, and creating the process group."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankStatus:
+    """The probe that a rank is in."""
+
+    rank: int
+    index: int
+    """Number of the probe. All ranks run the same probes in the same order."""
+    probe: str
+    location: str | None = None
+    """File, line and function in the user's or the system's code. None if the rank waits for other ranks."""
+    error: str | None = None
 
 
 def summarize(results: Mapping[str, Any], ending: Ending) -> list[CheckResult]:
@@ -21,7 +39,7 @@ def summarize(results: Mapping[str, Any], ending: Ending) -> list[CheckResult]:
     names = machine_names([(machine["info"]["host"], machine["info"]["address"]) for machine in machines])
     checks: list[CheckResult] = []
     for name, machine in zip(names, machines, strict=True):
-        checks += with_machine(name, [CheckResult(**check) for check in machine["checks"]])
+        checks += [CheckResult(**check | {"machine": name}) for check in machine["checks"]]
     if len(names) > 1:
         checks += version_differences(names, [machine["info"]["versions"] for machine in machines])
         checks += variable_differences(names, [machine["info"]["variables"] for machine in machines])
@@ -40,12 +58,11 @@ def _shared_directory(results: Mapping[str, Any], names: Sequence[str]) -> Itera
     if "shared" not in results:
         return
     missing = sorted({results["ranks"][rank] for rank in set(range(results["world_size"])) - set(results["shared"])})
+    found = "a file that one machine writes appears on all"
     if missing:
         found = f"a file that {names[0]} writes does not appear on {', '.join(names[number] for number in missing)}"
-        remedy = "choose a run directory on a file system that all machines share, mounted at the same path"
-        yield CheckResult(section="run directory", check="shared", verdict="failed", found=found, remedy=remedy)
-    else:
-        yield CheckResult(section="run directory", check="shared", verdict="ok", found="a file that one machine writes appears on all")
+    remedy = "choose a run directory on a file system that all machines share, mounted at the same path"
+    yield check_result("run directory", "shared", "failed" if missing else "ok", found, remedy)
 
 
 def _rendezvous(results: Mapping[str, Any], ending: Ending) -> list[CheckResult]:
@@ -59,30 +76,53 @@ def _rendezvous(results: Mapping[str, Any], ending: Ending) -> list[CheckResult]
     if ending.signal is not None:
         return []
     if ending.first is not None:
-        return [_failed(ending.first.line, "read the process's own output above")]
+        return [_processes("failed", ending.first.line, "read the process's own output above")]
     if ending.elsewhere:
-        return [_failed(ending.elsewhere.partition(";")[0], "start the same command on all machines, and check the network to that port")]
-    size = results.get("world_size", 0)
-    if size == 1:
-        found = "not run: a single process has no peers"
-        return [
-            CheckResult(section="collectives", check="all", verdict="skipped", found=found, remedy="--nproc 2 checks them on this machine")
-        ]
-    found = f"{size} on {results['backend']}, all finished"
-    return [CheckResult(section="rendezvous", check="processes", verdict="ok", found=found)]
+        remedy = "start the same command on all machines, and check the network to that port"
+        return [_processes("failed", ending.elsewhere.partition(";")[0], remedy)]
+    if results.get("world_size", 0) == 1:
+        return [_check("all", "skipped", "not run: a single process has no peers", "--nproc 2 checks them on this machine")]
+    found = f"{results.get('world_size', 0)} on {results['backend']}, all finished"
+    return [_processes("ok", found)]
 
 
-def _failed(found: str, remedy: str) -> CheckResult:
-    return CheckResult(section="rendezvous", check="processes", verdict="failed", found=found, remedy=remedy)
+def stalled_check(statuses: Sequence[RankStatus], world_size: int) -> CheckResult:
+    """Return the reason why the probes ended early. `statuses`: those of all ranks that answered, at least one."""
+    last = max(statuses, key=lambda status: status.index)
+    failed = [status for status in statuses if status.error is not None]
+    silent = sorted(set(range(world_size)) - {status.rank for status in statuses})
+    blocking = [f"{_format_ranks(silent)} {'does' if len(silent) == 1 else 'do'} not answer"] if silent else []
+    blocking += [f"rank {status.rank} is at {status.location}" for status in statuses if status.location and status.error is None]
+    blocking += [
+        f"rank {status.rank} is still in {status.probe}"
+        for status in statuses
+        if status.index < last.index and status.location is None and status.error is None
+    ]
+    if failed:
+        first = min(failed, key=lambda status: (status.index, status.rank))
+        check, found = first.probe, f"rank {first.rank} failed: {first.error}"
+        remedy = "fix the error above; if a connection failed, look at the interface check and at firewalls between the machines"
+    elif blocking:
+        check, found = last.probe, f"timed out: {'; '.join(blocking)}"
+        remedy = (
+            "look at that process: it is stopped, swapping, or in a call that hangs; if it is on another machine, check the network to it"
+        )
+    else:
+        check, found = last.probe, "timed out: all ranks entered it and wait"
+        remedy = "the network drops messages: look for firewalls between the machines, the MTU, a link that is down"
+    section: Section = "collectives" if last.index > RENDEZVOUS_PROBES else "rendezvous"
+    return CheckResult(section, check, "failed", found, remedy)
+
+
+def _format_ranks(ranks: Sequence[int]) -> str:
+    """Return `rank 3` or `ranks 0, 2, 5`."""
+    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
 
 
 def _collectives(results: Mapping[str, Any]) -> list[CheckResult]:
     rows: list[dict[str, Any]] = results.get("checked", [])
     by_collective: dict[str, list[dict[str, Any]]] = {name: [row for row in rows if row["collective"] == name] for name in COLLECTIVES}
-    checks: list[CheckResult] = []
-    for collective, own_rows in by_collective.items():
-        if own_rows:
-            checks += _one_collective(collective, own_rows, results["world_size"])
+    checks = [_one_collective(collective, own_rows, results["world_size"]) for collective, own_rows in by_collective.items() if own_rows]
     checks += _unsupported_checks(by_collective, results.get("backend", ""))
     missing = [collective for collective, own_rows in by_collective.items() if not own_rows]
     if rows and missing:
@@ -90,11 +130,8 @@ def _collectives(results: Mapping[str, Any]) -> list[CheckResult]:
     return checks
 
 
-def _one_collective(collective: str, rows: Sequence[Mapping[str, Any]], world_size: int) -> list[CheckResult]:
-    """Return the result of one collective over all its groups, data types and operations.
-
-    Empty if no case is supported.
-    """
+def _one_collective(collective: str, rows: Sequence[Mapping[str, Any]], world_size: int) -> CheckResult:
+    """Return the result of one collective over all its cases."""
     wrong: list[tuple[Mapping[str, Any], str, str]] = [
         (row, rank, outcome.get("wrong") or f"raised, and others did not: {outcome['unsupported']}")
         for row in rows
@@ -111,14 +148,14 @@ def _one_collective(collective: str, rows: Sequence[Mapping[str, Any]], world_si
             "do not train here: results would be wrong. Look for code that wraps torch.distributed; try another version of torch or NCCL; "
             "check that rank's link and its device's memory (ECC)"
         )
-        return [_check(collective, "failed", f"{case}{': ' if case else ''}rank {rank} {difference}{more}", remedy)]
+        return _check(collective, "failed", f"{case}{': ' if case else ''}rank {rank} {difference}{more}", remedy)
     if collective == "barrier":
-        return [_check(collective, "ok", "no rank left before all had entered")]
+        return _check(collective, "ok", "no rank left before all had entered")
     unsupported = _unsupported_cases(rows)
     types = list(dict.fromkeys(row["type"] for row in rows if (row["type"], row["operation"]) not in unsupported))
     operations = [each for each in OPERATIONS if any(row["operation"] == each for row in rows)]
     found = f"correct in {len(types)} type{'' if len(types) == 1 else 's'}"
-    return [_check(collective, "ok", "; ".join(filter(None, (found, " ".join(operations)))))]
+    return _check(collective, "ok", "; ".join(filter(None, (found, " ".join(operations)))))
 
 
 def _unsupported_cases(rows: Sequence[Mapping[str, Any]]) -> set[tuple[str, str | None]]:
@@ -127,8 +164,7 @@ def _unsupported_cases(rows: Sequence[Mapping[str, Any]]) -> set[tuple[str, str 
 
 
 def _unsupported_checks(by_collective: Mapping[str, Sequence[Mapping[str, Any]]], backend: str) -> Iterator[CheckResult]:
-    """Yield a result for the data types, and one for the operations on supported types, that the backend does not
-    support."""
+    """Yield a result for unsupported data types, and one for unsupported operations on supported types."""
     types: dict[str, list[str]] = {}
     operations: dict[str, list[str]] = {}
     for collective, rows in by_collective.items():
@@ -140,18 +176,8 @@ def _unsupported_checks(by_collective: Mapping[str, Sequence[Mapping[str, Any]]]
             elif missing:
                 operations.setdefault(f"{', '.join(dict.fromkeys(missing))} of {data_type}", []).append(collective)
     remedy = "convert to another data type before the collective"
-    for missing_types, collectives in _group_by_value(types).items():
+    for missing_types in dict.fromkeys(map(tuple, types.values())):
+        collectives = [collective for collective, each in types.items() if tuple(each) == missing_types]
         yield _check("types", "skipped", f"{backend} does not support {' '.join(missing_types)} in {', '.join(collectives)}", remedy)
     for operation, collectives in operations.items():
         yield _check("operations", "skipped", f"{backend} does not support {operation} in {', '.join(collectives)}", remedy)
-
-
-def _group_by_value(lists: Mapping[str, Sequence[str]]) -> dict[tuple[str, ...], list[str]]:
-    keys: dict[tuple[str, ...], list[str]] = {}
-    for key, values in lists.items():
-        keys.setdefault(tuple(values), []).append(key)
-    return keys
-
-
-def _check(check: str, verdict: Verdict, found: str, remedy: str = "") -> CheckResult:
-    return CheckResult(section="collectives", check=check, verdict=verdict, found=found, remedy=remedy)

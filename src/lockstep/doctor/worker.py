@@ -25,7 +25,7 @@ from lockstep.doctor import benchmark, collective_checks
 from lockstep.doctor.check_result import machine_names
 from lockstep.doctor.coordination import ProbeCoordinator
 from lockstep.doctor.expected_results import subgroups
-from lockstep.doctor.stalled_probe import RankStatus
+from lockstep.doctor.summary import RankStatus
 from lockstep.launch import worker
 from lockstep.launch.environment import Environment
 
@@ -33,34 +33,26 @@ RENDEZVOUS_SECONDS = 120.0
 """Seconds in which all ranks must import torch and connect to the store."""
 
 
-class ResultsFile:
-    """The results so far, as JSON values, and the file that they are written to at the end, early or not."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.values: dict[str, Any] = {}
-
-    def write(self) -> None:
-        write_atomically(self._path, json.dumps(self.values))
-
-    def abort(self, statuses: list[RankStatus]) -> None:
-        """Write the results so far with the ranks' statuses, and end the process. Its main thread may never do so."""
-        self.values["statuses"] = [asdict(status) for status in statuses]
-        self.write()
-        os._exit(1)
-
-
 def main(folder: Path, deadline_seconds: float) -> None:
     """Run all probes of this rank, which the environment variables identify."""
     environment = Environment.read(os.environ)
     torch.set_num_threads(environment.threads)
-    results = ResultsFile(folder / f"results-{environment.rank}.json")
-    results.values |= {"world_size": environment.world_size, "machine": int(os.environ["GROUP_RANK"])}
+    values: dict[str, Any] = {"world_size": environment.world_size, "machine": int(os.environ["GROUP_RANK"])}
+
+    def write() -> None:
+        write_atomically(folder / f"results-{environment.rank}.json", json.dumps(values))
+
+    def abort(statuses: list[RankStatus]) -> None:
+        """Write the results so far, and end the process: its main thread may never do so."""
+        values["statuses"] = [asdict(status) for status in statuses]
+        write()
+        os._exit(1)
+
     if environment.world_size > 1:
-        coordinator = ProbeCoordinator(environment.rank, environment.world_size, deadline_seconds, results.abort)
+        coordinator = ProbeCoordinator(environment.rank, environment.world_size, deadline_seconds, abort)
         machine = json.loads((folder / "machine.json").read_text(encoding="utf-8"))
-        _run_probes(coordinator, environment, results.values, machine)
-    results.write()
+        _run_probes(coordinator, environment, values, machine)
+    write()
 
 
 def _run_probes(coordinator: ProbeCoordinator, environment: Environment, values: dict[str, Any], machine: dict[str, Any]) -> None:

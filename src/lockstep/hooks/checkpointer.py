@@ -145,7 +145,7 @@ class Checkpointer:
 
         Raises `CheckpointError` where it is of another run, or `resume` is "must" and there is none.
         """
-        fields = self.run.context.recorder.facts["recipe"] or {}
+        fields = self.run.context.recorder.summary["recipe"] or {}
         if unknown := sorted(name for name in allow_change if name.partition(".")[0] not in fields):
             raise CheckpointError(
                 f"allow_change={unknown[0]!r}; it names fields of the recipe, which are {', '.join(sorted(fields)) or 'none here'}"
@@ -160,7 +160,7 @@ class Checkpointer:
             try:
                 reader = raise_on_all_ranks(partial(CheckpointReader, self.folder, name), self.world)
                 if found := differences(
-                    reader.manifest.facts["recipe"] or {}, self.run.context.recorder.facts["recipe"] or {}, allow_change=allow_change
+                    reader.manifest.facts["recipe"] or {}, self.run.context.recorder.summary["recipe"] or {}, allow_change=allow_change
                 ):
                     raise CheckpointError(
                         f"the recipe is not that of checkpoint {name}: {'; '.join(found)}; go on with the one it was saved with, say which "
@@ -239,7 +239,7 @@ class Checkpointer:
         return self.run.metrics if self.run.evaluated_at == self.run.step else {}
 
     def _facts(self) -> dict[str, Any]:
-        return {**self.run.context.recorder.facts, "saved": datetime.now().astimezone().isoformat(timespec="seconds")}
+        return {**self.run.context.recorder.summary, "saved": datetime.now().astimezone().isoformat(timespec="seconds")}
 
     def _look(self, timeout_seconds: float = 0.0) -> None:
         """Note what came of the save under way, where that is known here."""

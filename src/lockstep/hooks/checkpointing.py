@@ -37,7 +37,7 @@ class Checkpointing(ControlHook):
         checkpointer = self._checkpointer = Checkpointer(run, self._folder, self._saving, compare=partial(self._audit.compare, run))
         found = checkpointer.restore(self._resume, allow_change=self._allow_change)
         step = 0 if found is None else found.manifest.step
-        context.recorder.go_on(step, str(checkpointer.folder))
+        context.recorder.resume(step, str(checkpointer.folder))
         checkpointer.begin(step)
         if found is None:
             return

@@ -37,7 +37,7 @@ class EvaluationHook(ControlHook):
         run.metrics = self._evaluator.measure(run.step)
         run.evaluated_at = run.step
         run.context.recorder.evaluation(run.step, run.metrics)
-        self._metrics.pace.leave_out(time.perf_counter() - started)
+        self._metrics.throughput.exclude(time.perf_counter() - started)
         run.context.phases.enter("hooks")
         run.hooks.call("after_evaluation", run, run.metrics)
         run.context.phases.enter(before)

@@ -134,10 +134,10 @@ def fallback_since(known: TakenFallbacks, folder: Path) -> str | None:
     return f"memory ran out in step {last['step']} on rank {last['rank']}, {last['then']} from there" if found != known else None
 
 
-def read_fallbacks(world: World, folder: Path, *, goes_on: bool) -> TakenFallbacks:
+def read_fallbacks(world: World, folder: Path, *, is_resumed: bool) -> TakenFallbacks:
     """Return the fallbacks of the run in `folder` if it is resumed. Every rank calls it. Raises `RunDirectoryError`."""
     text = None
-    if world.rank == 0 and goes_on:
+    if world.rank == 0 and is_resumed:
         try:
             text = (folder / FILE).read_text(encoding="utf-8")
         except FileNotFoundError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lockstep.base.errors import LossError
-from lockstep.logging.recorder import Pace
+from lockstep.logging.recorder import Throughput
 from lockstep.training.consensus import Request
 from lockstep.training.hook import ControlHook, Run
 from lockstep.training.step_result import StepResult
@@ -17,16 +17,16 @@ class Metrics(ControlHook):
     """Every rank reads; rank 0 writes."""
 
     def __init__(self) -> None:
-        self.pace = Pace()
+        self.throughput = Throughput()
         self._unread: list[StepResult] = []
         self._reported: list[TrainModule] = []
 
     def before_steps(self, run: Run) -> None:
-        self.pace = Pace()
+        self.throughput = Throughput()
 
     def between_steps(self, run: Run) -> None:
         assert run.source is not None, "a step has begun"
-        self.pace.count(run.source.samples, run.source.weights)
+        self.throughput.count(run.source.samples, run.source.weights)
         self._unread += run.results
         if run.is_logging_step or run.stopping is not None:
             self._read(run)
@@ -65,7 +65,7 @@ class Metrics(ControlHook):
         """Write the line of the latest step. The first model's numbers stand for the step. Every rank calls it."""
         assert run.source is not None, "a step has begun"
         result, world_size = run.results[0], run.context.world.size
-        speed = self.pace.restart()
+        speed = self.throughput.restart()
         module = result.module
         values = {"loss": result.loss(), "lr": module.schedule.rate(), "gradient_norm": float(result.norm), **speed, **run.measured}
         if (mfu := module.flops.utilisation(speed["samples_per_second"], world_size)) is not None:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from lockstep.comm.wait_times import count_torch_waits
 from lockstep.hooks.straggler_rule import PARTS, StragglerFinder
 from lockstep.logging.metrics import drop_rows_after
-from lockstep.logging.stream_times import StreamTimes
+from lockstep.logging.phases import StreamTimes
 from lockstep.training.hook import ControlHook, Run
 
 _OF_HOOKS = ("hooks", "script")

@@ -14,7 +14,6 @@ class TensorRecord:
 
     name: str
     dtype: str
-    """Name in torch, such as `float32`."""
     shape: tuple[int, ...]
     size_bytes: int
     data: Iterable[bytes | memoryview]

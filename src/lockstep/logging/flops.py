@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -34,10 +34,8 @@ _PEAKS = {
     "RTX 3090": 71e12,
     "MI300X": 1307.4e12,
 }
-"""Peak FLOP/s of dense bf16 and fp16 matrix products with fp32 accumulation, from the vendors' data sheets.
-
-The keys are words of the device's name. The first key that matches counts.
-"""
+"""Peak FLOP/s of dense bf16 and fp16 matrix products with fp32 accumulation, from the vendors' data sheets. The keys
+are words of the device's name. The first key that matches counts."""
 
 
 def peak(device_name: str, precision: Precision) -> float | None:
@@ -55,19 +53,16 @@ class Flops:
     """The FLOPs of a model's forward, counted in the first microbatch."""
 
     def __init__(self, model: nn.Module, peak: float | None) -> None:
-        """`peak`: peak FLOP/s of the device.
-
-        If it is None, or if the model is compiled and hides its operations, nothing is counted.
-        """
+        """`peak`: FLOP/s. If None, or if the model is compiled and hides its operations, nothing is counted."""
         self._peak = None if peak is None or is_compiled(model) else peak
         self._forward: float | None = None
 
-    def counting(self, samples: int) -> AbstractContextManager[None]:
-        """Return the context in which to run the forward of a microbatch with this number of samples."""
-        return nullcontext() if self._peak is None or self._forward is not None else self._counted(samples)
-
     @contextmanager
-    def _counted(self, samples: int) -> Iterator[None]:
+    def counting(self, samples: int) -> Iterator[None]:
+        """Run the forward of a microbatch of `samples` in this context."""
+        if self._peak is None or self._forward is not None:
+            yield
+            return
         from torch.utils.flop_counter import FlopCounterMode
 
         with FlopCounterMode(display=False) as counter:
@@ -75,10 +70,7 @@ class Flops:
         self._forward = counter.get_total_flops() / samples
 
     def utilisation(self, samples_per_second: float, devices: int) -> float | None:
-        """Return the MFU, from 0 to 1.
-
-        None if nothing was counted. `devices`: number of devices that compute these samples.
-        """
+        """Return the MFU, from 0 to 1. None if nothing was counted. `devices`: those that compute these samples."""
         if not self._forward or self._peak is None:
             return None
         return 3 * self._forward * samples_per_second / (devices * self._peak)

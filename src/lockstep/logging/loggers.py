@@ -19,29 +19,23 @@ CLOSE_TIMEOUT_SECONDS = 60.0
 
 
 class Logger(Protocol):
-    """A service that takes metrics. It is called on rank 0 alone, in a thread of its own.
-
-    If a method raises, training continues with one warning, and the logger is not called again.
-    """
+    """A service that takes metrics. It is called on rank 0 alone, in a thread of its own. If a method raises, training
+    continues with one warning, and the logger is not called again."""
 
     def start(self, run_dir: Path, config: Mapping[str, Any]) -> None:
         """Called before the first step, also of a resumed run. `config`: the contents of run.json."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Called for each line of metrics.jsonl.
-
-        `step`: optimizer steps done. Values that are not finite are left out.
-        """
+        """Called for each line of metrics.jsonl. `step`: optimizer steps done. Values that are not finite are left
+        out."""
 
     def end(self, result: Mapping[str, Any] | None) -> None:
         """Called after the run. `result`: the contents of result.json; None if the run failed or was preempted."""
 
 
 class WandB:
-    """Logger for Weights & Biases. The run there is named after the run directory, and is resumed with it.
-
-    Needs the extra `wandb`. The arguments are those of `wandb.init`: project, entity, tags, mode="offline", ...
-    """
+    """Logger for Weights & Biases. The run there is named after the run directory, and is resumed with it. Needs the
+    extra `wandb`. The arguments are those of `wandb.init`: project, entity, tags, mode="offline", ..."""
 
     def __init__(self, **settings: Any) -> None:
         """Raises `UserError` if the package is not installed."""
@@ -66,11 +60,9 @@ class WandB:
 
 
 class MLflow:
-    """Logger for MLflow. The run there is named after the run directory, and is resumed with it.
-
-    Needs the extra `mlflow`. `tracking_uri` and `experiment`: None for MLflow's defaults (MLFLOW_TRACKING_URI, and the
-    experiment MLFLOW_EXPERIMENT_NAME or "Default").
-    """
+    """Logger for MLflow. The run there is named after the run directory, and is resumed with it. Needs the extra
+    `mlflow`. `tracking_uri` and `experiment`: None for MLflow's defaults (MLFLOW_TRACKING_URI, and the experiment
+    MLFLOW_EXPERIMENT_NAME or "Default")."""
 
     def __init__(self, *, experiment: str | None = None, tracking_uri: str | None = None) -> None:
         """Raises `UserError` if the package is not installed."""

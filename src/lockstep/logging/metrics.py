@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
+from lockstep.base.closing import Closing
 from lockstep.base.errors import DataError, cannot_write
 from lockstep.base.files import write_atomically
 from lockstep.logging.tensorboard_file import TensorBoardFile
@@ -21,13 +21,9 @@ RESERVED_NAMES = frozenset({"step", "time", "not_finite"})
 _FLUSH_SECONDS = 1.0
 
 
-class MetricsLog:
-    """A log that appends to `metrics.jsonl` and to a TensorBoard event file in the folder `path`. Created on one rank;
-    close it.
-
-    `write` flushes the rows to the files if the last flush was a second ago or more; `flush` and `close` always do.
-    There is no thread. `clock` returns seconds since 1970.
-    """
+class MetricsLog(Closing):
+    """A log in `metrics.jsonl` and a TensorBoard event file in the folder `path`. Created on one rank; close it.
+    `write` flushes at most once a second; `flush` and `close` always do. `clock` returns seconds since 1970."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
@@ -37,11 +33,8 @@ class MetricsLog:
         self._flushed = -math.inf
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Write a row: `step`, `time` and the values, each a number or a scalar tensor on the CPU.
-
-        A value that is NaN or infinite becomes null, and the row also has `"not_finite": {name: "nan" | "inf" |
-        "-inf"}`. Raises `DataError` for a value that is not a number, and for a name of `RESERVED_NAMES`.
-        """
+        """Write a row of numbers or scalar CPU tensors; NaN and infinity become null, and are named in `not_finite`.
+        Raises `DataError` for a value that is not a number, and for a name of `RESERVED_NAMES`."""
         now = self._clock()
         self._waiting.append((step, now, _numbers(values)))
         if abs(now - self._flushed) >= _FLUSH_SECONDS:
@@ -77,12 +70,6 @@ class MetricsLog:
         self._rows.close()
         with suppress(OSError):  # flush has raised it
             self._events.close()
-
-    def __enter__(self) -> MetricsLog:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self.close()
 
 
 def drop_rows_after(step: int, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The phases of a rank's work: the current one, since when, its usual duration, and each one's total time."""
+"""The phases of a rank's work: the current one, its usual duration, and each one's total time."""
 
 from __future__ import annotations
 
@@ -6,23 +6,49 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypeVar
 
+import torch
+
 from lockstep.comm.wait_times import waits
-from lockstep.logging.stream_times import StreamTimes
 
 T = TypeVar("T")
 FADES = 0.95
-"""With each time that a phase ends, of what is remembered of the longest one."""
+"""Factor by which the longest duration of a phase fades each time that the phase ends."""
 
 
 @dataclass(slots=True)
-class _Taken:
-    """The times of one phase, in seconds."""
+class _PhaseSeconds:
+    """The times of one phase."""
 
     total: float = 0.0
     waited: float = 0.0
     usual: float = -1.0
+
+
+class StreamTimes:
+    """Times of the GPU's stream that a rank computes on, by phase: the host only queues work, and is ahead of it."""
+
+    def __init__(self, create_event: Callable[[], torch.cuda.Event]) -> None:
+        self._create_event = create_event
+        self._events: list[tuple[str, torch.cuda.Event]] = []
+        self._totals: defaultdict[str, float] = defaultdict(float)
+
+    def enter(self, name: str) -> None:
+        """Begin a phase of the work that is queued from now on."""
+        event = self._create_event()
+        event.record()
+        self._events.append((name, event))
+
+    def totals(self) -> defaultdict[str, float]:
+        """Return the seconds of each phase. Waits until the GPU has reached the present phase."""
+        if self._events:
+            self._events[-1][1].synchronize()
+            for (name, began), (_, ended) in pairwise(self._events):
+                self._totals[name] += began.elapsed_time(ended) / 1e3
+            del self._events[:-1]
+        return self._totals
 
 
 class Phases:
@@ -35,33 +61,32 @@ class Phases:
         self.since = clock()
         self._waited_before = waits.seconds
         self.log: list[tuple[str, float, float]] | None = None
-        """A record of each phase as it ends, (name, start, stop), if it is wanted."""
+        """(name, start, stop) of each phase that has ended; None: not recorded."""
         self.stream: StreamTimes | None = None
         """The times of the GPU's stream; None on a CPU."""
-        self._taken = _Taken()
-        self._takers = {self.name: self._taken}
+        self._current = _PhaseSeconds()
+        self._by_phase = {self.name: self._current}
 
     def enter(self, name: str) -> str:
-        """Go on to another phase. Returns the one before it."""
-        now, before, taken, waited = self._clock(), self.name, self._taken, waits.seconds
+        """Enter another phase. Returns the one before."""
+        now, before, current, waited = self._clock(), self.name, self._current, waits.seconds
         took = now - self.since
-        taken.total += took
-        taken.waited += waited - self._waited_before
+        current.total += took
+        current.waited += waited - self._waited_before
         self._waited_before = waited
         if self.log is not None:
             self.log.append((before, self.since, now))
-        faded = FADES * taken.usual
-        taken.usual = took if took > faded else faded
-        if name not in self._takers:
-            self._takers[name] = _Taken()
-        self._taken = self._takers[name]
+        current.usual = max(took, FADES * current.usual)
+        if name not in self._by_phase:
+            self._by_phase[name] = _PhaseSeconds()
+        self._current = self._by_phase[name]
         self.name, self.since = name, now
         if self.stream is not None:
             self.stream.enter(name)
         return before
 
     def during(self, name: str, items: Iterable[T]) -> Iterator[T]:
-        """The items, the wait for each of which is a phase of its own."""
+        """Yield the items. The wait for each is a phase `name`."""
         iterator = iter(items)
         while True:
             before = self.enter(name)
@@ -75,20 +100,20 @@ class Phases:
 
     @property
     def totals(self) -> defaultdict[str, float]:
-        """Seconds that each phase has taken this thread in all."""
-        return defaultdict(float, {name: taken.total for name, taken in list(self._takers.items())})
+        """Seconds of each phase in all."""
+        return defaultdict(float, {name: taken.total for name, taken in list(self._by_phase.items())})
 
     @property
     def waited(self) -> defaultdict[str, float]:
         """Seconds of each phase that were waits for other ranks."""
-        return defaultdict(float, {name: taken.waited for name, taken in list(self._takers.items())})
+        return defaultdict(float, {name: taken.waited for name, taken in list(self._by_phase.items())})
 
     def usual(self, name: str) -> float | None:
-        """Seconds: the longest of late. None where that phase has not ended yet."""
-        taken = self._takers.get(name)
+        """Return the longest recent duration in seconds. None if the phase has not ended yet."""
+        taken = self._by_phase.get(name)
         return None if taken is None or taken.usual < 0 else taken.usual
 
     @property
     def seconds(self) -> float:
-        """In this phase."""
+        """Seconds since the present phase began."""
         return self._clock() - self.since

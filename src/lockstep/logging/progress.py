@@ -7,8 +7,9 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
+
+from lockstep.base.closing import Closing
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,19 +23,13 @@ _LINE_SECONDS, _LONGEST_LINE_SECONDS, _LINE_SHARE = 2.0, 60.0, 0.02
 _WARM_UP_STEPS = 5
 """Fewest steps of the first interval from which the time left is estimated."""
 _MIN_BAR_COLUMNS, _MAX_BAR_COLUMNS = 8, 40
-"""Width of the progress bar, in columns."""
 
 
-class Progress:
-    """A progress display on `stream`. Created on one rank, just before the first step; close it, or use it in a `with`.
-
-    On a terminal, the last line of `stream` is kept up to date, and other output to the terminal appears above it.
-    Otherwise plain lines are written: for the first and the last step, and every 2 seconds in between, less often as
-    the run gets longer. There is no thread: the display changes only when a method is called. If `stream` can no longer
-    be written to, the display ends, not the run.
-
-    `total_steps` and `start` (steps done before) count optimizer steps. `clock` returns seconds.
-    """
+class Progress(Closing):
+    """A progress display on `stream`. Created on one rank, just before the first step; close it. On a terminal its last
+    line is kept up to date, below other output. Otherwise lines are written for the first and the last step, and every
+    2 seconds in between, less often in long runs. There is no thread. If `stream` can no longer be written to, the
+    display ends, not the run. `total_steps` and `start` (steps done before) count optimizer steps."""
 
     def __init__(self, total_steps: int, *, stream: TextIO, clock: Callable[[], float] = time.monotonic, start: int = 0) -> None:
         self._total = total_steps
@@ -60,10 +55,7 @@ class Progress:
         samples_per_second: float | None = None,
         extra: Mapping[str, float] | None = None,
     ) -> None:
-        """Show that `step` steps are done.
-
-        None values are not shown. A narrow terminal leaves out `extra` first, then `lr`.
-        """
+        """Show that `step` steps are done. A narrow terminal leaves out `extra` first, then `lr`."""
         now = self._clock()
         self._estimate.update(step, now)
         self._step = step
@@ -97,12 +89,6 @@ class Progress:
             self._show(f"after {_duration(self._clock() - self._began)}")
         self._end()
 
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self.close()
-
     def _show(self, time_text: str) -> None:
         self._has_update = False
         parts = _numbers(*self._latest, time_text)
@@ -120,13 +106,10 @@ class Progress:
 
 
 class _TimeEstimate:
-    """An estimate of the time left, from the durations of steps and of evaluations.
-
-    The seconds per step are a weighted mean over the steps so far. The weight of step n is proportional to n: the mean
-    is steady, and the later half of the run counts for three quarters. The first interval contains the warm-up. It
-    counts only until there is a second one, and its estimate is marked with "~". If an interval contains an evaluation,
-    its excess time is the evaluation's. Evaluations are assumed to continue at the same rate.
-    """
+    """An estimate of the time left, from the durations of steps and evaluations, which are assumed to continue alike.
+    The seconds per step are a mean in which step n has a weight proportional to n. The first interval, with the
+    warm-up, counts only until there is a second one ("~"). The excess time of an interval with an evaluation is the
+    evaluation's."""
 
     def __init__(self, step: int, now: float) -> None:
         self._start = self._step = step
@@ -266,10 +249,7 @@ class _LiveLine:
 
 
 def _terminal(stream: TextIO) -> Console | None:
-    """Return a console for `stream`.
-
-    None if it is not a terminal that can redraw a line. rich takes 80 ms to import.
-    """
+    """Return a console for a terminal that can redraw a line, else None. rich takes 80 ms to import."""
     if not stream.isatty():
         return None
     from rich.console import Console

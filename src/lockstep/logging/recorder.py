@@ -27,23 +27,18 @@ from lockstep.logging.run_directory import RunDirectory, default_run_path, descr
 from lockstep.plan import Plan
 from lockstep.saving import Resume
 
-NAMES_OF_A_ROW = RESERVED_NAMES | {"loss", "lr", "gradient_norm", "samples_per_second", "weight_per_second", "memory_bytes", "mfu"}
+ROW_NAMES = RESERVED_NAMES | {"loss", "lr", "gradient_norm", "samples_per_second", "weight_per_second", "memory_bytes", "mfu"}
 """The names that the run itself writes in a line of metrics.jsonl."""
-
-
 _default_is_taken = False
-"""True once a run of this process has taken the launcher's default run directory."""
+"""True once a run of this process has used the launcher's default run directory."""
 
 
 class Recorder:
     """The run directory, its logs and the progress display. Every rank makes one, at the same moment."""
 
     def __init__(self, run_dir: str | None, world: World, *, resume: Resume, default: str | None, loggers: Sequence[Logger] = ()) -> None:
-        """Raises `RunDirectoryError` on every rank where rank 0 cannot use the directory, or another machine has none such.
-
-        `run_dir=None`: `default` for the first run of this process without one, which may be started again; for others, and where that is
-        None too, a new one below `runs`.
-        """
+        """Raises `RunDirectoryError` on every rank if rank 0 cannot use the directory, or another machine does not have it.
+        `run_dir=None`: `default` (which a restart uses again) for this process's first run without one, else a new one in `runs`."""
         global _default_is_taken
         if run_dir is None and not _default_is_taken:
             run_dir, _default_is_taken = default, default is not None
@@ -71,14 +66,13 @@ class Recorder:
         self._progress: Progress | None = None
         self._loggers: Loggers | None = None
         if self._directory is not None and loggers:
-            self._loggers = Loggers(loggers, self.path, self._tell_of_logger)
+            self._loggers = Loggers(loggers, self.path, self._on_logger_failure)
             self._open.callback(self._loggers.close)
-        self.goes_on = self._directory is not None and self._directory.is_resumed
-        """On rank 0: whether a run goes on that was here before."""
-        self.facts: dict[str, Any] = {}
-        """JSON of what runs, and how, once it has started."""
-        self._written: dict[str, Any] = {}
-        """The content of run.json."""
+        self.is_resumed = self._directory is not None and self._directory.is_resumed
+        """True on rank 0 if the directory holds a run that has not ended."""
+        self.summary: dict[str, Any] = {}
+        """Recipe, seed, plan, world size and versions of the run, as JSON; empty before `start`."""
+        self._run_json: dict[str, Any] = {}
 
     def _check_shared(self, world: World) -> None:
         is_there = self.path.is_dir()
@@ -93,12 +87,12 @@ class Recorder:
     def start(
         self, *, plan: Plan, world: World, launcher: str, seed: int, recipe: Mapping[str, Any] | None, checkpoints: str | None
     ) -> None:
-        """Write `run.json`: what runs, how and where. `checkpoints`: the folder or URL that they go to, where it is another than usual."""
+        """Write `run.json`. `checkpoints`: the folder or URL of the checkpoints, if it is not the default."""
         environment = describe_environment(world.device)
-        self.facts = {"recipe": recipe, "seed": seed, "plan": str(plan), "world_size": world.size, "versions": environment["versions"]}
+        self.summary = {"recipe": recipe, "seed": seed, "plan": str(plan), "world_size": world.size, "versions": environment["versions"]}
         if self._directory is None:
             return
-        self._written = facts = {
+        self._run_json = {
             "recipe": recipe,
             "seed": seed,
             "plan": {"text": str(plan), **asdict(plan)},
@@ -108,34 +102,33 @@ class Recorder:
             "started": datetime.now().astimezone().isoformat(timespec="seconds"),
             "environment": environment,
         }
-        self._directory.write_json("run.json", facts)
+        self._directory.write_json("run.json", self._run_json)
         if self._loggers is not None:
-            self._loggers.start(facts)
+            self._loggers.start(self._run_json)
 
-    def settle(self, recipe: Mapping[str, Any], plan: Plan, device: torch.device, auto: Mapping[str, Any]) -> None:
-        """Write `run.json` again, with what was chosen where the recipe or the plan said `auto`, and `auto`: what it was chosen by."""
-        self.facts |= {"recipe": recipe, "plan": str(plan)}
+    def update_chosen(self, recipe: Mapping[str, Any], plan: Plan, device: torch.device, auto: Mapping[str, Any]) -> None:
+        """Write `run.json` again with the values chosen for `auto` in recipe and plan. `auto`: how they were chosen."""
+        self.summary |= {"recipe": recipe, "plan": str(plan)}
         if self._directory is not None:
-            changed = {"recipe": recipe, "plan": {"text": str(plan), **asdict(plan)}, "environment": describe_environment(device)}
-            self._written |= {**changed, "auto": auto}
-            self._directory.write_json("run.json", self._written)
+            self._run_json |= {"recipe": recipe, "plan": {"text": str(plan), **asdict(plan)}, "auto": auto}
+            self._directory.write_json("run.json", self._run_json | {"environment": describe_environment(device)})
 
-    def go_on(self, step: int, checkpoints: str) -> None:
-        """The run begins, or goes on, with `step` steps done. `checkpoints`: where they were looked for."""
-        if self.goes_on and not step:
+    def resume(self, step: int, checkpoints: str) -> None:
+        """Begin, or resume, after step `step`. `checkpoints`: where a checkpoint was looked for."""
+        if self.is_resumed and not step:
             self.event("begun-anew", 0, checkpoints=checkpoints)
             self.message(f"warning: {checkpoints} has no checkpoint to go on from; the run begins anew, from step 0")
         if self._metrics is not None:
             self._metrics.resume(step)
 
     def show(self, total_steps: int) -> None:
-        """Start the progress display, where there is a stderr to show it on."""
+        """Start the progress display if there is a stderr."""
         stream: TextIO | None = sys.stderr
         if self._directory is not None and self._progress is None and stream is not None:
             self._progress = self._open.enter_context(Progress(total_steps, stream=stream))
 
     def step(self, step: int, values: Mapping[str, float], extra: Mapping[str, float]) -> None:
-        """One logging step: `values` has loss, lr and samples_per_second."""
+        """Record a logging step. `values` has loss, lr and samples_per_second."""
         self._write(step, {**values, **extra})
         if self._progress is not None:
             self._progress.update(step, loss=values["loss"], lr=values["lr"], samples_per_second=values["samples_per_second"], extra=extra)
@@ -153,7 +146,7 @@ class Recorder:
         if self._loggers is not None:
             self._loggers.log(step, values)
 
-    def _tell_of_logger(self, text: str) -> None:
+    def _on_logger_failure(self, text: str) -> None:
         self.event("logger-failed", 0, reason=text)
         say(f"warning: {text}")  # the display may be closed by now
 
@@ -166,14 +159,14 @@ class Recorder:
         return event
 
     def message(self, text: str) -> None:
-        """A line for the person who watches."""
+        """Show a line to the user."""
         if self._progress is not None:
             self._progress.message(text)
         elif self._directory is not None:
             say(text)
 
     def save_tensors(self, name: str, state_dict: Mapping[str, Any]) -> None:
-        """Every rank calls it: what is distributed is gathered, one tensor after another."""
+        """Write a safetensors file. Every rank calls it: distributed tensors are gathered, one after another."""
         gathered = {}
         for key, value in state_dict.items():
             tensor = full_tensor(value)
@@ -183,7 +176,7 @@ class Recorder:
             self._directory.save_tensors(name, gathered)
 
     def end(self, result: Mapping[str, Any]) -> None:
-        """Write `result.json`, which says that the run has ended, unless somebody has."""
+        """Write `result.json`, which marks the run as ended, unless it exists."""
         if self._directory is not None and not (self.path / "result.json").exists():
             self._directory.write_json("result.json", result)
             if self._loggers is not None:
@@ -193,7 +186,7 @@ class Recorder:
         self._open.close()
 
 
-class Pace:
+class Throughput:
     """The throughput between logging steps, without evaluations."""
 
     def __init__(self) -> None:
@@ -203,14 +196,14 @@ class Pace:
         self.total_samples = 0
 
     def count(self, samples: int, weights: Mapping[str, float] | None) -> None:
-        """A step of so many samples. `weights`: as `Recipe.weight` counts them, by term of the loss."""
+        """Add a step. `weights`: as `Recipe.weight` counts them, by term of the loss."""
         self._samples += samples
         self.total_samples += samples
         if weights is not None and len(weights) == 1:
             self._weight += sum(weights.values())
 
     def restart(self) -> dict[str, float]:
-        """Since the last call: samples a second, and weight (tokens, say) where the loss has one term and `Recipe.weight` counts it."""
+        """Return the samples, and for a loss with one weighted term the weight (tokens, say), per second since the last call."""
         now = time.perf_counter()
         seconds = max(now - self._since, 1e-9)
         rates = {"samples_per_second": self._samples / seconds}
@@ -220,8 +213,8 @@ class Pace:
         return rates
 
     def seconds(self) -> float:
-        """Since the start, everything included."""
+        """Return the seconds since the start, evaluations included."""
         return time.perf_counter() - self.started
 
-    def leave_out(self, seconds: float) -> None:
+    def exclude(self, seconds: float) -> None:
         self._since += seconds

@@ -1,7 +1,5 @@
-"""The run directory, which holds all files of a run.
-
-Only one run writes to it, and no file of an earlier run is overwritten.
-"""
+"""The run directory, which holds all files of a run. Only one run writes to it, and no file of an earlier run is
+overwritten."""
 
 from __future__ import annotations
 
@@ -16,14 +14,15 @@ import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
+from itertools import chain, count
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from lockstep.base.closing import Closing
 from lockstep.base.errors import RecipeError, RunDirectoryError
 from lockstep.base.files import replace_atomically, write_atomically
 from lockstep.base.version import __version__
@@ -42,12 +41,9 @@ _SAVED_DTYPES = frozenset(
 )
 
 
-class RunDirectory:
-    """A run directory that this process alone writes to. Created on one rank, by `create`; close it, or use it in a
-    `with`.
-
-    It is claimed by a kernel lock on the file `lock`, which names the holder. The lock ends with the holder's process.
-    """
+class RunDirectory(Closing):
+    """A run directory that this process alone writes to. Created on one rank, by `create`; close it. A kernel lock on
+    the file `lock`, which names the holder, ends with the holder's process."""
 
     def __init__(self, path: Path, lock: _FileLock, *, is_resumed: bool) -> None:
         self.path = path
@@ -57,11 +53,8 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: Path, *, resume: bool = False) -> RunDirectory:
-        """Create the folder with its parents, and claim it. `resume`: allow a run in it that has not ended.
-
-        Raises `RunDirectoryError` if another live run holds it, if it has files of an earlier run, or if it is not a
-        writable folder.
-        """
+        """Create the folder and claim it. `resume`: allow a run in it that has not ended. Raises `RunDirectoryError` if
+        another run holds it, if it has files of an earlier run, or if it cannot be written to."""
         path = path.absolute()
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -92,10 +85,7 @@ class RunDirectory:
         return cls(path, lock, is_resumed=is_resumed)
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> None:
-        """Write `value` to the file `name`, atomically.
-
-        NaN and infinity, which JSON does not have, are written as null and listed by path under `not_finite`.
-        """
+        """Write JSON atomically. NaN and infinity become null, and are listed by path under `not_finite`."""
         not_finite: dict[str, str] = {}
         row = _finite(value, "", not_finite) | ({"not_finite": not_finite} if not_finite else {})
         text = json.dumps(row, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
@@ -103,10 +93,7 @@ class RunDirectory:
         write_atomically(self.path / name, text.encode(errors="surrogateescape"))
 
     def save_tensors(self, name: str, state_dict: Mapping[str, Any]) -> None:
-        """Write every entry of `state_dict` to the safetensors file `name`, atomically.
-
-        Tied tensors are written under each of their names. Raises `RecipeError` as `check_tensors` does.
-        """
+        """Write a safetensors file atomically, tied tensors under each name. Raises `RecipeError`."""
         check_tensors(state_dict)
         storages: set[int] = set()
         tensors: dict[str, torch.Tensor] = {}
@@ -124,12 +111,6 @@ class RunDirectory:
         """Release the directory. Does nothing if called again, or in a forked child."""
         self._lock.release()
 
-    def __enter__(self) -> RunDirectory:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self.close()
-
 
 class _FileLock:
     """An exclusive lock on a file, held until `release` or the end of the process. The file is removed on release."""
@@ -143,10 +124,7 @@ class _FileLock:
 
     @classmethod
     def acquire(cls, path: Path) -> _FileLock:
-        """Lock the file.
-
-        Raises `RunDirectoryError` if another process holds it, `OSError` if it cannot be created or locked.
-        """
+        """Raises `RunDirectoryError` if another process holds it, `OSError` if it cannot be created or locked."""
         while True:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
             try:
@@ -220,10 +198,7 @@ def _in_use(descriptor: int, path: Path) -> RunDirectoryError:
 
 
 def check_tensors(state_dict: Mapping[str, Any]) -> None:
-    """Raise `RecipeError` if `state_dict` has an entry that a safetensors file cannot hold.
-
-    Any rank may call it at any time.
-    """
+    """Raise `RecipeError` if `state_dict` has an entry that a safetensors file cannot hold."""
     for name, value in state_dict.items():
         if not isinstance(value, torch.Tensor):
             found = f"a {type(value).__name__}"
@@ -238,22 +213,15 @@ def check_tensors(state_dict: Mapping[str, Any]) -> None:
 
 
 def default_run_path(script: str | None, now: datetime) -> Path:
-    """Return `runs/<script>-<date>-<time>` in the working directory, with -2, -3 and so on appended if it exists.
-
-    `script` is a path as in `sys.argv[0]`. None, "-c" and "" (no file) stand for `run`.
-    """
+    """Return `runs/<script>-<date>-<time>`, with -2, -3, ... if it exists; `run` if `script` is no file."""
     stem = Path(script).stem if script and not script.startswith("-") else "run"
-    path = first = Path("runs") / f"{stem}-{now:%Y%m%d-%H%M%S}"
-    number = 1
-    while path.exists():
-        number += 1
-        path = first.with_name(f"{first.name}-{number}")
-    return path
+    first = Path("runs") / f"{stem}-{now:%Y%m%d-%H%M%S}"
+    others = (first.with_name(f"{first.name}-{number}") for number in count(2))
+    return next(path for path in chain([first], others) if not path.exists())
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
-    """Return the environment of a run as JSON: versions, host, CPUs, threads of this process, command line and
-    `device`."""
+    """Return the environment of a run as JSON: versions, host, CPUs, threads, command line and `device`."""
     return {
         "versions": {
             "lockstep": __version__,

@@ -1,9 +1,7 @@
-"""TensorBoard's event files: records of the message `tensorflow.Event`, in the wire format of protocol buffers, with
-checksums.
+"""TensorBoard's event files: checksummed records of the protocol buffer message `tensorflow.Event`.
 
-It is implemented here because `torch.utils.tensorboard` takes longer to import than everything else that a run needs
-besides torch. The messages are defined in event.proto and summary.proto of TensorFlow, the records in its
-lib/io/record_writer.h.
+Sources: TensorFlow's event.proto, summary.proto and lib/io/record_writer.h. Not `torch.utils.tensorboard`, which takes
+longer to import than everything else that a run needs besides torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""A chart of curves over steps, as HTML with an SVG that stretches to any size.
-
-Line widths and text do not stretch. Pure.
-"""
+"""A chart of curves over steps, as HTML with an SVG that stretches to any size. Line widths and text do not stretch.
+Pure."""
 
 from __future__ import annotations
 
@@ -11,14 +9,12 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any, Literal
 
-from lockstep.report.downsample import DownsampledPoint, downsample
 from lockstep.report.history import Series
 from lockstep.report.scale import Scale, Unit, format_number, scale_of, step_scale
 
 GRAIN = 10_000
-"""Width and height of the SVG's coordinate system."""
 DOTS = 60
-"""Largest number of points of a curve that are all drawn as dots."""
+"""Largest number of points that are all drawn as dots."""
 COLOURS = 8
 """Number of curve colours in page.css: --line-0 and so on."""
 
@@ -60,6 +56,24 @@ class Chart:
 
 
 @dataclass(frozen=True, slots=True)
+class DownsampledPoint:
+    """One value, or the mean, minimum and maximum of neighbouring values."""
+
+    first: int
+    last: int
+    count: int
+    mean: float
+    """Mean of the finite values; NaN if there are none. The same holds for `low` and `high`."""
+    low: float
+    high: float
+    not_finite: int
+
+    @property
+    def step(self) -> float:
+        return (self.first + self.last) / 2
+
+
+@dataclass(frozen=True, slots=True)
 class RenderedFigure:
     """A figure as HTML."""
 
@@ -74,7 +88,8 @@ def render(chart: Chart, *, index: int, last_step: int, columns: int) -> Rendere
     numbers = [value for each in points for point in each for value in (point.low, point.high) if math.isfinite(value)]
     x_scale = step_scale(last_step)
     y_scale = scale_of(numbers, chart.unit, from_zero=chart.from_zero, may_be_logarithmic=chart.may_be_logarithmic)
-    layers = [*_grid(x_scale, y_scale), *_marks(chart.marks, x_scale)]
+    grid = "".join(f"M0 {_y(y_scale.position(tick))}h{GRAIN}" for tick in y_scale.ticks)
+    layers = [f'<path class="grid" d="{grid}"/>', *_marks(chart.marks, x_scale)]
     for line, each in zip(chart.lines, points, strict=True):
         layers += _line(line, each, x_scale, y_scale)
     svg = f'<svg viewBox="0 0 {GRAIN} {GRAIN}" preserveAspectRatio="none" aria-hidden="true">{"".join(layers)}</svg>'
@@ -88,6 +103,30 @@ def render(chart: Chart, *, index: int, last_step: int, columns: int) -> Rendere
         "lines": [_data(line, each) for line, each in zip(chart.lines, points, strict=True)],
     }
     return RenderedFigure(f'<figure class="chart">{caption}{plot}</figure>', data)
+
+
+def downsample(series: Series, last: int, columns: int) -> list[DownsampledPoint]:
+    """Return the series as `columns` points at most, each of an equal part of the axis. Empty parts are left out."""
+    pairs = list(zip(series.steps, series.values, strict=True))
+    if len(pairs) <= columns:
+        return [_point([pair]) for pair in pairs]
+    points: list[DownsampledPoint] = []
+    collected: list[tuple[int, float]] = []
+    column = -1
+    for pair in pairs:
+        index = min(columns - 1, pair[0] * columns // (last + 1))
+        if index != column and collected:
+            points.append(_point(collected))
+            collected = []
+        column = index
+        collected.append(pair)
+    return [*points, _point(collected)]
+
+
+def _point(pairs: list[tuple[int, float]]) -> DownsampledPoint:
+    finite = [value for _, value in pairs if math.isfinite(value)]
+    mean, low, high = (math.fsum(finite) / len(finite), min(finite), max(finite)) if finite else (math.nan,) * 3
+    return DownsampledPoint(pairs[0][0], pairs[-1][0], len(pairs), mean, low, high, len(pairs) - len(finite))
 
 
 def axis_labels(x_scale: Scale, axis: str, y_scale: Scale | None) -> str:
@@ -117,11 +156,6 @@ def summary(series: Series) -> dict[str, Any]:
         "max": highest[0],
         "max_step": highest[1],
     }
-
-
-def _grid(x_scale: Scale, y_scale: Scale) -> Iterator[str]:
-    lines = [f"M0 {_y(y_scale.position(tick))}h{GRAIN}" for tick in y_scale.ticks]
-    yield f'<path class="grid" d="{"".join(lines)}"/>'
 
 
 def _marks(marks: Sequence[EventMark], x_scale: Scale) -> Iterator[str]:

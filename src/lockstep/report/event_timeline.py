@@ -16,7 +16,6 @@ from lockstep.report.scale import Scale, format_count, format_duration, time_sca
 Severity = Literal["error", "warning", "info"]
 
 MAX_ROWS = 200
-"""Largest number of rows in the table of one run."""
 _NEARBY = 0.004
 """Events of one kind that are closer together than this share of the timeline are drawn as one."""
 _SEVERITIES: dict[str, Severity] = {
@@ -29,7 +28,6 @@ _ON_CURVES = frozenset({"resumed", "plan-changed", "preempted"}) | {kind for kin
 _ORDER: tuple[Severity, ...] = ("info", "warning", "error")
 _KEYS = (("span", "running"), ("event error", "error"), ("event warning", "warning"), ("event info", "other"))
 _MAIN_DETAILS = ("reason", "error", "change", "text", "checkpoint", "plan")
-"""Most informative details, which come first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,20 +118,16 @@ def _group_nearby(events: Iterable[RunEvent], x_scale: Scale) -> list[EventGroup
 
 
 def table(run: RunHistory) -> str:
-    """Return the table of a run's events.
-
-    If there are more than `MAX_ROWS` groups, those in the middle are only counted.
-    """
+    """Return the table of a run's events. Beyond `MAX_ROWS` groups, those in the middle are only counted."""
     groups = group_consecutive(run.events)
     left_out = len(groups) - MAX_ROWS
     shown = groups if left_out <= 0 else [*groups[: MAX_ROWS // 2], *groups[-MAX_ROWS // 2 :]]
     rows = [_row(group, run.began or 0.0) for group in shown]
     if left_out > 0:
         rows.insert(MAX_ROWS // 2, f'<tr><td colspan="4" class="note">… {left_out:,} more, in events.jsonl …</td></tr>')
-    heads = (
-        '<th scope="col" class="number">after</th><th scope="col" class="number">step</th><th scope="col">event</th><th scope="col"></th>'
-    )
-    return f'<div class="wide"><table class="events"><thead><tr>{heads}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+    heads = '<th scope="col" class="number">after</th><th scope="col" class="number">step</th><th scope="col">event</th>'
+    head = f'<thead><tr>{heads}<th scope="col"></th></tr></thead>'
+    return f'<div class="wide"><table class="events">{head}<tbody>{"".join(rows)}</tbody></table></div>'
 
 
 def _row(group: EventGroup, began: float) -> str:

@@ -7,8 +7,8 @@ import math
 import struct
 import zlib
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from html import escape
 from itertools import zip_longest
 from statistics import median
@@ -18,7 +18,6 @@ from lockstep.report.history import PHASES, RankTimes, Series
 from lockstep.report.scale import format_number, step_scale
 
 CELLS = 12_000
-"""Largest number of cells of one heatmap."""
 MOST_COLUMNS, MOST_ROWS = 300, 128
 BARS = 16
 """Largest number of ranks in the bar chart."""
@@ -31,13 +30,9 @@ RAMP = ("#f3f6d9", "#d5ecb9", "#9fd8b5", "#5fc0c0", "#329bc2", "#2470b1", "#2248
 
 @dataclass(frozen=True, slots=True)
 class HeatmapGrid:
-    """Step times by row and column.
-
-    A row is a rank, or the slowest of several neighbouring ranks. A column is a mean over steps.
-    """
+    """Step times. A row is a rank, or the slowest of several neighbours; a column is a mean over steps."""
 
     ranks: list[tuple[int, int]]
-    """First and last rank of each row."""
     last_step: int
     columns: int
     mean: dict[str, list[list[float]]]
@@ -51,14 +46,6 @@ class HeatmapGrid:
         return first, max(first, (column + 1) * self.last_step // self.columns)
 
 
-@dataclass(slots=True)
-class _HeatmapColumn:
-    """The values of one column, by row."""
-
-    means: dict[str, list[float]] = field(default_factory=dict)
-    most: list[float] = field(default_factory=list)
-
-
 def make_grid(times: RankTimes, last_step: int) -> HeatmapGrid:
     """Arrange the times on an axis from step 0 to `last_step`, in `CELLS` cells at most."""
     world = max((len(row) for rows in times.phases.values() for row in rows), default=0)
@@ -69,16 +56,17 @@ def make_grid(times: RankTimes, last_step: int) -> HeatmapGrid:
     columns = max(1, min(MOST_COLUMNS, CELLS // max(1, len(ranks)), round(last_step / interval)))
     rows_by_column = _rows_by_column(times.steps, last_step, columns)
     phases = [phase for phase in PHASES if any(times.phases[phase])]
-    cells = [_cells(times, phases, rows, ranks_per_row) for rows in rows_by_column]
-    mean = {phase: [[_at(each.means.get(phase, []), row) for each in cells] for row in range(len(ranks))] for phase in phases}
-    return HeatmapGrid(ranks, last_step, columns, mean, [[_at(each.most, row) for each in cells] for row in range(len(ranks))])
+
+    def grid(phase: str, combine: Callable[[Sequence[float]], float]) -> list[list[float]]:
+        by_rank = (_by_rank([times.phases[phase][row] for row in rows]) for rows in rows_by_column)
+        cells = [_slowest([combine(values) for values in each], ranks_per_row) for each in by_rank]
+        return [[_at(each, row) for each in cells] for row in range(len(ranks))]
+
+    return HeatmapGrid(ranks, last_step, columns, {phase: grid(phase, _mean) for phase in phases}, grid("step", _longest))
 
 
 def _rows_by_column(steps: Sequence[int], last_step: int, columns: int) -> list[list[int]]:
-    """Return for each column the indices in `steps` of the rows that it shows.
-
-    A row covers the steps since the row before it.
-    """
+    """Return for each column its rows' indices in `steps`. A row covers the steps since the row before it."""
     found: list[list[int]] = [[] for _ in range(columns)]
     before = 0
     for index, step in enumerate(steps):
@@ -90,22 +78,16 @@ def _rows_by_column(steps: Sequence[int], last_step: int, columns: int) -> list[
     return found
 
 
-def _cells(times: RankTimes, phases: Sequence[str], rows: Sequence[int], ranks_per_row: int) -> _HeatmapColumn:
-    column = _HeatmapColumn()
-    if rows:
-        for phase in phases:
-            column.means[phase] = _slowest([_mean(each) for each in _by_rank([times.phases[phase][row] for row in rows])], ranks_per_row)
-        longest = [max(each, default=math.nan) for each in _by_rank([times.phases["step"][row] for row in rows])]
-        column.most = _slowest(longest, ranks_per_row)
-    return column
-
-
 def _by_rank(rows: Sequence[array[float]]) -> list[list[float]]:
     return [[value for value in each if value == value] for each in zip_longest(*rows, fillvalue=math.nan)]
 
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else math.nan
+
+
+def _longest(values: Sequence[float]) -> float:
+    return max(values, default=math.nan)
 
 
 def _slowest(values: Sequence[float], ranks_per_row: int) -> list[float]:
@@ -164,10 +146,7 @@ def png(rows: Sequence[Sequence[int]], colours: bytes) -> bytes:
 
 
 def render(times: RankTimes, *, index: int, last_step: int, title: str) -> RenderedFigure:
-    """Render the heatmaps of a run, one for each phase, with their colour scales.
-
-    `index`: index of the run's heatmaps on the page.
-    """
+    """Render a run's heatmaps, one for each phase, with their colour scales. `index`: their index on the page."""
     cells = make_grid(times, last_step)
     data = {
         "last": last_step,
@@ -222,10 +201,7 @@ def mean_over_ranks(times: RankTimes, phase: str) -> Series:
 
 
 def rank_bars(times: RankTimes) -> str:
-    """Return each rank's mean step time by phase.
-
-    Of more than `BARS` ranks, those whose data and compute take longest.
-    """
+    """Return step times by rank and phase; of more than `BARS` ranks, those with the longest data and compute."""
     everyone = [(rank, each) for rank, each in enumerate(mean_times(times)) if "step" in each]
     shown = sorted(everyone, key=lambda pair: -(pair[1].get("data", 0.0) + pair[1].get("compute", 0.0)))[:BARS]
     if not everyone:

@@ -48,9 +48,8 @@ class Curves:
 
     series: dict[str, Series] = field(default_factory=dict)
     first_time: float | None = None
-    """Time of the first row, in seconds since 1970."""
     last_time: float | None = None
-    """Time of the last row, in seconds since 1970."""
+    """Times of the first and the last row, in seconds since 1970."""
     last_step: int = 0
 
 
@@ -60,10 +59,8 @@ class RankTimes:
 
     steps: list[int] = field(default_factory=list)
     phases: dict[str, list[array[float]]] = field(default_factory=lambda: {phase: [] for phase in PHASES})
-    """For each phase and logging step, an array with a value for each rank. The array is empty if it was not measured.
-    """
+    """For each phase and logging step, a value for each rank. Empty if it was not measured."""
     hosts: list[str] = field(default_factory=list)
-    """Latest host name of each rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +83,6 @@ class Attempt:
     ended: float
     """Seconds since 1970."""
     end: RunState | None
-    """None if the end was not recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +92,7 @@ class LockHolder:
     pid: int
     host: str
     alive: bool | None
-    """True if the process exists. None if it is on another host, and so unknown."""
+    """None if it is on another host, and so unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,9 +102,8 @@ class RunHistory:
     name: str
     path: str
     metadata: Mapping[str, Any]
-    """Contents of `run.json`."""
     result: Mapping[str, Any] | None
-    """Contents of `result.json`. None if the run has not ended."""
+    """None if the run has not ended."""
     curves: Curves
     ranks: RankTimes
     events: list[RunEvent]
@@ -127,7 +122,17 @@ class RunHistory:
 
     @property
     def attempts(self) -> list[Attempt]:
-        return attempts(self.events, self.curves.last_time)
+        """One for each start of the run."""
+        starts = [index for index, event in enumerate(self.events) if event.kind == _BEGINS]
+        found = []
+        for index, following in zip(starts, [*starts, len(self.events)][1:], strict=True):
+            own = self.events[index:following]
+            end = next((_ENDS[event.kind] for event in reversed(own) if event.kind in _ENDS), None)
+            ended = own[-1].time
+            if following == len(self.events) and self.curves.last_time is not None:
+                ended = max(ended, self.curves.last_time)
+            found.append(Attempt(own[0].time, ended, end))
+        return found
 
     @property
     def steps(self) -> int:
@@ -158,10 +163,7 @@ class RunHistory:
 
 
 def curves(rows: Iterable[Mapping[str, Any]]) -> Curves:
-    """Join the rows of `metrics.jsonl`.
-
-    If the steps go back, the run was resumed: earlier rows of later steps are discarded.
-    """
+    """Join the rows of `metrics.jsonl`. If the steps go back, the run was resumed: later steps are discarded."""
     found = Curves()
     for row in rows:
         step = row["step"]
@@ -180,10 +182,7 @@ def curves(rows: Iterable[Mapping[str, Any]]) -> Curves:
 
 
 def _clamp(number: float) -> float:
-    """Return the number, or infinity if it is above `_LARGEST`, or 0 if it is below 1 / `_LARGEST`.
-
-    Scales would overflow else.
-    """
+    """Return the number, or infinity or 0 if it is so large or small that scales would overflow."""
     if abs(number) > _LARGEST:
         return math.copysign(math.inf, number)
     return 0.0 if abs(number) < 1 / _LARGEST else number
@@ -209,17 +208,3 @@ def run_events(rows: Iterable[Mapping[str, Any]]) -> list[RunEvent]:
     known = ("time", "event", "step")
     events = [RunEvent(row["time"], row["event"], row["step"], {key: row[key] for key in row if key not in known}) for row in rows]
     return sorted(events, key=lambda event: event.time)
-
-
-def attempts(events: list[RunEvent], last_time: float | None) -> list[Attempt]:
-    """Return the attempts, one for each start of the run. `last_time`: time of the last row of metrics, if any."""
-    starts = [index for index, event in enumerate(events) if event.kind == _BEGINS]
-    found = []
-    for index, following in zip(starts, [*starts, len(events)][1:], strict=True):
-        own = events[index:following]
-        end = next((_ENDS[event.kind] for event in reversed(own) if event.kind in _ENDS), None)
-        ended = own[-1].time
-        if following == len(events) and last_time is not None:
-            ended = max(ended, last_time)
-        found.append(Attempt(own[0].time, ended, end))
-    return found

@@ -1,7 +1,5 @@
-"""The whole HTML page, in one file that loads no other. Its content security policy forbids requests.
-
-Pure, but for reading its own style and script from the package.
-"""
+"""The whole HTML page, in one file that loads no other. Its content security policy forbids requests. Pure, but for
+reading its own style and script from the package."""
 
 from __future__ import annotations
 
@@ -39,6 +37,7 @@ def page(runs: Sequence[RunHistory], *, made: float) -> str:
     columns = max(LEAST_COLUMNS, min(MOST_COLUMNS, POINTS // max(1, lines)))
     figures = [render(each, index=index, last_step=last_step, columns=columns) for index, each in enumerate(shown)]
     heatmaps = [heatmap.render(run.ranks, index=index, last_step=last_step, title=run.name) for index, run in enumerate(_timed(runs))]
+    descriptions = [tables.description(run, index, several=len(runs) > 1) for index, run in enumerate(runs)]
     body = [
         _head(runs, made),
         *_section("differences", "Differences", tables.difference_table(runs) if len(runs) > 1 else ""),
@@ -46,11 +45,7 @@ def page(runs: Sequence[RunHistory], *, made: float) -> str:
         *_section("speed", "Throughput", _grid(figures[len(learning) :])),
         *_section("ranks", "Ranks", _ranks(runs, heatmaps)),
         *_section("events", "Events", _events(runs)),
-        *_section(
-            "facts",
-            "Recipe, plan, environment",
-            "".join(tables.description(run, index, several=len(runs) > 1) for index, run in enumerate(runs)),
-        ),
+        *_section("facts", "Recipe, plan, environment", "".join(descriptions)),
         *_section("numbers", "All metrics", tables.metric_table(runs) if lines else ""),
     ]
     data = {
@@ -116,11 +111,10 @@ def _step_times(runs: Sequence[RunHistory]) -> list[Chart]:
         ranks = runs[0].ranks
         found = [(phase, heatmap.mean_over_ranks(ranks, phase)) for phase in PHASES]
         lines = [Curve(phase, index, series) for index, (phase, series) in enumerate(found) if series.values]
-        return [
-            Chart(title="step time, mean of ranks", lines=lines, unit="seconds", from_zero=True, marks=event_timeline.marks(runs[0].events))
-        ]
-    lines = [Curve(run.name, index, heatmap.mean_over_ranks(run.ranks, "step"), run=index) for index, run in timed]
-    return [Chart(title="step time, mean of ranks", lines=lines, unit="seconds", from_zero=True)]
+    else:
+        lines = [Curve(run.name, index, heatmap.mean_over_ranks(run.ranks, "step"), run=index) for index, run in timed]
+    marks = event_timeline.marks(runs[0].events) if len(runs) == 1 else ()
+    return [Chart(title="step time, mean of ranks", lines=lines, unit="seconds", from_zero=True, marks=marks)]
 
 
 def _timed(runs: Sequence[RunHistory]) -> list[RunHistory]:
@@ -128,7 +122,6 @@ def _timed(runs: Sequence[RunHistory]) -> list[RunHistory]:
 
 
 def _head(runs: Sequence[RunHistory], made: float) -> str:
-    when = f"{event_timeline.clock(made)}"
     if len(runs) == 1:
         (run,) = runs
         reason = tables.state_reason(run)
@@ -142,7 +135,7 @@ def _head(runs: Sequence[RunHistory], made: float) -> str:
             if tables.state_reason(run)
         )
         top = f"<h1>{len(runs)} runs</h1>{_unreadable(runs)}{tables.overview(runs)}{reasons}"
-    return f'<header><p class="brand">lockstep report<span>made {when}</span></p>{top}</header>'
+    return f'<header><p class="brand">lockstep report<span>made {event_timeline.clock(made)}</span></p>{top}</header>'
 
 
 def _unreadable(runs: Sequence[RunHistory]) -> str:
@@ -173,11 +166,8 @@ def _events(runs: Sequence[RunHistory]) -> str:
     for index, run in enumerate(runs):
         if run.events:
             table = event_timeline.table(run)
-            found.append(
-                f"<details><summary>{tables.key(run, index)}</summary>{table}</details>"
-                if len(runs) > 1
-                else f'<div class="card">{table}</div>'
-            )
+            name = f"<details><summary>{tables.key(run, index)}</summary>{table}</details>"
+            found.append(name if len(runs) > 1 else f'<div class="card">{table}</div>')
     return "".join(found)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.base.errors import RunDirectoryError
-from lockstep.report.history import Curves, LockHolder, RankTimes, RunHistory, curves, rank_times, run_events
+from lockstep.report.history import LockHolder, RunHistory, curves, rank_times, run_events
 
 _RUN_FILE = "run.json"
 _LATEST_TIME_SECONDS = 2.5e11
@@ -47,38 +47,31 @@ def read_run(folder: Path, name: str) -> RunHistory:
             path=str(folder),
             metadata=metadata,
             result=result,
-            curves=_curves(rows),
-            ranks=_rank_times(rows),
-            events=run_events(rows("events.jsonl", lambda row: isinstance(row["event"], str) and _is_time(row["time"]))),
+            curves=curves(rows("metrics.jsonl", _is_metrics_row)),
+            ranks=rank_times(rows("ranks.jsonl", _is_ranks_row)),
+            events=run_events(rows("events.jsonl", _is_event_row)),
             holder=_holder(folder / "lock"),
             unreadable=unreadable,
         )
 
 
-_Rows = Callable[[str, Callable[[Mapping[str, Any]], bool]], Iterator[dict[str, Any]]]
+def _is_metrics_row(row: Mapping[str, Any]) -> bool:
+    values = (value for name, value in row.items() if name != "not_finite")
+    return _is_time(row["time"]) and isinstance(row.get("not_finite", {}), dict) and all(v is None or _is_number(v) for v in values)
 
 
-def _curves(rows: _Rows) -> Curves:
-    def fits(row: Mapping[str, Any]) -> bool:
-        values = (value for name, value in row.items() if name != "not_finite")
-        return _is_time(row["time"]) and isinstance(row.get("not_finite", {}), dict) and all(v is None or _is_number(v) for v in values)
-
-    return curves(rows("metrics.jsonl", fits))
+def _is_ranks_row(row: Mapping[str, Any]) -> bool:
+    lists = row["ranks"].values()
+    return all(isinstance(each, list) and all(value is None or _is_number(value) for value in each) for each in lists)
 
 
-def _rank_times(rows: _Rows) -> RankTimes:
-    def fits(row: Mapping[str, Any]) -> bool:
-        lists = row["ranks"].values()
-        return all(isinstance(each, list) and all(value is None or _is_number(value) for value in each) for each in lists)
-
-    return rank_times(rows("ranks.jsonl", fits))
+def _is_event_row(row: Mapping[str, Any]) -> bool:
+    return isinstance(row["event"], str) and _is_time(row["time"])
 
 
 def _rows(path: Path, fits: Callable[[Mapping[str, Any]], bool], unreadable: dict[str, int]) -> Iterator[dict[str, Any]]:
-    """Yield the valid lines, which all have a step. Counts invalid ones in `unreadable`.
-
-    A last line without a line end is not counted: it is being written, or the run was killed while it wrote.
-    """
+    """Yield the valid lines, which all have a step. Counts invalid ones in `unreadable`, but no last line without a
+    line end: it is being written, or the run was killed while it wrote."""
     if not path.is_file():
         return
     with path.open(encoding="utf-8", errors="replace") as lines:
@@ -132,10 +125,7 @@ def _json(path: Path, **kinds: type) -> dict[str, Any]:
 
 
 def _holder(path: Path) -> LockHolder | None:
-    """Return the process that holds the directory.
-
-    Does not try the lock: a run that starts at that moment would be refused.
-    """
+    """Return the process that holds the directory. Trying the lock could refuse a run that starts at that moment."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         pid, host = int(values["pid"]), str(values["host"])

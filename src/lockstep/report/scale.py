@@ -33,10 +33,7 @@ class Scale:
 
 
 def scale_of(values: Sequence[float], unit: Unit = "", *, from_zero: bool = False, may_be_logarithmic: bool = True, most: int = 5) -> Scale:
-    """Return an axis for finite `values`, with about `most` ticks.
-
-    It is logarithmic if a few values would hide the others.
-    """
+    """Return an axis with about `most` ticks, logarithmic if a few values would hide the others."""
     ordered = sorted(values) or [0.0, 1.0]
     low, high, median = ordered[0], ordered[-1], ordered[len(ordered) // 2]
     if may_be_logarithmic and low > 0 and high > _SKEWED * median and not from_zero:

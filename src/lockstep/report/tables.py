@@ -16,24 +16,16 @@ from lockstep.report.history import RunHistory, RunState
 from lockstep.report.scale import Unit, format_count, format_duration, format_number
 
 UNITS: dict[str, Unit] = {"memory_bytes": "bytes", "mfu": "share"}
-"""Units of the metrics that have one."""
 SERIES = 400
-"""Largest number of rows in the table of metrics."""
 
 _DIGITS = 12
-"""Digits of a fingerprint to show."""
-_WORDS: dict[RunState, str] = {
-    "ended": "ended",
-    "running": "running",
-    "unfinished": "interrupted",
-    "preempted": "stopped, resumable",
-    "failed": "failed",
-}
+_WORDS: dict[RunState, str] = {"unfinished": "interrupted", "preempted": "stopped, resumable"}
+"""The states that are not shown by their own names."""
 
 
 def state(run: RunHistory) -> str:
     """Return the run's state, as a coloured word."""
-    return f'<span class="state {run.state}">{_WORDS[run.state]}</span>'
+    return f'<span class="state {run.state}">{_WORDS.get(run.state, run.state)}</span>'
 
 
 def state_reason(run: RunHistory) -> str:
@@ -156,10 +148,7 @@ def sections(run: RunHistory) -> dict[str, dict[str, str]]:
 
 
 def differences(runs: Sequence[RunHistory]) -> list[tuple[str, str, list[str | None]]]:
-    """Return the fields that differ between runs: section, field, and the value in each run.
-
-    A missing value is None.
-    """
+    """Return the fields that differ between runs: section, field, and the value in each run or None."""
     described = [sections(run) for run in runs]
     found: list[tuple[str, str, list[str | None]]] = []
     for about in ("Recipe", "Plan", "Environment"):
@@ -278,7 +267,7 @@ def summary_lines(runs: Sequence[RunHistory]) -> list[str]:
         loss = run.curves.series.get("loss")
         last_loss = f", loss {format_number(loss.values[-1])}" if loss is not None and loss.values else ""
         reason = state_reason(run) if run.state != "running" else ""
-        found.append(f"{run.name}: {_WORDS[run.state]}, step {run.steps}{last_loss}{f' ({reason})' if reason else ''}")
+        found.append(f"{run.name}: {_WORDS.get(run.state, run.state)}, step {run.steps}{last_loss}{f' ({reason})' if reason else ''}")
     return found
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from lockstep.base.errors import DataError, LossError, RecipeError
 from lockstep.data.loader import Microbatch
 from lockstep.logging.metrics import as_number
-from lockstep.logging.recorder import NAMES_OF_A_ROW
+from lockstep.logging.recorder import ROW_NAMES
 from lockstep.recipe import check_clip_norm
 from lockstep.training.hook import Run
 from lockstep.training.loss import Contribution, contribution
@@ -121,7 +121,7 @@ class Step:
         Raises `DataError` for a value that is no number, or a name that the line has already.
         """
         for name, value in values.items():
-            if name in NAMES_OF_A_ROW:
+            if name in ROW_NAMES:
                 raise DataError(f"step.log({{{name!r}: ...}}); the run itself writes {name!r} in every line; choose another name")
             self._run.logged[name] = as_number(name, value)
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from lockstep.base.torch_private import AllGather, ReduceScatter
 from lockstep.comm.mesh import Mesh, to_local
-from lockstep.comm.ordered_sum import add_in_place
 from lockstep.comm.shared_memory import SharedMemoryGroup
 from lockstep.tree import Counter
 
@@ -103,7 +102,7 @@ class OrderedScatter(Scatter):
     def begin(self, count: int) -> None:
         super().begin(count)
         self._left = count
-        self._counter: Counter[Tensor] = Counter(add_in_place, start=0, count=count)
+        self._counter: Counter[Tensor] = Counter(Tensor.add_, start=0, count=count)
 
     def next_round(self, *, is_dummy: bool) -> None:
         super().next_round(is_dummy=is_dummy)

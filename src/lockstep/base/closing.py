@@ -1,0 +1,18 @@
+"""A base class of objects that are closed at the end of a `with`."""
+
+from __future__ import annotations
+
+from typing import Self
+
+
+class Closing:
+    """Calls `close` at the end of a `with`."""
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
