@@ -16,7 +16,7 @@ from lockstep.checkpoint.storage import Storage
 from lockstep.comm.mesh import Mesh
 from lockstep.comm.world import World, join
 from lockstep.hooks.fallbacks import TakenFallbacks, read_fallbacks
-from lockstep.hooks.hang.collective_check import Checked
+from lockstep.hooks.hang.collective_check import CollectiveCheck
 from lockstep.launch.environment import Environment
 from lockstep.launch.slurm.commands import set_task_variables
 from lockstep.launch.termination import Termination
@@ -137,7 +137,7 @@ def open_run(request: RunRequest, termination: Termination, stack: ExitStack) ->
     check_compression_fits(given, compression)
     if environment.check and world.size > 1:
         given = replace(given, transport="torch")  # only torch's collectives can be compared
-        stack.enter_context(Checked(default_store(), world.rank))
+        stack.enter_context(CollectiveCheck(default_store(), world.rank))
     mesh = Mesh.of(world, given)
     stack.callback(mesh.close)
     stack.enter_context(termination)
