@@ -45,7 +45,9 @@ class HouseHooks:
         self.checkpointing = Checkpointing(
             request.saving, request.resume, request.checkpoints(opened.context), allow_change=request.allow_change, audit=audit
         )
-        self.out_of_memory = OutOfMemory(opened.given_plan, opened.remembered, setting, is_restarted=environment.launcher == "lockstep")
+        self.out_of_memory = OutOfMemory(
+            opened.given_plan, opened.taken_fallbacks, setting, is_restarted=environment.launcher == "lockstep"
+        )
         self.hang = HangHook(timeouts, opened.context, self.checkpointing.rescue)
         evaluating = [] if self.evaluation is None else [self.evaluation]
         if bare:
@@ -64,7 +66,7 @@ class HouseHooks:
             self.metrics,
             # Finds a replica that differs before a save.
             audit,
-            # Remembers another plan first: the emergency save that follows may take long, or fail.
+            # Writes the next plan first: the emergency save that follows may take long, or fail.
             self.out_of_memory,
             # Saves what all hooks before it have left.
             self.checkpointing,

@@ -15,8 +15,8 @@ from lockstep.checkpoint.object_store import open_storage
 from lockstep.checkpoint.storage import Storage
 from lockstep.comm.mesh import Mesh
 from lockstep.comm.world import World, join
-from lockstep.hooks.fallbacks import TakenFallbacks, read_fallbacks
 from lockstep.hooks.hang.collective_check import CollectiveCheck
+from lockstep.hooks.out_of_memory import TakenFallbacks, read_fallbacks
 from lockstep.launch.environment import Environment
 from lockstep.launch.slurm.commands import set_task_variables
 from lockstep.launch.termination import Termination
@@ -118,9 +118,9 @@ class Opened:
     request: RunRequest
     """The request with the launcher's settings."""
     given_plan: Plan
-    """The plan that was asked for, before what an earlier failure made of it."""
-    remembered: TakenFallbacks
-    """Changes to the plan after earlier failures for want of memory."""
+    """The plan that was asked for, without the fallbacks of earlier failures."""
+    taken_fallbacks: TakenFallbacks
+    """Those after earlier failures of the run."""
 
 
 def open_run(request: RunRequest, termination: Termination, stack: ExitStack) -> Opened:
@@ -149,8 +149,8 @@ def open_run(request: RunRequest, termination: Termination, stack: ExitStack) ->
         loggers=() if overrides.bare else request.loggers,
     )
     stack.callback(recorder.close)
-    remembered = read_fallbacks(world, recorder.path, goes_on=recorder.goes_on)
-    plan = remembered.over(given, world.device.type)
+    taken = read_fallbacks(world, recorder.path, resumes=recorder.goes_on)
+    plan = taken.apply_to(given, world.device.type)
     set_up_computation(plan, world, environment.threads, stack)
     context = Context(
         world=world,
@@ -166,7 +166,7 @@ def open_run(request: RunRequest, termination: Termination, stack: ExitStack) ->
         phases=Phases(),
         overrides=overrides,
     )
-    opened = Opened(context, environment, hooks, asked, given, remembered)
+    opened = Opened(context, environment, hooks, asked, given, taken)
     _record_start(opened, request)
     return opened
 

@@ -64,7 +64,7 @@ class CollectiveCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with announce(call):
             if text := self._mismatch(f"{group.group_name}/{number}", f"{group.group_name}/{number - 1}", mine, group.size()):
                 raise MismatchError(
-                    f"call {number} of {group.group_desc} is not the same on all ranks; all must make the same calls in the same order: {text}"
+                    f"call {number} of {group.group_desc} differs between ranks; all must make the same calls in the same order: {text}"
                 )
 
     def _mismatch(self, key: str, before: str, mine: Mapping[str, Any], size: int) -> str:
