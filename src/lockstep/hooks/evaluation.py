@@ -11,8 +11,6 @@ from lockstep.training.hook import ControlHook, Run
 
 
 class EvaluationHook(ControlHook):
-    """Measures every `Evaluation.every` steps, on every rank."""
-
     def __init__(self, settings: Evaluation, metrics: Metrics) -> None:
         self._settings = settings
         self._metrics = metrics
@@ -28,7 +26,7 @@ class EvaluationHook(ControlHook):
             run.agree_to_stop()
 
     def measure(self, run: Run) -> None:
-        """Evaluate now, unless it is done. Every rank calls it."""
+        """Evaluate now, if not yet done after this step. Every rank calls it."""
         if self._evaluator is None or run.evaluated_at == run.step:
             return
         run.hooks.call("before_evaluation", run)

@@ -1,4 +1,4 @@
-"""The hook that ends a run that was asked to end: by a signal, or by the clock."""
+"""The hook that ends a run at a signal, or at a given time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Preemption(ControlHook):
     """Asks all ranks to save and to end; raises `Preempted` once they have."""
 
     def __init__(self, termination: Termination, *, stop_at: float | None) -> None:
-        """`stop_at`: when the run is to end, in seconds since 1970; None: never."""
+        """`stop_at`: the time at which the run ends, in seconds since 1970; None: no limit."""
         self._termination = termination
         self._stop_at = stop_at
 

@@ -87,6 +87,6 @@ def _scheduler(factory: Callable[[Any], Any], optimizer: Optimizer, as_function:
     if isinstance(made, ReduceLROnPlateau):
         raise RecipeError(
             "schedule(optimizer) returned a ReduceLROnPlateau, whose step() needs a metric; a schedule is stepped once a step without one; "
-            "choose another, or change the rates of run.optimizers in a hook's on_evaluation"
+            "choose another, or change the rates of run.optimizers in a hook's after_evaluation"
         )
     return made
