@@ -28,8 +28,8 @@ from lockstep.training.optim import gradient_norm
 from lockstep.training.optim import optimizers as optim
 from lockstep.training.optim.schedule import Schedule
 from lockstep.training.reducers.compression import compression_for
+from lockstep.training.reducers.pipeline import TiedGradients
 from lockstep.training.reducers.reducer import GradientReducer, ReducerChoice, build_reducer, choose_reducer, loss_factor
-from lockstep.training.reducers.tied_gradients import TiedGradients
 
 
 class TrainModule:

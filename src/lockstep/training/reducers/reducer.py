@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -13,10 +12,9 @@ from lockstep.training.reducers import ddp
 from lockstep.training.reducers.compression import Compression
 from lockstep.training.reducers.ddp import DdpReducer
 from lockstep.training.reducers.fsdp import FsdpReducer
-from lockstep.training.reducers.pipeline import PipelineReducer
+from lockstep.training.reducers.pipeline import PipelineReducer, TiedGradients
 from lockstep.training.reducers.post_backward import PostBackwardReducer
 from lockstep.training.reducers.step_stats import Number, StepStats
-from lockstep.training.reducers.tied_gradients import TiedGradients
 
 
 class GradientReducer(Protocol):
@@ -31,8 +29,8 @@ class GradientReducer(Protocol):
     def backward(self, total: Tensor, grad_output: Tensor, *, own_parameters_only: bool, is_dummy: bool) -> None:
         """Accumulate the gradient of `grad_output * total`, the loss of the next microbatch.
 
-        `own_parameters_only`: other models' parameters in the graph get no gradient. `is_dummy`: the microbatch is computed only so
-        that every rank takes part in the collectives of its backward; its gradient is discarded.
+        `own_parameters_only`: other models' parameters in the graph get no gradient. `is_dummy`: its gradient is discarded; it is
+        computed because every rank must take part in the collectives of the backward.
         """
 
     def reduce(self, values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool) -> StepStats:
@@ -46,17 +44,14 @@ class GradientReducer(Protocol):
         """Remove the reducer's hooks from the model."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReducerChoice:
-    """The reducer that a mesh needs."""
-
+class ReducerChoice(NamedTuple):
     reducer: type[DdpReducer | FsdpReducer | PostBackwardReducer]
-    """The reducer over the data axes. A pipeline's `PipelineReducer` uses it for its stages."""
+    """The reducer over the data axes, which a pipeline's `PipelineReducer` calls."""
     reason: str
 
 
 def choose_reducer(mesh: Mesh, *, bitwise: bool, compressed: bool) -> ReducerChoice:
-    """The reducer for a model parallelized on `mesh`. `compressed`: gradients are sent in fewer bytes. Pure: from values to a value."""
+    """The reducer for a model parallelized on `mesh`. `compressed`: with gradient compression."""
     if mesh.axis("shard").size > 1:
         return ReducerChoice(FsdpReducer, "the shard axis has more than one rank")
     if mesh.torch_mesh is not None:
