@@ -400,7 +400,7 @@ RAGGED: dict[str, tuple[Any, str]] = {
     "dtypes": (
         of_two_dtypes,
         "metric 'bad' collected float32 rows of shape (6,) and float32 rows of shape () from microbatch 2, and float32 rows of shape (6,) "
-        "and int64 rows of shape () from microbatch 0; the rows of all samples are put together",
+        "and int64 rows of shape () from microbatch 0; the rows of all samples are concatenated",
     ),
     "numbers of tensors": (
         one_or_two,

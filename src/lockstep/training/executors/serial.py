@@ -1,4 +1,4 @@
-"""One microbatch after another: forward, loss, backward."""
+"""The executor without a pipeline: forward, loss and backward of one microbatch after another."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ from lockstep.training.executors.executor import Accumulation, Inputs, Loss, Sco
 
 
 class SerialExecutor:
-    """An `Executor` for every plan without a pipeline."""
-
     why_no_loop: str | None = None
 
     def __init__(

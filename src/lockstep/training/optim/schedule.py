@@ -1,4 +1,4 @@
-"""Learning-rate schedules of a run: a function of the step, or torch's schedulers."""
+"""Learning-rate schedules: a function of the step, or torch's schedulers."""
 
 from __future__ import annotations
 
@@ -56,21 +56,20 @@ class Schedule:
             scheduler.step()
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """The state of the torch schedulers; a function of the step has none."""
         return [scheduler.state_dict() for scheduler in self._schedulers]
 
     def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
-        """Load `state_dict`. Raises `CheckpointError` if the saved schedule was of the other kind."""
+        """Raises `CheckpointError` if the saved schedule was of the other kind."""
         if len(states) != len(self._schedulers):
             raise CheckpointError(
                 f"the checkpoint has {len(states)} torch LRSchedulers and this run has {len(self._schedulers)}; a schedule that is a "
-                "function of the step needs none; go on with the schedule that it was saved with"
+                "function of the step needs none; resume with the schedule that it was saved with"
             )
         for scheduler, state in zip(self._schedulers, states, strict=True):
             scheduler.load_state_dict(state)
 
     def rate(self) -> float:
-        """The first parameter group's learning rate, as it was in the last step."""
+        """The first parameter group's learning rate in the last step."""
         return float(self._rate)
 
 
