@@ -64,7 +64,7 @@ def checkpointer(run: Any) -> Any:
 
 def settled(run: Any) -> None:
     """Wait for the save under way."""
-    checkpointer(run).finish()
+    checkpointer(run).wait()
 
 
 def test_it_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> None:

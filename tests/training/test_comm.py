@@ -247,7 +247,7 @@ def refusing(run_dir: str, plan: str, changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("plan", "size", "changes", "text"),
     [
-        ("replicate=2,numerics=bitwise", 2, {}, "gradient_compression='int8' with numerics=bitwise; each process rounds the gradients it sends"),
+        ("replicate=2,numerics=bitwise", 2, {}, "gradient_compression='int8' with numerics=bitwise; each process rounds the gradients"),
         (
             "shard=2",
             2,

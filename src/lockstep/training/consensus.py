@@ -45,7 +45,8 @@ class Consensus:
         """`request` returns this rank's current request."""
         self._mesh = mesh
         self._request = request
-        self._flags = _FlagReader()
+        self._before: tuple[Tensor, torch.cuda.Event] | None = None
+        """The flags of the step before, being copied from the GPU."""
 
     def flag(self, *, may_stop: bool) -> bool:
         """True if this rank has a request. `may_stop`: a request to stop counts in this step."""
@@ -53,7 +54,7 @@ class Consensus:
 
     def agree(self, results: Sequence[StepResult], *, may_stop: bool) -> Request:
         """Agree after a step, whose results have the flags. Every rank calls it."""
-        raised = self._flags.raised(results, wait=may_stop)
+        raised = self._any_flag(results, wait=may_stop)
         if self._mesh.data.size < self._mesh.world.size:
             raised = self._mesh.world.any(raised)
         if not raised:
@@ -70,15 +71,8 @@ class Consensus:
         mine = self._request()
         return mine if may_stop or mine.stop is None else Request(None, mine.save, mine.end)
 
-
-class _FlagReader:
-    """Reads the flags of steps without waiting for the GPU."""
-
-    def __init__(self) -> None:
-        self._before: tuple[Tensor, torch.cuda.Event] | None = None
-
-    def raised(self, results: Sequence[StepResult], *, wait: bool) -> bool:
-        """True if any flag was raised: on a GPU in the step before, or with `wait` in this one."""
+    def _any_flag(self, results: Sequence[StepResult], *, wait: bool) -> bool:
+        """True if any flag was raised: in this step, but on a GPU without `wait` in the step before, so that the host need not wait."""
         flags = [result.flags for result in results]
         on_gpu = [flag for flag in flags if isinstance(flag, Tensor) and flag.is_cuda]
         if wait or not on_gpu:
