@@ -201,7 +201,7 @@ def test_hooks_refuse_what_makes_no_sense_when_they_are_made(make: Any, message:
 @pytest.mark.parametrize(
     ("hooks", "message"),
     [
-        ([type("Old", (ls.Hook,), {"on_step": print})()], "Old.on_step would never be called; the moments of an ls.Hook"),
+        ([type("Old", (ls.Hook,), {"on_step": print})()], "Old.on_step would never be called; the methods of an ls.Hook"),
         ([ls.Hook], "hooks has <class 'lockstep.training.hook.Hook'>; a hook is an object of a subclass of ls.Hook; make it one"),
         (3, "hooks has 3; a hook is an object"),
         (ls.EarlyStopping(), "hooks=<lockstep.hooks.early_stopping.EarlyStopping object at "),

@@ -282,7 +282,7 @@ MISUSES: dict[str, tuple[Callable[[ls.Session, Any, Any], None], str]] = {
         a_missing_backward,
         (
             "LossError: after step 0: commit without a backward for microbatches [1] of this rank; call "
-            "step.backward once for each microbatch; for"
+            "step.backward once for each microbatch; to leave one out"
         ),
     ),
     "no backward": (no_backward, "LossError: after step 0: commit without a backward for microbatches [0, 1] of this rank"),
@@ -293,7 +293,7 @@ MISUSES: dict[str, tuple[Callable[[ls.Session, Any, Any], None], str]] = {
             "step.commit(optimizer) for each on every rank, in every step"
         ),
     ),
-    "a second commit": (a_second_commit, "LossError: after step 0: a second commit for one model; each has one commit a step"),
+    "a second commit": (a_second_commit, "LossError: after step 0: a second commit for one model; each model has one a step"),
     "a backward outside": (
         a_backward_outside,
         "LossError: after step 0: backward outside of a loop over step.microbatches(); call it inside the loop",
@@ -312,7 +312,7 @@ MISUSES: dict[str, tuple[Callable[[ls.Session, Any, Any], None], str]] = {
     "two pairs at once": (
         two_pairs_at_once,
         (
-            "LossError: after step 0: backward for a second model before the first one's commit; run through "
+            "LossError: after step 0: backward for a second model before the first one's commit; loop over "
             "step.microbatches() and commit for one"
         ),
     ),

@@ -359,8 +359,8 @@ class Checkpointing(ControlHook):
     def rescue(self, run: Run, error: BaseException) -> bool:
         """If this rank's state is that of a complete step, save it without the other ranks. Returns True if it is saved."""
         by_the_script = isinstance(error, SystemExit) and not isinstance(error, Terminated)
-        is_whole = run.source is not None and run.is_whole and run.is_whole_in_a_step
-        if self._checkpointer is None or by_the_script or isinstance(error, DivergenceError) or not is_whole:
+        is_consistent = run.source is not None and run.is_consistent and run.is_consistent_in_steps
+        if self._checkpointer is None or by_the_script or isinstance(error, DivergenceError) or not is_consistent:
             return False
         if run.source is not None and run.source.positions is not None and run.context.mesh.axis("replicate").size > 1:
             return False  # only the other replicas have the positions of their shards of the stream

@@ -57,7 +57,7 @@ def batchnorm(models: Sequence[nn.Module], batching: Batching) -> Remark | None:
     plain = [name for name, each in training_batchnorms(models) if not isinstance(each, nn.SyncBatchNorm)]
     if not plain or batching.max_microbatches == 1:
         return None
-    samples = max(stop - start for start, stop in batching.cut(batching.span(0)[1] - batching.span(0)[0]))
+    samples = batching.largest
     line = (
         f"BatchNorm: {len(plain)} of the layers ({plain[0]!r}{', ...' if len(plain) > 1 else ''}) take their statistics over one "
         f"microbatch at a time, {samples} samples, at any number of processes; docs/plans.md, SyncBatchNorm, says how to split "

@@ -104,7 +104,7 @@ class Step:
         terms = [part.terms for part in accumulation.parts]
         if self._polls and not all(map(math.isfinite, numbers_of(stats.values))):  # torch.where may keep it out of the gradient
             StepResult(self.source.layout, module, stats.values, stats.weights, math.nan, False, stats.flags, [], clip_norm).check()
-        self._run.is_whole = False
+        self._run.is_consistent = False
         module.divide_by_weight(stats.weights)
         self._run.hooks.call("after_backward", self._run, module.model)
         norm, applied = module.apply(self.index, clip_norm, measure=self._run.is_logging_step)

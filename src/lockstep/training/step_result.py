@@ -83,8 +83,8 @@ class StepResult:
         for place, weight in enumerate(weights):
             if not 0 <= weight < math.inf:
                 raise LossError(
-                    f"after step {self.layout.step}: the weight of microbatch {place} is {weight}; it divides the summed loss, and must be finite "
-                    "and not negative"
+                    f"after step {self.layout.step}: the weight of microbatch {place} is {weight}; it divides the summed loss, and must be "
+                    "finite and not negative"
                 )
         if not any(weights):
             raise LossError(no_weight(self.layout.step, "loss"))
