@@ -42,9 +42,7 @@ class HouseHooks:
         audit = ReplicaAudit(every=environment.compare_every or 0)
         self.metrics = Metrics()
         self.evaluation = None if evaluation is None else EvaluationHook(evaluation, self.metrics)
-        self.checkpointing = Checkpointing(
-            request.saving, request.resume, request.checkpoints(opened.context), allow_change=request.allow_change, audit=audit
-        )
+        self.checkpointing = Checkpointing(request.saving, request.resume, request.checkpoints(opened.context), request.allow_change, audit)
         self.out_of_memory = OutOfMemory(
             opened.given_plan, opened.taken_fallbacks, setting, is_restarted=environment.launcher == "lockstep"
         )

@@ -189,7 +189,7 @@ def test_early_stopping_without_its_metric_is_refused(pool: WorkerPool, tmp_path
         (lambda: ls.EarlyStopping(mode="best"), "mode='best'; it is 'min' if less is better, or 'max'"),  # type: ignore[arg-type]
         (lambda: ls.EarlyStopping(min_delta=-0.1), "min_delta=-0.1; it is the smallest change that counts as an improvement, 0 or more"),
         (lambda: ls.ExponentialMovingAverage(1.0), "decay=1.0; it is the factor of the old average, from 0 to below 1"),
-        (lambda: ls.ExponentialMovingAverage(-0.1), "decay=-0.1; it is the share"),
+        (lambda: ls.ExponentialMovingAverage(-0.1), "decay=-0.1; it is the factor"),
     ],
 )
 def test_hooks_refuse_what_makes_no_sense_when_they_are_made(make: Any, message: str) -> None:

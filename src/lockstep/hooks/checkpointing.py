@@ -181,9 +181,7 @@ class Checkpointer:
             return reader
         if resume == "must":
             why = f"all {len(names)} are damaged" if names else "there is none"
-            raise CheckpointError(
-                f"resume=must, and {self.folder} has no checkpoint to resume from: {why}; resume=auto starts again"
-            )
+            raise CheckpointError(f"resume=must, and {self.folder} has no checkpoint to resume from: {why}; resume=auto starts again")
         return None
 
     def close(self) -> None:
@@ -297,25 +295,25 @@ def saved_recipe(folder: Storage, world: World) -> dict[str, Any]:
     return recipe
 
 
+@dataclass(eq=False)
 class Checkpointing(ControlHook):
     """Saves the run during training, after an error, and when it is asked to end; loads the newest checkpoint at the start."""
 
-    def __init__(self, saving: Saving, resume: Resume, folder: Storage, *, allow_change: frozenset[str], audit: ReplicaAudit) -> None:
-        """`folder`: of the run's checkpoints. `audit` compares the replicas before each save."""
-        self.rescued = False
-        """True if the last complete step was saved after an error."""
-        self._saving = saving
-        self._resume = resume
-        self._folder = folder
-        self._allow_change = allow_change
-        self._audit = audit
-        self._checkpointer: Checkpointer | None = None
+    saving: Saving
+    resume_option: Resume
+    folder: Storage
+    allow_change: frozenset[str]
+    audit: ReplicaAudit
+    """Compares the replicas before each save."""
+    rescued: bool = False
+    """True if the last complete step was saved after an error."""
+    _checkpointer: Checkpointer | None = None
 
     def resume(self, run: Run) -> None:
         """Load the newest checkpoint, if there is one. Every rank calls it once, before the first step. Raises `CheckpointError`."""
         context = run.context
-        checkpointer = self._checkpointer = Checkpointer(run, self._folder, self._saving, compare=partial(self._audit.compare, run))
-        found = checkpointer.restore(self._resume, allow_change=self._allow_change)
+        checkpointer = self._checkpointer = Checkpointer(run, self.folder, self.saving, compare=partial(self.audit.compare, run))
+        found = checkpointer.restore(self.resume_option, allow_change=self.allow_change)
         step = 0 if found is None else found.manifest.step
         context.recorder.go_on(step, str(checkpointer.folder))
         checkpointer.begin(step)

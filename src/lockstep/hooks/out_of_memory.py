@@ -155,31 +155,31 @@ def _strength(name: str, value: Any) -> int:
     return WORDS[name].index(value) if name in WORDS else int(value)
 
 
+@dataclass(eq=False)
 class OutOfMemory(ControlHook):
     """Writes the next plan after a failure, and requests the restart of the run."""
 
-    def __init__(self, given: Plan, taken: TakenFallbacks, setting: Setting, *, is_restarted: bool) -> None:
-        """`given`: the plan that was asked for. `taken`: the fallbacks after earlier failures. `setting`: the changes that are allowed.
-
-        `is_restarted`: the launcher restarts the run if asked to.
-        """
-        self._given = given
-        self._taken = taken
-        self._setting = setting
-        self._is_restarted = is_restarted
-        self._largest: int | None = None
-        """Samples of the largest microbatch. None before the first loop."""
-        self._unsplittable: str | None = None
-        self._next: Plan | str | None = None
-        """The next plan after the error that ends the run, or why there is none. None: the error is of another kind."""
+    given: Plan
+    """The plan that was asked for."""
+    taken: TakenFallbacks
+    """Those after earlier failures."""
+    setting: Setting
+    is_restarted: bool
+    """True if the launcher restarts the run when asked to."""
+    _largest: int | None = None
+    """Samples of the largest microbatch. None before the first loop."""
+    _unsplittable: str | None = None
+    """Why no microbatch can be split."""
+    _next: Plan | str | None = None
+    """The next plan after the error that ends the run, or why there is none. None: the error is of another kind."""
 
     def report_change(self, run: Run) -> None:
         """Record how the plan differs from the one that was asked for, if it does."""
-        given = self._given
-        plan = self._taken.apply_to(given, run.context.device.type)
+        given = self.given
+        plan = self.taken.apply_to(given, run.context.device.type)
         if plan == given:
             return
-        last, change = self._taken.failures[-1], changes(given, plan)
+        last, change = self.taken.failures[-1], changes(given, plan)
         reason = f"memory ran out after step {last['step']} on rank {last['rank']}: {last['error']}"
         split = "each microbatch has random streams of its own: smaller ones have other dropout masks, and another rounding"
         note: dict[str, Any] = {"note": split} if plan.microbatch_splits > given.microbatch_splits else {}
@@ -205,13 +205,13 @@ class OutOfMemory(ControlHook):
         context = run.context
         if isinstance(error, Exception) and out_of_memory(error):
             largest = self._largest if run.source is not None else None
-            found = next_plan(context.plan, context.device.type, self._setting, largest=largest, unsplittable=self._unsplittable)
+            found = next_plan(context.plan, context.device.type, self.setting, largest=largest, unsplittable=self._unsplittable)
             self._next = found if isinstance(found, str) else self._write(run, found, error)
             details: dict[str, Any] = (
                 {"why_not": self._next} if isinstance(self._next, str) else {"then": changes(context.plan, self._next)}
             )
             run.event("out-of-memory", **details)
-        if self._is_restarted and (why := fallback_since(self._taken, context.run_dir)):
+        if self.is_restarted and (why := fallback_since(self.taken, context.run_dir)):
             request_restart(why)
 
     def _write(self, run: Run, plan: Plan, error: BaseException) -> Plan | str:
@@ -219,7 +219,7 @@ class OutOfMemory(ControlHook):
         then, rank = changes(run.context.plan, plan), run.context.world.rank
         failure = {"step": run.step, "rank": rank, "error": error_details(error)["error"], "then": then}
         try:
-            self._taken.with_plan(plan, failure).write(run.context.run_dir / FILE)
+            self.taken.with_plan(plan, failure).write(run.context.run_dir / FILE)
         except OSError as problem:
             return f"the change of the plan could not be written: {problem}"
         return plan

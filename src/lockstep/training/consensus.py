@@ -38,15 +38,15 @@ def merge(requests: Sequence[Request]) -> Request:
     )
 
 
+@dataclass(slots=True)
 class Consensus:
     """A flag is exchanged with the gradients; only if any rank has raised it do all exchange their requests."""
 
-    def __init__(self, mesh: Mesh, request: Callable[[], Request]) -> None:
-        """`request` returns this rank's current request."""
-        self._mesh = mesh
-        self._request = request
-        self._before: tuple[Tensor, torch.cuda.Event] | None = None
-        """The flags of the step before, being copied from the GPU."""
+    mesh: Mesh
+    request: Callable[[], Request]
+    """Returns this rank's current request."""
+    _before: tuple[Tensor, torch.cuda.Event] | None = None
+    """The flags of the step before, being copied from the GPU."""
 
     def flag(self, *, may_stop: bool) -> bool:
         """True if this rank has a request. `may_stop`: a request to stop counts in this step."""
@@ -55,20 +55,20 @@ class Consensus:
     def agree(self, results: Sequence[StepResult], *, may_stop: bool) -> Request:
         """Agree after a step, whose results have the flags. Every rank calls it."""
         raised = self._any_flag(results, wait=may_stop)
-        if self._mesh.data.size < self._mesh.world.size:
-            raised = self._mesh.world.any(raised)
+        if self.mesh.data.size < self.mesh.world.size:
+            raised = self.mesh.world.any(raised)
         if not raised:
             return NOTHING
         mine = self._mine(may_stop)
-        return merge([Request(*each) for each in self._mesh.world.gather_values([mine.stop, mine.save, mine.end])])
+        return merge([Request(*each) for each in self.mesh.world.gather_values([mine.stop, mine.save, mine.end])])
 
     def agree_to_stop(self) -> str | None:
         """The reason of the first rank that asks to stop; None if none does. Every rank calls it. It needs no flag."""
-        everyone = self._mesh.world.gather_values(self._request().stop)
+        everyone = self.mesh.world.gather_values(self.request().stop)
         return next((reason for reason in everyone if reason is not None), None)
 
     def _mine(self, may_stop: bool) -> Request:
-        mine = self._request()
+        mine = self.request()
         return mine if may_stop or mine.stop is None else Request(None, mine.save, mine.end)
 
     def _any_flag(self, results: Sequence[StepResult], *, wait: bool) -> bool:

@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -58,48 +58,40 @@ class Mailbox:
         return found.decode() == text
 
 
+@dataclass(slots=True, eq=False)
 class Watchdog:
     """The watchdog of one rank. Every rank makes one, in its training thread, which it watches from then on."""
 
-    def __init__(
-        self,
-        phases: Phases,
-        timeouts: WatchdogTimeouts,
-        *,
-        rank: int,
-        size: int,
-        mailbox: Mailbox | None,
-        on_hang: Callable[[Hang, Mapping[int, StackSnapshot], bool, StackSnapshot], None],
-        is_shutting_down: Callable[[], bool],
-        on_stuck: Callable[[], None],
-    ) -> None:
-        """`mailbox`: None with one process. `is_shutting_down`: whether the launcher is ending the run.
+    phases: Phases
+    timeouts: WatchdogTimeouts
+    rank: int
+    size: int
+    mailbox: Mailbox | None
+    """None with one process."""
+    on_hang: Callable[[Hang, Mapping[int, StackSnapshot], bool, StackSnapshot], None]
+    """Called in the watchdog's thread on every rank that learns of a hang: with the hang, the snapshots of all ranks (empty unless this
+    rank collected them), whether it did, and this rank's own."""
+    is_shutting_down: Callable[[], bool]
+    """True if the launcher is ending the run."""
+    on_stuck: Callable[[], None]
+    """Called in the watchdog's thread if this rank still waits then."""
+    ends_the_process: bool = False
+    """True if the watchdog's thread is about to end this process; then nothing else may."""
+    _shutting_down_since: float | None = None
+    _training_thread: threading.Thread = field(default_factory=threading.current_thread)
+    _closed: threading.Event = field(default_factory=threading.Event)
+    _round: int = 0
+    _not_before: float = 0.0
+    _reported_since: float | None = None
+    _silent_since: dict[int, float] = field(default_factory=dict)
+    _stacks: StackWriter = field(default_factory=StackWriter)
+    _thread: threading.Thread = field(init=False)
 
-        The watchdog's thread calls `on_stuck` if this rank still waits then, and `on_hang` on every rank that learns of a hang: with the
-        hang, the snapshots of all ranks (empty unless this rank collected them), whether it did, and this rank's own.
-        """
-        self._phases = phases
-        self._timeouts = timeouts
-        self._rank = rank
-        self._size = size
-        self._mailbox = mailbox
-        self._on_hang = on_hang
-        self._is_shutting_down = is_shutting_down
-        self._on_stuck = on_stuck
-        self._shutting_down_since: float | None = None
-        self._training_thread = threading.current_thread()
-        self._closed = threading.Event()
-        self.ends_the_process = False
-        """True if the watchdog's thread is about to end this process; then nothing else may."""
-        self._round = 0
-        self._not_before = 0.0
-        self._reported_since: float | None = None
-        self._silent_since: dict[int, float] = {}
-        self._stacks = StackWriter()
+    def __post_init__(self) -> None:
         self._thread = threading.Thread(target=self._run, name="lockstep-watchdog", daemon=True)
-        if mailbox is not None:
+        if self.mailbox is not None:
             who = {"host": socket.gethostname(), "process": os.getpid(), "stacks": self._stacks.descriptor}
-            mailbox.put(f"who/{rank}", json.dumps(who))
+            self.mailbox.put(f"who/{self.rank}", json.dumps(who))
         self._thread.start()
 
     def close(self) -> None:
@@ -110,11 +102,11 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._closed.wait(TICK_SECONDS):
-            if self._is_shutting_down() and self._is_stuck():
+            if self.is_shutting_down() and self._is_stuck():
                 self.ends_the_process = True
-                self._on_stuck()
+                self.on_stuck()
             try:
-                if self._must_ask() or (self._mailbox is not None and self._mailbox.take(f"{self._round}/asked") is not None):
+                if self._must_ask() or (self.mailbox is not None and self.mailbox.take(f"{self._round}/asked") is not None):
                     self._take_part()
             except (dist.DistError, RuntimeError):  # the store is gone, or cannot be reached
                 if self._must_ask():
@@ -126,36 +118,36 @@ class Watchdog:
         return time.monotonic() - self._shutting_down_since >= STUCK_SECONDS and self._snapshot().activity == "waits"
 
     def _limit_seconds(self) -> float:
-        return self._timeouts.limit_seconds(self._phases.name, self._phases.usual(self._phases.name))
+        return self.timeouts.limit_seconds(self.phases.name, self.phases.usual(self.phases.name))
 
     def _must_ask(self) -> bool:
-        is_late = self._phases.seconds >= self._limit_seconds()
-        return is_late and time.monotonic() >= self._not_before and self._reported_since != self._phases.since
+        is_late = self.phases.seconds >= self._limit_seconds()
+        return is_late and time.monotonic() >= self._not_before and self._reported_since != self.phases.since
 
     def _snapshot(self) -> StackSnapshot:
-        is_first = self._timeouts.fixed_seconds is None and self._phases.usual(self._phases.name) is None
-        mine = take_snapshot(self._rank, self._training_thread, self._phases, limit_seconds=self._limit_seconds(), is_first=is_first)
+        is_first = self.timeouts.fixed_seconds is None and self.phases.usual(self.phases.name) is None
+        mine = take_snapshot(self.rank, self._training_thread, self.phases, limit_seconds=self._limit_seconds(), is_first=is_first)
         return replace(mine, children=self._stacks.of_children()) if mine.is_late and mine.activity != "waits" else mine
 
     def _take_part(self) -> None:
         """[Note: rounds]"""
         number = self._round
-        if self._mailbox is None:
+        if self.mailbox is None:
             mine = self._snapshot()
-            self._conclude(diagnose({self._rank: mine}, {}), {self._rank: mine}, mine, collected=True)
+            self._conclude(diagnose({self.rank: mine}, {}), {self.rank: mine}, mine, collected=True)
             return
-        collects = self._mailbox.put_if_new(f"{number}/asked", str(self._rank))
+        collects = self.mailbox.put_if_new(f"{number}/asked", str(self.rank))
         mine = self._snapshot()
-        self._mailbox.put(f"{number}/{self._rank}", json.dumps(asdict(mine)))
+        self.mailbox.put(f"{number}/{self.rank}", json.dumps(asdict(mine)))
         deadline = time.monotonic() + (ANSWER_SECONDS if collects else 3 * ANSWER_SECONDS)
         if collects:
-            snapshots = {self._rank: mine} | self._collect(number, deadline)
+            snapshots = {self.rank: mine} | self._collect(number, deadline)
             hang = diagnose(snapshots, self._silent(snapshots))
-            self._mailbox.put(f"{number}/diagnosis", json.dumps(None if hang is None else asdict(hang)))
+            self.mailbox.put(f"{number}/diagnosis", json.dumps(None if hang is None else asdict(hang)))
             self._round += 1
             self._conclude(hang, snapshots, mine, collected=True)
             return
-        while (text := self._mailbox.take(f"{number}/diagnosis")) is None and time.monotonic() < deadline:
+        while (text := self.mailbox.take(f"{number}/diagnosis")) is None and time.monotonic() < deadline:
             if self._closed.wait(TICK_SECONDS / 4):
                 return
         self._round += 1
@@ -163,11 +155,11 @@ class Watchdog:
         self._conclude(None if found is None else Hang(**{**found, "ranks": tuple(found["ranks"])}), {}, mine, collected=False)
 
     def _collect(self, number: int, deadline: float) -> dict[int, StackSnapshot]:
-        assert self._mailbox is not None
-        missing, snapshots = set(range(self._size)) - {self._rank}, dict[int, StackSnapshot]()
+        assert self.mailbox is not None
+        missing, snapshots = set(range(self.size)) - {self.rank}, dict[int, StackSnapshot]()
         while missing and time.monotonic() < deadline:
             for rank in list(missing):
-                if (text := self._mailbox.take(f"{number}/{rank}")) is not None:
+                if (text := self.mailbox.take(f"{number}/{rank}")) is not None:
                     snapshots[rank] = StackSnapshot.from_json(json.loads(text))
                     missing.discard(rank)
             if missing and self._closed.wait(TICK_SECONDS / 4):
@@ -176,14 +168,14 @@ class Watchdog:
 
     def _silent(self, snapshots: Mapping[int, StackSnapshot]) -> dict[int, str]:
         """The ranks that surely will not answer, with the reason in words."""
-        assert self._mailbox is not None
+        assert self.mailbox is not None
         now, found = time.monotonic(), {}
-        for rank in range(self._size):
+        for rank in range(self.size):
             if rank in snapshots:
                 self._silent_since.pop(rank, None)
                 continue
             since = self._silent_since.setdefault(rank, now - ANSWER_SECONDS)
-            text = self._mailbox.take(f"who/{rank}")
+            text = self.mailbox.take(f"who/{rank}")
             reason, is_certain = _why_silent(None if text is None else json.loads(text))
             if is_certain or now - since >= SILENCE_SECONDS:
                 found[rank] = reason
@@ -193,16 +185,16 @@ class Watchdog:
         if hang is None:
             self._not_before = time.monotonic() + AGAIN_SECONDS
             return
-        self._reported_since = self._phases.since
-        self.ends_the_process = self._timeouts.on_hang == "end"
-        self._on_hang(hang, snapshots, collected, mine)
+        self._reported_since = self.phases.since
+        self.ends_the_process = self.timeouts.on_hang == "end"
+        self.on_hang(hang, snapshots, collected, mine)
 
     def _report_alone(self) -> None:
         """Report this rank's own snapshot, because the others cannot be asked."""
         mine = self._snapshot()
         reason = "torch's store does not answer: its process has ended, or the network to it is broken"
-        others = dict.fromkeys(set(range(self._size)) - {self._rank}, reason)
-        self._conclude(diagnose({self._rank: mine}, others), {}, mine, collected=True)
+        others = dict.fromkeys(set(range(self.size)) - {self.rank}, reason)
+        self._conclude(diagnose({self.rank: mine}, others), {}, mine, collected=True)
 
 
 def _why_silent(who: Mapping[str, Any] | None) -> tuple[str, bool]:

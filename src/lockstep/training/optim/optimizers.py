@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
-from lockstep.base.errors import RecipeError
+from lockstep.base.errors import RecipeError, first_few
 from lockstep.base.garbage import collector_paused
 from lockstep.base.torch_private import has_step_hooks, step_is_profiled
 
@@ -73,7 +73,7 @@ def trainable(model: Any) -> dict[str, nn.Parameter]:
     found = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if lazy := [name for name, parameter in found.items() if isinstance(parameter, UninitializedParameter)]:
         raise RecipeError(
-            f"the model has lazy parameters without a shape ({_listed(lazy)}); the optimizer needs them before the first batch; run the "
+            f"the model has lazy parameters without a shape ({first_few(lazy)}); the optimizer needs them before the first batch; run the "
             "model once on an example in the model's factory, or use layers with given sizes"
         )
     if not found:
@@ -94,7 +94,7 @@ def check_gradients(model: nn.Module, parameters: dict[str, nn.Parameter], *, bi
             )
     if bitwise and (found := [name for name, parameter in parameters.items() if parameter.is_complex()]):
         raise RecipeError(
-            f"numerics=bitwise with complex parameters ({_listed(found)}); it sums real numbers; keep them as real tensors and use "
+            f"numerics=bitwise with complex parameters ({first_few(found)}); it sums real numbers; keep them as real tensors and use "
             "torch.view_as_complex in the forward, or choose numerics=fast"
         )
 
@@ -182,17 +182,13 @@ def _check_cover(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     counts = Counter(id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
     if left_out := [name for name, parameter in trainable(model).items() if id(parameter) not in counts]:
         raise RecipeError(
-            f"the optimizer leaves out {_listed(left_out)}; every trainable parameter must be in exactly one optimizer: add them, or "
+            f"the optimizer leaves out {first_few(left_out)}; every trainable parameter must be in exactly one optimizer: add them, or "
             "freeze them with requires_grad_(False)"
         )
     if twice := [names.get(i, "(unnamed)") for i, times in counts.items() if times > 1]:
-        raise RecipeError(f"{_listed(twice)} are in two optimizers; each would update them; give every parameter to exactly one")
+        raise RecipeError(f"{first_few(twice)} are in two optimizers; each would update them; give every parameter to exactly one")
     if others := sum(i not in names for i in counts):
         raise RecipeError(
             f"the optimizer holds {others} parameters that are not the model's; build it from the model it is given: "
             "optimizer=lambda model: torch.optim.AdamW(model.parameters())"
         )
-
-
-def _listed(names: Sequence[str], most: int = 5) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
