@@ -30,10 +30,8 @@ from lockstep.training.consensus import NOTHING, Request
 from lockstep.training.hook import ControlHook, Run
 from lockstep.training.state import restore, state_of
 
-WAIT_SECONDS = 0.5
-"""All ranks that wait for a save exchange its state so often."""
-LAST_SECONDS = 10.0
-"""After an error, the longest wait for the save under way."""
+WAIT_SECONDS = 0.5  # all ranks that wait for a save exchange its state so often
+LAST_SECONDS = 10.0  # after an error, the longest wait for the save under way
 
 
 @dataclass(slots=True)
@@ -43,25 +41,16 @@ class Checkpointer:
     run: Run
     folder: Storage
     saving: Saving
-    compare: Callable[[], None]
-    """Compares the replicas before a save. Raises `DivergenceError`."""
+    compare: Callable[[], None]  # Compares the replicas before a save. Raises `DivergenceError`.
     _saver: Saver = field(init=False)
-    _since: float = field(init=False)
-    """When the last save began."""
-    _scores: dict[str, float] = field(default_factory=dict)
-    """`Saving.best` of each checkpoint, by its name."""
-    _is_due: bool = False
-    """True if a save is due but waits for the one before it."""
-    _saved: int = -1
-    """Steps done at the last save that began, or at the start."""
-    _is_open: bool = False
-    """True until the ranks have agreed on the result of the last save."""
-    _error: str | None = None
-    """Why the last save failed, if this rank knows it."""
-    _failures: int = 0
-    """Failed saves in a row."""
-    _stopped_seconds: float = 0.0
-    """Time in which training waited for the last save to begin."""
+    _since: float = field(init=False)  # when the last save began
+    _scores: dict[str, float] = field(default_factory=dict)  # `Saving.best` of each checkpoint, by its name
+    _is_due: bool = False  # True if a save is due but waits for the one before it
+    _saved: int = -1  # steps done at the last save that began, or at the start
+    _is_open: bool = False  # true until the ranks have agreed on the result of the last save
+    _error: str | None = None  # why the last save failed, if this rank knows it
+    _failures: int = 0  # failed saves in a row
+    _stopped_seconds: float = 0.0  # time in which training waited for the last save to begin
 
     def __post_init__(self) -> None:
         self._saver = Saver(self.world, str(self.folder), self.attempt)
@@ -303,10 +292,8 @@ class Checkpointing(ControlHook):
     resume_option: Resume
     folder: Storage
     allow_change: frozenset[str]
-    audit: ReplicaAudit
-    """Compares the replicas before each save."""
-    rescued: bool = False
-    """True if the last complete step was saved after an error."""
+    audit: ReplicaAudit  # compares the replicas before each save
+    rescued: bool = False  # True if the last complete step was saved after an error
     _checkpointer: Checkpointer | None = None
 
     def resume(self, run: Run) -> None:

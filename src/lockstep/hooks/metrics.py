@@ -9,8 +9,7 @@ from lockstep.training.hook import ControlHook, Run
 from lockstep.training.step_result import StepResult
 from lockstep.training.train_module import TrainModule
 
-_OVERFLOWS_TO_REPORT = 8
-"""Steps in a row. Fewer are the normal search of fp16 for its loss scale, and only events."""
+_OVERFLOWS_TO_REPORT = 8  # Steps in a row. Fewer are the normal search of fp16 for its loss scale, and only events.
 
 
 class Metrics(ControlHook):

@@ -25,8 +25,7 @@ from lockstep.recipe import Stream
 from lockstep.saving import OutOfMemory as Setting
 from lockstep.training.hook import ControlHook, Run
 
-FILE = "out-of-memory.json"
-"""In the run directory."""
+FILE = "out-of-memory.json"  # in the run directory
 FALLBACKS = ("checkpointing", "offload", "microbatch_splits")
 """The fields of a plan that are changed, in this order. Only the last one changes the bits."""
 
@@ -159,17 +158,12 @@ def _strength(name: str, value: Any) -> int:
 class OutOfMemory(ControlHook):
     """Writes the next plan after a failure, and requests the restart of the run."""
 
-    given: Plan
-    """The plan that was asked for."""
-    taken: TakenFallbacks
-    """Those after earlier failures."""
+    given: Plan  # the plan that was asked for
+    taken: TakenFallbacks  # those after earlier failures
     setting: Setting
-    is_restarted: bool
-    """True if the launcher restarts the run when asked to."""
-    _largest: int | None = None
-    """Samples of the largest microbatch. None before the first loop."""
-    _unsplittable: str | None = None
-    """Why no microbatch can be split."""
+    is_restarted: bool  # True if the launcher restarts the run when asked to
+    _largest: int | None = None  # Samples of the largest microbatch. None before the first loop.
+    _unsplittable: str | None = None  # why no microbatch can be split
     _next: Plan | str | None = None
     """The next plan after the error that ends the run, or why there is none. None: the error is of another kind."""
 

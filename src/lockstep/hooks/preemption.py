@@ -15,8 +15,7 @@ class Preemption(ControlHook):
     """Asks all ranks to save and to end; raises `Preempted` once they have."""
 
     termination: Termination
-    stop_at: float | None
-    """The time at which the run ends, in seconds since 1970."""
+    stop_at: float | None  # the time at which the run ends, in seconds since 1970
 
     def request(self, run: Run) -> Request:
         if self.stop_at is not None and time.time() >= self.stop_at:

@@ -22,12 +22,10 @@ from lockstep.hooks.timeline import TimeParts, heaviest, merged, time_parts
 from lockstep.training.hook import ControlHook, Run
 
 LISTED_OPERATORS = 10
-CLOCK_EXCHANGES = 9
-"""Exchanges that compare the ranks' clocks; the median counts."""
+CLOCK_EXCHANGES = 9  # exchanges that compare the ranks' clocks; the median counts
 _FAILURES = (OSError, ValueError, RuntimeError)
 """Errors when a trace cannot be written, or only in part: torch's export does not always report it."""
-PHASES_THREAD = 0
-"""The thread number of the phases in a trace."""
+PHASES_THREAD = 0  # the thread number of the phases in a trace
 
 
 class Profiler(ControlHook):

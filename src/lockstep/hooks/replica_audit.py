@@ -24,8 +24,7 @@ class ReplicaAudit(ControlHook):
     def __init__(self, *, every: int) -> None:
         """`every`: steps from one comparison to the next; 0: never."""
         self._every = every
-        self._agreed = 0
-        """Steps done at the last comparison."""
+        self._agreed = 0  # steps done at the last comparison
 
     def between_steps(self, run: Run) -> None:
         if self._every and run.step % self._every == 0:

@@ -28,18 +28,14 @@ PARTS = ("data", "compute", "hooks")
 _OF_HOOKS = ("hooks", "script")
 _OF_COMPUTE = ("compute", "update")
 _COLUMNS = ("step", *PARTS, "communication", "microbatches", "memory")
-SLOWDOWN = 1.15
-"""A rank is a straggler if its own work takes this many times that of the others."""
+SLOWDOWN = 1.15  # A rank is a straggler if its own work takes this many times that of the others
 MIN_SECONDS = 10.0
-MIN_WINDOWS = 3
-"""Ranks are compared over at least so many seconds and windows."""
-EXCHANGE_SECONDS = 0.2
-"""Shortest time between two all-gathers. If logging steps come faster, some are skipped."""
+MIN_WINDOWS = 3  # ranks are compared over at least so many seconds and windows
+EXCHANGE_SECONDS = 0.2  # Shortest time between two all-gathers. If logging steps come faster, some are skipped.
 _RANKS_AT_ONCE = 256
 """With n times as many ranks, all-gathers are n times rarer, so that their cost for each step stays the same."""
 
-Times = NDArray[np.float64]
-"""(parts, ranks): seconds a step, between two logging steps, in the order of `PARTS`."""
+Times = NDArray[np.float64]  # (parts, ranks): seconds a step, between two logging steps, in the order of `PARTS`
 
 
 class Stragglers(ControlHook):
@@ -161,14 +157,10 @@ def peak_bytes(device: torch.device) -> int:
 @dataclass(frozen=True, slots=True)
 class Straggler:
     rank: int
-    part: str
-    """The one of `PARTS` with the largest difference."""
-    seconds: float
-    """A step, in that part."""
-    usual_seconds: float
-    """The median of the others."""
-    times: float
-    """The ratio of its own work's time to that of the others."""
+    part: str  # the one of `PARTS` with the largest difference
+    seconds: float  # a step, in that part
+    usual_seconds: float  # the median of the others
+    times: float  # the ratio of its own work's time to that of the others
 
 
 class StragglerFinder:

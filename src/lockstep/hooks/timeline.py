@@ -13,8 +13,7 @@ from typing import Any
 
 from lockstep.base.errors import LaunchError
 
-Span = tuple[float, float]
-"""(start, stop), seconds."""
+Span = tuple[float, float]  # (start, stop), seconds
 _STEPS = re.compile(r"steps=(\d+):(\d+)")
 _EXCHANGES = ("gloo:", "nccl:", "shared:")
 _NOT_COMPUTATION = ("c10d::", "_c10d_functional::", "nccl")
@@ -34,12 +33,9 @@ class TimeParts:
     """Seconds of one rank."""
 
     whole: float
-    compute: float
-    """Operators and kernels, alone or beside an exchange."""
-    exposed: float
-    """Exchanges without a computation beside them."""
-    overlapped: float
-    """Exchanges beside a computation."""
+    compute: float  # operators and kernels, alone or beside an exchange
+    exposed: float  # exchanges without a computation beside them
+    overlapped: float  # exchanges beside a computation
 
     @property
     def idle(self) -> float:

@@ -16,11 +16,9 @@ from lockstep.training.step_result import StepResult
 class Request:
     """The requests of one rank, or those that all ranks have agreed on."""
 
-    stop: str | None = None
-    """Why training stops after this step."""
+    stop: str | None = None  # why training stops after this step
     save: bool = False
-    end: str | None = None
-    """Why the run saves and ends now, to be resumed later."""
+    end: str | None = None  # why the run saves and ends now, to be resumed later
 
     def __bool__(self) -> bool:
         return self.save or self.stop is not None or self.end is not None
@@ -43,10 +41,8 @@ class Consensus:
     """A flag is exchanged with the gradients; only if any rank has raised it do all exchange their requests."""
 
     mesh: Mesh
-    request: Callable[[], Request]
-    """Returns this rank's current request."""
-    _before: tuple[Tensor, torch.cuda.Event] | None = None
-    """The flags of the step before, being copied from the GPU."""
+    request: Callable[[], Request]  # returns this rank's current request
+    _before: tuple[Tensor, torch.cuda.Event] | None = None  # the flags of the step before, being copied from the GPU
 
     def flag(self, *, may_stop: bool) -> bool:
         """True if this rank has a request. `may_stop`: a request to stop counts in this step."""

@@ -38,10 +38,8 @@ class Overrides:
 
     precision: Precision | None = None
     gradient_compression: str | None = None
-    microbatch: int | None = None
-    """Samples."""
-    change_model: Callable[[nn.Module], None] | None = None
-    """Called with each model that a factory has built."""
+    microbatch: int | None = None  # samples
+    change_model: Callable[[nn.Module], None] | None = None  # called with each model that a factory has built
     change_loaded: Callable[[nn.Module], None] | None = None
     """Called with each model that pretrained weights were loaded into."""
     change_batch: Callable[[Any], Any] | None = None
@@ -59,13 +57,10 @@ class Context:
     plan: Plan
     precision: Precision
     gradient_compression: str
-    requested_compression: str
-    """The script's `gradient_compression`, without overrides."""
+    requested_compression: str  # the script's `gradient_compression`, without overrides
     seed: int
-    log_every: int
-    """Steps between two lines of metrics.jsonl."""
-    recipe: dict[str, Any] | None
-    """As JSON; None without `ls.train`."""
+    log_every: int  # steps between two lines of metrics.jsonl
+    recipe: dict[str, Any] | None  # as JSON; None without `ls.train`
     recorder: Recorder
     phases: Phases
     overrides: Overrides

@@ -26,8 +26,7 @@ from lockstep.training.context import Context
 from lockstep.training.loss import SINGLE, measured, weights_of
 from lockstep.training.train_module import TrainModule
 
-Row = dict[str, tuple[float, float]]
-"""One microbatch's (total, weight) of each loss term and each `Mean`."""
+Row = dict[str, tuple[float, float]]  # one microbatch's (total, weight) of each loss term and each `Mean`
 Columns = tuple[Tensor, ...]
 """The tensors that a `Gathered` metric collected from one microbatch, each with one row per sample."""
 
@@ -41,8 +40,7 @@ class Evaluator:
     mesh: Mesh
     loader: Loader
     module: TrainModule
-    microbatch_splits: int
-    """See `Plan`."""
+    microbatch_splits: int  # see `Plan`
 
     @classmethod
     def of(cls, recipe: Recipe, evaluation: Evaluation, context: Context, module: TrainModule) -> Evaluator:

@@ -14,26 +14,20 @@ from torch import Tensor
 from lockstep.base.errors import LossError
 from lockstep.recipe import Loss, Sum
 
-IGNORE_INDEX = -100
-"""The label that torch's cross entropy leaves out by default."""
-SINGLE = "loss"
-"""The name of the only term, if the loss is not a dict."""
+IGNORE_INDEX = -100  # the label that torch's cross entropy leaves out by default
+SINGLE = "loss"  # the name of the only term, if the loss is not a dict
 Weights = dict[str, float]
 
 
 class Contribution(NamedTuple):
     """The part of one microbatch in a step: the gradient of `grad_output * total`, and the numbers to record."""
 
-    total: Tensor
-    """Scalar with a gradient."""
+    total: Tensor  # scalar with a gradient
     grad_output: Tensor
     """Scalar: the gradient that the backward starts with. NaN if the loss is not finite, which every rank then sees in the sum."""
-    value: Tensor | float
-    """Scalar: the microbatch's part of the step's loss; the unscaled total of an `ls.Loss`."""
-    weight: Tensor | None
-    """Scalar; only of an `ls.Loss`."""
-    terms: dict[str, Tensor]
-    """Each term's part of the step's loss, if there are several."""
+    value: Tensor | float  # Scalar: the microbatch's part of the step's loss; the unscaled total of an `ls.Loss`
+    weight: Tensor | None  # Scalar; only of an `ls.Loss`
+    terms: dict[str, Tensor]  # each term's part of the step's loss, if there are several
 
 
 def contribution(loss: Any, *, samples: int, step_samples: int, batch: Any, weights: Weights | None, prescale: Tensor) -> Contribution:

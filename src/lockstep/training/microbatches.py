@@ -23,8 +23,7 @@ from lockstep.keys import RandomStream, key
 from lockstep.order import Order
 from lockstep.training.loss import Weights, weights_of
 
-Spans = tuple[tuple[int, int], ...]
-"""The span [start, stop) of each microbatch in its global batch."""
+Spans = tuple[tuple[int, int], ...]  # the span [start, stop) of each microbatch in its global batch
 
 
 class Batching:
@@ -92,8 +91,7 @@ class StepLayout:
     """The samples of each microbatch of one step, and the rank that computes it; for messages and checks."""
 
     step: int
-    start: int
-    """The first position of the global batch."""
+    start: int  # the first position of the global batch
     spans: Spans
     mesh: Mesh
     order: Order | None
@@ -154,8 +152,7 @@ class Microbatches:
         self.samples = stop - start
         self.layout = StepLayout(step, start, batching.spans(self.samples), batching.mesh, order, None if positions is None else {})
         self.count = len(self.layout.spans)
-        self.mine = sum(not is_dummy for _, is_dummy in batching.mine(self.samples))
-        """Without dummies."""
+        self.mine = sum(not is_dummy for _, is_dummy in batching.mine(self.samples))  # without dummies
         self.most = batching.max_microbatches
         self.weights: Weights | None = None
         """Each term's denominator over the global batch, if there is a weight function."""

@@ -33,8 +33,7 @@ class LossScale:
     def __init__(self, *, factor: int) -> None:
         """`factor`: another factor of the loss. The product of both begins at 2**16."""
         self.value = 2.0 ** (16 - (factor - 1).bit_length())
-        self.in_a_row = 0
-        """Steps without an overflow since the last change."""
+        self.in_a_row = 0  # steps without an overflow since the last change
 
     def unscale(self, gradients: Sequence[Tensor]) -> None:
         if gradients:

@@ -23,8 +23,7 @@ from lockstep.recipe import Weights
 from lockstep.training.state import aliases, listed, tensors_of
 
 T = TypeVar("T")
-Kinds = Mapping[str, tuple[str, tuple[int, ...]]]
-"""Tensor name -> (dtype, shape)."""
+Kinds = Mapping[str, tuple[str, tuple[int, ...]]]  # tensor name -> (dtype, shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +34,7 @@ class PretrainedWeights:
     tensors: TensorFiles
     theirs: Mapping[str, Sequence[str]]
     """First name of each of the model's tensors that is in the file -> its names in the file (several if it is tied)."""
-    kept: Sequence[str]
-    """The model's tensors that are not in the file."""
+    kept: Sequence[str]  # the model's tensors that are not in the file
 
     @classmethod
     def of(cls, weights: Weights, model: nn.Module, world: World) -> PretrainedWeights:

@@ -24,11 +24,9 @@ from lockstep.recipe import Precision
 from lockstep.training import precision as precisions
 from lockstep.training.microbatches import Batching
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""Parameters of mallopt(3)."""
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of mallopt(3)
 _KEPT_BYTES = 2**31 - 1
-_MOST_FROM_HEAP_BYTES = 2**25
-"""The largest values that glibc accepts."""
+_MOST_FROM_HEAP_BYTES = 2**25  # the largest values that glibc accepts
 OWN_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
 OWN_GPU_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 

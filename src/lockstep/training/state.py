@@ -41,8 +41,7 @@ class State:
     """The state of a session on this rank; the tensors are not copied."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    values: dict[str, Any] = field(default_factory=dict)
-    """JSON; in a pipeline, of this rank's stages."""
+    values: dict[str, Any] = field(default_factory=dict)  # JSON; in a pipeline, of this rank's stages
 
 
 def state_of(modules: Sequence[TrainModule], others: Mapping[str, Stateful]) -> State:

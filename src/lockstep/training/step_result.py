@@ -23,14 +23,11 @@ class StepResult:
     module: TrainModule
     values: Tensor | list[float]
     """(microbatches,): the part of each microbatch in the loss; its raw total if `weights` is given."""
-    weights: Tensor | None
-    """(microbatches,); None if `Recipe.weight` or the sample count gives them."""
+    weights: Tensor | None  # (microbatches,); None if `Recipe.weight` or the sample count gives them
     norm: Tensor | float
     """The gradient's global norm before clipping; in a step without log and clipping, a number that is finite only if the norm is."""
-    applied: bool | None
-    """True if the model was updated. None: a GPU decided, and `check` finds out."""
-    flags: Tensor | bool
-    """See `StepStats`."""
+    applied: bool | None  # True if the model was updated. None: a GPU decided, and `check` finds out.
+    flags: Tensor | bool  # see `StepStats`
     terms: list[dict[str, Tensor]]
     """Each term's part of the loss for each microbatch of this rank, if the loss has several terms."""
     clip_norm: float | None

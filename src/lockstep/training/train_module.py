@@ -62,18 +62,14 @@ class TrainModule:
         factor = loss_factor(context.mesh, bitwise=context.bitwise, compression=self._compression)
         self._factor = 2.0 ** (factor - 1).bit_length()
         self.loss_scale = precision.LossScale(factor=factor) if context.precision == "fp16" else None
-        self.overflows = 0
-        """The latest steps in a row in which the scaled gradient overflowed."""
-        self.overflowed_at = math.inf
-        """The loss scale in the last of them."""
+        self.overflows = 0  # the latest steps in a row in which the scaled gradient overflowed
+        self.overflowed_at = math.inf  # the loss scale in the last of them
         self.forward_knows_weight: bool | None = None
         """True for `ls.Loss`, with a weight that only the forward knows. None before the first commit."""
-        self.terms: list[str] = []
-        """The names of the loss's terms if there are several."""
+        self.terms: list[str] = []  # the names of the loss's terms if there are several
         self.prescale: Tensor | None = None
         """A power of two near the last step's weight: the divisor of an `ls.Loss` before its backward. None before the first one."""
-        self.gain: Tensor | float = 1.0
-        """The factor by which the latest step's summed gradient was multiplied."""
+        self.gain: Tensor | float = 1.0  # the factor by which the latest step's summed gradient was multiplied
         self.choice: ReducerChoice
         self._reducer: GradientReducer | None = None
         self._max_microbatches = 0

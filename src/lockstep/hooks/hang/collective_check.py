@@ -28,8 +28,7 @@ _SAME_SIZES = frozenset(
     )
 )
 """Collectives to which all ranks give tensors of the same sizes, by the names of torch's operators."""
-_numbers = count()
-"""Numbers the instances of `CollectiveCheck` in this process; the same on all ranks."""
+_numbers = count()  # numbers the instances of `CollectiveCheck` in this process; the same on all ranks
 _NOT_ON_ALL_RANKS = ("send", "recv", "recv_any_source", "wait_tensor", "monitored_barrier")
 
 

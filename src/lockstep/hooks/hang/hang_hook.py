@@ -25,10 +25,8 @@ from lockstep.options import WatchdogTimeouts
 from lockstep.training.context import Context
 from lockstep.training.hook import Hook, Run
 
-SAVING_SECONDS = 300.0
-"""The longest time for the last save of a rank that hangs."""
-EXIT_DELAY_SECONDS = 0.5
-"""Before a rank exits, so that all ranks read the diagnosis before they lose a peer."""
+SAVING_SECONDS = 300.0  # the longest time for the last save of a rank that hangs
+EXIT_DELAY_SECONDS = 0.5  # before a rank exits, so that all ranks read the diagnosis before they lose a peer
 
 
 class HangHook(Hook):

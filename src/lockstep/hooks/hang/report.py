@@ -28,12 +28,9 @@ class Hang:
     """The diagnosis of a run that hangs."""
 
     kind: Kind
-    ranks: tuple[int, ...]
-    """At fault: the missing ones; those whose call is not that of most ranks; all."""
-    summary: str
-    """One line."""
-    report: str
-    """Lines about each rank."""
+    ranks: tuple[int, ...]  # at fault: the missing ones; those whose call is not that of most ranks; all
+    summary: str  # one line
+    report: str  # lines about each rank
 
 
 def diagnose(snapshots: Mapping[int, StackSnapshot], silent: Mapping[int, str]) -> Hang | None:

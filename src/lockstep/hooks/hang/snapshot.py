@@ -29,12 +29,10 @@ from lockstep.logging.phases import Phases
 
 Activity = Literal["waits", "runs", "computes", "sleeps"]
 """Waits for other ranks in a collective; runs Python code; computes in native code; is in a call that does not return."""
-STACK_SIGNAL = signal.SIGURG
-"""A process that does not handle it ignores it."""
+STACK_SIGNAL = signal.SIGURG  # A process that does not handle it ignores it
 _WRITING_SECONDS = 0.1
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
-_JUMPS = ("JUMP", "POP_JUMP")
-"""A loop without a body is always seen at its jump; a thread in native code is at no jump."""
+_JUMPS = ("JUMP", "POP_JUMP")  # A loop without a body is always seen at its jump; a thread in native code is at no jump
 SAMPLES = 5
 SAMPLE_SECONDS = 0.04
 _PYTHON = sysconfig.get_path("stdlib") + os.sep
@@ -58,8 +56,7 @@ class Frame:
         return not self.file.startswith(("<", _LOCKSTEP, _PYTHON)) and not any(folder in self.file for folder in _PACKAGES)
 
 
-Stack = tuple[Frame, ...]
-"""Outermost frame first."""
+Stack = tuple[Frame, ...]  # outermost frame first
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,18 +68,13 @@ class StackSnapshot:
     process: int
     phase: str
     step: int
-    seconds: float
-    """In this phase."""
-    limit_seconds: float
-    """The phase's timeout."""
-    is_first: bool
-    """True if the phase has never ended yet, so that the timeout is a default."""
+    seconds: float  # in this phase
+    limit_seconds: float  # the phase's timeout
+    is_first: bool  # True if the phase has never ended yet, so that the timeout is a default
     activity: Activity
     calls: tuple[CollectiveCall, ...]
-    stack: Stack
-    """Of the training thread."""
-    threads: Mapping[str, Stack]
-    """The other threads, by name."""
+    stack: Stack  # of the training thread
+    threads: Mapping[str, Stack]  # the other threads, by name
     children: Mapping[int, Stack] = field(default_factory=dict)
     """The main threads of forked processes (loader workers), by process id; only if the rank itself is late."""
 

@@ -25,14 +25,11 @@ from lockstep.logging.phases import Phases
 from lockstep.options import WatchdogTimeouts
 
 TICK_SECONDS = 0.2
-ANSWER_SECONDS = 1.2
-"""A rank that asks for snapshots waits this long for the answers."""
+ANSWER_SECONDS = 1.2  # A rank that asks for snapshots waits this long for the answers
 SILENCE_SECONDS = 10.0
 """A rank that does not answer for this long counts as hanging, as one in native code that holds the GIL."""
-STUCK_SECONDS = 1.0
-"""When the run ends, a rank that still waits for another after this time is ended by its watchdog."""
-AGAIN_SECONDS = 2.0
-"""After a diagnosis that no rank is late, this rank waits so long before it asks again."""
+STUCK_SECONDS = 1.0  # when the run ends, a rank that still waits for another after this time is ended by its watchdog
+AGAIN_SECONDS = 2.0  # after a diagnosis that no rank is late, this rank waits so long before it asks again
 
 
 class Mailbox:
@@ -66,17 +63,13 @@ class Watchdog:
     timeouts: WatchdogTimeouts
     rank: int
     size: int
-    mailbox: Mailbox | None
-    """None with one process."""
+    mailbox: Mailbox | None  # None with one process
     on_hang: Callable[[Hang, Mapping[int, StackSnapshot], bool, StackSnapshot], None]
     """Called in the watchdog's thread on every rank that learns of a hang: with the hang, the snapshots of all ranks (empty unless this
     rank collected them), whether it did, and this rank's own."""
-    is_shutting_down: Callable[[], bool]
-    """True if the launcher is ending the run."""
-    on_stuck: Callable[[], None]
-    """Called in the watchdog's thread if this rank still waits then."""
-    ends_the_process: bool = False
-    """True if the watchdog's thread is about to end this process; then nothing else may."""
+    is_shutting_down: Callable[[], bool]  # True if the launcher is ending the run
+    on_stuck: Callable[[], None]  # called in the watchdog's thread if this rank still waits then
+    ends_the_process: bool = False  # True if the watchdog's thread is about to end this process; then nothing else may
     _shutting_down_since: float | None = None
     _training_thread: threading.Thread = field(default_factory=threading.current_thread)
     _closed: threading.Event = field(default_factory=threading.Event)

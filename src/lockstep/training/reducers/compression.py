@@ -60,8 +60,7 @@ class Bucket(NamedTuple):
     """A bucket of DDP, with the future of its sum."""
 
     buffer: Tensor
-    gradients: list[Tensor]
-    """Views of the buffer, each with the strides of its parameter."""
+    gradients: list[Tensor]  # views of the buffer, each with the strides of its parameter
     parameters: list[Tensor]
     done: torch.futures.Future[Tensor]
 
@@ -237,8 +236,7 @@ class LowRank(Compression):
 class _Matrix(NamedTuple):
     rows: int
     columns: int
-    parameter: int
-    """The `id` of the parameter, whose dims but the first are flattened to one."""
+    parameter: int  # the `id` of the parameter, whose dims but the first are flattened to one
 
 
 class _Matrices:

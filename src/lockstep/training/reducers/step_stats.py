@@ -15,21 +15,16 @@ from torch import Tensor
 
 _MAX_LIST_LENGTH = 256
 """Up to so many CPU values are returned as a list, which is faster to read; more are returned as a tensor."""
-Number = Tensor | float
-"""A scalar tensor, or a number that the host has already."""
+Number = Tensor | float  # A scalar tensor, or a number that the host has already
 
 
 class StepStats(NamedTuple):
     """The numbers of all ranks together."""
 
-    used: Tensor | list[float]
-    """(parameters,): 0 if no microbatch used the parameter."""
-    values: Tensor | list[float]
-    """(microbatches,): the part of each microbatch in the loss."""
-    weights: Tensor | None
-    """(microbatches,); None if the forward does not compute them."""
-    flags: Tensor | bool
-    """The number of data ranks that raised their flag, or whether any did."""
+    used: Tensor | list[float]  # (parameters,): 0 if no microbatch used the parameter
+    values: Tensor | list[float]  # (microbatches,): the part of each microbatch in the loss
+    weights: Tensor | None  # (microbatches,); None if the forward does not compute them
+    flags: Tensor | bool  # the number of data ranks that raised their flag, or whether any did
 
 
 class StepStatsVector:
