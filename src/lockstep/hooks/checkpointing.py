@@ -108,10 +108,7 @@ class Checkpointer:
             self.wait()
 
     def rescue(self, step: int) -> str | None:
-        """Save this rank's state without the other ranks, after an error. Returns the checkpoint's name; None if it is saved already.
-
-        Each rank that still can calls it, after `step` steps. Raises `OSError`.
-        """
+        """Save this rank's state without the other ranks. Returns the checkpoint's name; None if it is saved already. Raises `OSError`."""
         if step <= self._saved and not self._is_open:
             return None
         if step == self._saved:

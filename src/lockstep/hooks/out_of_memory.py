@@ -75,10 +75,9 @@ class TakenFallbacks:
 
 
 def next_plan(plan: Plan, device: str, setting: Setting, *, largest: int | None, unsplittable: str | None) -> Plan | str:
-    """The plan for the next attempt, or why there is none, in words.
+    """The plan for the next attempt, or why there is none, in words. `device`: "cuda" or "cpu".
 
-    `device`: "cuda" or "cpu". `largest`: samples of the largest microbatch as it is computed now; None: memory ran out before the first
-    step, so only a fallback for the model itself can help. `unsplittable`: why no microbatch can be split, in words.
+    `largest`: samples of the largest microbatch; None: memory ran out before the first step. `unsplittable`: why it cannot be split.
     """
     if setting == "stop":
         return "--out-of-memory stop allows no change of the plan"

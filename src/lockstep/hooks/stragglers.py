@@ -10,9 +10,8 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 import numpy as np
 import torch
@@ -139,10 +138,8 @@ class Stragglers(ControlHook):
 
 
 def next_interval(seconds: float, *, before: int, ranks: int) -> int:
-    """Logging steps until the next exchange, the same on every rank: at most twice as many as `before`.
-
-    `seconds`: from one logging step to the next. One value says little: the first step, and a step that saves, take longer.
-    """
+    """Logging steps until the next exchange. `seconds`: from one logging step to the next."""
+    # One value says little: the first step, and a step that saves, take longer. So it grows by at most two.
     wanted = EXCHANGE_SECONDS * max(1.0, ranks / _RANKS_AT_ONCE)
     return max(1, min(math.ceil(wanted / max(seconds, 1e-9)), 2 * before))
 
@@ -154,8 +151,7 @@ def peak_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Straggler:
+class Straggler(NamedTuple):
     rank: int
     part: str  # the one of `PARTS` with the largest difference
     seconds: float  # a step, in that part

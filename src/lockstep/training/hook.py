@@ -120,12 +120,9 @@ class LoopState:
     """The position of a run in its loops of steps: saved in checkpoints as JSON."""
 
     loops: int = 0
-    steps_before: int = 0
-    """Optimizer steps done in earlier loops."""
-    shards: dict[str, ShardPosition] = field(default_factory=dict)
-    """The position of each stream shard that this rank reads."""
-    resumed: Mapping[str, Any] | None = None
-    """The JSON of the checkpoint that the run was resumed from, with `step`."""
+    steps_before: int = 0  # optimizer steps done in earlier loops
+    shards: dict[str, ShardPosition] = field(default_factory=dict)  # each stream shard that this rank reads
+    resumed: Mapping[str, Any] | None = None  # the JSON of the checkpoint that the run was resumed from, with `step`
 
     def begin_loop(self, steps_done: int) -> int:
         """Begin another loop. Returns its first step: `sys.maxsize` if the loop had ended before the checkpoint."""

@@ -31,10 +31,7 @@ class Contribution(NamedTuple):
 
 
 def contribution(loss: Any, *, samples: int, step_samples: int, batch: Any, weights: Weights | None, prescale: Tensor) -> Contribution:
-    """Check and scale the loss of a microbatch of `samples` in a step of `step_samples`. Raises `LossError`.
-
-    `weights`: each term's denominator over the global batch, if `Recipe.weight` gives it. `prescale`: the divisor of an `ls.Loss`.
-    """
+    """Check and scale a microbatch's loss. Raises `LossError`. `weights`: of the global batch. `prescale`: the divisor of an `ls.Loss`."""
     if isinstance(loss, Loss):
         return _forward_known(loss, weights, prescale)
     _check_terms(loss, weights)

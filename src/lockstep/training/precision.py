@@ -25,10 +25,7 @@ def autocast(precision: Precision, device: torch.device) -> AbstractContextManag
 
 
 class LossScale:
-    """The factor of an fp16 loss that prevents underflow: halved at an overflow, doubled after 2000 steps in a row without one.
-
-    It follows from the global norm of the gradient, and so is the same on every rank.
-    """
+    """The factor of an fp16 loss against underflow: halved at an overflow of the global norm, doubled after 2000 steps without one."""
 
     def __init__(self, *, factor: int) -> None:
         """`factor`: another factor of the loss. The product of both begins at 2**16."""
@@ -50,11 +47,8 @@ class LossScale:
 
 
 def candidates(device: torch.device) -> list[Precision]:
-    """The precisions that `precision="auto"` chooses from: fp32, and on a GPU bf16, or fp16 on older ones.
-
-    On a CPU only fp32: a run keeps its precision, and may be resumed on a CPU without bf16 instructions.
-    """
-    if device.type != "cuda":
+    """The precisions that `precision="auto"` chooses from: fp32, and on a GPU bf16, or fp16 on older ones."""
+    if device.type != "cuda":  # a run keeps its precision, and may be resumed on a CPU without bf16 instructions
         return ["fp32"]
     if torch.cuda.is_bf16_supported(including_emulation=False):
         return ["fp32", "bf16"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from lockstep.base.errors import RecipeError
 from lockstep.data.generators import seed_generators
@@ -30,10 +30,7 @@ class ModelOptions:
     stages: Sequence[str] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ParallelModel:
-    """A model on this rank, parallelized by the plan."""
-
+class ParallelModel(NamedTuple):
     built: InitialModel
     parallel: Parallelized
     pretrained: PretrainedWeights | None
@@ -48,10 +45,7 @@ def build_model(
     exchange: SyncBatchNormExchange,
     weights: Weights | None,
 ) -> ParallelModel:
-    """Build model `number` of a run and parallelize it. Every rank calls it. Raises `RecipeError`.
-
-    Its initial values follow from the run's seed alone; the tensors that are in `weights` are not filled yet.
-    """
+    """Build model `number` of a run and parallelize it, without loading `weights`. Every rank calls it. Raises `RecipeError`."""
     mesh = context.mesh
 
     def changed_factory() -> Any:

@@ -59,10 +59,7 @@ class PretrainedWeights:
 
     @torch.no_grad()
     def fill(self, model: nn.Module, world: World) -> dict[str, Any]:
-        """Load this rank's part into the parallelized model, one part of a tensor at a time, and close the file.
-
-        Returns a summary for the event. Every rank calls it. Raises `RecipeError`.
-        """
+        """Load this rank's part into the parallelized model, and close the file. Every rank calls it. Raises `RecipeError`."""
         state = {name: tensor for name, tensor in tensors_of(model) if name in self.theirs}
         with closing(self.tensors):
             _, everyone = _exchange(lambda: (None, self._filled(state)), world)
@@ -108,10 +105,7 @@ class PretrainedWeights:
 
 
 def match_names(weights: Weights, theirs: Kinds, ours: Kinds, tied: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return, for each of the model's tensors, its names in the file.
-
-    `ours`: by first names. `tied`: further name -> first name. Raises `RecipeError`: tensors are missing, unexpected, or do not fit.
-    """
+    """Return each tensor's names in the file. `ours`: by first names. `tied`: further name -> first name. Raises `RecipeError`."""
     found: dict[str, str] = {}
     for name in theirs:
         if (target := _renamed(weights.names, name)) is None:

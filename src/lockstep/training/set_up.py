@@ -126,10 +126,7 @@ def check_same(everyone: Sequence[Mapping[str, Any]]) -> None:
 
 
 def set_up_computation(plan: Plan, world: World, threads: int, stack: ExitStack) -> None:
-    """Set threads and determinism for the session, and restore the former settings at its end. Raises `PlanError`.
-
-    `threads`: the number used if the plan has none.
-    """
+    """Set threads and determinism until `stack` closes. `threads`: used if the plan has none. Raises `PlanError`."""
     bitwise = plan.numerics == "bitwise"
     pinned = bitwise and (world.device.type == "cpu" or plan.offload)
     if pinned and plan.threads not in (None, "auto", 1):

@@ -31,7 +31,6 @@ class Stateful(Protocol):
 
     def state_dict(self) -> Mapping[str, Any]:
         """Tensors, numbers, text, None, and lists, tuples and dicts of them; the same on every rank, or distributed tensors."""
-        ...
 
     def load_state_dict(self, state_dict: Any, /) -> Any: ...
 

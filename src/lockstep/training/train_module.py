@@ -86,7 +86,8 @@ class TrainModule:
             parallel.pipeline.watch(self._around_stage, self._after_stage)
         fused = all(group.get("fused") for optimizer in optimizers for group in optimizer.param_groups)
         self._gates_on_device = fused and all(to_local(parameter).is_cuda for parameter in self.parameters)
-        self._optimizer_unscales = fused and _optimizers_can_unscale(optimizers, self.parameters)
+        is_plain = all(to_local(parameter) is parameter and parameter.dtype is torch.float32 for parameter in self.parameters)
+        self._optimizer_unscales = fused and is_plain and all(map(divides_gradients, optimizers))
         """True if the optimizers divide the gradient as they do for torch's GradScaler, which saves a pass over it."""
 
     def begin_loop(self, mesh: Mesh, max_microbatches: int) -> None:
@@ -133,10 +134,7 @@ class TrainModule:
         self.forward_knows_weight, self.terms = next(kind for kind in self.mesh.world.gather_values(mine) if kind is not None)
 
     def divide_by_weight(self, weights: Tensor | None) -> None:
-        """Divide the summed gradient by the sum of `weights`, unless they are None, and choose the next step's `prescale`.
-
-        If the sum is 0 or not finite, the gradient becomes NaN, so that the step is not applied.
-        """
+        """Divide the summed gradient by the sum of `weights`, if given; NaN if that is 0. Choose the next step's `prescale`."""
         self.gain = 1.0
         if weights is None:
             return
@@ -251,8 +249,3 @@ class TrainModule:
         if self._reducer is not None:
             self._reducer.close()
             self._reducer = None
-
-
-def _optimizers_can_unscale(optimizers: Sequence[Optimizer], parameters: Sequence[nn.Parameter]) -> bool:
-    whole = all(to_local(parameter) is parameter and parameter.dtype is torch.float32 for parameter in parameters)
-    return whole and all(divides_gradients(optimizer) for optimizer in optimizers)

@@ -34,10 +34,7 @@ class Hang:
 
 
 def diagnose(snapshots: Mapping[int, StackSnapshot], silent: Mapping[int, str]) -> Hang | None:
-    """Return the reason why the run hangs; None if it may still make progress.
-
-    `silent`: the ranks that sent no snapshot, with the reason in words.
-    """
+    """Return the diagnosis; None if the run may still make progress. `silent`: the ranks without a snapshot, with the reason."""
     everyone = list(snapshots.values())
     working = [each for each in everyone if each.activity != "waits"]
     is_waited_for = len(working) < len(everyone)

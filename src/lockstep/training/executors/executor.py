@@ -46,9 +46,8 @@ class Accumulation(Protocol):
 class Executor(Protocol):
     """Computes this rank's microbatches of one model. Every rank makes the same calls."""
 
-    @property
-    def why_no_loop(self) -> str | None:
-        """Why the script cannot loop over microbatches itself; None if it can."""
+    why_no_loop: str | None
+    """Why the script cannot loop over microbatches itself; None if it can."""
 
     def train(self, step: Accumulation, inputs: Inputs, loss: Loss) -> None:
         """Forward and backward of all microbatches of a step."""

@@ -54,10 +54,7 @@ class GradientNorm:
     def _of_each(
         self, parts: Sequence[Tensor], compute: Callable[[list[Tensor]], Sequence[Tensor]], lengths: Sequence[int] | None = None
     ) -> Sequence[Tensor]:
-        """Call `compute`, which returns a tensor of `lengths` numbers (default: one) for each part.
-
-        Replicas in shared memory each compute some of the parts, if that is faster.
-        """
+        """Call `compute`, which returns `lengths` numbers (default: one) for each part. Replicas in shared memory divide large work."""
         if self._memory is None or not parts or not parts[0].is_cpu or sum(part.nbytes for part in parts) < MIN_SHARED_BYTES:
             return compute(list(parts)) if parts else []
         ranks = balanced_assignment(tuple(part.nbytes for part in parts), self._memory.size)
@@ -95,10 +92,7 @@ class GradientNorm:
 
 
 def squares_of_rows(part: Tensor) -> Tensor:
-    """Return Σ squares of each row, shape (rows,), float64. On a CPU a row's bits do not depend on the other rows.
-
-    On a CPU it works in pieces that fit the cache, which takes a tenth of the time for 16 MB.
-    """
+    """Return Σ squares of each row, (rows,), float64. On a CPU in pieces that fit the cache, and independent of the other rows."""
     rows = part.reshape(part.shape[0] if part.dim() else 1, math.prod(part.shape[1:]))
     if rows.numel() <= PIECE_ELEMENTS or not part.is_cpu:
         return _summed_squares(rows)

@@ -100,10 +100,7 @@ def check_gradients(model: nn.Module, parameters: dict[str, nn.Parameter], *, bi
 
 
 def unfuse(optimizers: Sequence[Optimizer]) -> bool:
-    """Make fused optimizers use the foreach implementation. Returns True if there was one.
-
-    A fused kernel rounds differently at a tensor's end than in its middle, so a shard would get other bits than the full tensor.
-    """
+    """Make fused optimizers use foreach: a fused kernel rounds differently at a tensor's end. Returns True if there was one."""
     groups = [group for optimizer in optimizers for group in (*optimizer.param_groups, optimizer.defaults) if group.get("fused")]
     for group in groups:
         group.update(fused=False, foreach=True)
@@ -111,10 +108,7 @@ def unfuse(optimizers: Sequence[Optimizer]) -> bool:
 
 
 def separate_meshes(optimizer: Optimizer) -> None:
-    """Split each param group by mesh during `optimizer.step()`: torch's foreach and fused kernels refuse a mixture of meshes.
-
-    Called once, before the first step. Does nothing if no group has several meshes.
-    """
+    """Split each param group by mesh during each `optimizer.step()`: torch's foreach and fused kernels refuse a mixture of meshes."""
     if all(len(_by_mesh(group["params"])) == 1 for group in optimizer.param_groups):
         return
     kept: list[list[dict[str, Any]]] = []
@@ -145,10 +139,9 @@ def _by_mesh(parameters: list[Tensor]) -> list[list[Tensor]]:
 
 
 def allocate_state(optimizer: Optimizer) -> None:
-    """Allocate the optimizer's state now, so that no step can run out of memory while it is applied.
+    """Allocate the optimizer's state by a step with zero gradients and rate, so that no step runs out of memory while it is applied.
 
-    A step with zero gradients and a zero learning rate allocates it, and it is then set to zero: only for optimizers whose state starts
-    at zero. Others allocate in their first step.
+    Only for optimizers whose state starts at zero; others allocate in their first step.
     """
     if type(optimizer) not in STATE_IS_ZERO_AT_FIRST or optimizer.state or any(not group.get("eps", 1) for group in optimizer.param_groups):
         return  # state that the factory has loaded is kept; without eps, the step would divide zero by zero

@@ -38,18 +38,18 @@ class Schedule:
 
     def before_step(self, step: int) -> None:
         if self._multiplier is not None:
-            self._set(step, self._multiplier(step))
+            multiplier = self._multiplier(step)
+            if not math.isfinite(multiplier):
+                raise RecipeError(
+                    f"schedule({step}) returned {multiplier}; a multiplier of the learning rate is finite; correct the schedule"
+                )
+            for group, base in zip(self._groups, self._base, strict=True):
+                if isinstance(group["lr"], Tensor):
+                    group["lr"].fill_(base * multiplier)
+                else:
+                    group["lr"] = base * multiplier
         rate = self._groups[0]["lr"]
         self._rate = rate.clone() if isinstance(rate, Tensor) else rate
-
-    def _set(self, step: int, multiplier: float) -> None:
-        if not math.isfinite(multiplier):
-            raise RecipeError(f"schedule({step}) returned {multiplier}; a multiplier of the learning rate is finite; correct the schedule")
-        for group, base in zip(self._groups, self._base, strict=True):
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(base * multiplier)
-            else:
-                group["lr"] = base * multiplier
 
     def after_step(self) -> None:
         for scheduler in self._schedulers:

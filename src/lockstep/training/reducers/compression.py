@@ -28,9 +28,8 @@ _REVIVING_SEED = 1
 
 
 class Compression(ABC):
-    """Compression of one model's gradients in all loops of steps.
+    """Error feedback: the sending rank keeps the error of the compression (`int8`, `powersgd`) and adds it to the next gradient.
 
-    Error feedback: the sending rank keeps the error of the compression (`int8`, `powersgd`) and adds it to the next step's gradient.
     (Seide et al., 1-Bit Stochastic Gradient Descent, 2014; Karimireddy et al., Error Feedback Fixes SignSGD, 2019.)
     """
 
@@ -153,10 +152,7 @@ class Rounded(Compression):
 
 
 class LowRank(Compression):
-    """Sends each matrix as the product of two thin ones: torch's PowerSGD. (Vogels et al., 2019.)
-
-    Other tensors and small matrices are sent uncompressed. All matrices of a step are sent after the backward, in three exchanges.
-    """
+    """Sends each large matrix as the product of two thin ones, after the backward: torch's PowerSGD. (Vogels et al., 2019.)"""
 
     def __init__(self, world: World, rank: int, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__(world)

@@ -136,7 +136,9 @@ class DdpReducer:
     def reduce(self, values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool) -> StepStats:
         if self._ddp is None:
             if self._bitwise:
-                self._put_root()
+                (root,) = self._counter.values
+                for parameter, gradient, used in zip(self._parameters, root, self._used, strict=True):
+                    parameter.grad = gradient if used else None
             recorded = self._vector.column(values) if isinstance(values[0], Tensor) else [self._rounded(value) for value in values]
             return StepStats(self._used, recorded, None if weights is None else self._vector.column(weights), flag)
         if not self._synchronized:
@@ -189,11 +191,6 @@ class DdpReducer:
                 leaf.append(parameter.grad)
                 parameter.grad = None
         return leaf
-
-    def _put_root(self) -> None:
-        (root,) = self._counter.values
-        for parameter, gradient, used in zip(self._parameters, root, self._used, strict=True):
-            parameter.grad = gradient if used else None
 
     def _ordered_bucket(self, _: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Start this bucket's ordered sum; at the last bucket, finish all sums in bucket order, which is the same on all ranks."""

@@ -32,10 +32,7 @@ class TiedGradients:
         return id(parameter) not in self._elsewhere
 
     def sum(self, used: list[float]) -> None:
-        """Make each tied `.grad` the sum over its stages, with the same bits on each, and set `used` if any stage used it.
-
-        Every rank of the pipeline calls it, once a step, after the last backward.
-        """
+        """Sum each tied `.grad` over its stages, and set `used` if any stage used it. Every rank of the pipeline calls it, once a step."""
         for at, parameter, ranks in self._mine:
             local = to_local(parameter.detach())
             mine = torch.zeros(local.numel() + 1, dtype=local.dtype, device=self._pipeline.device)
@@ -66,10 +63,7 @@ class TiedGradients:
 
 
 class PipelineReducer:
-    """A `GradientReducer` for this rank's stages, given the reducer over the data axes.
-
-    `Pipeline.run` computes all backwards, and exchanges the values and weights: every rank of a pipeline passes the same ones to `reduce`.
-    """
+    """A `GradientReducer` for this rank's stages. `Pipeline.run` computes all backwards, and exchanges the values and weights."""
 
     def __init__(self, data_reducer: PostBackwardReducer | FsdpReducer, tied: TiedGradients) -> None:
         self._data_reducer = data_reducer

@@ -18,24 +18,19 @@ from lockstep.training.reducers.step_stats import Number, StepStats
 
 
 class GradientReducer(Protocol):
-    """One model's gradients on one rank, from the first microbatch of a step to the sum over all ranks.
-
-    In every step, on every rank: `begin_step`, then `backward` for each microbatch of this rank, then `reduce`.
-    """
+    """In every step, on every rank: `begin_step`, then `backward` for each microbatch of this rank, then `reduce`."""
 
     def begin_step(self, count: int) -> None:
         """Clear the gradients, for a step of `count` microbatches over all ranks."""
 
     def backward(self, total: Tensor, grad_output: Tensor, *, own_parameters_only: bool, is_dummy: bool) -> None:
-        """Accumulate the gradient of `grad_output * total`, the loss of the next microbatch.
+        """Accumulate the gradient of `grad_output * total`, the loss of the next microbatch; of a dummy, only take part in collectives.
 
-        `own_parameters_only`: other models' parameters in the graph get no gradient. `is_dummy`: its gradient is discarded; it is
-        computed because every rank must take part in the collectives of the backward.
+        `own_parameters_only`: other models' parameters in the graph get no gradient.
         """
 
     def reduce(self, values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool) -> StepStats:
-        """Sum over all ranks. Each `.grad` then is the sum over the step's microbatches, or this rank's shard of it, or None if no
-        microbatch used the parameter.
+        """Sum over all ranks: each `.grad` becomes this rank's shard of the sum, or None if no microbatch used the parameter.
 
         `values`, `weights`: one number for each microbatch of this rank; `weights` is None on all ranks or on none.
         """
@@ -83,10 +78,7 @@ def build_reducer(
     compression: Compression | None,
     complete: Callable[[Sequence[nn.Parameter]], None] | None,
 ) -> GradientReducer:
-    """Build the reducer of a model that is parallelized on `mesh`. Every rank calls it. `tied`: the tied parameters of a pipeline.
-
-    `compression`: only if the mesh has no other axis than `replicate`. `complete`: see `PostBackwardReducer`.
-    """
+    """Build the reducer of a model. Every rank calls it. `tied`: only with a pipeline. `complete`: see `PostBackwardReducer`."""
     if choice.reducer is DdpReducer:
         return DdpReducer(parameters, mesh, bitwise=bitwise, max_microbatches=max_microbatches, compression=compression)
     inner: PostBackwardReducer | FsdpReducer
