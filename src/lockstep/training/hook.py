@@ -152,7 +152,7 @@ class Run:
         self.step = 0
         """Optimizer steps done."""
         self.results: list[StepResult] = []
-        """Of the latest step, one for each model."""
+        """Results of the latest step, one for each model."""
         self.metrics: dict[str, float] = {}
         """The latest evaluation."""
         self.evaluated_at: int | None = None

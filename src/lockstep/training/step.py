@@ -35,7 +35,7 @@ class Step:
         """Microbatches of the global batch over all ranks; their slices if SyncBatchNorm splits them."""
         self.source = source
         self.committed: dict[int, StepResult] = {}
-        """By the model's number in the session."""
+        """Keys: the models' numbers in the session."""
         self._run = run
         self._modules = run.modules
         self._mesh = run.modules[0].mesh

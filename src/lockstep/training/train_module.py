@@ -78,7 +78,7 @@ class TrainModule:
         if parallel.pipeline is None:
             self.executor = SerialExecutor(model, self.device, self.autocast, self.flops, parallel.streams)
             self.statistics = [RunningStatistics(model, context.mesh)]
-            """Of the model, or of each pipeline stage on this rank."""
+            """Those of the model, or of each pipeline stage on this rank."""
         else:
             self.executor = PipelineExecutor(parallel.pipeline)
             self._tied = TiedGradients(parameters, parallel.shared_parameters, parallel.pipeline.world)

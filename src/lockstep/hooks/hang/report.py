@@ -109,7 +109,7 @@ def _call(snapshot: StackSnapshot) -> str:
 
 
 def _reason(late: StackSnapshot) -> str:
-    """What the rank does, and at which line."""
+    """The activity of the rank, and its line."""
     lines = {process: innermost_line(frames) for process, frames in late.children.items()}
     workers = [f"process {process} is at {line}" for process, line in lines.items() if line is not None and line.is_user_code]
     if late.phase == "data" and workers:
