@@ -35,10 +35,10 @@ class HouseHooks:
         audit = ReplicaAudit(every=environment.compare_every or 0)
         self.metrics = Metrics()
         self.evaluation = None if evaluation is None else EvaluationHook(evaluation, self.metrics)
-        self.checkpointing = Checkpointing(
-            request.saving, request.resume, request.checkpoints(opened.context), allow_change=request.allow_change, audit=audit
+        self.checkpointing = Checkpointing(request.saving, request.resume, request.checkpoints(opened.context), request.allow_change, audit)
+        self.out_of_memory = OutOfMemory(
+            opened.given_plan, opened.taken_fallbacks, setting, is_restarted=environment.launcher == "lockstep"
         )
-        self.out_of_memory = OutOfMemory(opened.given_plan, opened.remembered, setting, is_restarted=environment.launcher == "lockstep")
         self.hang = HangHook(timeouts, opened.context, self.checkpointing.rescue)
         evaluating = [] if self.evaluation is None else [self.evaluation]
         if bare:
@@ -57,7 +57,7 @@ class HouseHooks:
             self.metrics,
             # Finds a replica that differs before a save.
             audit,
-            # Remembers another plan first: the emergency save that follows may take long, or fail.
+            # Writes the next plan first: the emergency save that follows may take long, or fail.
             self.out_of_memory,
             # Saves what all hooks before it have left.
             self.checkpointing,

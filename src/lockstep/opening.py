@@ -15,8 +15,8 @@ from lockstep.checkpoint.object_store import open_storage
 from lockstep.checkpoint.storage import Storage
 from lockstep.comm.mesh import Mesh
 from lockstep.comm.world import World, join
-from lockstep.hooks.fallbacks import TakenFallbacks, read_fallbacks
-from lockstep.hooks.hang.collective_check import Checked
+from lockstep.hooks.hang.collective_check import CollectiveCheck
+from lockstep.hooks.out_of_memory import TakenFallbacks, read_fallbacks
 from lockstep.launch.environment import Environment
 from lockstep.launch.slurm.commands import set_task_variables
 from lockstep.launch.termination import Termination
@@ -107,9 +107,9 @@ class Opened:
     request: RunRequest
     """The request with the launcher's settings."""
     given_plan: Plan
-    """The plan that was asked for, before what an earlier failure made of it."""
-    remembered: TakenFallbacks
-    """Changes to the plan after earlier failures for want of memory."""
+    """The plan that was asked for, without the fallbacks of earlier failures."""
+    taken_fallbacks: TakenFallbacks
+    """Those after earlier failures of the run."""
 
 
 def open_run(request: RunRequest, termination: Termination, stack: ExitStack) -> Opened:
@@ -126,7 +126,7 @@ def open_run(request: RunRequest, termination: Termination, stack: ExitStack) ->
     check_compression_fits(given, compression)
     if environment.check and world.size > 1:
         given = replace(given, transport="torch")  # only torch's collectives can be compared
-        stack.enter_context(Checked(default_store(), world.rank))
+        stack.enter_context(CollectiveCheck(default_store(), world.rank))
     mesh = Mesh.of(world, given)
     stack.callback(mesh.close)
     stack.enter_context(termination)
@@ -134,8 +134,8 @@ def open_run(request: RunRequest, termination: Termination, stack: ExitStack) ->
         asked.run_dir, world, resume=asked.resume, default=environment.default_run_dir, loggers=() if overrides.bare else request.loggers
     )
     stack.callback(recorder.close)
-    remembered = read_fallbacks(world, recorder.path, is_resumed=recorder.is_resumed)
-    plan = remembered.over(given, world.device.type)
+    taken = read_fallbacks(world, recorder.path, resumes=recorder.is_resumed)
+    plan = taken.apply_to(given, world.device.type)
     set_up_computation(plan, world, environment.threads, stack)
     context = Context(
         world=world,
@@ -151,7 +151,7 @@ def open_run(request: RunRequest, termination: Termination, stack: ExitStack) ->
         phases=Phases(),
         overrides=overrides,
     )
-    opened = Opened(context, environment, hooks, asked, given, remembered)
+    opened = Opened(context, environment, hooks, asked, given, taken)
     _record_start(opened, request)
     return opened
 

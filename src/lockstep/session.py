@@ -225,7 +225,7 @@ class Session:
         if self.run.loop.loops:
             raise CheckpointError(f"include({name!r}) after steps have begun; a checkpoint is loaded then; include it before")
         self.run.include(name, state)
-        self.run.is_whole_in_a_step = False
+        self.run.is_consistent_in_steps = False
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context manager for forwards in the session's precision. Backwards and commits stay outside of it."""

@@ -56,7 +56,7 @@ def test_a_run_that_loses_a_worker_goes_on_from_what_a_survivor_had(
     assert fingerprint(run) == undisturbed
     told = [line for line in ended.stderr.splitlines() if line.startswith(("lockstep", "goes on"))]
     why = f"rank {rank} was killed by SIGKILL (often the kernel or the container, because memory ran out)"
-    assert told == [f"lockstep: {why}; restart 1 of 1", f"goes on from step {step}"]
+    assert told == [f"lockstep: {why}; restart 1 of 1", f"resumes after step {step}"]
     restarted, resumed = events(run, "restarted", "resumed")
     assert (restarted["reason"], restarted["restarts"]) == (why, 1)
     # Newer than any of every fifth step, and saved by one that lived.

@@ -1,4 +1,4 @@
-"""Runs that stand still: whole commands. Who is waited for is named, with the line where it stands, and the run ends with 76."""
+"""Whole commands that hang: the report names the rank that the others wait for, with its line, and the run exits with 76."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CASES = [
         "replicate=2,workers=1",
         2,
         1,
-        r"rank 1 is waited for: it waits for loader workers: process \d+ stands at {line}",
+        r"rank 1 is waited for: it waits for loader workers: process \d+ is at {line}",
     ),
     ("stopped", "replicate=2", 2, 0, r"rank 0 is waited for: process \d+ on \S+ is stopped \(by SIGSTOP"),
     ("alone", "replicate=2", 2, 0, r"rank 0 in all_reduce of float32 \(3,\), call \d+ of default_pg at {line} in Between.on_step"),
@@ -38,7 +38,7 @@ CASES = [
         1,
         r"rank 0 in broadcast of .*rank 1 in all_reduce of float32 \(3,\), call \d+ of default_pg at {line}",
     ),
-    ("swallowed", "shard=2", 2, 1, r"rank 0 in all_reduce of float32 \(3,\), call \d+ of default_pg at {line}(?s:.*)stands under 'try:'"),
+    ("swallowed", "shard=2", 2, 1, r"rank 0 in all_reduce of float32 \(3,\), call \d+ of default_pg at {line}(?s:.*)is inside 'try:'"),
     ("loop", "shard=2", 2, 0, "rank 0 is waited for: it runs Python code at {line} in loss"),
     ("loop", "pipeline=2", 2, 1, "rank 1 is waited for: it runs Python code at {line} in loss"),
     ("alone", "pipeline=2", 2, 0, r"rank 0 in all_reduce of float32 \(3,\), call \d+ of default_pg at {line} in Between.on_step"),

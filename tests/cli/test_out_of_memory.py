@@ -18,7 +18,7 @@ from lockstep.testing.pool import WorkerPool
 LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 SCRIPT = str(Path(__file__).parent.parent / "scripts" / "scarce.py")
 AT = 3
-AGAIN = re.compile(rf"^lockstep: memory ran out in step {AT} on rank (\d), (\S+) from there; starts again$", re.MULTILINE)
+AGAIN = re.compile(rf"^lockstep: memory ran out after step {AT} on rank (\d), (\S+) from there; starts again$", re.MULTILINE)
 
 
 def lockstep_run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -61,7 +61,7 @@ def test_it_does_what_the_command_line_says(tmp_path: Path) -> None:
     ended = lockstep_run(tmp_path, "--nproc", "1", "--out-of-memory", "stop", SCRIPT, "never")
     assert (ended.returncode, len(list(tmp_path.glob("fired-*")))) == (1, 1)
     assert AGAIN.findall(ended.stderr) == []
-    assert "lockstep: memory ran out; it was told to change nothing (--out-of-memory stop)" in ended.stderr
+    assert "lockstep: memory ran out; --out-of-memory stop allows no change of the plan" in ended.stderr
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from lockstep.comm import shared_memory as shared
 from lockstep.comm.shared_memory import SharedMemoryGroup
 from lockstep.comm.world import all_gather_single
 from lockstep.testing.pool import WorkerPool
-from lockstep.training.reducers.fsdp_exchange import reduce_scatter_single
+from lockstep.training.reducers.fsdp import reduce_scatter_single
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int32, torch.int64)
 """Those that both know."""

@@ -1,17 +1,18 @@
-"""Who holds a run up, from where its ranks stand."""
+"""The diagnosis of a hang from the stack snapshots of all ranks."""
 
 from __future__ import annotations
 
 import json
 import random
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lockstep.comm.active_calls import CollectiveCall
-from lockstep.hooks.hang.report import Hang, enclosing, judged
-from lockstep.hooks.hang.snapshot import Doing, Frame, Place, doing
+from lockstep.hooks.hang.report import Hang, diagnose, enclosing
+from lockstep.hooks.hang.snapshot import Activity, Frame, StackSnapshot, activity
 from lockstep.logging.phases import FADES
 from lockstep.options import WatchdogTimeouts
 
@@ -19,45 +20,51 @@ REDUCE = CollectiveCall("all_reduce", "default_pg", 7, "float32 (4,)")
 USER, TORCH = Frame("/home/me/train.py", 12, "loss"), Frame("/site-packages/torch/distributed/distributed_c10d.py", 9, "all_reduce")
 
 
-def place(
-    rank: int, what: Doing, *calls: CollectiveCall, seconds: float = 50.0, limit_seconds: float = 30.0, is_first: bool = False, **more: Any
-) -> Place:
+def snapshot(
+    rank: int,
+    what: Activity,
+    *calls: CollectiveCall,
+    seconds: float = 50.0,
+    limit_seconds: float = 30.0,
+    is_first: bool = False,
+    **more: Any,
+) -> StackSnapshot:
     stack = (USER, TORCH) if what == "waits" else (USER,)
-    facts = {"host": "node", "process": 100 + rank, "phase": "compute", "step": 3, "stack": stack, "threads": {}} | more
-    return Place(rank=rank, doing=what, calls=calls, seconds=seconds, limit_seconds=limit_seconds, is_first=is_first, **facts)
+    values = {"host": "node", "process": 100 + rank, "phase": "compute", "step": 3, "stack": stack, "threads": {}} | more
+    return StackSnapshot(rank=rank, activity=what, calls=calls, seconds=seconds, limit_seconds=limit_seconds, is_first=is_first, **values)
 
 
-def judge(*places: Place, silent: dict[int, str] | None = None) -> Hang | None:
-    return judged({each.rank: each for each in places}, silent or {})
+def judge(*snapshots: StackSnapshot, silent: dict[int, str] | None = None) -> Hang | None:
+    return diagnose({each.rank: each for each in snapshots}, silent or {})
 
 
-def found(*places: Place, silent: dict[int, str] | None = None) -> Hang:
-    hang = judge(*places, silent=silent)
+def found(*snapshots: StackSnapshot, silent: dict[int, str] | None = None) -> Hang:
+    hang = judge(*snapshots, silent=silent)
     assert hang is not None
     return hang
 
 
-def test_who_is_late_and_does_not_wait_is_waited_for() -> None:
-    hang = found(place(0, "waits", REDUCE), place(1, "runs"), place(2, "waits", REDUCE))
+def test_a_late_rank_that_does_not_wait_is_named() -> None:
+    hang = found(snapshot(0, "waits", REDUCE), snapshot(1, "runs"), snapshot(2, "waits", REDUCE))
     assert (hang.kind, hang.ranks) == ("missing", (1,))
     assert hang.summary == "rank 1 is waited for: it runs Python code at /home/me/train.py:12 in loss"
     assert "ranks 0, 2 wait in all_reduce of float32 (4,), call 7 of default_pg since 50 s, step 3, compute" in hang.report
 
 
-def test_nobody_is_late_while_whoever_is_waited_for_may_take_longer() -> None:
-    assert judge(place(0, "waits", REDUCE), place(1, "computes", limit_seconds=900.0, phase="evaluation")) is None
+def test_no_hang_while_the_working_rank_is_within_its_timeout() -> None:
+    assert judge(snapshot(0, "waits", REDUCE), snapshot(1, "computes", limit_seconds=900.0, phase="evaluation")) is None
 
 
-def test_a_first_time_may_take_long_where_nobody_waits() -> None:
-    assert judge(place(0, "runs", is_first=True), place(1, "computes", is_first=True)) is None
-    assert found(place(0, "runs", is_first=True), place(1, "waits", REDUCE)).ranks == (0,)
-    assert found(place(0, "runs")).summary == "it stands still: it runs Python code at /home/me/train.py:12 in loss"
+def test_a_phase_may_take_long_the_first_time_if_no_rank_waits() -> None:
+    assert judge(snapshot(0, "runs", is_first=True), snapshot(1, "computes", is_first=True)) is None
+    assert found(snapshot(0, "runs", is_first=True), snapshot(1, "waits", REDUCE)).ranks == (0,)
+    assert found(snapshot(0, "runs")).summary == "this process is late: it runs Python code at /home/me/train.py:12 in loss"
 
 
-def test_who_does_not_answer_is_named_with_the_reason() -> None:
-    hang = found(place(0, "waits", REDUCE), silent={1: "process 101 on node has ended"})
+def test_a_silent_rank_is_named_with_the_reason() -> None:
+    hang = found(snapshot(0, "waits", REDUCE), silent={1: "process 101 on node has ended"})
     assert (hang.ranks, hang.summary) == ((1,), "rank 1 is waited for: process 101 on node has ended")
-    several = found(place(0, "sleeps"), place(1, "waits", REDUCE), silent={2: "it is stopped"})
+    several = found(snapshot(0, "sleeps"), snapshot(1, "waits", REDUCE), silent={2: "it is stopped"})
     assert several.summary == (
         "ranks 0, 2 are waited for: rank 0: it is in a call that does not return at /home/me/train.py:12 in loss; rank 2: it is stopped"
     )
@@ -73,29 +80,29 @@ def test_who_does_not_answer_is_named_with_the_reason() -> None:
     ],
 )
 def test_all_wait_in_different_calls(other: CollectiveCall) -> None:
-    hang = found(place(0, "waits", REDUCE), place(1, "waits", other), place(2, "waits", REDUCE))
+    hang = found(snapshot(0, "waits", REDUCE), snapshot(1, "waits", other), snapshot(2, "waits", REDUCE))
     assert (hang.kind, hang.ranks) == ("differ", (1,))
     assert f"ranks 0, 2 in {REDUCE}, call 7 of default_pg at /home/me/train.py:12 in loss; rank 1 in {other}" in hang.summary
 
 
 def test_a_gather_may_have_another_size_on_each_rank() -> None:
     one, other = (CollectiveCall("gather", "default_pg", 7, f"float32 ({size},)") for size in (4, 5))
-    assert found(place(0, "waits", one), place(1, "waits", other)).kind == "between"
+    assert found(snapshot(0, "waits", one), snapshot(1, "waits", other)).kind == "between"
 
 
 def test_all_wait_in_the_same_call() -> None:
-    hang = found(place(0, "waits", REDUCE), place(1, "waits", REDUCE))
+    hang = found(snapshot(0, "waits", REDUCE), snapshot(1, "waits", REDUCE))
     assert (hang.kind, hang.ranks) == ("between", (0, 1))
-    assert "look at the network" in hang.summary
+    assert "check the network" in hang.summary
 
 
 def test_a_loader_worker_is_named() -> None:
     child = {77: (Frame("/lib/python3.11/queue.py", 1, "get"), Frame("/home/me/data.py", 5, "__getitem__"))}
-    hang = found(place(0, "sleeps", phase="data", children=child), place(1, "waits", REDUCE))
-    assert "it waits for loader workers: process 77 stands at /home/me/data.py:5 in __getitem__" in hang.summary
+    hang = found(snapshot(0, "sleeps", phase="data", children=child), snapshot(1, "waits", REDUCE))
+    assert "it waits for loader workers: process 77 is at /home/me/data.py:5 in __getitem__" in hang.summary
 
 
-def test_what_a_line_stands_under(tmp_path: Path) -> None:
+def test_the_statements_around_a_line(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SOURCE)
     assert enclosing(Frame(str(script), 5, "f")) == ["'try:' (line 4)", "'if x:' (line 3)"]
@@ -103,16 +110,16 @@ def test_what_a_line_stands_under(tmp_path: Path) -> None:
     assert enclosing(Frame("<stdin>", 5, "f")) == []
 
 
-def test_what_a_thread_does_shows_in_its_moves_its_calls_and_its_processor() -> None:
-    assert doing((USER, TORCH), calls=[REDUCE], moves=False, processor=0.0) == "waits"
-    assert doing((USER,), calls=[REDUCE], moves=False, processor=0.0) == "sleeps"
-    assert doing((USER,), calls=[], moves=False, processor=1.0) == "computes"
-    assert doing((USER, TORCH), calls=[REDUCE], moves=True, processor=1.0) == "runs"
+def test_the_activity_of_a_thread_follows_from_its_samples_calls_and_cpu_time() -> None:
+    assert activity((USER, TORCH), calls=[REDUCE], moves=False, cpu_use=0.0) == "waits"
+    assert activity((USER,), calls=[REDUCE], moves=False, cpu_use=0.0) == "sleeps"
+    assert activity((USER,), calls=[], moves=False, cpu_use=1.0) == "computes"
+    assert activity((USER, TORCH), calls=[REDUCE], moves=True, cpu_use=1.0) == "runs"
 
 
-def test_a_place_goes_through_json() -> None:
-    one = place(1, "waits", REDUCE, threads={"MainThread": (USER,)}, children={5: (TORCH,)})
-    assert Place.read(json.loads(json.dumps(one.say()))) == one
+def test_a_snapshot_goes_through_json() -> None:
+    one = snapshot(1, "waits", REDUCE, threads={"MainThread": (USER,)}, children={5: (TORCH,)})
+    assert StackSnapshot.from_json(json.loads(json.dumps(asdict(one)))) == one
 
 
 SOURCE = """if True:
@@ -127,7 +134,7 @@ SOURCE = """if True:
 
 
 class Pace:
-    """A made-up run: ranks go through the same phases, each at its own odd pace, and wait for one another at the end of each."""
+    """A simulated run: ranks go through the same phases, each at its own irregular pace, and wait for one another after each."""
 
     def __init__(self, seed: int, *, stops: bool) -> None:
         self._random = random.Random(seed)
@@ -137,9 +144,9 @@ class Pace:
         self.stops_at = self._random.randrange(20, 60) if stops else None
         self.stopped = self._random.randrange(len(self._usual))
 
-    def judgements(self) -> list[Hang | None]:
-        """What is said whenever a rank that is late asks, of 80 phases."""
-        said: list[Hang | None] = []
+    def diagnoses(self) -> list[Hang | None]:
+        """The diagnosis each time that a late rank asks, over 80 phases."""
+        found: list[Hang | None] = []
         for number in range(80):
             name = self._random.choice(list(self._base))
             took = [self._base[name] * self._random.uniform(0.5, 5.0) for _ in self._usual]
@@ -150,12 +157,12 @@ class Pace:
                 took[slow] += self._random.uniform(0.0, 40.0 if name == "compute" else 250.0)
             if number == self.stops_at:
                 took[self.stopped] = 1e6
-            said += self._asked(name, took)
+            found += self._asked(name, took)
             if number == self.stops_at:
                 break
             for usual, seconds in zip(self._usual, took, strict=True):
                 usual[name] = max(seconds, FADES * usual.get(name, 0.0))
-        return said
+        return found
 
     def _asked(self, name: str, took: list[float]) -> list[Hang | None]:
         limits = [self._timeouts.limit_seconds(name, usual.get(name)) for usual in self._usual]
@@ -165,21 +172,21 @@ class Pace:
     def _at(self, moment: float, name: str, took: list[float], limits: list[float]) -> Hang | None:
         return judge(
             *(
-                place(rank, "waits", REDUCE, seconds=moment, limit_seconds=limit, phase=name)
+                snapshot(rank, "waits", REDUCE, seconds=moment, limit_seconds=limit, phase=name)
                 if moment >= took[rank]
-                else place(rank, "computes", seconds=moment, limit_seconds=limit, phase=name, is_first=name not in self._usual[rank])
+                else snapshot(rank, "computes", seconds=moment, limit_seconds=limit, phase=name, is_first=name not in self._usual[rank])
                 for rank, limit in enumerate(limits)
             )
         )
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_a_run_of_odd_pace_is_never_said_to_stand_still(seed: int) -> None:
-    assert not any(Pace(seed, stops=False).judgements())
+def test_a_run_of_irregular_pace_is_never_reported_as_a_hang(seed: int) -> None:
+    assert not any(Pace(seed, stops=False).diagnoses())
 
 
 @pytest.mark.parametrize("seed", range(50))
 def test_a_rank_that_stops_is_named(seed: int) -> None:
     pace = Pace(seed, stops=True)
-    hang = next(hang for hang in pace.judgements() if hang is not None)
+    hang = next(hang for hang in pace.diagnoses() if hang is not None)
     assert hang.ranks == (pace.stopped,)

@@ -1,24 +1,24 @@
-"""Where a process stands, by its stack."""
+"""The collective that a stack is in."""
 
 from __future__ import annotations
 
 import torch.distributed.distributed_c10d as torch_exchanges
 
 from lockstep.comm import wait_times as waits
-from lockstep.hooks.hang.snapshot import Frame, called_in
+from lockstep.hooks.hang.snapshot import Frame, call_in_stack
 
-MINE = Frame("train.py", 3, "main")
+USER = Frame("train.py", 3, "main")
 RECV = Frame(torch_exchanges.__file__, 1, "recv")
-COUNTED = Frame(waits.__file__, 1, "count_torch_waits.<locals>.wait")
+WRAPPED = Frame(waits.__file__, 1, "count_torch_waits.<locals>.wait")
 
 
-def test_what_goes_from_one_rank_to_another_is_named_by_its_stack_while_waits_are_counted() -> None:
-    for stack in ((MINE, RECV), (MINE, RECV, COUNTED)):
-        call = called_in(stack)
+def test_a_point_to_point_call_is_found_in_the_stack_even_if_its_wait_is_wrapped() -> None:
+    for stack in ((USER, RECV), (USER, RECV, WRAPPED)):
+        call = call_in_stack(stack)
         assert call is not None
         assert call.name == "recv"
 
 
-def test_a_stack_that_has_left_torchs_exchanges_is_in_none() -> None:
-    for stack in ((MINE,), (MINE, RECV, MINE), (MINE, RECV, MINE, COUNTED), ()):
-        assert called_in(stack) is None
+def test_a_stack_outside_of_torch_distributed_is_in_no_call() -> None:
+    for stack in ((USER,), (USER, RECV, USER), (USER, RECV, USER, WRAPPED), ()):
+        assert call_in_stack(stack) is None

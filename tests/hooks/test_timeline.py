@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 
 from lockstep.base.errors import LaunchError
-from lockstep.hooks.timeline import Parts, Span, heaviest, length, merged, parts, steps_of, union, without
+from lockstep.hooks.timeline import Span, TimeParts, heaviest, length, merged, steps_of, time_parts, union, without
 
 TRAINS, OTHER = 7, 8
 WINDOW = (0.0, 100.0)
@@ -39,7 +39,7 @@ def inside(moment: float, several: list[Span]) -> bool:
 
 
 @given(spans, spans)
-def test_spans_are_sets_of_moments(some: list[Span], others: list[Span]) -> None:
+def test_spans_are_sets_of_times(some: list[Span], others: list[Span]) -> None:
     one, other = union(some, WINDOW), union(others, WINDOW)
     for moment in [number + 0.5 for number in range(-12, 112)]:
         here, there = inside(moment, some) and 0 <= moment < 100, inside(moment, others) and 0 <= moment < 100
@@ -49,8 +49,8 @@ def test_spans_are_sets_of_moments(some: list[Span], others: list[Span]) -> None
     assert length(one) == length(without(one, other)) + length(without(one, without(one, other)))
 
 
-def test_exchanges_behind_a_computation_are_told_from_those_that_are_waited_for() -> None:
-    found = parts(
+def test_overlapped_exchanges_are_counted_apart_from_exposed_ones() -> None:
+    found = time_parts(
         of(
             event("aten::linear", 0, 40),
             event("aten::addmm", 10, 40),  # the innermost counts: what calls it may wait
@@ -62,29 +62,29 @@ def test_exchanges_behind_a_computation_are_told_from_those_that_are_waited_for(
         WINDOW,
         TRAINS,
     )
-    assert found == Parts(whole=100.0, compute=40.0, exposed=20.0, overlapped=10.0)
+    assert found == TimeParts(whole=100.0, compute=40.0, exposed=20.0, overlapped=10.0)
     assert found.idle == 40.0
 
 
-def test_what_is_added_in_shared_memory_belongs_to_the_exchange() -> None:
-    found = parts(of(event("shared:all_reduce", 0, 30, cat="user_annotation"), event("aten::add", 5, 10)), WINDOW, TRAINS)
+def test_sums_in_shared_memory_belong_to_the_exchange() -> None:
+    found = time_parts(of(event("shared:all_reduce", 0, 30, cat="user_annotation"), event("aten::add", 5, 10)), WINDOW, TRAINS)
     assert (found.compute, found.exposed, found.overlapped) == (0.0, 30.0, 0.0)
 
 
-def test_kernels_are_computations_and_nccls_are_exchanges() -> None:
-    found = parts(
+def test_kernels_are_computation_and_nccl_kernels_are_exchanges() -> None:
+    found = time_parts(
         of(event("gemm", 0, 30, cat="kernel", thread=20), event("ncclAllReduce", 20, 50, cat="kernel", thread=21)), WINDOW, TRAINS
     )
     assert (found.compute, found.exposed, found.overlapped) == (30.0, 20.0, 10.0)
 
 
-def test_the_time_of_an_operator_is_without_what_it_called() -> None:
+def test_the_time_of_an_operator_excludes_those_that_it_calls() -> None:
     trace = of(event("linear", 0, 10), event("mm", 2, 8.5), event("linear", 10, 12), event("elsewhere", 0, 50, thread=OTHER))
     assert heaviest(trace, TRAINS, 5) == [("mm", 1, 6.5), ("linear", 2, 5.5)]
     assert heaviest(trace, TRAINS, 1) == [("mm", 1, 6.5)]
 
 
-def test_all_ranks_are_processes_of_one_trace_by_one_clock() -> None:
+def test_the_merged_trace_has_a_process_for_each_rank_on_one_clock() -> None:
     arrow = {"ph": "s", "id": 5, "name": "fwdbwd", "pid": 111, "tid": 1, "ts": 1.0}
     old_name = {"ph": "M", "name": "process_name", "pid": 111, "args": {}}
     traces = {0: of(event("a", 1, 2), base=10**9), 1: of(event("b", 1, 2), arrow, old_name, base=2 * 10**9)}

@@ -395,12 +395,12 @@ RAGGED: dict[str, tuple[Any, str]] = {
     "widths": (
         as_wide_as_the_largest,
         "metric 'bad' collected float32 rows of shape (3,) from microbatch 2, and float32 rows of shape (2,) from microbatch 0; the rows "
-        "of all samples are put together, so they have one dtype and one shape: pad them to one width",
+        "of all samples are concatenated, so they must have one dtype and one shape: pad them to one width",
     ),
     "dtypes": (
         of_two_dtypes,
         "metric 'bad' collected float32 rows of shape (6,) and float32 rows of shape () from microbatch 2, and float32 rows of shape (6,) "
-        "and int64 rows of shape () from microbatch 0; the rows of all samples are put together",
+        "and int64 rows of shape () from microbatch 0; the rows of all samples are concatenated",
     ),
     "numbers of tensors": (
         one_or_two,

@@ -143,7 +143,7 @@ def test_early_stopping_ends_training_where_a_metric_has_not_got_better(pool: Wo
     for found in pool.run(2, stop_early, str(tmp_path), name):
         for ended, reached, details in found:
             assert (ended, reached) == (steps, best)
-            reason = f"score has not got better than {best:.6g} for {arguments['patience']} evaluations"
+            reason = f"score has not improved on {best:.6g} for {arguments['patience']} evaluations"
             assert details == ([{"reason": reason}] if steps < len(values) else [])
 
 
@@ -186,10 +186,10 @@ def test_early_stopping_without_its_metric_is_refused(pool: WorkerPool, tmp_path
     ("make", "message"),
     [
         (lambda: ls.EarlyStopping(patience=0), "patience=0; it counts evaluations and is at least 1"),
-        (lambda: ls.EarlyStopping(mode="best"), "mode='best'; it is 'min' where less is better, or 'max'"),  # type: ignore[arg-type]
-        (lambda: ls.EarlyStopping(min_delta=-0.1), "min_delta=-0.1; it is how much better counts as better, 0 or more"),
-        (lambda: ls.ExponentialMovingAverage(1.0), "decay=1.0; it is the share of the old average that stays, from 0 to below 1"),
-        (lambda: ls.ExponentialMovingAverage(-0.1), "decay=-0.1; it is the share"),
+        (lambda: ls.EarlyStopping(mode="best"), "mode='best'; it is 'min' if less is better, or 'max'"),  # type: ignore[arg-type]
+        (lambda: ls.EarlyStopping(min_delta=-0.1), "min_delta=-0.1; it is the smallest change that counts as an improvement, 0 or more"),
+        (lambda: ls.ExponentialMovingAverage(1.0), "decay=1.0; it is the factor of the old average, from 0 to below 1"),
+        (lambda: ls.ExponentialMovingAverage(-0.1), "decay=-0.1; it is the factor"),
     ],
 )
 def test_hooks_refuse_what_makes_no_sense_when_they_are_made(make: Any, message: str) -> None:
@@ -201,7 +201,7 @@ def test_hooks_refuse_what_makes_no_sense_when_they_are_made(make: Any, message:
 @pytest.mark.parametrize(
     ("hooks", "message"),
     [
-        ([type("Old", (ls.Hook,), {"on_step": print})()], "Old.on_step would never be called; the moments of an ls.Hook"),
+        ([type("Old", (ls.Hook,), {"on_step": print})()], "Old.on_step would never be called; the methods of an ls.Hook"),
         ([ls.Hook], "hooks has <class 'lockstep.training.hook.Hook'>; a hook is an object of a subclass of ls.Hook; make it one"),
         (3, "hooks has 3; a hook is an object"),
         (ls.EarlyStopping(), "hooks=<lockstep.hooks.early_stopping.EarlyStopping object at "),

@@ -21,7 +21,7 @@ from training.subjects import FEATURES, OUTPUTS, network, recipe, rows, same, sa
 import lockstep as ls
 from lockstep.base.errors import LockstepError, RecipeError
 from lockstep.testing.pool import WorkerPool
-from lockstep.training.optim.optimizers import STATE_IS_ZERO_AT_FIRST, allocate_state, apply, built, check_gradients, trainable
+from lockstep.training.optim.optimizers import STATE_IS_ZERO_AT_FIRST, allocate_state, apply, build_optimizers, check_gradients, trainable
 from lockstep.training.optim.schedule import Schedule
 
 VARIANTS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -129,20 +129,20 @@ REFUSED: dict[str, tuple[Factory, str]] = {
 def test_optimizers_that_do_not_share_out_the_model_are_refused(name: str) -> None:
     factory, message = REFUSED[name]
     with pytest.raises(RecipeError) as caught:
-        built(factory, frozen_in_part())
+        build_optimizers(factory, frozen_in_part())
     assert str(caught.value).startswith(message)
 
 
 def test_many_parameters_that_are_left_out_are_named_in_part() -> None:
     model = nn.ModuleList([nn.Linear(1, 1) for _ in range(5)])
     with pytest.raises(RecipeError, match=r"leaves out 0\.bias, 1\.weight, 1\.bias, 2\.weight, 2\.bias and 4 more;"):
-        built(lambda model: torch.optim.SGD([model[0].weight]), model)
+        build_optimizers(lambda model: torch.optim.SGD([model[0].weight]), model)
 
 
 def test_a_frozen_parameter_may_be_held_or_left_out() -> None:
     model = frozen_in_part()
-    assert len(built(lambda model: torch.optim.AdamW(model.parameters()), model)) == 1
-    assert len(built(lambda model: torch.optim.AdamW([*model["a"].parameters(), *model["b"].parameters()]), model)) == 1
+    assert len(build_optimizers(lambda model: torch.optim.AdamW(model.parameters()), model)) == 1
+    assert len(build_optimizers(lambda model: torch.optim.AdamW([*model["a"].parameters(), *model["b"].parameters()]), model)) == 1
     assert list(trainable(model)) == ["a.weight", "a.bias", "b.weight", "b.bias"]
 
 

@@ -1,4 +1,4 @@
-"""A run that ran out of memory goes on under a plan that needs less of it, and gives the model it would have given."""
+"""A run that ran out of memory resumes under a plan that needs less of it, and results in the same model."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from training.subjects import network, recipe, rows, sgd, squared_error
 
 import lockstep as ls
 from lockstep.base.errors import PlanError, RecipeError, RunDirectoryError
-from lockstep.hooks.fallbacks import FILE
+from lockstep.hooks.out_of_memory import FILE
 from lockstep.launch.failures import out_of_memory
 from lockstep.testing.pool import WorkerPool
 
 AT = 3
-GOES_ON = "lockstep: the run in {} goes on from step 3 with {} when the same command is given again, with that run directory"
+RESUMES = "lockstep: the run in {} resumes after step 3 with {} if the same command is given again with that run directory"
 
 
 def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
@@ -42,9 +42,9 @@ def injected(plan: str, run_dir: Path, *, enough: str, setting: str = "retry", g
 
 
 @pytest.mark.parametrize("numerics", ["fast", "bitwise"])
-def test_with_checkpointing_it_goes_on_with_the_same_bits(tmp_path: Path, numerics: str) -> None:
+def test_with_checkpointing_it_resumes_with_the_same_bits(tmp_path: Path, numerics: str) -> None:
     plan, run_dir = f"replicate=1,numerics={numerics}", tmp_path / "run"
-    assert injected(plan, run_dir, enough="with checkpointing") == ("OutOfMemoryError", [GOES_ON.format(run_dir, "checkpointing=full")])
+    assert injected(plan, run_dir, enough="with checkpointing") == ("OutOfMemoryError", [RESUMES.format(run_dir, "checkpointing=full")])
     assert fired(run_dir) == 1
     _, fingerprint = undisturbed(plan, str(tmp_path / "undisturbed"), None, {})
     assert injected(plan, run_dir, enough="with checkpointing") == ("ended", [fingerprint, f"{plan},checkpointing=full"])
@@ -53,7 +53,7 @@ def test_with_checkpointing_it_goes_on_with_the_same_bits(tmp_path: Path, numeri
     assert events(run_dir, "plan-changed") == [
         {
             "step": AT,
-            "reason": "memory ran out in step 3 on rank 0: OutOfMemoryError: injected: tried to allocate 2.00 GiB",
+            "reason": "memory ran out after step 3 on rank 0: OutOfMemoryError: injected: tried to allocate 2.00 GiB",
             "change": "checkpointing=full",
             "given": plan,
             "plan": f"{plan},checkpointing=full",
@@ -66,22 +66,22 @@ def test_with_checkpointing_it_goes_on_with_the_same_bits(tmp_path: Path, numeri
 def test_in_bitwise_numerics_it_stops_before_bits_change_unless_that_is_allowed(tmp_path: Path) -> None:
     plan, run_dir = "replicate=1,numerics=bitwise", tmp_path / "run"
     assert injected(plan, run_dir, enough="with 2 samples")[0] == "OutOfMemoryError"
-    remembered = (run_dir / FILE).read_text()
+    written = (run_dir / FILE).read_text()
     kind, (note,) = injected(plan, run_dir, enough="with 2 samples")
     assert (kind, fired(run_dir)) == ("OutOfMemoryError", 2)
-    assert "lockstep: memory ran out with checkpointing=full; what is left" in note
+    assert "lockstep: memory ran out with checkpointing=full; the only fallback left" in note
     assert "allow it with --out-of-memory halve" in note
     assert events(run_dir, "out-of-memory")[1]["why_not"] in note
-    assert (run_dir / FILE).read_text() == remembered
+    assert (run_dir / FILE).read_text() == written
     kind, (note,) = injected(plan, run_dir, enough="with 2 samples", setting="halve")
     assert (kind, fired(run_dir)) == ("OutOfMemoryError", 3)
-    assert note == GOES_ON.format(run_dir, "microbatch_splits=1")
+    assert note == RESUMES.format(run_dir, "microbatch_splits=1")
     kind, (_, ended_under) = injected(plan, run_dir, enough="with 2 samples")
     assert (kind, ended_under, fired(run_dir)) == ("ended", f"{plan},checkpointing=full,microbatch_splits=1", 3)
-    assert "dropout masks are others" in events(run_dir, "plan-changed")[-1]["note"]
+    assert "other dropout masks" in events(run_dir, "plan-changed")[-1]["note"]
 
 
-def test_it_tries_down_to_single_samples_and_then_says_what_was_tried(tmp_path: Path) -> None:
+def test_it_splits_down_to_single_samples_and_then_names_the_fallbacks(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     ends = [injected("replicate=1", run_dir, enough="never") for _ in range(5)]
     assert fired(run_dir) == 5
@@ -99,7 +99,7 @@ def test_it_tries_down_to_single_samples_and_then_says_what_was_tried(tmp_path: 
 
 
 @pytest.mark.parametrize("setting", ["stop", "same-bits"])
-def test_it_does_no_more_than_it_was_told(tmp_path: Path, setting: str) -> None:
+def test_a_setting_limits_the_fallbacks(tmp_path: Path, setting: str) -> None:
     run_dir = tmp_path / "run"
     kind, (note,) = injected("replicate=1,checkpointing=full", run_dir, enough="never", setting=setting)
     assert (kind, fired(run_dir)) == ("OutOfMemoryError", 1)
@@ -107,13 +107,13 @@ def test_it_does_no_more_than_it_was_told(tmp_path: Path, setting: str) -> None:
     assert not (run_dir / FILE).exists()
 
 
-def test_what_it_may_do_is_one_of_four_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_setting_is_one_of_four_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCKSTEP_OUT_OF_MEMORY", "try")
     with pytest.raises(PlanError, match="LOCKSTEP_OUT_OF_MEMORY='try'; it is one of retry, halve, same-bits, stop"):
         ls.train(recipe(), run_dir=str(tmp_path / "run"))
 
 
-def test_a_plan_that_has_what_is_remembered_is_not_changed_and_the_rest_of_it_is_the_new_one(tmp_path: Path) -> None:
+def test_a_plan_that_already_has_the_fallbacks_is_not_changed(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     assert injected("replicate=1", run_dir, enough="with checkpointing")[0] == "OutOfMemoryError"
     given = "replicate=1,numerics=fast,checkpointing=full,transport=torch"
@@ -155,7 +155,7 @@ def test_where_nothing_can_be_written_down_the_error_says_so(tmp_path: Path) -> 
 
     with pytest.raises(MemoryError) as caught:
         ls.train(recipe(model=build, loss=loss), run_dir=str(tmp_path / "run"))
-    assert caught.value.__notes__[0].startswith("lockstep: memory ran out; what to change could not be written down: ")
+    assert caught.value.__notes__[0].startswith("lockstep: memory ran out; the change of the plan could not be written: ")
     assert sorted(path.name for path in (tmp_path / "run").iterdir() if path.name.startswith(".")) == []
 
 
@@ -163,7 +163,7 @@ def test_in_the_first_step_there_is_nothing_to_go_on_from_and_it_begins_anew(tmp
     given, run_dir = {"steps": 2}, tmp_path / "run"
     kind, (note,) = run("replicate=1", str(run_dir), 0, "with checkpointing", "retry", given)
     assert (kind, fired(run_dir)) == ("OutOfMemoryError", 1)
-    assert f"the run in {run_dir} begins anew with checkpointing=full" in note
+    assert f"the run in {run_dir} starts again with checkpointing=full" in note
     _, fingerprint = undisturbed("replicate=1", str(tmp_path / "undisturbed"), None, given)
     assert run("replicate=1", str(run_dir), 0, "with checkpointing", "retry", given)[1][0] == fingerprint
 
@@ -177,7 +177,7 @@ def test_after_a_commit_the_state_is_no_whole_step_and_it_goes_on_from_the_last_
     arguments: dict[str, Any] = {"hooks": [Full()], "run_dir": str(tmp_path / "run")}
     with pytest.raises(MemoryError) as caught:
         ls.train(recipe(steps=3), **arguments)
-    assert "goes on from its last checkpoint, or begins anew, with checkpointing=full when" in caught.value.__notes__[0]
+    assert "resumes from its last checkpoint, or starts again, with checkpointing=full if" in caught.value.__notes__[0]
     assert ls.train(recipe(steps=3), **arguments).plan.endswith("checkpointing=full")
 
 
@@ -190,7 +190,7 @@ def test_a_model_that_there_is_no_room_for_is_none_that_less_activations_help(tm
         ls.train(recipe(model=build), run_dir=str(tmp_path / "run"))
     assert out_of_memory(caught.value)
     assert caught.value.__notes__ == [
-        "lockstep: memory ran out; no step had begun, and the model itself is what there is no room for; cut it over more processes "
+        "lockstep: memory ran out; no step had begun, so the model itself is too large; shard it over more processes "
         "(shard, tensor, pipeline)"
     ]
     assert not (tmp_path / "run" / FILE).exists()
@@ -216,7 +216,7 @@ def test_with_batchnorm_no_microbatch_is_halved(tmp_path: Path) -> None:
 
     with pytest.raises(torch.OutOfMemoryError) as caught:
         ls.train(recipe(model=normed, loss=loss), plan="checkpointing=full", run_dir=str(tmp_path / "run"))
-    assert "halves, and BatchNorm ('1') takes its statistics over what is computed at once" in caught.value.__notes__[0]
+    assert "split each microbatch, and BatchNorm ('1') takes its statistics over one microbatch" in caught.value.__notes__[0]
     assert not (tmp_path / "run" / FILE).exists()
 
 
@@ -225,7 +225,7 @@ def test_a_plan_with_halves_is_refused_for_batchnorm(tmp_path: Path, convert: An
     def build() -> nn.Module:
         return normed() if convert is nn.Module else convert(normed())
 
-    with pytest.raises(RecipeError, match=r"microbatch_splits=1, and BatchNorm \('1'\) takes its statistics over what is computed at once"):
+    with pytest.raises(RecipeError, match=r"microbatch_splits=1, and BatchNorm \('1'\) takes its statistics over one microbatch"):
         ls.train(recipe(model=build), plan="microbatch_splits=1", run_dir=str(tmp_path / "run"))
 
 

@@ -15,7 +15,7 @@ from tiers import spread
 from training.subjects import recipe, rows, squared_error
 
 import lockstep as ls
-from lockstep.hooks.stragglers import LOOK_SECONDS, next_look
+from lockstep.hooks.stragglers import EXCHANGE_SECONDS, next_interval
 from lockstep.launch.termination import Preempted
 from lockstep.logging.phases import StreamTimes
 from lockstep.testing.pool import WorkerPool
@@ -50,7 +50,7 @@ def slowly(run_dir: str, plan: str, part: str, slow_rank: int) -> None:
 
     data = Samples(0.0025 * (is_slow and part == "data"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lockstep.hooks.straggler_rule.LONG_SECONDS", 0.5)
+        patch.setattr("lockstep.hooks.stragglers.MIN_SECONDS", 0.5)
         ls.train(recipe(data=data, loss=loss, steps=40, global_batch=16, microbatch=4), run_dir=run_dir, plan=plan, log_every=10)
 
 
@@ -77,7 +77,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("plan", "part"), spread(["replicate=2", "shard=2", "replicate=2,transport=torch"], ["data", "compute"], every=3))
-def test_who_is_slow_is_named_with_the_part(pool: WorkerPool, tmp_path: Path, plan: str, part: str) -> None:
+def test_a_slow_rank_is_named_with_the_part(pool: WorkerPool, tmp_path: Path, plan: str, part: str) -> None:
     pool.run(2, slowly, str(tmp_path / "run"), plan, part, 1)
     told = [event for event in lines(tmp_path / "run" / "events.jsonl") if event["event"] == "straggler"]
     assert {(event["rank"], event["part"]) for event in told} == {(1, part)}
@@ -100,9 +100,9 @@ class Stops(ls.Hook):
         stop(run)
 
 
-def test_lines_of_steps_that_are_done_again_are_taken_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_repeated_steps_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "run"
-    monkeypatch.setattr("lockstep.hooks.stragglers.LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("lockstep.hooks.stragglers.EXCHANGE_SECONDS", 0.0)
     with pytest.raises(Preempted):
         ls.train(recipe(steps=20), run_dir=str(run), hooks=[Stops()], log_every=1)
     with (run / "ranks.jsonl").open("a") as file:
@@ -112,9 +112,9 @@ def test_lines_of_steps_that_are_done_again_are_taken_out(tmp_path: Path, monkey
 
 
 @given(seconds=st.floats(0, 10), before=st.integers(1, 10**6), ranks=st.integers(1, 16384))
-def test_ranks_are_looked_at_a_few_times_a_second_at_most_and_very_many_more_seldom(seconds: float, before: int, ranks: int) -> None:
-    found = next_look(seconds, before=before, ranks=ranks)
-    wanted = LOOK_SECONDS * max(1, ranks / 256)
+def test_exchanges_are_at_most_a_few_a_second_and_rarer_with_very_many_ranks(seconds: float, before: int, ranks: int) -> None:
+    found = next_interval(seconds, before=before, ranks=ranks)
+    wanted = EXCHANGE_SECONDS * max(1, ranks / 256)
     assert 1 <= found <= 2 * before
     if seconds >= wanted:
         assert found == 1

@@ -282,7 +282,7 @@ MISUSES: dict[str, tuple[Callable[[ls.Session, Any, Any], None], str]] = {
         a_missing_backward,
         (
             "LossError: after step 0: commit without a backward for microbatches [1] of this rank; call "
-            "step.backward once for each microbatch; for"
+            "step.backward once for each microbatch; to leave one out"
         ),
     ),
     "no backward": (no_backward, "LossError: after step 0: commit without a backward for microbatches [0, 1] of this rank"),
@@ -293,10 +293,10 @@ MISUSES: dict[str, tuple[Callable[[ls.Session, Any, Any], None], str]] = {
             "step.commit(optimizer) for each on every rank, in every step"
         ),
     ),
-    "a second commit": (a_second_commit, "LossError: after step 0: a second commit for one model; each has one commit a step"),
+    "a second commit": (a_second_commit, "LossError: after step 0: a second commit for one model; each model has one a step"),
     "a backward outside": (
         a_backward_outside,
-        "LossError: after step 0: backward outside of a loop over step.microbatches(); the loss is a microbatch's",
+        "LossError: after step 0: backward outside of a loop over step.microbatches(); call it inside the loop",
     ),
     "an optimizer of its own": (
         an_optimizer_of_its_own,
@@ -312,13 +312,13 @@ MISUSES: dict[str, tuple[Callable[[ls.Session, Any, Any], None], str]] = {
     "two pairs at once": (
         two_pairs_at_once,
         (
-            "LossError: after step 0: backward for a second model before the first one's commit; run through "
+            "LossError: after step 0: backward for a second model before the first one's commit; loop over "
             "step.microbatches() and commit for one"
         ),
     ),
     "one of two commits": (one_of_two_commits, "LossError: after step 0: the step ended with 1 of 2 prepared models committed"),
     "a clip norm of nothing": (a_clip_norm_of_nothing, "RecipeError: clip_norm=0.0; a maximum norm is positive and finite"),
-    "a name of the row": (a_name_of_the_row, "DataError: step.log({'step': ...}); the run itself writes 'step' in every line; choose"),
+    "a name of the row": (a_name_of_the_row, "DataError: step.log({'step': ...}); every line has 'step' already; choose"),
     "no number": (no_number, "DataError: metric 'return' is [1.0, 2.0] (a list); a metric is a single number"),
     "no samples": (with_arguments(global_batch=0), "RecipeError: global_batch=0; it counts samples and must be a whole number of at least"),
     "a microbatch of nothing": (with_arguments(microbatch=0), "RecipeError: microbatch=0; it counts samples"),

@@ -73,7 +73,7 @@ def test_halves_lie_in_their_microbatch_and_differ_by_at_most_a_sample(
         about = {"samples": size, "global_batch": size, "steps": 1, "epochs": None}
         return Batching(**about, microbatch=microbatch, mesh=a_mesh(0, ranks), microbatch_splits=microbatch_splits)
 
-    whole, parts = length(0).cut(size), length(microbatch_splits).cut(size)
+    whole, parts = length(0).spans(size), length(microbatch_splits).spans(size)
     assert [start for start, _ in parts] == [0, *(stop for _, stop in parts[:-1])]
     assert parts[-1][1] == size
     for start, stop in whole:

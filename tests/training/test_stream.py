@@ -74,7 +74,7 @@ class Segment:
                 before = source.positions.copy()
                 for item, batch in source.batches(0):
                     self.computed[rank].append((source.step, item.index, item.is_dummy))
-                    assert source.layout.whole(item.index) == (item.index, [named_by(sample) for sample in batch])
+                    assert source.layout.full_microbatch(item.index) == (item.index, [named_by(sample) for sample in batch])
                     if not item.is_dummy:
                         assert (source.step, item.index) not in self.batches
                         self.batches[source.step, item.index] = batch

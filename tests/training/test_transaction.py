@@ -148,7 +148,7 @@ def test_a_loss_that_is_not_finite_is_named_on_all_ranks_and_changes_nothing(
         assert text.startswith(
             f"after step {BAD_STEP}: the loss is {value} in microbatch {BAD_MICROBATCH}, computed by rank {owner} "
             f"from samples {BAD_SAMPLES}; "
-            "a step needs a finite loss; the model was not changed by this step: look at those samples"
+            "a step needs a finite loss; the model was not changed by this step: check those samples"
         )
         assert unchanged
         assert steps == BAD_STEP
@@ -174,9 +174,8 @@ def test_a_weight_that_counts_nothing_is_named_and_changes_nothing(pool: WorkerP
     changes = {"data": rows(SAMPLES), "loss": with_a_weight_of(value)}
     for text, unchanged, steps in pool.run(2, fail, str(tmp_path / "run"), "fast", changes):
         assert text == (
-            f"after step {BAD_STEP}: the weight of microbatch {BAD_MICROBATCH} is {value}; a weight counts what "
-            "was summed and is finite and "
-            "not negative"
+            f"after step {BAD_STEP}: the weight of microbatch {BAD_MICROBATCH} is {value}; it divides the summed loss, and "
+            "must be finite and not negative"
         )
         assert unchanged
         assert steps == BAD_STEP

@@ -32,7 +32,7 @@ from lockstep.autotune.timing import MicrobatchTiming
 from lockstep.base.errors import PlanError, RecipeError
 from lockstep.base.version import __version__
 from lockstep.data.structure import structure
-from lockstep.hooks.checkpointer import saved_recipe
+from lockstep.hooks.checkpointing import saved_recipe
 from lockstep.launch.environment import threads_per_process
 from lockstep.logging.run_directory import device_name
 from lockstep.model.sync_batchnorm import SyncBatchNormExchange, training_batchnorms

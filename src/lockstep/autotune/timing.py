@@ -86,7 +86,7 @@ class MicrobatchTiming:
     def fetched(self, microbatch: int | None) -> Iterator[Microbatch]:
         """Yield this rank's microbatches of the run, from its first step on, fetched in this process."""
         batching = self.batching(microbatch)
-        spans = (span for step in range(batching.steps) for span in batching.share_of_step(step))
+        spans = (span for step in range(batching.steps) for span in batching.mine_in_step(step))
         if isinstance(self._loader, StreamLoader):
             return self._loader.fetch(spans, microbatches=batching.max_microbatches, positions={})
         return self._loader.fetch(spans)

@@ -8,6 +8,7 @@ failures of the world.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
 
@@ -44,6 +45,11 @@ class RunDirectoryError(UserError):
 
 class CheckpointError(UserError):
     """A checkpoint that cannot be used here, or a state that no checkpoint can hold."""
+
+
+def first_few(names: Sequence[str], most: int = 5) -> str:
+    """The first names, separated by commas, and the number of the others."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def cannot_write(path: object, error: OSError) -> RunDirectoryError:

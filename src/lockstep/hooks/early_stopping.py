@@ -18,9 +18,9 @@ class EarlyStopping(Hook):
         if patience < 1:
             raise RecipeError(f"patience={patience}; it counts evaluations and is at least 1")
         if mode not in ("min", "max"):
-            raise RecipeError(f"mode={mode!r}; it is 'min' where less is better, or 'max'")
+            raise RecipeError(f"mode={mode!r}; it is 'min' if less is better, or 'max'")
         if not min_delta >= 0:
-            raise RecipeError(f"min_delta={min_delta}; it is how much better counts as better, 0 or more")
+            raise RecipeError(f"min_delta={min_delta}; it is the smallest change that counts as an improvement, 0 or more")
         self.metric = metric
         self.best: float | None = None
         self._patience = patience
@@ -51,4 +51,4 @@ class EarlyStopping(Hook):
         self._waited += 1
         if self._waited >= self._patience:
             best = math.nan if self.best is None else self.best
-            run.stop(f"{self.metric} has not got better than {best:.6g} for {self._waited} evaluations")
+            run.stop(f"{self.metric} has not improved on {best:.6g} for {self._waited} evaluations")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 from lockstep.hooks.metrics import Metrics
 from lockstep.recipe import Evaluation, Recipe
@@ -10,25 +11,23 @@ from lockstep.training.evaluate import Evaluator
 from lockstep.training.hook import ControlHook, Run
 
 
+@dataclass(eq=False)
 class EvaluationHook(ControlHook):
-    """Measures every `Evaluation.every` steps, on every rank."""
-
-    def __init__(self, settings: Evaluation, metrics: Metrics) -> None:
-        self._settings = settings
-        self._metrics = metrics
-        self._evaluator: Evaluator | None = None
+    settings: Evaluation
+    metrics: Metrics
+    _evaluator: Evaluator | None = None
 
     def prepare(self, run: Run, recipe: Recipe) -> None:
         """Build the evaluator of the run's first model."""
-        self._evaluator = Evaluator.of(recipe, self._settings, run.context, run.modules[0])
+        self._evaluator = Evaluator.of(recipe, self.settings, run.context, run.modules[0])
 
     def after_step(self, run: Run) -> None:
-        if self._settings.every is not None and run.step % self._settings.every == 0:
+        if self.settings.every is not None and run.step % self.settings.every == 0:
             self.measure(run)
             run.agree_to_stop()
 
     def measure(self, run: Run) -> None:
-        """Evaluate now, unless it is done. Every rank calls it."""
+        """Evaluate now, if not yet done after this step. Every rank calls it."""
         if self._evaluator is None or run.evaluated_at == run.step:
             return
         run.hooks.call("before_evaluation", run)
@@ -37,7 +36,7 @@ class EvaluationHook(ControlHook):
         run.metrics = self._evaluator.measure(run.step)
         run.evaluated_at = run.step
         run.context.recorder.evaluation(run.step, run.metrics)
-        self._metrics.throughput.exclude(time.perf_counter() - started)
+        self.metrics.throughput.exclude(time.perf_counter() - started)
         run.context.phases.enter("hooks")
         run.hooks.call("after_evaluation", run, run.metrics)
         run.context.phases.enter(before)

@@ -9,12 +9,11 @@ from lockstep.training.hook import ControlHook, Run
 from lockstep.training.step_result import StepResult
 from lockstep.training.train_module import TrainModule
 
-_OVERFLOWS_TO_REPORT = 8
-"""Steps in a row. Fewer are the normal search of fp16 for its loss scale, and only events."""
+_OVERFLOWS_TO_REPORT = 8  # Steps in a row. Fewer are the normal search of fp16 for its loss scale, and only events.
 
 
 class Metrics(ControlHook):
-    """Every rank reads; rank 0 writes."""
+    """On every rank, because reading some results is a collective; rank 0 writes."""
 
     def __init__(self) -> None:
         self.throughput = Throughput()
@@ -46,7 +45,7 @@ class Metrics(ControlHook):
                 )
 
     def _read(self, run: Run) -> None:
-        """Find out the results of the steps since the last call. Raises `LossError`."""
+        """Check the results of the steps since the last call. Raises `LossError`."""
         results, self._unread = self._unread, []
         for result in results:
             result.check()
@@ -56,17 +55,15 @@ class Metrics(ControlHook):
             if module.overflows >= _OVERFLOWS_TO_REPORT and module not in self._reported:
                 self._reported.append(module)
                 run.context.recorder.message(
-                    f"warning: {module.overflows} steps in a row were skipped, because the fp16 gradient overflowed even "
-                    "at a loss scale of "
-                    f"{module.overflowed_at:g}; if it falls below 1, the run ends"
+                    f"warning: {module.overflows} steps in a row were skipped, because the fp16 gradient overflowed even at a loss scale "
+                    f"of {module.overflowed_at:g}; if it falls below 1, the run ends"
                 )
 
     def _write(self, run: Run) -> None:
-        """Write the line of the latest step. The first model's numbers stand for the step. Every rank calls it."""
+        """Write the line of the latest step, with the first model's loss, norm and rate. Every rank calls it."""
         assert run.source is not None, "a step has begun"
-        result, world_size = run.results[0], run.context.world.size
-        speed = self.throughput.restart()
-        module = result.module
+        result, speed = run.results[0], self.throughput.restart()
+        module, world_size = result.module, run.context.world.size
         values = {"loss": result.loss(), "lr": module.schedule.rate(), "gradient_norm": float(result.norm), **speed, **run.measured}
         if (mfu := module.flops.utilisation(speed["samples_per_second"], world_size)) is not None:
             values["mfu"] = mfu

@@ -21,10 +21,9 @@ class ExponentialMovingAverage(Hook):
 
     def __init__(self, decay: float = 0.999) -> None:
         if not 0 <= decay < 1:
-            raise RecipeError(f"decay={decay}; it is the share of the old average that stays, from 0 to below 1")
+            raise RecipeError(f"decay={decay}; it is the factor of the old average, from 0 to below 1")
         self.decay = decay
-        self._averages: dict[str, Tensor] = {}
-        """The average of each parameter by name, sharded like the parameter."""
+        self._averages: dict[str, Tensor] = {}  # by name, sharded like the parameters
 
     def on_start(self, run: Run) -> None:
         self._averages = {name: parameter.detach().clone() for name, parameter in run.model.named_parameters()}
@@ -45,7 +44,7 @@ class ExponentialMovingAverage(Hook):
 
     @contextmanager
     def applied(self, run: Run) -> Iterator[None]:
-        """Give the model the averaged weights while the context is entered, for an evaluation, say."""
+        """Load the averaged weights into the model while the context is entered, for example for an evaluation."""
         parts = _local_parameters(run)
         own = [part.clone() for part in parts]
         torch._foreach_copy_(parts, self._local_averages())
@@ -59,5 +58,4 @@ class ExponentialMovingAverage(Hook):
 
 
 def _local_parameters(run: Run) -> list[Tensor]:
-    """The local part of each parameter on this rank."""
     return [to_local(parameter.detach()) for parameter in run.model.parameters()]

@@ -1,65 +1,192 @@
-"""The hook for a run that ran out of memory: it remembers another plan for the next start, and has the run started again."""
+"""The out-of-memory fallbacks: changes to the plan, one after another, each in addition to those before; and their hook.
+
+A process that ran out of memory cannot recover its memory for certain. It writes the next plan to the run directory and ends; new
+processes continue the run under that plan.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from lockstep.base.errors import RecipeError
-from lockstep.hooks.fallbacks import TakenFallbacks, changes, fallback_since, next_plan, remember_fallback, said
-from lockstep.launch.failures import out_of_memory
+from lockstep.base.errors import PlanError, RecipeError, RunDirectoryError
+from lockstep.base.files import write_atomically
+from lockstep.comm.world import World
+from lockstep.launch.failures import error_details, out_of_memory
 from lockstep.launch.worker_files import request_restart
 from lockstep.model.sync_batchnorm import training_batchnorms
-from lockstep.plan import Plan
+from lockstep.plan import WORDS, Plan
 from lockstep.recipe import Stream
 from lockstep.saving import OutOfMemory as Setting
 from lockstep.training.hook import ControlHook, Run
 
+FILE = "out-of-memory.json"  # in the run directory
+FALLBACKS = ("checkpointing", "offload", "microbatch_splits")
+"""The fields of a plan that are changed, in this order. Only the last one changes the bits."""
 
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TakenFallbacks:
+    """The fallbacks that a run has taken, as fields of `Plan`, and the failures behind them."""
+
+    checkpointing: str = "none"
+    offload: bool = False
+    microbatch_splits: int = 0
+    failures: list[dict[str, Any]] = field(default_factory=list)
+    """Each with `step` (steps done), `rank`, `error`, and `then`: the change to the plan."""
+
+    @classmethod
+    def parse(cls, text: str, path: Path) -> TakenFallbacks:
+        """Raises `RunDirectoryError` for a text that `write` did not write."""
+        try:
+            found = cls(**json.loads(text))
+            Plan(checkpointing=found.checkpointing, microbatch_splits=found.microbatch_splits)  # type: ignore[arg-type]  # which it checks
+            complete = all({"step", "rank", "error", "then"} <= each.keys() for each in found.failures)
+            if isinstance(found.offload, bool) and found.failures and complete:
+                return found
+        except (ValueError, TypeError, AttributeError, PlanError):
+            pass
+        raise RunDirectoryError(
+            f"{path} is damaged; it holds the changes that the run made to its plan when it ran out of memory; remove it to continue "
+            "without them"
+        ) from None
+
+    def write(self, path: Path) -> None:
+        """Write the file atomically. Raises `OSError`."""
+        write_atomically(path, json.dumps(asdict(self), indent=2) + "\n")
+
+    def apply_to(self, plan: Plan, device: str) -> Plan:
+        """The plan with all fallbacks that it does not have yet and that are possible with it on such a `device`."""
+        for name in FALLBACKS:
+            taken = getattr(self, name)
+            if _strength(name, taken) > _strength(name, getattr(plan, name)):
+                plan = _changed(plan, name, taken, device) or plan
+        return plan
+
+    def with_plan(self, plan: Plan, failure: dict[str, Any]) -> TakenFallbacks:
+        """These and the fallbacks in `plan`, which was chosen after `failure`."""
+        strongest = {name: max(getattr(self, name), getattr(plan, name), key=lambda value: _strength(name, value)) for name in FALLBACKS}
+        return TakenFallbacks(**strongest, failures=[*self.failures, failure])
+
+
+def next_plan(plan: Plan, device: str, setting: Setting, *, largest: int | None, unsplittable: str | None) -> Plan | str:
+    """The plan for the next attempt, or why there is none, in words. `device`: "cuda" or "cpu".
+
+    `largest`: samples of the largest microbatch; None: memory ran out before the first step. `unsplittable`: why it cannot be split.
+    """
+    if setting == "stop":
+        return "--out-of-memory stop allows no change of the plan"
+    if largest is not None and (found := _changed(plan, "checkpointing", "full", device)) is not None:
+        return found
+    if (found := _changed(plan, "offload", True, device)) is not None:
+        return found
+    if largest is None:
+        return "no step had begun, so the model itself is too large; shard it over more processes (shard, tensor, pipeline)"
+    if largest == 1:
+        return "microbatches have one sample each; shard the model over more processes (shard, tensor, pipeline), or make it smaller"
+    if unsplittable is not None:
+        return f"the only fallback left is to split each microbatch, and {unsplittable}; shard the model over more processes"
+    if setting == "same-bits" or (setting == "retry" and plan.numerics == "bitwise"):
+        rule = "--out-of-memory same-bits" if setting == "same-bits" else "numerics=bitwise"
+        return (
+            f"the only fallback left is to split each microbatch, which changes the bits from there on, and {rule} does not allow that; "
+            "allow it with --out-of-memory halve (LOCKSTEP_OUT_OF_MEMORY=halve), or shard the model over more processes"
+        )
+    return replace(plan, microbatch_splits=plan.microbatch_splits + 1)
+
+
+def changes(before: Plan, after: Plan) -> str:
+    """Return the fallbacks that the second plan has and the first has not, as the text of a plan."""
+    names = [name for name in FALLBACKS if getattr(before, name) != getattr(after, name)]
+    return ",".join(f"{name}={'yes' if getattr(after, name) is True else getattr(after, name)}" for name in names)
+
+
+def advice(plan: Plan, found: Plan | str, *, folder: Path, step: int | None) -> str:
+    """Return the note for the error. `found`: from `next_plan`. `step`: steps done and saved; None: they are not saved."""
+    if isinstance(found, str):
+        tried = changes(Plan(), plan)
+        return f"lockstep: memory ran out{f' with {tried}' if tried else ''}; {found}"
+    start = "starts again" if step == 0 else f"resumes after step {step}" if step else "resumes from its last checkpoint, or starts again,"
+    return f"lockstep: the run in {folder} {start} with {changes(plan, found)} if the same command is given again with that run directory"
+
+
+def fallback_since(known: TakenFallbacks, folder: Path) -> str | None:
+    """Return, in words, the fallback that any rank of the run in `folder` has written since `known` was read; None if there is none."""
+    try:
+        found = TakenFallbacks.parse((folder / FILE).read_text(encoding="utf-8"), folder / FILE)
+    except (OSError, UnicodeDecodeError, RunDirectoryError):
+        return None
+    last = found.failures[-1]
+    return f"memory ran out after step {last['step']} on rank {last['rank']}, {last['then']} from there" if found != known else None
+
+
+def read_fallbacks(world: World, folder: Path, *, resumes: bool) -> TakenFallbacks:
+    """Return the fallbacks of the run in `folder` if it is resumed. Every rank calls it. Raises `RunDirectoryError`."""
+    text = None
+    if world.rank == 0 and resumes:
+        try:
+            text = (folder / FILE).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            pass
+        except (OSError, UnicodeDecodeError):
+            text = ""  # which no rank can parse
+    text = world.value_of(0, text)
+    return TakenFallbacks() if text is None else TakenFallbacks.parse(text, folder / FILE)
+
+
+def _changed(plan: Plan, name: str, value: Any, device: str) -> Plan | None:
+    """The plan with one field changed; None if it has that value already, or cannot have it."""
+    if getattr(plan, name) == value or (name == "offload" and device == "cpu"):
+        return None
+    try:
+        return replace(plan, **{name: value})
+    except PlanError:
+        return None
+
+
+def _strength(name: str, value: Any) -> int:
+    return WORDS[name].index(value) if name in WORDS else int(value)
+
+
+@dataclass(eq=False)
 class OutOfMemory(ControlHook):
-    """One a rank."""
+    """Writes the next plan after a failure, and requests the restart of the run."""
 
-    def __init__(self, given: Plan, remembered: TakenFallbacks, setting: Setting, *, is_restarted: bool) -> None:
-        """`given`: the plan that was asked for. `remembered`: what earlier failures changed in it. `setting`: what may change.
-
-        `is_restarted`: the launcher starts the run again if asked to.
-        """
-        self._given = given
-        self._remembered = remembered
-        self._setting = setting
-        self._is_restarted = is_restarted
-        self._largest: int | None = None
-        """Samples of the largest microbatch. None before the first loop."""
-        self._unsplittable: str | None = None
-        """Why no microbatch can be split, in words."""
-        self._fallback: Plan | str | None = None
-        """The next plan after the error that ends the run, or why there is none. None: it is another error."""
+    given: Plan  # the plan that was asked for
+    taken: TakenFallbacks  # those after earlier failures
+    setting: Setting
+    is_restarted: bool  # True if the launcher restarts the run when asked to
+    _largest: int | None = None  # Samples of the largest microbatch. None before the first loop.
+    _unsplittable: str | None = None  # why no microbatch can be split
+    _next: Plan | str | None = None
+    """The next plan after the error that ends the run, or why there is none. None: the error is of another kind."""
 
     def report_change(self, run: Run) -> None:
-        """Say how the plan differs from the one that was asked for, if it does."""
-        given = self._given
-        plan = self._remembered.over(given, run.context.device.type)
+        """Record how the plan differs from the one that was asked for, if it does."""
+        given = self.given
+        plan = self.taken.apply_to(given, run.context.device.type)
         if plan == given:
             return
-        last, change = self._remembered.failures[-1], changes(given, plan)
-        reason = f"memory ran out in step {last['step']} on rank {last['rank']}: {last['error']}"
-        split = "random streams belong to microbatches: with smaller ones dropout masks are others, and so is rounding"
+        last, change = self.taken.failures[-1], changes(given, plan)
+        reason = f"memory ran out after step {last['step']} on rank {last['rank']}: {last['error']}"
+        split = "each microbatch has random streams of its own: smaller ones have other dropout masks, and another rounding"
         note: dict[str, Any] = {"note": split} if plan.microbatch_splits > given.microbatch_splits else {}
         run.event("plan-changed", last["step"], reason=reason, change=change, given=str(given), plan=str(plan), **note)
-        run.context.recorder.message(f"goes on with {change}: {reason}")
+        run.context.recorder.message(f"continues with {change}: {reason}")
 
     def begin_loop(self, run: Run, models: Sequence[nn.Module], data: Any, *, largest: int) -> None:
         """Raise `RecipeError` if the plan splits microbatches, of at most `largest` samples, that cannot be split. Every rank calls it."""
         mine = [name for name, _ in training_batchnorms(models)]
         layers = [name for theirs in run.context.mesh.axis("pipeline").gather_values(mine) for name in theirs]
         if layers:
-            self._unsplittable = (
-                f"BatchNorm ({layers[0]!r}) takes its statistics over what is computed at once, so that halves are another model"
-            )
+            self._unsplittable = f"BatchNorm ({layers[0]!r}) takes its statistics over one microbatch, so half a microbatch has others"
         elif isinstance(data, Stream):
-            self._unsplittable = "an ls.Stream reads each microbatch from a shard of its own, so that halves are other samples"
+            self._unsplittable = "an ls.Stream reads each microbatch from a shard of its own, so half a microbatch would have other samples"
         splits = run.context.plan.microbatch_splits
         if splits and self._unsplittable is not None:
             raise RecipeError(
@@ -71,17 +198,26 @@ class OutOfMemory(ControlHook):
         context = run.context
         if isinstance(error, Exception) and out_of_memory(error):
             largest = self._largest if run.source is not None else None
-            found = next_plan(context.plan, context.device.type, self._setting, largest=largest, whole=self._unsplittable)
-            rank, folder = context.world.rank, context.run_dir
-            found = remember_fallback(context.plan, found, self._remembered, error, folder=folder, step=run.step, rank=rank)
-            details: dict[str, Any] = {"why_not": found} if isinstance(found, str) else {"then": changes(context.plan, found)}
+            found = next_plan(context.plan, context.device.type, self.setting, largest=largest, unsplittable=self._unsplittable)
+            self._next = found if isinstance(found, str) else self._write(run, found, error)
+            details: dict[str, Any] = (
+                {"why_not": self._next} if isinstance(self._next, str) else {"then": changes(context.plan, self._next)}
+            )
             run.event("out-of-memory", **details)
-            self._fallback = found
-        if self._is_restarted and (why := fallback_since(self._remembered, context.run_dir)):
+        if self.is_restarted and (why := fallback_since(self.taken, context.run_dir)):
             request_restart(why)
+
+    def _write(self, run: Run, plan: Plan, error: BaseException) -> Plan | str:
+        """Write the plan for the next start. Returns it, or why that failed."""
+        then, rank = changes(run.context.plan, plan), run.context.world.rank
+        failure = {"step": run.step, "rank": rank, "error": error_details(error)["error"], "then": then}
+        try:
+            self.taken.with_plan(plan, failure).write(run.context.run_dir / FILE)
+        except OSError as problem:
+            return f"the change of the plan could not be written: {problem}"
+        return plan
 
     def advise(self, run: Run, error: BaseException, *, saved: bool) -> None:
         """Add to the error what the user can do. `saved`: the last step was saved after the error."""
-        if self._fallback is not None:
-            step = run.step if saved else None
-            error.add_note(said(run.context.plan, self._fallback, folder=run.context.run_dir, step=step))
+        if self._next is not None:
+            error.add_note(advice(run.context.plan, self._next, folder=run.context.run_dir, step=run.step if saved else None))

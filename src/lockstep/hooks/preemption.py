@@ -1,26 +1,26 @@
-"""The hook that ends a run that was asked to end: by a signal, or by the clock."""
+"""The hook that ends a run at a signal, or at a given time."""
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 from lockstep.launch.termination import Preempted, Termination
 from lockstep.training.consensus import NOTHING, Request
 from lockstep.training.hook import ControlHook, Run
 
 
+@dataclass(eq=False)
 class Preemption(ControlHook):
     """Asks all ranks to save and to end; raises `Preempted` once they have."""
 
-    def __init__(self, termination: Termination, *, stop_at: float | None) -> None:
-        """`stop_at`: when the run is to end, in seconds since 1970; None: never."""
-        self._termination = termination
-        self._stop_at = stop_at
+    termination: Termination
+    stop_at: float | None  # the time at which the run ends, in seconds since 1970
 
     def request(self, run: Run) -> Request:
-        if self._stop_at is not None and time.time() >= self._stop_at:
+        if self.stop_at is not None and time.time() >= self.stop_at:
             return Request(end="the time that it was given is over")
-        return NOTHING if self._termination.asked is None else Request(end=self._termination.asked)
+        return NOTHING if self.termination.asked is None else Request(end=self.termination.asked)
 
     def on_agreement(self, run: Run, agreed: Request) -> None:
         if agreed.end is not None:

@@ -1,4 +1,4 @@
-"""The hook that profiles some steps: a trace of each rank, one of all ranks, and a table of where the time went."""
+"""The hook that profiles some steps: a trace of each rank, one of all ranks, and a table of the times."""
 
 from __future__ import annotations
 
@@ -18,21 +18,18 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from lockstep.hooks.stragglers import peak_bytes
-from lockstep.hooks.timeline import Parts, heaviest, merged, parts
+from lockstep.hooks.timeline import TimeParts, heaviest, merged, time_parts
 from lockstep.training.hook import ControlHook, Run
 
-OPERATORS = 10
-"""In the table."""
-MEETINGS = 9
-"""Exchanges that compare the ranks' clocks. The median is taken, so a late one does not count."""
+LISTED_OPERATORS = 10
+CLOCK_EXCHANGES = 9  # exchanges that compare the ranks' clocks; the median counts
 _FAILURES = (OSError, ValueError, RuntimeError)
-"""Errors of a trace that cannot be written, or only in part: torch's export does not always report it."""
-PHASES_THREAD = 0
-"""The number of the row of phases in a trace."""
+"""Errors when a trace cannot be written, or only in part: torch's export does not always report it."""
+PHASES_THREAD = 0  # the thread number of the phases in a trace
 
 
 class Profiler(ControlHook):
-    """Traces a range of steps with torch's profiler. Every rank has one."""
+    """Traces a range of steps with torch's profiler."""
 
     def __init__(self, steps: range) -> None:
         self._steps = steps
@@ -41,9 +38,7 @@ class Profiler(ControlHook):
         self._is_done = False
 
     def on_start(self, run: Run) -> None:
-        self._run, self._world, self._phases = run, run.context.world, run.context.phases
-        self._folder = run.context.run_dir / "profile"
-        self._show = run.context.recorder.message
+        self._world, self._phases, self._folder = run.context.world, run.context.phases, run.context.run_dir / "profile"
 
     def before_step(self, run: Run) -> None:
         if run.source is None or run.source.step != self._steps.start:
@@ -59,7 +54,7 @@ class Profiler(ControlHook):
 
     def between_steps(self, run: Run) -> None:
         if self._profiler is not None and run.source is not None and run.source.step == self._steps.stop - 1:
-            self._finish(self._profiler, time.time())
+            self._finish(run, self._profiler, time.time())
 
     def on_end(self, run: Run) -> None:
         if self._profiler is not None:
@@ -71,20 +66,19 @@ class Profiler(ControlHook):
                 f"no profile: the run did not go through all of steps {first} to {last}; give --profile others, or train longer"
             )
 
-    def _finish(self, profiler: profile, ended: float) -> None:
+    def _finish(self, run: Run, profiler: profile, ended: float) -> None:
         profiler.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        seen, self._profiler, self._phases.log = self._phases.log or [], None, None
+        phases, self._profiler, self._phases.log = self._phases.log or [], None, None
         if self._world.rank == 0:
-            with suppress(OSError):  # it shows where the first trace is written
+            with suppress(OSError):  # writing the first trace will raise it
                 self._folder.mkdir(exist_ok=True)
         ahead = self._clocks()
-        thread = threading.get_native_id()
+        thread, failure = threading.get_native_id(), None
         trace: dict[str, Any] = {}
         found: dict[str, float] | None = None
-        failure = None
         try:
-            trace, base = self._export(profiler, seen)
-            found = asdict(parts(trace, (self._began - base, ended - base), thread))
+            trace, base = self._export(profiler, phases)
+            found = asdict(time_parts(trace, (self._began - base, ended - base), thread))
         except _FAILURES as error:
             failure = str(error)
         peak = peak_bytes(self._world.device)
@@ -92,69 +86,70 @@ class Profiler(ControlHook):
         failures = [f"rank {rank}: {failure}" for rank, (*_, failure) in enumerate(everyone) if failure is not None]
         if self._world.rank == 0 and not failures:
             try:
-                self._write([each[:3] for each in everyone], ahead, heaviest(trace, thread, OPERATORS))
+                run.context.recorder.message(self._write([each[:3] for each in everyone], ahead, heaviest(trace, thread, LISTED_OPERATORS)))
             except _FAILURES as error:
                 failures = [f"rank 0: {error}"]
         if failures:
-            self._run.event("profile-failed", reason=failures[0])
-            self._show(f"no profile: it cannot be written ({failures[0]}); training goes on")
+            run.event("profile-failed", reason=failures[0])
+            run.context.recorder.message(f"no profile: it cannot be written ({failures[0]}); training continues")
         else:
-            self._run.event("profiled", steps=[self._steps.start, self._steps.stop], folder=str(self._folder))
+            run.event("profiled", steps=[self._steps.start, self._steps.stop], folder=str(self._folder))
         self._is_done = True
 
-    def _export(self, profiler: profile, seen: Sequence[tuple[str, float, float]]) -> tuple[dict[str, Any], float]:
-        """Write this rank's trace. Returns it, and when its clock was 0, in seconds since 1970."""
+    def _export(self, profiler: profile, phases: Sequence[tuple[str, float, float]]) -> tuple[dict[str, Any], float]:
+        """Write this rank's trace. Returns it, and the start of its clock in seconds since 1970."""
         mine = self._folder / f"rank-{self._world.rank}.json"
         profiler.export_chrome_trace(str(mine))
         trace: dict[str, Any] = json.loads(mine.read_text(encoding="utf-8"))
         base = int(trace.get("baseTimeNanoseconds", 0)) / 1e9
-        trace["traceEvents"] += _rows_of(seen, time.time() - time.perf_counter() - base)
+        trace["traceEvents"] += _phase_events(phases, time.time() - time.perf_counter() - base)
         mine.write_text(json.dumps(trace), encoding="utf-8")
         return trace, base
 
     def _clocks(self) -> list[float]:
         """Return the seconds by which each rank's clock is ahead of rank 0's. Every rank calls it."""
         times = []
-        for _ in range(MEETINGS):
+        for _ in range(CLOCK_EXCHANGES):
             self._world.gather_values(None)
             times.append(time.time())
         everyone = self._world.gather_values(times)
         return [statistics.median(theirs - first for theirs, first in zip(row, everyone[0], strict=True)) for row in everyone]
 
-    def _write(self, everyone: Sequence[Sequence[Any]], ahead: Sequence[float], operators: Sequence[tuple[str, int, float]]) -> None:
+    def _write(self, everyone: Sequence[Sequence[Any]], ahead: Sequence[float], operators: Sequence[tuple[str, int, float]]) -> str:
+        """Write the merged trace and `summary.json`. Returns the table."""
         traces = {rank: json.loads((self._folder / f"rank-{rank}.json").read_text(encoding="utf-8")) for rank in range(self._world.size)}
         with gzip.open(self._folder / "trace.json.gz", "wt", encoding="utf-8") as file:
             json.dump(merged(traces, [host for _, _, host in everyone], ahead), file)
-        said: dict[str, Any] = {
+        summary: dict[str, Any] = {
             "steps": [self._steps.start, self._steps.stop],
             "ranks": [{**found, "peak_bytes": peak, "host": host} for found, peak, host in everyone],
             "operators": [{"name": name, "calls": calls, "seconds": seconds} for name, calls, seconds in operators],
         }
-        (self._folder / "summary.json").write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
-        self._show(table(said, self._folder))
+        (self._folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        return table(summary, self._folder)
 
 
-def _rows_of(seen: Sequence[tuple[str, float, float]], offset_seconds: float) -> list[dict[str, Any]]:
-    """The phases as events of a trace. `offset_seconds`: from their clock to the trace's."""
+def _phase_events(phases: Sequence[tuple[str, float, float]], offset_seconds: float) -> list[dict[str, Any]]:
+    """The phases as events of a trace. `offset_seconds`: the trace's clock minus theirs."""
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "thread_name", "tid": PHASES_THREAD, "args": {"name": "phases"}},
         {"ph": "M", "name": "thread_sort_index", "tid": PHASES_THREAD, "args": {"sort_index": -1}},
     ]
-    for name, start, stop in seen:
+    for name, start, stop in phases:
         times = {"ts": (start + offset_seconds) * 1e6, "dur": (stop - start) * 1e6}
         events.append({"ph": "X", "cat": "phase", "name": name, "tid": PHASES_THREAD, **times})
     return events
 
 
-def table(said: Mapping[str, Any], folder: Path) -> str:
+def table(summary: Mapping[str, Any], folder: Path) -> str:
     """Return `summary.json` as lines of text."""
-    first, stop = said["steps"]
+    first, stop = summary["steps"]
     lines = [f"{f'steps {first} to {stop - 1}, ms':<18}    in all   compute   exposed  overlapped      idle   peak memory"]
-    for rank, row in enumerate(said["ranks"]):
-        found = Parts(*(row[name] * 1e3 for name in ("whole", "compute", "exposed", "overlapped")))
+    for rank, row in enumerate(summary["ranks"]):
+        found = TimeParts(*(row[name] * 1e3 for name in ("whole", "compute", "exposed", "overlapped")))
         figures = f"{found.whole:10.1f}{found.compute:10.1f}{found.exposed:10.1f}{found.overlapped:12.1f}{found.idle:10.1f}"
         lines.append(f"  rank {rank:<11}{figures} {row['peak_bytes'] / 1e6:10.1f} MB")
     lines.append("exposed, overlapped: exchanges without, and behind, a computation; rank 0's heaviest operators, without what they call:")
-    lines += [f"  {each['seconds'] * 1e3:9.1f} ms {each['calls']:7} x  {each['name']}" for each in said["operators"]]
+    lines += [f"  {each['seconds'] * 1e3:9.1f} ms {each['calls']:7} x  {each['name']}" for each in summary["operators"]]
     lines.append(f"all ranks on one clock, for ui.perfetto.dev or chrome://tracing: {folder / 'trace.json.gz'}")
     return "\n".join(lines)

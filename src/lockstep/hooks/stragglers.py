@@ -1,4 +1,4 @@
-"""The hook that finds stragglers: at logging steps, one small gather of each rank's times, and a line of `ranks.jsonl`."""
+"""The hook that finds stragglers: at logging steps, one small all-gather of each rank's times, and a line of `ranks.jsonl`."""
 
 from __future__ import annotations
 
@@ -7,29 +7,34 @@ import math
 import resource
 import socket
 import time
-from collections import defaultdict
-from collections.abc import Mapping
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from lockstep.comm.wait_times import count_torch_waits
-from lockstep.hooks.straggler_rule import PARTS, StragglerFinder
 from lockstep.logging.metrics import drop_rows_after
 from lockstep.logging.phases import StreamTimes
 from lockstep.training.hook import ControlHook, Run
 
+PARTS = ("data", "compute", "hooks")
+"""The parts of a step that a rank does by itself. Collectives take as long as the slowest rank makes them."""
 _OF_HOOKS = ("hooks", "script")
 _OF_COMPUTE = ("compute", "update")
-_COLUMNS = ("step", *PARTS, "communication", "share", "memory")
-LOOK_SECONDS = 0.2
-"""Shortest time between two gathers. If logging steps come faster, some are left out."""
+_COLUMNS = ("step", *PARTS, "communication", "microbatches", "memory")
+SLOWDOWN = 1.15  # A rank is a straggler if its own work takes this many times that of the others
+MIN_SECONDS = 10.0
+MIN_WINDOWS = 3  # ranks are compared over at least so many seconds and windows
+EXCHANGE_SECONDS = 0.2  # Shortest time between two all-gathers. If logging steps come faster, some are skipped.
 _RANKS_AT_ONCE = 256
-"""With n times as many ranks, gathers are n times rarer, so that their cost for each step stays the same."""
+"""With n times as many ranks, all-gathers are n times rarer, so that their cost for each step stays the same."""
+
+Times = NDArray[np.float64]  # (parts, ranks): seconds a step, between two logging steps, in the order of `PARTS`
 
 
 class Stragglers(ControlHook):
@@ -40,19 +45,19 @@ class Stragglers(ControlHook):
         self._file: TextIO | None = None
         self._finder: StragglerFinder | None = None
         self._stack = ExitStack()
-        self._share = self._steps = 0
+        self._microbatches = self._steps = 0
 
     def on_start(self, run: Run) -> None:
         self._stack.enter_context(count_torch_waits())
         context = run.context
         if context.device.type == "cuda":
             context.phases.stream = StreamTimes(partial(torch.cuda.Event, enable_timing=True))
-        self._phases, self._mesh = context.phases, context.mesh
+        self._phases = context.phases
         mine = [socket.gethostname(), context.mesh.axis("pipeline").rank]
-        self.hosts, parts = zip(*context.world.gather_values(mine), strict=True)
-        self._finder = StragglerFinder(parts)
-        self._every = self._left = -(-context.world.size // _RANKS_AT_ONCE)
-        """Logging steps from one exchange to the next, and those that are left."""
+        self.hosts, stages = zip(*context.world.gather_values(mine), strict=True)
+        self._finder = StragglerFinder(stages)
+        self._interval = self._remaining = -(-context.world.size // _RANKS_AT_ONCE)
+        """Logging steps from one exchange to the next, and until the next one."""
         self._path = context.run_dir / "ranks.jsonl"
 
     def before_steps(self, run: Run) -> None:
@@ -62,11 +67,11 @@ class Stragglers(ControlHook):
 
     def between_steps(self, run: Run) -> None:
         assert run.source is not None, "a step has begun"
-        self._share += run.source.mine
+        self._microbatches += run.source.mine
         self._steps += 1
         if run.is_logging_step:
-            self._left -= 1
-            if not self._left:
+            self._remaining -= 1
+            if not self._remaining:
                 self._exchange(run)
             run.measured["memory_bytes"] = self._memory_bytes
 
@@ -79,13 +84,13 @@ class Stragglers(ControlHook):
         self._since = time.perf_counter()
         totals, waited = self._times()
         self._spent, self._waited = dict(totals), dict(waited)
-        self._share = self._steps = 0
+        self._microbatches = self._steps = 0
 
     def _exchange(self, run: Run) -> None:
-        """Gather all ranks' times. Every rank calls it."""
+        """All-gather the ranks' times. Every rank calls it."""
         world = run.context.world
         seconds, steps = time.perf_counter() - self._since, max(self._steps, 1)
-        mine = [seconds, *self._parts(), float(self._share), float(peak_bytes(world.device))]
+        mine = [seconds, *self._parts(), float(self._microbatches), float(peak_bytes(world.device))]
         everyone = world.gather_rows(torch.tensor([mine], dtype=torch.float64), [1] * world.size)
         columns = dict(zip(_COLUMNS, everyone.numpy().T, strict=True))
         if world.rank == 0:
@@ -93,12 +98,13 @@ class Stragglers(ControlHook):
             ranks = {name: (columns[name] / steps).round(6).tolist() for name in _COLUMNS[:5]}
             self._file.write(json.dumps({"step": run.step, "time": time.time(), "ranks": ranks, "hosts": self.hosts}) + "\n")
         self._report(run, columns, steps, seconds)
-        self._every = self._left = next_look(float(columns["step"].max()) / self._every, before=self._every, ranks=len(self.hosts))
+        longest = float(columns["step"].max()) / self._interval
+        self._interval = self._remaining = next_interval(longest, before=self._interval, ranks=len(self.hosts))
         self._restart()
         self._memory_bytes = float(columns["memory"].max())
 
     def _parts(self) -> list[float]:
-        """Seconds since the last time, without waits: data, compute, hooks; and communication."""
+        """Seconds since the last exchange in data, compute and hooks, all without waits; and in communication."""
         totals, waits = self._times()
 
         def spent(*names: str) -> float:
@@ -111,35 +117,95 @@ class Stragglers(ControlHook):
         return [*own, spent("exchange") + waited("data", *_OF_COMPUTE, *_OF_HOOKS)]
 
     def _times(self) -> tuple[defaultdict[str, float], defaultdict[str, float]]:
-        """Seconds of each phase in all, and those of them that were waits for others. On a GPU such waits are phases of their own."""
+        """Total seconds of each phase, and of its waits for other ranks. On a GPU such waits are phases of their own."""
         stream = self._phases.stream
         return (self._phases.totals, self._phases.waited) if stream is None else (stream.totals(), defaultdict(float))
 
     def _report(self, run: Run, columns: Mapping[str, NDArray[np.float64]], steps: int, seconds: float) -> None:
         """Name ranks that have become slow, by their time for each microbatch: ranks may compute different numbers of them."""
         assert self._finder is not None, "on_start has made it"
-        share = columns["share"]
-        scale = np.where(share > 0, share.mean() / np.maximum(share, 1.0), 1.0)
+        microbatches = columns["microbatches"]
+        scale = np.where(microbatches > 0, microbatches.mean() / np.maximum(microbatches, 1.0), 1.0)
         times = np.stack([columns[part] * (1.0 if part == "hooks" else scale) / steps for part in PARTS])
-        for each in self._finder.look(times, seconds):
+        for each in self._finder.add(times, seconds):
             host = self.hosts[each.rank]
             details = {"rank": each.rank, "host": host, "part": each.part, "seconds": each.seconds, "usual_seconds": each.usual_seconds}
             run.event("straggler", **details, times=round(each.times, 2))
             run.context.recorder.message(
-                f"rank {each.rank} on {host} is slow: its own work takes {each.times:.2f} times the others', most of it in {each.part} "
-                f"({each.seconds * 1e3:.1f} ms a step, and {each.usual_seconds * 1e3:.1f} elsewhere)"
+                f"rank {each.rank} on {host} is slow: its own work takes {each.times:.2f} times that of the others, most of it in "
+                f"{each.part} ({each.seconds * 1e3:.1f} ms a step, and {each.usual_seconds * 1e3:.1f} ms on the others)"
             )
 
 
-def next_look(seconds: float, *, before: int, ranks: int) -> int:
-    """Logging steps until the next look: the same on every rank. `seconds`: from one to the next. `before`: as it was: a first step, or one
-    that saves, says little of those that follow."""
-    wanted = LOOK_SECONDS * max(1.0, ranks / _RANKS_AT_ONCE)
+def next_interval(seconds: float, *, before: int, ranks: int) -> int:
+    """Logging steps until the next exchange. `seconds`: from one logging step to the next."""
+    # One value says little: the first step, and a step that saves, take longer. So it grows by at most two.
+    wanted = EXCHANGE_SECONDS * max(1.0, ranks / _RANKS_AT_ONCE)
     return max(1, min(math.ceil(wanted / max(seconds, 1e-9)), 2 * before))
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most memory that this process has had: on its GPU, where it has one."""
+    """The peak memory of this process: on its GPU, or if it has none, on the host."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class Straggler(NamedTuple):
+    rank: int
+    part: str  # the one of `PARTS` with the largest difference
+    seconds: float  # a step, in that part
+    usual_seconds: float  # the median of the others
+    times: float  # the ratio of its own work's time to that of the others
+
+
+class StragglerFinder:
+    """Finds the stragglers of a run, window by window."""
+
+    def __init__(self, peers: Sequence[int]) -> None:
+        """`peers`: a number for each rank; ranks with the same number do the same work."""
+        self._peers = peers
+        self._windows: deque[tuple[float, Times]] = deque()
+        self._reported: set[tuple[int, str]] = set()
+
+    def add(self, times: Times, seconds: float) -> list[Straggler]:
+        """Add a window that lasted `seconds`. Returns each straggler once for each part, until it is slow no more."""
+        self._windows.append((seconds, times))
+        lengths = [seconds for seconds, _ in self._windows]
+        if len(lengths) < MIN_WINDOWS or sum(lengths) < MIN_SECONDS:
+            return []
+        found = slow(np.average([times for _, times in self._windows], axis=0, weights=lengths), self._peers)
+        while len(self._windows) > MIN_WINDOWS and sum(seconds for seconds, _ in self._windows) - self._windows[0][0] >= MIN_SECONDS:
+            self._windows.popleft()
+        new = [each for each in found if (each.rank, each.part) not in self._reported]
+        self._reported = {(each.rank, each.part) for each in found}
+        return new
+
+
+def slow(times: Times, peers: Sequence[int]) -> list[Straggler]:
+    """The ranks whose own work takes longer than that of the others with the same number in `peers`. Takes n log n time."""
+    found = []
+    for peer in sorted(set(peers)):
+        ranks = np.flatnonzero(np.asarray(peers) == peer)
+        if len(ranks) < 2:
+            continue
+        parts = times[:, ranks]
+        own = parts.sum(axis=0)
+        usual = _medians_of_the_others(own)
+        usual_parts = np.stack([_medians_of_the_others(part) for part in parts])
+        for i in np.flatnonzero(own > SLOWDOWN * usual):
+            part = int(np.argmax(parts[:, i] - usual_parts[:, i]))
+            factor = float(own[i] / max(usual[i], 1e-9))
+            found.append(Straggler(int(ranks[i]), PARTS[part], float(parts[part, i]), float(usual_parts[part, i]), factor))
+    return sorted(found, key=lambda each: each.rank)
+
+
+def _medians_of_the_others(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """For each of two or more values, the median of all others."""
+    order = np.argsort(values)
+    positions = np.empty_like(order)
+    positions[order] = np.arange(len(values))
+    middle = [(len(values) - 2) // 2, (len(values) - 1) // 2]
+    ordered = values[order]
+    medians: NDArray[np.float64] = sum(ordered[each + (each >= positions)] for each in middle) / 2
+    return medians

@@ -1,4 +1,4 @@
-"""Traces of torch's profiler, of all ranks on one clock, and what their time went to. Needs no torch.
+"""Reads and merges traces of torch's profiler: the parts of each rank's time, and all ranks on one clock. Needs no torch.
 
 A trace is the JSON that `export_chrome_trace` writes: events with `ts` and `dur` in microseconds after `baseTimeNanoseconds`.
 """
@@ -13,11 +13,10 @@ from typing import Any
 
 from lockstep.base.errors import LaunchError
 
-Span = tuple[float, float]
-"""From, until: seconds."""
+Span = tuple[float, float]  # (start, stop), seconds
 _STEPS = re.compile(r"steps=(\d+):(\d+)")
 _EXCHANGES = ("gloo:", "nccl:", "shared:")
-_NOT_COMPUTED = ("c10d::", "_c10d_functional::", "nccl")
+_NOT_COMPUTATION = ("c10d::", "_c10d_functional::", "nccl")
 
 
 def steps_of(text: str) -> range:
@@ -30,40 +29,37 @@ def steps_of(text: str) -> range:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """The parts of a rank's time, in seconds."""
+class TimeParts:
+    """Seconds of one rank."""
 
     whole: float
-    compute: float
-    """Operators and kernels, whatever else went on."""
-    exposed: float
-    """Exchanges while nothing was computed."""
-    overlapped: float
-    """Exchanges behind a computation."""
+    compute: float  # operators and kernels, alone or beside an exchange
+    exposed: float  # exchanges without a computation beside them
+    overlapped: float  # exchanges beside a computation
 
     @property
     def idle(self) -> float:
-        """Neither: data, Python, waits for a disk."""
+        """Neither computation nor exchange: data, Python, waits for a disk."""
         return self.whole - self.compute - self.exposed
 
 
-def parts(trace: Mapping[str, Any], window: Span, thread: int) -> Parts:
-    """`window`: what is looked at, by the trace's clock; `thread`: the number of the one that trains."""
+def time_parts(trace: Mapping[str, Any], window: Span, thread: int) -> TimeParts:
+    """The parts of the time in `window`, by the trace's clock. `thread`: the number of the training thread."""
     timed = [event for event in trace["traceEvents"] if event.get("ph") == "X" and "dur" in event]
     operators = [event for event in timed if event.get("cat") == "cpu_op" and event["tid"] == thread]
     kernels = [event for event in timed if event.get("cat") == "kernel"]
     exchanges = [event for event in timed if event["name"].startswith(_EXCHANGES)]
     exchanges += [event for event in kernels if event["name"].startswith("nccl")]
-    computed = [event for event in (*_innermost(operators), *kernels) if not event["name"].startswith(_NOT_COMPUTED)]
+    computed = [event for event in (*_innermost(operators), *kernels) if not event["name"].startswith(_NOT_COMPUTATION)]
     inside = union(map(_span, exchanges), window)
     shared = union((_span(event) for event in exchanges if event["name"].startswith("shared:")), window)
     busy = without(union(map(_span, computed), window), shared)  # what is added in shared memory is part of the exchange
     exposed = length(without(inside, busy))
-    return Parts(window[1] - window[0], length(busy), exposed, length(inside) - exposed)
+    return TimeParts(window[1] - window[0], length(busy), exposed, length(inside) - exposed)
 
 
 def _innermost(operators: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Those that called no other: the time of one that did may be a wait."""
+    """The operators that called no other: the rest of an outer one's time may be a wait."""
     found: list[Mapping[str, Any]] = []
     for event in sorted(operators, key=lambda event: (float(event["ts"]), -float(event["dur"]))):
         if found and _span(event)[1] <= _span(found[-1])[1]:
@@ -78,7 +74,7 @@ def _span(event: Mapping[str, Any]) -> Span:
 
 
 def union(spans: Iterable[Span], window: Span) -> list[Span]:
-    """The same moments, inside the window, as spans that do not touch."""
+    """The same time inside the window, as sorted spans that do not touch."""
     found: list[Span] = []
     for start, stop in sorted((max(start, window[0]), min(stop, window[1])) for start, stop in spans):
         if stop <= start:
@@ -91,7 +87,7 @@ def union(spans: Iterable[Span], window: Span) -> list[Span]:
 
 
 def without(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
-    """The moments of `spans` that are none of `others`; both as `union` gives them."""
+    """The time of `spans` outside of `others`; both are results of `union`."""
     found: list[Span] = []
     for start, stop in spans:
         for first, last in others:
@@ -110,29 +106,25 @@ def length(spans: Iterable[Span]) -> float:
 
 
 def merged(traces: Mapping[int, Mapping[str, Any]], hosts: Sequence[str], ahead_seconds: Sequence[float]) -> dict[str, Any]:
-    """One trace of all ranks: each a process of its own, by rank 0's clock. `ahead_seconds`: by how much each rank's is ahead of that."""
+    """One trace by rank 0's clock, with a process for each rank. `ahead_seconds`: by how much each rank's clock is ahead of rank 0's."""
     base = min(int(trace.get("baseTimeNanoseconds", 0)) for trace in traces.values())
     events: list[dict[str, Any]] = []
     for rank, trace in sorted(traces.items()):
         shift = (int(trace.get("baseTimeNanoseconds", 0)) - base) / 1e3 - ahead_seconds[rank] * 1e6
-        events += _named(rank, hosts[rank])
+        events += [
+            {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank} on {hosts[rank]}"}},
+            {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}},
+        ]
         for event in trace["traceEvents"]:
             if event.get("ph") == "M" and event["name"].startswith("process_"):
                 continue
             moved = {**event, "pid": rank}
             if "ts" in event:
                 moved["ts"] = float(event["ts"]) + shift
-            if "id" in event:  # of an arrow from one event to another
+            if "id" in event:  # an arrow from one event to another has one
                 moved["id"] = f"{rank}.{event['id']}"
             events.append(moved)
     return {"schemaVersion": 1, "displayTimeUnit": "ms", "baseTimeNanoseconds": base, "traceEvents": events}
-
-
-def _named(rank: int, host: str) -> list[dict[str, Any]]:
-    return [
-        {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank} on {host}"}},
-        {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}},
-    ]
 
 
 def heaviest(trace: Mapping[str, Any], thread: int, count: int) -> list[tuple[str, int, float]]:
@@ -140,7 +132,8 @@ def heaviest(trace: Mapping[str, Any], thread: int, count: int) -> list[tuple[st
     calls: Counter[str] = Counter()
     seconds: defaultdict[str, float] = defaultdict(float)
     open_: list[tuple[str, float]] = []
-    events = [event for event in trace["traceEvents"] if event.get("ph") == "X" and _is_operator(event, thread)]
+    timed = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+    events = [each for each in timed if each.get("cat") == "kernel" or (each.get("cat") == "cpu_op" and each["tid"] == thread)]
     for event in sorted(events, key=lambda event: (float(event["ts"]), -float(event["dur"]))):
         start, stop = _span(event)
         while open_ and open_[-1][1] <= start:
@@ -152,7 +145,3 @@ def heaviest(trace: Mapping[str, Any], thread: int, count: int) -> list[tuple[st
         if event["cat"] != "kernel":
             open_.append((event["name"], stop))
     return [(name, calls[name], seconds[name]) for name in sorted(seconds, key=lambda name: -seconds[name])[:count]]
-
-
-def _is_operator(event: Mapping[str, Any], thread: int) -> bool:
-    return event.get("cat") == "kernel" or (event.get("cat") == "cpu_op" and event["tid"] == thread)

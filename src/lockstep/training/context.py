@@ -1,4 +1,4 @@
-"""Everything that the parts of a run need to know of it, decided before they are built."""
+"""The frozen context of a run, decided before its parts are built."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from lockstep.recipe import Precision
 
 
 class Probe(Protocol):
-    """Watches each microbatch on its way. `lockstep verify` installs one."""
+    """Observes each microbatch. `lockstep verify` installs one."""
 
     def forward(self) -> AbstractContextManager[None]:
         """Entered before a microbatch's forward; left when the next one is asked for."""
 
     def before_backward(self, module: int, microbatch: int, total: Tensor, grad_output: Tensor) -> None:
-        """Called before the backward of `grad_output * total`. `module`: its number in the session. `microbatch`: its place in the step."""
+        """Called before the backward of `grad_output * total`. `module`, `microbatch`: numbers in the session, and in the step."""
 
     def without_backward(self, module: int, microbatch: int) -> None:
         """Called instead for a microbatch whose backward a pipeline's schedule has computed."""
@@ -34,45 +34,39 @@ class Probe(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Overrides:
-    """Changes to a run that its script does not know of. The default changes nothing."""
+    """Changes to a run that its script does not make, for `lockstep verify`. The default changes nothing."""
 
     precision: Precision | None = None
     gradient_compression: str | None = None
-    microbatch: int | None = None
-    """Samples."""
-    change_model: Callable[[nn.Module], None] | None = None
-    """Called with each model that a factory has built."""
+    microbatch: int | None = None  # samples
+    change_model: Callable[[nn.Module], None] | None = None  # called with each model that a factory has built
     change_loaded: Callable[[nn.Module], None] | None = None
     """Called with each model that pretrained weights were loaded into."""
     change_batch: Callable[[Any], Any] | None = None
     probe: Probe | None = None
     bare: bool = False
-    """True: no checkpoints, no measuring of `auto` settings, no loggers, and none of the hooks that look after a run."""
+    """True: no checkpoints, autotuning or loggers, and only those of lockstep's hooks that training itself needs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Context:
-    """One run on one rank. Made once, when the session is entered; nothing of it changes while the session runs."""
+    """One run on one rank. Made once, when the session is entered."""
 
     world: World
     mesh: Mesh
     plan: Plan
     precision: Precision
     gradient_compression: str
-    requested_compression: str
-    """The precision that the script asked for, unless an override changed it."""
+    requested_compression: str  # the script's `gradient_compression`, without overrides
     seed: int
-    log_every: int
-    """Steps between two lines of metrics.jsonl."""
-    recipe: dict[str, Any] | None
-    """The recipe as JSON; None for a loop of the script's own."""
+    log_every: int  # steps between two lines of metrics.jsonl
+    recipe: dict[str, Any] | None  # as JSON; None without `ls.train`
     recorder: Recorder
     phases: Phases
     overrides: Overrides
 
     @property
     def device(self) -> torch.device:
-        """The device that this rank computes on."""
         return self.world.device
 
     @property

@@ -1,4 +1,4 @@
-"""Measuring a model on data it does not learn from: every sample counts exactly once, at any world size."""
+"""Evaluates a model on data it is not trained on: every sample counts exactly once, at any world size."""
 
 from __future__ import annotations
 
@@ -26,12 +26,9 @@ from lockstep.training.context import Context
 from lockstep.training.loss import SINGLE, measured, weights_of
 from lockstep.training.train_module import TrainModule
 
-Row = dict[str, tuple[float, float]]
-"""One microbatch's (total, weight) of each loss term and each metric that adds up."""
+Row = dict[str, tuple[float, float]]  # one microbatch's (total, weight) of each loss term and each `Mean`
 Columns = tuple[Tensor, ...]
-"""The tensors a metric collected from one microbatch, each with one row per sample."""
-Measured = tuple[Row, dict[str, Columns]]
-"""One microbatch's sums, and what its metrics collected."""
+"""The tensors that a `Gathered` metric collected from one microbatch, each with one row per sample."""
 
 
 @dataclass(slots=True)
@@ -43,12 +40,10 @@ class Evaluator:
     mesh: Mesh
     loader: Loader
     module: TrainModule
-    microbatch_splits: int
-    """See `Plan.microbatch_splits`: evaluation microbatches are split too."""
+    microbatch_splits: int  # see `Plan`
 
     @classmethod
     def of(cls, recipe: Recipe, evaluation: Evaluation, context: Context, module: TrainModule) -> Evaluator:
-        """The evaluator of one of the run's models."""
         loader = Loader(
             evaluation.data,
             collate=recipe.collate,
@@ -63,7 +58,7 @@ class Evaluator:
     def measure(self, step: int) -> dict[str, float]:
         """Return the loss and every metric after `step` steps, the same on every rank. Every rank calls it.
 
-        Leaves every module in the mode it was in. Seeds the default generators before each microbatch.
+        Restores each module's `training` flag. Seeds the default generators before each microbatch.
         """
         model = self.module.model
         modes = [(module, module.training) for module in model.modules()]
@@ -72,17 +67,19 @@ class Evaluator:
             with torch.no_grad():
                 return self._measure(step)
         finally:
-            model.train(modes[0][1])  # some models override it to do more
+            model.train(modes[0][1])  # some models override it
             for module, training in modes:
                 module.training = training
             reshard(model)
 
     def _measure(self, step: int) -> dict[str, float]:
-        whole = microbatch_spans(len(self.evaluation.data), self._microbatch(), self.mesh.assignment.ranks)
-        cuts = split_spans(whole, 2**self.microbatch_splits)
+        assert self.recipe.microbatch != "auto", "autotune has chosen one"
+        size = self.evaluation.microbatch or self.recipe.microbatch or self.recipe.global_batch
+        unsplit = microbatch_spans(len(self.evaluation.data), size, self.mesh.assignment.ranks)
+        bounds = split_spans(unsplit, 2**self.microbatch_splits)
         spans = [
-            Span(step=0, index=index, start=cuts[index][0], stop=cuts[index][1], is_dummy=is_dummy)
-            for index, is_dummy in self.mesh.assignment.with_dummies(len(cuts), self.mesh.data.rank)
+            Span(step=0, index=index, start=bounds[index][0], stop=bounds[index][1], is_dummy=is_dummy)
+            for index, is_dummy in self.mesh.assignment.with_dummies(len(bounds), self.mesh.data.rank)
         ]
         rows: dict[int, Row] = {}
         collected: dict[str, dict[int, Columns]] = {name: {} for name in self._metrics(Gathered)}
@@ -95,32 +92,28 @@ class Evaluator:
             for name, part in parts.items():
                 collected[name][item.index] = part
             rows[item.index] = sums
-        found: dict[str, float] = executor.on_output_rank(lambda: {**self._added_up(rows, cuts), **self._gathered(collected, cuts)})
+        found: dict[str, float] = executor.on_output_rank(lambda: {**self._means(rows, len(bounds)), **self._gathered(collected, bounds)})
         return found
 
     def _position(self, step: int, item: Microbatch) -> tuple[int, ...]:
         """The key of a microbatch's random streams."""
         return self.recipe.seed, RandomStream.EVALUATION, step, item.index
 
-    def _measured(self, item: Microbatch, batch: Any, output: Any, loss: Any) -> Measured:
+    def _measured(self, item: Microbatch, batch: Any, output: Any, loss: Any) -> tuple[Row, dict[str, Columns]]:
         weights = None if self.recipe.weight is None else weights_of(self.recipe.weight(item.batch))
         sums = measured(loss, samples=item.size, batch=item.batch, weights=weights)
         for name, metric in self._metrics(Mean).items():
             sums[name] = _sum_and_number(name, metric.values(output, batch), item.size)
         return sums, {name: _checked(name, metric.collect(output, batch), item.size) for name, metric in self._metrics(Gathered).items()}
 
-    def _microbatch(self) -> int | None:
-        assert self.recipe.microbatch != "auto", "autotune has chosen one"
-        return self.evaluation.microbatch or self.recipe.microbatch or self.recipe.global_batch
-
     def _metrics(self, kind: type[Any]) -> dict[str, Any]:
         return {name: metric for name, metric in self.evaluation.metrics.items() if isinstance(metric, kind)}
 
-    def _added_up(self, rows: dict[int, Row], cuts: list[tuple[int, int]]) -> dict[str, float]:
+    def _means(self, rows: dict[int, Row], microbatches: int) -> dict[str, float]:
         names = self._names(rows)
         numbers = [[number for name in names for number in row[name]] for row in rows.values()]
         mine = torch.tensor(numbers, dtype=torch.float64).reshape(len(rows), 2 * len(names))
-        columns = self.mesh.in_order(mine, len(cuts)).T.tolist()
+        columns = self.mesh.in_order(mine, microbatches).T.tolist()
         totals = [exact_sum(column) for column in columns]
         means = {name: totals[2 * i] / totals[2 * i + 1] if totals[2 * i + 1] else float("nan") for i, name in enumerate(names)}
         if SINGLE not in means:
@@ -128,7 +121,7 @@ class Evaluator:
         return means
 
     def _names(self, rows: dict[int, Row]) -> list[str]:
-        """The names of the sums, the same for every microbatch. Every rank calls it. Raises `LossError` if they differ."""
+        """The names of the sums. Every rank calls it. Raises `LossError` if they differ between microbatches."""
         (_, names), *others = self._kinds({index: list(row) for index, row in rows.items()})
         for index, found in others:
             if set(found) != set(names):
@@ -141,8 +134,8 @@ class Evaluator:
                 )
         return list(names)
 
-    def _gathered(self, collected: dict[str, dict[int, Columns]], cuts: list[tuple[int, int]]) -> dict[str, float]:
-        sizes = [stop - start for start, stop in cuts]
+    def _gathered(self, collected: dict[str, dict[int, Columns]], bounds: list[tuple[int, int]]) -> dict[str, float]:
+        sizes = [stop - start for start, stop in bounds]
         found = {}
         for name, parts in collected.items():
             mine = list(parts.values())
@@ -153,7 +146,7 @@ class Evaluator:
         return found
 
     def _columns(self, name: str, parts: dict[int, Columns]) -> int:
-        """The number of tensors a metric collects. Every rank calls it. Raises `DataError` if their rows differ between microbatches."""
+        """The number of tensors that a metric collects. Every rank calls it. Raises `DataError` if rows differ between microbatches."""
         kinds = {
             index: [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape[1:])] for tensor in part] for index, part in parts.items()
         }
@@ -162,13 +155,13 @@ class Evaluator:
             index, found = others[0]
             raise DataError(
                 f"metric {name!r} collected {_words(found)} from microbatch {index}, and {_words(before)} from microbatch {first}; the "
-                "rows of all samples are put together, so they have one dtype and one shape: pad them to one width, whatever the "
-                "microbatch, or collect one number a sample"
+                "rows of all samples are concatenated, so they must have one dtype and one shape: pad them to one width for all "
+                "microbatches, or collect one number a sample"
             )
         return len(before)
 
     def _kinds(self, kinds: dict[int, Any]) -> list[tuple[int, Any]]:
-        """Each distinct kind (JSON) among the microbatches of all ranks, with the first microbatch of that kind, in order."""
+        """Each distinct kind (JSON) of all ranks' microbatches, after the first microbatch of that kind, in order."""
         everyone = self.mesh.data.gather_values(_firsts(kinds.items()))
         return _firsts(sorted(chain.from_iterable(everyone), key=itemgetter(0)))
 

@@ -1,4 +1,4 @@
-"""The hook protocol: the moments of a run at which users' hooks and lockstep's own are called, and what they see of the run."""
+"""The hook protocol: when users' hooks and lockstep's own are called, and the `Run` that they get."""
 
 from __future__ import annotations
 
@@ -26,10 +26,9 @@ from lockstep.training.train_module import TrainModule
 
 
 class Hook:
-    """Methods that are called on every rank alike, in the order in which the hooks were given. All do nothing unless overridden.
+    """Methods that are called on every rank, in the order in which the hooks were given. All do nothing unless overridden.
 
-    A hook with `state_dict` and `load_state_dict` is saved with the run. Steps are counted as in the logs: `run.step` is the number
-    of optimizer steps done.
+    A hook with `state_dict` and `load_state_dict` is saved with the run. `run.step` is the number of optimizer steps done.
     """
 
     def on_start(self, run: Run) -> None:
@@ -58,7 +57,7 @@ class Hook:
         """After the final weights were written to the run directory."""
 
     def on_event(self, run: Run, event: Event) -> None:
-        """After an event was written to events.jsonl. Events before `on_start` are not told."""
+        """After an event was written to events.jsonl, but not before `on_start`."""
 
     def on_error(self, run: Run, error: BaseException) -> None:
         """When an error ends the run on this rank. Other ranks may be gone: do not call collectives."""
@@ -68,7 +67,7 @@ class Hook:
 
 
 class ControlHook(Hook):
-    """A hook of lockstep's own, which may also decide what all ranks do next."""
+    """One of lockstep's own hooks, which may also stop, save or end the run."""
 
     def request(self, run: Run) -> Request:
         """Return this rank's request to all ranks. Called in each step."""
@@ -78,7 +77,7 @@ class ControlHook(Hook):
         """Before the first step of a loop of steps, and after a checkpoint was loaded."""
 
     def between_steps(self, run: Run) -> None:
-        """After each step, after all hooks' `after_step`: the script's part of the step has ended."""
+        """After each step, after all hooks' `after_step`."""
 
     def after_steps(self, run: Run) -> None:
         """After the last step of a loop of steps."""
@@ -98,14 +97,14 @@ class Hooks:
         """Call method `moment` of all hooks, in order."""
         methods = self._at.get(moment)
         if methods is None:
-            idle = getattr(ControlHook, moment)
+            default = getattr(ControlHook, moment)
             hooks = self.all if hasattr(Hook, moment) else [hook for hook in self.all if isinstance(hook, ControlHook)]
-            methods = self._at[moment] = [getattr(hook, moment) for hook in hooks if getattr(type(hook), moment) is not idle]
+            methods = self._at[moment] = [getattr(hook, moment) for hook in hooks if getattr(type(hook), moment) is not default]
         for method in methods:
             method(*arguments)
 
     def call_every(self, moment: str, *arguments: Any) -> None:
-        """The same, but a hook that raises does not keep the others from being called; the first error is raised at the end."""
+        """Call method `moment` of all hooks even if one raises; the first error is raised at the end."""
         failure: BaseException | None = None
         for hook in self.all:
             try:
@@ -118,19 +117,15 @@ class Hooks:
 
 @dataclass(slots=True)
 class LoopState:
-    """The position of a run in its loops of steps. The same on every rank, and saved in checkpoints as JSON."""
+    """The position of a run in its loops of steps: saved in checkpoints as JSON."""
 
     loops: int = 0
-    """Loops begun."""
-    steps_before: int = 0
-    """Optimizer steps done in earlier loops."""
-    shards: dict[str, ShardPosition] = field(default_factory=dict)
-    """The position of each stream shard that this rank reads."""
-    resumed: Mapping[str, Any] | None = None
-    """The JSON values of the checkpoint that the run was resumed from, with `step`; None if it was not."""
+    steps_before: int = 0  # optimizer steps done in earlier loops
+    shards: dict[str, ShardPosition] = field(default_factory=dict)  # each stream shard that this rank reads
+    resumed: Mapping[str, Any] | None = None  # the JSON of the checkpoint that the run was resumed from, with `step`
 
     def begin_loop(self, steps_done: int) -> int:
-        """Begin another loop. Returns its first step: a huge number if the whole loop was done before the checkpoint."""
+        """Begin another loop. Returns its first step: `sys.maxsize` if the loop had ended before the checkpoint."""
         self.loops += 1
         self.steps_before = steps_done
         saved = 0 if self.resumed is None else self.resumed["loop"]
@@ -140,42 +135,40 @@ class LoopState:
         return int(self.resumed["step"]) - self.steps_before
 
     def values(self) -> dict[str, Any]:
-        """The JSON that is saved."""
         return {"loop": self.loops, "steps_before": self.steps_before, "shards": self.shards}
 
 
 class Run:
-    """A run under way: what hooks see of it, and may do."""
+    """A run, as hooks see it."""
 
     def __init__(self, context: Context, hooks: Sequence[Hook]) -> None:
         self.context = context
         self.hooks = Hooks(hooks)
         self.recipe: Recipe | None = None
-        """None for a loop of the script's own."""
+        """None without `ls.train`."""
         self.modules: list[TrainModule] = []
-        """The prepared models, each with its optimizers."""
         self.stateful: dict[str, Stateful] = {}
         """Further objects whose state is saved in checkpoints, by name."""
         self.step = 0
         """Optimizer steps done."""
         self.results: list[StepResult] = []
-        """The results of the latest step, one for each model."""
+        """Results of the latest step, one for each model."""
         self.metrics: dict[str, float] = {}
         """The latest evaluation."""
         self.evaluated_at: int | None = None
         """`step` at that evaluation."""
         self.logged: dict[str, float] = {}
-        """More numbers for the current step's line of metrics.jsonl."""
+        """The script's numbers for this step's line of metrics.jsonl."""
         self.measured: dict[str, float] = {}
-        """Numbers that lockstep's own hooks measured, for the same line."""
+        """Those of lockstep's own hooks."""
         self.is_logging_step = False
-        """True if the current step is written to metrics.jsonl."""
-        self.is_whole = True
-        """False from the first change of the model in a step until the script's part of the step has ended."""
-        self.is_whole_in_a_step = True
-        """False if the script itself changes what is saved, at moments that lockstep does not know."""
+        """True if the current step has a line in metrics.jsonl."""
+        self.is_consistent = True
+        """False from the first change of a model in a step until the script's part of the step has ended."""
+        self.is_consistent_in_steps = True
+        """False if the script itself may change the saved state during a step."""
         self.stopping: str | None = None
-        """Why no further step is taken, once all ranks have agreed to stop."""
+        """The reason, once all ranks have agreed to stop."""
         self.is_committed = False
         """True from the commit of all models in a step until the next step begins."""
         self.loop = LoopState()
@@ -184,9 +177,8 @@ class Run:
         self.microbatch: int | None = None
         """Samples of a microbatch; None: one microbatch for each rank."""
         self.source: Microbatches | None = None
-        """The microbatches of the current step on this rank."""
+        """Those of the current step on this rank."""
         self.exchange = SyncBatchNormExchange()
-        """The exchange of statistics for SyncBatchNorm layers."""
         self.consensus = Consensus(context.mesh, self._request)
         self._has_started = False
         self._stop: str | None = None
@@ -208,8 +200,7 @@ class Run:
         return self.results[0].loss() if self.results else self._saved_loss
 
     def stop(self, reason: str) -> None:
-        """Ask for the end of training. Any rank may. It takes effect on all ranks after the evaluation that is under way, else at the
-        next logging step."""
+        """Ask for the end of training, on any rank. All stop at the next logging step, or after the current evaluation."""
         self._stop = reason
 
     def event(self, name: str, step: int | None = None, **details: Any) -> None:
@@ -231,24 +222,23 @@ class Run:
     def include(self, name: str, state: Stateful) -> None:
         """Save `state` with the run, under `name`. Raises `CheckpointError`."""
         if not isinstance(state, Stateful):
-            raise CheckpointError(f"include({name!r}, a {type(state).__name__}); it has no state_dict and load_state_dict; give it both")
+            raise CheckpointError(f"include({name!r}, a {type(state).__name__}); it has no state_dict and load_state_dict; add both")
         if name in self.stateful:
-            raise CheckpointError(f"include({name!r}) for a second time; each name is for one; choose another")
+            raise CheckpointError(f"include({name!r}) a second time; names are unique; choose another")
         self.stateful[name] = state
 
     def start(self) -> None:
-        """Call the hooks' `on_start`. From now on they are told of events."""
+        """Call the hooks' `on_start`, and their `on_event` from now on."""
         self._has_started = True
         self.hooks.call("on_start", self)
 
     def begin_step(self, source: Microbatches) -> None:
-        """A step begins, with `source`'s microbatches."""
         self.source, self.logged, self.is_committed = source, {}, False
         self.hooks.call("before_step", self)
 
     def end_step(self, source: Microbatches) -> None:
-        """The script's part of the step has ended: what is saved is whole again."""
-        self.is_whole = True
+        """Called when the script's part of the step has ended: the saved state is consistent again."""
+        self.is_consistent = True
         self.loop.shards = {str(shard): at for shard, at in (source.positions or {}).items()}
 
     def agree(self) -> None:
@@ -262,7 +252,7 @@ class Run:
         self.stopping = self.consensus.agree_to_stop()
 
     def close(self) -> None:
-        """The end, however the run ended."""
+        """Called at the end of the run, even after an error."""
         try:
             self.hooks.call_every("on_end", self)
         finally:
@@ -271,11 +261,9 @@ class Run:
             self.exchange.world = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The run's own numbers, besides its models and hooks."""
         return {"step": self.step, "metrics": self.metrics, "evaluated_at": self.evaluated_at, "loss": self.loss}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned."""
         self.step, self.metrics, self.evaluated_at = state["step"], state["metrics"], state["evaluated_at"]
         self._saved_loss = state["loss"]
 
@@ -294,8 +282,8 @@ def check_hooks(hooks: Any) -> None:
             if name.startswith(("on_", "before_", "after_")) and not hasattr(ControlHook, name):
                 moments = ", ".join(each for each in vars(Hook) if not each.startswith("_"))
                 raise RecipeError(
-                    f"{type(hook).__name__}.{name} would never be called; the moments of an ls.Hook are {moments}; choose one of them, or "
-                    "begin the method's name otherwise"
+                    f"{type(hook).__name__}.{name} would never be called; the methods of an ls.Hook are {moments}; use one of them, or a "
+                    "name with another beginning"
                 )
     if several is not hooks:
         raise RecipeError(f"hooks={hooks!r}; it is a list of hooks; give hooks=[...]")

@@ -1,4 +1,4 @@
-"""The loop of steps: its setup, and the calls before and after each step, the same on every rank."""
+"""The loop of steps: its setup, and the calls before and after each step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lockstep.training.step_result import no_weight
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoopOptions:
-    """A loop of steps as the script asks for it: fields as in `Recipe`."""
+    """The arguments of `Session.steps`: as in `Recipe`."""
 
     data: Any
     global_batch: int
@@ -32,10 +32,7 @@ class LoopOptions:
 
 
 def lay_out_loop(run: Run, options: LoopOptions) -> Batching:
-    """Check a loop's options, decide which rank computes which microbatch, and build the reducers. Every rank calls it.
-
-    Raises `DataError` and `RecipeError`.
-    """
+    """Check the options, assign microbatches to ranks, build the reducers. Every rank calls it. Raises `DataError`, `RecipeError`."""
     plan, data, models = run.context.plan, options.data, [module.model for module in run.modules]
     check_no_auto(plan, options.microbatch)
     check_batch(options.global_batch, options.microbatch)
@@ -43,15 +40,15 @@ def lay_out_loop(run: Run, options: LoopOptions) -> Batching:
     if data is not None:
         check_data("data", data, global_batch=options.global_batch, microbatch=options.microbatch, epochs=options.epochs)
     if not run.modules:
-        raise RecipeError("session.steps before session.prepare; a step needs a model and an optimizer; prepare them first")
+        raise RecipeError("session.steps before session.prepare; a step needs a model and an optimizer; call prepare first")
     microbatch = _microbatch(run, options)
     check_microbatch_is_fixed(plan, options.global_batch, microbatch)
     mesh = split_microbatches(models, run.context.mesh, plan, microbatch=microbatch or options.global_batch)
     run.exchange.world = mesh.data if mesh.assignment.slices else None
     if isinstance(data, Stream) and mesh.assignment.slices:
         raise RecipeError(
-            f"SyncBatchNorm on {mesh.data.size} data ranks with an ls.Stream; it splits each microbatch over the ranks, and a shard is "
-            "read by one of them; use plain BatchNorm, whose statistics are one microbatch's, or a map-style dataset"
+            f"SyncBatchNorm on {mesh.data.size} data ranks with an ls.Stream; it splits each microbatch over the ranks, and only one of "
+            "them reads its shard; use plain BatchNorm, with statistics of one microbatch, or a map-style dataset"
         )
     run.global_batch, run.microbatch = options.global_batch, microbatch
     batching = Batching(
@@ -73,7 +70,7 @@ def lay_out_loop(run: Run, options: LoopOptions) -> Batching:
 
 
 def report_layout(run: Run, batching: Batching) -> None:
-    """Record what follows from the layout of the first loop of steps: which reducer each model has, and what BatchNorm computes."""
+    """Record the reducer of each model, and what BatchNorm's statistics cover, in the first loop of steps."""
     if (remark := batchnorm([module.model for module in run.modules], batching)) is not None:
         run.remark(remark)
     for number, module in enumerate(run.modules):
@@ -81,14 +78,13 @@ def report_layout(run: Run, batching: Batching) -> None:
 
 
 def _microbatch(run: Run, options: LoopOptions) -> int | None:
-    """The microbatch to train with. Raises `RecipeError`."""
     override = run.context.overrides.microbatch
     if override is None or override == options.microbatch:
         return options.microbatch
     if isinstance(options.data, Stream):
         raise RecipeError(
-            f"microbatch={override} instead of {options.microbatch} with an ls.Stream; other microbatches read from other shards, so the "
-            "same samples cannot be cut otherwise; leave the microbatch as it is"
+            f"microbatch={override} instead of {options.microbatch} with an ls.Stream; other microbatches read from other shards, and so "
+            "have other samples; leave the microbatch as it is"
         )
     return override
 
@@ -96,18 +92,12 @@ def _microbatch(run: Run, options: LoopOptions) -> int | None:
 def sources(
     run: Run, options: LoopOptions, batching: Batching, first: int, close: Callable[[Callable[[], object]], object]
 ) -> Iterator[Microbatches]:
-    """Each step's microbatches on this rank, from step `first` on. `close` is given what must be called when the run ends."""
+    """Each step's microbatches on this rank, from step `first` on. `close` registers the loader's close."""
     context, data = run.context, options.data
     if data is None:
         return from_indices(batching, seed=context.seed, first=first)
-    workers, prefetch = int(context.plan.workers), int(context.plan.prefetch)
-    how: dict[str, Any] = {
-        "collate": options.collate,
-        "seed": context.seed,
-        "workers": workers,
-        "prefetch": prefetch,
-        "device": context.device,
-    }
+    how: dict[str, Any] = {"workers": int(context.plan.workers), "prefetch": int(context.plan.prefetch)}
+    how |= {"collate": options.collate, "seed": context.seed, "device": context.device}
     if isinstance(data, Stream):
         streamed = StreamLoader(data, **how)
         close(streamed.close)
@@ -119,17 +109,17 @@ def sources(
 
 
 def steps(run: Run, batches: Iterator[Microbatches], *, total: int, weight: Callable[[Any], Any] | None) -> Iterator[Step]:
-    """Yield each step to the script, which computes and commits it; then call the hooks and do what the ranks agree on.
-
-    `batches`: each step's microbatches. `total`: the number of steps. `weight`: as in `Recipe`.
-    """
+    """Yield each of `total` steps to the script, which computes and commits it; then call the hooks and do what the ranks agree on."""
     context, terms = run.context, None
     context.recorder.show(total)
     run.hooks.call("before_steps", run)
     for source in context.phases.during("data", batches):
         context.phases.step = source.step
         if weight is not None:
-            terms = _weigh(source, weight, terms)
+            terms = source.weigh(weight, terms)
+            for name, divisor in (source.weights or {}).items():
+                if not divisor:
+                    raise LossError(no_weight(source.step, name))
         if len(run.modules) > 1:
             source.keep()
         run.is_logging_step = (source.step + 1) % context.log_every == 0 or source.step + 1 == total
@@ -137,7 +127,11 @@ def steps(run: Run, batches: Iterator[Microbatches], *, total: int, weight: Call
         step = Step(source, run)
         context.phases.enter("compute")
         yield step
-        _check_committed(step, run)
+        if len(step.committed) < len(run.modules):
+            raise LossError(
+                f"after step {step.index}: the step ended with {len(step.committed)} of {len(run.modules)} prepared models committed; call "
+                "step.commit(optimizer) for each on every rank, in every step"
+            )
         context.phases.enter("hooks")
         run.hooks.call("after_step", run)
         context.phases.enter("between steps")
@@ -148,20 +142,3 @@ def steps(run: Run, batches: Iterator[Microbatches], *, total: int, weight: Call
             run.event("stopped", reason=run.stopping)
             break
     run.hooks.call("after_steps", run)
-
-
-def _weigh(source: Microbatches, weight: Callable[[Any], Any], terms: list[str] | None) -> list[str]:
-    """Sum the weights of the step over all ranks. Returns the names of the loss's terms. Raises `LossError` if a sum is 0."""
-    terms = source.weigh(weight, terms)
-    for name, total in (source.weights or {}).items():
-        if not total:
-            raise LossError(no_weight(source.step, name))
-    return terms
-
-
-def _check_committed(step: Step, run: Run) -> None:
-    if len(step.committed) < len(run.modules):
-        raise LossError(
-            f"after step {step.index}: the step ended with {len(step.committed)} of {len(run.modules)} prepared models committed; call "
-            "step.commit(optimizer) for each on every rank, in every step"
-        )

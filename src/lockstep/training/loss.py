@@ -1,4 +1,4 @@
-"""Reads what a user's loss and weight functions return: terms of Σ total / Σ weight."""
+"""Checks and scales the results of the user's loss and weight functions: terms of Σ total / Σ weight."""
 
 from __future__ import annotations
 
@@ -14,35 +14,24 @@ from torch import Tensor
 from lockstep.base.errors import LossError
 from lockstep.recipe import Loss, Sum
 
-IGNORE_INDEX = -100
-"""The label that torch's cross entropy leaves out by default."""
-SINGLE = "loss"
-"""The name of the only term, if the loss is not a dict."""
+IGNORE_INDEX = -100  # the label that torch's cross entropy leaves out by default
+SINGLE = "loss"  # the name of the only term, if the loss is not a dict
 Weights = dict[str, float]
 
 
 class Contribution(NamedTuple):
     """The part of one microbatch in a step: the gradient of `grad_output * total`, and the numbers to record."""
 
-    total: Tensor
-    """Scalar with a gradient."""
+    total: Tensor  # scalar with a gradient
     grad_output: Tensor
-    """Scalar: the gradient that the backward of `total` starts with. NaN if the loss is not finite, so that every rank sees it in the
-    summed gradient."""
-    value: Tensor | float
-    """Scalar: the part of the microbatch in the step's loss; its raw total if only the forward knows the weight."""
-    weight: Tensor | None
-    """Scalar: the weight, if only the forward knows it."""
-    terms: dict[str, Tensor]
-    """Each term's part of the step's loss, if there are several."""
+    """Scalar: the gradient that the backward starts with. NaN if the loss is not finite, which every rank then sees in the sum."""
+    value: Tensor | float  # Scalar: the microbatch's part of the step's loss; the unscaled total of an `ls.Loss`
+    weight: Tensor | None  # Scalar; only of an `ls.Loss`
+    terms: dict[str, Tensor]  # each term's part of the step's loss, if there are several
 
 
 def contribution(loss: Any, *, samples: int, step_samples: int, batch: Any, weights: Weights | None, prescale: Tensor) -> Contribution:
-    """Read what a loss function returned for a microbatch of `samples` in a step of `step_samples`. Raises `LossError`.
-
-    `weights`: each term's denominator over the whole step, if `Recipe.weight` gives it. `prescale`: the divisor of a total before
-    its backward, if only the forward knows the weight.
-    """
+    """Check and scale a microbatch's loss. Raises `LossError`. `weights`: of the global batch. `prescale`: the divisor of an `ls.Loss`."""
     if isinstance(loss, Loss):
         return _forward_known(loss, weights, prescale)
     _check_terms(loss, weights)
@@ -64,10 +53,7 @@ def contribution(loss: Any, *, samples: int, step_samples: int, batch: Any, weig
 
 
 def measured(loss: Any, *, samples: int, batch: Any, weights: Weights | None) -> dict[str, tuple[float, float]]:
-    """Read what a loss function returned in an evaluation, for a microbatch of `samples`: metric name -> (total, weight) of each term.
-
-    `weights`: this microbatch's. Raises `LossError` as in training.
-    """
+    """The loss of a microbatch of `samples` in an evaluation: metric name -> (total, weight) of each term. `weights`: this microbatch's."""
     if isinstance(loss, Loss):
         part = _forward_known(loss, weights, torch.ones(()), learns=False)
         assert part.weight is not None
@@ -83,9 +69,9 @@ def measured(loss: Any, *, samples: int, batch: Any, weights: Weights | None) ->
 
 
 def weights_of(raw: Any) -> Weights:
-    """Read what a weight function returned for one microbatch: each term's name and denominator. Raises `LossError`."""
+    """Check the result of a weight function for one microbatch: term name -> denominator. Raises `LossError`."""
     named = raw if isinstance(raw, Mapping) else {SINGLE: raw}
-    _check_text("weight", named)
+    _check_names("weight", named)
     weights = {name: _number(name, value) for name, value in named.items()}
     for name, value in weights.items():
         if not 0 <= value < float("inf"):
@@ -97,14 +83,14 @@ def _check_terms(loss: Any, weights: Weights | None) -> None:
     if not isinstance(loss, Tensor) and isinstance(loss, Mapping):
         if not loss:
             raise LossError("the loss is an empty dict; give it one term at least, or return the loss itself")
-        _check_text("loss", loss)
+        _check_names("loss", loss)
         if weights is not None:
-            _check_names(loss, weights)
+            _check_same_names(loss, weights)
     elif weights is not None and weights.keys() != {SINGLE}:
-        _check_names({SINGLE: loss}, weights)
+        _check_same_names({SINGLE: loss}, weights)
 
 
-def _check_text(whose: str, terms: Mapping[Any, Any]) -> None:
+def _check_names(whose: str, terms: Mapping[Any, Any]) -> None:
     for name in terms:
         if not isinstance(name, str):
             raise LossError(
@@ -113,7 +99,7 @@ def _check_text(whose: str, terms: Mapping[Any, Any]) -> None:
             )
 
 
-def _check_names(terms: Mapping[str, Any], weights: Weights) -> None:
+def _check_same_names(terms: Mapping[str, Any], weights: Weights) -> None:
     if missing := set(weights) ^ {name for name, term in terms.items() if isinstance(term, Sum)}:
         raise LossError(
             f"the loss has terms {sorted(terms)} and the weight has {sorted(weights)}; {sorted(missing)} is not a Sum in one and a "
@@ -121,13 +107,13 @@ def _check_names(terms: Mapping[str, Any], weights: Weights) -> None:
         )
 
 
-def _scale(name: str, term: Any, share: float, weights: Weights | None) -> float:
-    """The factor of a term's total: 1 / Σ weight, or `share`, this microbatch's share of the step's samples."""
-    return 1.0 / weights[name] if isinstance(term, Sum) and weights is not None else share
+def _scale(name: str, term: Any, fraction: float, weights: Weights | None) -> float:
+    """The factor of a term's total: 1 / Σ weight, or `fraction`, that of the step's samples in this microbatch."""
+    return 1.0 / weights[name] if isinstance(term, Sum) and weights is not None else fraction
 
 
 def _term(name: str, term: Any, *, batch: Any, weights: Weights | None, learns: bool = True) -> Tensor:
-    """Return a term's total, unscaled, after checks."""
+    """Check a term, and return its unscaled total."""
     if isinstance(term, Loss):
         raise LossError(
             f"term {name!r} of the loss is an ls.Loss; several terms have several denominators, which must be known before the forward; "
@@ -146,8 +132,7 @@ def _term(name: str, term: Any, *, batch: Any, weights: Weights | None, learns: 
             f"term {name!r} of the loss is a plain scalar, the mean over this microbatch's samples, and Recipe.weight gives it another "
             "denominator; return ls.Sum(total), the sum over what the weight counts, or drop the weight"
         )
-    where = _ignore_index_in(batch)
-    if where is not None:
+    if (where := _ignore_index_in(batch)) is not None:
         part = f"batch{where}"
         raise LossError(
             f"term {name!r} of the loss is a plain scalar, and {part} holds the ignore index {IGNORE_INDEX}; a mean over tokens "
@@ -176,7 +161,7 @@ def _forward_known(loss: Loss, weights: Weights | None, prescale: Tensor, *, lea
 
 @lru_cache(maxsize=64)
 def _constant(value: float, dtype: torch.dtype) -> Tensor:
-    """A scalar on the CPU, made once. Backward only reads it."""
+    """A scalar on the CPU, built once: the backward only reads it."""
     return torch.tensor(value, dtype=dtype)
 
 
@@ -210,9 +195,7 @@ def _checked(name: str, total: Any, learns: bool) -> Tensor:
 
 
 def _number(name: Any, value: Any) -> float:
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return float(value)
-    if isinstance(value, Real) and not isinstance(value, bool):
+    if (isinstance(value, Tensor) and value.numel() == 1) or (isinstance(value, Real) and not isinstance(value, bool)):
         return float(value)
     kind = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
     raise LossError(
@@ -229,7 +212,6 @@ def _ignore_index_in(batch: Any) -> str | None:
     if not isinstance(batch, list | tuple | Mapping):
         return None
     for name, part in enumerate(batch) if isinstance(batch, list | tuple) else batch.items():
-        where = _ignore_index_in(part)
-        if where is not None:
+        if (where := _ignore_index_in(part)) is not None:
             return f"[{name!r}]{where}"
     return None

@@ -1,4 +1,4 @@
-"""The microbatches of each step: from a dataset in its keyed order, from a stream, or, without data, fixed indices."""
+"""The microbatches of each step: from a dataset in its keyed order, from a stream, or without data, of fixed indices."""
 
 from __future__ import annotations
 
@@ -24,12 +24,11 @@ from lockstep.keys import RandomStream, key
 from lockstep.order import Order
 from lockstep.training.loss import Weights, weights_of
 
-Spans = tuple[tuple[int, int], ...]
-"""The span [start, stop) of each microbatch in its global batch."""
+Spans = tuple[tuple[int, int], ...]  # the span [start, stop) of each microbatch in its global batch
 
 
 class Batching:
-    """The number of steps of a loop, and the split of each global batch into microbatches for each rank: pure arithmetic."""
+    """The number of steps of a loop, and the assignment of each global batch's microbatches to ranks: pure arithmetic."""
 
     def __init__(
         self,
@@ -42,7 +41,7 @@ class Batching:
         mesh: Mesh,
         microbatch_splits: int = 0,
     ) -> None:
-        """`microbatch_splits`: how often each microbatch is halved; the halves then count as microbatches."""
+        """`microbatch_splits`: as in `Plan`; the parts count as microbatches."""
         self.samples = samples
         self.mesh = mesh
         self._parts = 2**microbatch_splits
@@ -50,41 +49,41 @@ class Batching:
         self._global_batch = global_batch
         self._in_epochs = epochs is not None
         self._microbatch = microbatch
-        self._cuts: dict[int, Spans] = {}
-        self._shares: dict[int, list[tuple[int, bool]]] = {}
-        self.max_microbatches = len(self.cut(min(global_batch, samples) if self._in_epochs else global_batch))
+        self._spans: dict[int, Spans] = {}
+        self._mine: dict[int, list[tuple[int, bool]]] = {}
+        self.max_microbatches = len(self.spans(min(global_batch, samples) if self._in_epochs else global_batch))
 
     def span(self, step: int) -> tuple[int, int]:
         """The positions of a step's global batch."""
         return assignment.batch_span(step, length=self.samples, global_batch=self._global_batch, epochs=self._in_epochs)
 
-    def cut(self, size: int) -> Spans:
-        """Return the spans of a batch of `size` samples: microbatches, or their slices if each is split over ranks."""
-        if size not in self._cuts:
+    def spans(self, size: int) -> Spans:
+        """The microbatches of a batch of `size` samples, or their slices if each microbatch is split over ranks."""
+        if size not in self._spans:
             assigned = self.mesh.assignment
-            whole = assignment.microbatch_spans(size, self._microbatch, 1 if assigned.slices else assigned.ranks)
-            self._cuts[size] = tuple(assignment.split_spans(whole, assigned.slices or self._parts))
-        return self._cuts[size]
+            unsplit = assignment.microbatch_spans(size, self._microbatch, 1 if assigned.slices else assigned.ranks)
+            self._spans[size] = tuple(assignment.split_spans(unsplit, assigned.slices or self._parts))
+        return self._spans[size]
 
     @property
     def largest(self) -> int:
         """Samples of the largest microbatch."""
         start, stop = self.span(0)
-        return max(stop - start for start, stop in self.cut(stop - start))
+        return max(stop - start for start, stop in self.spans(stop - start))
 
-    def share(self, size: int) -> list[tuple[int, bool]]:
-        """This rank's share of a batch of `size` samples, as (microbatch, is_dummy)."""
-        if size not in self._shares:
-            self._shares[size] = self.mesh.assignment.with_dummies(len(self.cut(size)), self.mesh.data.rank)
-        return self._shares[size]
+    def mine(self, size: int) -> list[tuple[int, bool]]:
+        """This rank's microbatches of a batch of `size` samples, as (microbatch, is_dummy)."""
+        if size not in self._mine:
+            self._mine[size] = self.mesh.assignment.with_dummies(len(self.spans(size)), self.mesh.data.rank)
+        return self._mine[size]
 
-    def share_of_step(self, step: int) -> list[Span]:
-        """The spans that this rank computes in a step, as positions in the order of samples."""
+    def mine_in_step(self, step: int) -> list[Span]:
+        """This rank's microbatches in a step, as positions in the order of samples."""
         start, stop = self.span(step)
-        spans = self.cut(stop - start)
+        spans = self.spans(stop - start)
         return [
             Span(step=step, index=index, start=start + spans[index][0], stop=start + spans[index][1], is_dummy=is_dummy)
-            for index, is_dummy in self.share(stop - start)
+            for index, is_dummy in self.mine(stop - start)
         ]
 
 
@@ -93,8 +92,7 @@ class StepLayout:
     """The samples of each microbatch of one step, and the rank that computes it; for messages and checks."""
 
     step: int
-    start: int
-    """The first position of the global batch."""
+    start: int  # the first position of the global batch
     spans: Spans
     mesh: Mesh
     order: Order | None
@@ -111,9 +109,8 @@ class StepLayout:
         rank = next(rank for rank, share in enumerate(self.mesh.assignment.indices_by_rank(len(self.spans))) if place in share)
         return f"rank {rank}" if self.mesh.data.size == self.mesh.world.size else f"data rank {rank}"
 
-    def whole(self, place: int) -> tuple[int, Sequence[int | str]]:
-        """Return the microbatch that `place` is, or is a slice of, and all its samples. For a stream, samples are named in words, and
-        only this rank's microbatches are known."""
+    def full_microbatch(self, place: int) -> tuple[int, Sequence[int | str]]:
+        """The full microbatch at or around `place`, and its samples. For a stream, in words, and only for this rank's microbatches."""
         if self.origins is not None:
             return place, self.origins[place].names()
         split = self.mesh.assignment.slices or 1
@@ -122,7 +119,7 @@ class StepLayout:
         return number, [sample for each in places for sample in self.samples_of(each)]
 
     def words(self, place: int) -> str:
-        """Name the samples of microbatch `place`. Every rank of `mesh.data` calls it: only the rank that read a stream knows them."""
+        """Name the samples of microbatch `place`. Every rank of `mesh.data` calls it: in a stream only one of them knows them."""
         if self.origins is None:
             return f"samples {self.samples_of(place)}"
         origin = self.origins.get(place)
@@ -150,26 +147,25 @@ class Microbatches:
         order: Order | None,
         positions: Mapping[int, ShardPosition] | None = None,
     ) -> None:
-        """`positions`: those of a stream's shards before the step."""
+        """`positions`: those of the stream's shards before the step."""
         start, stop = batching.span(step)
         self.step = step
         self.samples = stop - start
-        self.layout = StepLayout(step, start, batching.cut(self.samples), batching.mesh, order, None if positions is None else {})
+        self.layout = StepLayout(step, start, batching.spans(self.samples), batching.mesh, order, None if positions is None else {})
         self.count = len(self.layout.spans)
-        self.mine = sum(not is_dummy for _, is_dummy in batching.share(self.samples))
-        """The number of microbatches this rank computes, dummy ones left out."""
+        self.mine = sum(not is_dummy for _, is_dummy in batching.mine(self.samples))  # without dummies
         self.most = batching.max_microbatches
         self.weights: Weights | None = None
-        """Each term's denominator over the whole step, if there is a weight function."""
+        """Each term's denominator over the global batch, if there is a weight function."""
         self.positions = None if positions is None else dict(positions)
-        """The position after the step of each stream shard that this rank reads, once it has fetched its microbatches."""
-        self._items = map(self._noted, items)
+        """The position of each stream shard of this rank after the step, once all microbatches are fetched."""
+        self._items = map(self._record_origin, items)
         self._kept: list[Microbatch] | None = None
         self._mesh = batching.mesh
         self._seed = seed
 
     def weigh(self, weight: Callable[[Any], Any], names: Sequence[str] | None) -> list[str]:
-        """Fetch this rank's share and add up its weights with the other ranks'. Every rank calls it. Returns the names of the terms."""
+        """Fetch this rank's microbatches and sum the weights over all ranks. Every rank calls it. Returns the names of the terms."""
         self._kept = list(self._items)
         mine = [weights_of(weight(item.batch)) for item in self._kept if not item.is_dummy]
         if names is None:
@@ -191,13 +187,13 @@ class Microbatches:
             self._kept = list(self._items)
 
     def batches(self, passes: int) -> Iterator[tuple[Microbatch, Any]]:
-        """This rank's microbatches, and their batches on the device, each under its own generators."""
+        """This rank's microbatches, and their batches on the device, each with its own random generators."""
         for item in self._kept if self._kept is not None else self._items:
             batch = to_device(item.batch, self._mesh.world.device)
             seed_generators(key(*self.position(item, passes)), self._mesh.world.device)
             yield item, batch
 
-    def _noted(self, item: Microbatch) -> Microbatch:
+    def _record_origin(self, item: Microbatch) -> Microbatch:
         if item.origin is not None and self.layout.origins is not None and self.positions is not None:
             self.layout.origins[item.index] = item.origin
             if not item.is_dummy:
@@ -205,18 +201,17 @@ class Microbatches:
         return item
 
     def position(self, item: Microbatch, passes: int) -> tuple[int, ...]:
-        """The key of a microbatch's random stream. `passes`: how often it was already computed in this step."""
+        """The key of a microbatch's random stream. `passes`: how often it was computed before in this step."""
         return self._seed, RandomStream.FORWARD, self.step, item.index, passes
 
 
 def from_data(loader: Loader, batching: Batching, *, seed: int, first: int = 0) -> Iterator[Microbatches]:
     """The steps of a dataset from step `first` on, in its keyed order. Nothing is fetched for earlier steps."""
     order = Order(batching.samples, seed)
-    fetched = loader.fetch(span for step in range(first, batching.steps) for span in batching.share_of_step(step))
+    fetched = loader.fetch(span for step in range(first, batching.steps) for span in batching.mine_in_step(step))
     for step in range(first, batching.steps):
         start, stop = batching.span(step)
-        mine = islice(fetched, len(batching.share(stop - start)))
-        yield Microbatches(step, batching, mine, seed=seed, order=order)
+        yield Microbatches(step, batching, islice(fetched, len(batching.mine(stop - start))), seed=seed, order=order)
 
 
 def from_indices(batching: Batching, *, seed: int, first: int = 0) -> Iterator[Microbatches]:
@@ -225,7 +220,7 @@ def from_indices(batching: Batching, *, seed: int, first: int = 0) -> Iterator[M
         start, _ = batching.span(step)
         items = (
             Microbatch(step, span.index, span.is_dummy, span.stop - span.start, range(span.start - start, span.stop - start))
-            for span in batching.share_of_step(step)
+            for span in batching.mine_in_step(step)
         )
         yield Microbatches(step, batching, items, seed=seed, order=None)
 
@@ -233,29 +228,25 @@ def from_indices(batching: Batching, *, seed: int, first: int = 0) -> Iterator[M
 def from_stream(
     loader: StreamLoader, batching: Batching, *, seed: int, first: int = 0, positions: Mapping[int, ShardPosition] | None = None
 ) -> Iterator[Microbatches]:
-    """The steps of a stream from step `first` on. `positions`: `Microbatches.positions` of all ranks after the previous step;
-    a shard that is missing starts from its beginning."""
+    """The steps of a stream from step `first` on. `positions`: of all ranks' shards after the previous step; default: the beginning."""
     begin = positions or {}
     count, size = batching.max_microbatches, batching.span(0)[1]
-    share = batching.share(size)
+    mine = batching.mine(size)
     fetched = loader.fetch(
-        (span for step in range(first, batching.steps) for span in batching.share_of_step(step)), microbatches=count, positions=begin
+        (span for step in range(first, batching.steps) for span in batching.mine_in_step(step)), microbatches=count, positions=begin
     )
     turns = range(loader.shards // count)
-    own = [index for index, is_dummy in share if not is_dummy]
+    own = [index for index, is_dummy in mine if not is_dummy]
     read = [stream_shard(turn, index, microbatches=count, shards=loader.shards) for turn in turns for index in own]
     at: Mapping[int, ShardPosition] = {shard: begin.get(shard, ShardPosition()) for shard in sorted(read)}
     for step in range(first, batching.steps):
-        source = Microbatches(step, batching, islice(fetched, len(share)), seed=seed, order=None, positions=at)
+        source = Microbatches(step, batching, islice(fetched, len(mine)), seed=seed, order=None, positions=at)
         yield source
         at = source.positions or {}
 
 
 def positions_in(values: Mapping[str, Any], shards: int) -> dict[int, ShardPosition]:
-    """Read the position of each stream shard from a checkpoint's values, which hold the `Microbatches.positions` of all ranks as `shards`.
-
-    Raises `CheckpointError` if they belong to another stream.
-    """
+    """Read the position of each stream shard from a checkpoint's values. Raises `CheckpointError` if they are of another stream."""
     saved = {int(shard): ShardPosition(*position) for shard, position in values["shards"].items()}
     if saved.keys() != set(range(shards)):
         raise CheckpointError(

@@ -25,25 +25,19 @@ def autocast(precision: Precision, device: torch.device) -> AbstractContextManag
 
 
 class LossScale:
-    """The factor of an fp16 loss that prevents underflow: halved at an overflow, doubled after 2000 steps in a row without one.
-
-    It is the same on every rank, because it depends on the norm of the whole gradient, which all ranks know: an overflow on one rank
-    halves it on all.
-    """
+    """The factor of an fp16 loss against underflow: halved at an overflow of the global norm, doubled after 2000 steps without one."""
 
     def __init__(self, *, factor: int) -> None:
-        """`factor`: another factor of the loss. The product of both is 2**16 at first."""
+        """`factor`: another factor of the loss. The product of both begins at 2**16."""
         self.value = 2.0 ** (16 - (factor - 1).bit_length())
-        self.in_a_row = 0
-        """Steps without an overflow since the last change."""
+        self.in_a_row = 0  # steps without an overflow since the last change
 
     def unscale(self, gradients: Sequence[Tensor]) -> None:
-        """Divide the gradients by the loss scale, in place."""
         if gradients:
             torch._foreach_mul_([to_local(gradient) for gradient in gradients], 1.0 / self.value)
 
     def update(self, *, overflowed: bool) -> None:
-        """Update the scale. Called once a step."""
+        """Called once a step."""
         self.in_a_row = 0 if overflowed else self.in_a_row + 1
         if overflowed:
             self.value /= 2.0
@@ -53,11 +47,8 @@ class LossScale:
 
 
 def candidates(device: torch.device) -> list[Precision]:
-    """The precisions that `precision="auto"` chooses from: fp32, and on a GPU bf16, or fp16 on older ones.
-
-    On a CPU only fp32, even if it has bf16 instructions: a run keeps its precision, and may be resumed on a CPU that has none.
-    """
-    if device.type != "cuda":
+    """The precisions that `precision="auto"` chooses from: fp32, and on a GPU bf16, or fp16 on older ones."""
+    if device.type != "cuda":  # a run keeps its precision, and may be resumed on a CPU without bf16 instructions
         return ["fp32"]
     if torch.cuda.is_bf16_supported(including_emulation=False):
         return ["fp32", "bf16"]
@@ -66,8 +57,6 @@ def candidates(device: torch.device) -> list[Precision]:
 
 def slow_on_this_cpu(precision: Precision, device: torch.device) -> str | None:
     """Why this precision is slow on this CPU; None if it is not."""
-    if precision == "fp32" or device.type != "cpu":
-        return None
-    if precision == "bf16" and cpu_multiplies_bf16():
+    if precision == "fp32" or device.type != "cpu" or (precision == "bf16" and cpu_multiplies_bf16()):
         return None
     return f"this CPU has no {precision} matrix instructions: expect {precision} to be many times slower than fp32"

@@ -1,11 +1,11 @@
-"""From a model's factory and its optimizers' to a `TrainModule` on this rank."""
+"""Builds a model and its optimizers from their factories, as a `TrainModule` on this rank."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from lockstep.base.errors import RecipeError
 from lockstep.data.generators import seed_generators
@@ -17,7 +17,6 @@ from lockstep.recipe import Weights
 from lockstep.training.context import Context
 from lockstep.training.hook import Run
 from lockstep.training.optim import optimizers as optim
-from lockstep.training.optim.meshes import separate_meshes
 from lockstep.training.pretrained import PretrainedWeights
 from lockstep.training.train_module import TrainModule
 
@@ -31,10 +30,7 @@ class ModelOptions:
     stages: Sequence[str] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ParallelModel:
-    """A model on this rank as the plan wants it."""
-
+class ParallelModel(NamedTuple):
     built: InitialModel
     parallel: Parallelized
     pretrained: PretrainedWeights | None
@@ -49,14 +45,16 @@ def build_model(
     exchange: SyncBatchNormExchange,
     weights: Weights | None,
 ) -> ParallelModel:
-    """Build model `number` of a run and parallelize it. Every rank calls it. Raises `RecipeError`.
+    """Build model `number` of a run and parallelize it, without loading `weights`. Every rank calls it. Raises `RecipeError`."""
+    mesh = context.mesh
 
-    Its initial values follow from the run's seed, whatever the plan; those that `weights` has are still empty.
-    """
-    change, mesh = context.overrides.change_model, context.mesh
-    built = InitialModel.build(
-        factory if change is None else _changed(factory, change), key(context.seed, RandomStream.MODEL, number), mesh
-    )
+    def changed_factory() -> Any:
+        model = factory()
+        if context.overrides.change_model is not None:
+            context.overrides.change_model(model)
+        return model
+
+    built = InitialModel.build(changed_factory, key(context.seed, RandomStream.MODEL, number), mesh)
     model = built.module
     optim.check_gradients(model, optim.trainable(model), bitwise=context.bitwise)
     pretrained = None if weights is None else PretrainedWeights.of(weights, model, context.world)
@@ -88,7 +86,7 @@ def prepare(
     schedule: Callable[[Any], Any] | None,
     weights: Weights | None,
 ) -> TrainModule:
-    """Build a model, parallelize it, load its weights, and build its optimizers. Every rank calls it. Raises `RecipeError`."""
+    """Build a model, parallelize it, load its weights, build its optimizers. Every rank calls it. Raises `RecipeError`."""
     context = run.context
     if run.modules and context.mesh.axis("pipeline").size > 1:
         raise RecipeError(
@@ -103,22 +101,13 @@ def prepare(
         run.event("weights-loaded", **made.pretrained.fill(model, context.world))
         if context.overrides.change_loaded is not None:
             context.overrides.change_loaded(model)
-    build = partial(optim.built, build_optimizer, model, in_part=parallel.pipeline is not None)
+    build = partial(optim.build_optimizers, build_optimizer, model, in_part=parallel.pipeline is not None)
     optimizers = build() if parallel.pipeline is None else parallel.pipeline.raise_on_all_ranks(build)
     if context.bitwise and optim.unfuse(optimizers):
-        run.event("optimizer-not-fused", reason="a fused kernel rounds differently on a part of a tensor than on the whole")
+        run.event("optimizer-not-fused", reason="a fused kernel rounds differently on a shard than on the full tensor")
     for optimizer in optimizers:
-        separate_meshes(optimizer)
+        optim.separate_meshes(optimizer)
         optim.allocate_state(optimizer)
     module = TrainModule(model, optim.trainable(model), optimizers, parallel=parallel, context=context, schedule=schedule)
     run.modules.append(module)
     return module
-
-
-def _changed(factory: Callable[[], Any], change: Callable[[Any], None]) -> Callable[[], Any]:
-    def build() -> Any:
-        model = factory()
-        change(model)
-        return model
-
-    return build

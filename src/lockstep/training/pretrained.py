@@ -1,17 +1,18 @@
-"""Pretrained weights: matches a file's tensors with the model's, and loads each rank's part of them."""
+"""Pretrained weights: matches a file's tensors with the model's, and loads each rank's part."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.base.errors import RecipeError
+from lockstep.base.errors import RecipeError, first_few
 from lockstep.checkpoint.block_hashes import hash_bytes
 from lockstep.checkpoint.pretrained_files import TensorFiles, open_tensors
 from lockstep.checkpoint.tensor_shards import ShardCopy, TensorShard, plan_copies, torch_dtype
@@ -22,8 +23,7 @@ from lockstep.recipe import Weights
 from lockstep.training.state import aliases, listed, tensors_of
 
 T = TypeVar("T")
-Kinds = Mapping[str, tuple[str, tuple[int, ...]]]
-"""Tensor name -> (dtype, shape)."""
+Kinds = Mapping[str, tuple[str, tuple[int, ...]]]  # tensor name -> (dtype, shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,59 +34,42 @@ class PretrainedWeights:
     tensors: TensorFiles
     theirs: Mapping[str, Sequence[str]]
     """First name of each of the model's tensors that is in the file -> its names in the file (several if it is tied)."""
-    kept: Sequence[str]
-    """The names of the model's tensors that are not in the file."""
+    kept: Sequence[str]  # the model's tensors that are not in the file
 
     @classmethod
     def of(cls, weights: Weights, model: nn.Module, world: World) -> PretrainedWeights:
-        """Open the file and find the model's tensors in it. Every rank calls it, before the model is parallelized.
-
-        Raises `RecipeError`, on every rank.
-        """
+        """Open the file and find the model's tensors in it, before the model is parallelized. Every rank calls it. Raises `RecipeError`."""
         ours = {name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in tensors_of(model)}
         tied = aliases(model)
 
-        def opened() -> PretrainedWeights:
-            tensors = open_tensors(weights.path)
-            try:
-                theirs = match_names(weights, tensors.specs, ours, tied)
-            except RecipeError:
-                tensors.close()
-                raise
-            return cls(weights, tensors, theirs, sorted(ours.keys() - theirs.keys()))
+        with ExitStack() as stack:
 
-        made, failure = _result_or_error(opened)
-        seen = None if made is None else hash_bytes([json.dumps(sorted(made.tensors.specs.items())).encode()])
-        everyone = world.gather_values([failure, seen])
-        try:
-            _raise_first(failure for failure, _ in everyone)
-            if len({seen for _, seen in everyone}) > 1:
+            def opened() -> tuple[PretrainedWeights, Any]:
+                tensors = open_tensors(weights.path)
+                stack.callback(tensors.close)
+                theirs = match_names(weights, tensors.specs, ours, tied)
+                specs = hash_bytes([json.dumps(sorted(tensors.specs.items())).encode()])
+                return cls(weights, tensors, theirs, sorted(ours.keys() - theirs.keys())), specs
+
+            made, everyone = _exchange(opened, world)
+            if len(set(everyone)) > 1:
                 raise RecipeError(_not_alike(weights.path))
-        except RecipeError:
-            if made is not None:
-                made.tensors.close()
-            raise
-        assert made is not None
+            stack.pop_all()
         return made
 
     @torch.no_grad()
     def fill(self, model: nn.Module, world: World) -> dict[str, Any]:
-        """Load this rank's part of the parallelized model and close the file. Returns a summary for the event. Every rank calls it.
-
-        Beside the model, memory holds one part of one tensor at a time. Raises `RecipeError`, on every rank.
-        """
+        """Load this rank's part into the parallelized model, and close the file. Every rank calls it. Raises `RecipeError`."""
         state = {name: tensor for name, tensor in tensors_of(model) if name in self.theirs}
-        checksums, failure = _result_or_error(lambda: self._filled(state))
+        with closing(self.tensors):
+            _, everyone = _exchange(lambda: (None, self._filled(state)), world)
         converted = Counter(
             f"{theirs} to {ours}"
             for name, tensor in state.items()
             if (theirs := self._kind(name)[0]) != (ours := str(tensor.dtype).removeprefix("torch."))
         )
-        self.tensors.close()
-        everyone = world.gather_values([failure, checksums])
-        _raise_first(failure for failure, _ in everyone)
         seen: dict[str, int] = {}
-        for _, found in everyone:
+        for found in everyone:
             if any(seen.setdefault(key, value) != value for key, value in found.items()):
                 raise RecipeError(_not_alike(self.weights.path))
         return {"path": self.weights.path, "tensors": len(self.theirs), "kept": list(self.kept), "converted": dict(converted)}
@@ -96,13 +79,11 @@ class PretrainedWeights:
 
     def _filled(self, state: Mapping[str, Tensor]) -> dict[str, int]:
         """Copy the values into this rank's tensors. Returns the checksum of each part read. Raises `RecipeError`."""
-        whole = {}
-        for name in state:
-            dtype, shape = self._kind(name)
-            whole[name] = TensorShard(name, dtype, shape, (0,) * len(shape), shape)
+        kinds = {name: self._kind(name) for name in state}
+        full = [TensorShard(name, dtype, shape, (0,) * len(shape), shape) for name, (dtype, shape) in kinds.items()]
         checksums: dict[str, int] = {}
         filled: Counter[str] = Counter()
-        for copy in plan_copies(state, list(whole.values())):
+        for copy in plan_copies(state, full):
             part = self._read(copy)
             to_local(state[copy.shard.name])[copy.target].copy_(part)
             filled[copy.shard.name] += part.numel()
@@ -117,18 +98,14 @@ class PretrainedWeights:
         for other in others:
             if checksum(self.tensors.read(other, copy.source)) != checksum(part):
                 raise RecipeError(
-                    f"weights {self.weights.path!r} have other values as {first!r} than as {other!r}, and the model has one parameter for "
+                    f"weights {self.weights.path!r} have different values for {first!r} and {other!r}, and the model has one parameter for "
                     f"both; leave one out, Weights(names={{{other!r}: None}}), or do not tie them"
                 )
         return part
 
 
 def match_names(weights: Weights, theirs: Kinds, ours: Kinds, tied: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return, for each of the model's tensors, its names in the file.
-
-    `ours`: by first names. `tied`: each further name of a tensor -> its first name. Raises `RecipeError` if a tensor is missing,
-    unexpected, or of another dtype or shape.
-    """
+    """Return each tensor's names in the file. `ours`: by first names. `tied`: further name -> first name. Raises `RecipeError`."""
     found: dict[str, str] = {}
     for name in theirs:
         if (target := _renamed(weights.names, name)) is None:
@@ -141,12 +118,14 @@ def match_names(weights: Weights, theirs: Kinds, ours: Kinds, tied: Mapping[str,
         found[target] = name
     for pattern in weights.names:
         if not any(_match(pattern, name) is not None for name in theirs):
-            raise RecipeError(f"Weights.names has {pattern!r}, which matches no name in {weights.path!r}: {_first_few(theirs)}; change it")
+            raise RecipeError(
+                f"Weights.names has {pattern!r}, which matches no name in {weights.path!r}: {first_few(sorted(theirs))}; change it"
+            )
     firsts = {target: tied.get(target, target) for target in found}
     missing = sorted(ours.keys() - firsts.values())
     unexpected = sorted(target for target, first in firsts.items() if first not in ours)
     others = [
-        f"{target} {_describe(ours[firsts[target]])}, in the file {_describe(theirs[name])}"
+        "{} {}{}, in the file {}{}".format(target, *ours[firsts[target]], *theirs[name])
         for target, name in found.items()
         if firsts[target] in ours and not _fits(theirs[name], ours[firsts[target]])
     ]
@@ -177,7 +156,7 @@ def _match(pattern: str, name: str) -> str | None:
 
 
 def _fits(theirs: tuple[str, tuple[int, ...]], ours: tuple[str, tuple[int, ...]]) -> bool:
-    """True if shapes agree and dtypes are equal or both floating point, which are converted."""
+    """True if shapes are equal, and dtypes are equal or both floating point."""
     return theirs[1] == ours[1] and (theirs[0] == ours[0] or (_is_float(theirs[0]) and _is_float(ours[0])))
 
 
@@ -186,7 +165,7 @@ def _is_float(dtype: str) -> bool:
 
 
 def _remedy(missing: Sequence[str], unexpected: Sequence[str]) -> str:
-    """Return what to do about the names. If they differ by a prefix, that is the `names=` to write."""
+    """The remedy for names that do not match; if they differ by a prefix, the `names=` to write."""
     wanted = set(missing)
     before = Counter(name[: -len(end)] for name in unexpected for end in _ends(name) if end in wanted)
     if before:
@@ -204,18 +183,9 @@ def _remedy(missing: Sequence[str], unexpected: Sequence[str]) -> str:
 
 
 def _ends(name: str) -> list[str]:
-    """The rest of a name after each of its dots."""
+    """The part of a name after each of its dots."""
     parts = name.split(".")
     return [".".join(parts[start:]) for start in range(1, len(parts))]
-
-
-def _first_few(names: Iterable[str]) -> str:
-    found = sorted(names)
-    return ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
-
-
-def _describe(kind: tuple[str, tuple[int, ...]]) -> str:
-    return f"{kind[0]}{kind[1]}"
 
 
 def _part_key(copy: ShardCopy) -> str:
@@ -228,14 +198,16 @@ def _not_alike(path: str) -> str:
     return f"weights {path!r} is not the same file on all processes; all ranks must read the same values; give each machine the same file"
 
 
-def _result_or_error(call: Callable[[], T]) -> tuple[T | None, str | None]:
-    """Return (the result, None), or (None, the text of a `RecipeError`)."""
+def _exchange(call: Callable[[], tuple[T, Any]], world: World) -> tuple[T, list[Any]]:
+    """Return its first result, and the second one (JSON) of each rank. Raises the first rank's `RecipeError` on all."""
+    found, failure = None, None
     try:
-        return call(), None
+        found = call()
     except RecipeError as error:
-        return None, str(error)
-
-
-def _raise_first(failures: Iterable[str | None]) -> None:
-    if failure := next((failure for failure in failures if failure is not None), None):
-        raise RecipeError(failure)
+        failure = str(error)
+    everyone = world.gather_values([failure, None if found is None else found[1]])
+    for other, _ in everyone:
+        if other is not None:
+            raise RecipeError(other)
+    assert found is not None
+    return found[0], [value for _, value in everyone]

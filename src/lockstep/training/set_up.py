@@ -1,4 +1,4 @@
-"""Sets up threads and determinism for a session, and checks and comments on its plan."""
+"""Sets up threads, determinism and allocators for a session, and checks its plan."""
 
 from __future__ import annotations
 
@@ -24,17 +24,15 @@ from lockstep.recipe import Precision
 from lockstep.training import precision as precisions
 from lockstep.training.microbatches import Batching
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""Parameters of mallopt(3)."""
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of mallopt(3)
 _KEPT_BYTES = 2**31 - 1
-_MOST_FROM_HEAP_BYTES = 2**25
-"""The largest values that glibc accepts."""
+_MOST_FROM_HEAP_BYTES = 2**25  # the largest values that glibc accepts
 OWN_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
 OWN_GPU_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
 class Remark(NamedTuple):
-    """An event of the run, and a line for the terminal if it deserves one."""
+    """An event of the run, and perhaps a line for the terminal."""
 
     event: str
     details: dict[str, Any]
@@ -42,11 +40,11 @@ class Remark(NamedTuple):
 
 
 def remarks(plan: Plan, mesh: Mesh, precision: Precision) -> Iterator[Remark]:
-    """Yield a remark for each thing that slows this run down needlessly."""
+    """Yield a remark for each avoidable cause of a slow run."""
     for axis, reason in mesh.without_shared_memory.items():
         yield Remark("no-shared-memory", {"axis": axis, "reason": reason})
     if (gpus := plan.data_parallel) > 1:
-        better = f"replicate={gpus}, one process a GPU, is faster: nothing copies the model in each step, and each has a Python of its own"
+        better = f"replicate={gpus}, one process a GPU, is faster: it does not copy the model in each step, and each has its own Python"
         yield Remark("data-parallel", {"gpus": gpus, "better": better}, f"warning: data_parallel={gpus}; {better}")
     if warning := precisions.slow_on_this_cpu(precision, mesh.world.device):
         yield Remark("slow-precision", {"reason": warning}, f"warning: {warning}")
@@ -57,11 +55,11 @@ def batchnorm(models: Sequence[nn.Module], batching: Batching) -> Remark | None:
     plain = [name for name, each in training_batchnorms(models) if not isinstance(each, nn.SyncBatchNorm)]
     if not plain or batching.max_microbatches == 1:
         return None
-    samples = max(stop - start for start, stop in batching.cut(batching.span(0)[1] - batching.span(0)[0]))
+    samples = batching.largest
     line = (
         f"BatchNorm: {len(plain)} of the layers ({plain[0]!r}{', ...' if len(plain) > 1 else ''}) take their statistics over one "
-        f"microbatch at a time, {samples} samples, at any number of processes; docs/plans.md, SyncBatchNorm, says how microbatches "
-        "are split over processes instead"
+        f"microbatch at a time, {samples} samples, at any number of processes; docs/plans.md, SyncBatchNorm, says how to split "
+        "microbatches over processes instead"
     )
     return Remark("batchnorm-per-microbatch", {"layers": plain, "samples": samples}, line)
 
@@ -91,19 +89,19 @@ def check_compression_fits(plan: Plan, gradient_compression: str) -> None:
         return
     if plan.numerics == "bitwise":
         raise RecipeError(
-            f"gradient_compression={gradient_compression!r} with numerics=bitwise; each process rounds what it sends, so the bits "
-            "depend on their number; take gradient_compression='none', or numerics=fast"
+            f"gradient_compression={gradient_compression!r} with numerics=bitwise; each process rounds the gradients it sends, so the bits "
+            "depend on the number of processes; use gradient_compression='none', or numerics=fast"
         )
     for axis in ("shard", "tensor", "pipeline", "split"):
         if getattr(plan, axis) != 1:
             raise RecipeError(
-                f"gradient_compression={gradient_compression!r} with {axis}={getattr(plan, axis)}; only gradients of whole replicas can be "
-                "compressed; take a plan of replicate alone, or gradient_compression='none'"
+                f"gradient_compression={gradient_compression!r} with {axis}={getattr(plan, axis)}; only gradients of full replicas can be "
+                "compressed; use a plan with replicate alone, or gradient_compression='none'"
             )
 
 
 def resolved(plan: Plan, world_size: int) -> str:
-    """Return the plan as text, resolved if it fits the number of processes."""
+    """Return the plan as text, resolved if it can be."""
     try:
         return str(plan.resolve(world_size))
     except PlanError:
@@ -111,32 +109,24 @@ def resolved(plan: Plan, world_size: int) -> str:
 
 
 def use_threads(number: int) -> None:
-    """Compute with `number` threads. If torch has that many already, it is not told again: MKL would then use all of them for small
-    products too, which makes a step of a small GPT 3 to 7% slower."""
-    if number != torch.get_num_threads():
+    if number != torch.get_num_threads():  # else MKL would use all for small products too: a small GPT would be 3 to 7% slower
         torch.set_num_threads(number)
 
 
 def check_same(everyone: Sequence[Mapping[str, Any]]) -> None:
-    """Raise `PlanError` or `RecipeError` unless the script gave the same plan, recipe and saving on every rank.
-
-    `everyone`: for each rank, name -> description.
-    """
+    """Raise `PlanError` or `RecipeError` unless all ranks have the same settings. `everyone`: name -> text, for each rank."""
     first, *others = everyone
     for rank, other in enumerate(others, start=1):
         for name in {**first, **other}:
             if first.get(name) != other.get(name):
                 raise (PlanError if name == "plan" else RecipeError)(
                     f"{name} is {first.get(name)} on rank 0 and {other.get(name)} on rank {rank}; all processes of a run have one "
-                    "recipe and one plan; give each of them the same, whatever its rank"
+                    "recipe and one plan; give the same on every rank"
                 )
 
 
 def set_up_computation(plan: Plan, world: World, threads: int, stack: ExitStack) -> None:
-    """Set threads and determinism for the session, and restore the former settings at its end. Raises `PlanError`.
-
-    `threads`: the number used if the plan has none.
-    """
+    """Set threads and determinism until `stack` closes. `threads`: used if the plan has none. Raises `PlanError`."""
     bitwise = plan.numerics == "bitwise"
     pinned = bitwise and (world.device.type == "cpu" or plan.offload)
     if pinned and plan.threads not in (None, "auto", 1):
@@ -146,17 +136,14 @@ def set_up_computation(plan: Plan, world: World, threads: int, stack: ExitStack)
     given = plan.threads if isinstance(plan.threads, int) else threads
     stack.callback(use_threads, torch.get_num_threads())
     use_threads(1 if pinned else given)
-    if world.device.type == "cpu":
-        keep_freed_memory(os.environ)
-    else:
-        expand_segments(os.environ)
+    (keep_freed_memory if world.device.type == "cpu" else expand_segments)(os.environ)
     if bitwise and world.device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
         stack.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
-    if plan.compile:  # past its limits torch runs eagerly, for different shapes on each rank
+    if plan.compile:  # beyond its limits torch runs eagerly, from another shape on for each rank
         limits = {"recompile_limit": sys.maxsize, "accumulated_recompile_limit": sys.maxsize}
         stack.enter_context(torch.compiler.config.patch(limits))  # type: ignore[attr-defined]  # torch adds it to its modules of settings
     stack.callback(random.setstate, random.getstate())
@@ -165,10 +152,9 @@ def set_up_computation(plan: Plan, world: World, threads: int, stack: ExitStack)
 
 
 def keep_freed_memory(environ: Mapping[str, str]) -> bool:
-    """Make this process keep up to 2 GiB of freed memory, for tensors of up to 32 MiB. Returns True if it does from now on.
+    """Make glibc keep up to 2 GiB of freed memory, for tensors of up to 32 MiB. Returns False if the user has settings, or it is not glibc.
 
-    By default glibc returns a step's gradients to the system and gets them back page by page in the next step, which takes up to a
-    fifth of a step. It does nothing if the environment has the user's own settings, or if the C library is another.
+    By default glibc returns a step's gradients to the system, and gets them back page by page: up to a fifth of a step.
     """
     if any(name in environ for name in OWN_SETTINGS):
         return False
@@ -180,10 +166,5 @@ def keep_freed_memory(environ: Mapping[str, str]) -> bool:
 
 
 def expand_segments(environ: Mapping[str, str]) -> bool:
-    """Make torch's GPU allocator use expandable segments, against fragmentation. Returns True if it does from now on.
-
-    It does nothing if the environment has the user's own settings.
-    """
-    if any(name in environ for name in OWN_GPU_SETTINGS):
-        return False
-    return set_allocator_settings("expandable_segments:True")
+    """Make torch's GPU allocator use expandable segments, against fragmentation. Returns False if the user has settings."""
+    return not any(name in environ for name in OWN_GPU_SETTINGS) and set_allocator_settings("expandable_segments:True")

@@ -1,4 +1,4 @@
-"""The state of a session as a checkpoint saves it: tensors by name, and JSON. The names do not depend on the plan.
+"""The state of a session in a checkpoint: tensors by name, and JSON. The names do not depend on the plan.
 
 `0/model/fc.weight` is a parameter or buffer of the first model, `0/optimizer/0/fc.weight/exp_avg` its first optimizer's state for it,
 and `state/average/...` an entry of the state_dict of a hook or of an object given to `session.include`.
@@ -14,16 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.base.errors import CheckpointError
+from lockstep.base.errors import CheckpointError, first_few
 from lockstep.checkpoint.json_state import decode, encode, tensors_in
 from lockstep.checkpoint.load import CheckpointReader
 from lockstep.checkpoint.tensor_shards import torch_dtype
 from lockstep.comm.mesh import Mesh
 from lockstep.training.train_module import TrainModule
 
-_MAX_LISTED = 5
 _PLAN_SETTINGS = {"params", "foreach", "fused", "capturable", "differentiable"}
-"""Settings in an optimizer's parameter groups that the plan decides; they are not saved."""
+"""Settings of param groups that are not saved, because they depend on the plan."""
 
 
 @runtime_checkable
@@ -32,21 +31,16 @@ class Stateful(Protocol):
 
     def state_dict(self) -> Mapping[str, Any]:
         """Tensors, numbers, text, None, and lists, tuples and dicts of them; the same on every rank, or distributed tensors."""
-        ...
 
-    def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Load what `state_dict` returned."""
-        ...
+    def load_state_dict(self, state_dict: Any, /) -> Any: ...
 
 
 @dataclass(slots=True)
 class State:
-    """The present state of a session; the tensors are not copied."""
+    """The state of a session on this rank; the tensors are not copied."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    """This rank's tensors or parts of tensors, by name."""
-    values: dict[str, Any] = field(default_factory=dict)
-    """JSON. In a pipeline, each rank has that of its stages."""
+    values: dict[str, Any] = field(default_factory=dict)  # JSON; in a pipeline, of this rank's stages
 
 
 def state_of(modules: Sequence[TrainModule], others: Mapping[str, Stateful]) -> State:
@@ -58,10 +52,9 @@ def state_of(modules: Sequence[TrainModule], others: Mapping[str, Stateful]) -> 
 
 
 def restore(reader: CheckpointReader, modules: Sequence[TrainModule], others: Mapping[str, Stateful], mesh: Mesh) -> None:
-    """Load everything from a checkpoint. Every rank calls it.
+    """Load everything from a checkpoint. Every rank calls it. After an error the state is undefined.
 
-    Raises `CheckpointError` if the checkpoint belongs to another model or run, and `DamagedError`; both on every rank. After an error the
-    state is undefined.
+    Raises `CheckpointError` if the checkpoint is of another model or run, and `DamagedError`; both on every rank.
     """
     values = reader.manifest.values
     _check_same_parts(values, modules, others)
@@ -70,8 +63,8 @@ def restore(reader: CheckpointReader, modules: Sequence[TrainModule], others: Ma
         for place, optimizer in enumerate(module.optimizers):
             _allocate_saved_state(optimizer, dict(_named_parameters(module)), f"{number}/optimizer/{place}", reader.tensors)
             targets |= _optimizer_state(optimizer, _named_parameters(module), f"{number}/optimizer/{place}")[0]
-    apart = set(tensors_in(values))
-    _check_tensors(targets, {name: kind for name, kind in reader.tensors.items() if name not in apart}, mesh)
+    other_tensors = set(tensors_in(values))
+    _check_tensors(targets, {name: kind for name, kind in reader.tensors.items() if name not in other_tensors}, mesh)
     now = state_of((), others).tensors
     targets |= {name: _empty_like(now.get(name), *reader.tensors[name]) for name in tensors_in(values)}
     reader.load_into(targets, mesh.world)
@@ -88,7 +81,10 @@ def _module_state(module: TrainModule, number: int, tensors: dict[str, Tensor]) 
         prefix = f"{number}/optimizer/{place}"
         found, rest = _optimizer_state(optimizer, _named_parameters(module), prefix)
         tensors.update(found)
-        groups = [{key: _number(value) for key, value in group.items() if key not in _PLAN_SETTINGS} for group in optimizer.param_groups]
+        groups = [
+            {key: value.item() if isinstance(value, Tensor) else value for key, value in group.items() if key not in _PLAN_SETTINGS}
+            for group in optimizer.param_groups
+        ]
         described = {"class": type(optimizer).__qualname__, "groups": groups, "rest": rest}
         optimizers[str(place)] = encode(described, prefix, tensors)
     training = encode(module.state_dict(), f"{number}/training", tensors)
@@ -124,7 +120,7 @@ def aliases(model: nn.Module) -> dict[str, str]:
 
 
 def _saved(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, then buffers, each under all of its names in the state dict."""
+    """Parameters, then buffers, under all of their names in the state dict."""
     saved = model.state_dict().keys()
     for named in (model.named_parameters, model.named_buffers):
         yield from ((name, tensor) for name, tensor in named(remove_duplicate=False) if name in saved)
@@ -137,7 +133,7 @@ def _named_parameters(module: TrainModule) -> Iterator[tuple[str, nn.Parameter]]
 def _optimizer_state(
     optimizer: Optimizer, named: Iterator[tuple[str, nn.Parameter]], prefix: str
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
-    """Return the optimizer's state: its tensors by name, and the values that are no tensors, by parameter."""
+    """Return the optimizer's state: tensors by name, and other values by parameter."""
     tensors: dict[str, Tensor] = {}
     rest: dict[str, dict[str, Any]] = {}
     for name, parameter in named:
@@ -147,11 +143,6 @@ def _optimizer_state(
             else:
                 rest.setdefault(name, {})[key] = value
     return tensors, rest
-
-
-def _number(value: Any) -> Any:
-    """An optimizer's setting, with a scalar tensor turned into a number."""
-    return value.item() if isinstance(value, Tensor) else value
 
 
 def _allocate_saved_state(
@@ -188,7 +179,7 @@ def _check_same_parts(values: Mapping[str, Any], modules: Sequence[TrainModule],
         theirs, ours = [each["class"] for each in saved.values()], [type(optimizer).__qualname__ for optimizer in module.optimizers]
         if theirs != ours:
             raise CheckpointError(
-                f"the checkpoint's optimizers are {theirs} and this run's are {ours}; resume with those it was saved with"
+                f"the checkpoint's optimizers are {theirs} and this run's are {ours}; resume with those that it was saved with"
             )
         for place, (optimizer, its) in enumerate(zip(module.optimizers, saved.values(), strict=True)):
             if len(its["groups"]) != len(optimizer.param_groups):
@@ -225,10 +216,5 @@ def _describe(name: str, kind: Sequence[Any]) -> str:
 
 
 def listed(found: Mapping[str, Sequence[str]]) -> str:
-    """Return one line with the first few names of each kind, each list after its title."""
-    parts = []
-    for words, names in found.items():
-        if names:
-            more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
-            parts.append(f"{words}: {', '.join(names[:_MAX_LISTED])}{more}")
-    return "; ".join(parts)
+    """One line with the first few names of each kind."""
+    return "; ".join(f"{kind}: {first_few(names)}" for kind, names in found.items() if names)

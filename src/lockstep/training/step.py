@@ -1,13 +1,12 @@
-"""The step as a transaction: accumulate, reduce, scale, clip, apply. The model changes only after the reduced gradient is known."""
+"""The step: accumulate, reduce, scale, clip, apply. The model changes only after the reduced gradient is known to be finite."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,7 +19,7 @@ from lockstep.training.hook import Run
 from lockstep.training.loss import Contribution, contribution
 from lockstep.training.microbatches import Microbatches
 from lockstep.training.reducers.step_stats import Number
-from lockstep.training.step_result import StepResult
+from lockstep.training.step_result import StepResult, numbers_of
 from lockstep.training.train_module import TrainModule
 
 
@@ -29,14 +28,14 @@ class Step:
 
     def __init__(self, source: Microbatches, run: Run) -> None:
         self.index = source.step
-        """0 for the first step of the loop."""
+        """From 0, in each loop."""
         self.samples = source.samples
         """Samples of the global batch."""
         self.count = source.count
-        """Microbatches of the global batch over all ranks; the slices of them if SyncBatchNorm splits them."""
+        """Microbatches of the global batch over all ranks; their slices if SyncBatchNorm splits them."""
         self.source = source
         self.committed: dict[int, StepResult] = {}
-        """The result of each model's commit, by its number in the session."""
+        """Keys: the models' numbers in the session."""
         self._run = run
         self._modules = run.modules
         self._mesh = run.modules[0].mesh
@@ -51,9 +50,9 @@ class Step:
         self._accumulation: _Accumulation | None = None
 
     def compute(self, inputs: Callable[[Any], Any] | None, loss: Callable[[Any, Any], Any]) -> None:
-        """Forward and backward of all of this rank's microbatches, under every plan. A pipeline has no other way. Every rank calls it.
+        """Forward and backward of all of this rank's microbatches, under every plan, for a session with one model. Every rank calls it.
 
-        `inputs` and `loss`: as in `Recipe`. Only if one model is prepared. Raises `LossError`, `RecipeError`.
+        `inputs` and `loss`: as in `Recipe`. Raises `LossError`, `RecipeError`.
         """
         number = self._number(None)
         if self._computed:
@@ -65,9 +64,9 @@ class Step:
         self._modules[number].executor.train(self._begun(number), inputs, loss)
 
     def microbatches(self) -> Iterator[Any]:
-        """The batches of this rank, one microbatch after another, each under its own random generators. A rank may have none.
+        """The batch of each microbatch of this rank, which may have none, each with its own random generators.
 
-        May be run through again after a `commit`, for another model: with the same batches, and generators of their own.
+        Can be iterated again after a `commit`, for another model: with the same batches and other generators.
         """
         for module in self._modules:
             _check_loop(module)
@@ -76,9 +75,8 @@ class Step:
     def backward(self, loss: Any, optimizer: Any = None) -> None:
         """Accumulate the gradient of this microbatch's loss. Called once for each microbatch, on the rank that has it.
 
-        `loss`: a scalar (the mean over this microbatch's samples), an `ls.Loss`, or with `weight` given to `steps`, an `ls.Sum` or a
-        dict. `optimizer`: names the model if several are prepared; other models that the loss reaches get no gradient.
-        Raises `LossError`.
+        `loss`: a scalar (the mean over this microbatch's samples), an `ls.Loss`, or with the `weight` of `steps`, an `ls.Sum` or a dict.
+        `optimizer`: that of the model, if several are prepared; others that the loss reaches get no gradient. Raises `LossError`.
         """
         number = self._number(optimizer)
         _check_loop(self._modules[number])
@@ -93,7 +91,7 @@ class Step:
         check_clip_norm(clip_norm)
         number = self._number(optimizer)
         if number in self.committed:
-            raise LossError(f"after step {self.index}: a second commit for one model; each has one commit a step; leave the second one out")
+            raise LossError(f"after step {self.index}: a second commit for one model; each model has one a step; remove the second one")
         module, accumulation = self._modules[number], self._begun(number)
         accumulation.check_complete()
         self._phases.enter("exchange")
@@ -104,9 +102,9 @@ class Step:
         for statistics in self._statistics:
             statistics.check(compare=self._compares)
         terms = [part.terms for part in accumulation.parts]
-        if self._polls and not _all_finite(stats.values):  # torch.where, say, may keep it out of the gradient
+        if self._polls and not all(map(math.isfinite, numbers_of(stats.values))):  # torch.where may keep it out of the gradient
             StepResult(self.source.layout, module, stats.values, stats.weights, math.nan, False, stats.flags, [], clip_norm).check()
-        self._run.is_whole = False
+        self._run.is_consistent = False
         module.divide_by_weight(stats.weights)
         self._run.hooks.call("after_backward", self._run, module.model)
         norm, applied = module.apply(self.index, clip_norm, measure=self._run.is_logging_step)
@@ -118,43 +116,39 @@ class Step:
     def log(self, values: dict[str, float]) -> None:
         """Add numbers to this step's line in metrics.jsonl and to the progress display; rank 0's are written.
 
-        Raises `DataError` for a value that is no number, or a name that the line has already.
+        Raises `DataError` for a value that is not a number, or a name that the line has already.
         """
         for name, value in values.items():
             if name in ROW_NAMES:
-                raise DataError(f"step.log({{{name!r}: ...}}); the run itself writes {name!r} in every line; choose another name")
+                raise DataError(f"step.log({{{name!r}: ...}}); every line has {name!r} already; choose another name")
             self._run.logged[name] = as_number(name, value)
 
     def batches(self) -> Iterator[tuple[Microbatch, Any]]:
-        """This rank's microbatches with their batches on the device, each under its own random generators."""
+        """This rank's microbatches with their batches on the device, each with its own random generators."""
         self._begin_statistics()
         passes = len(self.committed)
         for current, batch in self._phases.during("data", self.source.batches(passes)):
             self._current = current
             self._run.exchange.is_dummy = current.is_dummy
             for statistics in self._statistics:
-                statistics.discard()  # updates without a backward: by recomputation, or by forwards that are no microbatch's
+                statistics.discard()  # updates by forwards without a backward, and by recomputation
             position = self.source.position(current, passes)
             for streams, number in self._streams:
                 if streams is not None:
                     streams.set_position((*position, number) if number else position)
-            with self._probed():
+            with nullcontext() if self._probe is None else self._probe.forward():
                 yield current, self._changed(batch)
 
     def fetched(self) -> list[tuple[Microbatch, Any]]:
-        """All of this rank's microbatches at once."""
         self._begin_statistics()
         return [(current, self._changed(batch)) for current, batch in self._phases.during("data", self.source.batches(0))]
 
     @property
     def current(self) -> Microbatch:
-        """The microbatch that `batches` gave last. Raises `LossError` if there is none."""
+        """The latest one of `batches`. Raises `LossError` if there is none."""
         if self._current is None:
-            raise LossError(f"after step {self.index}: backward outside of a loop over step.microbatches(); the loss is a microbatch's")
+            raise LossError(f"after step {self.index}: backward outside of a loop over step.microbatches(); call it inside the loop")
         return self._current
-
-    def _probed(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._probe is None else self._probe.forward()
 
     def _changed(self, batch: Any) -> Any:
         change = self._run.context.overrides.change_batch
@@ -176,20 +170,19 @@ class Step:
         self._phases.enter("compute" if len(self.committed) < len(self._modules) else "script")
 
     def _begun(self, number: int) -> _Accumulation:
-        """The accumulation of model `number`, set_position if it is not yet."""
+        """The accumulation of model `number`, begun if it is not yet."""
         if self._accumulation is None:
             self._modules[number].begin_step(self.count, self.samples)
             self._accumulation = _Accumulation(self, number, self._modules[number], alone=len(self._modules) == 1, probe=self._probe)
         if self._accumulation.number != number:
             raise LossError(
-                f"after step {self.index}: backward for a second model before the first one's commit; run through step.microbatches() and "
-                "commit for one (model, optimizer) pair, then for the next"
+                f"after step {self.index}: backward for a second model before the first one's commit; loop over step.microbatches() and "
+                "commit for one model, then for the next"
             )
         return self._accumulation
 
     def note_forward(self) -> None:
-        """Note the running statistics that the latest forward has updated."""
-        for statistics in self._statistics:  # a forward of one model may call others
+        for statistics in self._statistics:  # the forward of one model may call others
             statistics.note_microbatch()
 
     def _number(self, optimizer: Any) -> int:
@@ -212,7 +205,7 @@ class _Accumulation:
         self.number = number
         self.values: list[Number] = []
         self.parts: list[Contribution] = []
-        """One for each microbatch whose loss was computed here: not on the earlier stages of a pipeline."""
+        """One for each microbatch whose loss is on this rank: none on the earlier stages of a pipeline."""
         self.microbatches = step.batches
         self.fetched = step.fetched
         self.grad_output = module.grad_output
@@ -225,7 +218,7 @@ class _Accumulation:
 
     @property
     def weights(self) -> Sequence[Number] | None:
-        """One for each microbatch, if only the forward knows them."""
+        """One for each microbatch; None if `Recipe.weight` or the sample count gives them."""
         return [weight for weight in self._weights if weight is not None] if self._module.forward_knows_weight else None
 
     def random_position(self, microbatch: Microbatch) -> tuple[int, ...]:
@@ -272,13 +265,13 @@ class _Accumulation:
             self.parts.append(part)
 
     def check_complete(self) -> None:
-        """Raise `LossError` unless all microbatches of this rank are here, with losses of one kind. Every rank calls it."""
+        """Raise `LossError` unless all microbatches of this rank had a backward, with losses of one kind. Every rank calls it."""
         step, mesh = self._step, self._module.mesh
         if len(self._seen) < step.source.mine:
             missing = [place for place in mesh.assignment.indices(step.count, mesh.data.rank) if place not in self._seen]
             raise LossError(
                 f"after step {step.index}: commit without a backward for microbatches {missing} of this rank; call step.backward once for "
-                "each microbatch; for one that is to count for nothing, give a loss multiplied by 0"
+                "each microbatch; to leave one out, multiply its loss by 0"
             )
         if self._module.forward_knows_weight is None:
             self._module.agree_on_loss(self.parts)
@@ -291,7 +284,7 @@ class _Accumulation:
             if part.terms.keys() != set(self._module.terms):
                 raise LossError(
                     f"after step {step.index}, microbatch {place}: the loss has terms {list(part.terms)} and had {self._module.terms} "
-                    "before; it must have the same terms for every microbatch: give one that does not apply as a zero, (output * 0).sum()"
+                    "before; it must have the same terms for every microbatch: for one that does not apply, return (output * 0).sum()"
                 )
 
 
@@ -301,7 +294,3 @@ def _check_loop(module: TrainModule) -> None:
         raise RecipeError(
             f"step.microbatches or step.backward with {why}; call step.compute(inputs, loss), with inputs and loss as in a Recipe"
         )
-
-
-def _all_finite(values: Tensor | list[float]) -> bool:
-    return all(map(math.isfinite, values)) if isinstance(values, list) else bool(np.isfinite(values.numpy()).all())

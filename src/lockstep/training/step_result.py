@@ -1,4 +1,4 @@
-"""The result of a step for one model: its loss, and whether the model could be updated."""
+"""The result of a step for one model: its loss, its gradient's norm, and whether the model was updated."""
 
 from __future__ import annotations
 
@@ -17,29 +17,24 @@ from lockstep.training.train_module import TrainModule
 
 @dataclass(slots=True)
 class StepResult:
-    """The result of a commit. Numbers stay on the device until they are read."""
+    """Numbers stay on the device until they are read."""
 
     layout: StepLayout
     module: TrainModule
     values: Tensor | list[float]
     """(microbatches,): the part of each microbatch in the loss; its raw total if `weights` is given."""
-    weights: Tensor | None
-    """(microbatches,): the weight of each microbatch, if only the forward knows it."""
+    weights: Tensor | None  # (microbatches,); None if `Recipe.weight` or the sample count gives them
     norm: Tensor | float
-    """Scalar: the gradient's global norm before clipping. In a step that is not logged it may be another number that is finite if the
-    norm is."""
-    applied: bool | None
-    """True if the model was updated. None: a GPU decided, and `check` finds out."""
-    flags: Tensor | bool
-    """The number of data ranks that asked for something, or whether any did."""
+    """The gradient's global norm before clipping; in a step without log and clipping, a number that is finite only if the norm is."""
+    applied: bool | None  # True if the model was updated. None: a GPU decided, and `check` finds out.
+    flags: Tensor | bool  # see `StepStats`
     terms: list[dict[str, Tensor]]
     """Each term's part of the loss for each microbatch of this rank, if the loss has several terms."""
     clip_norm: float | None
-    """The largest norm that the commit allowed; None: no clipping."""
 
     def loss(self) -> float:
-        """Σ total / Σ weight over the step's microbatches, the same on every rank; in bitwise numerics, the same at any world size."""
-        total = exact_sum(self._values())
+        """Σ total / Σ weight over the global batch, the same on every rank."""
+        total = exact_sum(numbers_of(self.values))
         if self.weights is None:
             return total
         weight = exact_sum(self.weights.tolist())
@@ -55,16 +50,16 @@ class StepResult:
         return {name: exact_sum([row[name] for row in everyone]) for name in self.module.terms}
 
     def check(self) -> None:
-        """Raise `LossError`, on every rank alike, if the loss or the gradient of this step is not finite."""
+        """Raise `LossError`, on every rank, if the loss or the gradient is not finite."""
         if math.isfinite(float(self.norm)) and self.applied is not False and self.weights is None:
             return
         layout = self.layout
-        for place, value in enumerate(self._values()):
+        for place, value in enumerate(numbers_of(self.values)):
             if not math.isfinite(value):
                 raise LossError(
                     f"after step {layout.step}: the loss is {value} in {layout.name(place)}, computed by {layout.owner(place)} from "
                     f"{layout.words(place)}; a step needs a finite loss; the model was not changed by this step: "
-                    "look at those samples, the learning rate, and divisions, logarithms and roots in the model"
+                    "check those samples, the learning rate, and divisions, logarithms and roots in the model"
                 )
         if self.weights is not None:
             self._check_weights(self.weights.tolist())
@@ -81,14 +76,11 @@ class StepResult:
                 "a finite gradient; the model was not changed by this step: look for square roots and norms at 0, and for overflow"
             )
 
-    def _values(self) -> list[float]:
-        return self.values if isinstance(self.values, list) else self.values.cpu().numpy().tolist()
-
     def _check_weights(self, weights: list[float]) -> None:
         for place, weight in enumerate(weights):
             if not 0 <= weight < math.inf:
                 raise LossError(
-                    f"after step {self.layout.step}: the weight of microbatch {place} is {weight}; a weight counts what was summed and is "
+                    f"after step {self.layout.step}: the weight of microbatch {place} is {weight}; it divides the summed loss, and must be "
                     "finite and not negative"
                 )
         if not any(weights):
@@ -104,6 +96,10 @@ class StepResult:
         ]
         everyone = [first for firsts in module.mesh.world.gather_values(found[:1]) for first in firsts]
         return f"parameter {min(everyone)[-1]!r}" if everyone else "the norm over all parameters (it overflows)"
+
+
+def numbers_of(values: Tensor | list[float]) -> list[float]:
+    return values if isinstance(values, list) else values.tolist()
 
 
 def no_weight(step: int, term: str) -> str:

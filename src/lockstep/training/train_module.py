@@ -27,12 +27,12 @@ from lockstep.training.loss import Contribution
 from lockstep.training.optim import gradient_norm, optimizers as optim
 from lockstep.training.optim.schedule import Schedule
 from lockstep.training.reducers.compression import compression_for
+from lockstep.training.reducers.pipeline import TiedGradients
 from lockstep.training.reducers.reducer import GradientReducer, ReducerChoice, build_reducer, choose_reducer, loss_factor
-from lockstep.training.reducers.tied_gradients import TiedGradients
 
 
 class TrainModule:
-    """A model and its optimizers on one rank, with the state that steps leave for the next. `parameters`: the trainable ones, by name."""
+    """A model and its optimizers on one rank. `parameters`: the trainable ones, by name."""
 
     def __init__(
         self,
@@ -55,28 +55,21 @@ class TrainModule:
         self.norm = gradient_norm.GradientNorm(context.mesh, bitwise=context.bitwise)
         self.flops = Flops(model, peak_of(context.device, context.precision))
         self.autocast = precision.autocast(context.precision, context.device)
-        """The context manager for forwards."""
         self._bitwise = context.bitwise
         self._compression = compression_for(context.gradient_compression, context.mesh.data, self.parameters, self.names)
         self._keeps_rest = keeps_rest(context.gradient_compression)
         factor = loss_factor(context.mesh, bitwise=context.bitwise, compression=self._compression)
         self._factor = 2.0 ** (factor - 1).bit_length()
         self.loss_scale = precision.LossScale(factor=factor) if context.precision == "fp16" else None
-        self.overflows = 0
-        """The number of steps in a row, up to the latest one, in which the scaled gradient overflowed."""
-        self.overflowed_at = math.inf
-        """The loss scale in the latest of them."""
+        self.overflows = 0  # the latest steps in a row in which the scaled gradient overflowed
+        self.overflowed_at = math.inf  # the loss scale in the last of them
         self.forward_knows_weight: bool | None = None
-        """True if only the forward knows the weight of a microbatch. None before the first commit."""
-        self.terms: list[str] = []
-        """The names of the loss's terms, if there are several. Empty before the first commit."""
+        """True for `ls.Loss`, with a weight that only the forward knows. None before the first commit."""
+        self.terms: list[str] = []  # the names of the loss's terms if there are several
         self.prescale: Tensor | None = None
-        """Scalar: a power of two near the last step's weight, by which a total is divided before its backward if only the forward knows
-        the weight. None before the first backward."""
-        self.gain: Tensor | float = 1.0
-        """The factor by which the summed gradient was multiplied after the reduction, in the latest step."""
+        """A power of two near the last step's weight: the divisor of an `ls.Loss` before its backward. None before the first one."""
+        self.gain: Tensor | float = 1.0  # the factor by which the latest step's summed gradient was multiplied
         self.choice: ReducerChoice
-        """The kind of reducer of the current loop, and why."""
         self._reducer: GradientReducer | None = None
         self._max_microbatches = 0
         self._tied: TiedGradients | None = None
@@ -84,7 +77,7 @@ class TrainModule:
         if parallel.pipeline is None:
             self.executor = SerialExecutor(model, self.device, self.autocast, self.flops, parallel.streams)
             self.statistics = [RunningStatistics(model, context.mesh)]
-            """BatchNorm's running statistics: of the model, or of each stage of a pipeline on this rank."""
+            """Those of the model, or of each pipeline stage on this rank."""
         else:
             self.executor = PipelineExecutor(parallel.pipeline)
             self._tied = TiedGradients(parameters, parallel.shared_parameters, parallel.pipeline.world)
@@ -92,14 +85,12 @@ class TrainModule:
             parallel.pipeline.watch(self._around_stage, self._after_stage)
         fused = all(group.get("fused") for optimizer in optimizers for group in optimizer.param_groups)
         self._gates_on_device = fused and all(to_local(parameter).is_cuda for parameter in self.parameters)
-        self._optimizer_unscales = fused and _optimizers_can_unscale(optimizers, self.parameters)
-        """True if the optimizers divide the gradient while they read it, as for torch's GradScaler. It saves a pass over the gradient."""
+        is_plain = all(to_local(parameter) is parameter and parameter.dtype is torch.float32 for parameter in self.parameters)
+        self._optimizer_unscales = fused and is_plain and all(map(divides_gradients, optimizers))
+        """True if the optimizers divide the gradient as they do for torch's GradScaler, which saves a pass over it."""
 
     def begin_loop(self, mesh: Mesh, max_microbatches: int) -> None:
-        """Build the reducer for a loop of steps of at most `max_microbatches` each. Every rank calls it.
-
-        `mesh`: the context's, with the assignment of microbatches to ranks that this loop uses.
-        """
+        """Build the reducer for a loop of steps of at most `max_microbatches` each. Every rank calls it. `mesh`: with its assignment."""
         self.choice = choose_reducer(mesh, bitwise=self._bitwise, compressed=self._compression is not None)
         if self._reducer is None or mesh.assignment != self.mesh.assignment or max_microbatches > self._max_microbatches:
             self._close_reducer()
@@ -120,12 +111,11 @@ class TrainModule:
 
     @property
     def reducer(self) -> GradientReducer:
-        """The reducer of the current loop."""
         assert self._reducer is not None, "begin_loop comes first"
         return self._reducer
 
     def begin_step(self, count: int, samples: int) -> None:
-        """Start gradient accumulation for a step of `count` microbatches and `samples` samples over all ranks."""
+        """Begin gradient accumulation for a step of `count` microbatches and `samples` samples over all ranks."""
         if self.prescale is None:
             self.prescale = torch.tensor(2.0 ** round(math.log2(samples)), dtype=torch.float64, device=self.device)
         if self._compression is not None and self._keeps_rest:
@@ -134,19 +124,16 @@ class TrainModule:
         self.reducer.begin_step(count)
 
     def grad_output(self, part: Contribution) -> Tensor:
-        """The gradient that the backward of `part.total` starts with: its share of the loss, times the loss scale."""
+        """The gradient that the backward of `part.total` starts with, times the loss scale."""
         return part.grad_output if self.loss_scale is None else part.grad_output * self.loss_scale.value
 
     def agree_on_loss(self, parts: Sequence[Contribution]) -> None:
-        """Tell ranks without a microbatch the other ranks' kind of loss, at the first commit. Every rank calls it."""
+        """Agree on the kind of loss at the first commit: some ranks have no microbatch. Every rank calls it."""
         mine = [parts[0].weight is not None, list(parts[0].terms)] if parts else None
         self.forward_knows_weight, self.terms = next(kind for kind in self.mesh.world.gather_values(mine) if kind is not None)
 
     def divide_by_weight(self, weights: Tensor | None) -> None:
-        """Divide the summed gradient by the sum of `weights`, and choose the next step's `prescale`. None: it is divided already.
-
-        Weights that add up to nothing make the gradient NaN, so that the step is not applied.
-        """
+        """Divide the summed gradient by the sum of `weights`, if given; NaN if that is 0. Choose the next step's `prescale`."""
         self.gain = 1.0
         if weights is None:
             return
@@ -154,20 +141,17 @@ class TrainModule:
         total = weights.double().sum()
         valid = (weights >= 0).all() & (total > 0) & torch.isfinite(total)
         self.gain = torch.where(valid, self.prescale / total, math.nan)
-        gradients = self.gradients()
-        if gradients:
+        if gradients := self.gradients():
             gradient_norm.scale(gradients, self.gain.to(gradients[0].dtype))
         self.prescale = torch.where(valid, torch.exp2(torch.round(torch.log2(total))), self.prescale)
 
     def gradients(self) -> list[Tensor]:
-        """The gradients of all parameters that have one."""
         return [p.grad for p in self.parameters if p.grad is not None]
 
     def apply(self, step: int, clip_norm: float | None, *, measure: bool) -> tuple[Tensor | float, bool | None]:
-        """Unscale and clip the reduced gradient and step the optimizers, or, if it is not finite, do nothing.
+        """Unscale and clip the reduced gradient and step the optimizers; if it is not finite, do nothing.
 
-        Returns the gradient's global norm before clipping (without `clip_norm` and `measure`: a number that is finite if the norm is),
-        and whether the step was applied: None if a GPU decides and nobody has waited for it yet.
+        Returns `StepResult.norm` and `StepResult.applied`. `measure`: the norm itself is needed.
         """
         gradients = self.gradients()
         divisor: Tensor | float = 1.0
@@ -176,7 +160,9 @@ class TrainModule:
                 divisor = self.loss_scale.value
             else:
                 self.loss_scale.unscale(gradients)
-        counted = gradients if self._tied is None else self._counted_in_norm(self._tied)
+        counted = gradients
+        if self._tied is not None:
+            counted = [p.grad for p in self.parameters if p.grad is not None and self._tied.counts(p)]
         norm = (self.norm.of(counted) if measure or clip_norm is not None else self.norm.check(counted)) / divisor
         if clip_norm is not None:
             if self._optimizer_unscales:
@@ -220,13 +206,9 @@ class TrainModule:
                 optim.apply(optimizer)
         return applied
 
-    def _counted_in_norm(self, tied: TiedGradients) -> list[Tensor]:
-        """The gradients that count in the norm on this rank: a tied parameter counts on one of the stages that hold it."""
-        return [p.grad for p in self.parameters if p.grad is not None and tied.counts(p)]
-
     @contextmanager
     def _around_stage(self, stage: int) -> Iterator[None]:
-        self.statistics[stage].discard()  # updates by a recomputation since the last forward
+        self.statistics[stage].discard()  # updates by recomputation
         with self.autocast:
             yield
 
@@ -234,7 +216,7 @@ class TrainModule:
         self.statistics[stage].note_microbatch()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that steps leave for the next ones, besides that of the model and the optimizers."""
+        """The state besides that of the model and the optimizers."""
         return {
             "schedule": self.schedule.state_dict(),
             "loss_scale": None if self.loss_scale is None else [self._factor * self.loss_scale.value, self.loss_scale.in_a_row],
@@ -244,7 +226,6 @@ class TrainModule:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned, possibly under another plan."""
         self.schedule.load_state_dict(state["schedule"])
         if self.loss_scale is not None and state["loss_scale"] is not None:
             scale, self.loss_scale.in_a_row = state["loss_scale"]
@@ -254,7 +235,7 @@ class TrainModule:
             self.prescale = torch.tensor(state["prescale"], dtype=torch.float64, device=self.device)
 
     def close(self) -> None:
-        """Remove all hooks from the model, and its gradients."""
+        """Remove all hooks and gradients from the model."""
         for statistics in self.statistics:
             statistics.close()
         if self.parallel.streams is not None:
@@ -267,8 +248,3 @@ class TrainModule:
         if self._reducer is not None:
             self._reducer.close()
             self._reducer = None
-
-
-def _optimizers_can_unscale(optimizers: Sequence[Optimizer], parameters: Sequence[nn.Parameter]) -> bool:
-    whole = all(to_local(parameter) is parameter and parameter.dtype is torch.float32 for parameter in parameters)
-    return whole and all(divides_gradients(optimizer) for optimizer in optimizers)

@@ -121,7 +121,7 @@ class TraceHook(ControlHook):
 
     def _note_microbatch(self, module: int, microbatch: int, gradients: Named | None) -> None:
         assert self.run.source is not None, "a step has begun"
-        index, samples = self.run.source.layout.whole(microbatch)
+        index, samples = self.run.source.layout.full_microbatch(microbatch)
         self.tracer.microbatch(module, self._committed[module], index, samples, gradients)
 
     def after_backward(self, run: Run, model: nn.Module) -> None:

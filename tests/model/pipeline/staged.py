@@ -24,9 +24,8 @@ from lockstep.model.pipeline.stages import Stages, keep_only_parts, sequential_p
 from lockstep.model.random_streams import ModuleRandomStreams
 from lockstep.model.running_statistics import RunningStatistics
 from lockstep.plan import Plan, Schedule
-from lockstep.training.reducers.pipeline import PipelineReducer
+from lockstep.training.reducers.pipeline import PipelineReducer, TiedGradients
 from lockstep.training.reducers.post_backward import PostBackwardReducer
-from lockstep.training.reducers.tied_gradients import TiedGradients
 
 KEY, WIDTH, CONTEXT = 3, 8, 6
 

@@ -26,7 +26,7 @@ from lockstep.model.tensor.apply import reduce_partial_gradients, tensor_paralle
 from lockstep.model.tensor.styles import tensor_styles
 from lockstep.testing.pool import WorkerPool
 from lockstep.training.optim.gradient_norm import clip
-from lockstep.training.optim.meshes import separate_meshes
+from lockstep.training.optim.optimizers import separate_meshes
 from lockstep.training.reducers.fsdp import FsdpReducer
 from lockstep.training.reducers.post_backward import PostBackwardReducer
 

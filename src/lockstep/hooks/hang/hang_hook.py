@@ -1,4 +1,4 @@
-"""The hook that acts when the run hangs: it reports, saves the last whole step, and ends the process."""
+"""The hook that acts when the run hangs: it writes a report, saves the last complete step, and ends the process."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import torch
 from lockstep.base.errors import HangError, cannot_write, say
 from lockstep.base.torch_private import default_store
 from lockstep.hooks.hang.report import Hang
-from lockstep.hooks.hang.snapshot import Place
-from lockstep.hooks.hang.watchdog import StoreMailbox, Watchdog
+from lockstep.hooks.hang.snapshot import StackSnapshot
+from lockstep.hooks.hang.watchdog import Mailbox, Watchdog
 from lockstep.launch.failures import failure_record
 from lockstep.launch.termination import HUNG_STATUS
 from lockstep.launch.worker_files import defer_kill, is_shutting_down, write_failure
@@ -25,17 +25,13 @@ from lockstep.options import WatchdogTimeouts
 from lockstep.training.context import Context
 from lockstep.training.hook import Hook, Run
 
-SAVING_SECONDS = 300.0
-"""At most, for the last save of a rank that is stuck."""
-NEWS_SECONDS = 0.5
-"""From the verdict to the first rank's end, so that all know of it before they lose a peer."""
+SAVING_SECONDS = 300.0  # the longest time for the last save of a rank that hangs
+EXIT_DELAY_SECONDS = 0.5  # before a rank exits, so that all ranks read the diagnosis before they lose a peer
 
 
 class HangHook(Hook):
-    """Watches this rank's training thread; when the run hangs, reports it, saves the last whole step, and ends the process."""
-
     def __init__(self, timeouts: WatchdogTimeouts | None, context: Context, rescue: Callable[[Run, BaseException], bool]) -> None:
-        """Begins to watch. Every rank calls it. `timeouts`: None: there is no watchdog. `rescue`: saves without the other ranks' help."""
+        """Start the watchdog of this thread. Every rank calls it. `timeouts`: None: no watchdog. `rescue` saves without the other ranks."""
         self._timeouts = timeouts
         self._context = context
         self._rescue = rescue
@@ -43,29 +39,26 @@ class HangHook(Hook):
         self._watchdog: Watchdog | None = None
         if timeouts is None:
             return
-        world, mailbox = context.world, None
-        if world.size > 1:
-            mailbox = StoreMailbox(default_store(), f"lockstep/watch/{context.recorder.attempt}")
+        world = context.world
+        mailbox = None if world.size == 1 else Mailbox(default_store(), f"lockstep/watch/{context.recorder.attempt}")
         self._watchdog = Watchdog(
             context.phases,
             timeouts,
             rank=world.rank,
             size=world.size,
             mailbox=mailbox,
-            told=self._act,
-            is_over=is_shutting_down,
-            ended=self._end,
+            on_hang=self._on_hang,
+            is_shutting_down=is_shutting_down,
+            on_stuck=self._on_stuck,
         )
-        self._watchdog.start()
 
     def watch(self, run: Run) -> None:
-        """From now on there is a run, which can be saved."""
+        """Save `run` if it hangs from now on."""
         self._run = run
 
     @property
     def ends_the_process(self) -> bool:
-        """True if the watchdog is about to end this process: then nothing else may."""
-        return self._watchdog is not None and self._watchdog.has_ended_the_run
+        return self._watchdog is not None and self._watchdog.ends_the_process
 
     def close(self) -> None:
         """Stop watching."""
@@ -78,27 +71,26 @@ class HangHook(Hook):
         else:
             self._context.recorder.event(name, 0, **details)
 
-    def _act(self, hang: Hang, places: Mapping[int, Place], gathered: bool, mine: Place) -> None:
-        """In the watchdog's thread, on every rank."""
-        ends = self._timeouts is not None and self._timeouts.on_hang == "end"
-        if gathered:
+    def _on_hang(self, hang: Hang, snapshots: Mapping[int, StackSnapshot], collected: bool, mine: StackSnapshot) -> None:
+        """See `Watchdog`. Called in its thread."""
+        if collected:
             path = self._context.run_dir / f"hang-{mine.step:08d}.txt"
-            where = f"all stacks: {path}"
+            stacks = f"all stacks: {path}"
             try:
-                path.write_text(page(hang, places), encoding="utf-8")
+                path.write_text(page(hang, snapshots), encoding="utf-8")
             except OSError as failure:
-                where = f"{cannot_write(path, failure)}; all stacks:\n\n{page(hang, places)}"
-            say(f"lockstep: {self._text(hang, mine.step)}\n{where}")
+                stacks = f"{cannot_write(path, failure)}; all stacks:\n\n{page(hang, snapshots)}"
+            say(f"lockstep: the run hangs in step {mine.step}: {hang.summary}\n{hang.report}\n{stacks}")
         if self._context.world.rank == 0:
             self._event("hang", kind=hang.kind, ranks=list(hang.ranks), summary=hang.summary, seconds=round(mine.seconds, 1))
-        if not ends:
+        if self._timeouts is None or self._timeouts.on_hang != "end":
             return
         error = HangError(hang.summary)
         timer = threading.Timer(SAVING_SECONDS, os._exit, [HUNG_STATUS])
         timer.daemon = True
         timer.start()
-        time.sleep(NEWS_SECONDS)
-        if mine.doing == "waits":  # what moves may be changing the state
+        time.sleep(EXIT_DELAY_SECONDS)
+        if mine.activity == "waits":  # else the training thread may be changing the state
             self._save(error)
         write_failure(failure_record(error, None, HUNG_STATUS))
         for stream in (sys.stdout, sys.stderr):
@@ -106,32 +98,28 @@ class HangHook(Hook):
                 stream.flush()
         os._exit(HUNG_STATUS)
 
-    def _end(self) -> None:
-        """In the watchdog's thread, where the launcher ends the run and this rank waits for one that is gone, and will not hear of it."""
+    def _on_stuck(self) -> None:
+        """See `Watchdog`: this rank waits for one that has ended, and its wait does not fail."""
         self._event("run-failed", error="a peer was lost: another process of this run ended, or the connection to it broke")
         self._save(HangError("the run was ended while this process waited for another"))
         os._exit(128 + signal.SIGTERM)
 
-    def _text(self, hang: Hang, step: int) -> str:
-        return f"the run stands still in step {step}: {hang.summary}\n{hang.report}"
-
     def _save(self, error: HangError) -> None:
         with ExitStack() as stack:
             stack.enter_context(defer_kill())
-            if self._context.world.device.type == "cuda":  # the stream at hand may wait for what does not come
-                apart = torch.cuda.Stream(self._context.world.device)  # type: ignore[no-untyped-call]
-                stack.enter_context(torch.cuda.stream(apart))
+            if self._context.world.device.type == "cuda":  # the current stream may wait for a collective that never ends
+                stream = torch.cuda.Stream(self._context.world.device)  # type: ignore[no-untyped-call]
+                stack.enter_context(torch.cuda.stream(stream))
             if self._run is not None:
                 self._rescue(self._run, error)
 
 
-def page(hang: Hang, places: Mapping[int, Place]) -> str:
-    """Everything known, for a file."""
+def page(hang: Hang, snapshots: Mapping[int, StackSnapshot]) -> str:
+    """The report with all stacks, for a file."""
     lines = [time.strftime("%Y-%m-%d %H:%M:%S"), hang.summary, "", hang.report]
-    for rank, place in sorted(places.items()):
-        lines += ["", f"rank {rank} ({place.host}, process {place.process}): {place.phase} of step {place.step}, {place.seconds:.1f} s"]
-        lines += [f"  in {call}, call {call.sequence} of {call.group}" for call in place.calls]
-        stacks: dict[str, Any] = {"the thread that trains": place.stack, **place.threads}
-        for name, frames in stacks.items():
-            lines += [f"  {name}, the innermost last:", *(f"    {frame}" for frame in frames)]
+    for rank, each in sorted(snapshots.items()):
+        lines += ["", f"rank {rank} ({each.host}, process {each.process}): {each.phase} of step {each.step}, {each.seconds:.1f} s"]
+        lines += [f"  in {call}, call {call.sequence} of {call.group}" for call in each.calls]
+        for name, frames in {"training thread": each.stack, **each.threads}.items():
+            lines += [f"  {name}, innermost frame last:", *(f"    {frame}" for frame in frames)]
     return "\n".join(lines) + "\n"

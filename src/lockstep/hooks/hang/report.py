@@ -1,20 +1,20 @@
-"""Who holds a run up, from where its ranks stand. Pure, apart from reading the user's source for what a line stands under."""
+"""Which ranks make a run hang, from the stack snapshots of all ranks. Pure, apart from reading the user's source around a line."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Literal
 
 from lockstep.comm.active_calls import CollectiveCall
-from lockstep.hooks.hang.snapshot import Frame, Place, line_of
+from lockstep.hooks.hang.snapshot import Frame, StackSnapshot, innermost_line
 
 Kind = Literal["missing", "differ", "between"]
-"""Ranks do not come to where the others wait; all wait, in different calls; all wait in the same call."""
-_OF_ONE_SIZE = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter")
+"""Ranks do not reach the call in which the others wait; all wait, in different calls; all wait in the same call."""
+_SAME_SHAPE_ON_ALL_RANKS = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter")
 _IN_WORDS = {
     "waits": "waits",
     "runs": "runs Python code",
@@ -25,120 +25,109 @@ _IN_WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class Hang:
-    """A run that stands still."""
+    """The diagnosis of a run that hangs."""
 
     kind: Kind
-    ranks: tuple[int, ...]
-    """At fault: the missing ones; those whose call is not the one of most; all."""
-    summary: str
-    """A line."""
-    report: str
-    """Lines: who is where."""
+    ranks: tuple[int, ...]  # at fault: the missing ones; those whose call is not that of most ranks; all
+    summary: str  # one line
+    report: str  # lines about each rank
 
 
-def judged(places: Mapping[int, Place], silent: Mapping[int, str]) -> Hang | None:
-    """Return the reason why the run hangs; None if it may still make progress.
-
-    `silent`: the ranks that did not say where they stand, with the reason in words.
-    """
-    working = [place for place in places.values() if place.doing != "waits"]
-    is_waited_for = len(working) < len(places)
-    late = [place for place in working if place.is_late and (is_waited_for or not place.is_first)]
+def diagnose(snapshots: Mapping[int, StackSnapshot], silent: Mapping[int, str]) -> Hang | None:
+    """Return the diagnosis; None if the run may still make progress. `silent`: the ranks without a snapshot, with the reason."""
+    everyone = list(snapshots.values())
+    working = [each for each in everyone if each.activity != "waits"]
+    is_waited_for = len(working) < len(everyone)
+    late = [each for each in working if each.is_late and (is_waited_for or not each.is_first)]
     if late or silent:
-        return _missing(places, late, silent)
-    if working or not places:
+        return _missing(everyone, late, silent)
+    if working or not everyone:
         return None
-    calls = {_kind_of(place.call) for place in places.values()}
-    return _same_call(places) if len(calls) == 1 and None not in calls else _different_calls(places)
+    if len({_kind_of(each.call) for each in everyone}) > 1 or everyone[0].call is None:
+        return _different_calls(everyone)
+    text = f"all ranks wait in {everyone[0].call}: the data that one sends does not reach the others; check the network between their hosts"
+    return Hang("between", tuple(snapshots), text, "\n".join(_waiting(everyone)))
 
 
-def _missing(places: Mapping[int, Place], late: Sequence[Place], silent: Mapping[int, str]) -> Hang:
-    ranks = tuple(sorted({place.rank for place in late} | silent.keys()))
-    alone = len(places) + len(silent) == 1
-    others = [place for place in places.values() if place.rank not in ranks]
-    what = {place.rank: f"it {_standing(place)}" for place in late} | dict(silent)
-    said = next(iter(what.values())) if len(what) == 1 else "; ".join(f"rank {rank}: {text}" for rank, text in sorted(what.items()))
-    lines = [line for place in late for line in [*_where(place), *_stack(place)]]
+def _missing(everyone: Sequence[StackSnapshot], late: Sequence[StackSnapshot], silent: Mapping[int, str]) -> Hang:
+    ranks = tuple(sorted({each.rank for each in late} | silent.keys()))
+    reasons = {each.rank: f"it {_reason(each)}" for each in late} | dict(silent)
+    texts = list(reasons.values()) if len(reasons) == 1 else [f"rank {rank}: {text}" for rank, text in sorted(reasons.items())]
+    lines = [line for each in late for line in [_late_line(each), *_stack(each)]]
     lines += [f"rank {rank}: {reason}" for rank, reason in silent.items()]
-    head = "it stands still" if alone else f"{_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} waited for"
-    return Hang("missing", ranks, f"{head}: {said}", "\n".join([*lines, *_waiting(others)]))
+    lines += _waiting([each for each in everyone if each.rank not in ranks])
+    is_alone = len(everyone) + len(silent) == 1
+    head = "this process is late" if is_alone else f"{_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} waited for"
+    return Hang("missing", ranks, f"{head}: {'; '.join(texts)}", "\n".join(lines))
 
 
-def _same_call(places: Mapping[int, Place]) -> Hang:
-    call = next(iter(places.values())).call
-    text = f"all ranks wait in {call}: what one sends does not reach the others; look at the network between their machines"
-    return Hang("between", tuple(places), text, "\n".join(_waiting(list(places.values()))))
-
-
-def _different_calls(places: Mapping[int, Place]) -> Hang:
-    groups = _by_call(list(places.values()))
-    few = groups[-1]
-    ranks = tuple(place.rank for place in few)
-    said = "; ".join(f"{_ranks([place.rank for place in group])} in {_call(group[0])} at {group[0].line}" for group in groups)
-    lines = _waiting(list(places.values()))
+def _different_calls(everyone: Sequence[StackSnapshot]) -> Hang:
+    groups = _by_call(everyone)
+    ranks = tuple(each.rank for each in groups[-1])
+    texts = [f"{_ranks([each.rank for each in group])} in {_call(group[0])} at {group[0].line}" for group in groups]
+    lines = _waiting(everyone)
     for group in groups:
-        if (line := group[0].line) is not None and line.is_the_users:
-            lines += [f"the call at {line} stands under {what}" for what in enclosing(line)]
+        if (line := group[0].line) is not None and line.is_user_code:
+            lines += [f"the call at {line} is inside {block}" for block in enclosing(line)]
     lines.append(
         "every rank must make the same calls in the same order: a condition on the rank, or an exception that was swallowed, skips one"
     )
-    return Hang("differ", ranks, f"ranks wait in different calls: {said}", "\n".join(lines))
+    return Hang("differ", ranks, f"ranks wait in different calls: {'; '.join(texts)}", "\n".join(lines))
 
 
 def _kind_of(call: CollectiveCall | None) -> tuple[object, ...] | None:
     """The properties of a call that must be the same on all ranks in it."""
     if call is None:
         return None
-    return call.name, call.group, call.sequence, call.tensors if call.name in _OF_ONE_SIZE else None
+    return call.name, call.group, call.sequence, call.tensors if call.name in _SAME_SHAPE_ON_ALL_RANKS else None
 
 
-def _by_call(places: Sequence[Place]) -> list[list[Place]]:
-    """Those that are in the same call, the many first."""
+def _by_call(snapshots: Sequence[StackSnapshot]) -> list[list[StackSnapshot]]:
+    """Groups of ranks in the same call, the largest first."""
 
-    def key(place: Place) -> str:
-        return repr(_kind_of(place.call)) if place.call is not None else str(place.line)
+    def key(each: StackSnapshot) -> str:
+        return repr(_kind_of(each.call)) if each.call is not None else str(each.line)
 
-    groups = [list(group) for _, group in groupby(sorted(places, key=key), key)]
+    groups = [list(group) for _, group in groupby(sorted(snapshots, key=key), key)]
     return sorted(groups, key=lambda group: (-len(group), group[0].rank))
 
 
-def _waiting(places: Sequence[Place]) -> list[str]:
+def _waiting(snapshots: Sequence[StackSnapshot]) -> list[str]:
     lines: list[str] = []
-    for group in _by_call(places):
-        first = group[0]
-        verb = "wait" if len(group) > 1 else "waits"
-        ranks, since = _ranks([place.rank for place in group]), f"since {first.seconds:.0f} s, step {first.step}, {first.phase}"
-        lines.append(f"{ranks} {verb} in {_call(first)} {since}")
-        lines += _stack(first)
+    for group in _by_call(snapshots):
+        first, verb = group[0], "wait" if len(group) > 1 else "waits"
+        ranks, since = _ranks([each.rank for each in group]), f"since {first.seconds:.0f} s, step {first.step}, {first.phase}"
+        lines += [f"{ranks} {verb} in {_call(first)} {since}", *_stack(first)]
     return lines
 
 
-def _call(place: Place) -> str:
-    if place.call is None:
-        return str(place.stack[-1]) if place.stack else "nothing known"
-    number = f", call {place.call.sequence} of {place.call.group}" if place.call.sequence else ""
-    return f"{place.call}{number}"
+def _call(snapshot: StackSnapshot) -> str:
+    call = snapshot.call
+    if call is None:
+        return str(snapshot.stack[-1]) if snapshot.stack else "an unknown call"
+    return f"{call}, call {call.sequence} of {call.group}" if call.sequence else str(call)
 
 
-def _standing(place: Place) -> str:
-    """A sentence on what the rank does, and in which line."""
-    workers = {process: line for process, frames in place.children.items() if (line := line_of(frames)) is not None and line.is_the_users}
-    if place.phase == "data" and workers:
-        return "waits for loader workers: " + "; ".join(f"process {process} stands at {line}" for process, line in workers.items())
-    return f"{_IN_WORDS[place.doing]} at {place.line}"
+def _reason(late: StackSnapshot) -> str:
+    """The activity of the rank, and its line."""
+    lines = {process: innermost_line(frames) for process, frames in late.children.items()}
+    workers = [f"process {process} is at {line}" for process, line in lines.items() if line is not None and line.is_user_code]
+    if late.phase == "data" and workers:
+        return f"waits for loader workers: {'; '.join(workers)}"
+    return f"{_IN_WORDS[late.activity]} at {late.line}"
 
 
-def _where(place: Place) -> Iterator[str]:
-    yield (
-        f"rank {place.rank} ({place.host}, process {place.process}) {_IN_WORDS[place.doing]} since {place.seconds:.0f} s, "
-        f"step {place.step}, {place.phase}, which may take {place.limit_seconds:.0f} s"
+def _late_line(late: StackSnapshot) -> str:
+    return (
+        f"rank {late.rank} ({late.host}, process {late.process}) {_IN_WORDS[late.activity]} since {late.seconds:.0f} s, "
+        f"step {late.step}, {late.phase}, which may take {late.limit_seconds:.0f} s"
     )
 
 
-def _stack(place: Place) -> list[str]:
-    """The user's own frames, the innermost first; and the innermost of all."""
-    frames = [frame for frame in reversed(place.stack) if frame.is_the_users]
-    innermost = place.stack[-1:] if place.stack and place.stack[-1] not in frames else ()
+def _stack(snapshot: StackSnapshot) -> list[str]:
+    """The innermost frame, and those of the user's code, innermost first."""
+    frames = [frame for frame in reversed(snapshot.stack) if frame.is_user_code]
+    innermost = snapshot.stack[-1:] if snapshot.stack and snapshot.stack[-1] not in frames else ()
     return [f"    {frame}" for frame in [*innermost, *frames]]
 
 
@@ -147,7 +136,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def enclosing(frame: Frame) -> list[str]:
-    """The conditions and `try` blocks of the function that a line stands under, the innermost first."""
+    """The `if`, `try`, `while` and `for` statements of its function that a line is inside, innermost first."""
     try:
         source = Path(frame.file).read_text(encoding="utf-8")
         tree = ast.parse(source)
@@ -157,7 +146,7 @@ def enclosing(frame: Frame) -> list[str]:
     found: list[int] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and node.lineno <= frame.line <= (node.end_lineno or 0):
-            found.clear()  # what stands around a function is not what it is called under
+            found.clear()  # the statements around a function's definition
         if isinstance(node, ast.If | ast.Try | ast.While | ast.For) and node.lineno < frame.line <= (node.end_lineno or 0):
             found.append(node.lineno)
     return [f"{lines[number - 1].strip()!r} (line {number})" for number in sorted(set(found), reverse=True)]

@@ -1,35 +1,44 @@
-"""Stack snapshots: a process's phase, its threads' stacks, the collectives it is in, and whether it makes progress."""
+"""Stack snapshots: a process's phase, its threads' stacks, its active collectives, and whether it makes progress.
+
+A process whose GIL is held, and a forked loader worker, take no snapshot of themselves. For those, faulthandler writes the stack from a
+signal handler into memory that other processes can read through /proc.
+"""
 
 from __future__ import annotations
 
 import dis
+import faulthandler
 import os
+import re
+import signal
 import socket
 import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
-from lockstep.comm import wait_times as waits
+from lockstep.comm import wait_times
 from lockstep.comm.active_calls import CollectiveCall, active_calls
+from lockstep.logging.phases import Phases
 
-Doing = Literal["waits", "runs", "computes", "sleeps"]
-"""In a collective, for the others; through Python code; in native code, on the processor; in a call that does not return."""
-_JUMPS = ("JUMP", "POP_JUMP")
-"""A loop without a body is at its jump whenever it is looked at; what calls native code is at no jump."""
-LOOKS = 5
-LOOK_SECONDS = 0.04
+Activity = Literal["waits", "runs", "computes", "sleeps"]
+"""Waits for other ranks in a collective; runs Python code; computes in native code; is in a call that does not return."""
+STACK_SIGNAL = signal.SIGURG  # A process that does not handle it ignores it
+_WRITING_SECONDS = 0.1
+_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+_JUMPS = ("JUMP", "POP_JUMP")  # A loop without a body is always seen at its jump; a thread in native code is at no jump
+SAMPLES = 5
+SAMPLE_SECONDS = 0.04
 _PYTHON = sysconfig.get_path("stdlib") + os.sep
 _PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
-_EXCHANGES = os.sep + os.path.join("torch", "distributed") + os.sep
-_WAITS = waits.__file__
-"""Stands between torch's waits and their callers."""
-_HERE = str(Path(__file__).parents[2]) + os.sep
+_TORCH_DISTRIBUTED = os.sep + os.path.join("torch", "distributed") + os.sep
+_LOCKSTEP = str(Path(__file__).parents[2]) + os.sep
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,21 +51,16 @@ class Frame:
         return f"{self.file}:{self.line} in {self.function}"
 
     @property
-    def is_the_users(self) -> bool:
-        """Neither of Python, nor of an installed package, nor of lockstep."""
-        return not self.file.startswith(("<", _HERE, _PYTHON)) and not any(folder in self.file for folder in _PACKAGES)
+    def is_user_code(self) -> bool:
+        """True if it is not of Python, an installed package, or lockstep."""
+        return not self.file.startswith(("<", _LOCKSTEP, _PYTHON)) and not any(folder in self.file for folder in _PACKAGES)
 
-    @property
-    def is_of_torch(self) -> bool:
-        return f"{os.sep}torch{os.sep}" in self.file
 
-    @property
-    def is_ours(self) -> bool:
-        return self.file.startswith(_HERE)
+Stack = tuple[Frame, ...]  # outermost frame first
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class StackSnapshot:
     """The snapshot of one rank. It is sent between processes as JSON."""
 
     rank: int
@@ -64,31 +68,23 @@ class Place:
     process: int
     phase: str
     step: int
-    seconds: float
-    """In this phase."""
-    limit_seconds: float
-    """The phase's timeout."""
-    is_first: bool
-    """True if the phase has never ended yet, so that the timeout is a default."""
-    doing: Doing
+    seconds: float  # in this phase
+    limit_seconds: float  # the phase's timeout
+    is_first: bool  # True if the phase has never ended yet, so that the timeout is a default
+    activity: Activity
     calls: tuple[CollectiveCall, ...]
-    stack: tuple[Frame, ...]
-    """The stack of the training thread, outermost frame first."""
-    threads: Mapping[str, tuple[Frame, ...]]
-    """The others, by name."""
-    children: Mapping[int, tuple[Frame, ...]] = field(default_factory=dict)
-    """The stacks of forked processes (loader workers), by process id, if they were asked."""
-
-    def say(self) -> dict[str, Any]:
-        return asdict(self)
+    stack: Stack  # of the training thread
+    threads: Mapping[str, Stack]  # the other threads, by name
+    children: Mapping[int, Stack] = field(default_factory=dict)
+    """The main threads of forked processes (loader workers), by process id; only if the rank itself is late."""
 
     @classmethod
-    def read(cls, said: Mapping[str, Any]) -> Place:
-        """From what `say` gave, through JSON."""
-        threads = {name: _frames_of(frames) for name, frames in said["threads"].items()}
-        calls = tuple(CollectiveCall(**call) for call in said["calls"])
-        children = {int(process): _frames_of(frames) for process, frames in said["children"].items()}
-        return cls(**{**said, "calls": calls, "stack": _frames_of(said["stack"]), "threads": threads, "children": children})
+    def from_json(cls, values: Mapping[str, Any]) -> StackSnapshot:
+        """Read what `dataclasses.asdict` gave, through JSON."""
+        threads = {name: _frames(frames) for name, frames in values["threads"].items()}
+        calls = tuple(CollectiveCall(**call) for call in values["calls"])
+        children = {int(process): _frames(frames) for process, frames in values["children"].items()}
+        return cls(**{**values, "calls": calls, "stack": _frames(values["stack"]), "threads": threads, "children": children})
 
     @property
     def is_late(self) -> bool:
@@ -97,49 +93,39 @@ class Place:
 
     @property
     def call(self) -> CollectiveCall | None:
-        """The collective that the rank waits in; None if it is in none."""
-        return self.calls[0] if self.doing == "waits" and self.calls else None
+        """The collective that the rank waits in, if it is in one."""
+        return self.calls[0] if self.activity == "waits" and self.calls else None
 
     @property
     def line(self) -> Frame | None:
-        """The innermost frame of the user's code; if there is none, the innermost frame."""
-        return line_of(self.stack)
+        return innermost_line(self.stack)
 
 
-def line_of(stack: Sequence[Frame]) -> Frame | None:
-    """The innermost line of the user's own that a stack stands in; where there is none, the innermost of all."""
-    return next((frame for frame in reversed(stack) if frame.is_the_users), stack[-1] if stack else None)
+def innermost_line(stack: Sequence[Frame]) -> Frame | None:
+    """The innermost frame of the user's code; if there is none, the innermost frame."""
+    return next((frame for frame in reversed(stack) if frame.is_user_code), stack[-1] if stack else None)
 
 
-def _frames_of(said: Sequence[Mapping[str, Any]]) -> tuple[Frame, ...]:
-    return tuple(Frame(**frame) for frame in said)
+def _frames(values: Sequence[Mapping[str, Any]]) -> Stack:
+    return tuple(Frame(**frame) for frame in values)
 
 
-def look(
-    rank: int,
-    thread: threading.Thread,
-    *,
-    phase: str,
-    step: int,
-    seconds: float,
-    limit_seconds: float,
-    is_first: bool,
-    sleep: Callable[[float], object] = time.sleep,
-) -> Place:
+def take_snapshot(rank: int, thread: threading.Thread, phases: Phases, *, limit_seconds: float, is_first: bool) -> StackSnapshot:
     """Take a snapshot of this process, whose training thread is `thread`. Takes a fifth of a second."""
     assert thread.ident is not None
-    before, seen = _processor_seconds(thread), []
-    for _ in range(LOOKS):
+    phase, step, seconds = phases.name, phases.step, phases.seconds
+    before, seen = _cpu_seconds(thread), []
+    for _ in range(SAMPLES):
         seen.append(_instruction(thread.ident))
-        sleep(LOOK_SECONDS)
-    used = (_processor_seconds(thread) - before) / (LOOKS * LOOK_SECONDS)
+        time.sleep(SAMPLE_SECONDS)
+    cpu_use = (_cpu_seconds(thread) - before) / (SAMPLES * SAMPLE_SECONDS)
     stacks = {ident: stack_of(frame) for ident, frame in sys._current_frames().items()}
     stack = stacks.pop(thread.ident, ())
     calls = active_calls()
-    if not calls and stack and (call := called_in(stack)) is not None:
+    if not calls and stack and (call := call_in_stack(stack)) is not None:
         calls = [call]
     names = {each.ident: each.name for each in threading.enumerate()}
-    return Place(
+    return StackSnapshot(
         rank=rank,
         host=socket.gethostname(),
         process=os.getpid(),
@@ -148,26 +134,26 @@ def look(
         seconds=seconds,
         limit_seconds=limit_seconds,
         is_first=is_first,
-        doing=doing(stack, calls=calls, moves=len(set(seen)) > 1 or seen[-1][2].startswith(_JUMPS), processor=used),
+        activity=activity(stack, calls=calls, moves=len(set(seen)) > 1 or seen[-1][2].startswith(_JUMPS), cpu_use=cpu_use),
         calls=tuple(calls),
         stack=stack,
         threads={names.get(ident, str(ident)): frames for ident, frames in stacks.items() if ident != threading.get_ident()},
     )
 
 
-def doing(stack: Sequence[Frame], *, calls: Sequence[CollectiveCall], moves: bool, processor: float) -> Doing:
-    """`moves`: whether it went on in Python code while it was looked at; `processor`: the share of that time that it was computing."""
+def activity(stack: Sequence[Frame], *, calls: Sequence[CollectiveCall], moves: bool, cpu_use: float) -> Activity:
+    """`moves`: its Python code advanced between samples. `cpu_use`: the fraction of the time in which it used the processor."""
     if moves:
         return "runs"
-    if calls and stack and (stack[-1].is_of_torch or stack[-1].is_ours):
+    if calls and stack and (f"{os.sep}torch{os.sep}" in stack[-1].file or stack[-1].file.startswith(_LOCKSTEP)):
         return "waits"
-    return "computes" if processor > 0.5 else "sleeps"
+    return "computes" if cpu_use > 0.5 else "sleeps"
 
 
-def called_in(stack: Sequence[Frame]) -> CollectiveCall | None:
-    """The collective that a stack stands in, where torch has not noted it: what goes from one rank to another."""
-    frames = [frame for frame in stack if frame.file != _WAITS]
-    inside = [frame for frame in frames if _EXCHANGES in frame.file]
+def call_in_stack(stack: Sequence[Frame]) -> CollectiveCall | None:
+    """The collective that a stack is in, if torch's flight recorder has no entry for it, as for send and recv."""
+    frames = [frame for frame in stack if frame.file != wait_times.__file__]  # it wraps torch's waits
+    inside = [frame for frame in frames if _TORCH_DISTRIBUTED in frame.file]
     if not inside or inside[-1] is not frames[-1]:
         return None
     public = [frame.function for frame in inside if frame.file.endswith("distributed_c10d.py") and frame.function[0] != "_"]
@@ -176,15 +162,14 @@ def called_in(stack: Sequence[Frame]) -> CollectiveCall | None:
 
 
 def _instruction(ident: int) -> tuple[int, int, str]:
-    """The instruction of its Python code that a thread is at."""
+    """The bytecode instruction that a thread is at."""
     frame = sys._current_frames().get(ident)
     if frame is None or frame.f_lasti < 0:
         return 0, 0, ""
     return id(frame), frame.f_lasti, dis.opname[frame.f_code.co_code[frame.f_lasti]]
 
 
-def stack_of(frame: FrameType | None) -> tuple[Frame, ...]:
-    """The outermost first."""
+def stack_of(frame: FrameType | None) -> Stack:
     found = []
     while frame is not None:
         found.append(Frame(frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_qualname))
@@ -192,11 +177,47 @@ def stack_of(frame: FrameType | None) -> tuple[Frame, ...]:
     return tuple(reversed(found))
 
 
-def _processor_seconds(thread: threading.Thread) -> float:
-    """That a thread of this process has computed for."""
+def _cpu_seconds(thread: threading.Thread) -> float:
+    """The processor time of a thread of this process; 0 if the system is not Linux."""
     try:
         with open(f"/proc/self/task/{thread.native_id}/stat", encoding="ascii") as file:
             fields = file.read().rpartition(")")[2].split()
-    except OSError:  # not Linux
+    except OSError:
         return 0.0
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+class StackWriter:
+    """Makes this process, and those that it forks from now on, write their main thread's stack at `STACK_SIGNAL`. One at a time."""
+
+    def __init__(self) -> None:
+        self.descriptor = os.memfd_create("lockstep-stacks")
+        faulthandler.register(STACK_SIGNAL, file=self.descriptor, all_threads=False)
+
+    def of_children(self) -> dict[int, Stack]:
+        """The stack of each process that was forked from this one."""
+        found = {process: read_stack(process, self.descriptor) for process in _children()}
+        return {process: frames for process, frames in found.items() if frames}
+
+    def close(self) -> None:
+        faulthandler.unregister(STACK_SIGNAL)
+        os.close(self.descriptor)
+
+
+def read_stack(process: int, descriptor: int) -> Stack:
+    """Make a process with a `StackWriter` of this descriptor write its stack, and read it. Empty if there is no such process."""
+    path = Path(f"/proc/{process}/fd/{descriptor}")
+    with suppress(OSError):
+        before = path.stat().st_size
+        os.kill(process, STACK_SIGNAL)
+        time.sleep(_WRITING_SECONDS)
+        lines = path.read_bytes()[before:].decode(errors="replace").splitlines()
+        frames = [Frame(found[1], int(found[2]), found[3]) for line in lines if (found := _FRAME.fullmatch(line)) is not None]
+        return tuple(reversed(frames))  # faulthandler writes the innermost first
+    return ()
+
+
+def _children() -> Iterator[int]:
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):
+            yield from map(int, (task / "children").read_text(encoding="ascii").split())

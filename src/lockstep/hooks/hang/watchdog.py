@@ -1,7 +1,7 @@
-"""The thread of each rank that asks, where its own stands still for too long, where all ranks stand.
+"""The watchdog thread of each rank: if its training thread exceeds a timeout, it collects the stack snapshots of all ranks.
 
-[Note: rounds] A rank that is late asks: the first to write the round's key gathers what all others, who look for that key, answer. It
-judges, and writes the verdict for all. A rank that was itself held up finds the verdict of a round that is over, and goes on to the next.
+[Note: rounds] The first late rank to write the round's key collects the snapshots that all others, who poll that key, then write. It
+diagnoses the hang, and writes the diagnosis for all. A rank that was late to a round reads its diagnosis, and goes on to the next round.
 """
 
 from __future__ import annotations
@@ -12,50 +12,33 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 
-from lockstep.hooks.hang.native_stacks import Stacks, read
-from lockstep.hooks.hang.report import Hang, judged
-from lockstep.hooks.hang.snapshot import Place, line_of, look
+from lockstep.hooks.hang.report import Hang, diagnose
+from lockstep.hooks.hang.snapshot import StackSnapshot, StackWriter, innermost_line, read_stack, take_snapshot
 from lockstep.logging.phases import Phases
 from lockstep.options import WatchdogTimeouts
 
 TICK_SECONDS = 0.2
-ANSWER_SECONDS = 1.2
-"""From a question to the last answer that is waited for."""
+ANSWER_SECONDS = 1.2  # A rank that asks for snapshots waits this long for the answers
 SILENCE_SECONDS = 10.0
-"""Seconds without a message after which a rank counts as silent, as one in native code that holds the GIL."""
-STUCK_SECONDS = 1.0
-"""From the end of a run to that of a rank whose waits are not broken by it."""
-AGAIN_SECONDS = 2.0
-"""From a verdict that nobody is late to the next question of this rank."""
+"""A rank that does not answer for this long counts as hanging, as one in native code that holds the GIL."""
+STUCK_SECONDS = 1.0  # when the run ends, a rank that still waits for another after this time is ended by its watchdog
+AGAIN_SECONDS = 2.0  # after a diagnosis that no rank is late, this rank waits so long before it asks again
 
 
-class Mailbox(Protocol):
-    """A store that all ranks read and write. All methods raise `DistError` or `RuntimeError` if it cannot be reached."""
-
-    def put(self, key: str, text: str) -> None: ...
-    def take(self, key: str) -> str | None:
-        """None where there is none."""
-        ...
-
-    def first(self, key: str, text: str) -> bool:
-        """Write the text if the key has none yet. Returns True if it was written."""
-        ...
-
-
-class StoreMailbox:
-    """In torch's store, by a connection of its own: others' waits do not hold it up."""
+class Mailbox:
+    """Texts in torch's store. All methods raise `DistError` or `RuntimeError` if the store cannot be reached."""
 
     def __init__(self, store: Any, prefix: str) -> None:
-        mine = store.clone()
-        mine.set_timeout(timedelta(seconds=ANSWER_SECONDS))
-        self._store = dist.PrefixStore(prefix, mine)  # type: ignore[attr-defined]
+        connection = store.clone()  # so that it need not wait until other threads' requests are answered
+        connection.set_timeout(timedelta(seconds=ANSWER_SECONDS))
+        self._store = dist.PrefixStore(prefix, connection)  # type: ignore[attr-defined]
 
     def put(self, key: str, text: str) -> None:
         self._store.set(key, text)
@@ -66,174 +49,151 @@ class StoreMailbox:
         found: bytes = self._store.get(key)
         return found.decode()
 
-    def first(self, key: str, text: str) -> bool:
+    def put_if_new(self, key: str, text: str) -> bool:
+        """Write the text if the key has none yet. Returns True if it was written."""
         found: bytes = self._store.compare_set(key, "", text)
         return found.decode() == text
 
 
+@dataclass(slots=True, eq=False)
 class Watchdog:
-    """The watchdog of one rank. Every rank makes one, in its training thread."""
+    """The watchdog of one rank. Every rank makes one, in its training thread, which it watches from then on."""
 
-    def __init__(
-        self,
-        phases: Phases,
-        timeouts: WatchdogTimeouts,
-        *,
-        rank: int,
-        size: int,
-        mailbox: Mailbox | None,
-        told: Callable[[Hang, Mapping[int, Place], bool, Place], None],
-        is_over: Callable[[], bool],
-        ended: Callable[[], None],
-    ) -> None:
-        """`mailbox`: None with one process. `is_over`: whether the launcher is ending the run. `ended`: called where it is, and this rank
-        waits for what will not come. `told`: called in the watchdog's thread on every rank that found a hang out: the hang, all
-        places, whether this rank is the one that gathered them, and its own place."""
-        self._phases = phases
-        self._timeouts = timeouts
-        self._rank = rank
-        self._size = size
-        self._mailbox = mailbox
-        self._told = told
-        self._is_over = is_over
-        self._ended = ended
-        self._over_since: float | None = None
-        self._trains = threading.current_thread()
-        self._over = threading.Event()
-        self.has_ended_the_run = False
-        """True if the watchdog's thread ends this process, whatever its main thread does."""
-        self._round = 0
-        self._not_before = 0.0
-        self._reported_since: float | None = None
-        self._silent_since: dict[int, float] = {}
-        self._stacks = Stacks()
+    phases: Phases
+    timeouts: WatchdogTimeouts
+    rank: int
+    size: int
+    mailbox: Mailbox | None  # None with one process
+    on_hang: Callable[[Hang, Mapping[int, StackSnapshot], bool, StackSnapshot], None]
+    """Called in the watchdog's thread on every rank that learns of a hang: with the hang, the snapshots of all ranks (empty unless this
+    rank collected them), whether it did, and this rank's own."""
+    is_shutting_down: Callable[[], bool]  # True if the launcher is ending the run
+    on_stuck: Callable[[], None]  # called in the watchdog's thread if this rank still waits then
+    ends_the_process: bool = False  # True if the watchdog's thread is about to end this process; then nothing else may
+    _shutting_down_since: float | None = None
+    _training_thread: threading.Thread = field(default_factory=threading.current_thread)
+    _closed: threading.Event = field(default_factory=threading.Event)
+    _round: int = 0
+    _not_before: float = 0.0
+    _reported_since: float | None = None
+    _silent_since: dict[int, float] = field(default_factory=dict)
+    _stacks: StackWriter = field(default_factory=StackWriter)
+    _thread: threading.Thread = field(init=False)
+
+    def __post_init__(self) -> None:
         self._thread = threading.Thread(target=self._run, name="lockstep-watchdog", daemon=True)
-
-    def start(self) -> None:
-        if self._mailbox is not None:
+        if self.mailbox is not None:
             who = {"host": socket.gethostname(), "process": os.getpid(), "stacks": self._stacks.descriptor}
-            self._mailbox.put(f"who/{self._rank}", json.dumps(who))
+            self.mailbox.put(f"who/{self.rank}", json.dumps(who))
         self._thread.start()
 
     def close(self) -> None:
-        self._over.set()
+        self._closed.set()
         if threading.current_thread() is not self._thread:
             self._thread.join()
         self._stacks.close()
 
     def _run(self) -> None:
-        while not self._over.wait(TICK_SECONDS):
-            if self._is_over() and self._is_stuck():
-                self.has_ended_the_run = True
-                self._ended()
+        while not self._closed.wait(TICK_SECONDS):
+            if self.is_shutting_down() and self._is_stuck():
+                self.ends_the_process = True
+                self.on_stuck()
             try:
-                if self._is_to_ask() or self._is_asked():
+                if self._must_ask() or (self.mailbox is not None and self.mailbox.take(f"{self._round}/asked") is not None):
                     self._take_part()
             except (dist.DistError, RuntimeError):  # the store is gone, or cannot be reached
-                self._tell_alone()
+                if self._must_ask():
+                    self._report_alone()
 
     def _is_stuck(self) -> bool:
-        """True if this rank still waits for another some time after the run has ended."""
-        self._over_since = self._over_since or time.monotonic()
-        return time.monotonic() - self._over_since >= STUCK_SECONDS and self._place().doing == "waits"
+        """True if this rank still waits for another some time after the launcher began to end the run."""
+        self._shutting_down_since = self._shutting_down_since or time.monotonic()
+        return time.monotonic() - self._shutting_down_since >= STUCK_SECONDS and self._snapshot().activity == "waits"
 
     def _limit_seconds(self) -> float:
-        return self._timeouts.limit_seconds(self._phases.name, self._phases.usual(self._phases.name))
+        return self.timeouts.limit_seconds(self.phases.name, self.phases.usual(self.phases.name))
 
-    def _is_to_ask(self) -> bool:
-        is_late = self._phases.seconds >= self._limit_seconds()
-        return is_late and time.monotonic() >= self._not_before and self._reported_since != self._phases.since
+    def _must_ask(self) -> bool:
+        is_late = self.phases.seconds >= self._limit_seconds()
+        return is_late and time.monotonic() >= self._not_before and self._reported_since != self.phases.since
 
-    def _is_asked(self) -> bool:
-        return self._mailbox is not None and self._mailbox.take(f"{self._round}/asked") is not None
-
-    def _place(self) -> Place:
-        phases = self._phases
-        place = look(
-            self._rank,
-            self._trains,
-            phase=phases.name,
-            step=phases.step,
-            seconds=phases.seconds,
-            limit_seconds=self._limit_seconds(),
-            is_first=self._timeouts.fixed_seconds is None and phases.usual(phases.name) is None,
-        )
-        return replace(place, children=self._stacks.of_children()) if place.is_late and place.doing != "waits" else place
+    def _snapshot(self) -> StackSnapshot:
+        is_first = self.timeouts.fixed_seconds is None and self.phases.usual(self.phases.name) is None
+        mine = take_snapshot(self.rank, self._training_thread, self.phases, limit_seconds=self._limit_seconds(), is_first=is_first)
+        return replace(mine, children=self._stacks.of_children()) if mine.is_late and mine.activity != "waits" else mine
 
     def _take_part(self) -> None:
         """[Note: rounds]"""
         number = self._round
-        if self._mailbox is None:
-            place = self._place()
-            self._conclude(judged({self._rank: place}, {}), {self._rank: place}, place, gathered=True)
+        if self.mailbox is None:
+            mine = self._snapshot()
+            self._conclude(diagnose({self.rank: mine}, {}), {self.rank: mine}, mine, collected=True)
             return
-        gathers = self._mailbox.first(f"{number}/asked", str(self._rank))
-        place = self._place()
-        self._mailbox.put(f"{number}/{self._rank}", json.dumps(place.say()))
-        deadline = time.monotonic() + (ANSWER_SECONDS if gathers else 3 * ANSWER_SECONDS)
-        if gathers:
-            places = {self._rank: place} | self._gathered(number, deadline)
-            hang = judged(places, self._silent(places))
-            self._mailbox.put(f"{number}/verdict", json.dumps(None if hang is None else asdict(hang)))
+        collects = self.mailbox.put_if_new(f"{number}/asked", str(self.rank))
+        mine = self._snapshot()
+        self.mailbox.put(f"{number}/{self.rank}", json.dumps(asdict(mine)))
+        deadline = time.monotonic() + (ANSWER_SECONDS if collects else 3 * ANSWER_SECONDS)
+        if collects:
+            snapshots = {self.rank: mine} | self._collect(number, deadline)
+            hang = diagnose(snapshots, self._silent(snapshots))
+            self.mailbox.put(f"{number}/diagnosis", json.dumps(None if hang is None else asdict(hang)))
             self._round += 1
-            self._conclude(hang, places, place, gathered=True)
+            self._conclude(hang, snapshots, mine, collected=True)
             return
-        while (said := self._mailbox.take(f"{number}/verdict")) is None and time.monotonic() < deadline:
-            if self._over.wait(TICK_SECONDS / 4):
+        while (text := self.mailbox.take(f"{number}/diagnosis")) is None and time.monotonic() < deadline:
+            if self._closed.wait(TICK_SECONDS / 4):
                 return
         self._round += 1
-        found = None if said is None else json.loads(said)
-        self._conclude(None if found is None else Hang(**{**found, "ranks": tuple(found["ranks"])}), {}, place, gathered=False)
+        found = None if text is None else json.loads(text)
+        self._conclude(None if found is None else Hang(**{**found, "ranks": tuple(found["ranks"])}), {}, mine, collected=False)
 
-    def _gathered(self, number: int, deadline: float) -> dict[int, Place]:
-        assert self._mailbox is not None
-        missing, places = set(range(self._size)) - {self._rank}, dict[int, Place]()
+    def _collect(self, number: int, deadline: float) -> dict[int, StackSnapshot]:
+        assert self.mailbox is not None
+        missing, snapshots = set(range(self.size)) - {self.rank}, dict[int, StackSnapshot]()
         while missing and time.monotonic() < deadline:
             for rank in list(missing):
-                if (said := self._mailbox.take(f"{number}/{rank}")) is not None:
-                    places[rank] = Place.read(json.loads(said))
+                if (text := self.mailbox.take(f"{number}/{rank}")) is not None:
+                    snapshots[rank] = StackSnapshot.from_json(json.loads(text))
                     missing.discard(rank)
-            if missing and self._over.wait(TICK_SECONDS / 4):
+            if missing and self._closed.wait(TICK_SECONDS / 4):
                 break
-        return places
+        return snapshots
 
-    def _silent(self, places: Mapping[int, Place]) -> dict[int, str]:
-        """The ranks that did not answer, where that is conclusive, with the reason in words."""
-        assert self._mailbox is not None
+    def _silent(self, snapshots: Mapping[int, StackSnapshot]) -> dict[int, str]:
+        """The ranks that surely will not answer, with the reason in words."""
+        assert self.mailbox is not None
         now, found = time.monotonic(), {}
-        for rank in range(self._size):
-            if rank in places:
+        for rank in range(self.size):
+            if rank in snapshots:
                 self._silent_since.pop(rank, None)
                 continue
             since = self._silent_since.setdefault(rank, now - ANSWER_SECONDS)
-            said = self._mailbox.take(f"who/{rank}")
-            who = None if said is None else json.loads(said)
-            reason, is_certain = _reason(who)
+            text = self.mailbox.take(f"who/{rank}")
+            reason, is_certain = _why_silent(None if text is None else json.loads(text))
             if is_certain or now - since >= SILENCE_SECONDS:
                 found[rank] = reason
         return found
 
-    def _conclude(self, hang: Hang | None, places: Mapping[int, Place], mine: Place, *, gathered: bool) -> None:
+    def _conclude(self, hang: Hang | None, snapshots: Mapping[int, StackSnapshot], mine: StackSnapshot, *, collected: bool) -> None:
         if hang is None:
             self._not_before = time.monotonic() + AGAIN_SECONDS
             return
-        self._reported_since = self._phases.since
-        self.has_ended_the_run = self._timeouts.on_hang == "end"
-        self._told(hang, places, gathered, mine)
+        self._reported_since = self.phases.since
+        self.ends_the_process = self.timeouts.on_hang == "end"
+        self.on_hang(hang, snapshots, collected, mine)
 
-    def _tell_alone(self) -> None:
+    def _report_alone(self) -> None:
         """Report this rank's own snapshot, because the others cannot be asked."""
-        if not self._is_to_ask():
-            return
-        place = self._place()
-        reason = "the store that all ranks meet at does not answer: its process has ended, or the way to it is cut"
-        self._conclude(judged({self._rank: place}, dict.fromkeys(set(range(self._size)) - {self._rank}, reason)), {}, place, gathered=True)
+        mine = self._snapshot()
+        reason = "torch's store does not answer: its process has ended, or the network to it is broken"
+        others = dict.fromkeys(set(range(self.size)) - {self.rank}, reason)
+        self._conclude(diagnose({self.rank: mine}, others), {}, mine, collected=True)
 
 
-def _reason(who: Mapping[str, Any] | None) -> tuple[str, bool]:
-    """Why a process does not answer, in words, and whether that is certain. `who`: what it said of itself at its start."""
+def _why_silent(who: Mapping[str, Any] | None) -> tuple[str, bool]:
+    """Why a process does not answer, in words, and whether that is certain. `who`: what it wrote at its start."""
     if who is None:
-        return "it has not come to the beginning of its run", False
+        return "it has not started its watchdog yet", False
     name = f"process {who['process']} on {who['host']}"
     if who["host"] != socket.gethostname():
         return f"{name} does not answer: it has ended, it is stopped, or its machine cannot be reached", False
@@ -242,8 +202,8 @@ def _reason(who: Mapping[str, Any] | None) -> tuple[str, bool]:
     except OSError:
         return f"{name} has ended", True
     if state == "T":
-        return f"{name} is stopped (by SIGSTOP, or a debugger); kill -CONT {who['process']} lets it go on", True
+        return f"{name} is stopped (by SIGSTOP, or a debugger); kill -CONT {who['process']} resumes it", True
     if state in "ZX":
         return f"{name} has ended", True
-    line = line_of(read(who["process"], who["stacks"]))
-    return f"{name} does not answer: native code holds Python's lock" + (f", called at {line}" if line else ""), False
+    line = innermost_line(read_stack(who["process"], who["stacks"]))
+    return f"{name} does not answer: native code holds the GIL" + (f", called at {line}" if line else ""), False

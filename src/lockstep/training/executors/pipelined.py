@@ -1,4 +1,4 @@
-"""All microbatches through the stages of a pipeline, in the order of its schedule."""
+"""The executor for a pipeline: all microbatches go through its stages, in the order of its schedule."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lockstep.training.executors.executor import Accumulation, Inputs, Loss, Sco
 from lockstep.training.loss import Contribution
 
 EVALUATED_TOGETHER = 2
-"""Microbatches for each stage in one forward pass of an evaluation. Their activations between stages are in memory raise_on_all_ranks."""
+"""Microbatches for each stage in one forward of an evaluation. All their activations between stages are in memory at once."""
 
 
 class PipelineExecutor:
@@ -31,8 +31,8 @@ class PipelineExecutor:
 
     def train(self, step: Accumulation, inputs: Inputs, loss: Loss) -> None:
         if inputs is None:
-            raise RecipeError("step.compute(None, loss) with a pipeline; it must call the model's parts itself; give inputs")
-        share = step.fetched()
+            raise RecipeError("step.compute(None, loss) with a pipeline; it calls the stages itself; give inputs")
+        fetched = step.fetched()
         parts: dict[int, Contribution] = {}
 
         def score(microbatch: Microbatch, batch: Any, output: Any) -> PipelineLoss:
@@ -50,11 +50,11 @@ class PipelineExecutor:
                     partial(score, microbatch, batch),
                     is_dummy=microbatch.is_dummy,
                 )
-                for microbatch, batch in share
+                for microbatch, batch in fetched
             ],
             columns=2,
         )
-        for (microbatch, _), (value, weight) in zip(share, rows, strict=True):
+        for (microbatch, _), (value, weight) in zip(fetched, rows, strict=True):
             if not microbatch.is_dummy:
                 step.record(microbatch, value.item() if value.is_cpu else value, weight, parts.get(microbatch.index))
 

@@ -13,27 +13,24 @@ from torch import Tensor
 from lockstep.comm.mesh import Mesh, to_local
 
 PIECE_ELEMENTS = 2**15 - 1
-"""Elements whose squares are summed at once. torch sums this many in one thread, and so in one order."""
+"""Elements whose squares are summed at once: torch sums so many in one thread, and so in one order."""
 MIN_SHARED_BYTES = 8 << 20
-"""Bytes of gradients. For fewer, computing their norms takes less time than receiving them from another rank."""
+"""Bytes of gradients. For fewer, each rank computes all norms itself: that is faster than to exchange them."""
 
 
 class GradientNorm:
-    """The global 2-norm of a model's gradients, the same on every rank, even if each rank holds a part of them.
-
-    On a CPU it is a number. On a GPU it is a scalar tensor, for which the host does not wait. Every rank makes the same calls.
-    """
+    """The global 2-norm of a model's gradients, also sharded ones: a number on a CPU, a scalar tensor on a GPU. Every rank calls it."""
 
     def __init__(self, mesh: Mesh, *, bitwise: bool) -> None:
         self._shards = mesh.axis("shard")
         self._in_parts = mesh.torch_mesh is not None
         self._memory = None if self._in_parts else mesh.data.host_shared_memory
-        self._cutting = {name: axis for name in ("shard", "tensor") if (axis := mesh.axis(name)).size > 1}
+        self._sharding_axes = {name: axis for name in ("shard", "tensor") if (axis := mesh.axis(name)).size > 1}
         self._pipeline = mesh.axis("pipeline")
         self._bitwise = bitwise
 
     def of(self, gradients: Sequence[Tensor]) -> Tensor | float:
-        """Return the norm. In bitwise numerics it does not depend on how the gradients are sharded."""
+        """Return the norm. With numerics=bitwise its bits do not depend on the sharding."""
         parts = [to_local(gradient) for gradient in gradients]
         if self._bitwise:
             return self._number(self._sum_of_rows(gradients, parts).sqrt())
@@ -43,12 +40,12 @@ class GradientNorm:
         mine = [part for gradient, part in zip(gradients, parts, strict=True) if self._counts(gradient)]
         if mine:
             squares += torch.linalg.vector_norm(torch.stack(torch._foreach_norm(mine)).double()).square().to(squares.device)
-        for axis in (*self._cutting.values(), self._pipeline):
+        for axis in (*self._sharding_axes.values(), self._pipeline):
             axis.all_reduce(squares)
         return self._number(squares.sqrt())
 
     def check(self, gradients: Sequence[Tensor]) -> Tensor | float:
-        """Return a number that is finite only if every gradient is. On a CPU it takes half the time of the norm."""
+        """Return a number that is finite only if every gradient is: on a CPU, in half the time of the norm."""
         if self._in_parts or self._bitwise or not gradients or not gradients[0].is_cpu:
             return self.of(gradients)
         sums = self._of_each(gradients, lambda mine: [gradient.sum().abs() for gradient in mine])
@@ -57,14 +54,11 @@ class GradientNorm:
     def _of_each(
         self, parts: Sequence[Tensor], compute: Callable[[list[Tensor]], Sequence[Tensor]], lengths: Sequence[int] | None = None
     ) -> Sequence[Tensor]:
-        """Return what `compute` returns for each part: a tensor of `lengths` numbers, by default one.
-
-        Replicas that share memory each compute some of the parts, if that is faster.
-        """
+        """Call `compute`, which returns `lengths` numbers (default: one) for each part. Replicas in shared memory divide large work."""
         if self._memory is None or not parts or not parts[0].is_cpu or sum(part.nbytes for part in parts) < MIN_SHARED_BYTES:
             return compute(list(parts)) if parts else []
-        takers = balanced_assignment(tuple(part.nbytes for part in parts), self._memory.size)
-        mine = [place for place, taker in enumerate(takers) if taker == self._memory.rank]
+        ranks = balanced_assignment(tuple(part.nbytes for part in parts), self._memory.size)
+        mine = [place for place, rank in enumerate(ranks) if rank == self._memory.rank]
         lengths = [1] * len(parts) if lengths is None else lengths
         numbers = torch.zeros(sum(lengths), dtype=torch.float64)
         each = numbers.split_with_sizes(list(lengths))
@@ -74,11 +68,11 @@ class GradientNorm:
         return each
 
     def _counts(self, gradient: Tensor) -> bool:
-        """True if this rank adds its part of a gradient: of ranks that hold the same part, only the first of each axis does."""
+        """True if this rank's part of a gradient counts: of ranks with the same part, only that of the first on each axis does."""
         mesh = getattr(gradient, "device_mesh", None)
         names = () if mesh is None else mesh.mesh_dim_names
-        cut = {name for name, placement in zip(names, getattr(gradient, "placements", ()), strict=True) if not placement.is_replicate()}
-        return all(name in cut or axis.rank == 0 for name, axis in self._cutting.items())
+        sharded = {name for name, placement in zip(names, getattr(gradient, "placements", ()), strict=True) if not placement.is_replicate()}
+        return all(name in sharded or axis.rank == 0 for name, axis in self._sharding_axes.items())
 
     def _number(self, value: Tensor) -> Tensor | float:
         return value.item() if value.is_cpu else value
@@ -91,17 +85,14 @@ class GradientNorm:
         mine = torch.cat([empty, *[square.to(empty.device) for square in squares]])
         if self._shards.size == 1:
             return mine.sum()
-        held = [[_rows_held(count, rank, self._shards.size) for count in rows] for rank in range(self._shards.size)]
-        everyone = self._shards.gather_rows(mine, [sum(counts) for counts in held])
-        pieces = torch.split(everyone, [count for counts in held for count in counts])
+        local_rows = [[_local_rows(count, rank, self._shards.size) for count in rows] for rank in range(self._shards.size)]
+        everyone = self._shards.gather_rows(mine, [sum(counts) for counts in local_rows])
+        pieces = torch.split(everyone, [count for counts in local_rows for count in counts])
         return torch.cat([pieces[rank * len(rows) + place] for place in range(len(rows)) for rank in range(self._shards.size)]).sum()
 
 
 def squares_of_rows(part: Tensor) -> Tensor:
-    """Return Σ squares of each row, shape (rows,), float64. On a CPU a row's bits do not depend on the rows beside it.
-
-    On a CPU it works in pieces that fit the cache: for 16 MB that takes a tenth of the time of whole operations.
-    """
+    """Return Σ squares of each row, (rows,), float64. On a CPU in pieces that fit the cache, and independent of the other rows."""
     rows = part.reshape(part.shape[0] if part.dim() else 1, math.prod(part.shape[1:]))
     if rows.numel() <= PIECE_ELEMENTS or not part.is_cpu:
         return _summed_squares(rows)
@@ -115,28 +106,25 @@ def _summed_squares(rows: Tensor) -> Tensor:
     return rows.to(torch.float64, copy=True).square_().sum(dim=1)
 
 
-def _rows_held(rows: int, rank: int, ranks: int) -> int:
-    """The rows that `rank` holds of a tensor sharded over `ranks` by `torch.chunk`."""
+def _local_rows(rows: int, rank: int, ranks: int) -> int:
+    """The number of rows on `rank` of a tensor sharded over `ranks` by `torch.chunk`."""
     each = -(-rows // ranks)
     return max(0, min(rows - rank * each, each))
 
 
 @lru_cache(maxsize=16)
 def balanced_assignment(sizes: tuple[int, ...], ranks: int) -> list[int]:
-    """Return the rank that takes each size: the largest first, each to the rank that has the least so far."""
-    takers = [0] * len(sizes)
-    taken = [(0, rank) for rank in range(ranks)]
+    """Return the rank for each size: the largest first, each to the rank with the smallest sum so far."""
+    chosen = [0] * len(sizes)
+    sums = [(0, rank) for rank in range(ranks)]
     for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
-        least, takers[place] = taken[0]
-        heapq.heapreplace(taken, (least + sizes[place], takers[place]))
-    return takers
+        least, chosen[place] = sums[0]
+        heapq.heapreplace(sums, (least + sizes[place], chosen[place]))
+    return chosen
 
 
 def combined(norms: Sequence[Tensor]) -> Tensor | float:
-    """Return the norm of all gradients as one vector from the norm of each: a number on a CPU, a scalar tensor on a GPU.
-
-    Two steps make the order of the sum independent of the gradients' memory layout.
-    """
+    """Return the global norm from the norm of each gradient: so the order of the sum does not depend on their memory layout."""
     if all(norm.is_cpu for norm in norms):
         return math.hypot(*[norm.item() for norm in norms])
     total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))

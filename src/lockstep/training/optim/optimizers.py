@@ -1,4 +1,4 @@
-"""Builds a recipe's optimizers, checks that they cover the model, and allocates their state before the first step."""
+"""Builds a recipe's optimizers, checks that they cover the model, and prepares them for the first step."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
-from lockstep.base.errors import RecipeError
+from lockstep.base.errors import RecipeError, first_few
 from lockstep.base.garbage import collector_paused
 from lockstep.base.torch_private import has_step_hooks, step_is_profiled
 
 STATE_IS_ZERO_AT_FIRST = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.RMSprop, torch.optim.Adadelta)
 
 
-def built(factory: Callable[[nn.Module], Any], model: nn.Module, *, in_part: bool = False) -> list[Optimizer]:
-    """Call the recipe's factory. Raises `RecipeError` unless its optimizers share out the model's trainable parameters.
+def build_optimizers(factory: Callable[[nn.Module], Any], model: nn.Module, *, in_part: bool = False) -> list[Optimizer]:
+    """Call the recipe's factory. Raises `RecipeError` unless each trainable parameter is in exactly one of its optimizers.
 
-    `allocate_state` then allocates their state. `in_part`: this rank has only some of the model's parameters, so one of several
-    optimizers may have none.
+    `in_part`: this rank has only some of the model's parameters, so one of several optimizers may have none.
     """
     with collector_paused():
         import_module("torch._dynamo")  # the first optimizer imports it
@@ -38,7 +38,8 @@ def built(factory: Callable[[nn.Module], Any], model: nn.Module, *, in_part: boo
                 f"the optimizer factory returned {optimizer!r} (a {type(optimizer).__name__}); it must return a torch.optim.Optimizer, "
                 "or a list of them"
             )
-        if _needs_a_closure(optimizer):
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
             raise RecipeError(
                 f"the optimizer factory returned a {type(optimizer).__name__}, whose step() needs a closure that computes the loss again; "
                 "a step takes one gradient; choose an optimizer whose step() needs none, such as torch.optim.AdamW"
@@ -54,11 +55,11 @@ def _empty_optimizers_allowed() -> Iterator[None]:
     """Allow optimizers without parameters, which torch refuses."""
     original: Any = Optimizer.__init__
 
-    def made(self: Optimizer, params: Any, defaults: dict[str, Any]) -> None:
+    def patched(self: Optimizer, params: Any, defaults: dict[str, Any]) -> None:
         given = params if isinstance(params, Tensor) else list(params)
         original(self, [{"params": []}] if isinstance(given, list) and not given else given, defaults)
 
-    Optimizer.__init__ = made  # type: ignore[method-assign]
+    Optimizer.__init__ = patched  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -72,7 +73,7 @@ def trainable(model: Any) -> dict[str, nn.Parameter]:
     found = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if lazy := [name for name, parameter in found.items() if isinstance(parameter, UninitializedParameter)]:
         raise RecipeError(
-            f"the model has lazy parameters without a shape ({_listed(lazy)}); the optimizer needs them before the first batch; run the "
+            f"the model has lazy parameters without a shape ({first_few(lazy)}); the optimizer needs them before the first batch; run the "
             "model once on an example in the model's factory, or use layers with given sizes"
         )
     if not found:
@@ -93,30 +94,57 @@ def check_gradients(model: nn.Module, parameters: dict[str, nn.Parameter], *, bi
             )
     if bitwise and (found := [name for name, parameter in parameters.items() if parameter.is_complex()]):
         raise RecipeError(
-            f"numerics=bitwise with complex parameters ({_listed(found)}); it sums real numbers; keep them as real tensors and use "
+            f"numerics=bitwise with complex parameters ({first_few(found)}); it sums real numbers; keep them as real tensors and use "
             "torch.view_as_complex in the forward, or choose numerics=fast"
         )
 
 
 def unfuse(optimizers: Sequence[Optimizer]) -> bool:
-    """Make fused optimizers use the foreach implementation. Returns True if there was one.
-
-    A fused kernel rounds differently at a tensor's end than in its middle, so a shard would be updated with other bits than the whole.
-    """
+    """Make fused optimizers use foreach: a fused kernel rounds differently at a tensor's end. Returns True if there was one."""
     groups = [group for optimizer in optimizers for group in (*optimizer.param_groups, optimizer.defaults) if group.get("fused")]
     for group in groups:
         group.update(fused=False, foreach=True)
     return bool(groups)
 
 
-def allocate_state(optimizer: Optimizer) -> None:
-    """Allocate the optimizer's state now, so that no step can run out of memory while it is applied.
+def separate_meshes(optimizer: Optimizer) -> None:
+    """Split each param group by mesh during each `optimizer.step()`: torch's foreach and fused kernels refuse a mixture of meshes."""
+    if all(len(_by_mesh(group["params"])) == 1 for group in optimizer.param_groups):
+        return
+    kept: list[list[dict[str, Any]]] = []
 
-    A dry run with zero gradients and a zero learning rate allocates it, and it is then set to zero. So this works only for optimizers
-    whose state starts at zero; others allocate in their first step.
+    def before(*arguments: Any) -> None:
+        after()  # if the previous step failed
+        kept.append(optimizer.param_groups)
+        optimizer.param_groups = [{**group, "params": params} for group in kept[0] for params in _by_mesh(group["params"])]
+
+    def after(*arguments: Any) -> None:
+        if kept:
+            groups = kept.pop()
+            parts = iter(optimizer.param_groups)
+            for group in groups:
+                for _ in _by_mesh(group["params"]):  # some optimizers count steps in the group
+                    group.update({name: value for name, value in next(parts).items() if name != "params"})
+            optimizer.param_groups = groups
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)
+
+
+def _by_mesh(parameters: list[Tensor]) -> list[list[Tensor]]:
+    found: dict[Any, list[Tensor]] = {}
+    for parameter in parameters:
+        found.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+    return list(found.values())
+
+
+def allocate_state(optimizer: Optimizer) -> None:
+    """Allocate the optimizer's state by a step with zero gradients and rate, so that no step runs out of memory while it is applied.
+
+    Only for optimizers whose state starts at zero; others allocate in their first step.
     """
     if type(optimizer) not in STATE_IS_ZERO_AT_FIRST or optimizer.state or any(not group.get("eps", 1) for group in optimizer.param_groups):
-        return  # state that the factory has loaded is kept; without eps the dry run divides zero by zero
+        return  # state that the factory has loaded is kept; without eps, the step would divide zero by zero
     rates = [group["lr"] for group in optimizer.param_groups]
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     for parameter in parameters:
@@ -134,7 +162,7 @@ def allocate_state(optimizer: Optimizer) -> None:
 
 
 def apply(optimizer: Optimizer) -> None:
-    """`optimizer.step()`. Without a profiler and step hooks it skips torch's profiler record, which takes 8 µs."""
+    """`optimizer.step()`, but without torch's profiler record, which takes 8 µs, if there is no profiler and no step hook."""
     step = type(optimizer).step
     if not getattr(step, "hooked", False) or "step" in vars(optimizer) or step_is_profiled() or has_step_hooks(optimizer):
         optimizer.step()
@@ -142,30 +170,18 @@ def apply(optimizer: Optimizer) -> None:
         step.__wrapped__(optimizer)  # type: ignore[attr-defined]
 
 
-def _needs_a_closure(optimizer: Optimizer) -> bool:
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
-
-
 def _check_cover(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    held = Counter(id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
-    left_out = [name for name, parameter in trainable(model).items() if id(parameter) not in held]
-    if left_out:
+    counts = Counter(id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+    if left_out := [name for name, parameter in trainable(model).items() if id(parameter) not in counts]:
         raise RecipeError(
-            f"the optimizer leaves out {_listed(left_out)}; every trainable parameter must be in exactly one optimizer: add them, or "
+            f"the optimizer leaves out {first_few(left_out)}; every trainable parameter must be in exactly one optimizer: add them, or "
             "freeze them with requires_grad_(False)"
         )
-    twice = [names.get(i, "(unnamed)") for i, times in held.items() if times > 1]
-    if twice:
-        raise RecipeError(f"{_listed(twice)} are in two optimizers; each would update them; give every parameter to exactly one")
-    strangers = sum(i not in names for i in held)
-    if strangers:
+    if twice := [names.get(i, "(unnamed)") for i, times in counts.items() if times > 1]:
+        raise RecipeError(f"{first_few(twice)} are in two optimizers; each would update them; give every parameter to exactly one")
+    if others := sum(i not in names for i in counts):
         raise RecipeError(
-            f"the optimizer holds {strangers} parameters that are not the model's; build it from the model it is given: "
+            f"the optimizer holds {others} parameters that are not the model's; build it from the model it is given: "
             "optimizer=lambda model: torch.optim.AdamW(model.parameters())"
         )
-
-
-def _listed(names: Sequence[str], most: int = 5) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,4 +1,4 @@
-"""Learning-rate schedules of a run: a function of the step, or torch's schedulers."""
+"""Learning-rate schedules: a function of the step, or torch's schedulers."""
 
 from __future__ import annotations
 
@@ -38,39 +38,38 @@ class Schedule:
 
     def before_step(self, step: int) -> None:
         if self._multiplier is not None:
-            self._set(step, self._multiplier(step))
+            multiplier = self._multiplier(step)
+            if not math.isfinite(multiplier):
+                raise RecipeError(
+                    f"schedule({step}) returned {multiplier}; a multiplier of the learning rate is finite; correct the schedule"
+                )
+            for group, base in zip(self._groups, self._base, strict=True):
+                if isinstance(group["lr"], Tensor):
+                    group["lr"].fill_(base * multiplier)
+                else:
+                    group["lr"] = base * multiplier
         rate = self._groups[0]["lr"]
         self._rate = rate.clone() if isinstance(rate, Tensor) else rate
-
-    def _set(self, step: int, multiplier: float) -> None:
-        if not math.isfinite(multiplier):
-            raise RecipeError(f"schedule({step}) returned {multiplier}; a multiplier of the learning rate is finite; correct the schedule")
-        for group, base in zip(self._groups, self._base, strict=True):
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(base * multiplier)
-            else:
-                group["lr"] = base * multiplier
 
     def after_step(self) -> None:
         for scheduler in self._schedulers:
             scheduler.step()
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """The state of the torch schedulers; a function of the step has none."""
         return [scheduler.state_dict() for scheduler in self._schedulers]
 
     def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
-        """Load `state_dict`. Raises `CheckpointError` if the saved schedule was of the other kind."""
+        """Raises `CheckpointError` if the saved schedule was of the other kind."""
         if len(states) != len(self._schedulers):
             raise CheckpointError(
                 f"the checkpoint has {len(states)} torch LRSchedulers and this run has {len(self._schedulers)}; a schedule that is a "
-                "function of the step needs none; go on with the schedule that it was saved with"
+                "function of the step needs none; resume with the schedule that it was saved with"
             )
         for scheduler, state in zip(self._schedulers, states, strict=True):
             scheduler.load_state_dict(state)
 
     def rate(self) -> float:
-        """The first parameter group's learning rate, as it was in the last step."""
+        """The first parameter group's learning rate in the last step."""
         return float(self._rate)
 
 
@@ -87,6 +86,6 @@ def _scheduler(factory: Callable[[Any], Any], optimizer: Optimizer, as_function:
     if isinstance(made, ReduceLROnPlateau):
         raise RecipeError(
             "schedule(optimizer) returned a ReduceLROnPlateau, whose step() needs a metric; a schedule is stepped once a step without one; "
-            "choose another, or change the rates of run.optimizers in a hook's on_evaluation"
+            "choose another, or change the rates of run.optimizers in a hook's after_evaluation"
         )
     return made

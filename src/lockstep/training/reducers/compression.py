@@ -1,4 +1,4 @@
-"""Gradient compression for replicas (`Recipe.gradient_compression`): communication hooks for DDP, with their error feedback.
+"""Gradient compression for replicas: communication hooks for DDP, with error feedback.
 
 (No `from __future__ import annotations` here: DDP checks its hooks' annotations and needs classes.)
 """
@@ -7,6 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -27,9 +28,8 @@ _REVIVING_SEED = 1
 
 
 class Compression(ABC):
-    """Compression of one model's gradients. `compression_for` builds it once for the model, on every rank; it outlives DDP.
+    """Error feedback: the sending rank keeps the error of the compression (`int8`, `powersgd`) and adds it to the next gradient.
 
-    Error feedback: the rank that sends keeps the error of the compression (`int8`, `powersgd`) and adds it to the next step's gradient.
     (Seide et al., 1-Bit Stochastic Gradient Descent, 2014; Karimireddy et al., Error Feedback Fixes SignSGD, 2019.)
     """
 
@@ -38,7 +38,7 @@ class Compression(ABC):
         self._unit = 1.0
 
     def begin(self, unit: float) -> None:
-        """Begin a step whose gradients are multiplied by `unit`, such as a loss scale. It is the same on all ranks."""
+        """Begin a step whose gradients are multiplied by `unit`, the same on all ranks."""
         if unit != self._unit:
             self._rescale(unit / self._unit)
             self._unit = unit
@@ -49,8 +49,7 @@ class Compression(ABC):
 
     @abstractmethod
     def sum_bucket(self, stats: Tensor, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Communication hook for DDP: sum the bucket over ranks (no mean). `stats`: the parameter whose gradient holds the step's
-        statistics; it is not rounded."""
+        """Communication hook for DDP: sum the bucket over ranks (no mean). `stats`: a parameter whose gradient is not rounded."""
 
     @abstractmethod
     def _rescale(self, factor: float) -> None: ...
@@ -60,8 +59,7 @@ class Bucket(NamedTuple):
     """A bucket of DDP, with the future of its sum."""
 
     buffer: Tensor
-    gradients: list[Tensor]
-    """Views of the buffer, each with the strides of its parameter."""
+    gradients: list[Tensor]  # views of the buffer, each with the strides of its parameter
     parameters: list[Tensor]
     done: torch.futures.Future[Tensor]
 
@@ -77,7 +75,7 @@ class Bucket(NamedTuple):
         return next((gradient for gradient, parameter in parts if parameter is stats), self.buffer[:0])
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """Views of `flat`, which is as long as the buffer, at the places of the gradients."""
+        """Views of `flat`, which is as long as the buffer, like `gradients`."""
         start = self.buffer.storage_offset() - flat.storage_offset()
         return [flat.as_strided(g.shape, g.stride(), g.storage_offset() - start) for g in self.gradients]
 
@@ -154,11 +152,7 @@ class Rounded(Compression):
 
 
 class LowRank(Compression):
-    """Sends each matrix as the product of two thin ones: torch's PowerSGD. (Vogels et al., 2019.)
-
-    Other tensors, and matrices too small to gain by it, are sent uncompressed. All matrices of a step are sent together after the
-    backward, in three exchanges.
-    """
+    """Sends each large matrix as the product of two thin ones, after the backward: torch's PowerSGD. (Vogels et al., 2019.)"""
 
     def __init__(self, world: World, rank: int, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__(world)
@@ -202,7 +196,7 @@ class LowRank(Compression):
     def _sum(self, gradients: dict[int, Tensor]) -> None:
         """Replace the gradients by their sums over ranks."""
         thin = [gradients.pop(each.parameter) for each in self._matrices]
-        for tensors, add in ((list(gradients.values()), self._add), (thin, self._add_matrices)):
+        for tensors, add in ((list(gradients.values()), partial(dist.all_reduce, group=self._senders.group)), (thin, self._add_matrices)):
             if not tensors:
                 continue
             flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
@@ -215,9 +209,6 @@ class LowRank(Compression):
             parts = torch.split(flat, [tensor.numel() for tensor in tensors])
             torch._foreach_copy_(tensors, [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)])
 
-    def _add(self, flat: Tensor) -> None:
-        dist.all_reduce(flat, group=self._senders.group)
-
     def _add_matrices(self, flat: Tensor) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
 
@@ -226,7 +217,7 @@ class LowRank(Compression):
         flat.mul_(self._senders.size)  # the hook computes the mean
 
     def _revive(self) -> None:
-        """Draw the zero columns of thin matrices anew: a zero gradient leaves them, and they would stay zero for ever."""
+        """Replace zero columns of thin matrices by random ones: after a zero gradient they would stay zero."""
         if (kept := self._state.q_memory_dict.get(0)) is None or kept.all():
             return
         ranks = [min(each.rows, each.columns, self._rank) for each in self._matrices]
@@ -241,12 +232,11 @@ class LowRank(Compression):
 class _Matrix(NamedTuple):
     rows: int
     columns: int
-    parameter: int
-    """The `id` of the parameter, whose dims but the first are flattened to one."""
+    parameter: int  # the `id` of the parameter, whose dims but the first are flattened to one
 
 
 class _Matrices:
-    """Stands in for a DDP bucket in torch's hook."""
+    """The argument of torch's hook, in place of a DDP bucket."""
 
     def __init__(self, flat: Tensor, matrices: Sequence[_Matrix]) -> None:
         self._flat = flat

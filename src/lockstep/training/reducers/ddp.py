@@ -1,13 +1,11 @@
-"""Gradient reduction by DistributedDataParallel: every rank holds the whole model, buckets are summed while the backward computes.
+"""Gradient reduction by DistributedDataParallel: every rank has the full model, buckets are summed while the backward computes.
 
-DDP wraps the *loss*, not the model: its forward is an identity on the last microbatch's loss that touches every parameter. So the
-user's model keeps its own class and may be called as often as they like; a parameter that the loss does not reach still reports to DDP
-(its hook fires, without a gradient), so that no `find_unused_parameters` pass is needed; and a rank without a microbatch takes part
-with a loss of zero.
+DDP wraps the *loss*, not the model: its forward is an identity on the last microbatch's loss whose graph reaches every parameter. So the
+user's model keeps its class and may be called any number of times; DDP's hook also fires for a parameter that the loss does not reach,
+without a `find_unused_parameters` pass; and a rank without a microbatch takes part with a loss of zero.
 
-DDP gets one more parameter, `stats`. Its gradient is set after the backward and carries the step's numbers
-(`lockstep.training.reducers.step_stats`). It is ready last, so it completes the last bucket. The numbers arrive exactly, except for the
-last digit if `loss_factor` is no power of two.
+DDP gets one more parameter, `stats`. Its gradient is set after the backward and holds the step's numbers (`step_stats.py`). It is ready
+last, so it completes the last bucket. The numbers are exact, except for the last digit if `loss_factor` is no power of two.
 
 (No `from __future__ import annotations` here: DDP inspects the annotations of its hooks and needs classes.)
 """
@@ -45,7 +43,7 @@ class _Touch(torch.autograd.Function):
 
 
 class _LossModule(nn.Module):
-    """The module that DDP wraps: the parameters and `stats`, with `_Touch` as its forward. Without buffers, DDP synchronizes none."""
+    """The module that DDP wraps: the parameters and `stats`, without buffers, which DDP would synchronize."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], length: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -59,12 +57,12 @@ class _LossModule(nn.Module):
 
 
 def loss_factor(mesh: Mesh, *, bitwise: bool, compression: Compression | None) -> int:
-    """The factor for the loss: DDP's own all-reduce, which runs without Python, computes the mean over ranks instead of the sum."""
+    """The factor for the loss: DDP's own all-reduce, which runs without Python, computes the mean instead of the sum."""
     return 1 if bitwise or compression is not None or mesh.data.hierarchy is not None else mesh.data.size
 
 
 class DdpReducer:
-    """A `GradientReducer` for a model that every rank holds whole."""
+    """A `GradientReducer` for a model that is not sharded."""
 
     def __init__(
         self,
@@ -75,7 +73,7 @@ class DdpReducer:
         max_microbatches: int,
         compression: Compression | None = None,
     ) -> None:
-        """`compression` sends the gradients in fewer bytes; None sends them as they are. Not with `bitwise`."""
+        """`compression`: not with `bitwise`."""
         world = mesh.data
         self._memory = world.shared_memory
         self._waits_in_torch = world.hierarchy is None and compression is None
@@ -85,13 +83,12 @@ class DdpReducer:
         self._assignment = mesh.assignment
         self._bitwise = bitwise
         self._used = [0.0] * len(parameters)
-        self._dtype = torch.float64 if any(p.dtype is torch.float64 for p in parameters) else torch.float32
-        self._vector = StepStatsVector(len(parameters), max_microbatches, dtype=self._dtype, device=parameters[0].device)
+        self._vector = StepStatsVector(parameters, max_microbatches, parameters[0].device)
         self._ddp: DistributedDataParallel | None = None
         self._hooks: list[Any] = []
         self._factor = loss_factor(mesh, bitwise=bitwise, compression=compression)
         if world.size > 1:
-            self._wrapped = _LossModule(self._parameters, self._vector.length, self._dtype)
+            self._wrapped = _LossModule(self._parameters, self._vector.length, self._vector.dtype)
             self._ddp = DistributedDataParallel(self._wrapped, gradient_as_bucket_view=True, init_sync=False)
             if bitwise:
                 self._ddp.register_comm_hook(None, self._ordered_bucket)
@@ -110,26 +107,26 @@ class DdpReducer:
         for parameter in self._parameters:
             parameter.grad = None
         self._count = count
-        self._share = self._assignment.indices(count, self._world.rank)
-        self._left = len(self._share)
+        self._mine = self._assignment.indices(count, self._world.rank)
+        self._remaining = len(self._mine)
         self._synchronized = False
         if self._bitwise:
-            self._counter: Counter[list[Tensor]] = Counter(_add_into_left, start=self._share.start, count=count)
-            self._shares = TreeNodes.of(count, self._world.size)
+            self._counter: Counter[list[Tensor]] = Counter(_add_into_left, start=self._mine.start, count=count)
+            self._nodes = TreeNodes.of(count, self._world.size)
             self._sums: list[tuple[OrderedSum, Tensor, torch.futures.Future[Tensor]]] = []
         self._used[:] = [0.0] * len(self._used)
         self._complete_at = time.perf_counter()
 
     def backward(self, total: Tensor, grad_output: Tensor, *, own_parameters_only: bool, is_dummy: bool) -> None:
-        """See `GradientReducer.backward`. If the backward has collectives of its own, no bucket is sent before its end."""
+        """See `GradientReducer.backward`. If the backward has other collectives (round-robin), buckets are sent in `reduce`."""
         if is_dummy:
             torch.autograd.grad(total, self._parameters, grad_output, allow_unused=True)
             return
-        self._left -= 1
+        self._remaining -= 1
         if self._factor > 1:
             grad_output = grad_output * self._factor
         inputs = self._parameters if own_parameters_only else None
-        if self._ddp is not None and self._left == 0 and not self._assignment.round_robin:
+        if self._ddp is not None and self._remaining == 0 and not self._assignment.round_robin:
             self._synchronize(total, grad_output, inputs)
             return
         torch.autograd.backward(total, grad_output, inputs=inputs)
@@ -139,14 +136,16 @@ class DdpReducer:
     def reduce(self, values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool) -> StepStats:
         if self._ddp is None:
             if self._bitwise:
-                self._put_root()
+                (root,) = self._counter.values
+                for parameter, gradient, used in zip(self._parameters, root, self._used, strict=True):
+                    parameter.grad = gradient if used else None
             recorded = self._vector.column(values) if isinstance(values[0], Tensor) else [self._rounded(value) for value in values]
             return StepStats(self._used, recorded, None if weights is None else self._vector.column(weights), flag)
         if not self._synchronized:
             zero = torch.zeros((), device=self._wrapped.stats.device, requires_grad=True)
             self._synchronize(zero, torch.zeros_like(zero), None)
         stats = self._wrapped.stats
-        packed = self._vector.pack(self._used, self._share, values, weights, flag)
+        packed = self._vector.pack(self._used, self._mine, values, weights, flag)
         torch.autograd.backward(stats.view_as(stats), packed * self._factor)
         assert stats.grad is not None
         summed, stats.grad = stats.grad, None
@@ -171,8 +170,8 @@ class DdpReducer:
             ) from error
 
     def _rounded(self, value: Number) -> float:
-        """The value as it would arrive from another rank, so that a single rank records the same bits."""
-        return float(np.float32(value)) if self._dtype is torch.float32 else float(value)
+        """The value rounded as in the exchange, so that a single rank records the same bits."""
+        return float(np.float32(value)) if self._vector.dtype is torch.float32 else float(value)
 
     def _note_use(self, index: int) -> Callable[[Tensor], None]:
         def hook(parameter: Tensor) -> None:
@@ -193,22 +192,17 @@ class DdpReducer:
                 parameter.grad = None
         return leaf
 
-    def _put_root(self) -> None:
-        (root,) = self._counter.values
-        for parameter, gradient, used in zip(self._parameters, root, self._used, strict=True):
-            parameter.grad = gradient if used else None
-
     def _ordered_bucket(self, _: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Start this bucket's ordered sum; at the last bucket, finish all sums in bucket order, which is the same on all ranks."""
         members = [self._places.get(id(parameter)) for parameter in bucket.parameters()]
         buffer, last_leaf = bucket.buffer(), gradients_of(bucket)
-        counter: Counter[list[Tensor]] = Counter(_add_into_right, start=self._share.start, count=self._count)
+        counter: Counter[list[Tensor]] = Counter(_add_into_right, start=self._mine.start, count=self._count)
         for node, value in zip(self._counter.nodes, self._counter.values, strict=True):
             counter.push_node(node, [torch.zeros_like(g) if m is None else value[m] for m, g in zip(members, last_leaf, strict=True)])
-        if self._share:
+        if self._mine:
             counter.push(last_leaf)
         nodes = [buffer if value is last_leaf else _flatten(value, like=bucket) for value in counter.values]
-        ordered = OrderedSum(nodes, self._shares, self._world.rank, self._memory)
+        ordered = OrderedSum(nodes, self._nodes, self._world.rank, self._memory)
         ordered.start(buffer.numel(), buffer)
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
         self._sums.append((ordered, buffer, future))

@@ -2,8 +2,8 @@
 
 Every rank takes part in each all-gather of a block's parameters and in each reduce-scatter of its gradients, so the ranks compute in
 rounds of one microbatch each. A rank that has none left computes a dummy microbatch, whose gradient is set to zero before the
-reduce-scatter. The sum over rounds and ranks is put into FSDP2 as its reduce-scatter: plain, or in the canonical order. Replicas of the
-shards (hybrid sharding) are summed once a step, not once a round.
+reduce-scatter. This module's reduce-scatters replace FSDP2's: plain, or in the canonical order. Replicas of the shards (hybrid sharding)
+are summed once a step, not once a round.
 """
 
 from __future__ import annotations
@@ -12,13 +12,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.base.torch_private import DefaultAllGather, fsdp_parameter_group, own_parameters
+from lockstep.base.torch_private import AllGather, DefaultAllGather, ReduceScatter, fsdp_parameter_group, own_parameters
 from lockstep.comm.mesh import Mesh, to_local
+from lockstep.comm.shared_memory import SharedMemoryGroup
 from lockstep.model.shard import fsdp_groups, modules_of
-from lockstep.training.reducers.fsdp_exchange import Gather, OrderedScatter, Scatter
 from lockstep.training.reducers.step_stats import Number, StepStats, StepStatsVector, clear_unused
+from lockstep.tree import Counter
+
+# Its name from torch 2.13 on; the old one warns there.
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class FsdpReducer:
@@ -29,9 +34,7 @@ class FsdpReducer:
         self._parameters = list(parameters)
         self._replicas = mesh.axis("replicate")
         self._bitwise = bitwise
-        device = mesh.world.device
-        dtype = torch.float64 if any(p.dtype is torch.float64 for p in parameters) else torch.float32
-        self._vector = StepStatsVector(len(parameters), max_microbatches, dtype=dtype, device=device)
+        self._vector = StepStatsVector(parameters, max_microbatches, mesh.world.device)
         self._scatters: list[Scatter] = []
         self._groups = fsdp_groups(model)
         memory = mesh.axis("shard").shared_memory
@@ -39,14 +42,14 @@ class FsdpReducer:
             scatter = OrderedScatter(mesh, fsdp_parameter_group(group)) if bitwise else Scatter(memory)
             group.set_custom_reduce_scatter(scatter)
             if memory is not None:
-                group.set_custom_all_gather(Gather(memory))
+                group.set_custom_all_gather(SharedMemoryAllGather(memory))
             group.set_gradient_divide_factor(1.0)
             group.set_reduce_scatter_unused_params(True)
             self._scatters.append(scatter)
-        self._used = _Used(model, self._parameters)
+        self._used = _UsedParameters(model, self._parameters)
 
     def close(self) -> None:
-        """Remove the hooks. The model can still be called, as long as torch's process group exists."""
+        """Remove the hooks. The model can still be called while torch's process group exists."""
         self._used.close()
         for group in self._groups:
             group.set_custom_all_gather(DefaultAllGather())
@@ -77,13 +80,12 @@ class FsdpReducer:
         return self.reduce_used(self.used(), values, weights, flag=flag)
 
     def used(self) -> list[float]:
-        """Return 1 for each parameter that a microbatch of this rank used, else 0."""
+        """Return 1 for each parameter that a microbatch of this rank used, else 0. For `PipelineReducer`."""
         return self._used.flags
 
     def reduce_used(self, used: Sequence[float], values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool) -> StepStats:
         """`reduce`, given what `used` returned."""
-        share = self._mesh.assignment.indices(self._count, self._mesh.data.rank)
-        packed = self._vector.pack(used, share, values, weights, flag)
+        packed = self._vector.pack(used, self._mesh.assignment.indices(self._count, self._mesh.data.rank), values, weights, flag)
         self._mesh.data.all_reduce(packed)
         stats = self._vector.unpack(packed, self._count, weighted=weights is not None)
         for scatter in self._scatters:
@@ -98,8 +100,8 @@ class FsdpReducer:
             parameter.grad = None
 
 
-class _Used:
-    """Notes which parameters a microbatch of this rank has used. FSDP2 fills in zeros for the others."""
+class _UsedParameters:
+    """Records which parameters a microbatch of this rank has used. FSDP2 gives the others zeros as gradients."""
 
     def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
         self.is_dummy = False
@@ -124,7 +126,7 @@ class _Used:
             handle.remove()
 
     def _watch(self, own: list[tuple[nn.Module, str, int]]) -> Any:
-        """In a group's forward its parameters are the gathered ones, which are made once: their hooks see the gradients."""
+        """Hook the all-gathered parameters of a group in its first forward: they are created once."""
 
         def before(_: nn.Module, __: Any) -> None:
             for module, name, place in own:
@@ -140,3 +142,135 @@ class _Used:
                 self.flags[place] = 1.0
 
         return hook
+
+
+class SharedMemoryAllGather(AllGather):
+    """The all-gather of a block's parameters through the memory that the ranks of `shard` share."""
+
+    def __init__(self, memory: SharedMemoryGroup) -> None:
+        self._memory = memory
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False) -> dist.Work | None:
+        if async_op:
+            return self._memory.start_all_gather(output_tensor, input_tensor)
+        self._memory.all_gather(output_tensor, input_tensor)
+        return None
+
+
+class Scatter(ReduceScatter):
+    """The reduce-scatter over the `shard` axis for one of FSDP2's parameter groups. Every rank makes the same calls.
+
+    It may be called several times in a round, if the forward calls the model several times. Outside of a step (in a backward of another
+    model's loss through this one) it exchanges nothing.
+    """
+
+    def __init__(self, memory: SharedMemoryGroup | None) -> None:
+        """`memory`: the shared memory of the ranks of `shard`, if they have one."""
+        self._memory = memory
+        self._in_step = False
+
+    def begin(self, count: int) -> None:
+        """Begin a step of `count` microbatches."""
+        self._in_step = True
+
+    def next_round(self, *, is_dummy: bool) -> None:
+        """Begin the next round of backwards. `is_dummy`: its gradient is discarded."""
+        self._is_dummy = is_dummy
+
+    def end_round(self, *, last: bool) -> None:
+        """End the round. After the `last` one, the gradients of FSDP2's parameters hold the sum."""
+
+    def end(self) -> None:
+        """End the step."""
+        self._in_step = False
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        if not self._in_step:
+            output_tensor.zero_()
+            return None
+        if self._is_dummy:
+            input_tensor.zero_()
+        return self._sum(output_tensor, input_tensor, group, async_op)
+
+    def _sum(self, output: Tensor, sent: Tensor, group: dist.ProcessGroup, async_op: bool) -> dist.Work | None:
+        if self._memory is not None:
+            self._memory.reduce_scatter(output, sent)
+            return None
+        work: dist.Work | None = reduce_scatter_single(output, sent, group=group, op=dist.ReduceOp.SUM, async_op=async_op)
+        return work
+
+
+class OrderedScatter(Scatter):
+    """The sum over all microbatches of a step, in the order of `lockstep.tree`, over `shard` and `replicate` at once.
+
+    In round r, rank d of the n data ranks has microbatch r * n + d. Each shard of the gradient is split into one slice for each of its
+    replicas; an all-to-all sends every rank all leaves of its slice, which it pushes into a binary counter; after the last round
+    the replicas all-gather their slices of the sum, which replaces the zeros that FSDP2 got (on the CPU, if FSDP2 has offloaded them).
+    """
+
+    def __init__(self, mesh: Mesh, parameters: Any) -> None:
+        """`parameters`: FSDP2's parameter group, with the order and padding of the gradients; None if it has no parameters."""
+        super().__init__(mesh.data.shared_memory)
+        self._parameters = parameters
+        self._data = mesh.data
+        self._replicas = mesh.axis("replicate")
+        self._shards = mesh.axis("shard").size
+
+    def begin(self, count: int) -> None:
+        super().begin(count)
+        self._remaining = count
+        self._counter: Counter[Tensor] = Counter(Tensor.add_, start=0, count=count)
+
+    def next_round(self, *, is_dummy: bool) -> None:
+        super().next_round(is_dummy=is_dummy)
+        self._leaves: Tensor | None = None
+
+    def _sum(self, output: Tensor, sent: Tensor, group: dist.ProcessGroup, async_op: bool) -> dist.Work | None:
+        width = output.numel()
+        slice_size = -(-width // self._replicas.size)
+        outgoing = sent.new_zeros(self._replicas.size, self._shards, slice_size)
+        shards = sent.view(self._shards, width)
+        for replica in range(self._replicas.size):
+            part = shards[:, replica * slice_size : (replica + 1) * slice_size]
+            outgoing[replica, :, : part.shape[1]] = part
+        leaves = torch.empty_like(outgoing).view(self._data.size, slice_size)
+        if self._memory is not None:
+            sizes = [slice_size] * self._data.size
+            self._memory.all_to_all(leaves.view(-1), outgoing.view(-1), sizes, sizes)
+        else:
+            dist.all_to_all_single(leaves.view(-1), outgoing.view(-1), group=self._data.group)
+        output.zero_()
+        if self._leaves is None:
+            self._leaves, self._width = leaves, width
+        else:
+            self._leaves += leaves
+        return None
+
+    def end_round(self, *, last: bool) -> None:
+        if self._leaves is None:
+            return  # a group without parameters
+        for leaf in self._leaves[: self._remaining]:
+            self._counter.push(leaf)
+        self._remaining -= self._data.size
+        if last:
+            (root,) = self._counter.values
+            if self._replicas.size > 1:
+                root = self._replicas.gather_rows(root, [root.numel()] * self._replicas.size)[: self._width]
+            self._write_gradients(root)
+
+    def _write_gradients(self, flat: Tensor) -> None:
+        """Replace the gradients by the sum: `flat` has this rank's padded shards one after another."""
+        trainable = [each for each in self._parameters.fsdp_params if each.sharded_param.requires_grad]
+        gradients = [to_local(each.sharded_param.grad) for each in trainable]
+        flat = flat.to(gradients[0].device)
+        padded = [each.padded_sharded_param_size.numel() for each in trainable]
+        for gradient, part in zip(gradients, torch.split(flat, padded), strict=True):
+            gradient.copy_(part[: gradient.numel()].view_as(gradient))

@@ -1,8 +1,7 @@
 """Gradient reduction in one exchange after the last backward of the step.
 
-This is the fastest way for replicas that share the memory of one host: the processors themselves do the exchange, so nothing could
-overlap with it, and DistributedDataParallel's copy of every gradient into its buckets takes longer than the exchange. It also serves
-parameters that DistributedDataParallel does not take, such as DTensors.
+It is the fastest for replicas in the shared memory of one host: the processors themselves do the exchange, so it cannot overlap with the
+backward, and DDP's copy of every gradient into buckets takes longer than the exchange. It also serves DTensors, which DDP does not take.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from lockstep.training.reducers.step_stats import Number, StepStats, StepStatsVe
 
 
 class PostBackwardReducer:
-    """A `GradientReducer` for a model of which every data rank holds the same part, or the whole."""
+    """A `GradientReducer` for a model of which every data rank has the same part."""
 
     def __init__(
         self,
@@ -27,12 +26,11 @@ class PostBackwardReducer:
         max_microbatches: int,
         complete: Callable[[Sequence[nn.Parameter]], None] | None = None,
     ) -> None:
-        """`complete` is called with the parameters after the last backward, to complete gradients that are still partial sums."""
+        """`complete`: called with the parameters after the last backward, to sum gradients that are still partial."""
         self._parameters = list(parameters)
         self._mesh = mesh
         self._complete = complete
-        dtype = torch.float64 if any(p.dtype is torch.float64 for p in parameters) else torch.float32
-        self._vector = StepStatsVector(len(parameters), max_microbatches, dtype=dtype, device=mesh.world.device)
+        self._vector = StepStatsVector(parameters, max_microbatches, mesh.world.device)
 
     def begin_step(self, count: int) -> None:
         self._count = count
@@ -49,7 +47,7 @@ class PostBackwardReducer:
         return self.reduce_used(self.used(), values, weights, flag=flag)
 
     def used(self) -> list[float]:
-        """Complete the gradients of the last backward. Returns 1 for each parameter that a microbatch of this rank used, else 0."""
+        """Complete the gradients. Returns 1 for each parameter that a microbatch of this rank used, else 0. For `PipelineReducer`."""
         if self._complete is not None:
             self._complete(self._parameters)
         return [float(parameter.grad is not None) for parameter in self._parameters]
@@ -57,8 +55,7 @@ class PostBackwardReducer:
     def reduce_used(self, used: Sequence[float], values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool) -> StepStats:
         """`reduce`, given what `used` returned."""
         data = self._mesh.data
-        share = self._mesh.assignment.indices(self._count, data.rank)
-        packed = self._vector.pack(used, share, values, weights, flag)
+        packed = self._vector.pack(used, self._mesh.assignment.indices(self._count, data.rank), values, weights, flag)
         if data.size > 1:
             for parameter in self._parameters:
                 if parameter.grad is None:

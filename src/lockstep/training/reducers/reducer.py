@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -13,31 +12,25 @@ from lockstep.training.reducers import ddp
 from lockstep.training.reducers.compression import Compression
 from lockstep.training.reducers.ddp import DdpReducer
 from lockstep.training.reducers.fsdp import FsdpReducer
-from lockstep.training.reducers.pipeline import PipelineReducer
+from lockstep.training.reducers.pipeline import PipelineReducer, TiedGradients
 from lockstep.training.reducers.post_backward import PostBackwardReducer
 from lockstep.training.reducers.step_stats import Number, StepStats
-from lockstep.training.reducers.tied_gradients import TiedGradients
 
 
 class GradientReducer(Protocol):
-    """One model's gradients on one rank, from the first microbatch of a step to the sum over all ranks.
-
-    In every step, on every rank: `begin_step`, then `backward` for each microbatch of this rank, then `reduce`.
-    """
+    """In every step, on every rank: `begin_step`, then `backward` for each microbatch of this rank, then `reduce`."""
 
     def begin_step(self, count: int) -> None:
         """Clear the gradients, for a step of `count` microbatches over all ranks."""
 
     def backward(self, total: Tensor, grad_output: Tensor, *, own_parameters_only: bool, is_dummy: bool) -> None:
-        """Accumulate the gradient of `grad_output * total`, the loss of the next microbatch.
+        """Accumulate the gradient of `grad_output * total`, the loss of the next microbatch; of a dummy, only take part in collectives.
 
-        `own_parameters_only`: other models' parameters in the graph get no gradient. `is_dummy`: the microbatch is computed only so
-        that every rank takes part in the collectives of its backward; its gradient is discarded.
+        `own_parameters_only`: other models' parameters in the graph get no gradient.
         """
 
     def reduce(self, values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool) -> StepStats:
-        """Sum over all ranks. Each `.grad` then is the sum over the step's microbatches, or this rank's shard of it, or None if no
-        microbatch used the parameter.
+        """Sum over all ranks: each `.grad` becomes this rank's shard of the sum, or None if no microbatch used the parameter.
 
         `values`, `weights`: one number for each microbatch of this rank; `weights` is None on all ranks or on none.
         """
@@ -46,17 +39,14 @@ class GradientReducer(Protocol):
         """Remove the reducer's hooks from the model."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReducerChoice:
-    """The reducer that a mesh needs."""
-
+class ReducerChoice(NamedTuple):
     reducer: type[DdpReducer | FsdpReducer | PostBackwardReducer]
-    """The reducer over the data axes. A pipeline's `PipelineReducer` uses it for its stages."""
+    """The reducer over the data axes, which a pipeline's `PipelineReducer` calls."""
     reason: str
 
 
 def choose_reducer(mesh: Mesh, *, bitwise: bool, compressed: bool) -> ReducerChoice:
-    """The reducer for a model parallelized on `mesh`. `compressed`: gradients are sent in fewer bytes. Pure: from values to a value."""
+    """The reducer for a model parallelized on `mesh`. `compressed`: with gradient compression."""
     if mesh.axis("shard").size > 1:
         return ReducerChoice(FsdpReducer, "the shard axis has more than one rank")
     if mesh.torch_mesh is not None:
@@ -88,10 +78,7 @@ def build_reducer(
     compression: Compression | None,
     complete: Callable[[Sequence[nn.Parameter]], None] | None,
 ) -> GradientReducer:
-    """Build the reducer of a model that is parallelized on `mesh`. Every rank calls it. `tied`: the tied parameters of a pipeline.
-
-    `compression`: only if the mesh has no other axis than `replicate`. `complete`: see `PostBackwardReducer`.
-    """
+    """Build the reducer of a model. Every rank calls it. `tied`: only with a pipeline. `complete`: see `PostBackwardReducer`."""
     if choice.reducer is DdpReducer:
         return DdpReducer(parameters, mesh, bitwise=bitwise, max_microbatches=max_microbatches, compression=compression)
     inner: PostBackwardReducer | FsdpReducer

@@ -1,7 +1,7 @@
-"""The few numbers of a step that ride along with the gradients' exchange: used parameters, losses, weights, one flag.
+"""The numbers of a step that are exchanged with the gradients: used parameters, losses, weights, one flag.
 
-They are packed into one vector that is summed over the ranks. Each number is written by one rank and is zero on all others, so the
-sum is exact, and a step needs no collective beyond the gradients' own.
+They are packed into one vector that is summed over the ranks. Each number is zero on all ranks but one, so the sum is exact, and a step
+needs no collective beyond those of the gradients.
 """
 
 from __future__ import annotations
@@ -14,37 +14,32 @@ import torch
 from torch import Tensor
 
 _MAX_LIST_LENGTH = 256
-"""CPU values up to this number are returned as a list, which is faster to read; more are returned as a tensor."""
-Number = Tensor | float
-"""A scalar tensor, or a number that the host knows already."""
+"""Up to so many CPU values are returned as a list, which is faster to read; more are returned as a tensor."""
+Number = Tensor | float  # A scalar tensor, or a number that the host has already
 
 
 class StepStats(NamedTuple):
     """The numbers of all ranks together."""
 
-    used: Tensor | list[float]
-    """(parameters,): 0 if no microbatch used the parameter."""
-    values: Tensor | list[float]
-    """(microbatches,): the recorded value of each microbatch, its part of the loss."""
-    weights: Tensor | None
-    """(microbatches,): the weight of each microbatch; None if the forward does not compute it."""
-    flags: Tensor | bool
-    """The number of data ranks that raised their flag, or whether any did."""
+    used: Tensor | list[float]  # (parameters,): 0 if no microbatch used the parameter
+    values: Tensor | list[float]  # (microbatches,): the part of each microbatch in the loss
+    weights: Tensor | None  # (microbatches,); None if the forward does not compute them
+    flags: Tensor | bool  # the number of data ranks that raised their flag, or whether any did
 
 
 class StepStatsVector:
     """Layout of the vector: a flag for each parameter, a value and a weight for each microbatch, and this rank's one flag."""
 
-    def __init__(self, parameters: int, max_microbatches: int, *, dtype: torch.dtype, device: torch.device) -> None:
-        self._parameters = parameters
+    def __init__(self, parameters: Sequence[Tensor], max_microbatches: int, device: torch.device) -> None:
+        self._parameters = len(parameters)
         self._max_microbatches = max_microbatches
-        self._dtype = dtype
+        self.dtype = torch.float64 if any(p.dtype is torch.float64 for p in parameters) else torch.float32
         self._device = device
-        self.length = parameters + 2 * max_microbatches + 1
+        self.length = self._parameters + 2 * max_microbatches + 1
 
     def pack(self, used: Sequence[float], share: range, values: Sequence[Number], weights: Sequence[Number] | None, flag: bool) -> Tensor:
         """Return this rank's vector. `values` and `weights` have one number for each microbatch of `share`."""
-        row = np.zeros(self.length, dtype=np.float64 if self._dtype is torch.float64 else np.float32)
+        row = np.zeros(self.length, dtype=np.float64 if self.dtype is torch.float64 else np.float32)
         row[: self._parameters] = used
         row[-1] = flag
         columns = [(self._parameters, values), (self._parameters + self._max_microbatches, weights or [])]
@@ -74,12 +69,12 @@ class StepStatsVector:
     def column(self, numbers: Sequence[Number]) -> Tensor:
         """The numbers as one tensor, (len(numbers),)."""
         if isinstance(numbers[0], float):
-            return torch.tensor(numbers, dtype=self._dtype)
-        return torch.stack([number for number in numbers if isinstance(number, Tensor)]).to(self._dtype)
+            return torch.tensor(numbers, dtype=self.dtype)
+        return torch.stack([number for number in numbers if isinstance(number, Tensor)]).to(self.dtype)
 
 
 def clear_unused(parameters: Sequence[Tensor], stats: StepStats) -> None:
-    """Set `.grad` to None if no microbatch used the parameter. With zeros instead, AdamW would decay the weight and momentum move it."""
+    """Set `.grad` to None if no microbatch used the parameter: with zeros, weight decay and momentum would still change it."""
     used = stats.used if isinstance(stats.used, list) else stats.used.tolist()
     for parameter, was_used in zip(parameters, used, strict=True):
         if not was_used:

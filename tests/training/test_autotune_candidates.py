@@ -1,4 +1,4 @@
-"""Which setting is chosen by which figures: pure, in random cases."""
+"""The choice of settings from measured times: pure, in random cases."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_larger_microbatches_are_timed_before_smaller_ones() -> None:
 
 
 @given(st.dictionaries(st.integers(1, 64), TIMES | st.none(), min_size=1), st.floats(1.0, 2.0))
-def test_the_first_is_preferred_that_none_is_much_faster_than(timed: dict[int, float | None], worth: float) -> None:
+def test_the_first_candidate_within_a_tolerance_of_the_fastest_is_chosen(timed: dict[int, float | None], worth: float) -> None:
     candidates = list(timed)
     seconds = {each: value for each, value in timed.items() if value is not None}
     chosen = preferred_candidate(candidates, seconds, worth)
@@ -54,7 +54,7 @@ def test_a_step_takes_as_long_as_the_rank_with_the_most_microbatches(microbatche
 
 
 @given(TIMES, TIMES, st.integers(1, 64))
-def test_loader_workers_keep_up_with_computing_or_are_as_many_as_may_be(fetch: float, compute: float, most: int) -> None:
+def test_loader_workers_keep_up_with_the_computation_up_to_the_maximum(fetch: float, compute: float, most: int) -> None:
     workers = loader_workers(fetch, compute, most)
     assert 0 <= workers <= most
     assert (workers == 0) == (fetch <= MAX_INLINE_FETCH * compute)
@@ -63,13 +63,13 @@ def test_loader_workers_keep_up_with_computing_or_are_as_many_as_may_be(fetch: f
         assert workers == 1 or fetch * 1.25 / (workers - 1) > compute
 
 
-def test_where_computing_takes_no_time_there_are_as_many_as_may_be() -> None:
+def test_without_computation_the_maximum_of_loader_workers_is_chosen() -> None:
     assert loader_workers(1.0, 0.0, 7) == 7
     assert loader_workers(0.0, 0.0, 7) == 0
 
 
 @given(TIMES, TIMES, st.integers(0, 64))
-def test_what_is_made_ahead_lasts_for_the_slowest_fetch(slowest: float, compute: float, workers: int) -> None:
+def test_the_prefetch_covers_the_slowest_fetch(slowest: float, compute: float, workers: int) -> None:
     depth = prefetch_depth(slowest, compute, workers)
     assert DEFAULT_PREFETCH <= depth <= MAX_PREFETCH
     if workers and depth < MAX_PREFETCH:

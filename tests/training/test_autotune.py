@@ -261,7 +261,7 @@ def damaged(folder: str, cache: str) -> None:
         assert json.loads(file.read_text())["chosen"] == values(chosen(result))
 
 
-def test_a_damaged_cache_is_said_to_be_so_and_measured_anew(pool: WorkerPool, tmp_path: Path, cache: Path) -> None:
+def test_a_damaged_cache_is_reported_and_measured_again(pool: WorkerPool, tmp_path: Path, cache: Path) -> None:
     pool.run(1, damaged, str(tmp_path), str(cache))
 
 
@@ -271,7 +271,7 @@ def without_a_cache(folder: str) -> None:
     assert [event.name for event in result.events if event.name.startswith("cache")] == ["cache-ignored", "cache-not-written"]
 
 
-def test_a_cache_that_cannot_be_had_ends_no_run(pool: WorkerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unusable_cache_does_not_end_the_run(pool: WorkerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     pool.run(1, without_a_cache, str(tmp_path))
@@ -334,7 +334,7 @@ def no_time(folder: str) -> None:
     assert list(written["auto"]["seconds"]["microbatch"]) == ["8"]
 
 
-def test_when_the_time_is_over_what_was_timed_by_then_is_chosen_from(pool: WorkerPool, tmp_path: Path) -> None:
+def test_after_the_time_limit_the_choice_is_among_the_candidates_timed_so_far(pool: WorkerPool, tmp_path: Path) -> None:
     pool.run(1, no_time, str(tmp_path))
 
 
@@ -354,7 +354,7 @@ def out_of_memory(folder: str) -> int:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_microbatch_for_which_a_rank_has_no_room_is_not_chosen(pool: WorkerPool, tmp_path: Path, world_size: int) -> None:
+def test_a_microbatch_that_runs_out_of_memory_on_a_rank_is_not_chosen(pool: WorkerPool, tmp_path: Path, world_size: int) -> None:
     found = pool.run(world_size, out_of_memory, str(tmp_path))
     assert found[0] in (1, 2, 4)
     assert found == [found[0]] * world_size
@@ -473,7 +473,7 @@ REFUSED: dict[str, tuple[str | None, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_measured_is_refused(pool: WorkerPool, tmp_path: Path, case: str) -> None:
+def test_settings_that_cannot_be_measured_are_refused(pool: WorkerPool, tmp_path: Path, case: str) -> None:
     plan, changes, message = REFUSED[case]
     for text in pool.run(2, refused, str(tmp_path / "run"), plan, changes) if case not in ("a stream", "a word") else [in_words(changes)]:
         assert text.startswith(message), text
@@ -507,7 +507,7 @@ def of_ones_own(run_dir: str, plan: str, microbatch: Any) -> str:
         ("", "auto", "RecipeError: microbatch='auto' in a loop of your own; only ls.train has a loss to measure with; give a number of"),
     ],
 )
-def test_a_loop_of_ones_own_has_nothing_to_measure(pool: WorkerPool, tmp_path: Path, plan: str, microbatch: Any, message: str) -> None:
+def test_a_custom_loop_cannot_measure(pool: WorkerPool, tmp_path: Path, plan: str, microbatch: Any, message: str) -> None:
     (text,) = pool.run(1, of_ones_own, str(tmp_path), plan, microbatch)
     assert text.startswith(message)
     with pytest.raises(LockstepError, match="precision='auto' in a loop of your own"):
@@ -520,5 +520,5 @@ def pinned(folder: str) -> None:
     assert start(f"{folder}/plain", "numerics=bitwise")[0].fingerprint == result.fingerprint
 
 
-def test_bitwise_numerics_keep_their_one_thread(pool: WorkerPool, tmp_path: Path) -> None:
+def test_bitwise_numerics_keep_one_thread(pool: WorkerPool, tmp_path: Path) -> None:
     pool.run(1, pinned, str(tmp_path))

@@ -64,7 +64,7 @@ def checkpointer(run: Any) -> Any:
 
 def settled(run: Any) -> None:
     """Wait for the save under way."""
-    checkpointer(run).finish()
+    checkpointer(run).wait()
 
 
 def test_it_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_never_refuses_an_unfinished_run_and_must_one_without_a_checkpoint(tmp_p
     stopped(tmp_path / "run")
     with pytest.raises(ls.errors.RunDirectoryError, match="already holds a run"):
         ls.train(recipe(steps=6), run_dir=str(tmp_path / "run"), resume="never")
-    with pytest.raises(CheckpointError, match=r"^resume=must, and .*checkpoints has no checkpoint to go on from: there is none"):
+    with pytest.raises(CheckpointError, match=r"^resume=must, and .*checkpoints has no checkpoint to resume from: there is none"):
         ls.train(recipe(steps=6), run_dir=str(tmp_path / "new"), resume="must")
     with pytest.raises(CheckpointError, match=r"^resume='maybe'; it is one of auto, never, must"):
         ls.train(recipe(steps=6), run_dir=str(tmp_path / "new"), resume="maybe")  # type: ignore[arg-type]
@@ -112,10 +112,10 @@ def test_a_damaged_checkpoint_ahead_of_the_run_pushes_no_new_one_out(tmp_path: P
 
 def test_another_recipe_is_refused_with_what_differs_unless_it_may(tmp_path: Path) -> None:
     stopped(tmp_path / "run", clip_norm=1.0)
-    words = r"^the recipe is not that of checkpoint step-00000003-\w+: clip_norm: 1.0, now 2.0; steps: 6, now 8; go on with"
+    words = r"^the recipe is not that of checkpoint step-00000003-\w+: clip_norm: 1.0, now 2.0; steps: 6, now 8; resume with"
     with pytest.raises(CheckpointError, match=words):
         ls.train(recipe(steps=8, clip_norm=2.0), run_dir=str(tmp_path / "run"))
-    with pytest.raises(CheckpointError, match=r": clip_norm: 1.0, now 2.0; go on"):
+    with pytest.raises(CheckpointError, match=r": clip_norm: 1.0, now 2.0; resume with"):
         ls.train(recipe(steps=8, clip_norm=2.0), run_dir=str(tmp_path / "run"), allow_change=["steps"])
     assert ls.train(recipe(steps=8, clip_norm=2.0), run_dir=str(tmp_path / "run"), allow_change=["steps", "clip_norm"]).steps == 8
 
@@ -199,7 +199,7 @@ def test_where_all_are_damaged_a_run_begins_anew_or_must_not(pool: WorkerPool, t
     content = bytearray((folder / "rank-1.safetensors").read_bytes())
     content[-5] ^= 1
     (folder / "rank-1.safetensors").write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"has no checkpoint to go on from: all 1 are damaged"):
+    with pytest.raises(CheckpointError, match=r"has no checkpoint to resume from: all 1 are damaged"):
         ls.train(recipe(steps=6), run_dir=str(tmp_path / "run"), resume="must", plan="numerics=bitwise")
     whole = ls.train(recipe(steps=6), run_dir=str(tmp_path / "whole"), plan="numerics=bitwise")
     assert ls.train(recipe(steps=6), run_dir=str(tmp_path / "run"), plan="numerics=bitwise").fingerprint == whole.fingerprint
@@ -307,13 +307,13 @@ def test_a_save_that_fails_is_told_and_training_goes_on(tmp_path: Path, capsys: 
         ("checkpoint-failed", "step-00000008"),
         ("checkpoint-failed", "step-00000010"),
     ]
-    assert "warning: the checkpoint of step 2 was not saved: Not a directory" in capsys.readouterr().err
+    assert "warning: the checkpoint after step 2 was not saved: Not a directory" in capsys.readouterr().err
 
 
 def test_the_third_failure_in_a_row_ends_the_run_on_every_rank(pool: WorkerPool, tmp_path: Path) -> None:
     words = pool.run(2, fail_to_save, str(tmp_path / "run"))
     assert words == [words[0]] * 2
-    assert words[0].startswith("3 checkpoints in a row could not be saved, at last: Not a directory: ")
+    assert words[0].startswith("3 checkpoints in a row could not be saved, the last one: Not a directory: ")
 
 
 def fail_to_save(run_dir: str) -> str:
@@ -343,7 +343,7 @@ def test_a_slow_disk_has_one_save_under_way_and_the_next_one_waits(tmp_path: Pat
 def test_a_disk_without_room_for_one_checkpoint_is_refused_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1900))
-    words = r"^a checkpoint has 1,9\d\d bytes at least, and .*/run/checkpoints has room for 1,9\d\d; make more, or give another folder"
+    words = r"^a checkpoint has at least 1,9\d\d bytes, and .*/run/checkpoints has 1,9\d\d free; make room, or give another folder"
     with pytest.raises(CheckpointError, match=words):
         ls.train(recipe(), run_dir=str(tmp_path / "run"))
 
@@ -358,7 +358,7 @@ def refused_for_room(run_dir: str) -> str:
 def test_there_must_be_room_for_what_all_ranks_write(pool: WorkerPool, tmp_path: Path) -> None:
     words = pool.run(2, refused_for_room, str(tmp_path / "run"))
     assert words == [words[0]] * 2
-    assert re.match(r"a checkpoint has 1,9\d\d bytes at least, and ", words[0])
+    assert re.match(r"a checkpoint has at least 1,9\d\d bytes, and ", words[0])
 
 
 def run_out_of_room(run_dir: str) -> list[list[str]]:
@@ -483,7 +483,7 @@ def test_what_is_included_has_a_state_and_a_name_of_its_own(tmp_path: Path) -> N
         with pytest.raises(CheckpointError, match=r"^include\('x', a list\); it has no state_dict and load_state_dict"):
             session.include("x", [])  # type: ignore[arg-type]
         session.include("x", Buffer())
-        with pytest.raises(CheckpointError, match=r"^include\('x'\) for a second time"):
+        with pytest.raises(CheckpointError, match=r"^include\('x'\) a second time"):
             session.include("x", Buffer())
         session.prepare(network, adamw)
         steps = session.steps(None, global_batch=4, microbatch=2, steps=1)

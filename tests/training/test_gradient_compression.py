@@ -246,16 +246,16 @@ def refusing(run_dir: str, plan: str, changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("plan", "size", "changes", "text"),
     [
-        ("replicate=2,numerics=bitwise", 2, {}, "gradient_compression='int8' with numerics=bitwise; each process rounds what it sends"),
+        ("replicate=2,numerics=bitwise", 2, {}, "gradient_compression='int8' with numerics=bitwise; each process rounds the gradients"),
         (
             "shard=2",
             2,
             {},
-            "gradient_compression='int8' with shard=2; only gradients of whole replicas can be compressed; take a plan of replicate",
+            "gradient_compression='int8' with shard=2; only gradients of full replicas can be compressed; use a plan with replicate",
         ),
-        ("tensor=2", 2, {}, "gradient_compression='int8' with tensor=2; only gradients of whole replicas"),
-        ("pipeline=2", 2, {}, "gradient_compression='int8' with pipeline=2; only gradients of whole replicas"),
-        ("split=2", 1, {}, "gradient_compression='int8' with split=2; only gradients of whole replicas"),
+        ("tensor=2", 2, {}, "gradient_compression='int8' with tensor=2; only gradients of full replicas"),
+        ("pipeline=2", 2, {}, "gradient_compression='int8' with pipeline=2; only gradients of full replicas"),
+        ("split=2", 1, {}, "gradient_compression='int8' with split=2; only gradients of full replicas"),
         (
             "replicate=2",
             2,

@@ -1,4 +1,4 @@
-"""What a run that ran out of memory changes: plans in, plans out."""
+"""The out-of-memory fallbacks: from a plan to the next one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from lockstep.base.errors import PlanError, RunDirectoryError
-from lockstep.hooks.fallbacks import FALLBACKS, FILE, TakenFallbacks, changes, fallback_since, next_plan, said
+from lockstep.hooks.out_of_memory import FALLBACKS, FILE, TakenFallbacks, advice, changes, fallback_since, next_plan
 from lockstep.plan import Plan
 from lockstep.saving import OutOfMemory
 
@@ -20,7 +20,7 @@ FAILURE = {"step": 3, "rank": 1, "error": "OutOfMemoryError: 2.00 GiB", "then": 
 
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
-    """Any that can be made, resolved."""
+    """Any valid, resolved plan."""
     axes = st.integers(1, 3)
     settings: dict[str, Any] = {
         "numerics": draw(st.sampled_from(["fast", "bitwise"])),
@@ -35,15 +35,17 @@ def plans(draw: st.DrawFn) -> Plan:
         return Plan(**{**settings, "numerics": "fast", "data_parallel": 1, "offload": False})
 
 
-def climbed(plan: Plan, device: str, setting: OutOfMemory, microbatch: int, whole: str | None) -> tuple[list[Plan], str]:
-    """All plans from this one to the last, and why there is none after it. `microbatch`: its samples in the first."""
+def plans_until_the_last(
+    plan: Plan, device: str, setting: OutOfMemory, microbatch: int, unsplittable: str | None
+) -> tuple[list[Plan], str]:
+    """All plans from this one to the last, and why there is none after it. `microbatch`: samples in the first."""
     found: Plan | str = plan
     tried = []
     while isinstance(found, Plan):
         tried.append(found)
         assert len(tried) < 20
         largest = -(-microbatch // 2 ** (found.microbatch_splits - plan.microbatch_splits))
-        found = next_plan(found, device, setting, largest=largest, whole=whole)
+        found = next_plan(found, device, setting, largest=largest, unsplittable=unsplittable)
     return tried, found
 
 
@@ -52,15 +54,15 @@ given_any = given(
     device=st.sampled_from(["cpu", "cuda"]),
     setting=st.sampled_from(["retry", "halve", "same-bits"]),
     microbatch=st.integers(1, 100),
-    whole=st.none() | st.just("it must stay whole"),
+    unsplittable=st.none() | st.just("it must stay whole"),
 )
 
 
 @given_any
-def test_each_plan_has_one_rung_more_than_the_one_before_and_there_is_a_last(
-    plan: Plan, device: str, setting: OutOfMemory, microbatch: int, whole: str | None
+def test_each_plan_has_one_more_fallback_than_the_one_before_and_there_is_a_last(
+    plan: Plan, device: str, setting: OutOfMemory, microbatch: int, unsplittable: str | None
 ) -> None:
-    tried, why_not = climbed(plan, device, setting, microbatch, whole)
+    tried, why_not = plans_until_the_last(plan, device, setting, microbatch, unsplittable)
     assert why_not
     for before, after in pairwise(tried):
         changed = changes(before, after).partition("=")[0]
@@ -73,21 +75,21 @@ def test_each_plan_has_one_rung_more_than_the_one_before_and_there_is_a_last(
 
 
 @given_any
-def test_halves_come_last_go_down_to_one_sample_and_only_where_bits_may_change(
-    plan: Plan, device: str, setting: OutOfMemory, microbatch: int, whole: str | None
+def test_microbatches_are_split_last_down_to_one_sample_and_only_if_bits_may_change(
+    plan: Plan, device: str, setting: OutOfMemory, microbatch: int, unsplittable: str | None
 ) -> None:
-    tried, why_not = climbed(plan, device, setting, microbatch, whole)
+    tried, why_not = plans_until_the_last(plan, device, setting, microbatch, unsplittable)
     microbatch_splits = tried[-1].microbatch_splits - plan.microbatch_splits
-    may = whole is None and (setting == "halve" or (setting == "retry" and plan.numerics == "fast"))
+    may = unsplittable is None and (setting == "halve" or (setting == "retry" and plan.numerics == "fast"))
     assert 2**microbatch_splits >= microbatch if may else microbatch_splits == 0
     assert 2 ** (microbatch_splits - 1) < microbatch
     assert ("one sample" in why_not) == (may or microbatch == 1)
-    assert ("halves, and it must stay whole" in why_not) == (whole is not None and microbatch > 1)
+    assert ("split each microbatch, and it must stay whole" in why_not) == (unsplittable is not None and microbatch > 1)
 
 
 @given(plan=plans(), device=st.sampled_from(["cpu", "cuda"]))
-def test_what_there_is_no_room_for_before_the_first_step_is_the_model_so_that_only_offload_helps(plan: Plan, device: str) -> None:
-    found = next_plan(plan, device, "halve", largest=None, whole=None)
+def test_before_the_first_step_only_offload_helps(plan: Plan, device: str) -> None:
+    found = next_plan(plan, device, "halve", largest=None, unsplittable=None)
     if device == "cuda" and plan.shard != 1 and not plan.offload:
         assert isinstance(found, Plan)
         assert changes(plan, found) == "offload=yes"
@@ -97,53 +99,51 @@ def test_what_there_is_no_room_for_before_the_first_step_is_the_model_so_that_on
 
 
 @given(plan=plans())
-def test_told_to_stop_it_changes_nothing(plan: Plan) -> None:
-    assert next_plan(plan, "cuda", "stop", largest=8, whole=None) == "it was told to change nothing (--out-of-memory stop)"
+def test_with_the_setting_stop_nothing_is_changed(plan: Plan) -> None:
+    assert next_plan(plan, "cuda", "stop", largest=8, unsplittable=None) == "--out-of-memory stop allows no change of the plan"
 
 
-def test_in_bitwise_numerics_it_says_how_to_allow_what_changes_bits() -> None:
+def test_in_bitwise_numerics_the_advice_says_how_to_allow_other_bits() -> None:
     plan = Plan(replicate=2, numerics="bitwise", checkpointing="full")
-    found = next_plan(plan, "cpu", "retry", largest=8, whole=None)
-    assert said(plan, found, folder=Path("runs/a"), step=3) == (
-        "lockstep: memory ran out with checkpointing=full; what is left is to compute each microbatch in halves, which changes the bits "
-        "from there on, and in numerics=bitwise it does not; allow it with --out-of-memory halve (LOCKSTEP_OUT_OF_MEMORY=halve), or cut "
+    found = next_plan(plan, "cpu", "retry", largest=8, unsplittable=None)
+    assert advice(plan, found, folder=Path("runs/a"), step=3) == (
+        "lockstep: memory ran out with checkpointing=full; the only fallback left is to split each microbatch, which changes the bits from "
+        "there on, and numerics=bitwise does not allow that; allow it with --out-of-memory halve (LOCKSTEP_OUT_OF_MEMORY=halve), or shard "
         "the model over more processes"
     )
 
 
 @pytest.mark.parametrize(
-    ("step", "where"), [(3, "goes on from step 3"), (0, "begins anew"), (None, "goes on from its last checkpoint, or begins anew,")]
+    ("step", "start"), [(3, "resumes after step 3"), (0, "starts again"), (None, "resumes from its last checkpoint, or starts again,")]
 )
-def test_it_says_where_the_run_goes_on(step: int | None, where: str) -> None:
-    text = said(Plan(), Plan(checkpointing="full"), folder=Path("runs/a"), step=step)
-    assert (
-        text == f"lockstep: the run in runs/a {where} with checkpointing=full when the same command is given again, with that run directory"
-    )
+def test_the_advice_says_from_where_the_run_resumes(step: int | None, start: str) -> None:
+    text = advice(Plan(), Plan(checkpointing="full"), folder=Path("runs/a"), step=step)
+    assert text == f"lockstep: the run in runs/a {start} with checkpointing=full if the same command is given again with that run directory"
 
 
 @given_any
-def test_what_is_remembered_gives_the_first_plan_all_that_the_last_one_had(
-    plan: Plan, device: str, setting: OutOfMemory, microbatch: int, whole: str | None
+def test_the_taken_fallbacks_turn_the_first_plan_into_the_last(
+    plan: Plan, device: str, setting: OutOfMemory, microbatch: int, unsplittable: str | None
 ) -> None:
-    tried, _ = climbed(plan, device, setting, microbatch, whole)
-    remembered = TakenFallbacks()
+    tried, _ = plans_until_the_last(plan, device, setting, microbatch, unsplittable)
+    taken = TakenFallbacks()
     for after in tried:
-        assert remembered.over(after, device) == after
-        remembered = remembered.with_plan(after, FAILURE)
-        assert remembered.over(plan, device) == after
+        assert taken.apply_to(after, device) == after
+        taken = taken.with_plan(after, FAILURE)
+        assert taken.apply_to(plan, device) == after
     for weaker in tried:
-        assert remembered.with_plan(weaker, FAILURE).over(plan, device) == tried[-1]
-    assert len(remembered.failures) == len(tried)
+        assert taken.with_plan(weaker, FAILURE).apply_to(plan, device) == tried[-1]
+    assert len(taken.failures) == len(tried)
 
 
-def test_what_cannot_be_under_another_plan_is_left_out() -> None:
-    remembered = TakenFallbacks().with_plan(Plan(shard=2, offload=True, checkpointing="full", microbatch_splits=1), FAILURE)
-    assert remembered.over(Plan(replicate=1), "cuda") == Plan(replicate=1, checkpointing="full", microbatch_splits=1)
-    assert remembered.over(Plan(shard=2), "cpu") == Plan(shard=2, checkpointing="full", microbatch_splits=1)
-    assert remembered.over(Plan(data_parallel=2), "cuda") == Plan(data_parallel=2, microbatch_splits=1)
+def test_fallbacks_that_another_plan_cannot_have_are_left_out() -> None:
+    taken = TakenFallbacks().with_plan(Plan(shard=2, offload=True, checkpointing="full", microbatch_splits=1), FAILURE)
+    assert taken.apply_to(Plan(replicate=1), "cuda") == Plan(replicate=1, checkpointing="full", microbatch_splits=1)
+    assert taken.apply_to(Plan(shard=2), "cpu") == Plan(shard=2, checkpointing="full", microbatch_splits=1)
+    assert taken.apply_to(Plan(data_parallel=2), "cuda") == Plan(data_parallel=2, microbatch_splits=1)
 
 
-def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_taken_fallbacks_are_read_as_they_were_written(tmp_path: Path) -> None:
     path = tmp_path / FILE
     for written in (
         TakenFallbacks(checkpointing="full", failures=[FAILURE]),
@@ -154,12 +154,12 @@ def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == [FILE]
 
 
-def test_every_rank_sees_what_one_has_written_down_since_they_began(tmp_path: Path) -> None:
+def test_every_rank_sees_the_fallback_that_one_has_written_since_the_start(tmp_path: Path) -> None:
     known = TakenFallbacks()
     assert fallback_since(known, tmp_path) is None
     then = known.with_plan(Plan(checkpointing="full"), FAILURE)
     then.write(tmp_path / FILE)
-    assert fallback_since(known, tmp_path) == "memory ran out in step 3 on rank 1, checkpointing=full from there"
+    assert fallback_since(known, tmp_path) == "memory ran out after step 3 on rank 1, checkpointing=full from there"
     assert fallback_since(then, tmp_path) is None
     (tmp_path / FILE).write_text("{")
     assert fallback_since(known, tmp_path) is None
@@ -187,6 +187,6 @@ def test_every_rank_sees_what_one_has_written_down_since_they_began(tmp_path: Pa
         ),
     ],
 )
-def test_what_no_run_wrote_is_refused(tmp_path: Path, text: str) -> None:
-    with pytest.raises(RunDirectoryError, match=f"{FILE} is not as a run writes it; .* remove it"):
+def test_a_damaged_file_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(RunDirectoryError, match=f"{FILE} is damaged; .* remove it"):
         TakenFallbacks.parse(text, tmp_path / FILE)

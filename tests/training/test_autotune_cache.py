@@ -13,7 +13,7 @@ from lockstep.autotune.cache import Measurement
 MEASURED = Measurement({"precision": "fp32", "workers": 2}, {"fetch": {"mean": 0.25}}, 1.5)
 
 
-def test_what_is_written_is_read_and_what_is_not_there_is_nothing(tmp_path: Path) -> None:
+def test_written_values_are_read_and_a_missing_file_gives_none(tmp_path: Path) -> None:
     path = tmp_path / "new" / "folder" / "name.json"
     assert cached.read(path, lambda chosen: True) is None
     cached.write(path, MEASURED)
@@ -24,21 +24,21 @@ def test_what_is_written_is_read_and_what_is_not_there_is_nothing(tmp_path: Path
 @pytest.mark.parametrize(
     "damage", [b"", b"{", b"[]", b"null", b'{"chosen": {}}x', b'{"other": 1}', b"\xff\xfe", b'{"chosen": 3, "figures": [], "seconds": 1.0}']
 )
-def test_what_is_damaged_is_said_to_be_so(tmp_path: Path, damage: bytes) -> None:
+def test_a_damaged_file_is_reported(tmp_path: Path, damage: bytes) -> None:
     path = tmp_path / "name.json"
     path.write_bytes(damage)
     with pytest.raises(ValueError, match="its content is damaged"):
         cached.read(path, lambda chosen: chosen.keys() == {"precision"})
 
 
-def test_values_that_may_not_be_chosen_are_damage(tmp_path: Path) -> None:
+def test_invalid_values_count_as_damage(tmp_path: Path) -> None:
     cached.write(tmp_path / "name.json", MEASURED)
     with pytest.raises(ValueError, match="its content is damaged"):
         cached.read(tmp_path / "name.json", lambda chosen: chosen["precision"] == "bf16")
 
 
 @given(st.dictionaries(st.text(), st.integers()), st.dictionaries(st.text(), st.integers()))
-def test_other_facts_have_another_file(one: dict[str, int], other: dict[str, int]) -> None:
+def test_another_key_has_another_file(one: dict[str, int], other: dict[str, int]) -> None:
     assert (cached.file_name(one) == cached.file_name(other)) == (one == other)
 
 

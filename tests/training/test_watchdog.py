@@ -1,4 +1,4 @@
-"""A run that stands still for longer than it may, and goes on; and collectives that are compared before they are made."""
+"""A run that exceeds a timeout and then continues; and collectives that are compared before they start."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def place_of(text: str) -> str:
+def line_of(text: str) -> str:
     """The first line of this file with the text."""
     return f"{__file__}:{next(number for number, line in enumerate(Path(__file__).read_text().splitlines(), 1) if text in line)}"
 
@@ -62,21 +62,21 @@ def slow_in_the_third_step(run_dir: str, rank: int) -> str:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_who_only_wants_a_report_has_one_and_the_run_goes_on(pool: WorkerPool, tmp_path: Path, rank: int) -> None:
+def test_on_hang_report_writes_a_report_and_the_run_continues(pool: WorkerPool, tmp_path: Path, rank: int) -> None:
     found = pool.run(2, slow_in_the_third_step, str(tmp_path / "run"), rank)
     assert len(set(found)) == 1
     (hang,) = [event for event in lines(tmp_path / "run" / "events.jsonl") if event["event"] == "hang"]
     assert (hang["kind"], hang["ranks"]) == ("missing", [rank])
-    assert f"it is in a call that does not return at {place_of('os.read(read, 1)')}" in hang["summary"]
+    assert f"it is in a call that does not return at {line_of('os.read(read, 1)')}" in hang["summary"]
     (page,) = (tmp_path / "run").glob("hang-*.txt")
     text = page.read_text()
     assert f"rank {1 - rank} waits in all_" in text
-    assert "the thread that trains, the innermost last:" in text
+    assert "training thread, innermost frame last:" in text
     assert (tmp_path / "run" / "result.json").exists()
 
 
 class Between(ls.Hook):
-    """A collective of the script's own, after the second step, that the ranks do not agree on."""
+    """A collective of the script, after the second step, that differs between the ranks."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -130,23 +130,23 @@ def checked(run_dir: str, plan: str, kind: str) -> str:
         ("left out", "replicate=2", "rank 0 allreduce of float32 (3,), reduce_op sum at {here} in Between.after_step; rank 1 all"),
     ],
 )
-def test_a_call_that_differs_is_named_on_every_rank_with_all_lines(
+def test_every_rank_names_the_mismatched_call_with_the_lines_of_all_ranks(
     pool: WorkerPool, tmp_path: Path, kind: str, plan: str, said: str
 ) -> None:
     found = set(pool.run(2, checked, str(tmp_path / "run"), plan, kind))
     assert len(found) == 1
-    assert said.format(here=place_of("dist.all_reduce(torch")) in found.pop()
+    assert said.format(here=line_of("dist.all_reduce(torch")) in found.pop()
 
 
 @pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
-def test_a_run_whose_ranks_agree_is_the_same_when_it_is_compared(pool: WorkerPool, tmp_path: Path, plan: str) -> None:
+def test_the_check_does_not_change_the_bits_of_a_run_without_mismatch(pool: WorkerPool, tmp_path: Path, plan: str) -> None:
     found = pool.run(2, checked, str(tmp_path / "checked"), f"{plan},numerics=bitwise", "none")
     plain = ls.train(recipe(steps=4), run_dir=str(tmp_path / "plain"), plan="numerics=bitwise")
     assert set(found) == {plain.fingerprint}
 
 
 def waits_quietly(folder: str) -> tuple[str, str]:
-    """What comes of a run in which one rank comes 2.5 s late to a call, and what is written to stderr of it, below Python."""
+    """The result of a run in which one rank is 2.5 s late to a call, and what its native code writes to stderr."""
     kept = os.dup(2)
     written = Path(folder, f"stderr-{os.getpid()}")
     with written.open("wb") as file:
@@ -159,7 +159,7 @@ def waits_quietly(folder: str) -> tuple[str, str]:
     return found, written.read_text()
 
 
-def test_a_rank_that_comes_late_is_waited_for_without_a_word(pool: WorkerPool, tmp_path: Path) -> None:
+def test_waiting_for_a_late_rank_prints_nothing(pool: WorkerPool, tmp_path: Path) -> None:
     for found, said in pool.run(2, waits_quietly, str(tmp_path)):
         assert re.fullmatch("[0-9a-f]{64}", found)
         assert "waitForInput" not in said
