@@ -10,8 +10,7 @@ from lockstep.plan import AXES, Plan, Size
 
 
 def count_processes(asked: str | int, plan: Plan | None, count_gpus: Callable[[], int], *, name: str) -> int:
-    """The number of processes for `asked`: a number, `auto` or `gpu`. `name`: what errors put before it, such as
-    `--nproc `.
+    """The number of processes for `asked`: a number, `auto` or `gpu`. `name`: the option's name in errors.
 
     `auto` is the product of the plan's axes if all of them have a size; otherwise one process per GPU, or one if there
     is no GPU. `count_gpus` is called only if needed. Raises `LaunchError`, and `PlanError` if the plan's axes do not

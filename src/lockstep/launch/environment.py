@@ -26,11 +26,9 @@ class Environment(RunOptions):
     local_world_size: int
     """Processes on this machine."""
     launcher: Launcher
-    """`python`: no launcher. `torchrun`: anything else that sets RANK and WORLD_SIZE. `srun`: each task of a Slurm step
-    is a process."""
+    """`python`: no launcher. `torchrun`: any other that sets RANK and WORLD_SIZE. `srun`: a process per Slurm task."""
     threads: int
-    """Intra-op threads of this process: OMP_NUM_THREADS if it was set on purpose (torchrun sets 1 unasked), else cores
-    ÷ processes."""
+    """Intra-op threads: OMP_NUM_THREADS if it was set on purpose (torchrun sets 1 unasked), else cores ÷ processes."""
     restarts: int = 0
     """Starts of the workers after the first, because one had failed."""
 
@@ -86,8 +84,7 @@ def _threads(environ: Mapping[str, str], local_world_size: int) -> int:
 
 
 def threads_per_process(count: int) -> int:
-    """Intra-op threads for each of `count` processes of this machine: its share of the cores that this process may use,
-    at least 1."""
+    """Intra-op threads for each of `count` processes on this machine: usable cores ÷ processes, at least 1."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // count)
 

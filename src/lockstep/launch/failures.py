@@ -236,8 +236,7 @@ def failure_record(error: BaseException, frames: TracebackType | None, status: i
 
 
 def error_details(error: BaseException) -> dict[str, Any]:
-    """The fields of the event for the error that ended a run: `error`, and if that is in our words, torch's text as
-    `detail`."""
+    """The fields of the event for the error that ended a run: `error`, and for a lost peer torch's text as `detail`."""
     text = f"{type(error).__name__}: {_text(error)}"
     if _lost_a_peer(error) and not isinstance(error, LockstepError):
         return {"error": "a peer was lost: another process of this run ended, or the connection to it broke", "detail": text}
@@ -245,7 +244,6 @@ def error_details(error: BaseException) -> dict[str, Any]:
 
 
 def _lost_a_peer(error: BaseException) -> bool:
-    """True if the error, or one in its chain of causes, is an error of the connection to another process."""
     return any(_is_peer_error(link) for link in _chain(error))
 
 

@@ -12,8 +12,7 @@ from pathlib import Path
 
 _PREFIX = "lockstep-"
 _ALIVE = "alive"
-"""A file in the folder that the launcher keeps locked. The system releases the lock when the launcher ends, in whatever
-way."""
+"""A file in the folder that the launcher keeps locked. The system releases the lock however the launcher ends."""
 
 
 @contextmanager

@@ -39,8 +39,7 @@ NOTICE_SECONDS = 5
 LAST_CALL_SECONDS = 5
 """Seconds that the smallest number of machines waits for more, up to the largest."""
 HEARTBEAT_SECONDS, HEARTBEATS = 2, 5
-"""Seconds between the heartbeats of a machine, and the number of missing heartbeats after which it is lost. Clocks are
-compared."""
+"""Seconds between a machine's heartbeats, and how many must be missing until it is lost. Clocks are compared."""
 SILENCE_SECONDS = HEARTBEAT_SECONDS * HEARTBEATS
 """Seconds of silence after which a machine is lost for the others, and the store's machine for it."""
 STORE_SECONDS = 60
@@ -49,8 +48,7 @@ _RUN_ID = "lockstep"
 
 
 class LoopbackRendezvous(RendezvousHandler):
-    """The rendezvous of one machine: for each start of the workers, a store on a free port of loopback, which they use
-    too."""
+    """The rendezvous of one machine: a new store on a free loopback port for each start of the workers."""
 
     def __init__(self) -> None:
         self._run_id = f"lockstep-{secrets.token_hex(8)}"
@@ -131,8 +129,7 @@ class ElasticRendezvous(DynamicRendezvousHandler):
         return bytes(self._store.compare_set(f"{_RUN_ID}.{name}", "", value)).decode()
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Meet the other machines. Each time the workers get a new store: torch would keep the first, even if its
-        machine is gone."""
+        """Meet the other machines. The workers get a new store each time: torch would keep one whose machine is gone."""
         say(f"lockstep: waits at {self.machines.endpoint} for the machines of the run ({self.machines.count})")
         self._bootstrap_store_info = self._shared_tcp_store_server = None
         found = super().next_rendezvous()
@@ -164,8 +161,7 @@ class ElasticRendezvous(DynamicRendezvousHandler):
             time.sleep(0.5)
 
     def lost_machines(self) -> list[str]:
-        """Addresses of machines that have left since the last meeting, or sent no heartbeat for too long. Raises
-        `RendezvousError`."""
+        """Addresses of machines that left since the last meeting, or whose heartbeat stopped. Raises `RendezvousError`."""
         with self._heartbeat_lock:
             self._state_holder.sync()
             here = Counter(node.addr for node in self._state_holder.state.participants)
@@ -203,8 +199,7 @@ def _store_on(listener: socket.socket) -> TCPStore:
 
 
 def _host_store(machines: Machines, address: str) -> TCPStore | None:
-    """A store in this process; None if the address is not this machine's, or another process hosts the store
-    already."""
+    """A store in this process; None if the address is not this machine's, or another process hosts the store."""
     try:
         return _store_on(socket.create_server((address, machines.port), family=_family(address)))
     except OSError as error:

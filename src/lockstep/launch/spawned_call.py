@@ -1,5 +1,4 @@
-"""The part of `ls.spawn` inside a worker: receive the function, call it, send back its result. Does not import
-torch."""
+"""The part of `ls.spawn` inside a worker: receive the function, call it, return its result. Does not import torch."""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signa
 
 
 class SpawnedCall:
-    """The function and its arguments, on their way to a worker. Unpickled late, so that a failure to do so is
-    recorded."""
+    """The function and its arguments, on their way to a worker. Unpickled late, so that a failure is recorded."""
 
     def __init__(self, main: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self._content: tuple[Callable[..., Any], tuple[Any, ...]] | bytes = (main, args)
@@ -46,11 +44,7 @@ class SpawnedCall:
 
 
 def work(call: SpawnedCall, result: Connection | None, forked: bool) -> None:
-    """Call the function, in a process that multiprocessing has just started. Its value is sent through `result`, if
-    there is one.
-
-    The process starts with the signals of `PASSED_ON` blocked.
-    """
+    """Call the function in a new process, which starts with `PASSED_ON` blocked, and send its value through `result`."""
     if forked:
         # The parent runs what it registered, and closes what it opened.
         atexit._clear()

@@ -34,8 +34,7 @@ def in_a_worker() -> None:
 
 
 class Preempted(SystemExit):
-    """The run was asked to end early, and has saved. Not an `Exception`, so that it also ends loops that continue after
-    errors."""
+    """The run was asked to end early, and has saved. Not an `Exception`: it ends loops that catch errors too."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(PREEMPTED_STATUS)

@@ -44,8 +44,7 @@ _INTERRUPTED_STATUS = 128 + signal.SIGINT
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run a script, or with `-m` a module, as `__main__`. Output is written line by line, because ranks share the
-    terminal."""
+    """Run a script, or with `-m` a module, as `__main__`. Output is line-buffered, because ranks share the terminal."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)
@@ -57,11 +56,9 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def begin() -> Path | None:
-    """Tie this process to its launcher. Returns the path for the record of a failure; None if no launcher asked for
-    one.
+    """Tie this process to its launcher. Returns the path for the record of a failure, or None without a launcher.
 
-    Takes the launcher's own variables out of the environment, so that what the user's code starts does not write in our
-    place.
+    Removes the launcher's variables from the environment: children of the user's code must not write in our place.
     """
     files = take_files(os.environ)
     if (agent := os.environ.pop(AGENT, None)) is not None:
@@ -73,8 +70,7 @@ def begin() -> Path | None:
 
 
 def run(body: Callable[[], object], record: Path | None) -> NoReturn:
-    """Call `body` and end the process. If `body` raises, or exits with a status other than 0, write the record
-    first."""
+    """Call `body` and end the process. Writes the record first if `body` raises, or exits with another status than 0."""
     process = os.getpid()
     hook = sys.excepthook
     in_a_worker()
@@ -182,8 +178,7 @@ def _module_code(name: str) -> tuple[ModuleSpec, CodeType]:
 
 
 def _execute(code: CodeType, **attributes: Any) -> None:
-    """Run code in a fresh `__main__` that stays in place, for what runs after it (atexit functions, threads) and for
-    pickle."""
+    """Run code in a fresh `__main__`, which stays there for atexit functions, threads and pickle."""
     module = ModuleType("__main__")
     module.__dict__.update({"__builtins__": builtins, "__cached__": None, **attributes})
     sys.modules["__main__"] = module

@@ -69,8 +69,7 @@ _files: WorkerFiles | None = None
 def take_files(environ: MutableMapping[str, str]) -> WorkerFiles | None:
     """The files of this worker; None if no launcher named any. Called once, before the user's code runs.
 
-    Takes the variable out of the environment, so that what the user's code starts does not write in this worker's
-    place.
+    Removes the variable from the environment: children of the user's code must not write in this worker's place.
     """
     global _files
     stem = environ.pop(FILES, None)
@@ -92,8 +91,7 @@ def defer_kill() -> Iterator[None]:
 
 
 def request_restart(reason: str) -> None:
-    """Have the launcher start the workers again after the failure that ends this one, without counting it against
-    `--max-restarts`."""
+    """Have the launcher restart the workers after this one's failure, without counting it against `--max-restarts`."""
     if _files is not None:
         write_atomically(_files.restart_request, reason)
 
@@ -105,12 +103,10 @@ def write_failure(record: FailureRecord) -> None:
 
 
 def is_shutting_down() -> bool:
-    """True once the launcher ends all workers because one has failed or a machine is lost: no further step is worth its
-    time."""
+    """True once the launcher ends all workers, because one has failed or a machine is lost: take no further step."""
     return _files is not None and _files.shutdown.exists()
 
 
 def was_signal_forwarded() -> bool:
-    """True once the launcher has passed a signal on. This process may have got it before: Slurm signals all processes
-    of a job."""
+    """True once the launcher has passed a signal on. Slurm may have sent it to this process too."""
     return _files is not None and _files.signal_forwarded.exists()

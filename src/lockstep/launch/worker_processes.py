@@ -31,8 +31,7 @@ STOP_SECONDS = 3.0
 SAVE_SECONDS = 600.0
 """The same for a worker that is saving."""
 KILL_SECONDS = 2.0
-"""Seconds that the launcher waits for a killed process. One that the kernel holds (a device that hangs) may not end; it
-is left behind."""
+"""Seconds that the launcher waits for a killed process. One that the kernel holds is left behind."""
 
 
 class WorkerProcess(Protocol):
@@ -53,8 +52,7 @@ class WorkerProcesses:
     """The workers of one start."""
 
     def __init__(self, folder: Path, is_impatient: Callable[[], bool]) -> None:
-        """`folder`: an empty one, for the workers' files. `is_impatient`: true once a second signal asks to end without
-        waiting."""
+        """`folder`: empty, for the workers' files. `is_impatient`: true once a second signal asks to end at once."""
         self._folder = folder
         self._is_impatient = is_impatient
         self._processes: dict[int, WorkerProcess] = {}
@@ -103,8 +101,7 @@ class WorkerProcesses:
         return bool(self._failures)
 
     def end_after_loss(self) -> None:
-        """End the workers that are left once one has failed, or another machine is lost. They may save what they
-        have."""
+        """End the remaining workers once one has failed, or another machine is lost. They may save first."""
         self._shutdown = True
         self._files(0).shutdown.touch()
         self._wait_for_later_failures()
@@ -123,8 +120,7 @@ class WorkerProcesses:
             self.stop(signal.SIGTERM, 0.0)
 
     def stop(self, number: signal.Signals, grace_seconds: float) -> None:
-        """End every worker: send `number` to those that run, have not failed and were not asked; then SIGKILL to all
-        that are left."""
+        """End every worker: `number` to those that run, have not failed and were not asked; then SIGKILL to the rest."""
         self._look()
         self._files(0).signal_forwarded.touch()
         for rank in self.running:
