@@ -18,16 +18,14 @@ from lockstep.plan import Plan
 from lockstep.saving import OutOfMemory, Resume, interval
 
 OnHang = Literal["end", "report"]
-"""`end`: report the hang, save the last whole step, and end with an exit status of its own. `report`: report it and
-wait on."""
+"""`end`: report the hang, save the last complete step, and exit with status 76. `report`: report it and go on waiting."""
 
 TIMES_USUAL = 20.0
 """A phase may take this many times what it usually takes."""
 LEAST_STEP_SECONDS = 60.0
 """Smallest timeout of `STEP_PHASES`."""
 LEAST_OTHER_SECONDS = 300.0
-"""Smallest timeout of all other phases. Data, saves and evaluations depend on disks, networks and users' code, whose
-times vary."""
+"""Smallest timeout of all other phases: data, saves and evaluations depend on disks, networks and users' code."""
 FIRST_SECONDS = 540.0
 """Timeout of a phase that has never ended yet. Gloo and NCCL give up after 600 seconds."""
 STEP_PHASES = ("compute", "exchange", "update")
@@ -276,8 +274,7 @@ class LaunchOptions(RunOptions):
         return plan
 
     def for_workers(self, *, default_run_dir: str, now_seconds: float) -> RunOptions:
-        """The options that workers are told: paths are absolute, and `--stop-after` is a moment. `now_seconds`: since
-        1970."""
+        """The options for workers: absolute paths, and `--stop-after` as a moment. `now_seconds`: since 1970."""
         values = {each.name: getattr(self, each.name) for each in fields(RunOptions)} | {"default_run_dir": default_run_dir}
         if self.run_dir is not None:
             values["run_dir"] = os.path.abspath(self.run_dir)
@@ -318,8 +315,7 @@ def whole_number(text: str, name: str) -> int:
 
 
 def check_run_dir(run_dir: str | None, name: str) -> None:
-    """Raise `RunDirectoryError` for an empty path: it would name the working directory. `name`: the option or keyword
-    that it came by."""
+    """Raise `RunDirectoryError` for an empty path, which would be the working directory. `name`: its option or keyword."""
     if run_dir == "":
         raise RunDirectoryError(
             f"{name} is empty; it names the folder that the run writes to (is a shell variable unset?); give a path, or leave {name} out"

@@ -18,16 +18,14 @@ _IN_ENVIRONMENT = {each.name for each in fields(RunOptions)}
 
 
 def launch_options(command: Command) -> Command:
-    """Give a command all options of `LaunchOptions`: first those of the launcher alone, then those that workers are
-    told too."""
+    """Give a command all options of `LaunchOptions`: first the launcher's own, then those passed to workers."""
     for name in sorted(_FIELDS, key=_IN_ENVIRONMENT.__contains__)[::-1]:
         command = launch_option(name)(command)
     return command
 
 
 def launch_option(name: str, **changed: Any) -> Callable[[Command], Command]:
-    """Give a command one option of `LaunchOptions`. Its value is None if it was not given. `changed`: other arguments
-    of `click.option`."""
+    """Give a command one option of `LaunchOptions`, None if not given. `changed`: arguments of `click.option`."""
     option = option_of(_FIELDS[name])
     details: dict[str, Any] = {"help": option.help, "metavar": option.metavar}
     if option.kind is bool:

@@ -83,8 +83,7 @@ def main() -> None:
 
 
 def _open_closed_streams() -> None:
-    """Open streams that the shell closed (`2>&-`) on the null device, here and in workers. The next file opened would
-    get their number."""
+    """Open streams that the shell closed (`2>&-`) on the null device: else the next open file gets their number."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             descriptor = os.open(os.devnull, os.O_RDWR)

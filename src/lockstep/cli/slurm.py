@@ -101,8 +101,7 @@ def command(
 
 
 def _check_run(given: Sequence[str], run_options: str, script: str, arguments: Sequence[str], *, must_exist: bool) -> None:
-    """Raise `LaunchError` or a usage error if `--run` has other things than options of `lockstep run`, or SCRIPT is
-    missing."""
+    """Raise `LaunchError` or a usage error unless `--run` has only options of `lockstep run`, and SCRIPT is there."""
     asked = run_command.command.make_context("lockstep run", [*given, script, *arguments])
     if asked.params["script"] != script:
         raise LaunchError(

@@ -281,8 +281,7 @@ class Agent(SimpleElasticAgent):
             self._elsewhere = line
 
     def _lost_a_machine(self) -> bool:
-        """True if another machine has left, and the workers here were not asked to save: they may wait for its workers
-        for minutes."""
+        """True if another machine has left, and the workers here, not asked to save, may wait for it for minutes."""
         group = self._worker_group
         rendezvous = group.spec.rdzv_handler
         self._lost = rendezvous.lost_machines() if isinstance(rendezvous, ElasticRendezvous) else ()

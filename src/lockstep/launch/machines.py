@@ -47,8 +47,7 @@ class Machines:
 
     @classmethod
     def parse(cls, options: LaunchOptions) -> Machines | None:
-        """Read `--nnodes` (`N` or `A:B`) and the options of the rendezvous. None for one machine. Raises
-        `LaunchError`."""
+        """Read `--nnodes` (`N` or `A:B`) and the rendezvous options; None for one machine. Raises `LaunchError`."""
         nnodes = options.nnodes if options.nnodes is not None else "1"
         found = re.fullmatch(r"(\d+)(?::(\d+))?", nnodes)
         least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)

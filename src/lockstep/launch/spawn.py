@@ -186,8 +186,7 @@ class _FunctionProcess:
 
 @contextmanager
 def _environment(added: Mapping[str, str]) -> Iterator[None]:
-    """Add variables to the environment, so that a worker has them from its first instruction on, when libraries read
-    them."""
+    """Add variables to the environment: a worker needs them from its start, when libraries read them."""
     before = {name: os.environ.get(name) for name in added}
     os.environ.update(added)
     try:
@@ -202,8 +201,7 @@ def _environment(added: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Block these signals, so that a worker starts with them blocked, until it has a session and handlers of its
-    own."""
+    """Block these signals: a worker starts with them blocked, until it has a session and handlers of its own."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
     try:
         yield

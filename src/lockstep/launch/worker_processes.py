@@ -199,7 +199,6 @@ def _signal_group(leader: int, number: signal.Signals) -> None:
 
 
 def _kill_what_is_left(leader: int) -> None:
-    """Kill what a worker started and left behind. Call it right after the end of the worker was seen: later its id may
-    be another's."""
+    """Kill what a worker left behind. Called as soon as its end is seen: later its id may be another process's."""
     with suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGKILL)

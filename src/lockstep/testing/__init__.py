@@ -1,2 +1,1 @@
-"""Test support, for the package and its users: `pool` runs functions on several ranks, and `leaks` finds leaked
-resources."""
+"""Test support for the package and its users: `pool` runs functions on several ranks, `leaks` finds leaks."""

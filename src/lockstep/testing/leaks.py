@@ -78,8 +78,7 @@ def take(kinds: Collection[Kind] = KINDS, exempt: Exempt | None = None) -> Snaps
 
 
 def compare(before: Snapshot, after: Snapshot) -> list[str]:
-    """Return a sentence for each resource that `after` holds and `before` did not, and for each removed environment
-    variable."""
+    """Return a sentence for each resource that only `after` holds, and for each removed environment variable."""
     leaks = []
     for kind, now in after.found.items():
         then = before.found.get(kind, {})
@@ -138,8 +137,7 @@ def _has_children() -> bool:
 
 
 def _family(exempt: Exempt) -> dict[int, _Process]:
-    """Return the descendants of this process by id, without the exempt ones, those of the interpreter, and their
-    descendants."""
+    """Return the descendants of this process by id, without the exempt and the interpreter's ones, and theirs."""
     everyone = {int(name): process for name in os.listdir("/proc") if name.isdecimal() and (process := _process(int(name))) is not None}
     children: dict[int, list[int]] = {}
     for number, process in everyone.items():
@@ -204,10 +202,7 @@ def _listening_port(descriptor: int) -> int | None:
 
 
 def _listening_inodes() -> dict[str, int]:
-    """Return this machine's listening TCP sockets, as /proc names them, and their ports.
-
-    Slow if there are many connections.
-    """
+    """Return this machine's listening TCP sockets, as /proc names them, and their ports. Slow with many connections."""
     listening: dict[str, int] = {}
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         if os.path.exists(table):

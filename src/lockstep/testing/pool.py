@@ -54,10 +54,7 @@ NURSERY_ENVIRONMENT = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", 
 
 
 class WorkerFailed(WorkerError):
-    """A rank raised, was killed, leaked a resource, or did not answer in time.
-
-    The text has its traceback or its stacks.
-    """
+    """A rank raised, was killed, leaked a resource, or did not answer in time. The text has its traceback or stacks."""
 
     def __init__(self, rank: int, text: str) -> None:
         super().__init__(text)
@@ -239,10 +236,7 @@ class WorkerPool:
         return [answers[worker.rank] for worker in workers]
 
     def _failed(self, pending: list[_Worker], arrived: dict[int, bytes | None], world_size: int) -> Exception:
-        """Return the error of the rank that failed first.
-
-        A death comes before any exception; exceptions are ordered by time.
-        """
+        """Return the error of the rank that failed first: a death before any exception, exceptions by their time."""
         reports = {rank: json.loads(answer[1:]) for rank, answer in arrived.items() if answer is not None and answer[:1] == FAILED}
         first = min(reports, key=lambda rank: reports[rank]["time"], default=-1)
         if first >= 0 and reports[first]["error"] is not None:

@@ -52,8 +52,7 @@ LONGER_SECONDS = 5.0
 
 
 def nursery(control_descriptor: int, preload: Iterable[str]) -> None:
-    """Import the workers' modules, then fork and reap workers on request, until the other end of the control socket is
-    closed."""
+    """Import the workers' modules, then fork and reap workers on request, until the control socket is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     control = socket.socket(fileno=control_descriptor)
     for name in (*PRELOADED, *preload):
@@ -168,10 +167,7 @@ def _fork(control: socket.socket, descriptors: list[int], request: dict[str, Any
 
 
 def _serve(pipe: Connection, dump_descriptor: int) -> None:
-    """Run one task: join the group, call the function, destroy the group.
-
-    After each stage, answer, and wait for all other ranks.
-    """
+    """Join the group, call the function, destroy the group; after each stage answer, and wait for all other ranks."""
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # The signal writes all stacks and then ends the process, by its default action: so its sender knows that the dump

@@ -1,5 +1,4 @@
-"""The batch script of a run, and Slurm's descriptions of jobs and steps. Pure: asks Slurm nothing and starts
-nothing."""
+"""The batch script of a run, and Slurm's descriptions of jobs and steps. Pure: does not call Slurm."""
 
 from __future__ import annotations
 
@@ -167,8 +166,7 @@ class SlurmStep:
             )
 
     def variables(self, address: str) -> dict[str, str]:
-        """The variables that a launcher would set if this task is one process of a run. `address`: that of the first
-        node."""
+        """The variables that a launcher would set for this task of a run. `address`: of the first node."""
         values = {
             "RANK": self.task,
             "WORLD_SIZE": sum(self.tasks),

@@ -59,8 +59,7 @@ def _show_new(path: str, start: int, node: str, show: Callable[[str], None], *, 
 
 
 def machines_of(step: SlurmStep, options: LaunchOptions) -> Machines | None:
-    """The nodes of a Slurm step that started one `lockstep run` on each of them; None for one node. Raises
-    `LaunchError`."""
+    """The nodes of a Slurm step with one `lockstep run` on each; None for one node. Raises `LaunchError`."""
     step.check_launchers()
     count = len(step.nodes)
     if count == 1:
@@ -78,11 +77,9 @@ def set_task_variables(environ: MutableMapping[str, str]) -> None:
 
 
 def address_of(node: str) -> str:
-    """The address by which other nodes reach a node: its name, or else the address that Slurm has. Raises
-    `LaunchError`.
+    """The address by which other nodes reach a node. Raises `LaunchError`.
 
-    On the node itself its name often resolves to loopback, which no other node can reach: then Slurm's address is
-    preferred.
+    It is the node's name, or Slurm's address if the name resolves to loopback here, as it often does on the node itself.
     """
     found = _resolved(node)
     if found is not None and not ipaddress.ip_address(found).is_loopback:
