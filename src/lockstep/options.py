@@ -134,7 +134,7 @@ def variable(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunOptions:
-    """Options that the processes of a run are told. Workers find them in their environment.
+    """Options that a launcher gives to the processes of a run. Workers find them in their environment.
 
     The variables hold under every launcher, and for `lockstep run` too, where its command line goes before them. A
     field that has its default was not given.
@@ -230,14 +230,14 @@ def check_shared_options(everyone: Sequence[Mapping[str, str]]) -> None:
         for name, value in given.items():
             if value != everyone[0][name]:
                 raise LaunchError(
-                    f"{name} is {everyone[0][name]} for rank 0 and {value} for rank {rank}; all processes of a run are told the same; "
+                    f"{name} is {everyone[0][name]} for rank 0 and {value} for rank {rank}; all processes of a run get the same; "
                     "set it for all of them, or for none"
                 )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchOptions(RunOptions):
-    """All options of `lockstep run`: those that its workers are told, and those that only the launcher needs."""
+    """All options of `lockstep run`: those for its workers, and those that only the launcher needs."""
 
     nproc: str = _option(
         "auto",

@@ -65,7 +65,7 @@ def test_the_fingerprint_of_a_checkpoint_is_the_one_of_the_model_under_every_pla
     said = inspected(tmp_path / "run")
     (found,) = said["checkpoints"]
     assert found["fingerprints"] == {"0": result["fingerprint"]} == said["model"]["fingerprints"]
-    assert (found["step"], found["plan"], found["processes"], found["state"]) == (STEPS, result["plan"], PLANS[plan], "whole")
+    assert (found["step"], found["plan"], found["processes"], found["state"]) == (STEPS, result["plan"], PLANS[plan], "intact")
     assert found["size_bytes"] == sum(file.stat().st_size for file in checkpoint_in(tmp_path / "run").iterdir())
     exported = lockstep("export", checkpoint_in(tmp_path / "run"), tmp_path / "model.safetensors")
     assert exported.returncode == 0, exported.stderr
@@ -79,7 +79,7 @@ def test_the_life_of_a_run_is_told(pool: WorkerPool, tmp_path: Path) -> None:
     said = inspected(path)
     told = [(row["event"], row["step"]) for row in said["events"]]
     assert told == [("run-started", 0), ("preempted", 4), ("run-started", 0), ("resumed", 4), ("run-ended", STEPS)]
-    assert said["checkpoints"][0]["remembers"] == ["1-ExponentialMovingAverage", "run"]
+    assert said["checkpoints"][0]["other_state"] == ["1-ExponentialMovingAverage", "run"]
     text = lockstep("inspect", path).stdout
     name = said["checkpoints"][0]["name"]
     for line in (
@@ -188,7 +188,7 @@ def test_each_of_several_models_has_its_fingerprint_and_is_exported_by_its_numbe
     expected = two(str(tmp_path / "run"))
     (found,) = inspected(tmp_path / "run")["checkpoints"]
     assert list(found["fingerprints"].values()) == expected
-    assert found["remembers"] == ["notes"]
+    assert found["other_state"] == ["notes"]
     refused = lockstep("export", tmp_path / "run", tmp_path / "model.safetensors")
     assert (
         refused.stderr

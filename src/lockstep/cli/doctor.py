@@ -38,9 +38,10 @@ _WIDTH = 100
 def command(as_json: bool, **given: Any) -> int:
     """Say whether this machine, or these machines, are fit to train.
 
-    Looks at versions, devices, shared memory, threads, limits, clocks, the network interface, variables that bite, and the file system of
-    the run directory. Then starts processes, checks every collective in every data type against its definition, and times them and the
-    links between all pairs. Each check has a verdict: ok, slow, failed, or skipped (not available here, or not run), and a remedy.
+    Looks at versions, devices, shared memory, threads, limits, clocks, the network interface, environment variables
+    that cause trouble, and the file system of the run directory. Then starts processes, checks every collective in every
+    dtype against its definition, and times collectives and the links between all pairs of ranks. Each check has a
+    verdict (ok, slow, failed or skipped) and a remedy.
 
     \b
     Examples:
@@ -48,7 +49,7 @@ def command(as_json: bool, **given: Any) -> int:
       lockstep doctor --nproc 8 --run-dir /shared/runs
       lockstep doctor --nnodes 2 --rdzv node1:29400 --run-dir /shared/runs
 
-    Exit status: 0 where all is well, 1 where something is wrong or slow, 2 for a mistake in what lockstep was given.
+    Exit status: 0 if all is well, 1 if something is wrong or slow, 2 for a mistake in the command.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what torch's sockets would say in 20 lines, a line of ours says
     options = options_from(given)
@@ -126,7 +127,7 @@ def _checks(checks: Sequence[CheckResult]) -> Any:
 
 
 def _shown(checks: Sequence[CheckResult]) -> list[CheckResult]:
-    """All that is not ok, with all machines of which it is said; of what is ok on several, the first's."""
+    """Every check that is not ok, of each machine; and one row for a check that is ok on several machines."""
     shown: list[CheckResult] = []
     for check in checks:
         same = next((number for number, each in enumerate(shown) if replace(each, machine="") == replace(check, machine="")), None)

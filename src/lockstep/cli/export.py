@@ -19,17 +19,16 @@ from lockstep.cli.target import MODEL, Target, fingerprint, reachable
 
 @click.command("export")
 @click.option(
-    "--model", "module", type=click.IntRange(min=0), metavar="N", help="Which model, where a session prepared several: 0 is the first."
+    "--model", "module", type=click.IntRange(min=0), metavar="N", help="Which model, if a session prepared several: 0 is the first."
 )
 @click.argument("source", metavar="CHECKPOINT|RUN_DIR|URL")
 @click.argument("out", metavar="OUT.safetensors")
 def command(module: int | None, source: str, out: str) -> int:
     """Write the model in a checkpoint as a plain state dict, in the safetensors format.
 
-    OUT has the model's own names, parameters and buffers, in the types in which they were trained. A tied parameter is
-    there under each of its names. From a run directory, the final model is exported; if the run has not ended, the
-    newest checkpoint that is not damaged. Every byte is checked first. At most one tensor is in memory at a time.
-    Nothing is overwritten.
+    OUT has the model's own names, parameters and buffers, in the dtypes in which they were trained. A tied parameter
+    appears under each of its names. A run directory gives its final model, or, if the run has not ended, the newest
+    checkpoint that is not damaged. Checks every byte first, holds one tensor in memory at a time, overwrites nothing.
 
     \b
     Examples:
@@ -80,7 +79,7 @@ def _final_model(at: Target, module: int | None) -> tuple[StateDictReader, str] 
 
 
 def _saved_model(at: Target, module: int | None) -> tuple[StateDictReader, str]:
-    """The model of the newest whole checkpoint. Prints a warning for each damaged one."""
+    """The model of the newest intact checkpoint. Prints a warning for each damaged one."""
     for name in reversed(at.names):
         try:
             stored = StoredCheckpoint(at.storage, name)

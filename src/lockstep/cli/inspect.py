@@ -19,7 +19,7 @@ from lockstep.checkpoint.whole_tensors import SafetensorsModel, StoredCheckpoint
 from lockstep.cli.target import MODEL, Target, fingerprint, reachable
 
 _EVENT_WORDS = {
-    "run-started": "started", "resumed": "resumed", "weights-loaded": "took others' weights", "rescued": "rescued",
+    "run-started": "started", "resumed": "resumed", "weights-loaded": "loaded pretrained weights", "rescued": "rescued",
     "preempted": "asked to end", "stopped": "stopped", "run-failed": "failed", "run-ended": "ended",
     "checkpoint-failed": "could not save", "checkpoint-damaged": "found a damaged checkpoint",
 }  # fmt: skip
@@ -35,10 +35,10 @@ class InspectedCheckpoint:
 
     name: str
     step: int
-    state: str = "whole"
-    """`whole`, `damaged`, `unreadable` or `unreachable`."""
+    state: str = "intact"
+    """`intact`, `damaged`, `unreadable` or `unreachable`."""
     reasons: list[str] = field(default_factory=list)
-    """Reasons why it is not whole. Empty if it is."""
+    """Reasons why it is not intact. Empty if it is."""
     saved: str | None = None
     """Time of the save, with its time zone."""
     size_bytes: int = 0
@@ -47,8 +47,8 @@ class InspectedCheckpoint:
     processes: int | None = None
     fingerprints: dict[str, str] = field(default_factory=dict)
     """Fingerprint of each model, by its number."""
-    remembers: list[str] = field(default_factory=list)
-    """Names of the other states in it: of hooks, and of `session.include`."""
+    other_state: list[str] = field(default_factory=list)
+    """Names of the other saved state: of hooks, and of `session.include`."""
 
 
 @click.command("inspect")
@@ -57,9 +57,8 @@ class InspectedCheckpoint:
 def command(as_json: bool, target: str) -> int:
     """Show the checkpoints of a run, and check every byte of them.
 
-    TARGET is a run directory, one checkpoint, or the URL of a folder of checkpoints. Shows for each when and under
-    which plan it was saved, what is damaged and where, and the fingerprint of its model: the one that result.json would
-    have.
+    TARGET is a run directory, one checkpoint, or the URL of a folder of checkpoints. Shows for each when and under which
+    plan it was saved, what is damaged, and the fingerprint of its model, as in result.json.
 
     \b
     Examples:
@@ -67,8 +66,7 @@ def command(as_json: bool, target: str) -> int:
       lockstep inspect runs/a/checkpoints/step-00000500-1c9e02d4
       lockstep inspect --json s3://bucket/run
 
-    Exit status: 0 if all is whole, 1 if something is damaged or cannot be read, 2 for a mistake (nothing there, no
-    driver).
+    Exit status: 0 if all are intact, 1 if one is damaged or cannot be read, 2 for a mistake (nothing there, no driver).
     """
     at = Target.find(target)
     with reachable(target):
@@ -80,13 +78,13 @@ def command(as_json: bool, target: str) -> int:
         print(json.dumps({"target": target, "checkpoints": checkpoints, "model": model and asdict(model), "events": events}, indent=2))
     else:
         _show(target, [*found, *([model] if model else [])], events)
-    return 0 if all(each.state == "whole" for each in (*found, *([model] if model else []))) else 1
+    return 0 if all(each.state == "intact" for each in (*found, *([model] if model else []))) else 1
 
 
 def inspect_all(storage: Storage, names: list[CheckpointName]) -> list[InspectedCheckpoint]:
     """Inspect all checkpoints, except those that a live run has deleted meanwhile. Raises `OSError`."""
     found = {name: _inspect(storage, name) for name in names}
-    there = storage.names() if any(each.state != "whole" for each in found.values()) else names
+    there = storage.names() if any(each.state != "intact" for each in found.values()) else names
     return [each for name, each in found.items() if name in there]
 
 
@@ -96,7 +94,7 @@ def _inspect(storage: Storage, name: CheckpointName) -> InspectedCheckpoint:
         stored = StoredCheckpoint(storage, name)
         facts = stored.manifest.facts
         found.saved, found.plan, found.processes = facts.get("saved"), facts.get("plan"), facts.get("world_size")
-        found.remembers = sorted(stored.manifest.values["state"])
+        found.other_state = sorted(stored.manifest.values["state"])
         found.size_bytes = sum(file.hashes.size_bytes for file in stored.manifest.files.values()) + storage.size(name, MANIFEST)
         found.reasons = check(storage, name)
         if not found.reasons:
@@ -105,13 +103,13 @@ def _inspect(storage: Storage, name: CheckpointName) -> InspectedCheckpoint:
         found.state, found.reasons = _STATES[type(error)], [str(error)]
     except OSError as error:
         found.state, found.reasons = "unreachable", [error.strerror or str(error)]
-    if found.reasons and found.state == "whole":
+    if found.reasons and found.state == "intact":
         found.state = "damaged"
     return found
 
 
 def _final_model(at: Target) -> InspectedCheckpoint | None:
-    """The final model of a run; None if there is none. It is whole if it has the fingerprint of result.json."""
+    """The final model of a run; None if there is none. It is intact if it has the fingerprint of result.json."""
     result = at.result()
     if at.run is None or result is None or "fingerprint" not in result:
         return None
@@ -157,20 +155,20 @@ def _show(target: str, found: list[InspectedCheckpoint], events: list[dict[str, 
             right = column in ("step", "size")
             table.add_column(column, justify="right" if right else "left", overflow="fold", no_wrap=column not in ("saved", "plan"))
         for each in found:
-            table.add_row(*_row(each), style=None if each.state == "whole" else "red")
+            table.add_row(*_row(each), style=None if each.state == "intact" else "red")
         console.print(table)
     else:
         console.print(Text(f"{target}: no checkpoint yet"))
     for each in found:
         for reason in each.reasons:
             console.print(Text(f"{each.name}: {reason}", style="red"))
-    remembered = sorted({name for each in found for name in each.remembers})
-    if remembered:
-        console.print(Text(f"saved with the models: {', '.join(remembered)}"))
+    others = sorted({name for each in found for name in each.other_state})
+    if others:
+        console.print(Text(f"saved with the models: {', '.join(others)}"))
     for row in events:
         console.print(Text(_event_line(row)))
     if any(each.fingerprints for each in found):
-        console.print(Text(f"fingerprints are cut to {_DIGITS} digits; --json has them whole", style="dim"))
+        console.print(Text(f"fingerprints are truncated to {_DIGITS} digits; --json has all of them", style="dim"))
 
 
 def _row(found: InspectedCheckpoint) -> list[str]:

@@ -17,15 +17,15 @@ from lockstep.report.tables import as_json as report_json, summary_lines
 
 
 @click.command("report")
-@click.option("-o", "--output", metavar="FILE", help="The page. Default: report.html in RUN_DIR, or here where there are several.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON for programs; a page is written only where -o says so.")
+@click.option("-o", "--output", metavar="FILE", help="The page. Default: report.html in RUN_DIR, or for several runs here.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON for programs; writes a page only with -o.")
 @click.argument("run_dirs", metavar="RUN_DIR...", nargs=-1, required=True)
 def command(output: str | None, as_json: bool, run_dirs: tuple[str, ...]) -> int:
     """Make a page of a run, or of several side by side.
 
-    One HTML file that needs no network and no other file: loss and metrics with their evaluations, learning rate, gradient norm,
-    throughput, memory, step time by rank, what happened when, recipe, plan, environment; of several runs also what differs. The runs may
-    have ended, failed, or be running.
+    Writes one HTML file that needs no network and no other file: loss, evaluation metrics, learning rate, gradient norm,
+    throughput, memory, step time by rank, events, recipe, plan and environment; for several runs also how they differ.
+    The runs may have ended, failed, or be running.
 
     \b
     Examples:
@@ -53,7 +53,7 @@ def command(output: str | None, as_json: bool, run_dirs: tuple[str, ...]) -> int
 
 
 def _check(path: Path) -> None:
-    """Raises `LaunchError` where a page cannot go there, or something else would be lost."""
+    """Raises `LaunchError` if the page cannot be written there, or would overwrite another file."""
     try:
         if path.is_dir():
             raise LaunchError(f"-o {path} is a directory; a report is one file; name a file in it")

@@ -85,9 +85,9 @@ def address_of(node: str) -> str:
     if found is not None and not ipaddress.ip_address(found).is_loopback:
         return node
     with suppress(LaunchError):
-        told = re.search(r"\bNodeAddr=(\S+)", _ask(["scontrol", "show", "node", "--oneliner", node]))
-        if told is not None and _resolved(told[1]) is not None:
-            return told[1]
+        listed = re.search(r"\bNodeAddr=(\S+)", _ask(["scontrol", "show", "node", "--oneliner", node]))
+        if listed is not None and _resolved(listed[1]) is not None:
+            return listed[1]
     if found is None:
         raise LaunchError(
             f"the address of the node {node}, the first of the Slurm job, cannot be found, and scontrol does not tell it; the nodes meet "
