@@ -53,8 +53,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import lockstep as ls
-from lockstep.checkpoint.block_hashes import BLOCK_BYTES
 from lockstep.checkpoint.load import CheckpointReader
+from lockstep.checkpoint.manifest import BLOCK_BYTES
 from lockstep.checkpoint.saver import Saver
 from lockstep.checkpoint.storage import FolderStorage
 from lockstep.checkpoint.tensor_shards import TensorShard, assign_writes, local_shards

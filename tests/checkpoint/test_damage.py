@@ -20,12 +20,12 @@ import torch
 from checkpoint.states import ATTEMPT, save, values
 from torch import Tensor
 
-from lockstep.checkpoint.block_hashes import BLOCK_BYTES, hash_blocks
 from lockstep.checkpoint.integrity import check
 from lockstep.checkpoint.load import CheckpointReader
-from lockstep.checkpoint.manifest import DamagedError, FileEntry, Manifest, ShardEntry
+from lockstep.checkpoint.manifest import BLOCK_BYTES, DamagedError, FileEntry, Manifest, hash_blocks
 from lockstep.checkpoint.saver import Saver
 from lockstep.checkpoint.storage import MANIFEST, CheckpointName, FolderStorage
+from lockstep.checkpoint.tensor_shards import TensorShard
 from lockstep.comm.world import World, join
 from lockstep.testing.pool import WorkerPool
 
@@ -230,7 +230,7 @@ class Trap:
 
 def forged(data: bytes, dtype: str) -> bytes:
     """The manifest of a checkpoint of one file, by someone who knows how to make it."""
-    places = (ShardEntry(("weight", dtype, (2,), (0,), (2,)), 0),)
+    places = {TensorShard("weight", dtype, (2,), (0,), (2,)): 0}
     return Manifest(
         step=1, files={"rank-0.safetensors": FileEntry(hash_blocks(memoryview(data)), places)}, values={"step": 1}, facts={}
     ).encode()

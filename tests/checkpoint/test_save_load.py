@@ -14,8 +14,8 @@ import torch
 from checkpoint.states import ATTEMPT, here, load, save, values
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from lockstep.checkpoint.block_hashes import BLOCK_BYTES
 from lockstep.checkpoint.load import CheckpointReader
+from lockstep.checkpoint.manifest import BLOCK_BYTES
 from lockstep.checkpoint.saver import Saver, SaveResult
 from lockstep.checkpoint.storage import MANIFEST, FolderStorage
 from lockstep.comm.mesh import Mesh

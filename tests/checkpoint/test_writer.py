@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.checkpoint.block_hashes import BLOCK_BYTES, hash_blocks
-from lockstep.checkpoint.manifest import Manifest
+from lockstep.checkpoint.manifest import BLOCK_BYTES, Manifest, hash_blocks
 from lockstep.checkpoint.storage import MANIFEST, CheckpointName, FolderStorage
 
 NAME = CheckpointName(60, "00c0ffee")

@@ -1,4 +1,4 @@
-"""Emergency save: a checkpoint without collectives, after an error or after the loss of a process.
+"""Emergency save: a checkpoint without collectives, after an error or the loss of a process.
 
 Ranks that hold the same shards hold the same *part* of the state. The first rank that claims a part writes it, and the rank that
 finds all parts written commits the checkpoint. So one survivor of each part is enough, and no rank waits for another.
@@ -13,11 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.block_hashes import hash_blocks, split_blocks
-from lockstep.checkpoint.file_layout import FileLayout
-from lockstep.checkpoint.manifest import FileEntry, Manifest, ShardEntry, merge_objects
+from lockstep.checkpoint.manifest import FileEntry, Manifest, hash_blocks, merge_objects, split_blocks
 from lockstep.checkpoint.storage import CheckpointName, Storage
-from lockstep.checkpoint.tensor_shards import local_shards
+from lockstep.checkpoint.tensor_shards import FileLayout, local_shards
 from lockstep.checkpoint.writer import note
 from lockstep.comm.mesh import to_local
 
@@ -34,10 +32,9 @@ def emergency_save(
     values: Mapping[str, Any],
     facts: Mapping[str, Any],
 ) -> bool:
-    """Write this rank's part of the state, and commit the checkpoint if it was the last part. Every rank that is still alive calls it.
+    """Write this rank's `part` of `parts`, and commit the checkpoint if it was the last. Every rank that is still alive calls it.
 
-    `part`: index of the part that this rank holds, of `parts`. Returns False if another rank has written the same part. Raises
-    `OSError`.
+    Returns False if another rank has written the same part. Raises `OSError`.
     """
     try:
         folder.begin(name)
@@ -55,17 +52,16 @@ def emergency_save(
 
 
 def _write(folder: Storage, name: CheckpointName, file: str, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-    shards = list(local_shards(tensors).values())
-    layout = FileLayout(shards)
+    layout = FileLayout(list(local_shards(tensors).values()))
     content = torch.empty(layout.bytes, dtype=torch.uint8)
     content[: len(layout.header)] = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
-    for shard in shards:
+    for shard in layout.starts:
         start, stop = layout.span(shard)
         part = to_local(tensors[shard.name]).detach().to("cpu").resolve_conj().resolve_neg().contiguous()
         content[start:stop] = part.reshape(-1).view(torch.uint8)
     data = content.numpy().data
     folder.write(name, file, split_blocks(data))
-    mine = FileEntry(hash_blocks(data), tuple(ShardEntry(shard.to_json(), layout.span(shard)[0]) for shard in shards))
+    mine = FileEntry(hash_blocks(data), layout.starts)
     folder.write(name, note(file), [json.dumps([mine.to_json(), values]).encode()])
 
 
@@ -79,10 +75,9 @@ def _commit(folder: Storage, name: CheckpointName, notes: list[Any], facts: Mapp
 
 
 def _read(said: bytes | None) -> Any:
-    """Parse a note; None if it is missing or still being written."""
     try:
         return None if said is None else json.loads(said)
-    except ValueError:
+    except ValueError:  # still being written
         return None
 
 

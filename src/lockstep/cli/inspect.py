@@ -15,7 +15,7 @@ from lockstep.base.units import size
 from lockstep.checkpoint.integrity import check
 from lockstep.checkpoint.manifest import DamagedError, UnknownFormatError, UnreachableError
 from lockstep.checkpoint.storage import MANIFEST, CheckpointName, Storage
-from lockstep.checkpoint.whole_tensors import SafetensorsModel, StoredCheckpoint
+from lockstep.checkpoint.whole_tensors import StoredCheckpoint, read_safetensors
 from lockstep.cli.target import MODEL, Target, fingerprint, reachable
 
 _EVENT_WORDS = {
@@ -119,7 +119,7 @@ def _final_model(at: Target) -> InspectedCheckpoint | None:
     path = at.run / MODEL
     try:
         found.size_bytes = path.stat().st_size
-        found.fingerprints = {"0": fingerprint(SafetensorsModel(path))}
+        found.fingerprints = {"0": fingerprint(read_safetensors(path))}
         if found.fingerprints["0"] != result["fingerprint"]:
             found.reasons = [f"its fingerprint is not that of result.json, {result['fingerprint']}"]
     except (DamagedError, OSError) as error:
