@@ -25,8 +25,7 @@ FLOAT64_MARGIN = 4.0
 """Factor on rounding in float64, which does not shrink exactly as the dtype's precision does."""
 MICROBATCH_SIZE_MINIMUM = 1e-9
 MICROBATCH_SIZE_ULPS = 100.0
-"""Rounding that another microbatch size may cause: relative in float64, or in units in the last place of a shorter
-dtype inside the model."""
+"""Rounding that another microbatch size may cause: relative in float64, or in ulps of a shorter dtype inside the model."""
 
 _SCALAR_LOSS = (
     "It is probably a mean over tokens (or pixels, or whatever is not ignored), returned as a plain scalar, so that every microbatch "
@@ -48,14 +47,11 @@ class VerifyOptions:
     float64: bool
     """True if the first step is repeated in float64."""
     check_microbatch_size: bool
-    """True if the loss must not depend on how the batch is cut into microbatches."""
+    """True if the loss must not depend on how the batch is split into microbatches."""
 
 
 class Verification:
-    """Starts every run that the options need and compares their traces.
-
-    Raises `LaunchError` if the script fails on one process, or never trains there.
-    """
+    """Starts every run that the options need and compares their traces."""
 
     def __init__(self, script: str, options: VerifyOptions, runner: Runner) -> None:
         self._options = options
@@ -66,6 +62,7 @@ class Verification:
         self._fast = any(plan.numerics == "fast" for plan, _ in options.plans)
 
     def run(self) -> Report:
+        """Raises `LaunchError` if the script fails on one process, or never trains there."""
         references = self._references()
         started = self._start(next(iter(references.values()))[0].facts)
         rounding = {plan: [MeasuredRounding(trace, []) for trace in traces] for plan, traces in references.items()}
@@ -78,10 +75,11 @@ class Verification:
         rounding_in_float64 = self._rounding_in_float64(started, rounding.get(FAST_REFERENCE, []))
         runs = zip(self._options.plans, started.plans, started.float64_plans, started.compressed, strict=True)
         for (plan, processes), run, float64_run, compressed_run in runs:
-            verdict = Verdict(plan=str(plan), processes=processes, bitwise=plan.numerics == "bitwise")
-            self._judge(verdict, run.result(), rounding[jobs.reference_plan(plan)])
+            verdict = Verdict(plan=str(plan), processes=processes, bitwise=plan.numerics == "bitwise", seconds=run.result().seconds)
+            if _ran(verdict, run.result()):
+                _judge(verdict, run.result(), rounding[jobs.reference_plan(plan)])
             if verdict.ran and float64_run is not None and rounding_in_float64:
-                self._judge_float64(verdict, float64_run.result(), rounding_in_float64)
+                _judge(verdict, float64_run.result(), rounding_in_float64, float64=True)
             if verdict.ran and compressed_run is not None:
                 self._judge_compressed(verdict, run.result().traces, compressed_run.result())
             self._report.verdicts.append(verdict)
@@ -107,7 +105,7 @@ class Verification:
         return {plan: _traces(result, "one process", self._script) for plan, result in zip(references, results, strict=True)}
 
     def _start(self, facts: Mapping[str, Any]) -> _StartedRuns:
-        """Start all other runs. The runner runs them when there is room."""
+        """Start all other runs. The runner runs them when slots are free."""
         options, start = self._options, self._runner.start
         plan_jobs = [jobs.plan_job(plan, processes, options.steps, self._microbatch) for plan, processes in options.plans]
         started = _StartedRuns(plans=[start(job) for job in plan_jobs])
@@ -146,26 +144,6 @@ class Verification:
             rounding.in_float64(trace, [run.traces[module] for run in perturbed], scale=scale, margin=FLOAT64_MARGIN)
             for module, (rounding, trace) in enumerate(zip(fast, result.traces, strict=True))
         ]
-
-    def _judge(self, verdict: Verdict, result: JobResult, modules: Sequence[MeasuredRounding]) -> None:
-        """`modules`: the reference's rounding for each train module."""
-        verdict.seconds = result.seconds
-        if not _ran(verdict, result):
-            return
-        for rounding, trace in zip(modules, result.traces, strict=True):
-            comparison = compare(rounding.reference, trace, rounding, bitwise=verdict.bitwise)
-            verdict.comparisons.append(comparison)
-            verdict.notes += comparison.notes
-            _note_mismatch(verdict, comparison, rounding.reference, trace, float64=False)
-
-    def _judge_float64(self, verdict: Verdict, result: JobResult, modules: Sequence[MeasuredRounding]) -> None:
-        if not result.traces:
-            verdict.notes.append(f"not repeated in float64 under this plan: {_last_line(result.error)}")
-            return
-        for rounding, trace in zip(modules, result.traces, strict=True):
-            comparison = compare(rounding.reference, trace, rounding, bitwise=False)
-            verdict.float64.append(comparison)
-            _note_mismatch(verdict, comparison, rounding.reference, trace, float64=True)
 
     def _judge_compressed(self, verdict: Verdict, exact: Sequence[Trace], result: JobResult) -> None:
         """Note the effect of compression, which fails no plan. Ranks that disagree do."""
@@ -221,10 +199,7 @@ class _StartedRuns:
 
 
 def compare_microbatch_sizes(reference: Trace, other: Trace, size: int) -> Mismatch | None:
-    """Compare one batch cut into the recipe's microbatches with the same batch cut into microbatches of `size`. Pure.
-
-    Returns None if the gradient and the loss are the same: the loss is a sum over samples.
-    """
+    """Compare a batch in the recipe's microbatches with one in microbatches of `size`. None: the loss is a sum over samples."""
     minimum = max(MICROBATCH_SIZE_MINIMUM, MICROBATCH_SIZE_ULPS * reference.facts.get("eps", 0.0))
     rounding = MeasuredRounding(reference, [], minimum=minimum)
     comparison = compare(replace(reference, microbatches=[]), replace(other, microbatches=[]), rounding, bitwise=False)
@@ -243,18 +218,29 @@ def compare_microbatch_sizes(reference: Trace, other: Trace, size: int) -> Misma
 
 
 def _ran(verdict: Verdict, result: JobResult) -> bool:
-    """Return True if the run left traces; if not, note the reason in the verdict."""
+    """Return True if the run has traces; if not, record the reason in the verdict."""
     if not result.traces:
         verdict.ran, verdict.exit_status = False, result.status or 1
         verdict.error = ("the run timed out; " if result.timed_out else "") + (result.error or "it ended without a step")
     return verdict.ran
 
 
-def _note_mismatch(verdict: Verdict, comparison: Comparison, reference: Trace, trace: Trace, *, float64: bool) -> None:
-    """Note the comparison's first difference, unless the verdict has one at the same step or before.
+def _judge(verdict: Verdict, result: JobResult, modules: Sequence[MeasuredRounding], *, float64: bool = False) -> None:
+    """`modules`: the reference's rounding for each train module."""
+    if not result.traces:
+        verdict.notes.append(f"not repeated in float64 under this plan: {_last_line(result.error)}")
+        return
+    for rounding, trace in zip(modules, result.traces, strict=True):
+        comparison = compare(rounding.reference, trace, rounding, bitwise=verdict.bitwise and not float64)
+        (verdict.float64 if float64 else verdict.comparisons).append(comparison)
+        if not float64:
+            verdict.notes += comparison.notes
+        _note_mismatch(verdict, comparison, rounding.reference, trace, float64=float64)
 
-    The float64 run's one step may show what the recipe's precision hides until a later step.
-    """
+
+def _note_mismatch(verdict: Verdict, comparison: Comparison, reference: Trace, trace: Trace, *, float64: bool) -> None:
+    """Record the comparison's first difference, unless the verdict has one at the same step or before."""
+    # The float64 run's one step may show what the recipe's precision hides until a later step.
     if comparison.differences and (verdict.mismatch is None or comparison.differences[0].step < verdict.mismatch.difference.step):
         cause = likely_cause(Evidence(reference, trace, comparison.differences))
         verdict.mismatch = Mismatch(difference=comparison.differences[0], float64=float64, cause=cause)
