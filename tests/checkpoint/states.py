@@ -46,7 +46,7 @@ def save(folder: str, steps: list[int]) -> list[SaveResult | None]:
     ended = []
     try:
         for step in steps:
-            saver.save(step, laid_out(values(step), world, turned=False), values={"step": step}, facts={"processes": world.size})
+            saver.save(step, laid_out(values(step), world, turned=False), values={"step": step}, metadata={"processes": world.size})
             ended.append(saver.poll(30))
             if world.size > 1:
                 torch.distributed.barrier()

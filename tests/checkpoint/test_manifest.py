@@ -27,7 +27,7 @@ MANIFEST = Manifest(
         )
     },
     values={"position": 960, "rate": 0.1, "größe": [None, True]},
-    facts={"plan": "shard=2"},
+    metadata={"plan": "shard=2"},
 )
 
 
@@ -38,7 +38,7 @@ def plain(value: object) -> object:
 
 def test_it_is_read_as_it_was_written() -> None:
     found = Manifest.decode(MANIFEST.encode())
-    assert (found.step, found.values, found.facts) == (MANIFEST.step, MANIFEST.values, MANIFEST.facts)
+    assert (found.step, found.values, found.metadata) == (MANIFEST.step, MANIFEST.values, MANIFEST.metadata)
     assert plain(found.files["rank-0.safetensors"].to_json()["shards"]) == plain(MANIFEST.files["rank-0.safetensors"].to_json()["shards"])
     assert found.files["rank-0.safetensors"].hashes == MANIFEST.files["rank-0.safetensors"].hashes
 

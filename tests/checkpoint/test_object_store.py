@@ -133,7 +133,7 @@ def test_many_reads_are_under_way_at_once(monkeypatch: pytest.MonkeyPatch) -> No
     storage, content = ObjectStorage("memory://run"), bytes(6 * BLOCK_BYTES)
     storage.begin(NAME)
     storage.write(NAME, "a", [content])
-    manifest = Manifest(step=40, files={"a": FileEntry(hash_blocks(memoryview(content)), ())}, values={}, facts={})
+    manifest = Manifest(step=40, files={"a": FileEntry(hash_blocks(memoryview(content)), {})}, values={}, metadata={})
     storage.commit(NAME, manifest.encode())
     raise_on_all_ranks, read_into = threading.Barrier(6, timeout=20), storage.read_into
     monkeypatch.setattr(storage, "read_into", lambda *given: (raise_on_all_ranks.wait() and 0) or read_into(*given))

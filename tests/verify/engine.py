@@ -146,7 +146,7 @@ class Engine:
 
     def run(self) -> Trace:
         for rank, (model, tracer) in enumerate(zip(self.models, self.tracers, strict=True)):
-            tracer.facts(batchnorm=any(isinstance(module, nn.BatchNorm1d) for module in model.modules()))
+            tracer.metadata(batchnorm=any(isinstance(module, nn.BatchNorm1d) for module in model.modules()))
             tracer.start(0, model.named_parameters(), model.named_buffers())
             if self.size == 1 and rank == 0:
                 tracer.watch(0, model.named_parameters())

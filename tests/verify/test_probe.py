@@ -77,7 +77,7 @@ def test_a_plan_writes_the_trace_that_one_process_writes(pool: WorkerPool, tmp_p
     assert (comparison.differences, comparison.largest) == ([], None)
     assert [m.rank for m in trace.microbatches_of(0)] == ([0, 0, 1, 1] if plan == "replicate=2" else [0, 1, 0, 1])
     assert all((m.gradients is None) == (plan == "shard=2") for m in trace.microbatches)
-    assert trace.facts["microbatch"] == 4
+    assert trace.metadata["microbatch"] == 4
 
 
 @pytest.mark.parametrize(("plan", "processes", "writers"), [("pipeline=2", 2, [0, 1]), ("replicate=2,pipeline=2", 4, [0, 2])])
@@ -119,7 +119,7 @@ def test_what_perturbs_a_run(pool: WorkerPool, tmp_path: Path) -> None:
     trace, seen = traced(pool, tmp_path, 1, "replicate=1", **overrides, changes={"model": dropping, **changes})
     plain, _ = traced(pool, tmp_path, 1, "replicate=1,numerics=fast", steps=1, changes={"model": dropping, **changes})
     assert seen == [[]]
-    assert {name: trace.facts[name] for name in ("precision", "microbatch", "islands")} == {
+    assert {name: trace.metadata[name] for name in ("precision", "microbatch", "islands")} == {
         "precision": "fp32",
         "microbatch": 8,
         "islands": [],

@@ -128,7 +128,7 @@ def trace_steps(folder: Path, steps: int, *, rank: int = 0, replicated: bool = T
     tracer = Tracer(
         TraceRequest(folder=folder, steps=asked), rank=rank, world_size=2, plan="replicate=2", replicated=replicated, writes=rank == 0
     )
-    tracer.facts(batchnorm=False)
+    tracer.metadata(batchnorm=False)
     tracer.start(0, named(), [])
     last = []
     for step in range(steps):
@@ -145,7 +145,7 @@ def test_a_trace_is_read_as_it_was_written(tmp_path: Path) -> None:
         assert trace_steps(tmp_path, 3, rank=rank, asked=3) == [False, False, True]
     (found,) = trace_reader.read_traces(tmp_path)
     assert (found.plan, found.world_size, found.module_index, found.steps, sorted(found.ranks)) == ("replicate=2", 2, 0, 3, [0, 1])
-    assert found.facts == {"batchnorm": False, "modules": 1}
+    assert found.metadata == {"batchnorm": False, "modules": 1}
     assert [(m.rank, m.index, m.samples, m.drew_random_numbers) for m in found.microbatches_of(1)] == [
         (0, 0, (0, 8), False),
         (1, 1, (7, 8), False),

@@ -30,7 +30,7 @@ def emergency_save(
     parts: int,
     tensors: Mapping[str, Tensor],
     values: Mapping[str, Any],
-    facts: Mapping[str, Any],
+    metadata: Mapping[str, Any],
 ) -> bool:
     """Write this rank's `part` of `parts`, and commit the checkpoint if it was the last. Every rank that is still alive calls it.
 
@@ -43,7 +43,7 @@ def emergency_save(
         _write(folder, name, _file(part), tensors, values)
         notes = [_read(folder.read_uncommitted(name, note(_file(each)))) for each in range(parts)]
         if None not in notes and folder.claim(name, _COMMIT):  # two ranks that finish at once both see all notes
-            _commit(folder, name, notes, facts)
+            _commit(folder, name, notes, metadata)
     except OSError:
         if name in folder.names():  # another rank with the same part was faster
             return False
@@ -65,18 +65,19 @@ def _write(folder: Storage, name: CheckpointName, file: str, tensors: Mapping[st
     folder.write(name, note(file), [json.dumps([mine.to_json(), values]).encode()])
 
 
-def _commit(folder: Storage, name: CheckpointName, notes: list[Any], facts: Mapping[str, Any]) -> None:
-    files = {_file(part): FileEntry.from_json(said) for part, (said, _) in enumerate(notes)}
+def _commit(folder: Storage, name: CheckpointName, notes: list[Any], metadata: Mapping[str, Any]) -> None:
+    files = {_file(part): FileEntry.from_json(entry) for part, (entry, _) in enumerate(notes)}
     for part in range(len(notes)):
         folder.remove(name, note(_file(part)))
         folder.remove(name, f"{_file(part)}.claim")
     folder.remove(name, f"{_COMMIT}.claim")
-    folder.commit(name, Manifest(step=name.step, files=files, values=merge_objects([values for _, values in notes]), facts=facts).encode())
+    values = merge_objects([values for _, values in notes])
+    folder.commit(name, Manifest(step=name.step, files=files, values=values, metadata=metadata).encode())
 
 
-def _read(said: bytes | None) -> Any:
+def _read(text: bytes | None) -> Any:
     try:
-        return None if said is None else json.loads(said)
+        return None if text is None else json.loads(text)
     except ValueError:  # still being written
         return None
 

@@ -149,7 +149,7 @@ class CheckpointReader:
     def _rest(self, everyone: Sequence[Mapping[str, Sequence[Sequence[int]]]], world: World) -> Iterator[_Block]:
         """Distribute the blocks that no rank needed over the ranks, to be verified only."""
         for file, entry in self.manifest.files.items():
-            done = {block for said in everyone for start, stop in said[file] for block in range(start, stop)}
+            done = {block for ranges in everyone for start, stop in ranges[file] for block in range(start, stop)}
             rest = [block for block in range(len(entry.hashes.blocks)) if block not in done]
             yield from (_Block(file, entry.hashes, number, []) for number in rest[world.rank :: world.size])
 

@@ -80,9 +80,9 @@ class FileEntry:
         return {"bytes": self.hashes.size_bytes, "blocks": list(self.hashes.blocks), "shards": shards}
 
     @classmethod
-    def from_json(cls, said: Mapping[str, Any]) -> FileEntry:
-        shards = {TensorShard.from_json(shard): start for *shard, start in said["shards"]}
-        return cls(BlockHashes(said["bytes"], tuple(said["blocks"])), shards)
+    def from_json(cls, entry: Mapping[str, Any]) -> FileEntry:
+        shards = {TensorShard.from_json(shard): start for *shard, start in entry["shards"]}
+        return cls(BlockHashes(entry["bytes"], tuple(entry["blocks"])), shards)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,12 +94,12 @@ class Manifest:
     files: Mapping[str, FileEntry]
     values: Mapping[str, Any]
     """JSON: the rest of the state."""
-    facts: Mapping[str, Any]
+    metadata: Mapping[str, Any]
     """JSON: recipe, plan, number of processes, versions and time of the save."""
 
     def encode(self) -> bytes:
         files = {name: file.to_json() for name, file in self.files.items()}
-        content = json.dumps({"step": self.step, "facts": self.facts, "values": self.values, "files": files}, separators=(",", ":"))
+        content = json.dumps({"step": self.step, "metadata": self.metadata, "values": self.values, "files": files}, separators=(",", ":"))
         return f'{{"format":{FORMAT},"blake3":"{_hash(FORMAT, content.encode())}","content":{content}}}\n'.encode()
 
     @classmethod
@@ -116,8 +116,8 @@ class Manifest:
                 raise UnknownFormatError(
                     f"the checkpoint has format {known}, and this version of lockstep reads {FORMAT}; load it with a newer one"
                 )
-            files = {name: FileEntry.from_json(said) for name, said in content["files"].items()}
-            return cls(step=content["step"], files=files, values=content["values"], facts=content["facts"])
+            files = {name: FileEntry.from_json(entry) for name, entry in content["files"].items()}
+            return cls(step=content["step"], files=files, values=content["values"], metadata=content["metadata"])
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise DamagedError(f"the manifest cannot be parsed: {error}") from error
 

@@ -59,10 +59,10 @@ class Saver:
         of the next save, the same on every rank, which distinguishes its notes from those of an earlier save.
         """
         found = local_shards(state)
-        said = self._world.gather_rows(torch.tensor([[found != self._shards, secrets.randbits(32)]]), [1] * self._world.size)
-        if said[:, 0].any():
+        rows = self._world.gather_rows(torch.tensor([[found != self._shards, secrets.randbits(32)]]), [1] * self._world.size)
+        if rows[:, 0].any():
             everyone = self._world.gather_values([shard.to_json() for shard in found.values()])
-            mine = assign_writes([[TensorShard.from_json(said) for said in shards] for shards in everyone])[self._world.rank]
+            mine = assign_writes([[TensorShard.from_json(shard) for shard in shards] for shards in everyone])[self._world.rank]
             self.close()
             self._memory = _SharedFile(FileLayout(mine))
             self._shards = found
@@ -71,7 +71,7 @@ class Saver:
             self._close_writer()
         if self._writer is None:
             self._writer = _Writer(self._memory)
-        return f"{said[0, 1]:08x}"
+        return f"{rows[0, 1]:08x}"
 
     def save(
         self,
@@ -79,12 +79,12 @@ class Saver:
         state: Mapping[str, Tensor],
         *,
         values: Mapping[str, Any],
-        facts: Mapping[str, Any],
+        metadata: Mapping[str, Any],
         keep: Mapping[str, Any] | None = None,
     ) -> None:
         """Copy the state and start writing it in the background. Every rank calls it, not during a save.
 
-        `state`: this rank's tensors; a name may exist on some ranks only. `values`: JSON; all ranks' objects are merged. `facts`: JSON
+        `state`: this rank's tensors; a name may exist on some ranks only. `values`: JSON; all ranks' objects are merged. `metadata`: JSON
         of rank 0. `keep`: other arguments of `writer.checkpoints_to_delete`, with `scores` by `str(name)`; None keeps all checkpoints.
         """
         assert self._under_way is None, "one save at a time"
@@ -101,10 +101,10 @@ class Saver:
             "values": values,
         }
         if self._world.rank == 0:
-            job |= {"files": [_file(rank) for rank in range(self._world.size)], "facts": facts}
+            job |= {"files": [_file(rank) for rank in range(self._world.size)], "metadata": metadata}
             if keep is not None:
                 job["keep"] = keep
-        self._writer.tell(job)
+        self._writer.send(job)
         self._under_way = step
 
     @property
@@ -175,16 +175,16 @@ class _Writer:
     def __init__(self, memory: _SharedFile) -> None:
         command = [sys.executable, "-m", "lockstep.checkpoint.writer", str(memory.descriptor)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[memory.descriptor])
-        self.tell(memory.layout)
+        self.send(memory.layout)
 
     @property
     def has_ended(self) -> bool:
         return self._process.poll() is not None
 
-    def tell(self, said: Mapping[str, Any]) -> None:
+    def send(self, message: Mapping[str, Any]) -> None:
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # it has ended; `answer` reports that
-            self._process.stdin.write(json.dumps(said).encode() + b"\n")
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
             self._process.stdin.flush()
 
     def answer(self, timeout_seconds: float) -> dict[str, Any] | None:

@@ -57,8 +57,8 @@ class TensorShard:
         return [self.name, self.dtype, self.shape, self.offsets, self.lengths]
 
     @classmethod
-    def from_json(cls, said: Sequence[Any]) -> TensorShard:
-        name, dtype, *boxes = said
+    def from_json(cls, fields: Sequence[Any]) -> TensorShard:
+        name, dtype, *boxes = fields
         shape, offsets, lengths = (tuple(int(size) for size in box) for box in boxes)
         return cls(str(name), str(dtype), shape, offsets, lengths)
 

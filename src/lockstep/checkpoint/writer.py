@@ -47,23 +47,23 @@ def save(job: dict[str, Any], shards: Mapping[TensorShard, int], content: memory
         return
     others = [file for file in job["files"] if file != job["file"]]
     notes = {file: _awaited(folder, name, file, job["save"]) for file in others}
-    files = {job["file"]: mine} | {file: FileEntry.from_json(said) for file, (said, _) in notes.items()}
+    files = {job["file"]: mine} | {file: FileEntry.from_json(entry) for file, (entry, _) in notes.items()}
     values = merge_objects([job["values"], *(theirs for _, theirs in notes.values())])
     for file in others:
         folder.remove(name, note(file))
-    folder.commit(name, Manifest(step=name.step, files=files, values=values, facts=job["facts"]).encode())
+    folder.commit(name, Manifest(step=name.step, files=files, values=values, metadata=job["metadata"]).encode())
 
 
 def _awaited(folder: Storage, name: CheckpointName, file: str, save: str) -> tuple[Any, Any]:
     """Wait for another rank's note of this save: its file entry and values. If it never comes, the training process ends this one."""
     while True:
-        if (said := folder.read_uncommitted(name, note(file))) is not None:
+        if (text := folder.read_uncommitted(name, note(file))) is not None:
             try:
-                of, mine, values = json.loads(said)
+                identifier, entry, values = json.loads(text)
             except ValueError:
-                of = None  # still being written
-            if of == save:
-                return mine, values
+                identifier = None  # still being written
+            if identifier == save:
+                return entry, values
         time.sleep(folder.wait_seconds)
 
 
@@ -130,11 +130,11 @@ def main() -> None:
         job = json.loads(lines.get())
         try:
             save(job, shards, content)
-            said = {"step": job["step"], "error": None, "not_deleted": _retire(job)}
+            result = {"step": job["step"], "error": None, "not_deleted": _retire(job)}
         except OSError as error:
-            said = {"step": job["step"], "error": _words(error)}
+            result = {"step": job["step"], "error": _words(error)}
         try:
-            print(json.dumps(said), flush=True)
+            print(json.dumps(result), flush=True)
         except BrokenPipeError:  # the training process has ended
             os._exit(0)
 

@@ -11,8 +11,8 @@ from lockstep.base.errors import CheckpointError
 from lockstep.base.files import replace_atomically
 from lockstep.checkpoint.integrity import check
 from lockstep.checkpoint.manifest import DamagedError, UnknownFormatError, UnreachableError
+from lockstep.checkpoint.saved_model import StateDictReader, StoredCheckpoint, read_safetensors
 from lockstep.checkpoint.tensor_shards import FileLayout, TensorShard
-from lockstep.checkpoint.whole_tensors import StateDictReader, StoredCheckpoint, read_safetensors
 from lockstep.cli.target import MODEL, Target, fingerprint, reachable
 
 

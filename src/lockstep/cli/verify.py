@@ -42,7 +42,7 @@ class _Command(click.Command):
 @click.option("--html", type=click.Path(dir_okay=False), metavar="FILE", help="Write a page with each plan's divergence from one process.")
 @click.option("--no-float64", is_flag=True, help="Do not repeat the first step in float64, which shows what rounding hides.")
 @click.option(
-    "--whole-microbatch-loss", is_flag=True, help="The loss may depend on how the batch is cut into microbatches (contrastive losses)."
+    "--whole-microbatch-loss", is_flag=True, help="The loss may depend on how the batch is split into microbatches (contrastive losses)."
 )
 @click.option("--timeout", default=600.0, show_default=True, type=click.FloatRange(min=1), metavar="SECONDS", help="Longest time of a run.")
 @click.option(

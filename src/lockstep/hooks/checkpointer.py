@@ -136,8 +136,8 @@ class Checkpointer:
         places = axes[0].size * axes[1].size * axes[2].size
         name = CheckpointName(step, f"{(int(self.attempt, 16) + 1) % 2**32:08x}")
         values = {**state.values, **self.run.loop.values(), "step": step}
-        facts = {**self._facts(), "score": None}
-        done = emergency_save(self.folder, name, part=place, parts=places, tensors=state.tensors, values=values, facts=facts)
+        metadata = {**self._facts(), "score": None}
+        done = emergency_save(self.folder, name, part=place, parts=places, tensors=state.tensors, values=values, metadata=metadata)
         return str(name) if done else None
 
     def restore(self, resume: Resume, *, allow_change: frozenset[str]) -> CheckpointReader | None:
@@ -160,7 +160,7 @@ class Checkpointer:
             try:
                 reader = raise_on_all_ranks(partial(CheckpointReader, self.folder, name), self.world)
                 if found := differences(
-                    reader.manifest.facts["recipe"] or {}, self.run.context.recorder.facts["recipe"] or {}, allow_change=allow_change
+                    reader.manifest.metadata["recipe"] or {}, self.run.context.recorder.facts["recipe"] or {}, allow_change=allow_change
                 ):
                     raise CheckpointError(
                         f"the recipe is not that of checkpoint {name}: {'; '.join(found)}; go on with the one it was saved with, say which "
@@ -175,7 +175,7 @@ class Checkpointer:
                 continue
             except (UnknownFormatError, UnreachableError) as error:
                 raise CheckpointError(f"{self.folder}, {name}: {error}") from error
-            self.run.event("resumed", reader.manifest.step, checkpoint=str(name), saved_under=reader.manifest.facts["plan"])
+            self.run.event("resumed", reader.manifest.step, checkpoint=str(name), saved_under=reader.manifest.metadata["plan"])
             self.run.context.recorder.message(f"goes on from step {name.step}")
             self._read_scores(names)
             return reader
@@ -193,7 +193,7 @@ class Checkpointer:
         if self.world.rank == 0 and self.saving.best is not None:
             for name in names:
                 with suppress(DamagedError, UnknownFormatError, UnreachableError):
-                    if (score := CheckpointReader(self.folder, name).manifest.facts["score"]) is not None:
+                    if (score := CheckpointReader(self.folder, name).manifest.metadata["score"]) is not None:
                         self._scores[str(name)] = score
 
     def _names(self) -> list[list[Any]]:
@@ -230,7 +230,7 @@ class Checkpointer:
             self._scores[str(CheckpointName(step, self.attempt))] = score
         keep = {"last": self.saving.last, "every": self.saving.keep_every, "mode": self.saving.mode, "scores": self._scores}
         values = {**state.values, **self.run.loop.values(), "step": step}
-        self._saver.save(step, state.tensors, values=values, facts={**self._facts(), "score": score}, keep=keep)
+        self._saver.save(step, state.tensors, values=values, metadata={**self._facts(), "score": score}, keep=keep)
         self._saved, self._open, self._since = step, True, self.clock()
         self._stopped_seconds = self._since - began
 
@@ -302,7 +302,7 @@ def saved_recipe(folder: Storage, world: World) -> dict[str, Any]:
         with suppress(OSError):  # which `restore` reports
             for name in reversed(folder.names()):
                 with suppress(DamagedError, UnknownFormatError, UnreachableError):
-                    found = read_manifest(folder, name).facts["recipe"] or {}
+                    found = read_manifest(folder, name).metadata["recipe"] or {}
                     break
     recipe: dict[str, Any] = world.value_of(0, found)
     return recipe

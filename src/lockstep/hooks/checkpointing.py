@@ -42,7 +42,7 @@ class Checkpointing(ControlHook):
         if found is None:
             return
         run.loop.resumed = {**found.manifest.values, "step": step}
-        if keeps_rest(context.gradient_compression) and Plan.parse(found.manifest.facts["plan"]).replicate != 1:
+        if keeps_rest(context.gradient_compression) and Plan.parse(found.manifest.metadata["plan"]).replicate != 1:
             run.event(
                 "unsent-rest-dropped",
                 gradient_compression=context.gradient_compression,

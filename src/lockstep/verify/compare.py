@@ -233,7 +233,7 @@ def _microbatches(comparator: _Comparator, step: int) -> Iterator[Difference]:
                 microbatch=microbatch.index,
             )
     # With several train modules, one module's forward may run another that this step has updated already.
-    alone = comparator.plan.facts.get("modules", 1) == 1
+    alone = comparator.plan.metadata.get("modules", 1) == 1
     if differ and alone and not comparator.bitwise and "compile=yes" not in comparator.plan.plan:
         comparator.comparison.notes.append(
             f"step {step}: {differ} gradients of single microbatches differ from the reference's in some bits; on one kind of machine and "

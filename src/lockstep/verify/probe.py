@@ -66,7 +66,7 @@ class TraceHook(ControlHook):
                 self._request, rank=world.rank, world_size=world.size, plan=plan, replicated=_is_replicated(mesh), writes=writes
             )
             self._looks_for_islands &= world.size == 1
-        self.tracer.facts(
+        self.tracer.metadata(
             global_batch=run.global_batch,
             microbatch=run.microbatch,
             precision=run.context.precision,
@@ -96,7 +96,7 @@ class TraceHook(ControlHook):
         self._looks_for_islands = False
         with Islands() as islands:
             yield
-        self.tracer.facts(islands=sorted(islands.found), eps=islands.eps)
+        self.tracer.metadata(islands=sorted(islands.found), eps=islands.eps)
 
     def before_backward(self, module: int, microbatch: int, total: Tensor, grad_output: Tensor) -> None:
         """See `Probe`. Computes the gradient of this microbatch alone, unless this rank has only a slice of it."""

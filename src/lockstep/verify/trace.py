@@ -3,7 +3,7 @@
 A trace is a folder. Each rank that writes has a file `rank-<rank>.jsonl`, one JSON object a line, of one of these kinds:
 
 - start: rank, world_size, plan, replicated; once
-- facts: JSON values about the model and the recipe, for the search for causes
+- metadata: JSON values about the model and the recipe, for the search for causes
 - initial: module; the parameters and buffers before the first step
 - microbatch: module, step, index, samples, rng_before, rng_after; its own gradients if the rank has full parameters
 - step: module, step, loss, weight, norm, lr, gain, gradient_order; the reduced gradients before clipping; the parameters,
@@ -66,9 +66,9 @@ class Tracer:
             self._generators.append(torch.cuda.get_rng_state)
         self._write("start", rank=rank, world_size=world_size, plan=plan, replicated=replicated)
 
-    def facts(self, **facts: Any) -> None:
+    def metadata(self, **metadata: Any) -> None:
         """Write JSON values about the model and the recipe. May be called at any time, and again."""
-        self._write("facts", facts=facts)
+        self._write("metadata", metadata=metadata)
 
     def start(self, module: int, parameters: NamedTensors, buffers: NamedTensors) -> None:
         """Write a train module as it is before its first step."""

@@ -102,7 +102,7 @@ class Trace:
     folder: Path | None
     plan: str
     world_size: int
-    facts: Mapping[str, Any]
+    metadata: Mapping[str, Any]
     module_index: int
     """Position of the train module in its session."""
     ranks: dict[int, RankTrace]
@@ -156,8 +156,10 @@ def read_traces(folder: Path) -> list[Trace]:
 
 def _trace(folder: Path, module_index: int, modules: int, rows: list[tuple[int, dict[str, Any]]]) -> Trace:
     start = next(row for rank, row in rows if row["kind"] == "start" and rank == 0)
-    facts = {"modules": modules} | {name: value for _, row in rows if row["kind"] == "facts" for name, value in row["facts"].items()}
-    trace = Trace(folder, start["plan"], start["world_size"], facts, module_index, {}, [])
+    metadata: dict[str, Any] = {"modules": modules}
+    for _, row in rows:
+        metadata |= row.get("metadata", {})
+    trace = Trace(folder, start["plan"], start["world_size"], metadata, module_index, {}, [])
     for rank, row in rows:
         if row.get("module") != module_index:
             continue

@@ -64,7 +64,7 @@ class Verification:
     def run(self) -> Report:
         """Raises `LaunchError` if the script fails on one process, or never trains there."""
         references = self._references()
-        started = self._start(next(iter(references.values()))[0].facts)
+        started = self._start(next(iter(references.values()))[0].metadata)
         rounding = {plan: [MeasuredRounding(trace, []) for trace in traces] for plan, traces in references.items()}
         if self._fast:
             perturbed = [_traces(future.result(), "a perturbed run", self._script) for future in started.perturbed]
@@ -88,9 +88,9 @@ class Verification:
 
     def _references(self) -> dict[Plan, list[Trace]]:
         traces = self._run_references()
-        facts = next(iter(traces.values()))[0].facts
-        if facts["microbatch"] is None:
-            self._microbatch = jobs.microbatch_for_all(facts["global_batch"], self._options.plans)
+        metadata = next(iter(traces.values()))[0].metadata
+        if metadata["microbatch"] is None:
+            self._microbatch = jobs.microbatch_for_all(metadata["global_batch"], self._options.plans)
             self._report.notes.append(
                 f"the recipe sets no microbatch, so dropout and BatchNorm depend on the plan; verified with microbatch={self._microbatch} "
                 "under every plan"
@@ -104,12 +104,12 @@ class Verification:
         results = self._runner.run(list(references.values()))
         return {plan: _traces(result, "one process", self._script) for plan, result in zip(references, results, strict=True)}
 
-    def _start(self, facts: Mapping[str, Any]) -> _StartedRuns:
+    def _start(self, metadata: Mapping[str, Any]) -> _StartedRuns:
         """Start all other runs. The runner runs them when slots are free."""
         options, start = self._options, self._runner.start
         plan_jobs = [jobs.plan_job(plan, processes, options.steps, self._microbatch) for plan, processes in options.plans]
         started = _StartedRuns(plans=[start(job) for job in plan_jobs])
-        started.compressed = [None if facts["gradient_compression"] == "none" else start(jobs.compressed(job)) for job in plan_jobs]
+        started.compressed = [None if metadata["gradient_compression"] == "none" else start(jobs.compressed(job)) for job in plan_jobs]
         if self._fast:
             started.perturbed = [start(job) for job in jobs.perturbed_jobs(options.steps, self._microbatch)]
         float64 = options.float64 and self._fast
@@ -120,8 +120,8 @@ class Verification:
             started.float64_perturbed = [start(jobs.in_float64(job)) for job in perturbed]
         started.float64_plans = [start(jobs.in_float64(job)) if float64 and job.plan.numerics == "fast" else None for job in plan_jobs]
         if options.check_microbatch_size:
-            size = self._microbatch or facts["microbatch"]
-            started.microbatch_sizes = [start(job) for job in jobs.microbatch_size_jobs(facts["global_batch"], size)]
+            size = self._microbatch or metadata["microbatch"]
+            started.microbatch_sizes = [start(job) for job in jobs.microbatch_size_jobs(metadata["global_batch"], size)]
         return started
 
     def _rounding_in_float64(self, started: _StartedRuns, fast: Sequence[MeasuredRounding]) -> list[MeasuredRounding]:
@@ -133,13 +133,13 @@ class Verification:
         if not (result.traces and all(run.traces for run in perturbed)):
             self._report.notes.append(f"the first step was not repeated in float64: the script fails in it ({_last_line(result.error)})")
             return []
-        facts = result.traces[0].facts
-        if facts.get("islands"):
+        metadata = result.traces[0].metadata
+        if metadata.get("islands"):
             self._report.notes.append(
-                f"the float64 run is only as exact as these operations, which return a shorter dtype: {', '.join(facts['islands'])}"
+                f"the float64 run is only as exact as these operations, which return a shorter dtype: {', '.join(metadata['islands'])}"
             )
-        compute = COMPUTE_EPS[fast[0].reference.facts["precision"]]
-        scale = FLOAT64_MARGIN * max(facts.get("eps", EPS["float64"]), EPS["float64"]) / compute
+        compute = COMPUTE_EPS[fast[0].reference.metadata["precision"]]
+        scale = FLOAT64_MARGIN * max(metadata.get("eps", EPS["float64"]), EPS["float64"]) / compute
         return [
             rounding.in_float64(trace, [run.traces[module] for run in perturbed], scale=scale, margin=FLOAT64_MARGIN)
             for module, (rounding, trace) in enumerate(zip(fast, result.traces, strict=True))
@@ -154,7 +154,7 @@ class Verification:
             divergence = comparison.divergence
             verdict.compression.append(
                 CompressionEffect(
-                    gradient_compression=trace.facts["gradient_compression"],
+                    gradient_compression=trace.metadata["gradient_compression"],
                     steps=comparison.steps,
                     gradient=divergence["gradients"][0],
                     parameters=divergence["parameters"][-1],
@@ -200,21 +200,18 @@ class _StartedRuns:
 
 def compare_microbatch_sizes(reference: Trace, other: Trace, size: int) -> Mismatch | None:
     """Compare a batch in the recipe's microbatches with one in microbatches of `size`. None: the loss is a sum over samples."""
-    minimum = max(MICROBATCH_SIZE_MINIMUM, MICROBATCH_SIZE_ULPS * reference.facts.get("eps", 0.0))
+    minimum = max(MICROBATCH_SIZE_MINIMUM, MICROBATCH_SIZE_ULPS * reference.metadata.get("eps", 0.0))
     rounding = MeasuredRounding(reference, [], minimum=minimum)
     comparison = compare(replace(reference, microbatches=[]), replace(other, microbatches=[]), rounding, bitwise=False)
     wrong = [difference for difference in comparison.differences if difference.check in ("gradients", "missing", "loss")]
     if not wrong:
         return None
-    return Mismatch(
-        difference=wrong[0],
-        float64=True,
-        cause=(
-            f"the loss is not a sum over samples: cut into microbatches of {size} instead of {reference.facts['microbatch']}, the same "
-            f"batch has another gradient. {_SCALAR_LOSS if reference.rank_0.steps[0].weight is None else _WEIGHTED_LOSS} If the loss is "
-            "meant to look at a microbatch as a whole (contrastive losses), give --whole-microbatch-loss"
-        ),
+    cause = (
+        f"the loss is not a sum over samples: split into microbatches of {size} instead of {reference.metadata['microbatch']}, the same "
+        f"batch has another gradient. {_SCALAR_LOSS if reference.rank_0.steps[0].weight is None else _WEIGHTED_LOSS} If the loss is "
+        "meant to look at a microbatch as a whole (contrastive losses), give --whole-microbatch-loss"
     )
+    return Mismatch(difference=wrong[0], float64=True, cause=cause)
 
 
 def _ran(verdict: Verdict, result: JobResult) -> bool:

@@ -109,7 +109,7 @@ def kept_state(evidence: Evidence) -> str | None:
 
 
 def batchnorm_of_microbatch(evidence: Evidence) -> str | None:
-    if not evidence.reference.facts.get("batchnorm"):
+    if not evidence.reference.metadata.get("batchnorm"):
         return None
     first = evidence.first
     return (
