@@ -53,8 +53,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import lockstep as ls
-from lockstep.checkpoint.block_hashes import BLOCK_BYTES
 from lockstep.checkpoint.load import CheckpointReader
+from lockstep.checkpoint.manifest import BLOCK_BYTES
 from lockstep.checkpoint.saver import Saver
 from lockstep.checkpoint.storage import FolderStorage
 from lockstep.checkpoint.tensor_shards import TensorShard, assign_writes, local_shards
@@ -125,7 +125,7 @@ class Saves:
         elif side == "DCP async_save":
             self._future = dcp.async_save(self._state, checkpoint_id=self.folder / "async", process_group=self._group)
         elif side == "lockstep":
-            self._saver.save(self._saves, self._state, values={}, facts={})
+            self._saver.save(self._saves, self._state, values={}, metadata={})
 
     def finish(self, side: str) -> None:
         if side == "DCP async_save":
@@ -281,7 +281,7 @@ def measure_loading(folder: str, layers: int, width: int, rounds: int) -> dict[s
     training = Training(layers, width)
     state = training.state()
     saver = Saver(world, folder, "00c0ffee")
-    saver.save(1, state, values={}, facts={})
+    saver.save(1, state, values={}, metadata={})
     saver.poll(WAIT_SECONDS)
     saver.close()
     dist.barrier()

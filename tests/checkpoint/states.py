@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from lockstep.checkpoint.block_hashes import BLOCK_BYTES
 from lockstep.checkpoint.load import CheckpointReader
-from lockstep.checkpoint.manifest import DamagedError
+from lockstep.checkpoint.manifest import BLOCK_BYTES, DamagedError
 from lockstep.checkpoint.object_store import open_storage
 from lockstep.checkpoint.saver import Saver, SaveResult
 from lockstep.comm.mesh import Mesh, full_tensor
@@ -47,7 +46,7 @@ def save(folder: str, steps: list[int]) -> list[SaveResult | None]:
     ended = []
     try:
         for step in steps:
-            saver.save(step, laid_out(values(step), world, turned=False), values={"step": step}, facts={"processes": world.size})
+            saver.save(step, laid_out(values(step), world, turned=False), values={"step": step}, metadata={"processes": world.size})
             ended.append(saver.poll(30))
             if world.size > 1:
                 torch.distributed.barrier()

@@ -20,12 +20,12 @@ import torch
 from checkpoint.states import ATTEMPT, save, values
 from torch import Tensor
 
-from lockstep.checkpoint.block_hashes import BLOCK_BYTES, hash_blocks
 from lockstep.checkpoint.integrity import check
 from lockstep.checkpoint.load import CheckpointReader
-from lockstep.checkpoint.manifest import DamagedError, FileEntry, Manifest, ShardEntry
+from lockstep.checkpoint.manifest import BLOCK_BYTES, DamagedError, FileEntry, Manifest, hash_blocks
 from lockstep.checkpoint.saver import Saver
 from lockstep.checkpoint.storage import MANIFEST, CheckpointName, FolderStorage
+from lockstep.checkpoint.tensor_shards import TensorShard
 from lockstep.comm.world import World, join
 from lockstep.testing.pool import WorkerPool
 
@@ -142,7 +142,7 @@ def test_a_save_killed_at_every_twentieth_of_its_length(tmp_path: Path) -> None:
     saver = Saver(alone(), tmp_path, ATTEMPT)
 
     def start(step: int) -> float:
-        saver.save(step, states[step], values={"step": step}, facts={})
+        saver.save(step, states[step], values={"step": step}, metadata={})
         return time.perf_counter()
 
     lengths = []
@@ -184,7 +184,7 @@ def on_a_small_disk(place: str) -> None:
     folder = FolderStorage(path / "run")
     first, second = state_of(8, 1), state_of(8, 2)
     saver = Saver(alone(), path / "run", ATTEMPT)
-    saver.save(1, first, values={"step": 1}, facts={})
+    saver.save(1, first, values={"step": 1}, metadata={})
     assert (ended := saver.poll(30)) is not None
     assert ended.error is None
     size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
@@ -192,7 +192,7 @@ def on_a_small_disk(place: str) -> None:
         left = chance.randrange(size)
         free = os.statvfs(path).f_bavail * 4096
         (path / "ballast").write_bytes(bytes(max(0, free - left)))
-        saver.save(step, second, values={"step": step}, facts={})
+        saver.save(step, second, values={"step": step}, metadata={})
         ended = saver.poll(30)
         assert ended is not None
         assert ended.error is not None
@@ -202,7 +202,7 @@ def on_a_small_disk(place: str) -> None:
         folder.remove_uncommitted()
         assert hidden(path / "run") == []
         (path / "ballast").unlink()
-    saver.save(30, second, values={"step": 30}, facts={})
+    saver.save(30, second, values={"step": 30}, metadata={})
     saver.poll(30)
     assert loaded(folder, folder.names()[-1], second) == "same"
     saver.close()
@@ -230,9 +230,9 @@ class Trap:
 
 def forged(data: bytes, dtype: str) -> bytes:
     """The manifest of a checkpoint of one file, by someone who knows how to make it."""
-    places = (ShardEntry(("weight", dtype, (2,), (0,), (2,)), 0),)
+    places = {TensorShard("weight", dtype, (2,), (0,), (2,)): 0}
     return Manifest(
-        step=1, files={"rank-0.safetensors": FileEntry(hash_blocks(memoryview(data)), places)}, values={"step": 1}, facts={}
+        step=1, files={"rank-0.safetensors": FileEntry(hash_blocks(memoryview(data)), places)}, values={"step": 1}, metadata={}
     ).encode()
 
 
@@ -284,7 +284,7 @@ def hashed(content: object) -> bytes:
 def test_a_writer_that_ended_between_two_saves_is_replaced_and_let_go(tmp_path: Path) -> None:
     saver = Saver(alone(), tmp_path, ATTEMPT)
     for step in (1, 2):
-        saver.save(step, state_of(4, step), values={}, facts={})
+        saver.save(step, state_of(4, step), values={}, metadata={})
         assert (ended := saver.poll(30)) is not None
         assert ended.error is None
         writer = saver._writer

@@ -6,19 +6,28 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from lockstep.checkpoint.block_hashes import BLOCK_BYTES, BlockHashes, hash_blocks, hash_bytes
-from lockstep.checkpoint.manifest import DamagedError, FileEntry, Manifest, ShardEntry, UnknownFormatError
+from lockstep.checkpoint.manifest import (
+    BLOCK_BYTES,
+    BlockHashes,
+    DamagedError,
+    FileEntry,
+    Manifest,
+    UnknownFormatError,
+    hash_blocks,
+    hash_bytes,
+)
+from lockstep.checkpoint.tensor_shards import TensorShard
 
 MANIFEST = Manifest(
     step=60,
     files={
         "rank-0.safetensors": FileEntry(
             BlockHashes(70, ("00" * 16,)),
-            (ShardEntry(("weight", "float32", (2, 3), (0, 0), (1, 3)), 58), ShardEntry(("step", "int64", (), (), ()), 50)),
+            {TensorShard("weight", "float32", (2, 3), (0, 0), (1, 3)): 58, TensorShard("step", "int64", (), (), ()): 50},
         )
     },
     values={"position": 960, "rate": 0.1, "größe": [None, True]},
-    facts={"plan": "shard=2"},
+    metadata={"plan": "shard=2"},
 )
 
 
@@ -29,7 +38,7 @@ def plain(value: object) -> object:
 
 def test_it_is_read_as_it_was_written() -> None:
     found = Manifest.decode(MANIFEST.encode())
-    assert (found.step, found.values, found.facts) == (MANIFEST.step, MANIFEST.values, MANIFEST.facts)
+    assert (found.step, found.values, found.metadata) == (MANIFEST.step, MANIFEST.values, MANIFEST.metadata)
     assert plain(found.files["rank-0.safetensors"].to_json()["shards"]) == plain(MANIFEST.files["rank-0.safetensors"].to_json()["shards"])
     assert found.files["rank-0.safetensors"].hashes == MANIFEST.files["rank-0.safetensors"].hashes
 

@@ -20,10 +20,9 @@ from checkpoint.servers import Line, environment, s3
 
 from lockstep.base.errors import RunDirectoryError
 from lockstep.checkpoint import object_store
-from lockstep.checkpoint.block_hashes import BLOCK_BYTES, hash_blocks
 from lockstep.checkpoint.integrity import check
 from lockstep.checkpoint.load import CheckpointReader
-from lockstep.checkpoint.manifest import DamagedError, FileEntry, Manifest
+from lockstep.checkpoint.manifest import BLOCK_BYTES, DamagedError, FileEntry, Manifest, hash_blocks
 from lockstep.checkpoint.object_store import PART_BYTES, ObjectStorage, open_storage
 from lockstep.checkpoint.saver import SaveResult
 from lockstep.checkpoint.storage import CheckpointName, FolderStorage, Storage
@@ -134,7 +133,7 @@ def test_many_reads_are_under_way_at_once(monkeypatch: pytest.MonkeyPatch) -> No
     storage, content = ObjectStorage("memory://run"), bytes(6 * BLOCK_BYTES)
     storage.begin(NAME)
     storage.write(NAME, "a", [content])
-    manifest = Manifest(step=40, files={"a": FileEntry(hash_blocks(memoryview(content)), ())}, values={}, facts={})
+    manifest = Manifest(step=40, files={"a": FileEntry(hash_blocks(memoryview(content)), {})}, values={}, metadata={})
     storage.commit(NAME, manifest.encode())
     raise_on_all_ranks, read_into = threading.Barrier(6, timeout=20), storage.read_into
     monkeypatch.setattr(storage, "read_into", lambda *given: (raise_on_all_ranks.wait() and 0) or read_into(*given))

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Literal
 
 import hypothesis.strategies as st
 from hypothesis import given
 
-from lockstep.checkpoint.retention import checkpoints_to_delete
 from lockstep.checkpoint.storage import CheckpointName
+from lockstep.checkpoint.writer import checkpoints_to_delete
 
 names = st.builds(CheckpointName, st.integers(0, 60), st.sampled_from(["0000000a", "0000000b"]))
 scores = st.one_of(st.integers(-3, 3).map(float), st.just(math.nan), st.just(math.inf))
+to_delete = partial(checkpoints_to_delete, every=None, scores={}, mode="min")
 modes: st.SearchStrategy[Literal["min", "max"]] = st.sampled_from(["min", "max"])
 
 
@@ -51,15 +53,15 @@ def test_one_by_one_is_as_all_at_once(found: list[float | None], last: int, ever
 
 def test_without_scores_the_last_ones_stay() -> None:
     there = [CheckpointName(step, "0000000a") for step in (10, 20, 30, 40)]
-    assert checkpoints_to_delete(there, newest=there[-1], last=2) == there[:2]
-    assert checkpoints_to_delete(there, newest=there[-1], last=1, every=20) == [there[0], there[2]]
-    assert checkpoints_to_delete(there, newest=there[-1], last=1, scores={there[1]: 0.5, there[2]: 0.7}) == [there[0], there[2]]
-    assert checkpoints_to_delete([], newest=there[-1], last=1) == []
+    assert to_delete(there, newest=there[-1], last=2) == there[:2]
+    assert to_delete(there, newest=there[-1], last=1, every=20) == [there[0], there[2]]
+    assert to_delete(there, newest=there[-1], last=1, scores={there[1]: 0.5, there[2]: 0.7}) == [there[0], there[2]]
+    assert to_delete([], newest=there[-1], last=1) == []
 
 
 def test_what_stands_behind_the_newest_pushes_nothing_out() -> None:
     damaged = [CheckpointName(40, "0000000b"), CheckpointName(90, "0000000a")]
     there = [CheckpointName(step, "0000000a") for step in (20, 30, 40)]
-    assert checkpoints_to_delete([*there, *damaged], newest=there[-1], last=1) == there[:2]
-    assert checkpoints_to_delete([*there, *damaged], newest=there[-1], last=2) == there[:1]
-    assert checkpoints_to_delete(damaged[1:], newest=there[-1], last=1) == []
+    assert to_delete([*there, *damaged], newest=there[-1], last=1) == there[:2]
+    assert to_delete([*there, *damaged], newest=there[-1], last=2) == there[:1]
+    assert to_delete(damaged[1:], newest=there[-1], last=1) == []

@@ -14,8 +14,8 @@ import torch
 from checkpoint.states import ATTEMPT, here, load, save, values
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from lockstep.checkpoint.block_hashes import BLOCK_BYTES
 from lockstep.checkpoint.load import CheckpointReader
+from lockstep.checkpoint.manifest import BLOCK_BYTES
 from lockstep.checkpoint.saver import Saver, SaveResult
 from lockstep.checkpoint.storage import MANIFEST, FolderStorage
 from lockstep.comm.mesh import Mesh
@@ -65,7 +65,7 @@ def test_saving_goes_on_behind(tmp_path: Path) -> None:
     saver = Saver(world, tmp_path, ATTEMPT)
     state = values(0)
     try:
-        saver.save(1, state, values={"step": 1}, facts={})
+        saver.save(1, state, values={"step": 1}, metadata={})
         for value in state.values():
             value.zero_()  # what is saved is what was there
         while (ended := saver.poll()) is None:
@@ -89,11 +89,11 @@ def test_after_preparing_a_save_needs_nothing_new(tmp_path: Path) -> None:
             "memory is there, not promised"
         )
         for step in (1, 2):
-            saver.save(step, state, values={}, facts={})
+            saver.save(step, state, values={}, metadata={})
             assert saver.poll(30) == SaveResult(step, None)
         assert (saver._memory, saver._writer) == made
         state["more"] = torch.ones(3)
-        saver.save(3, state, values={}, facts={})
+        saver.save(3, state, values={}, metadata={})
         assert saver.poll(30) == SaveResult(3, None)
         assert saver._memory is not made[0]
     finally:
@@ -104,11 +104,11 @@ def test_after_a_save_that_failed_another_process_writes(tmp_path: Path) -> None
     saver = Saver(join(rank=0, size=1, local_rank=0, local_size=1), tmp_path / "run", ATTEMPT)
     (tmp_path / "run").touch()
     try:
-        saver.save(1, values(1), values={}, facts={})
+        saver.save(1, values(1), values={}, metadata={})
         failed = saver._writer
         assert saver.poll(30) == SaveResult(1, f"Not a directory: {tmp_path / 'run' / f'.step-00000001-{ATTEMPT}'}")
         (tmp_path / "run").unlink()
-        saver.save(2, values(2), values={}, facts={})
+        saver.save(2, values(2), values={}, metadata={})
         assert saver._writer is not failed
         assert saver.poll(30) == SaveResult(2, None)
     finally:
@@ -120,7 +120,7 @@ def halves(folder: str) -> tuple[int, list[bool]]:
     world = here()
     truth = torch.arange(8 * BLOCK_BYTES // 4).reshape(8, -1).float()
     saver = Saver(world, folder, ATTEMPT)
-    saver.save(1, {"large": truth}, values={}, facts={})
+    saver.save(1, {"large": truth}, values={}, metadata={})
     saver.poll(30)
     saver.close()
     world.gather_values(None)
@@ -156,7 +156,7 @@ def test_a_conjugated_tensor_is_saved_and_loaded_as_its_values(tmp_path: Path) -
     saved = torch.randn(10_000, dtype=torch.complex64).conj()
     saver = Saver(world, tmp_path, ATTEMPT)
     try:
-        saver.save(1, {"z": saved}, values={}, facts={})
+        saver.save(1, {"z": saved}, values={}, metadata={})
         assert saver.poll(30) == SaveResult(1, None)
     finally:
         saver.close()
@@ -171,7 +171,7 @@ def test_an_expanded_tensor_is_saved_and_loaded(tmp_path: Path) -> None:
     saved = {"rows": torch.randn(1, 6).expand(4, 6), "columns": torch.randn(3, 1).expand(3, 5), "scalar": torch.randn(()).expand(30, 2)}
     saver = Saver(world, tmp_path, ATTEMPT)
     try:
-        saver.save(1, saved, values={}, facts={})
+        saver.save(1, saved, values={}, metadata={})
         assert saver.poll(30) == SaveResult(1, None)
     finally:
         saver.close()

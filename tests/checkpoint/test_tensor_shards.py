@@ -11,8 +11,7 @@ import torch
 from hypothesis import given, settings
 from safetensors.torch import load
 
-from lockstep.checkpoint.file_layout import DTYPES, FileLayout
-from lockstep.checkpoint.tensor_shards import TensorShard, assign_writes, local_shards, plan_copies, torch_dtype
+from lockstep.checkpoint.tensor_shards import DTYPES, FileLayout, TensorShard, assign_writes, local_shards, plan_copies, torch_dtype
 
 
 def grid(name: str, shape: tuple[int, ...], cuts: list[list[int]], dtype: str = "float32") -> list[TensorShard]:

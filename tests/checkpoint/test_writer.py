@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.checkpoint.block_hashes import BLOCK_BYTES, hash_blocks
-from lockstep.checkpoint.manifest import Manifest
+from lockstep.checkpoint.manifest import BLOCK_BYTES, Manifest, hash_blocks
 from lockstep.checkpoint.storage import MANIFEST, CheckpointName, FolderStorage
 
 NAME = CheckpointName(60, "00c0ffee")
@@ -36,7 +35,7 @@ def job(folder: Path, rank: int) -> dict[str, Any]:
         "file": FILES[rank],
         "values": {f"of {rank}": rank},
     }
-    return said if rank else {**said, "files": FILES, "facts": {"plan": "shard=3"}}
+    return said if rank else {**said, "files": FILES, "metadata": {"plan": "shard=3"}}
 
 
 class Writer:
@@ -83,7 +82,7 @@ def test_all_ranks_files_become_one_checkpoint(tmp_path: Path, writers: list[Wri
     assert [writer.answer() for writer in writers] == [{"step": 60, "error": None, "not_deleted": None}] * 3
     assert folder.names() == [NAME]
     manifest = Manifest.decode(folder.read(NAME, MANIFEST))
-    assert (manifest.step, manifest.values, manifest.facts) == (60, {"of 0": 0, "of 1": 1, "of 2": 2}, {"plan": "shard=3"})
+    assert (manifest.step, manifest.values, manifest.metadata) == (60, {"of 0": 0, "of 1": 1, "of 2": 2}, {"plan": "shard=3"})
     assert sorted(os.listdir(folder.path / str(NAME))) == [MANIFEST, *FILES]
     for rank, file in enumerate(FILES):
         assert folder.read(NAME, file) == image(rank)

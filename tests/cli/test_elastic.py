@@ -54,7 +54,7 @@ def test_a_run_that_loses_a_worker_goes_on_from_what_a_survivor_had(
     assert ended.returncode == 0, ended.stderr
     (run,) = (tmp_path / "runs").iterdir()
     assert fingerprint(run) == undisturbed
-    told = [line for line in ended.stderr.splitlines() if line.startswith(("lockstep", "goes on"))]
+    told = [line for line in ended.stderr.splitlines() if line.startswith(("lockstep", "resumes"))]
     why = f"rank {rank} was killed by SIGKILL (often the kernel or the container, because memory ran out)"
     assert told == [f"lockstep: {why}; restart 1 of 1", f"resumes after step {step}"]
     restarted, resumed = events(run, "restarted", "resumed")

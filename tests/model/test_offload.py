@@ -138,7 +138,7 @@ def test_the_canonical_sum_goes_from_the_device_to_gradients_on_the_cpu() -> Non
     scatter = OrderedScatter(mesh, SimpleNamespace(fsdp_params=held))
     there = There(torch.arange(9.0))
     with SecondDevice() as device:
-        scatter._hand_over(there)
+        scatter._write_gradients(there)
     assert device.moves == [9]
     assert first.grad.tolist() == [[0.0, 1.0], [2.0, 3.0]]
     assert second.grad.tolist() == [6.0, 7.0, 8.0]

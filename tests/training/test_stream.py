@@ -25,7 +25,7 @@ from lockstep.data.loader import StreamLoader
 from lockstep.testing.pool import WorkerPool
 from lockstep.training.microbatches import Batching, from_stream, positions_in
 from lockstep.verify import trace_reader
-from lockstep.verify.trace_request import Tracing
+from lockstep.verify.jobs import TraceRequest
 
 
 def length_of(shard: int, epoch: int) -> int:
@@ -317,7 +317,7 @@ def test_a_replica_that_fails_saves_nothing_where_others_alone_know_how_their_sh
 
 def traced(folder: str, microbatch: int | None) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in Tracing(folder=Path(folder), steps=2, microbatch=microbatch).variables().items():
+        for name, value in TraceRequest(folder=Path(folder), steps=2, microbatch=microbatch).variables().items():
             patch.setenv(name, value)
         with pytest.raises(SystemExit, check=lambda ended: ended.code == 0):
             ls.train(streamed(seed=3), run_dir=f"{folder}/run")

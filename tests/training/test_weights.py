@@ -19,7 +19,7 @@ from training.subjects import sgd
 import lockstep as ls
 from lockstep.base.errors import RecipeError
 from lockstep.testing.pool import WorkerPool
-from lockstep.verify.trace_request import Tracing
+from lockstep.verify.jobs import TraceRequest
 
 
 @pytest.fixture(scope="module")
@@ -259,7 +259,7 @@ def test_the_perturbed_run_of_a_run_that_starts_from_weights_is_near_these(tmp_p
     state = Counted().state_dict()
     save_file(state, tmp_path / "w.safetensors")
     (tmp_path / "trace").mkdir()
-    for name, value in Tracing(folder=tmp_path / "trace", noise=0).variables().items():
+    for name, value in TraceRequest(folder=tmp_path / "trace", noise_seed=0).variables().items():
         monkeypatch.setenv(name, value)
     with ls.Session(run_dir=str(tmp_path / "run")) as session:
         model, _ = session.prepare(Counted, sgd, weights=tmp_path / "w.safetensors")

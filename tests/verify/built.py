@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.verify.trace import mark
+from lockstep.verify.trace import summarize
 from lockstep.verify.trace_reader import RankTrace, StepTrace, Summaries, TensorSummary, Trace
 
 
@@ -39,7 +39,7 @@ def built(gradients: Sequence[Mapping[str, Tensor | None]], *, loss: float = 1.0
 
 
 def summarized(tensors: Mapping[str, Tensor | None]) -> Summaries:
-    return {name: None if value is None else TensorSummary.from_json(mark(name, value)) for name, value in tensors.items()}
+    return {name: None if value is None else TensorSummary.from_json(summarize(name, value)) for name, value in tensors.items()}
 
 
 def noise(seed: int, name: str, size: int) -> Tensor:

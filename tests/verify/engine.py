@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from lockstep.assignment import contiguous_range
 from lockstep.keys import key
 from lockstep.verify import trace_reader
+from lockstep.verify.jobs import TraceRequest
 from lockstep.verify.perturb import change_model
 from lockstep.verify.trace import Tracer
 from lockstep.verify.trace_reader import Trace
-from lockstep.verify.trace_request import Tracing
 
 SAMPLES = 64
 FEATURES = 6
@@ -72,17 +72,19 @@ class Engine:
     ) -> None:
         folder.mkdir(parents=True)
         self.folder, self.size, self.steps, self.seed = folder, ranks, steps, seed
-        self.tracing = Tracing(folder=folder, steps=steps, noise=noise, float64=float64)
+        self.request = TraceRequest(folder=folder, steps=steps, noise_seed=noise, float64=float64)
         self.data = [part.double() if float64 else part for part in dataset()]
         torch.manual_seed(self.key(1))
         model = self.model()
         self.models = [self.start(copy.deepcopy(model), rank) for rank in range(ranks)]
         for each in self.models:
             each.train()
-            change_model(each, self.tracing)
+            change_model(each, self.request)
         self.optimizers = [self.optimizer(each) for each in self.models]
         self.statistics: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
-        self.tracers = [Tracer(self.tracing, rank=r, world_size=ranks, plan=f"replicate={ranks}", whole=True) for r in range(ranks)]
+        self.tracers = [
+            Tracer(self.request, rank=r, world_size=ranks, plan=f"replicate={ranks}", replicated=True, writes=r == 0) for r in range(ranks)
+        ]
 
     def key(self, *parts: int) -> int:
         return key(self.seed, *parts) >> 1
@@ -144,7 +146,7 @@ class Engine:
 
     def run(self) -> Trace:
         for rank, (model, tracer) in enumerate(zip(self.models, self.tracers, strict=True)):
-            tracer.facts(batchnorm=any(isinstance(module, nn.BatchNorm1d) for module in model.modules()))
+            tracer.metadata(batchnorm=any(isinstance(module, nn.BatchNorm1d) for module in model.modules()))
             tracer.start(0, model.named_parameters(), model.named_buffers())
             if self.size == 1 and rank == 0:
                 tracer.watch(0, model.named_parameters())
@@ -174,7 +176,7 @@ class Engine:
         x, y, mask = self.data
         samples = self.samples(step, index)
         torch.manual_seed(self.stream(step, index, rank))
-        self.tracers[rank].generator()
+        self.tracers[rank].before_forward()
         kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
         batch = torch.tensor(samples)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.compute is torch.bfloat16):
@@ -211,7 +213,7 @@ class Engine:
             elif name.endswith("num_batches_tracked"):
                 buffer += len(self.running(rank))
         self.finish(step, rank)
-        tracer.applied(
+        tracer.step(
             0,
             step,
             loss=loss,

@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -17,7 +18,7 @@ from unittest.mock import patch
 from lockstep.base.errors import USER_ERROR_STATUS, UserError, WorkerError
 from lockstep.testing.pool import WorkerPool
 from lockstep.verify.jobs import Job, parse_plans
-from lockstep.verify.runner import JobResult, Runner, tracing_of
+from lockstep.verify.runner import JobResult, Runner
 from lockstep.verify.trace_reader import read_traces
 from lockstep.verify.verdict import Report
 from lockstep.verify.verification import Verification, VerifyOptions
@@ -36,8 +37,8 @@ class Pooled(Runner):
     def _result(self, job: Job) -> JobResult:
         trace = self._folder / job.name / "trace"
         trace.mkdir(parents=True)
-        tracing = tracing_of(job, trace).variables()
-        given = {"LOCKSTEP_PLAN": str(job.plan), "LOCKSTEP_RUN_DIR": str(self._folder / job.name / "run"), **tracing}
+        variables = replace(job, folder=trace).variables()
+        given = {"LOCKSTEP_PLAN": str(job.plan), "LOCKSTEP_RUN_DIR": str(self._folder / job.name / "run"), **variables}
         began, status, said = time.monotonic(), 0, ""
         pool = self._pools.get()
         try:

@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections import namedtuple
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 import torch
 from torch import nn
 
-from lockstep.verify.perturb import Islands, add_noise, change_batch, change_defaults, change_model, to_float64
-from lockstep.verify.trace_request import Tracing
-
-
-@pytest.fixture(autouse=True)
-def default_dtype() -> Iterator[None]:
-    yield
-    torch.set_default_dtype(torch.float32)
+from lockstep.verify.jobs import TraceRequest
+from lockstep.verify.perturb import Islands, add_noise, change_model, to_float64
 
 
 def model(seed: int = 0) -> nn.Sequential:
@@ -87,17 +79,12 @@ def test_noise_is_of_the_type_that_a_layer_computes_in() -> None:
 
 def test_float64_keeps_the_values_and_widens_the_batch(tmp_path: Path) -> None:
     perturbed, original = model(), model()
-    change_model(perturbed, Tracing(folder=tmp_path, float64=True))
+    change_model(perturbed, TraceRequest(folder=tmp_path, float64=True))
     assert all(
         after.dtype is torch.float64 and torch.equal(after, before.double())
         for before, after in zip(original.parameters(), perturbed.parameters(), strict=True)
     )
-    assert torch.zeros(1).dtype is torch.float32
-    change_defaults(Tracing(folder=tmp_path))
-    assert torch.zeros(1).dtype is torch.float32
-    change_defaults(Tracing(folder=tmp_path, float64=True))
-    assert torch.zeros(1).dtype is torch.float64
-    batch = change_batch([torch.ones(2, 4, dtype=torch.float32), torch.arange(2)], Tracing(folder=tmp_path, float64=True))
+    batch = to_float64([torch.ones(2, 4, dtype=torch.float32), torch.arange(2)])
     assert [part.dtype for part in batch] == [torch.float64, torch.int64]
     assert perturbed(batch[0]).dtype is torch.float64
 
@@ -113,7 +100,7 @@ def test_nests_keep_their_shape() -> None:
 
 def test_a_model_in_eval_mode_stays_in_it(tmp_path: Path) -> None:
     perturbed = model()
-    change_model(perturbed, Tracing(folder=tmp_path, eval_mode=True))
+    change_model(perturbed, TraceRequest(folder=tmp_path, eval_mode=True))
     assert perturbed.train() is perturbed
     assert not any(module.training for module in perturbed.modules())
 

@@ -17,10 +17,9 @@ from lockstep.testing.pool import WorkerPool
 from lockstep.training.context import Overrides
 from lockstep.verify import trace_reader
 from lockstep.verify.compare import compare
-from lockstep.verify.distance import distance
+from lockstep.verify.jobs import TraceRequest
 from lockstep.verify.probe import TraceHook
-from lockstep.verify.tolerance import MeasuredRounding
-from lockstep.verify.trace_request import Tracing
+from lockstep.verify.tolerance import MeasuredRounding, distance
 
 
 class Seen(ls.Hook):
@@ -46,12 +45,12 @@ def summed(output: Tensor, batch: Sequence[Tensor]) -> ls.Loss:
     return ls.Loss(((output - batch[2]) ** 2).sum(), (batch[0] % 3 + 1).sum())
 
 
-def train(plan: str, folder: str, changes: dict[str, Any], tracing: dict[str, Any]) -> list[int]:
+def train(plan: str, folder: str, changes: dict[str, Any], request: dict[str, Any]) -> list[int]:
     """As `lockstep verify` starts it. Returns what hooks saw before the process would have ended."""
     seen = Seen()
     made = recipe(**{"optimizer": adamw, "loss": summed, "inputs": lambda batch: batch[1], "steps": 5, **changes})
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in Tracing(folder=Path(folder), **tracing).variables().items():
+        for name, value in TraceRequest(folder=Path(folder), **request).variables().items():
             patch.setenv(name, value)
         with pytest.raises(SystemExit, check=lambda ended: ended.code == 0):
             ls.train(made, plan=plan, run_dir=f"{folder}/run", hooks=[seen])
@@ -78,7 +77,7 @@ def test_a_plan_writes_the_trace_that_one_process_writes(pool: WorkerPool, tmp_p
     assert (comparison.differences, comparison.largest) == ([], None)
     assert [m.rank for m in trace.microbatches_of(0)] == ([0, 0, 1, 1] if plan == "replicate=2" else [0, 1, 0, 1])
     assert all((m.gradients is None) == (plan == "shard=2") for m in trace.microbatches)
-    assert trace.facts["microbatch"] == 4
+    assert trace.metadata["microbatch"] == 4
 
 
 @pytest.mark.parametrize(("plan", "processes", "writers"), [("pipeline=2", 2, [0, 1]), ("replicate=2,pipeline=2", 4, [0, 2])])
@@ -104,23 +103,23 @@ def test_microbatches_add_up_to_the_gradient_that_is_written(pool: WorkerPool, t
         trace, _ = traced(pool, tmp_path / precision, 1, "replicate=1", steps=1, changes={"precision": precision})
         step = trace.rank_0.steps[0]
         parts = [m.gradients for m in trace.microbatches_of(0) if m.gradients is not None]
-        for name, mark in step.tensors["gradients"].items():
+        for name, summary in step.tensors["gradients"].items():
             leaves = [leaf.projection for part in parts if (leaf := part[name]) is not None]
             assert len(leaves) == 4
-            assert mark is not None
-            assert step.gain * sum(leaves) == pytest.approx(mark.projection, rel=1e-3, abs=1e-3 * mark.norm)
-            norms.append(mark.norm)
+            assert summary is not None
+            assert step.gain * sum(leaves) == pytest.approx(summary.projection, rel=1e-3, abs=1e-3 * summary.norm)
+            norms.append(summary.norm)
         assert step.gain != 1.0
     assert norms[4:] == pytest.approx(norms[:4], rel=1e-2)  # without the loss scale
 
 
 def test_what_perturbs_a_run(pool: WorkerPool, tmp_path: Path) -> None:
     changes = {"precision": "bf16", "evaluation": ls.Evaluation(data=rows(8), every=1, metrics={"error": ls.Mean(errors)})}
-    overrides = {"steps": 1, "float64": True, "microbatch": 8, "eval_mode": True, "noise": 1}
+    overrides = {"steps": 1, "float64": True, "microbatch": 8, "eval_mode": True, "noise_seed": 1}
     trace, seen = traced(pool, tmp_path, 1, "replicate=1", **overrides, changes={"model": dropping, **changes})
     plain, _ = traced(pool, tmp_path, 1, "replicate=1,numerics=fast", steps=1, changes={"model": dropping, **changes})
     assert seen == [[]]
-    assert {name: trace.facts[name] for name in ("precision", "microbatch", "islands")} == {
+    assert {name: trace.metadata[name] for name in ("precision", "microbatch", "islands")} == {
         "precision": "fp32",
         "microbatch": 8,
         "islands": [],
@@ -147,7 +146,7 @@ def train_two(folder: Path) -> None:
 
 
 def test_two_models_have_a_trace_each_and_end_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in Tracing(folder=tmp_path, steps=2).variables().items():
+    for name, value in TraceRequest(folder=tmp_path, steps=2).variables().items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit):
         train_two(tmp_path)

@@ -8,8 +8,7 @@ import pytest
 import torch
 from verify.built import built, noise
 
-from lockstep.verify.distance import distance, pooled, tensor_distance
-from lockstep.verify.tolerance import MINIMUM_ULPS, MeasuredRounding
+from lockstep.verify.tolerance import MINIMUM_ULPS, MeasuredRounding, distance, pooled, tensor_distance
 from lockstep.verify.trace_reader import EPS
 
 SIZE = 1000

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from lockstep.base.errors import LaunchError
 from lockstep.verify import trace, trace_reader
-from lockstep.verify.distance import distance
-from lockstep.verify.trace import TensorFile, Tracer, mark, project
+from lockstep.verify.jobs import TraceRequest
+from lockstep.verify.tolerance import distance
+from lockstep.verify.trace import Tracer, project, summarize, tensor_file
 from lockstep.verify.trace_reader import TensorSummary
-from lockstep.verify.trace_request import Tracing
 
 
 def summarized(name: str, tensor: Tensor) -> TensorSummary:
-    found = TensorSummary.from_json(mark(name, tensor))
+    found = TensorSummary.from_json(summarize(name, tensor))
     assert found is not None
     return found
 
@@ -53,14 +53,14 @@ def test_projections_are_linear_and_differ_by_name() -> None:
     assert not np.allclose(summarized("w", x).projection, summarized("v", x).projection)
 
 
-def test_a_tensor_has_one_mark_however_it_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_summary_does_not_depend_on_the_size_of_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(1000)
-    whole = mark("w", x)
-    monkeypatch.setattr(trace, "_PIECE", 77)
-    cut = mark("w", x)
-    assert cut["sha"] == whole["sha"]
-    np.testing.assert_allclose(cut["projection"], whole["projection"], rtol=1e-12)
-    np.testing.assert_allclose(cut["norm"], float(x.double().norm()), rtol=1e-12)
+    once = summarize("w", x)
+    monkeypatch.setattr(trace, "_CHUNK", 77)
+    chunked = summarize("w", x)
+    assert chunked["sha256"] == once["sha256"]
+    np.testing.assert_allclose(chunked["projection"], once["projection"], rtol=1e-12)
+    np.testing.assert_allclose(chunked["norm"], float(x.double().norm()), rtol=1e-12)
 
 
 def test_the_signs_are_fair_and_pinned() -> None:
@@ -92,14 +92,14 @@ def test_a_projection_rounds_no_more_than_float64_does() -> None:
     ],
     ids=["transposed", "strided", "scalar", "empty", "bfloat16", "complex", "int64", "bool"],
 )
-def test_any_tensor_is_marked_and_kept(tmp_path: Path, tensor: Tensor) -> None:
+def test_any_tensor_is_summarized_and_saved(tmp_path: Path, tensor: Tensor) -> None:
     values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     found = summarized("w", tensor)
     assert found.norm == pytest.approx(float(values.double().norm()), rel=1e-9)
     assert found.sha256 == summarized("w", tensor.clone().contiguous()).sha256
-    with TensorFile(tmp_path / "one.safetensors") as file:
-        file.add("w", tensor)
-        file.add("again", tensor)
+    with tensor_file(tmp_path / "one.safetensors") as add:
+        add("w", tensor)
+        add("again", tensor)
     kept = load_file(tmp_path / "one.safetensors")
     assert kept.keys() == {"w", "again"}
     assert torch.equal(kept["w"].to(values.dtype), values)
@@ -107,10 +107,10 @@ def test_any_tensor_is_marked_and_kept(tmp_path: Path, tensor: Tensor) -> None:
 
 
 def test_what_is_not_finite_is_null_and_far_from_all_else(tmp_path: Path) -> None:
-    line = json.dumps(mark("w", torch.tensor([1.0, math.inf])), allow_nan=False)
+    line = json.dumps(summarize("w", torch.tensor([1.0, math.inf])), allow_nan=False)
     broken = TensorSummary.from_json(json.loads(line))
     assert math.isinf(distance(broken, summarized("w", torch.ones(2))))
-    assert distance(broken, TensorSummary.from_json(mark("w", torch.tensor([math.inf, 2.0])))) == 0.0
+    assert distance(broken, TensorSummary.from_json(summarize("w", torch.tensor([math.inf, 2.0])))) == 0.0
 
 
 def test_what_is_missing_on_one_side_is_infinitely_far() -> None:
@@ -123,17 +123,19 @@ def named(scale: float = 1.0) -> list[tuple[str, Tensor | None]]:
     return [("a", scale * torch.ones(3)), ("b", None)]
 
 
-def trace_steps(folder: Path, steps: int, *, rank: int = 0, whole: bool = True, asked: int | None = None) -> list[bool]:
+def trace_steps(folder: Path, steps: int, *, rank: int = 0, replicated: bool = True, asked: int | None = None) -> list[bool]:
     folder.mkdir(exist_ok=True)
-    tracer = Tracer(Tracing(folder=folder, steps=asked), rank=rank, world_size=2, plan="replicate=2", whole=whole)
-    tracer.facts(batchnorm=False)
+    tracer = Tracer(
+        TraceRequest(folder=folder, steps=asked), rank=rank, world_size=2, plan="replicate=2", replicated=replicated, writes=rank == 0
+    )
+    tracer.metadata(batchnorm=False)
     tracer.start(0, named(), [])
     last = []
     for step in range(steps):
-        tracer.generator()
-        tracer.microbatch(0, step, rank, [7 * rank, 8], named() if whole else None)
+        tracer.before_forward()
+        tracer.microbatch(0, step, rank, [7 * rank, 8], named() if replicated else None)
         tracer.gradients(0, step, named(2.0), gain=0.5)
-        last.append(tracer.applied(0, step, loss=1.5, weight=None, norm=None, lr=0.1, parameters=named(3.0), buffers=[], states=[]))
+        last.append(tracer.step(0, step, loss=1.5, weight=None, norm=None, lr=0.1, parameters=named(3.0), buffers=[], states=[]))
     tracer.close()
     return last
 
@@ -143,7 +145,7 @@ def test_a_trace_is_read_as_it_was_written(tmp_path: Path) -> None:
         assert trace_steps(tmp_path, 3, rank=rank, asked=3) == [False, False, True]
     (found,) = trace_reader.read_traces(tmp_path)
     assert (found.plan, found.world_size, found.module_index, found.steps, sorted(found.ranks)) == ("replicate=2", 2, 0, 3, [0, 1])
-    assert found.facts == {"batchnorm": False, "modules": 1}
+    assert found.metadata == {"batchnorm": False, "modules": 1}
     assert [(m.rank, m.index, m.samples, m.drew_random_numbers) for m in found.microbatches_of(1)] == [
         (0, 0, (0, 8), False),
         (1, 1, (7, 8), False),
@@ -167,11 +169,11 @@ def test_a_rank_that_holds_a_part_runs_through_the_tensors_and_writes_none(tmp_p
             looked.append(name)
             yield name, tensor
 
-    trace_steps(tmp_path, 1, rank=0, whole=False)
-    tracer = Tracer(Tracing(folder=tmp_path), rank=1, world_size=2, plan="shard=2", whole=False)
+    trace_steps(tmp_path, 1, rank=0, replicated=False)
+    tracer = Tracer(TraceRequest(folder=tmp_path), rank=1, world_size=2, plan="shard=2", replicated=False, writes=False)
     tracer.start(0, gathered(), gathered())
     tracer.gradients(0, 0, gathered())
-    tracer.applied(0, 0, loss=1.0, weight=None, norm=None, lr=None, parameters=gathered(), buffers=gathered(), states=gathered())
+    tracer.step(0, 0, loss=1.0, weight=None, norm=None, lr=None, parameters=gathered(), buffers=gathered(), states=gathered())
     tracer.close()
     assert looked == ["a", "b"] * 6
     (found,) = trace_reader.read_traces(tmp_path)
@@ -181,16 +183,16 @@ def test_a_rank_that_holds_a_part_runs_through_the_tensors_and_writes_none(tmp_p
 def test_ranks_that_hold_a_stage_each_have_the_model_between_them(tmp_path: Path) -> None:
     stages = {0: [("first", torch.ones(2))], 2: [("last", torch.full((3,), 2.0)), ("first", torch.zeros(2))]}
     for rank in range(4):
-        tracer = Tracer(Tracing(folder=tmp_path), rank=rank, world_size=4, plan="pipeline=2", whole=False, writes=rank in stages)
+        tracer = Tracer(TraceRequest(folder=tmp_path), rank=rank, world_size=4, plan="pipeline=2", replicated=False, writes=rank in stages)
         mine = stages[rank - rank % 2]
         tracer.start(0, mine, [])
         tracer.gradients(0, 0, mine)
-        tracer.applied(0, 0, loss=1.0, weight=None, norm=None, lr=None, parameters=mine, buffers=[], states=[])
+        tracer.step(0, 0, loss=1.0, weight=None, norm=None, lr=None, parameters=mine, buffers=[], states=[])
         tracer.close()
     (found,) = trace_reader.read_traces(tmp_path)
     assert sorted(found.ranks) == [0]
     step = found.rank_0.steps[0]
-    assert {name: mark.norm for name, mark in step.tensors["gradients"].items() if mark} == pytest.approx(
+    assert {name: summary.norm for name, summary in step.tensors["gradients"].items() if summary} == pytest.approx(
         {"first": 2**0.5, "last": 12**0.5}
     )
     assert found.rank_0.initial["parameters"].keys() == {"first", "last"}
@@ -201,7 +203,7 @@ def test_ranks_that_hold_a_stage_each_have_the_model_between_them(tmp_path: Path
 
 def test_a_run_that_never_trained_has_no_trace(tmp_path: Path) -> None:
     assert trace_reader.read_traces(tmp_path) == []
-    Tracer(Tracing(folder=tmp_path), rank=0, world_size=1, plan="replicate=1", whole=True).close()
+    Tracer(TraceRequest(folder=tmp_path), rank=0, world_size=1, plan="replicate=1", replicated=True, writes=True).close()
     assert trace_reader.read_traces(tmp_path) == []
 
 
@@ -215,13 +217,13 @@ def test_half_a_line_is_left_out(tmp_path: Path) -> None:
 
 def test_the_order_of_the_backward_is_noted(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    tracer = Tracer(Tracing(folder=tmp_path), rank=0, world_size=1, plan="replicate=1", whole=True)
+    tracer = Tracer(TraceRequest(folder=tmp_path), rank=0, world_size=1, plan="replicate=1", replicated=True, writes=True)
     tracer.start(0, model.named_parameters(), [])
     tracer.watch(0, model.named_parameters())
     for _ in range(2):
         model(torch.ones(1, 2)).sum().backward()
     tracer.gradients(0, 0, [(name, p.grad) for name, p in model.named_parameters()])
-    tracer.applied(0, 0, loss=1.0, weight=None, norm=None, lr=None, parameters=model.named_parameters(), buffers=[], states=[])
+    tracer.step(0, 0, loss=1.0, weight=None, norm=None, lr=None, parameters=model.named_parameters(), buffers=[], states=[])
     tracer.close()
     assert not any(parameter._backward_hooks for parameter in model.parameters())
     order = trace_reader.read_traces(tmp_path)[0].backward_order
@@ -230,24 +232,24 @@ def test_the_order_of_the_backward_is_noted(tmp_path: Path) -> None:
 
 
 def test_whether_a_forward_drew_is_noted(tmp_path: Path) -> None:
-    tracer = Tracer(Tracing(folder=tmp_path), rank=0, world_size=1, plan="replicate=1", whole=True)
+    tracer = Tracer(TraceRequest(folder=tmp_path), rank=0, world_size=1, plan="replicate=1", replicated=True, writes=True)
     for index, draws in enumerate((False, True)):
-        tracer.generator()
+        tracer.before_forward()
         if draws:
             torch.rand(1)
         tracer.microbatch(0, 0, index, [], None)
     tracer.close()
     rows = [json.loads(line) for line in (tmp_path / "rank-0.jsonl").read_text().splitlines()]
-    assert [row["left"] != row["generator"] for row in rows if row["kind"] == "microbatch"] == [False, True]
+    assert [row["rng_after"] != row["rng_before"] for row in rows if row["kind"] == "microbatch"] == [False, True]
 
 
 def test_what_is_asked_for_comes_through_the_environment(tmp_path: Path) -> None:
-    for tracing in (
-        Tracing(folder=tmp_path),
-        Tracing(folder=tmp_path, steps=3, noise=0, float64=True, microbatch=2, eval_mode=True),
+    for request in (
+        TraceRequest(folder=tmp_path),
+        TraceRequest(folder=tmp_path, steps=3, noise_seed=0, float64=True, microbatch=2, eval_mode=True),
     ):
-        assert Tracing.read(tracing.variables()) == tracing
-    assert Tracing.read({"PATH": "/bin"}) is None
+        assert TraceRequest.read(request.variables()) == request
+    assert TraceRequest.read({"PATH": "/bin"}) is None
 
 
 @pytest.mark.parametrize(
@@ -263,4 +265,4 @@ def test_what_is_asked_for_comes_through_the_environment(tmp_path: Path) -> None
 )
 def test_a_value_that_is_none_is_refused(environ: dict[str, str], text: str) -> None:
     with pytest.raises(LaunchError, match="^" + text.replace(".", r"\.")):
-        Tracing.read(environ)
+        TraceRequest.read(environ)

@@ -58,7 +58,7 @@ class InProcess:
         self.folder = folder
         self.jobs: list[Job] = []
         self.failing: dict[str, tuple[int, str]] = {}
-        self.facts: dict[str, Any] = {"microbatch": 4, "global_batch": 24, "precision": "fp32", "gradient_compression": "none"}
+        self.metadata: dict[str, Any] = {"microbatch": 4, "global_batch": 24, "precision": "fp32", "gradient_compression": "none"}
         self.kinds = kinds
 
     def start(self, job: Job) -> Future[JobResult]:
@@ -78,7 +78,7 @@ class InProcess:
         made = type("Made", (kind,), {"microbatch": job.microbatch or 4})
         folder = self.folder / f"{len(self.jobs)}-{job.name}"
         trace = made(folder, ranks=job.processes, steps=job.steps, noise=job.noise_seed, float64=job.float64).run()
-        trace.facts = {**trace.facts, **self.facts, "microbatch": job.microbatch or self.facts["microbatch"]}
+        trace.metadata = {**trace.metadata, **self.metadata, "microbatch": job.microbatch or self.metadata["microbatch"]}
         return JobResult(job=job, status=0, traces=[trace], error="", seconds=1.0)
 
 
@@ -125,7 +125,7 @@ class Nudged(Engine):
 
 def test_the_effect_of_compression_is_reported_and_fails_no_plan(tmp_path: Path) -> None:
     runner = InProcess(tmp_path, lambda job: Engine if job.uncompressed or job.processes == 1 else Nudged)
-    runner.facts["gradient_compression"] = "int8"
+    runner.metadata["gradient_compression"] = "int8"
     report = verify(runner, options("replicate=2", "replicate=1"))
     assert report.passed
     assert [job.name for job in runner.jobs if job.name.endswith("-compressed")] == [
@@ -152,7 +152,7 @@ def test_the_effect_of_compression_is_reported_and_fails_no_plan(tmp_path: Path)
 )
 def test_ranks_that_differ_under_compression_fail(tmp_path: Path, kind: type[Engine], text: str) -> None:
     runner = InProcess(tmp_path, of_plan(kind, "plan-replicate2-numericsfast-compressed"))
-    runner.facts["gradient_compression"] = "int8"
+    runner.metadata["gradient_compression"] = "int8"
     (verdict,) = verify(runner, options("replicate=2")).verdicts
     assert not verdict.passed
     assert verdict.mismatch is not None
@@ -161,7 +161,7 @@ def test_ranks_that_differ_under_compression_fail(tmp_path: Path, kind: type[Eng
 
 def test_a_plan_that_cannot_compress_did_not_run(tmp_path: Path) -> None:
     runner = InProcess(tmp_path)
-    runner.facts["gradient_compression"] = "int8"
+    runner.metadata["gradient_compression"] = "int8"
     runner.failing["plan-replicate2-numericsbitwise-compressed"] = (
         2,
         "lockstep: RecipeError: gradient_compression='int8' with numerics=bitwise",
@@ -263,7 +263,7 @@ def test_a_script_that_cannot_be_verified_is_a_mistake(tmp_path: Path, status: i
 
 def test_a_size_that_is_left_to_the_plan_is_fixed_for_all(tmp_path: Path) -> None:
     runner = InProcess(tmp_path)
-    runner.facts["microbatch"] = None
+    runner.metadata["microbatch"] = None
     report = verify(runner, options("replicate=2", "replicate=3", float64=False))
     assert report.passed
     assert {job.microbatch for job in runner.jobs[1:]} == {8}
@@ -299,10 +299,10 @@ def test_another_microbatch_size_has_the_same_gradient(tmp_path: Path, kind: typ
     assert report.verdicts[0].passed
     assert (report.microbatch_size_mismatch is None) == report.passed == (cause is None)
     said = "every plan trains the same model as one process"
-    assert report.summary() == said + ("" if cause is None else ", but the loss depends on how a batch is cut into microbatches")
+    assert report.summary() == said + ("" if cause is None else ", but the loss depends on how a batch is split into microbatches")
     if report.microbatch_size_mismatch is not None:
         assert (report.microbatch_size_mismatch.difference.step, report.microbatch_size_mismatch.difference.name) == (0, "last.bias")
-        assert "the loss is not a sum over samples: cut into microbatches of 2 instead of 4" in str(report.microbatch_size_mismatch.cause)
+        assert "the loss is not a sum over samples: split into microbatches of 2 instead of 4" in str(report.microbatch_size_mismatch.cause)
         assert str(cause) in str(report.microbatch_size_mismatch.cause)
 
 

@@ -1,4 +1,4 @@
-"""Emergency save: a checkpoint without collectives, after an error or after the loss of a process.
+"""Emergency save: a checkpoint without collectives, after an error or the loss of a process.
 
 Ranks that hold the same shards hold the same *part* of the state. The first rank that claims a part writes it, and the rank that
 finds all parts written commits the checkpoint. So one survivor of each part is enough, and no rank waits for another.
@@ -13,11 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.block_hashes import hash_blocks, split_blocks
-from lockstep.checkpoint.file_layout import FileLayout
-from lockstep.checkpoint.manifest import FileEntry, Manifest, ShardEntry, merge_objects
+from lockstep.checkpoint.manifest import FileEntry, Manifest, hash_blocks, merge_objects, split_blocks
 from lockstep.checkpoint.storage import CheckpointName, Storage
-from lockstep.checkpoint.tensor_shards import local_shards
+from lockstep.checkpoint.tensor_shards import FileLayout, local_shards
 from lockstep.checkpoint.writer import note
 from lockstep.comm.mesh import to_local
 
@@ -32,12 +30,11 @@ def emergency_save(
     parts: int,
     tensors: Mapping[str, Tensor],
     values: Mapping[str, Any],
-    facts: Mapping[str, Any],
+    metadata: Mapping[str, Any],
 ) -> bool:
-    """Write this rank's part of the state, and commit the checkpoint if it was the last part. Every rank that is still alive calls it.
+    """Write this rank's `part` of `parts`, and commit the checkpoint if it was the last. Every rank that is still alive calls it.
 
-    `part`: index of the part that this rank holds, of `parts`. Returns False if another rank has written the same part. Raises
-    `OSError`.
+    Returns False if another rank has written the same part. Raises `OSError`.
     """
     try:
         folder.begin(name)
@@ -46,7 +43,7 @@ def emergency_save(
         _write(folder, name, _file(part), tensors, values)
         notes = [_read(folder.read_uncommitted(name, note(_file(each)))) for each in range(parts)]
         if None not in notes and folder.claim(name, _COMMIT):  # two ranks that finish at once both see all notes
-            _commit(folder, name, notes, facts)
+            _commit(folder, name, notes, metadata)
     except OSError:
         if name in folder.names():  # another rank with the same part was faster
             return False
@@ -55,34 +52,33 @@ def emergency_save(
 
 
 def _write(folder: Storage, name: CheckpointName, file: str, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-    shards = list(local_shards(tensors).values())
-    layout = FileLayout(shards)
+    layout = FileLayout(list(local_shards(tensors).values()))
     content = torch.empty(layout.bytes, dtype=torch.uint8)
     content[: len(layout.header)] = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
-    for shard in shards:
+    for shard in layout.starts:
         start, stop = layout.span(shard)
         part = to_local(tensors[shard.name]).detach().to("cpu").resolve_conj().resolve_neg().contiguous()
         content[start:stop] = part.reshape(-1).view(torch.uint8)
     data = content.numpy().data
     folder.write(name, file, split_blocks(data))
-    mine = FileEntry(hash_blocks(data), tuple(ShardEntry(shard.to_json(), layout.span(shard)[0]) for shard in shards))
+    mine = FileEntry(hash_blocks(data), layout.starts)
     folder.write(name, note(file), [json.dumps([mine.to_json(), values]).encode()])
 
 
-def _commit(folder: Storage, name: CheckpointName, notes: list[Any], facts: Mapping[str, Any]) -> None:
-    files = {_file(part): FileEntry.from_json(said) for part, (said, _) in enumerate(notes)}
+def _commit(folder: Storage, name: CheckpointName, notes: list[Any], metadata: Mapping[str, Any]) -> None:
+    files = {_file(part): FileEntry.from_json(entry) for part, (entry, _) in enumerate(notes)}
     for part in range(len(notes)):
         folder.remove(name, note(_file(part)))
         folder.remove(name, f"{_file(part)}.claim")
     folder.remove(name, f"{_COMMIT}.claim")
-    folder.commit(name, Manifest(step=name.step, files=files, values=merge_objects([values for _, values in notes]), facts=facts).encode())
+    values = merge_objects([values for _, values in notes])
+    folder.commit(name, Manifest(step=name.step, files=files, values=values, metadata=metadata).encode())
 
 
-def _read(said: bytes | None) -> Any:
-    """Parse a note; None if it is missing or still being written."""
+def _read(text: bytes | None) -> Any:
     try:
-        return None if said is None else json.loads(said)
-    except ValueError:
+        return None if text is None else json.loads(text)
+    except ValueError:  # still being written
         return None
 
 

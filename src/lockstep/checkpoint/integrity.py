@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-from lockstep.checkpoint.block_hashes import BLOCK_BYTES, BlockHashes, hash_bytes
-from lockstep.checkpoint.manifest import DamagedError, Manifest, UnreachableError
+from lockstep.checkpoint.manifest import BLOCK_BYTES, BlockHashes, DamagedError, Manifest, UnreachableError, hash_bytes
 from lockstep.checkpoint.storage import MANIFEST, CheckpointName, Storage
 
 DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO)
@@ -26,10 +25,7 @@ def read_manifest(folder: Storage, name: CheckpointName) -> Manifest:
 
 
 def read_block(folder: Storage, name: CheckpointName, file: str, hashes: BlockHashes, block: int, parts: Sequence[memoryview]) -> None:
-    """Read a block into `parts`, which together have its size, and check its hash.
-
-    Raises `DamagedError`, `UnreachableError`.
-    """
+    """Read a block into `parts`, which together have its size, and check its hash. Raises `DamagedError`, `UnreachableError`."""
     start, stop = hashes.span(block)
     length = 0
 
@@ -48,10 +44,7 @@ def read_block(folder: Storage, name: CheckpointName, file: str, hashes: BlockHa
 
 
 def check(folder: Storage, name: CheckpointName) -> list[str]:
-    """Read every byte of a checkpoint. Returns a description of each damage; empty if the checkpoint is intact.
-
-    Raises `UnknownFormatError`, `UnreachableError`.
-    """
+    """Read every byte of a checkpoint, and describe each damage. Raises `UnknownFormatError`, `UnreachableError`."""
     try:
         manifest = read_manifest(folder, name)
     except DamagedError as error:
@@ -61,25 +54,21 @@ def check(folder: Storage, name: CheckpointName) -> list[str]:
 
     def damage(file: str, block: int) -> str | None:
         start, stop = hashes_of[file].span(block)
-        room = spare.pop()
+        buffer = spare.pop()
         try:
-            read_block(folder, name, file, hashes_of[file], block, [memoryview(room)[: stop - start]])
+            read_block(folder, name, file, hashes_of[file], block, [memoryview(buffer)[: stop - start]])
         except DamagedError as error:
             return str(error)
         finally:
-            spare.append(room)
+            spare.append(buffer)
         return None
 
     with ThreadPoolExecutor(folder.readers) as threads:
         lengths = list(threads.map(lambda file: _wrong_length(folder, name, file, hashes_of[file]), hashes_of))
-        blocks = [
-            (file, block)
-            for file, wrong in zip(hashes_of, lengths, strict=True)
-            if wrong is None
-            for block in range(len(hashes_of[file].blocks))
-        ]
-        said = [*lengths, *threads.map(lambda place: damage(*place), blocks)]
-    return [text for text in said if text is not None]
+        files = [file for file, wrong in zip(hashes_of, lengths, strict=True) if wrong is None]
+        blocks = [(file, block) for file in files for block in range(len(hashes_of[file].blocks))]
+        found = [*lengths, *threads.map(lambda block: damage(*block), blocks)]
+    return [text for text in found if text is not None]
 
 
 def _wrong_length(folder: Storage, name: CheckpointName, file: str, hashes: BlockHashes) -> str | None:

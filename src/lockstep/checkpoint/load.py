@@ -1,7 +1,7 @@
 """Loading and resharding a checkpoint: each rank reads and verifies the blocks that its tensors need; all others are verified too.
 
-A stretch of a file that has the layout of the tensor is read straight into it and hashed there. Everything else passes through a
-buffer: small stretches, other cuts, other dtypes, tensors on a GPU.
+A part of a file that has the layout of the tensor is read directly into it and hashed there. Everything else passes through a
+buffer: small parts, other shards, other dtypes, tensors on a GPU.
 """
 
 from __future__ import annotations
@@ -16,18 +16,16 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.block_hashes import BLOCK_BYTES, BlockHashes
-from lockstep.checkpoint.file_layout import DTYPES
 from lockstep.checkpoint.integrity import read_block, read_manifest
-from lockstep.checkpoint.manifest import DamagedError, UnknownFormatError, UnreachableError
+from lockstep.checkpoint.manifest import BLOCK_BYTES, BlockHashes, DamagedError, UnknownFormatError, UnreachableError
 from lockstep.checkpoint.storage import CheckpointName, Storage
-from lockstep.checkpoint.tensor_shards import ShardCopy, TensorShard, plan_copies, torch_dtype
+from lockstep.checkpoint.tensor_shards import DTYPES, ShardCopy, TensorShard, plan_copies, torch_dtype
 from lockstep.comm.mesh import to_local
 from lockstep.comm.world import World
 
 T = TypeVar("T")
 SMALL_BYTES = 64 << 10
-"""Stretches below this size are not read directly into their tensor."""
+"""Parts below this size are not read directly into their tensor."""
 
 
 class _Span:
@@ -103,11 +101,10 @@ class CheckpointReader:
         self._locations: dict[TensorShard, tuple[str, int]] = {}
         """Shard -> its file, and the position of its first byte there."""
         for file, entry in self.manifest.files.items():
-            for part in entry.shards:
-                shard = TensorShard.from_json(part.shard)
+            for shard, start in entry.shards.items():
                 if shard.dtype not in DTYPES:
                     raise DamagedError(f"the manifest names the type {shard.dtype!r}")
-                self._locations[shard] = file, part.start
+                self._locations[shard] = file, start
         self._spare: list[bytearray] = []
         """Buffers of one block each, for reuse."""
 
@@ -120,8 +117,7 @@ class CheckpointReader:
     def load_into(self, state: Mapping[str, Tensor], world: World) -> None:
         """Load the saved values into this rank's tensors. Every rank calls it; names and shapes must be among the saved ones.
 
-        Every rank raises `DamagedError` if any rank found damage, `UnreachableError` if any rank could not read. The state is then
-        partly loaded and must not be used.
+        Every rank raises `DamagedError` or `UnreachableError` if any rank does. The state is then partly loaded and must not be used.
         """
         blocks = list(self._blocks(state))
         done: dict[str, list[int]] = {file: [] for file in self.manifest.files}
@@ -151,9 +147,9 @@ class CheckpointReader:
             yield from found.values()
 
     def _rest(self, everyone: Sequence[Mapping[str, Sequence[Sequence[int]]]], world: World) -> Iterator[_Block]:
-        """This rank's share of the blocks that no rank needed, to be verified only."""
+        """Distribute the blocks that no rank needed over the ranks, to be verified only."""
         for file, entry in self.manifest.files.items():
-            done = {block for said in everyone for start, stop in said[file] for block in range(start, stop)}
+            done = {block for ranges in everyone for start, stop in ranges[file] for block in range(start, stop)}
             rest = [block for block in range(len(entry.hashes.blocks)) if block not in done]
             yield from (_Block(file, entry.hashes, number, []) for number in rest[world.rank :: world.size])
 
@@ -202,10 +198,7 @@ class CheckpointReader:
 
 
 def raise_on_all_ranks(read: Callable[[], T], world: World) -> T:
-    """Return what `read` returns on this rank. Every rank calls it.
-
-    Every rank raises the `DamagedError`, `UnknownFormatError` or `UnreachableError` that `read` raised on any rank.
-    """
+    """Return the result of `read` on this rank. Every rank calls it, and every rank raises the error that `read` raised on any."""
     failure: tuple[str, str] | None = None
     try:
         found = read()

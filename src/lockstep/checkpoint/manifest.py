@@ -1,16 +1,24 @@
-"""The manifest of a checkpoint: block hashes of its files, positions of the shards in them, and all other state. JSON."""
+"""The manifest of a checkpoint: block hashes of its files, positions of the shards in them, and all other state. Needs no torch.
+
+Files are hashed in blocks, so that a part of a file can be read and checked alone (law 6).
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from blake3 import blake3
+
 from lockstep.base.errors import LockstepError
-from lockstep.checkpoint.block_hashes import BlockHashes, hash_bytes
+from lockstep.checkpoint.tensor_shards import TensorShard
 
 FORMAT = 1
+BLOCK_BYTES = 4 << 20
+HASH_BYTES = 16
+"""Bytes kept of BLAKE3's 32. A wrong block passes by chance once in 2^128 times."""
 
 
 class DamagedError(LockstepError):
@@ -26,13 +34,37 @@ class UnreachableError(LockstepError):
 
 
 @dataclass(frozen=True, slots=True)
-class ShardEntry:
-    """A shard in a file."""
+class BlockHashes:
+    """The size of a file and the hash of each of its blocks."""
 
-    shard: Sequence[Any]
-    """`TensorShard.to_json()`."""
-    start: int
-    """Its first byte in the file."""
+    size_bytes: int
+    blocks: tuple[str, ...]
+    """The hash of each `BLOCK_BYTES` in order, in hexadecimal. The last block may be shorter."""
+
+    def span(self, block: int) -> tuple[int, int]:
+        """The bytes [start, stop) of a block."""
+        return block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, self.size_bytes)
+
+    def covering(self, start: int, stop: int) -> range:
+        """The indices of the blocks that hold the bytes [start, stop)."""
+        return range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)) if start < stop else range(0)
+
+
+def hash_bytes(parts: Iterable[bytes | memoryview]) -> str:
+    """The hash of bytes that are given in consecutive parts."""
+    hasher = blake3()
+    for part in parts:
+        hasher.update(part)
+    return hasher.hexdigest(length=HASH_BYTES)
+
+
+def split_blocks(data: memoryview) -> Iterator[memoryview]:
+    for start in range(0, len(data), BLOCK_BYTES):
+        yield data[start : start + BLOCK_BYTES]
+
+
+def hash_blocks(data: memoryview) -> BlockHashes:
+    return BlockHashes(len(data), tuple(hash_bytes([block]) for block in split_blocks(data)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +72,17 @@ class FileEntry:
     """A file of a checkpoint: its hashes and its shards."""
 
     hashes: BlockHashes
-    shards: tuple[ShardEntry, ...]
+    shards: Mapping[TensorShard, int]
+    """Shard -> its first byte in the file."""
 
     def to_json(self) -> dict[str, Any]:
-        shards = [[*entry.shard, entry.start] for entry in self.shards]
+        shards = [[*shard.to_json(), start] for shard, start in self.shards.items()]
         return {"bytes": self.hashes.size_bytes, "blocks": list(self.hashes.blocks), "shards": shards}
 
     @classmethod
-    def from_json(cls, said: Mapping[str, Any]) -> FileEntry:
-        shards = tuple(ShardEntry(tuple(shard), start) for *shard, start in said["shards"])
-        return cls(BlockHashes(said["bytes"], tuple(said["blocks"])), shards)
+    def from_json(cls, entry: Mapping[str, Any]) -> FileEntry:
+        shards = {TensorShard.from_json(shard): start for *shard, start in entry["shards"]}
+        return cls(BlockHashes(entry["bytes"], tuple(entry["blocks"])), shards)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,12 +94,12 @@ class Manifest:
     files: Mapping[str, FileEntry]
     values: Mapping[str, Any]
     """JSON: the rest of the state."""
-    facts: Mapping[str, Any]
+    metadata: Mapping[str, Any]
     """JSON: recipe, plan, number of processes, versions and time of the save."""
 
     def encode(self) -> bytes:
         files = {name: file.to_json() for name, file in self.files.items()}
-        content = json.dumps({"step": self.step, "facts": self.facts, "values": self.values, "files": files}, separators=(",", ":"))
+        content = json.dumps({"step": self.step, "metadata": self.metadata, "values": self.values, "files": files}, separators=(",", ":"))
         return f'{{"format":{FORMAT},"blake3":"{_hash(FORMAT, content.encode())}","content":{content}}}\n'.encode()
 
     @classmethod
@@ -83,8 +116,8 @@ class Manifest:
                 raise UnknownFormatError(
                     f"the checkpoint has format {known}, and this version of lockstep reads {FORMAT}; load it with a newer one"
                 )
-            files = {name: FileEntry.from_json(said) for name, said in content["files"].items()}
-            return cls(step=content["step"], files=files, values=content["values"], facts=content["facts"])
+            files = {name: FileEntry.from_json(entry) for name, entry in content["files"].items()}
+            return cls(step=content["step"], files=files, values=content["values"], metadata=content["metadata"])
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise DamagedError(f"the manifest cannot be parsed: {error}") from error
 
@@ -100,5 +133,4 @@ def merge_objects(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _hash(known: Any, content: bytes) -> str:
-    """Hash the content of a manifest of any format."""
     return hash_bytes([f"{known}:".encode(), content])

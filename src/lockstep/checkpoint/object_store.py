@@ -34,10 +34,8 @@ PACKAGES = {"s3": "'lockstep-train[s3]'", "s3a": "'lockstep-train[s3]'"}
 def open_storage(place: Path | str) -> Storage:
     """Open the storage at a path or a URL (s3://bucket/run). Raises `RunDirectoryError` if there is no driver for the URL."""
     protocol, separator, path = str(place).partition("://")
-    if not separator:
-        return FolderStorage(Path(place))
-    if protocol == "file":
-        return FolderStorage(Path(path))
+    if not separator or protocol == "file":
+        return FolderStorage(Path(path if separator else place))
     if protocol == "memory":
         raise RunDirectoryError(f"{place} is memory of one process, and another writes the checkpoints; give a path, or a URL of a store")
     return ObjectStorage(str(place))
@@ -65,17 +63,15 @@ class ObjectStorage:
         except ValueError as error:
             raise RunDirectoryError(f"{url}: no driver is known for {protocol}://; give a path, or a URL like s3://bucket/run") from error
         except ImportError as error:
-            said = known_implementations[protocol]["err"] if protocol in known_implementations else str(error)
-            remedy = f"pip install {PACKAGES[protocol]}" if protocol in PACKAGES else said
+            hint = known_implementations[protocol]["err"] if protocol in known_implementations else str(error)
+            remedy = f"pip install {PACKAGES[protocol]}" if protocol in PACKAGES else hint
             raise RunDirectoryError(f"{url}: the driver of {protocol}:// is not installed; {remedy}") from error
         self.url = url.rstrip("/")
         try:
             self._fs = driver(use_listings_cache=False, **OPTIONS.get(protocol, {}))
         except Exception as error:  # drivers pass on any exception of their libraries
-            said = f"{type(error).__name__}: {error}"
-            raise RunDirectoryError(
-                f"{url}: {protocol}:// cannot hold checkpoints ({said}); give a path, or a URL like s3://bucket/run"
-            ) from error
+            reason = f"{protocol}:// cannot hold checkpoints ({type(error).__name__}: {error})"
+            raise RunDirectoryError(f"{url}: {reason}; give a path, or a URL like s3://bucket/run") from error
         self._makes_folders = protocol not in WITHOUT_FOLDERS
 
     def __str__(self) -> str:

@@ -15,9 +15,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lockstep.base.errors import RecipeError
-from lockstep.checkpoint.file_layout import DTYPES
 from lockstep.checkpoint.storage import MANIFEST
-from lockstep.checkpoint.tensor_shards import Box
+from lockstep.checkpoint.tensor_shards import DTYPES, Box
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

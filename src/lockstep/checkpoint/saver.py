@@ -9,7 +9,7 @@ import secrets
 import select
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.file_layout import FileLayout
 from lockstep.checkpoint.object_store import open_storage
-from lockstep.checkpoint.tensor_shards import TensorShard, assign_writes, local_shards, torch_dtype
+from lockstep.checkpoint.tensor_shards import FileLayout, TensorShard, assign_writes, local_shards, torch_dtype
 from lockstep.comm.mesh import to_local
 from lockstep.comm.world import World
 
@@ -43,10 +42,7 @@ class Saver:
     """Saves the state of a run. Every rank makes one and calls `prepare` and `save` alike. At most one save is in progress."""
 
     def __init__(self, world: World, folder: Path | str, attempt: str) -> None:
-        """`folder`: a path or a URL, as `store.open_storage` takes it. `attempt`: see `folder.CheckpointName`; the same on every rank.
-
-        Raises `RunDirectoryError` if no driver for the URL is installed.
-        """
+        """`folder`: see `open_storage`. `attempt`: see `CheckpointName`; the same on every rank. Raises `RunDirectoryError`."""
         open_storage(folder)
         self._world = world
         self._folder = folder
@@ -56,30 +52,26 @@ class Saver:
         self._memory: _SharedFile | None = None
         self._under_way: int | None = None
 
-    def prepare(self, state: Mapping[str, Tensor]) -> None:
+    def prepare(self, state: Mapping[str, Tensor]) -> str:
         """Plan which rank writes what, allocate memory and start the writer process, unless this was done for the same layout.
 
-        Every rank calls it, not during a save. Without it the first `save` does this work, and takes longer than later ones.
+        Every rank calls it, not during a save; else the first `save` calls it, and takes longer than later ones. Returns an identifier
+        of the next save, the same on every rank, which distinguishes its notes from those of an earlier save.
         """
-        self._agree(state)
-
-    def _agree(self, state: Mapping[str, Tensor]) -> str:
-        """Prepare. Returns an identifier of the next save, the same on every rank; it tells its notes from those of an earlier save."""
         found = local_shards(state)
-        said = self._world.gather_rows(torch.tensor([[found != self._shards, secrets.randbits(32)]]), [1] * self._world.size)
-        if said[:, 0].any():
+        rows = self._world.gather_rows(torch.tensor([[found != self._shards, secrets.randbits(32)]]), [1] * self._world.size)
+        if rows[:, 0].any():
             everyone = self._world.gather_values([shard.to_json() for shard in found.values()])
-            mine = assign_writes([[TensorShard.from_json(said) for said in shards] for shards in everyone])[self._world.rank]
+            mine = assign_writes([[TensorShard.from_json(shard) for shard in shards] for shards in everyone])[self._world.rank]
             self.close()
-            self._memory = _SharedFile(FileLayout(mine), mine)
+            self._memory = _SharedFile(FileLayout(mine))
             self._shards = found
         assert self._memory is not None
         if self._writer is not None and self._writer.has_ended:
-            self._writer.close()
-            self._writer = None
+            self._close_writer()
         if self._writer is None:
             self._writer = _Writer(self._memory)
-        return f"{said[0, 1]:08x}"
+        return f"{rows[0, 1]:08x}"
 
     def save(
         self,
@@ -87,17 +79,16 @@ class Saver:
         state: Mapping[str, Tensor],
         *,
         values: Mapping[str, Any],
-        facts: Mapping[str, Any],
+        metadata: Mapping[str, Any],
         keep: Mapping[str, Any] | None = None,
     ) -> None:
         """Copy the state and start writing it in the background. Every rank calls it, not during a save.
 
-        `state`: this rank's tensors by name; a name may exist on some ranks only. `values`: JSON; the objects of all ranks are
-        merged. `facts`: JSON; rank 0's is written. `keep`: the other arguments of `retention.checkpoints_to_delete`, with `scores` by
-        `str(name)`; None keeps all checkpoints.
+        `state`: this rank's tensors; a name may exist on some ranks only. `values`: JSON; all ranks' objects are merged. `metadata`: JSON
+        of rank 0. `keep`: other arguments of `writer.checkpoints_to_delete`, with `scores` by `str(name)`; None keeps all checkpoints.
         """
         assert self._under_way is None, "one save at a time"
-        known_by = self._agree(state)
+        identifier = self.prepare(state)
         assert self._memory is not None
         assert self._writer is not None
         self._memory.copy(state)
@@ -105,33 +96,29 @@ class Saver:
             "folder": str(self._folder),
             "step": step,
             "attempt": self._attempt,
-            "save": known_by,
+            "save": identifier,
             "file": _file(self._world.rank),
             "values": values,
         }
         if self._world.rank == 0:
-            job |= {"files": [_file(rank) for rank in range(self._world.size)], "facts": facts}
+            job |= {"files": [_file(rank) for rank in range(self._world.size)], "metadata": metadata}
             if keep is not None:
                 job["keep"] = keep
-        self._writer.tell(job)
+        self._writer.send(job)
         self._under_way = step
 
     @property
     def is_under_way(self) -> bool:
-        """True from `save` until `poll` has returned its result."""
+        """True from `save` until `poll` returns its result."""
         return self._under_way is not None
 
     def abandon(self) -> None:
         """Abort the save in progress, because another rank's part of it will never be written."""
-        if self._writer is not None:
-            self._writer.close()
-        self._writer = self._under_way = None
+        self._close_writer()
+        self._under_way = None
 
     def poll(self, timeout_seconds: float = 0.0) -> SaveResult | None:
-        """Return the result of a save once it has ended; None if it is in progress, or there is none.
-
-        Waits for it for up to `timeout_seconds`.
-        """
+        """Wait up to `timeout_seconds` for the save. Returns its result; None if it is in progress, or there is none."""
         if self._under_way is None or self._writer is None:
             return None
         answer = self._writer.answer(timeout_seconds)
@@ -139,24 +126,27 @@ class Saver:
             return None
         step, self._under_way = self._under_way, None
         if answer["error"] is not None:  # the failed process may still wait for the storage; the next save gets another one
-            self._writer.close()
-            self._writer = None
+            self._close_writer()
         return SaveResult(step, answer["error"], answer.get("not_deleted"))
 
     def close(self) -> None:
         """Release everything. Aborts a save in progress."""
-        if self._writer is not None:
-            self._writer.close()
+        self.abandon()
         if self._memory is not None:
             self._memory.close()
-        self._writer = self._memory = self._shards = self._under_way = None
+        self._memory = self._shards = None
+
+    def _close_writer(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        self._writer = None
 
 
 class _SharedFile:
     """The content of this rank's file, in memory shared with the writer process."""
 
-    def __init__(self, layout: FileLayout, shards: Sequence[TensorShard]) -> None:
-        self.layout = {"bytes": layout.bytes, "shards": [[*shard.to_json(), layout.span(shard)[0]] for shard in shards]}
+    def __init__(self, layout: FileLayout) -> None:
+        self.layout = {"bytes": layout.bytes, "shards": [[*shard.to_json(), start] for shard, start in layout.starts.items()]}
         """Size of the file and positions of its shards, for the writer process."""
         self.descriptor = os.memfd_create("lockstep-checkpoint")
         os.ftruncate(self.descriptor, layout.bytes)
@@ -165,7 +155,7 @@ class _SharedFile:
         everything.zero_()  # page faults make the first write ten times slower than later ones
         self._mapped[: len(layout.header)] = layout.header
         self._targets = {}
-        for shard in shards:
+        for shard in layout.starts:
             start, stop = layout.span(shard)
             self._targets[shard.name] = everything[start:stop].view(torch_dtype(shard.dtype)).view(shard.lengths)
 
@@ -185,16 +175,16 @@ class _Writer:
     def __init__(self, memory: _SharedFile) -> None:
         command = [sys.executable, "-m", "lockstep.checkpoint.writer", str(memory.descriptor)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[memory.descriptor])
-        self.tell(memory.layout)
+        self.send(memory.layout)
 
     @property
     def has_ended(self) -> bool:
         return self._process.poll() is not None
 
-    def tell(self, said: Mapping[str, Any]) -> None:
+    def send(self, message: Mapping[str, Any]) -> None:
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # it has ended; `answer` reports that
-            self._process.stdin.write(json.dumps(said).encode() + b"\n")
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
             self._process.stdin.flush()
 
     def answer(self, timeout_seconds: float) -> dict[str, Any] | None:

@@ -47,13 +47,10 @@ class CheckpointName:
 class Storage(Protocol):
     """A place that holds the checkpoints of a run. Every method may raise `OSError`."""
 
-    @property
-    def wait_seconds(self) -> float:
-        """Seconds between two attempts to read a file that another process is to write."""
-
-    @property
-    def readers(self) -> int:
-        """Number of threads that read at once."""
+    wait_seconds: float
+    """Seconds between two attempts to read a file that another process writes."""
+    readers: int
+    """Number of threads that read at once."""
 
     def names(self) -> list[CheckpointName]:
         """The names of all complete checkpoints, in order of their steps."""
@@ -89,8 +86,7 @@ class Storage(Protocol):
         """The bytes [start, stop) of a file of a checkpoint; fewer if the file is shorter."""
 
     def read_into(self, name: CheckpointName, file: str, start: int, parts: Iterable[memoryview]) -> Iterator[memoryview]:
-        """Read a file of a checkpoint from byte `start` on into `parts`, one after another. Yields each filled stretch as it
-        arrives; ends early if the file does."""
+        """Read a file from byte `start` on into `parts`. Yields each filled part of them as it arrives; ends early if the file does."""
 
     def delete(self, name: CheckpointName) -> None:
         """Delete a checkpoint. It is never seen incomplete."""

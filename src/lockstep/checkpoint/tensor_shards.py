@@ -1,4 +1,4 @@
-"""Save and load plans: which rank writes which shard of a state, and which saved shards fill a rank's tensors.
+"""Shards of a state: the rank that writes each, its position in that rank's file, and the saved shards that fill a rank's tensors.
 
 The planning is that of `torch.distributed.checkpoint` (DCP), on plain values: ranks exchange plans as JSON, and DCP would pickle
 them. A state is a dict of tensors by name. A name may exist on some ranks only, and a tensor may be a DTensor. A *shard* is a box
@@ -7,6 +7,7 @@ of a tensor, or all of it. Torch is imported inside of functions, so that checkp
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +21,13 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import WriteItem
 
 Box = tuple[slice, ...]
+ALIGNMENT = 64
+DTYPES = {
+    "bool": "BOOL", "uint8": "U8", "int8": "I8", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "uint16": "U16", "int16": "I16",
+    "float16": "F16", "bfloat16": "BF16", "uint32": "U32", "int32": "I32", "float32": "F32", "complex64": "C64", "uint64": "U64",
+    "int64": "I64", "float64": "F64",
+}  # fmt: skip
+"""Torch's name of a dtype -> its name in safetensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +35,6 @@ class TensorShard:
     """A box of a tensor: the elements [offset, offset + length) along each dim."""
 
     name: str
-    """Name of the tensor."""
     dtype: str
     """Torch's name: `float32`."""
     shape: tuple[int, ...]
@@ -37,7 +44,6 @@ class TensorShard:
 
     @property
     def bytes(self) -> int:
-        """Size in bytes."""
         return math.prod(self.lengths) * item_bytes(self.dtype)
 
     @property
@@ -48,15 +54,41 @@ class TensorShard:
         return f"{self.name}[{','.join(f'{at}:{at + size}' for at, size in zip(self.offsets, self.lengths, strict=True))}]"
 
     def to_json(self) -> list[Any]:
-        """A list that JSON can hold."""
         return [self.name, self.dtype, self.shape, self.offsets, self.lengths]
 
     @classmethod
-    def from_json(cls, said: Sequence[Any]) -> TensorShard:
-        """The shard that `to_json` described."""
-        name, dtype, *boxes = said
+    def from_json(cls, fields: Sequence[Any]) -> TensorShard:
+        name, dtype, *boxes = fields
         shape, offsets, lengths = (tuple(int(size) for size in box) for box in boxes)
         return cls(str(name), str(dtype), shape, offsets, lengths)
+
+
+class FileLayout:
+    """The layout of a safetensors file (https://huggingface.co/docs/safetensors), computed before its data exist.
+
+    Shards of a multiple of 64 bytes come first, then the others by the size of their elements, largest first. Each is thus
+    aligned for its dtype and can be used in place.
+    """
+
+    def __init__(self, shards: Sequence[TensorShard]) -> None:
+        ordered = sorted(shards, key=lambda shard: (shard.bytes % ALIGNMENT != 0, -item_bytes(shard.dtype), shard.key))
+        entries: dict[str, object] = {}
+        starts: dict[TensorShard, int] = {}
+        at = 0
+        for shard in ordered:
+            starts[shard] = at
+            entries[shard.key] = {"dtype": DTYPES[shard.dtype], "shape": shard.lengths, "data_offsets": [at, at + shard.bytes]}
+            at += shard.bytes
+        header = json.dumps(entries, separators=(",", ":")).encode()
+        header += b" " * (-(8 + len(header)) % ALIGNMENT)
+        self.header = len(header).to_bytes(8, "little") + header
+        self.bytes = len(self.header) + at
+        self.starts = {shard: len(self.header) + starts[shard] for shard in shards}
+        """Shard -> its first byte in the file."""
+
+    def span(self, shard: TensorShard) -> tuple[int, int]:
+        """The bytes [start, stop) of a shard in the file."""
+        return self.starts[shard], self.starts[shard] + shard.bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +97,7 @@ class ShardCopy:
 
     shard: TensorShard
     source: Box
-    """The part of the saved shard."""
     target: Box
-    """The part of the rank's local tensor."""
 
 
 def local_shards(state: Mapping[str, Tensor]) -> dict[str, TensorShard]:
@@ -110,7 +140,6 @@ def plan_copies(state: Mapping[str, Tensor], saved: Sequence[TensorShard]) -> It
 
 
 def item_bytes(dtype: str) -> int:
-    """Bytes of one element."""
     bits = re.search(r"\d+", dtype)
     return int(bits[0]) // 8 if bits else 1
 

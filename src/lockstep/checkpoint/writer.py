@@ -10,25 +10,27 @@ Every rank writes its file, and beside it a note with its block hashes. Rank 0 w
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
 import signal
 import sys
 import threading
 import time
-from typing import Any
+from collections.abc import Collection, Mapping
+from queue import SimpleQueue
+from typing import Any, Literal
 
-from lockstep.checkpoint.block_hashes import BlockHashes, hash_bytes, split_blocks
-from lockstep.checkpoint.manifest import FileEntry, Manifest, ShardEntry, merge_objects
+from lockstep.checkpoint.manifest import BlockHashes, FileEntry, Manifest, hash_bytes, merge_objects, split_blocks
 from lockstep.checkpoint.object_store import open_storage
-from lockstep.checkpoint.retention import checkpoints_to_delete
 from lockstep.checkpoint.storage import CheckpointName, Storage
+from lockstep.checkpoint.tensor_shards import TensorShard
 
 NICENESS = 10
 """Lowers this process's priority below that of training."""
 
 
-def save(job: dict[str, Any], shards: tuple[ShardEntry, ...], content: memoryview) -> None:
+def save(job: dict[str, Any], shards: Mapping[TensorShard, int], content: memoryview) -> None:
     """Write this rank's file; on rank 0 also commit the checkpoint. Raises `OSError`."""
     folder, name = open_storage(job["folder"]), CheckpointName(job["step"], job["attempt"])
     folder.begin(name)
@@ -45,27 +47,48 @@ def save(job: dict[str, Any], shards: tuple[ShardEntry, ...], content: memoryvie
         return
     others = [file for file in job["files"] if file != job["file"]]
     notes = {file: _awaited(folder, name, file, job["save"]) for file in others}
-    files = {job["file"]: mine} | {file: FileEntry.from_json(said) for file, (said, _) in notes.items()}
+    files = {job["file"]: mine} | {file: FileEntry.from_json(entry) for file, (entry, _) in notes.items()}
     values = merge_objects([job["values"], *(theirs for _, theirs in notes.values())])
     for file in others:
         folder.remove(name, note(file))
-    folder.commit(name, Manifest(step=name.step, files=files, values=values, facts=job["facts"]).encode())
+    folder.commit(name, Manifest(step=name.step, files=files, values=values, metadata=job["metadata"]).encode())
 
 
 def _awaited(folder: Storage, name: CheckpointName, file: str, save: str) -> tuple[Any, Any]:
-    """Wait for another rank's note of this save. Returns its file entry and values.
-
-    If the note never comes, the training process ends this process.
-    """
+    """Wait for another rank's note of this save: its file entry and values. If it never comes, the training process ends this one."""
     while True:
-        if (said := folder.read_uncommitted(name, note(file))) is not None:
+        if (text := folder.read_uncommitted(name, note(file))) is not None:
             try:
-                of, mine, values = json.loads(said)
+                identifier, entry, values = json.loads(text)
             except ValueError:
-                of = None  # still being written
-            if of == save:
-                return mine, values
+                identifier = None  # still being written
+            if identifier == save:
+                return entry, values
         time.sleep(folder.wait_seconds)
+
+
+def checkpoints_to_delete(
+    names: Collection[CheckpointName],
+    *,
+    newest: CheckpointName,
+    last: int,
+    every: int | None,
+    scores: Mapping[CheckpointName, float],
+    mode: Literal["min", "max"],
+) -> list[CheckpointName]:
+    """The checkpoints to delete among the complete ones, `names`, in order. Call it only after the checkpoint `newest` is committed.
+
+    Kept are the `last` newest (at least 1), those at multiples of `every` steps, and the earliest with the best of `scores` (NaN is
+    no score). Checkpoints after `newest` were found damaged when the run was resumed: they are neither counted nor deleted.
+    """
+    ordered = sorted(name for name in names if name <= newest)
+    kept = set(ordered[-last:])
+    if every is not None:
+        kept |= {name for name in ordered if name.step % every == 0}
+    found = {name: scores[name] for name in ordered if not math.isnan(scores.get(name, math.nan))}
+    if found:
+        kept.add((min if mode == "min" else max)(found, key=found.__getitem__))
+    return [name for name in ordered if name not in kept]
 
 
 def _retire(job: dict[str, Any]) -> str | None:
@@ -75,15 +98,9 @@ def _retire(job: dict[str, Any]) -> str | None:
     folder, keep = open_storage(job["folder"]), job["keep"]
     names = {str(name): name for name in folder.names()}
     scores = {names[text]: score for text, score in keep["scores"].items() if text in names}
+    newest = CheckpointName(job["step"], job["attempt"])
     try:
-        for name in checkpoints_to_delete(
-            names.values(),
-            newest=CheckpointName(job["step"], job["attempt"]),
-            last=keep["last"],
-            every=keep["every"],
-            scores=scores,
-            mode=keep["mode"],
-        ):
+        for name in checkpoints_to_delete(names.values(), newest=newest, **keep | {"scores": scores}):
             folder.delete(name)
     except OSError as error:
         return _words(error)
@@ -95,7 +112,7 @@ def _words(error: OSError) -> str:
 
 
 def note(file: str) -> str:
-    """The name of the note beside `file`: block hashes and shards of the file, and the rank's part of the values."""
+    """The name of the note beside `file`, which holds the file's hashes and shards and the rank's values."""
     return f"{file}.json"
 
 
@@ -104,41 +121,29 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     os.nice(NICENESS)
     memory = int(sys.argv[1])
-    lines = _Lines()
-    described = lines.next()
-    shards = tuple(ShardEntry(tuple(shard), start) for *shard, start in described["shards"])
+    lines: SimpleQueue[str] = SimpleQueue()
+    threading.Thread(target=_read_lines, args=[lines], name="lockstep-checkpoint-writer", daemon=True).start()
+    described = json.loads(lines.get())
+    shards = {TensorShard.from_json(shard): start for *shard, start in described["shards"]}
     content = memoryview(mmap.mmap(memory, described["bytes"], prot=mmap.PROT_READ))
     while True:
-        job = lines.next()
+        job = json.loads(lines.get())
         try:
             save(job, shards, content)
-            said = {"step": job["step"], "error": None, "not_deleted": _retire(job)}
+            result = {"step": job["step"], "error": None, "not_deleted": _retire(job)}
         except OSError as error:
-            said = {"step": job["step"], "error": _words(error)}
+            result = {"step": job["step"], "error": _words(error)}
         try:
-            print(json.dumps(said), flush=True)
+            print(json.dumps(result), flush=True)
         except BrokenPipeError:  # the training process has ended
             os._exit(0)
 
 
-class _Lines:
-    """The lines of standard input. Its end ends this process, whatever it is doing."""
-
-    def __init__(self) -> None:
-        self._arrived = threading.Semaphore(0)
-        self._lines: list[str] = []
-        threading.Thread(target=self._read, name="lockstep-checkpoint-writer", daemon=True).start()
-
-    def _read(self) -> None:
-        for line in sys.stdin:
-            self._lines.append(line)
-            self._arrived.release()
-        os._exit(0)
-
-    def next(self) -> dict[str, Any]:
-        self._arrived.acquire()
-        found: dict[str, Any] = json.loads(self._lines.pop(0))
-        return found
+def _read_lines(lines: SimpleQueue[str]) -> None:
+    """Read standard input. Its end ends this process, whatever it is doing."""
+    for line in sys.stdin:
+        lines.put(line)
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -9,11 +9,10 @@ import click
 
 from lockstep.base.errors import CheckpointError
 from lockstep.base.files import replace_atomically
-from lockstep.checkpoint.file_layout import FileLayout
 from lockstep.checkpoint.integrity import check
 from lockstep.checkpoint.manifest import DamagedError, UnknownFormatError, UnreachableError
-from lockstep.checkpoint.tensor_shards import TensorShard
-from lockstep.checkpoint.whole_tensors import SafetensorsModel, StateDictReader, StoredCheckpoint
+from lockstep.checkpoint.saved_model import StateDictReader, StoredCheckpoint, read_safetensors
+from lockstep.checkpoint.tensor_shards import FileLayout, TensorShard
 from lockstep.cli.target import MODEL, Target, fingerprint, reachable
 
 
@@ -69,7 +68,7 @@ def _final_model(at: Target, module: int | None) -> tuple[StateDictReader, str] 
     _choose([0], module)
     path = at.run / MODEL
     try:
-        model = SafetensorsModel(path)
+        model = read_safetensors(path)
         right = fingerprint(model) == result["fingerprint"]
     except DamagedError:
         right = False

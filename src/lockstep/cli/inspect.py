@@ -14,8 +14,8 @@ import click
 from lockstep.base.units import size
 from lockstep.checkpoint.integrity import check
 from lockstep.checkpoint.manifest import DamagedError, UnknownFormatError, UnreachableError
+from lockstep.checkpoint.saved_model import StoredCheckpoint, read_safetensors
 from lockstep.checkpoint.storage import MANIFEST, CheckpointName, Storage
-from lockstep.checkpoint.whole_tensors import SafetensorsModel, StoredCheckpoint
 from lockstep.cli.target import MODEL, Target, fingerprint, reachable
 
 _EVENT_WORDS = {
@@ -92,8 +92,8 @@ def _inspect(storage: Storage, name: CheckpointName) -> InspectedCheckpoint:
     found = InspectedCheckpoint(str(name), name.step)
     try:
         stored = StoredCheckpoint(storage, name)
-        facts = stored.manifest.facts
-        found.saved, found.plan, found.processes = facts.get("saved"), facts.get("plan"), facts.get("world_size")
+        metadata = stored.manifest.metadata
+        found.saved, found.plan, found.processes = metadata.get("saved"), metadata.get("plan"), metadata.get("world_size")
         found.other_state = sorted(stored.manifest.values["state"])
         found.size_bytes = sum(file.hashes.size_bytes for file in stored.manifest.files.values()) + storage.size(name, MANIFEST)
         found.reasons = check(storage, name)
@@ -117,7 +117,7 @@ def _final_model(at: Target) -> InspectedCheckpoint | None:
     path = at.run / MODEL
     try:
         found.size_bytes = path.stat().st_size
-        found.fingerprints = {"0": fingerprint(SafetensorsModel(path))}
+        found.fingerprints = {"0": fingerprint(read_safetensors(path))}
         if found.fingerprints["0"] != result["fingerprint"]:
             found.reasons = [f"its fingerprint is not that of result.json, {result['fingerprint']}"]
     except (DamagedError, OSError) as error:

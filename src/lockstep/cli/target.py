@@ -11,8 +11,8 @@ from typing import Any
 
 from lockstep.base.errors import CheckpointError
 from lockstep.checkpoint.object_store import open_storage
+from lockstep.checkpoint.saved_model import StateDictReader
 from lockstep.checkpoint.storage import CheckpointName, Storage
-from lockstep.checkpoint.whole_tensors import StateDictReader
 from lockstep.logging.fingerprint_format import TensorRecord, digest
 
 RESULT = "result.json"

@@ -121,8 +121,8 @@ class Checkpointer:
             part, parts = part * axis.size + axis.rank, parts * axis.size
         name = CheckpointName(step, f"{(int(self.attempt, 16) + 1) % 2**32:08x}")
         values = {**state.values, **self.run.loop.values(), "step": step}
-        facts = {**self._facts(), "score": None}
-        done = emergency_save(self.folder, name, part=part, parts=parts, tensors=state.tensors, values=values, facts=facts)
+        metadata = {**self._metadata(), "score": None}
+        done = emergency_save(self.folder, name, part=part, parts=parts, tensors=state.tensors, values=values, metadata=metadata)
         return str(name) if done else None
 
     def restore(self, resume: Resume, *, allow_change: frozenset[str]) -> CheckpointReader | None:
@@ -147,7 +147,7 @@ class Checkpointer:
         for name in reversed(names):
             try:
                 reader = raise_on_all_ranks(partial(CheckpointReader, self.folder, name), self.world)
-                if found := differences(reader.manifest.facts["recipe"] or {}, fields, allow_change=allow_change):
+                if found := differences(reader.manifest.metadata["recipe"] or {}, fields, allow_change=allow_change):
                     raise CheckpointError(
                         f"the recipe is not that of checkpoint {name}: {'; '.join(found)}; resume with the one it was saved with, name the "
                         "fields that may differ (--allow-change, allow_change=), or choose another run directory"
@@ -161,7 +161,7 @@ class Checkpointer:
                 continue
             except (UnknownFormatError, UnreachableError) as error:
                 raise CheckpointError(f"{self.folder}, {name}: {error}") from error
-            self.run.event("resumed", reader.manifest.step, checkpoint=str(name), saved_under=reader.manifest.facts["plan"])
+            self.run.event("resumed", reader.manifest.step, checkpoint=str(name), saved_under=reader.manifest.metadata["plan"])
             recorder.message(f"resumes after step {name.step}")
             self._read_scores(names)
             return reader
@@ -179,7 +179,7 @@ class Checkpointer:
         if self.world.rank == 0 and self.saving.best is not None:
             for name in names:
                 with suppress(DamagedError, UnknownFormatError, UnreachableError):
-                    if (score := CheckpointReader(self.folder, name).manifest.facts["score"]) is not None:
+                    if (score := CheckpointReader(self.folder, name).manifest.metadata["score"]) is not None:
                         self._scores[str(name)] = score
 
     def _total_bytes(self, tensors: Mapping[str, Tensor]) -> int:
@@ -213,11 +213,11 @@ class Checkpointer:
             self._scores[str(CheckpointName(step, self.attempt))] = score
         keep = {"last": self.saving.last, "every": self.saving.keep_every, "mode": self.saving.mode, "scores": self._scores}
         values = {**state.values, **self.run.loop.values(), "step": step}
-        self._saver.save(step, state.tensors, values=values, facts={**self._facts(), "score": score}, keep=keep)
+        self._saver.save(step, state.tensors, values=values, metadata={**self._metadata(), "score": score}, keep=keep)
         self._saved, self._is_open, self._since = step, True, time.monotonic()
         self._stopped_seconds = self._since - began
 
-    def _facts(self) -> dict[str, Any]:
+    def _metadata(self) -> dict[str, Any]:
         return {**self.run.context.recorder.summary, "saved": datetime.now().astimezone().isoformat(timespec="seconds")}
 
     def _poll(self, timeout_seconds: float = 0.0) -> None:
@@ -275,7 +275,7 @@ def saved_recipe(folder: Storage, world: World) -> dict[str, Any]:
         with suppress(OSError):  # `restore` reports it
             for name in reversed(folder.names()):
                 with suppress(DamagedError, UnknownFormatError, UnreachableError):
-                    found = read_manifest(folder, name).facts["recipe"] or {}
+                    found = read_manifest(folder, name).metadata["recipe"] or {}
                     break
     recipe: dict[str, Any] = world.value_of(0, found)
     return recipe
@@ -304,7 +304,7 @@ class Checkpointing(ControlHook):
         if found is None:
             return
         run.loop.resumed = {**found.manifest.values, "step": step}
-        if keeps_rest(context.gradient_compression) and Plan.parse(found.manifest.facts["plan"]).replicate != 1:
+        if keeps_rest(context.gradient_compression) and Plan.parse(found.manifest.metadata["plan"]).replicate != 1:
             run.event(
                 "unsent-rest-dropped",
                 gradient_compression=context.gradient_compression,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.base.errors import RecipeError, first_few
-from lockstep.checkpoint.block_hashes import hash_bytes
+from lockstep.checkpoint.manifest import hash_bytes
 from lockstep.checkpoint.pretrained_files import TensorFiles, open_tensors
 from lockstep.checkpoint.tensor_shards import ShardCopy, TensorShard, plan_copies, torch_dtype
 from lockstep.comm.mesh import to_local

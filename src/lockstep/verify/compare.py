@@ -1,13 +1,8 @@
 """Compares a plan's trace with the reference's. Pure: nothing is run here.
 
-Before the first step, the initial weights are compared. In each step, in the order in which a step computes them:
-
-1. the samples of every microbatch;
-2. if ranks hold whole parameters: each microbatch's own gradient, bit for bit, and the sum of all of them in float64;
-3. the reduced gradient, and the norm that it is clipped by;
-4. the learning rate;
-5. the optimizer states, the parameters and the buffers;
-6. the loss and its weight.
+Before the first step, the initial weights are compared. In each step, in this order: the samples of every microbatch; if
+ranks hold full parameters, each microbatch's own gradient, bit for bit, and the sum of all of them in float64; the
+reduced gradient and its norm; the learning rate; the optimizer states, parameters and buffers; the loss and its weight.
 """
 
 from __future__ import annotations
@@ -20,31 +15,17 @@ from typing import Literal
 
 import numpy as np
 
-from lockstep.verify.distance import distance, pooled, tensor_distance
-from lockstep.verify.tolerance import TOLERANCE, MeasuredRounding
+from lockstep.verify.tolerance import TOLERANCE, MeasuredRounding, distance, pooled, tensor_distance
 from lockstep.verify.trace_reader import Summaries, TensorSummary, Trace
 
 SUM_TOLERANCE = 4.0
-"""Largest distance of a reduced gradient from the float64 sum of the microbatches' gradients, in multiples of that
-sum's rounding."""
+"""Largest distance of a reduced gradient from the float64 sum of the microbatches' gradients, in multiples of its rounding."""
 BEFORE_FIRST_STEP = -1
 
 Check = Literal[
-    "initial",
-    "samples",
-    "microbatch",
-    "missing",
-    "gradients",
-    "sum",
-    "norm",
-    "lr",
-    "states",
-    "parameters",
-    "buffers",
-    "ranks",
-    "loss",
+    "initial", "samples", "microbatch", "missing", "gradients", "sum", "norm", "lr", "states", "parameters", "buffers", "ranks", "loss",
     "weight",
-]
+]  # fmt: skip
 DESCRIPTIONS: Mapping[Check, str] = {
     "initial": "initial value",
     "samples": "samples",
@@ -72,7 +53,7 @@ class Difference:
     """`BEFORE_FIRST_STEP` for an initial value."""
     check: Check
     name: str = ""
-    """Name of the tensor. Empty if the check is not about a tensor."""
+    """Name of the tensor, if the check is about one."""
     rank: int = 0
     times_rounding: float = math.inf
     """Distance from the reference, in multiples of rounding."""
@@ -103,10 +84,7 @@ class Comparison:
 
 
 def compare(reference: Trace, plan: Trace, rounding: MeasuredRounding, *, bitwise: bool, tolerance: float = TOLERANCE) -> Comparison:
-    """Compare `plan` with `reference`.
-
-    With `bitwise` every bit must be equal; without it, `tolerance` is in multiples of rounding.
-    """
+    """Compare `plan` with `reference`. With `bitwise` every bit must be equal; else `tolerance` is in multiples of rounding."""
     steps = min(reference.steps, plan.steps)
     comparison = Comparison(plan=plan.plan, steps=steps, bitwise=bitwise)
     _compare(_Comparator(reference, plan, rounding, bitwise, tolerance, comparison), steps, _CHECKS)
@@ -119,8 +97,7 @@ def compare(reference: Trace, plan: Trace, rounding: MeasuredRounding, *, bitwis
 def compare_compressed(exact: Trace, compressed: Trace) -> Comparison:
     """Compare a run that compresses its gradients with the same run without compression.
 
-    Only what compression may not change is checked: samples, missing gradients, and that ranks agree. How far it leads
-    the values away is in `divergence`.
+    Checks only samples, missing gradients, and that ranks agree, which compression may not change.
     """
     steps = min(exact.steps, compressed.steps)
     comparison = Comparison(plan=compressed.plan, steps=steps, bitwise=False)
@@ -131,8 +108,7 @@ def compare_compressed(exact: Trace, compressed: Trace) -> Comparison:
 
 
 def divergence(reference: Trace, other: Trace, steps: int) -> dict[str, list[float]]:
-    """Return the relative distance at each step of the gradients and the parameters, tensors pooled, and of the
-    loss."""
+    """Return the relative distance at each step of the gradients and the parameters, tensors pooled, and of the loss."""
     found: dict[str, list[float]] = {"gradients": [], "parameters": [], "loss": []}
     for step in range(steps):
         ours, theirs = reference.rank_0.steps[step], other.rank_0.steps[step]
@@ -230,11 +206,8 @@ def _samples(comparator: _Comparator, step: int) -> Iterator[Difference]:
 
 
 def _microbatches(comparator: _Comparator, step: int) -> Iterator[Difference]:
-    """Check each microbatch's own gradient while the parameters have the reference's bits.
-
-    Without `bitwise` they have these bits only in the first step.
-    """
-    if step and not comparator.bitwise:
+    """Check each microbatch's own gradient while the parameters have the reference's bits."""
+    if step and not comparator.bitwise:  # only in the first step
         return
     ours = {m.index: m.gradients for m in comparator.reference.microbatches_of(step)}
     differ = 0
@@ -260,7 +233,7 @@ def _microbatches(comparator: _Comparator, step: int) -> Iterator[Difference]:
                 microbatch=microbatch.index,
             )
     # With several train modules, one module's forward may run another that this step has updated already.
-    alone = comparator.plan.facts.get("modules", 1) == 1
+    alone = comparator.plan.metadata.get("modules", 1) == 1
     if differ and alone and not comparator.bitwise and "compile=yes" not in comparator.plan.plan:
         comparator.comparison.notes.append(
             f"step {step}: {differ} gradients of single microbatches differ from the reference's in some bits; on one kind of machine and "
@@ -279,11 +252,9 @@ def _missing(comparator: _Comparator, step: int) -> Iterator[Difference]:
 
 
 def _sums(comparator: _Comparator, step: int) -> Iterator[Difference]:
-    """Check the reduced gradient of ranks that hold whole parameters against the microbatches' sum in float64.
-
-    With numerics=fast a plan may scale the loss before the backward (by 3, say). That rounds a gradient that nearly
-    cancels in another way. There the gradient may also miss the sum by what the perturbed runs differ by.
-    """
+    """Check the reduced gradient of ranks that hold full parameters against the microbatches' sum in float64."""
+    # With numerics=fast a plan may scale the loss before the backward (by 3, say), which rounds a gradient that nearly cancels in
+    # another way. There the gradient may also miss the sum by as much as the perturbed runs differ.
     measured = {} if comparator.bitwise else comparator.rounding.of_tensors(step, "gradients")
     parts = [m.gradients for m in comparator.plan.microbatches_of(step) if m.gradients is not None]
     if not parts or len(parts) < len(comparator.reference.microbatches_of(step)):
@@ -304,13 +275,11 @@ def _sums(comparator: _Comparator, step: int) -> Iterator[Difference]:
 
 
 def sum_error(total: TensorSummary, terms: list[TensorSummary], gain: float) -> tuple[float, float]:
-    """Return the distance of `total` from the float64 sum of `terms` times `gain`, and the rounding of that sum.
-
-    Each partial sum is rounded by half a unit in the last place, and is at most as large as all terms together. The
-    errors add up like a random walk.
-    """
+    """Return the distance of `total` from the float64 sum of `terms` times `gain`, and the rounding of that sum."""
     expected = gain * np.sum([term.projection for term in terms], axis=0)
     away = float(np.sqrt(np.mean((expected - total.projection) ** 2)))
+    # Each partial sum is rounded by half a unit in the last place and is at most as large as all terms together. The errors add up
+    # like a random walk.
     rounding = 0.5 * total.eps * math.sqrt(len(terms) + 2) * abs(gain) * sum(term.norm for term in terms)
     return away, rounding
 

@@ -1,23 +1,85 @@
-"""The runs that a verification needs, from the plans and from what the first run reports about the recipe. Pure."""
+"""The runs that a verification needs, and the trace that each of them is asked for. Pure."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
-from lockstep.base.errors import PlanError
+from lockstep.base.errors import LaunchError, PlanError
 from lockstep.plan import AXES, Plan
 
 PERTURBED_RUNS = 3
-"""Perturbed runs of the reference. Together with it they give six distances between two runs that differ by rounding
-alone."""
+"""With the reference they give six distances between two runs that differ by rounding alone."""
 FLOAT64_PERTURBED_RUNS = 2
 """Perturbed runs of the first step in float64."""
 
 
+_FOLDER = "LOCKSTEP_TRACE"
+_NUMBERS = {
+    "LOCKSTEP_TRACE_STEPS": ("steps", 1),
+    "LOCKSTEP_TRACE_NOISE": ("noise_seed", 0),
+    "LOCKSTEP_TRACE_MICROBATCH": ("microbatch", 1),
+}
+"""Environment variable -> its field of `TraceRequest`, and its smallest value."""
+_SWITCHES = {
+    "LOCKSTEP_TRACE_FLOAT64": "float64",
+    "LOCKSTEP_TRACE_EVAL_MODE": "eval_mode",
+    "LOCKSTEP_TRACE_UNCOMPRESSED": "uncompressed",
+}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class TraceRequest:
+    """The trace that a run writes, and the changes to the run. Environment variables carry it to the probe."""
+
+    folder: Path = Path()
+    """Folder of the trace, which exists. The runner sets a job's."""
+    steps: int | None = None
+    """Steps of each train module after which the process ends, with status 0. None: the run ends by itself."""
+    noise_seed: int | None = None
+    """Seed of a perturbed run's noise. None: not perturbed."""
+    float64: bool = False
+    microbatch: int | None = None
+    """Samples in a microbatch, instead of the recipe's. None: the recipe's."""
+    eval_mode: bool = False
+    """True if the model trains in eval mode: no dropout, and BatchNorm with its running statistics."""
+    uncompressed: bool = False
+    """True if gradients are sent uncompressed, whatever the recipe's `gradient_compression`."""
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str]) -> TraceRequest | None:
+        """Return None without LOCKSTEP_TRACE. Raises `LaunchError` for an invalid value, and for a stray variable."""
+        if _FOLDER not in environ:
+            if stray := next((name for name in [*_NUMBERS, *_SWITCHES] if name in environ), None):
+                raise LaunchError(f"{stray}={environ[stray]} without {_FOLDER}; lockstep verify sets both; unset {stray}")
+            return None
+        values: dict[str, Any] = {}
+        for name, (field, least) in _NUMBERS.items():
+            if (text := environ.get(name)) is not None and (not text.isdecimal() or int(text) < least):
+                raise LaunchError(f"{name}={text!r}; it is a whole number of at least {least}; unset it: lockstep verify sets it")
+            values[field] = None if text is None else int(text)
+        for name, field in _SWITCHES.items():
+            if (text := environ.get(name, "0")) not in ("0", "1"):
+                raise LaunchError(f"{name}={text!r}; it is 1 or 0; unset it: lockstep verify sets it")
+            values[field] = text == "1"
+        return cls(folder=Path(environ[_FOLDER]), **values)
+
+    def variables(self) -> dict[str, str]:
+        """Return the environment variables that `read` reads."""
+        numbers = {name: getattr(self, field) for name, (field, _) in _NUMBERS.items()}
+        return {
+            "LOCKSTEP_PROBE": "lockstep.verify.probe",
+            _FOLDER: str(self.folder),
+            **{name: str(value) for name, value in numbers.items() if value is not None},
+            **{name: "1" for name, field in _SWITCHES.items() if getattr(self, field)},
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job(TraceRequest):
     """One run of the user's script, as a subprocess."""
 
     name: str
@@ -25,22 +87,10 @@ class Job:
     plan: Plan
     processes: int
     steps: int
-    noise_seed: int | None = None
-    """Seed of a perturbed run's noise. None: not perturbed."""
-    float64: bool = False
-    microbatch: int | None = None
-    """Samples in a microbatch, instead of the recipe's. None: the recipe's."""
-    eval_mode: bool = False
-    uncompressed: bool = False
-    """True if gradients are sent uncompressed, whatever the recipe says."""
 
 
 def parse_plans(texts: Sequence[str], *, bitwise: bool) -> list[tuple[Plan, int]]:
-    """Return the plans to verify, each with its number of processes: the product of its axes.
-
-    `bitwise` adds numerics=bitwise to each plan. Raises `PlanError` if a plan cannot be read, has an axis without a
-    size, splits microbatches, is given twice, or says numerics=fast although `bitwise` is set.
-    """
+    """Return the plans to verify, each with its number of processes. `bitwise` adds numerics=bitwise. Raises `PlanError`."""
     found: list[tuple[Plan, int]] = []
     if not texts:
         raise PlanError("no plan to verify; --plans takes at least one; give for example --plans replicate=2")
@@ -69,11 +119,7 @@ def parse_plans(texts: Sequence[str], *, bitwise: bool) -> list[tuple[Plan, int]
 
 
 def reference_plan(plan: Plan) -> Plan:
-    """Return the plan on one process that `plan` is compared with.
-
-    Compilers round in their own way. So a compiled plan that must have the reference's bits is compared with a compiled
-    reference.
-    """
+    """Return the plan on one process that `plan` is compared with: compiled if bits must be equal, as compilers round in their own way."""
     return Plan(replicate=1, numerics=plan.numerics, compile=plan.compile and plan.numerics == "bitwise")
 
 
@@ -83,18 +129,11 @@ FAST_REFERENCE = reference_plan(Plan())
 def reference_jobs(plans: Sequence[tuple[Plan, int]], steps: int, microbatch: int | None = None) -> dict[Plan, Job]:
     """Return the run of each reference plan that `plans` need; the one with numerics=fast first."""
     references = sorted({reference_plan(plan) for plan, _ in plans}, key=lambda plan: (plan != FAST_REFERENCE, plan.compile))
-    return {
-        reference: Job(
-            name=f"reference-{reference.numerics}"
-            + ("-compiled" if reference.compile else "")
-            + (f"-microbatch-{microbatch}" if microbatch else ""),
-            plan=reference,
-            processes=1,
-            steps=steps,
-            microbatch=microbatch,
-        )
-        for reference in references
-    }
+    jobs = {}
+    for plan in references:
+        name = f"reference-{plan.numerics}{'-compiled' if plan.compile else ''}{f'-microbatch-{microbatch}' if microbatch else ''}"
+        jobs[plan] = Job(name=name, plan=plan, processes=1, steps=steps, microbatch=microbatch)
+    return jobs
 
 
 def perturbed_jobs(steps: int, microbatch: int | None, count: int = PERTURBED_RUNS) -> list[Job]:
@@ -122,10 +161,7 @@ def in_float64(job: Job) -> Job:
 
 
 def microbatch_size_jobs(global_batch: int, microbatch: int) -> list[Job]:
-    """Return a run with `microbatch` and one with another size, each one step in float64 and in eval mode.
-
-    Empty if the global batch is too small for another size.
-    """
+    """Return a run with `microbatch` and one with another size, one step in float64 and eval mode; none if the batch is too small."""
     other = -(-microbatch // 2) if microbatch > 1 else 2
     if other == microbatch or other > global_batch:
         return []
@@ -136,8 +172,5 @@ def microbatch_size_jobs(global_batch: int, microbatch: int) -> list[Job]:
 
 
 def microbatch_for_all(global_batch: int, plans: Sequence[tuple[Plan, int]]) -> int:
-    """Return a microbatch size for all plans, for a recipe that leaves it to the plan.
-
-    The plan with the most processes then has one microbatch for each.
-    """
+    """Return a microbatch size for all plans. The plan with the most processes then has one microbatch for each process."""
     return max(1, -(-global_batch // max(processes for _, processes in plans)))

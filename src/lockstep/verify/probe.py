@@ -18,24 +18,24 @@ from lockstep.comm.mesh import Mesh, full_tensor
 from lockstep.training.context import Overrides
 from lockstep.training.hook import ControlHook, Run
 from lockstep.training.train_module import TrainModule
-from lockstep.verify.perturb import Islands, change_batch, change_defaults, change_model, move_parameters
-from lockstep.verify.trace import Named, Tracer
-from lockstep.verify.trace_request import Tracing
+from lockstep.verify.jobs import TraceRequest
+from lockstep.verify.perturb import Islands, change_model, perturb_parameters, to_float64
+from lockstep.verify.trace import NamedTensors, Tracer
 
 
 def install(environ: Mapping[str, str]) -> tuple[Overrides, list[TraceHook]]:
-    """The overrides and hooks that the environment asks for. Raises `LaunchError`."""
-    request = Tracing.read(environ)
+    """Return the overrides and hooks that the environment requests. Raises `LaunchError`."""
+    request = TraceRequest.read(environ)
     if request is None:
         return Overrides(), []
-    hook = TraceHook(request)
+    hook, seed = TraceHook(request), request.noise_seed
     overrides = Overrides(
-        precision="fp32" if request.float64 else None,  # in float64 nothing is cast to a shorter type
-        gradient_compression="none" if request.exact or request.float64 else None,
+        precision="fp32" if request.float64 else None,  # in float64 nothing is cast to a shorter dtype
+        gradient_compression="none" if request.uncompressed or request.float64 else None,
         microbatch=request.microbatch,
-        change_model=partial(change_model, tracing=request),
-        change_loaded=None if request.noise is None else partial(move_parameters, seed=request.noise),
-        change_batch=partial(change_batch, tracing=request) if request.float64 else None,
+        change_model=partial(change_model, request=request),
+        change_loaded=None if seed is None else partial(perturb_parameters, seed=seed),
+        change_batch=to_float64 if request.float64 else None,
         probe=hook,
         bare=True,
     )
@@ -43,92 +43,83 @@ def install(environ: Mapping[str, str]) -> tuple[Overrides, list[TraceHook]]:
 
 
 class TraceHook(ControlHook):
-    """Writes each microbatch's gradient, their sum, and the update. After the last step asked for it ends the process with status 0."""
+    """Writes each microbatch's gradient, their sum, and the update. Ends the process with status 0 after the last requested step."""
 
-    def __init__(self, request: Tracing) -> None:
+    run: Run
+    tracer: Tracer
+
+    def __init__(self, request: TraceRequest) -> None:
         self._request = request
-        self._tracer: Tracer | None = None
         self._looks_for_islands = request.float64
-        self._run: Run | None = None
-        self._committed: dict[int, int] = {}
-        """Steps of each model, by its number."""
-
-    @property
-    def tracer(self) -> Tracer:
-        assert self._tracer is not None, "before_steps has made it"
-        return self._tracer
-
-    @property
-    def run(self) -> Run:
-        assert self._run is not None, "before_steps has set it"
-        return self._run
+        self._steps: dict[int, int] = {}
+        """Steps done of each train module, by its index."""
 
     def before_steps(self, run: Run) -> None:
         """Write the models as they are before the first step."""
-        self._run = run
-        change_defaults(self._request)
-        mesh, world = run.context.mesh, run.context.world
-        if self._tracer is None:
+        self.run = run
+        if self._request.float64:  # now that all models are built, whose values are drawn in the usual dtype
+            torch.set_default_dtype(torch.float64)
+        mesh, world, plan = run.context.mesh, run.context.world, str(run.context.plan)
+        if not hasattr(self, "tracer"):
             writes = all(mesh.axis(axis).rank == 0 for axis in ("replicate", "shard", "tensor"))
-            self._tracer = Tracer(
-                self._request, rank=world.rank, world_size=world.size, plan=str(run.context.plan), whole=_is_whole(mesh), writes=writes
+            self.tracer = Tracer(
+                self._request, rank=world.rank, world_size=world.size, plan=plan, replicated=_is_replicated(mesh), writes=writes
             )
             self._looks_for_islands &= world.size == 1
-        batchnorm = any(isinstance(module, BatchNormBase) for each in run.modules for module in each.model.modules())
-        self.tracer.facts(
+        self.tracer.metadata(
             global_batch=run.global_batch,
             microbatch=run.microbatch,
             precision=run.context.precision,
             gradient_compression=run.context.requested_compression,
-            batchnorm=batchnorm,
+            batchnorm=any(isinstance(part, BatchNormBase) for module in run.modules for part in module.model.modules()),
         )
-        for number, module in enumerate(run.modules):
-            if number not in self._committed:
-                self._begin(number, module)
+        for index, module in enumerate(run.modules):
+            if index not in self._steps:
+                self._begin(index, module)
 
-    def _begin(self, number: int, module: TrainModule) -> None:
-        self._committed[number] = 0
-        self.tracer.start(number, _gathered(module.model.named_parameters()), _gathered(module.model.named_buffers()))
-        self.tracer.watch(number, zip(module.names, module.parameters, strict=True))
+    def _begin(self, index: int, module: TrainModule) -> None:
+        self._steps[index] = 0
+        self.tracer.start(index, _full(module.model.named_parameters()), _full(module.model.named_buffers()))
+        self.tracer.watch(index, zip(module.names, module.parameters, strict=True))
         if self._request.eval_mode and module.parallel.streams is not None:
-            # One stream for all parts: that a forward draws then shows in the default generators.
+            # Without a stream of its own for each microbatch, a forward that draws changes the default generators.
             module.parallel.streams.close()
             module.parallel.streams = None
 
     @contextmanager
     def forward(self) -> Iterator[None]:
         """See `Probe`."""
-        self.tracer.generator()
+        self.tracer.before_forward()
         if not self._looks_for_islands:
             yield
             return
         self._looks_for_islands = False
         with Islands() as islands:
             yield
-        self.tracer.facts(islands=sorted(islands.found), eps=islands.eps)
+        self.tracer.metadata(islands=sorted(islands.found), eps=islands.eps)
 
     def before_backward(self, module: int, microbatch: int, total: Tensor, grad_output: Tensor) -> None:
-        """See `Probe`. Computes the gradient of this microbatch on the side; not if this rank has only a slice of it."""
-        traced, gradients = self.run.modules[module], None
-        if _is_whole(traced.mesh) and not traced.mesh.assignment.slices:
-            found = torch.autograd.grad(total, traced.parameters, grad_output, retain_graph=True, allow_unused=True)
-            gradients = _unscaled(traced, found)
+        """See `Probe`. Computes the gradient of this microbatch alone, unless this rank has only a slice of it."""
+        each, gradients = self.run.modules[module], None
+        if _is_replicated(each.mesh) and not each.mesh.assignment.slices:
+            found = torch.autograd.grad(total, each.parameters, grad_output, retain_graph=True, allow_unused=True)
+            gradients = _unscaled(each, found)
         self._note_microbatch(module, microbatch, gradients)
 
     def without_backward(self, module: int, microbatch: int) -> None:
         """See `Probe`."""
         self._note_microbatch(module, microbatch, None)
 
-    def _note_microbatch(self, module: int, microbatch: int, gradients: Named | None) -> None:
+    def _note_microbatch(self, module: int, microbatch: int, gradients: NamedTensors | None) -> None:
         assert self.run.source is not None, "a step has begun"
         index, samples = self.run.source.layout.full_microbatch(microbatch)
-        self.tracer.microbatch(module, self._committed[module], index, samples, gradients)
+        self.tracer.microbatch(module, self._steps[module], index, samples, gradients)
 
     def after_backward(self, run: Run, model: nn.Module) -> None:
         number = next(number for number, each in enumerate(run.modules) if each.model is model)
         module = run.modules[number]
-        gradients = _gathered(_unscaled(module, (parameter.grad for parameter in module.parameters)))
-        self.tracer.gradients(number, self._committed[number], gradients, gain=float(module.gain))
+        gradients = _full(_unscaled(module, (parameter.grad for parameter in module.parameters)))
+        self.tracer.gradients(number, self._steps[number], gradients, gain=float(module.gain))
 
     def after_step(self, run: Run) -> None:
         weights = None if run.source is None else run.source.weights
@@ -140,38 +131,38 @@ class TraceHook(ControlHook):
             raise SystemExit(0)
 
     def _note(self, number: int, module: TrainModule, weight: float | None) -> bool:
-        """Write a model's update. Returns True after the last step asked for. `weight`: the step's, if `Recipe.weight` gives it."""
+        """Write a train module's update. Returns True after the last requested step. `weight`: the step's, if `Recipe.weight` gives it."""
         result = self.run.results[number]
         if result.weights is not None:
             weight = float(result.weights.double().sum())
-        ended = self.tracer.applied(
+        ended = self.tracer.step(
             number,
-            self._committed[number],
+            self._steps[number],
             loss=result.loss(),
             weight=weight,
             norm=None if result.clip_norm is None else float(result.norm),
             lr=module.schedule.rate(),
-            parameters=_gathered(module.model.named_parameters()),
-            buffers=_gathered(module.model.named_buffers()),
-            states=_gathered(_states(module)),
+            parameters=_full(module.model.named_parameters()),
+            buffers=_full(module.model.named_buffers()),
+            states=_full(_states(module)),
         )
-        self._committed[number] += 1
+        self._steps[number] += 1
         return ended
 
     def on_end(self, run: Run) -> None:
-        if self._tracer is not None:
-            self._tracer.close()
+        if hasattr(self, "tracer"):
+            self.tracer.close()
 
 
-def _unscaled(module: TrainModule, gradients: Iterable[Tensor | None]) -> Named:
-    """The gradients by name, divided by the loss scale."""
+def _unscaled(module: TrainModule, gradients: Iterable[Tensor | None]) -> NamedTensors:
+    """Yield the gradients by name, divided by the loss scale."""
     scale = 1.0 if module.loss_scale is None else module.loss_scale.value
     for name, gradient in zip(module.names, gradients, strict=True):
         yield name, gradient if gradient is None or scale == 1.0 else gradient / scale
 
 
-def _states(module: TrainModule) -> Named:
-    """The optimizers' state tensors, named parameter/state."""
+def _states(module: TrainModule) -> NamedTensors:
+    """Yield the optimizers' state tensors, named parameter/state."""
     for name, parameter in zip(module.names, module.parameters, strict=True):
         for optimizer in module.optimizers:
             for what, value in optimizer.state.get(parameter, {}).items():
@@ -179,12 +170,12 @@ def _states(module: TrainModule) -> Named:
                     yield f"{name}/{what}", value
 
 
-def _is_whole(mesh: Mesh) -> bool:
-    """True if every rank holds the whole model."""
+def _is_replicated(mesh: Mesh) -> bool:
+    """True if every rank holds the full model."""
     return all(mesh.axis(axis).size == 1 for axis in ("shard", "tensor", "pipeline"))
 
 
-def _gathered(tensors: Named) -> Named:
-    """Each tensor whole, one at a time. Every rank iterates over them."""
+def _full(tensors: NamedTensors) -> NamedTensors:
+    """Yield each full tensor, one at a time. Every rank iterates over them."""
     for name, tensor in tensors:
         yield name, tensor if tensor is None else full_tensor(tensor)

@@ -11,14 +11,13 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
 from lockstep.options import LaunchOptions
 from lockstep.verify.jobs import Job
 from lockstep.verify.trace_reader import Trace, read_traces
-from lockstep.verify.trace_request import Tracing
 
 STOP_SECONDS = 10.0
 """Seconds from asking a run to stop to killing it."""
@@ -42,7 +41,7 @@ class JobResult:
 
 
 class Runner:
-    """Runs jobs, several at once if there is room. Use it in a `with`: leaving the block ends every run."""
+    """Runs jobs, several at once if slots are free. Use it in a `with`: leaving the block ends every run."""
 
     def __init__(
         self,
@@ -53,11 +52,8 @@ class Runner:
         slots: int,
         report_progress: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`script`: `[-m] SCRIPT ARGS...`.
-
-        `folder`: the directory for all runs' files. `slots`: processes at once; a job that needs more of them runs
-        alone. `report_progress` is called with a line when a run ends.
-        """
+        """`script`: `[-m] SCRIPT ARGS...`. `folder`: the directory for all runs' files. `slots`: processes at once; a job that needs
+        more of them runs alone. `report_progress` is called with a line when a run ends."""
         self._script = list(script)
         self._folder = folder
         self._timeout_seconds = timeout_seconds
@@ -82,7 +78,7 @@ class Runner:
         self._pool.shutdown(cancel_futures=True)
 
     def start(self, job: Job) -> Future[JobResult]:
-        """Run `job` when there is room. A run that fails is a result, not an exception of the future."""
+        """Run `job` when enough slots are free. A run that fails is a result, not an exception of the future."""
         return self._pool.submit(self._run, job)
 
     def run(self, jobs: Sequence[Job]) -> list[JobResult]:
@@ -108,12 +104,14 @@ class Runner:
         folder = self._folder / job.name
         trace = folder / "trace"
         trace.mkdir(parents=True)
+        # One thread a process: on CPUs the number of threads changes bits.
+        environment = {**os.environ, **replace(job, folder=trace).variables(), "OMP_NUM_THREADS": "1"}
         started = time.monotonic()
         with (folder / "stdout").open("wb") as output, (folder / "stderr").open("wb") as errors, self._changed:
             if self._ending:
                 return JobResult(job=job, status=1, traces=[], error="", seconds=0.0)
             process = subprocess.Popen(
-                self._command(job, folder / "run"), env=_environment(job, trace), stdin=subprocess.DEVNULL, stdout=output, stderr=errors
+                self._command(job, folder / "run"), env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=errors
             )
             self._running.add(process)
         timed_out = False
@@ -138,24 +136,6 @@ class Runner:
     def _command(self, job: Job, run_dir: Path) -> list[str]:
         options = LaunchOptions(nproc=str(job.processes), plan=str(job.plan), run_dir=str(run_dir))
         return [sys.executable, "-m", "lockstep", "run", *options.arguments(), *self._script]
-
-
-def tracing_of(job: Job, trace: Path) -> Tracing:
-    """Return the trace request that `job` is started with. `trace`: the folder of the trace."""
-    return Tracing(
-        folder=trace,
-        steps=job.steps,
-        noise=job.noise_seed,
-        float64=job.float64,
-        microbatch=job.microbatch,
-        eval_mode=job.eval_mode,
-        exact=job.uncompressed,
-    )
-
-
-def _environment(job: Job, trace: Path) -> dict[str, str]:
-    """Return the job's environment. One thread per process: on CPUs the number of threads changes bits."""
-    return {**os.environ, **tracing_of(job, trace).variables(), "OMP_NUM_THREADS": "1"}
 
 
 def _stop(process: subprocess.Popen[bytes]) -> int:

@@ -1,16 +1,16 @@
-"""The tolerance of a comparison: `TOLERANCE` times what rounding alone does to this model.
+"""Distances between tensors, and the tolerance of a comparison: `TOLERANCE` times the rounding of this model. Pure.
 
-Rounding is measured. The perturbed runs differ from the reference by noise of one unit in the last place. The rounding
-of a tensor at a step is the largest distance between any two of these runs. Two runs may coincide by chance in a small
-tensor or a scalar. So a tensor's rounding is never less than
+Rounding is measured: the perturbed runs differ from the reference by noise of one unit in the last place. The rounding of a tensor at a
+step is the largest distance between any two of these runs. Two runs may coincide by chance in a small tensor or a scalar. So a tensor's
+rounding is never less than
 
 - the relative rounding that is typical of the other tensors at that step,
 - its own rounding at an earlier step,
 - a few units in the last place.
 
-An optimizer that divides by the gradient's size (Adam) can turn rounding of an element near zero into a full update in
-either direction. This happens more often in a short compute dtype. So a parameter's rounding is also never less than
-the relative difference between the updates of all tensors together, nor than a part of one element's update.
+An optimizer that divides by the gradient's size (Adam) can turn rounding of an element near zero into a full update in either direction,
+more often in a short compute dtype. So a parameter's rounding is also never less than the relative difference between the updates of all
+tensors together, nor than a part of one element's update.
 """
 
 from __future__ import annotations
@@ -22,18 +22,54 @@ from itertools import combinations, pairwise
 from statistics import median
 from typing import NamedTuple
 
-from lockstep.verify.distance import distance, pooled, tensor_distance
-from lockstep.verify.trace_reader import EPS, Summaries, Trace
+import numpy as np
+
+from lockstep.verify.trace_reader import EPS, Summaries, TensorSummary, Trace
+
+SummaryPair = tuple[TensorSummary | None, TensorSummary | None]
 
 TOLERANCE = 10.0
 """Largest distance from the reference with which a plan passes, in multiples of rounding."""
 MINIMUM_ULPS = 4.0
 """Smallest rounding of a tensor, in units in the last place of its norm."""
 SIGN_FLIP = 0.25
-"""Smallest rounding of a parameter, in typical updates of one element: at a tolerance of 10, one element may go the
-other way."""
+"""Smallest rounding of a parameter, in typical updates of one element: at a tolerance of 10, one may go the other way."""
 NEGLIGIBLE = 1e-3
 """Smallest rounding of an element, in units in the last place of a typical element of all tensors together."""
+
+
+def distance(one: TensorSummary | None, other: TensorSummary | None) -> float:
+    """Return the L2 distance between two tensors, estimated from their projections. Infinite if one is missing or has other elements.
+
+    Zero if the bits are the same, or if neither tensor is finite (a step that overflowed and was skipped).
+    """
+    if one is None or other is None:
+        return 0.0 if one is other else math.inf
+    if one.sha256 == other.sha256:
+        return 0.0
+    if one.elements != other.elements:
+        return math.inf
+    if math.isnan(one.norm) and math.isnan(other.norm):
+        return 0.0
+    estimate = float(np.sqrt(np.mean((one.projection - other.projection) ** 2)))
+    return estimate if math.isfinite(estimate) else math.inf
+
+
+def tensor_distance(one: Trace, other: Trace, step: int, kind: str, name: str, summaries: SummaryPair) -> float:
+    """Return `distance(*summaries)`, computed from the tensors themselves if both traces have them."""
+    estimate = distance(*summaries)
+    if estimate == 0.0 or math.isinf(estimate):
+        return estimate
+    x, y = one.tensor(step, kind, name), other.tensor(step, kind, name)
+    if x is None or y is None or x.shape != y.shape:
+        return estimate
+    return float(np.linalg.norm(x - y))
+
+
+def pooled(distances: Sequence[float], summaries: Summaries) -> float:
+    """Return the distance of all tensors together, relative to the norm of all tensors in `summaries`."""
+    total = math.sqrt(sum(summary.norm**2 for summary in summaries.values() if summary is not None))
+    return math.sqrt(sum(value**2 for value in distances)) / total if total else 0.0
 
 
 class _Runs(NamedTuple):
@@ -50,37 +86,28 @@ class _Runs(NamedTuple):
 
 
 class MeasuredRounding:
-    """Rounding of a reference run, measured with its perturbed runs.
-
-    Without perturbed runs it has its smallest values.
-    """
+    """Rounding of a reference run, measured with its perturbed runs. Without perturbed runs it has its smallest values."""
 
     def __init__(self, reference: Trace, perturbed: Sequence[Trace], *, minimum: float = 0.0) -> None:
-        """`minimum`: smallest relative rounding, for a tensor of its own norm or of typical elements, whichever is
-        larger."""
+        """`minimum`: smallest relative rounding, for a tensor of its own norm or of typical elements, whichever is larger."""
         self.reference = reference
-        """The run that plans are compared with."""
         self._groups = [_Runs(reference, perturbed)]
         self._minimum = minimum
         self._sign_flip = SIGN_FLIP
-        self._tensors = cache(self._rounding)
+        self.of_tensors = cache(self._rounding)
+        """(step, kind) -> rounding of each tensor of `kind` after `step`, by name."""
         self._largest = cache(self._largest_distances)
 
     def in_float64(self, reference: Trace, perturbed: Sequence[Trace], *, scale: float, margin: float) -> MeasuredRounding:
-        """Return the rounding of a float64 `reference`: `margin` times its own or `scale` times this one, whichever is
-        larger.
+        """Return the rounding of a float64 `reference`: the larger of `margin` times its own and `scale` times this one.
 
-        `scale` is the ratio of the two dtypes' precisions. It stands for operations inside the model that round to a
-        shorter dtype than float64: such rounding can hide the noise of the float64 runs.
+        `scale` is the ratio of the two dtypes' precisions, for operations inside the model that round to a shorter dtype than float64:
+        such rounding can hide the noise of the float64 runs.
         """
         made = MeasuredRounding(reference, [])
         made._groups = [_Runs(reference, perturbed, margin), *(group._replace(scale=scale) for group in self._groups)]
         made._sign_flip = 0.0
         return made
-
-    def of_tensors(self, step: int, kind: str) -> dict[str, float]:
-        """Return the rounding of each tensor of `kind` after `step`, by name."""
-        return self._tensors(step, kind)
 
     def of_microbatch(self, step: int, index: int) -> dict[str, float]:
         """Return the rounding of each gradient of one microbatch alone, by name."""
@@ -109,16 +136,15 @@ class MeasuredRounding:
     def spread(self, step: int, kind: str) -> tuple[float, float]:
         """Return the smallest and the largest relative distance between any two runs, all tensors of `kind` pooled."""
         summaries = self.reference.rank_0.steps[step].tensors[kind]
-        found = [
-            pooled([_distance(a, b, step, kind, name) for name in summaries], summaries) for a, b in combinations(self._groups[0].traces, 2)
-        ]
-        return (min(found), max(found)) if found else (0.0, 0.0)
+        pairs = combinations(self._groups[0].traces, 2)
+        found = [pooled([_distance(a, b, step, kind, name) for name in summaries], summaries) for a, b in pairs] or [0.0]
+        return min(found), max(found)
 
     def loss_spread(self, step: int) -> tuple[float, float]:
         """Return the smallest and the largest relative difference between the losses of any two runs."""
         losses = [trace.rank_0.steps[step].loss for trace in self._groups[0].traces]
-        found = [abs(a - b) / (abs(losses[0]) or 1.0) for a, b in combinations(losses, 2)]
-        return (min(found), max(found)) if found else (0.0, 0.0)
+        found = [abs(a - b) / (abs(losses[0]) or 1.0) for a, b in combinations(losses, 2)] or [0.0]
+        return min(found), max(found)
 
     def _eps(self) -> float:
         summaries = self.reference.rank_0.steps[0].tensors["parameters"].values()
@@ -179,12 +205,8 @@ class MeasuredRounding:
 
 
 def _typical(distances: dict[str, float], summaries: Summaries) -> float:
-    relative = [
-        distances[name] / summary.norm
-        for name, summary in summaries.items()
-        if name in distances and summary is not None and summary.norm > 0
-    ]
-    return median(relative) if relative else 0.0
+    present = {name: summary.norm for name, summary in summaries.items() if summary is not None and summary.norm > 0}
+    return median([distances[name] / norm for name, norm in present.items() if name in distances] or [0.0])
 
 
 def _microbatch_gradients(trace: Trace, step: int, index: int) -> Summaries:

@@ -1,22 +1,17 @@
-"""The trace of a run: what each step came to, tensor by tensor, so that two runs can be compared step by step and name by name.
+"""Writes the trace of a run: a summary of each tensor of each step, so that two runs can be compared step by step and name by name.
 
-A trace is a folder. Each rank that writes has a file `rank-<rank>.jsonl`, one JSON object a line, told apart by its `kind`:
+A trace is a folder. Each rank that writes has a file `rank-<rank>.jsonl`, one JSON object a line, of one of these kinds:
 
-=========== ==========================================================================================================================
-start       rank, world_size, plan, whole; once
-facts       JSON values about the model and the recipe, for whoever looks for causes
-initial     pair; the parameters and buffers before the first step
-microbatch  pair, step, index, samples, generator, left; with the gradients of this microbatch alone where a rank has whole parameters
-step        pair, step, loss, weight, norm, lr, gain, order; gradients as summed, before clipping; parameters, buffers and optimizer
-            states after the update
-=========== ==========================================================================================================================
+- start: rank, world_size, plan, replicated; once
+- metadata: JSON values about the model and the recipe, for the search for causes
+- initial: module; the parameters and buffers before the first step
+- microbatch: module, step, index, samples, rng_before, rng_after; its own gradients if the rank has full parameters
+- step: module, step, loss, weight, norm, lr, gain, gradient_order; the reduced gradients before clipping; the parameters,
+  buffers and optimizer states after the update
 
-Of each tensor a line has its `mark`: SHA-256 of its bytes, norm, number of elements, dtype and a fixed random projection, in which the
-distance between two tensors can be seen without either: the mean square of the differences is an unbiased estimate of the squared distance,
-and sums stay sums. In the first step and the last that was asked for, the tensors are written too, to
-`step-<step>-<kind>-<pair>-<rank>.safetensors`: by rank 0 where every rank has them all.
-
-Tensors are taken one at a time from an iterator, so nobody holds a model that does not fit.
+A tensor's summary has a fixed random projection. Projections are linear, and the mean square of the differences of two
+is an unbiased estimate of the tensors' squared distance. The tensors of the first and the last requested step are also
+saved, in `step-<step>-<kind>-<module>-<rank>.safetensors`. Tensors come one at a time, because a full model may not fit.
 """
 
 from __future__ import annotations
@@ -25,128 +20,98 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from tempfile import TemporaryFile
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.checkpoint.tensor_shards import DTYPES
 from lockstep.keys import GOLDEN, MIX_FIRST, MIX_SECOND
-from lockstep.verify.trace_request import Tracing
+from lockstep.verify.jobs import TraceRequest
 
 PROJECTIONS = 8
-_PIECE = 1 << 18
+_CHUNK = 1 << 18
 _SIGN = np.uint64(1 << 63)
-_SAFETENSORS = {
-    "float64": "F64",
-    "float32": "F32",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
 
-Named = Iterable[tuple[str, Tensor | None]]
-"""Names and whole tensors. None: there is no such tensor, as for the gradient of a parameter that nobody used."""
+NamedTensors = Iterable[tuple[str, Tensor | None]]
+"""Names and full tensors. None: the tensor does not exist, such as the gradient of an unused parameter."""
 
 
 class Tracer:
-    """Writes one rank's part of a trace. `Session` makes one where `Tracing.read` finds that it is asked for, `Step` calls it.
+    """Writes one rank's part of a trace.
 
-    Calls come in this order: `start` for each pair; then in each step `generator` and `microbatch` for each of this rank's microbatches,
-    `gradients`, `applied`; `close`.
-
-    Every rank makes the same calls but for the microbatches; an iterator is run through on ranks that do not write too,
-    since gathering a tensor may take all ranks.
+    Every rank makes the same calls but for the microbatches: `start` for each train module; in each step `before_forward`
+    and `microbatch` for each of its microbatches, `gradients`, `step`; `close`. Ranks that do not write also iterate over
+    all tensors, because a full tensor may take a collective.
     """
 
-    def __init__(self, tracing: Tracing, *, rank: int, world_size: int, plan: str, whole: bool, writes: bool | None = None) -> None:
-        """`whole`: every rank holds the whole model (`replicate`), and writes it, so that ranks are compared. Else the ranks that write
-        have the model between them: `writes`, one of each pipeline stage, or None, rank 0 alone."""
-        self._tracing = tracing
+    def __init__(self, request: TraceRequest, *, rank: int, world_size: int, plan: str, replicated: bool, writes: bool) -> None:
+        """`replicated`: every rank holds the full model and writes summaries. `writes`: this rank writes tensors and summaries."""
+        self._request = request
         self._rank = rank
-        self._keeps = rank == 0 if whole else writes if writes is not None else rank == 0
-        self._lines = (tracing.folder / f"rank-{rank}.jsonl").open("w", encoding="utf-8")
-        self._gathered = not (whole or self._keeps)
-        self._generator: str | None = None
-        self._drawn_from: list[Callable[[], Tensor]] = [torch.default_generator.get_state]
-        self._orders: dict[int, list[str]] = {}
+        self._writes_tensors = writes
+        self._writes_summaries = replicated or writes
+        self._lines = (request.folder / f"rank-{rank}.jsonl").open("w", encoding="utf-8")
+        self._rng_before: str | None = None
+        self._generators: list[Callable[[], Tensor]] = [torch.default_generator.get_state]
+        self._orders: dict[int, dict[str, None]] = {}
         self._hooks: list[Any] = []
-        self._half: dict[int, dict[str, Any]] = {}
+        self._reduced: dict[int, dict[str, Any]] = {}
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            self._drawn_from.append(torch.cuda.get_rng_state)
-        self._write("start", {"rank": rank, "world_size": world_size, "plan": plan, "whole": whole})
+            self._generators.append(torch.cuda.get_rng_state)
+        self._write("start", rank=rank, world_size=world_size, plan=plan, replicated=replicated)
 
-    def facts(self, **facts: Any) -> None:
-        """JSON values about the model and the recipe, by name; may be called at any time, and again."""
-        self._write("facts", {"facts": facts})
+    def metadata(self, **metadata: Any) -> None:
+        """Write JSON values about the model and the recipe. May be called at any time, and again."""
+        self._write("metadata", metadata=metadata)
 
-    def start(self, pair: int, parameters: Named, buffers: Named) -> None:
-        """A pair as it is before its first step."""
-        marks = {"parameters": self._marks(parameters), "buffers": self._marks(buffers)}
-        if not self._gathered:
-            self._write("initial", {"pair": pair} | marks)
+    def start(self, module: int, parameters: NamedTensors, buffers: NamedTensors) -> None:
+        """Write a train module as it is before its first step."""
+        row = {"parameters": self._summaries(parameters), "buffers": self._summaries(buffers)}
+        if self._writes_summaries:
+            self._write("initial", module=module, **row)
 
-    def watch(self, pair: int, parameters: Iterable[tuple[str, Tensor]]) -> None:
-        """Note in which order the first backward completes the gradients of these parameters."""
-        order = self._orders.setdefault(pair, [])
+    def watch(self, module: int, parameters: Iterable[tuple[str, Tensor]]) -> None:
+        """Record the order in which the first backward completes the gradients of these parameters."""
+        order = self._orders.setdefault(module, {})
         for name, parameter in parameters:
-            self._hooks.append(parameter.register_hook(_noted(name, order)))  # type: ignore[no-untyped-call]
+            self._hooks.append(parameter.register_hook(lambda _, name=name: order.setdefault(name)))  # type: ignore[no-untyped-call]
 
-    def generator(self) -> None:
-        """Right before the forward of a microbatch: note the state of the default generators."""
-        self._generator = self._state()
+    def before_forward(self) -> None:
+        """Record the state of the default generators. Called right before the forward of a microbatch."""
+        self._rng_before = self._rng_state()
 
-    def microbatch(self, pair: int, step: int, index: int, samples: Sequence[int | str], gradients: Named | None) -> None:
-        """After a microbatch's forward. `gradients`: its own, as they enter the sum. None: no rank has them whole."""
-        row: dict[str, Any] = {"pair": pair, "step": step, "index": index, "samples": list(samples)}
-        row |= {"generator": self._generator, "left": self._state()}
-        self._write("microbatch", row | ({} if gradients is None else {"gradients": self._marks(gradients)}))
+    def microbatch(self, module: int, step: int, index: int, samples: Sequence[int | str], gradients: NamedTensors | None) -> None:
+        """Write a microbatch after its forward. `gradients`: its own, as they enter the sum; None: no rank has full ones."""
+        row = {} if gradients is None else {"gradients": self._summaries(gradients)}
+        rng = {"rng_before": self._rng_before, "rng_after": self._rng_state()}
+        self._write("microbatch", module=module, step=step, index=index, samples=list(samples), **rng, **row)
 
-    def gradients(self, pair: int, step: int, gradients: Named, *, gain: float = 1.0) -> None:
-        """After the reduction, before clipping. `gain`: what the sum over the microbatches has been multiplied by."""
+    def gradients(self, module: int, step: int, gradients: NamedTensors, *, gain: float = 1.0) -> None:
+        """Record the reduced gradients before clipping. `gain`: factor on the sum over the microbatches."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self._half[pair] = {"gain": gain, "gradients": self._taken(pair, step, "gradients", gradients)}
+        self._reduced[module] = {"gain": gain, "gradients": self._saved(module, step, "gradients", gradients)}
 
-    def applied(
-        self,
-        pair: int,
-        step: int,
-        *,
-        loss: float,
-        weight: float | None,
-        norm: float | None,
-        lr: float | None,
-        parameters: Named,
-        buffers: Named,
-        states: Named,
+    def step(
+        self, module: int, step: int, *, parameters: NamedTensors, buffers: NamedTensors, states: NamedTensors, **scalars: float | None
     ) -> bool:
-        """After the update. `norm`: as it was clipped by; None: nobody clips. `states`: of the optimizers, named parameter/state.
+        """Write a step after its update. Returns True after the last one that was requested.
 
-        Returns whether this was the last step that was asked for.
+        `states`: the optimizers' state tensors, named parameter/state. `scalars`: loss, weight, lr, and the norm used for clipping.
         """
-        row: dict[str, Any] = {
-            "pair": pair,
-            "step": step,
-            "loss": _number(loss),
-            "weight": _optional(weight),
-            "norm": _optional(norm),
-            "lr": _optional(lr),
-        }
-        if step == 0:
-            row["order"] = self._orders.get(pair, [])
-        row |= self._half.pop(pair)
-        row["parameters"] = self._taken(pair, step, "parameters", parameters)
-        row["buffers"] = self._marks(buffers)
-        row["states"] = self._marks(states)
-        if not self._gathered:
-            self._write("step", row)
+        row: dict[str, Any] = {name: _finite(value) for name, value in scalars.items()}
+        row |= self._reduced.pop(module) | {"gradient_order": list(self._orders.pop(module, {}))}
+        row["parameters"] = self._saved(module, step, "parameters", parameters)
+        row |= {"buffers": self._summaries(buffers), "states": self._summaries(states)}
+        if self._writes_summaries:
+            self._write("step", module=module, step=step, **row)
         self._lines.flush()
         return self._is_last(step)
 
@@ -154,144 +119,105 @@ class Tracer:
         """May be called again."""
         self._lines.close()
 
-    def _state(self) -> str:
-        digest = hashlib.sha256()
-        for state in self._drawn_from:
-            digest.update(state().numpy().data)
-        return digest.hexdigest()[:16]
+    def _rng_state(self) -> str:
+        return hashlib.sha256(b"".join(state().numpy().tobytes() for state in self._generators)).hexdigest()[:16]
 
     def _is_last(self, step: int) -> bool:
-        return self._tracing.steps is not None and step + 1 >= self._tracing.steps
+        return self._request.steps is not None and step + 1 >= self._request.steps
 
-    def _taken(self, pair: int, step: int, kind: str, tensors: Named) -> dict[str, Any]:
-        if not self._keeps or not (step == 0 or self._is_last(step)):
-            return self._marks(tensors)
-        with TensorFile(self._tracing.folder / f"step-{step:05d}-{kind}-{pair}-{self._rank}.safetensors") as file:
-            return self._marks(_copied(tensors, file))
+    def _saved(self, module: int, step: int, kind: str, tensors: NamedTensors) -> dict[str, Any]:
+        """Return the summaries of the tensors, which are saved too in the first and the last step."""
+        if not (self._writes_tensors and (step == 0 or self._is_last(step))):
+            return self._summaries(tensors)
+        with tensor_file(self._request.folder / f"step-{step:05d}-{kind}-{module}-{self._rank}.safetensors") as add:
+            return self._summaries(tensors, add)
 
-    def _marks(self, tensors: Named) -> dict[str, Any]:
-        if self._gathered:
-            for _ in tensors:
-                pass
-            return {}
-        return {name: None if tensor is None else mark(name, tensor) for name, tensor in tensors}
+    def _summaries(self, tensors: NamedTensors, save: Callable[[str, Tensor], None] = lambda name, tensor: None) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, tensor in tensors:
+            if self._writes_summaries:
+                found[name] = None if tensor is None else summarize(name, tensor)
+                if tensor is not None:
+                    save(name, tensor)
+        return found
 
-    def _write(self, kind: str, row: Mapping[str, Any]) -> None:
+    def _write(self, kind: str, **row: Any) -> None:
         self._lines.write(json.dumps({"kind": kind, **row}, allow_nan=False) + "\n")
 
 
-def mark(name: str, tensor: Tensor) -> dict[str, Any]:
-    """Return the summary of a tensor for the trace. The projection is keyed by `name`: compare summaries of one name only."""
+def summarize(name: str, tensor: Tensor) -> dict[str, Any]:
+    """Return the summary of a tensor, in JSON. The projection is keyed by `name`: compare summaries of one name only."""
     flat = _flat(tensor)
     digest = hashlib.sha256()
     total = 0.0
     projection = np.zeros(PROJECTIONS)
-    start = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
-    for first in range(0, len(flat), _PIECE):
-        piece = flat[first : first + _PIECE]
-        digest.update(piece.view(torch.uint8).numpy().data)
-        values = piece.to(torch.float64).numpy()
+    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
+    for first in range(0, len(flat), _CHUNK):
+        chunk = flat[first : first + _CHUNK]
+        digest.update(chunk.view(torch.uint8).numpy().data)
+        values = chunk.to(torch.float64).numpy()
         with np.errstate(invalid="ignore"):  # a gradient that overflowed
-            projection += project(values, start, first)
+            projection += project(values, seed, first)
         total += float(np.dot(values, values))
-    norm = math.sqrt(total) if total >= 0 else math.nan
     return {
-        "sha": digest.hexdigest(),
-        "norm": _number(norm),
-        "count": len(flat),
+        "sha256": digest.hexdigest(),
+        "norm": _finite(math.sqrt(total) if total >= 0 else math.nan),
+        "elements": len(flat),
         "dtype": str(tensor.dtype).removeprefix("torch."),
-        "projection": [_number(float(value)) for value in projection],
+        "projection": [_finite(float(value)) for value in projection],
     }
 
 
-def project(values: np.ndarray[Any, Any], start: int, first: int) -> np.ndarray[Any, Any]:
-    """Sums of `values` (float64) under `PROJECTIONS` rows of random signs, a pure function of `start` and of an element's number.
+def project(values: np.ndarray[Any, Any], seed: int, first: int) -> np.ndarray[Any, Any]:
+    """Sum `values` (float64) under `PROJECTIONS` rows of random signs.
 
-    Element i of `values` is number `first` + i. Its signs are the top bits, highest first, of splitmix64 at that number from `start`.
+    Element i of `values` has number `first` + i. Its signs are the top bits, highest first, of splitmix64 at that number from `seed`.
     """
     state = np.arange(first + 1, first + 1 + len(values), dtype=np.uint64)
     state *= np.uint64(GOLDEN)
-    state += np.uint64(start)
+    state += np.uint64(seed)
     state ^= state >> np.uint64(30)
     state *= np.uint64(MIX_FIRST)
     state ^= state >> np.uint64(27)
     state *= np.uint64(MIX_SECOND)
     state ^= state >> np.uint64(31)
     raw = values.view(np.uint64)
-    # Summed row by row, where numpy adds in a tree: a product with a matrix of signs rounds by a hundred times as much, which is more than
-    # a float64 run does.
+    # Summed row by row, where numpy adds in a tree: a product with a matrix rounds a hundred times as much, more than a float64 run.
     return np.array([(raw ^ (state << np.uint64(row) & _SIGN)).view(np.float64).sum() for row in range(PROJECTIONS)])
 
 
-class TensorFile:
-    """A safetensors file written a tensor at a time: its header stands first and needs all of them, so the data wait beside it.
+@contextmanager
+def tensor_file(path: Path) -> Iterator[Callable[[str, Tensor], None]]:
+    """Write a safetensors file tensor by tensor: yields the function that adds one. Dtypes that numpy lacks are written as float32."""
+    header: dict[str, Any] = {}
+    with TemporaryFile(dir=path.parent) as data:  # the header comes first and lists all tensors
 
-    Types that numpy does not have (bfloat16, float8) are written as float32, which holds them exactly. Use it in a `with`.
-    """
+        def add(name: str, tensor: Tensor) -> None:
+            flat = _flat(tensor)
+            if not hasattr(np, str(flat.dtype).removeprefix("torch.")):
+                flat = flat.to(torch.float32)
+            start, shape = data.tell(), [*tensor.shape, *([2] if tensor.is_complex() else [])]
+            data.write(flat.numpy().data)
+            header[name] = {"dtype": DTYPES[str(flat.dtype).removeprefix("torch.")], "shape": shape, "data_offsets": [start, data.tell()]}
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._waiting = path.with_suffix(".data")
-        self._header: dict[str, Any] = {}
-        self._length = 0
-
-    def __enter__(self) -> TensorFile:
-        self._data: IO[bytes] = self._waiting.open("w+b")
-        return self
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        flat = _flat(tensor)
-        kind = str(flat.dtype).removeprefix("torch.")
-        if kind not in _SAFETENSORS:
-            flat, kind = flat.to(torch.float32), "float32"
-        data = flat.numpy().data
-        self._header[name] = {
-            "dtype": _SAFETENSORS[kind],
-            "shape": [*tensor.shape, *([2] if tensor.is_complex() else [])],
-            "data_offsets": [self._length, self._length + data.nbytes],
-        }
-        self._data.write(data)
-        self._length += data.nbytes
-
-    def __exit__(self, *_: object) -> None:
-        header = json.dumps(self._header).encode()
-        header += b" " * (-len(header) % 8)
-        self._data.seek(0)
-        with self._path.open("wb") as file:
-            file.write(len(header).to_bytes(8, "little") + header)
-            shutil.copyfileobj(self._data, file)
-        self._data.close()
-        self._waiting.unlink()
-
-
-def _copied(tensors: Named, file: TensorFile) -> Iterator[tuple[str, Tensor | None]]:
-    for name, tensor in tensors:
-        if tensor is not None:
-            file.add(name, tensor)
-        yield name, tensor
+        yield add
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        data.seek(0)
+        with path.open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            shutil.copyfileobj(data, file)
 
 
 def _flat(tensor: Tensor) -> Tensor:
     """The elements in row-major order on the CPU, complex ones as pairs; 1-d and contiguous."""
-    whole = tensor.detach().resolve_conj().resolve_neg()
-    if whole.is_complex():
-        whole = torch.view_as_real(whole)
+    real = tensor.detach().resolve_conj().resolve_neg()
+    if real.is_complex():
+        real = torch.view_as_real(real)
     # A single element may have any stride and be contiguous, and could then not be viewed as bytes.
-    return whole.contiguous().cpu().as_strided((whole.numel(),), (1,))
+    return real.contiguous().cpu().as_strided((real.numel(),), (1,))
 
 
-def _noted(name: str, order: list[str]) -> Any:
-    def hook(_: Tensor) -> None:
-        if name not in order:
-            order.append(name)
-
-    return hook
-
-
-def _number(value: float) -> float | None:
-    """JSON has no NaN and no infinity: null stands for them."""
-    return value if math.isfinite(value) else None
-
-
-def _optional(value: float | None) -> float | None:
-    return None if value is None else _number(value)
+def _finite(value: float | None) -> float | None:
+    """Return None for NaN and infinity, which JSON lacks."""
+    return value if value is not None and math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""Reads the traces that `lockstep.verify.trace` writes. Without torch: comparing traces needs numpy alone."""
+"""Reads the traces that `lockstep.verify.trace` writes. Needs no torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Vector = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class TensorSummary:
-    """A tensor as the trace has it: its hash, its norm and a random projection instead of its elements."""
+    """A tensor in a trace: its hash, its norm and a random projection instead of its elements."""
 
     sha256: str
     norm: float
@@ -33,15 +33,14 @@ class TensorSummary:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any] | None) -> TensorSummary | None:
-        """Return the summary in one entry of a trace; None if there was no tensor."""
+        """Return the summary that the trace has; None if there was no tensor."""
         if row is None:
             return None
-        projection = np.array([math.nan if value is None else value for value in row["projection"]])
-        return cls(row["sha"], math.nan if row["norm"] is None else row["norm"], row["count"], row["dtype"], projection)
+        projection = np.array([_or_nan(value) for value in row["projection"]])
+        return cls(row["sha256"], _or_nan(row["norm"]), row["elements"], row["dtype"], projection)
 
     @property
     def eps(self) -> float:
-        """Machine epsilon of the tensor's dtype."""
         return EPS.get(self.dtype, EPS["float32"])
 
 
@@ -63,11 +62,10 @@ class MicrobatchTrace:
     rng_after: str | None
     """Digest of the same state after the forward."""
     gradients: Summaries | None
-    """Gradients of this microbatch alone. None: no rank holds whole gradients."""
+    """Gradients of this microbatch alone. None: no rank holds full gradients."""
 
     @property
     def drew_random_numbers(self) -> bool:
-        """True if the forward changed the state of the random generators."""
         return self.rng_after != self.rng_before
 
 
@@ -104,7 +102,7 @@ class Trace:
     folder: Path | None
     plan: str
     world_size: int
-    facts: Mapping[str, Any]
+    metadata: Mapping[str, Any]
     module_index: int
     """Position of the train module in its session."""
     ranks: dict[int, RankTrace]
@@ -112,18 +110,15 @@ class Trace:
 
     @property
     def rank_0(self) -> RankTrace:
-        """Rank 0's part, which every trace has."""
         return self.ranks[0]
 
     @property
     def steps(self) -> int:
-        """Number of steps."""
         return len(self.rank_0.steps)
 
     @property
     def backward_order(self) -> list[str]:
-        """All parameters from the loss to the input: those that the backward reached, then the others in reverse
-        order."""
+        """All parameters from the loss to the input: those that the backward reached, then the others in reverse order."""
         reached = self.rank_0.gradient_order
         names = list(self.rank_0.initial.get("parameters", {}))
         return reached + [name for name in reversed(names) if name not in set(reached)]
@@ -155,36 +150,39 @@ class Trace:
 def read_traces(folder: Path) -> list[Trace]:
     """Return a run's traces, one for each train module. Empty if the run never finished a step."""
     rows = [row for path in sorted(folder.glob("rank-*.jsonl")) for row in _rows(path)]
-    modules = sorted({row["pair"] for _, row in rows if row["kind"] == "step"})
+    modules = sorted({row["module"] for _, row in rows if row["kind"] == "step"})
     return [_trace(folder, module, len(modules), rows) for module in modules]
 
 
 def _trace(folder: Path, module_index: int, modules: int, rows: list[tuple[int, dict[str, Any]]]) -> Trace:
     start = next(row for rank, row in rows if row["kind"] == "start" and rank == 0)
-    facts = {"modules": modules} | {name: value for _, row in rows if row["kind"] == "facts" for name, value in row["facts"].items()}
-    trace = Trace(folder, start["plan"], start["world_size"], facts, module_index, {}, [])
+    metadata: dict[str, Any] = {"modules": modules}
+    for _, row in rows:
+        metadata |= row.get("metadata", {})
+    trace = Trace(folder, start["plan"], start["world_size"], metadata, module_index, {}, [])
     for rank, row in rows:
-        if row.get("pair") != module_index:
+        if row.get("module") != module_index:
             continue
         if row["kind"] == "microbatch":
-            trace.microbatches.append(_microbatch(rank, row))
+            fields = {name: row[name] for name in ("step", "index", "rng_before", "rng_after")}
+            gradients = _summaries(row["gradients"]) if "gradients" in row else None
+            trace.microbatches.append(MicrobatchTrace(rank=rank, samples=tuple(row["samples"]), gradients=gradients, **fields))
             continue
         entry = trace.ranks.setdefault(rank, RankTrace())
         if row["kind"] == "initial":
             entry.initial = {kind: _summaries(row[kind]) for kind in ("parameters", "buffers")}
         elif row["kind"] == "step":
-            entry.gradient_order = entry.gradient_order or row.get("order", [])
-            entry.steps.append(_step(row))
-    if not start["whole"]:
+            entry.gradient_order = entry.gradient_order or row["gradient_order"]
+            tensors = {kind: _summaries(row[kind]) for kind in ("gradients", "states", "parameters", "buffers")}
+            scalars = {name: row[name] for name in ("weight", "norm", "lr", "gain")}
+            entry.steps.append(StepTrace(loss=_or_nan(row["loss"]), tensors=tensors, **scalars))
+    if not start["replicated"]:
         trace.ranks = {0: _merged([trace.ranks[rank] for rank in sorted(trace.ranks)])}
     return trace
 
 
 def _merged(ranks: list[RankTrace]) -> RankTrace:
-    """Merge ranks that each wrote a part of one model.
-
-    A tensor that two ranks wrote (tied weights) is the lower rank's.
-    """
+    """Merge ranks that each wrote a part of one model. A tensor that two ranks wrote (tied weights) is the lower rank's."""
 
     def merged(parts: Iterable[Mapping[str, Summaries]]) -> dict[str, Summaries]:
         found: dict[str, Summaries] = {}
@@ -212,24 +210,5 @@ def _summaries(rows: Mapping[str, Any]) -> Summaries:
     return {name: TensorSummary.from_json(row) for name, row in rows.items()}
 
 
-def _microbatch(rank: int, row: Mapping[str, Any]) -> MicrobatchTrace:
-    return MicrobatchTrace(
-        rank=rank,
-        step=row["step"],
-        index=row["index"],
-        samples=tuple(row["samples"]),
-        rng_before=row["generator"],
-        rng_after=row["left"],
-        gradients=_summaries(row["gradients"]) if "gradients" in row else None,
-    )
-
-
-def _step(row: Mapping[str, Any]) -> StepTrace:
-    return StepTrace(
-        loss=math.nan if row["loss"] is None else row["loss"],
-        weight=row["weight"],
-        norm=row["norm"],
-        lr=row["lr"],
-        gain=row["gain"],
-        tensors={kind: _summaries(row[kind]) for kind in ("gradients", "states", "parameters", "buffers")},
-    )
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value

@@ -137,7 +137,7 @@ class Report:
     verdicts: list[Verdict] = field(default_factory=list)
     microbatch_size_checked: bool = False
     microbatch_size_mismatch: Mismatch | None = None
-    """Difference between two microbatch sizes, a fault of the recipe: the loss depends on how the batch is cut."""
+    """Difference between two microbatch sizes, a fault of the recipe: the loss depends on the size of microbatches."""
     notes: list[str] = field(default_factory=list)
     rounding_spread: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     """Smallest and largest relative distance between perturbed runs at each step, for `gradients`, `parameters` and
@@ -154,7 +154,7 @@ class Report:
         if failed:
             return f"{failed} of {len(self.verdicts)} plans failed to show that they train the same model as one process"
         text = "every plan trains the same model as one process"
-        return text if self.microbatch_size_mismatch is None else f"{text}, but the loss depends on how a batch is cut into microbatches"
+        return text if self.microbatch_size_mismatch is None else f"{text}, but the loss depends on how a batch is split into microbatches"
 
     def as_json(self) -> dict[str, Any]:
         mismatch = self.microbatch_size_mismatch

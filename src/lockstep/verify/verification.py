@@ -25,8 +25,7 @@ FLOAT64_MARGIN = 4.0
 """Factor on rounding in float64, which does not shrink exactly as the dtype's precision does."""
 MICROBATCH_SIZE_MINIMUM = 1e-9
 MICROBATCH_SIZE_ULPS = 100.0
-"""Rounding that another microbatch size may cause: relative in float64, or in units in the last place of a shorter
-dtype inside the model."""
+"""Rounding that another microbatch size may cause: relative in float64, or in ulps of a shorter dtype inside the model."""
 
 _SCALAR_LOSS = (
     "It is probably a mean over tokens (or pixels, or whatever is not ignored), returned as a plain scalar, so that every microbatch "
@@ -48,14 +47,11 @@ class VerifyOptions:
     float64: bool
     """True if the first step is repeated in float64."""
     check_microbatch_size: bool
-    """True if the loss must not depend on how the batch is cut into microbatches."""
+    """True if the loss must not depend on how the batch is split into microbatches."""
 
 
 class Verification:
-    """Starts every run that the options need and compares their traces.
-
-    Raises `LaunchError` if the script fails on one process, or never trains there.
-    """
+    """Starts every run that the options need and compares their traces."""
 
     def __init__(self, script: str, options: VerifyOptions, runner: Runner) -> None:
         self._options = options
@@ -66,8 +62,9 @@ class Verification:
         self._fast = any(plan.numerics == "fast" for plan, _ in options.plans)
 
     def run(self) -> Report:
+        """Raises `LaunchError` if the script fails on one process, or never trains there."""
         references = self._references()
-        started = self._start(next(iter(references.values()))[0].facts)
+        started = self._start(next(iter(references.values()))[0].metadata)
         rounding = {plan: [MeasuredRounding(trace, []) for trace in traces] for plan, traces in references.items()}
         if self._fast:
             perturbed = [_traces(future.result(), "a perturbed run", self._script) for future in started.perturbed]
@@ -78,10 +75,11 @@ class Verification:
         rounding_in_float64 = self._rounding_in_float64(started, rounding.get(FAST_REFERENCE, []))
         runs = zip(self._options.plans, started.plans, started.float64_plans, started.compressed, strict=True)
         for (plan, processes), run, float64_run, compressed_run in runs:
-            verdict = Verdict(plan=str(plan), processes=processes, bitwise=plan.numerics == "bitwise")
-            self._judge(verdict, run.result(), rounding[jobs.reference_plan(plan)])
+            verdict = Verdict(plan=str(plan), processes=processes, bitwise=plan.numerics == "bitwise", seconds=run.result().seconds)
+            if _ran(verdict, run.result()):
+                _judge(verdict, run.result(), rounding[jobs.reference_plan(plan)])
             if verdict.ran and float64_run is not None and rounding_in_float64:
-                self._judge_float64(verdict, float64_run.result(), rounding_in_float64)
+                _judge(verdict, float64_run.result(), rounding_in_float64, float64=True)
             if verdict.ran and compressed_run is not None:
                 self._judge_compressed(verdict, run.result().traces, compressed_run.result())
             self._report.verdicts.append(verdict)
@@ -90,9 +88,9 @@ class Verification:
 
     def _references(self) -> dict[Plan, list[Trace]]:
         traces = self._run_references()
-        facts = next(iter(traces.values()))[0].facts
-        if facts["microbatch"] is None:
-            self._microbatch = jobs.microbatch_for_all(facts["global_batch"], self._options.plans)
+        metadata = next(iter(traces.values()))[0].metadata
+        if metadata["microbatch"] is None:
+            self._microbatch = jobs.microbatch_for_all(metadata["global_batch"], self._options.plans)
             self._report.notes.append(
                 f"the recipe sets no microbatch, so dropout and BatchNorm depend on the plan; verified with microbatch={self._microbatch} "
                 "under every plan"
@@ -106,12 +104,12 @@ class Verification:
         results = self._runner.run(list(references.values()))
         return {plan: _traces(result, "one process", self._script) for plan, result in zip(references, results, strict=True)}
 
-    def _start(self, facts: Mapping[str, Any]) -> _StartedRuns:
-        """Start all other runs. The runner runs them when there is room."""
+    def _start(self, metadata: Mapping[str, Any]) -> _StartedRuns:
+        """Start all other runs. The runner runs them when slots are free."""
         options, start = self._options, self._runner.start
         plan_jobs = [jobs.plan_job(plan, processes, options.steps, self._microbatch) for plan, processes in options.plans]
         started = _StartedRuns(plans=[start(job) for job in plan_jobs])
-        started.compressed = [None if facts["gradient_compression"] == "none" else start(jobs.compressed(job)) for job in plan_jobs]
+        started.compressed = [None if metadata["gradient_compression"] == "none" else start(jobs.compressed(job)) for job in plan_jobs]
         if self._fast:
             started.perturbed = [start(job) for job in jobs.perturbed_jobs(options.steps, self._microbatch)]
         float64 = options.float64 and self._fast
@@ -122,8 +120,8 @@ class Verification:
             started.float64_perturbed = [start(jobs.in_float64(job)) for job in perturbed]
         started.float64_plans = [start(jobs.in_float64(job)) if float64 and job.plan.numerics == "fast" else None for job in plan_jobs]
         if options.check_microbatch_size:
-            size = self._microbatch or facts["microbatch"]
-            started.microbatch_sizes = [start(job) for job in jobs.microbatch_size_jobs(facts["global_batch"], size)]
+            size = self._microbatch or metadata["microbatch"]
+            started.microbatch_sizes = [start(job) for job in jobs.microbatch_size_jobs(metadata["global_batch"], size)]
         return started
 
     def _rounding_in_float64(self, started: _StartedRuns, fast: Sequence[MeasuredRounding]) -> list[MeasuredRounding]:
@@ -135,37 +133,17 @@ class Verification:
         if not (result.traces and all(run.traces for run in perturbed)):
             self._report.notes.append(f"the first step was not repeated in float64: the script fails in it ({_last_line(result.error)})")
             return []
-        facts = result.traces[0].facts
-        if facts.get("islands"):
+        metadata = result.traces[0].metadata
+        if metadata.get("islands"):
             self._report.notes.append(
-                f"the float64 run is only as exact as these operations, which return a shorter dtype: {', '.join(facts['islands'])}"
+                f"the float64 run is only as exact as these operations, which return a shorter dtype: {', '.join(metadata['islands'])}"
             )
-        compute = COMPUTE_EPS[fast[0].reference.facts["precision"]]
-        scale = FLOAT64_MARGIN * max(facts.get("eps", EPS["float64"]), EPS["float64"]) / compute
+        compute = COMPUTE_EPS[fast[0].reference.metadata["precision"]]
+        scale = FLOAT64_MARGIN * max(metadata.get("eps", EPS["float64"]), EPS["float64"]) / compute
         return [
             rounding.in_float64(trace, [run.traces[module] for run in perturbed], scale=scale, margin=FLOAT64_MARGIN)
             for module, (rounding, trace) in enumerate(zip(fast, result.traces, strict=True))
         ]
-
-    def _judge(self, verdict: Verdict, result: JobResult, modules: Sequence[MeasuredRounding]) -> None:
-        """`modules`: the reference's rounding for each train module."""
-        verdict.seconds = result.seconds
-        if not _ran(verdict, result):
-            return
-        for rounding, trace in zip(modules, result.traces, strict=True):
-            comparison = compare(rounding.reference, trace, rounding, bitwise=verdict.bitwise)
-            verdict.comparisons.append(comparison)
-            verdict.notes += comparison.notes
-            _note_mismatch(verdict, comparison, rounding.reference, trace, float64=False)
-
-    def _judge_float64(self, verdict: Verdict, result: JobResult, modules: Sequence[MeasuredRounding]) -> None:
-        if not result.traces:
-            verdict.notes.append(f"not repeated in float64 under this plan: {_last_line(result.error)}")
-            return
-        for rounding, trace in zip(modules, result.traces, strict=True):
-            comparison = compare(rounding.reference, trace, rounding, bitwise=False)
-            verdict.float64.append(comparison)
-            _note_mismatch(verdict, comparison, rounding.reference, trace, float64=True)
 
     def _judge_compressed(self, verdict: Verdict, exact: Sequence[Trace], result: JobResult) -> None:
         """Note the effect of compression, which fails no plan. Ranks that disagree do."""
@@ -176,7 +154,7 @@ class Verification:
             divergence = comparison.divergence
             verdict.compression.append(
                 CompressionEffect(
-                    gradient_compression=trace.facts["gradient_compression"],
+                    gradient_compression=trace.metadata["gradient_compression"],
                     steps=comparison.steps,
                     gradient=divergence["gradients"][0],
                     parameters=divergence["parameters"][-1],
@@ -221,40 +199,45 @@ class _StartedRuns:
 
 
 def compare_microbatch_sizes(reference: Trace, other: Trace, size: int) -> Mismatch | None:
-    """Compare one batch cut into the recipe's microbatches with the same batch cut into microbatches of `size`. Pure.
-
-    Returns None if the gradient and the loss are the same: the loss is a sum over samples.
-    """
-    minimum = max(MICROBATCH_SIZE_MINIMUM, MICROBATCH_SIZE_ULPS * reference.facts.get("eps", 0.0))
+    """Compare a batch in the recipe's microbatches with one in microbatches of `size`. None: the loss is a sum over samples."""
+    minimum = max(MICROBATCH_SIZE_MINIMUM, MICROBATCH_SIZE_ULPS * reference.metadata.get("eps", 0.0))
     rounding = MeasuredRounding(reference, [], minimum=minimum)
     comparison = compare(replace(reference, microbatches=[]), replace(other, microbatches=[]), rounding, bitwise=False)
     wrong = [difference for difference in comparison.differences if difference.check in ("gradients", "missing", "loss")]
     if not wrong:
         return None
-    return Mismatch(
-        difference=wrong[0],
-        float64=True,
-        cause=(
-            f"the loss is not a sum over samples: cut into microbatches of {size} instead of {reference.facts['microbatch']}, the same "
-            f"batch has another gradient. {_SCALAR_LOSS if reference.rank_0.steps[0].weight is None else _WEIGHTED_LOSS} If the loss is "
-            "meant to look at a microbatch as a whole (contrastive losses), give --whole-microbatch-loss"
-        ),
+    cause = (
+        f"the loss is not a sum over samples: split into microbatches of {size} instead of {reference.metadata['microbatch']}, the same "
+        f"batch has another gradient. {_SCALAR_LOSS if reference.rank_0.steps[0].weight is None else _WEIGHTED_LOSS} If the loss is "
+        "meant to look at a microbatch as a whole (contrastive losses), give --whole-microbatch-loss"
     )
+    return Mismatch(difference=wrong[0], float64=True, cause=cause)
 
 
 def _ran(verdict: Verdict, result: JobResult) -> bool:
-    """Return True if the run left traces; if not, note the reason in the verdict."""
+    """Return True if the run has traces; if not, record the reason in the verdict."""
     if not result.traces:
         verdict.ran, verdict.exit_status = False, result.status or 1
         verdict.error = ("the run timed out; " if result.timed_out else "") + (result.error or "it ended without a step")
     return verdict.ran
 
 
-def _note_mismatch(verdict: Verdict, comparison: Comparison, reference: Trace, trace: Trace, *, float64: bool) -> None:
-    """Note the comparison's first difference, unless the verdict has one at the same step or before.
+def _judge(verdict: Verdict, result: JobResult, modules: Sequence[MeasuredRounding], *, float64: bool = False) -> None:
+    """`modules`: the reference's rounding for each train module."""
+    if not result.traces:
+        verdict.notes.append(f"not repeated in float64 under this plan: {_last_line(result.error)}")
+        return
+    for rounding, trace in zip(modules, result.traces, strict=True):
+        comparison = compare(rounding.reference, trace, rounding, bitwise=verdict.bitwise and not float64)
+        (verdict.float64 if float64 else verdict.comparisons).append(comparison)
+        if not float64:
+            verdict.notes += comparison.notes
+        _note_mismatch(verdict, comparison, rounding.reference, trace, float64=float64)
 
-    The float64 run's one step may show what the recipe's precision hides until a later step.
-    """
+
+def _note_mismatch(verdict: Verdict, comparison: Comparison, reference: Trace, trace: Trace, *, float64: bool) -> None:
+    """Record the comparison's first difference, unless the verdict has one at the same step or before."""
+    # The float64 run's one step may show what the recipe's precision hides until a later step.
     if comparison.differences and (verdict.mismatch is None or comparison.differences[0].step < verdict.mismatch.difference.step):
         cause = likely_cause(Evidence(reference, trace, comparison.differences))
         verdict.mismatch = Mismatch(difference=comparison.differences[0], float64=float64, cause=cause)

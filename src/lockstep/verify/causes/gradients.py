@@ -1,9 +1,8 @@
 """Causes of a wrong reduced gradient.
 
-The strongest test is a fit. The trace has each microbatch's own gradient, so a wrong gradient can be written as a sum:
-β times each rank's own sum over its microbatches, plus what the step before left behind. If the fit is exact, β names
-the fault: (1, 0) was not reduced; (2, 2) has a wrong factor; if Σ 1/β is the number of ranks, the ranks' means were
-averaged.
+The strongest test is a fit: the trace has each microbatch's own gradient, so a wrong gradient may be a sum of β times each
+rank's own sum over its microbatches, plus the gradient of the step before. If the fit is exact, β names the fault: (1, 0)
+was not reduced; (2, 2) has a wrong factor; if Σ 1/β is the number of ranks, the ranks' means were averaged.
 """
 
 from __future__ import annotations
@@ -12,8 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from lockstep.verify.causes.evidence import Evidence, listed, wrong_factor
-from lockstep.verify.causes.fit import FIT_TOLERANCE, least_squares, ratio, stacked
+from lockstep.verify.causes.evidence import FIT_TOLERANCE, Evidence, least_squares, listed, ratio, stacked, wrong_factor
 from lockstep.verify.trace_reader import MicrobatchTrace, RankTrace, Vector
 
 
@@ -38,8 +36,7 @@ def _fit(evidence: Evidence, names: list[str], rank: int) -> str | None:
         return wrong_factor(factor, evidence.plan.world_size, what)
     if evidence.step:
         before = stacked(evidence.plan.ranks[rank].steps[evidence.step - 1].tensors["gradients"], names)
-        left_over = ratio(before, target - expected)
-        if left_over is not None:
+        if (left_over := ratio(before, target - expected)) is not None:
             return f"{what} still holds {left_over:.3g} times the gradient of the step before: it was not cleared between steps"
     sums = sums_by_rank(evidence, names, entry.steps[evidence.step].gain)
     return _ranks_miscounted(sums, target, what, rank) or _microbatches_miscounted(evidence, names, target, what, entry)
@@ -76,8 +73,7 @@ def _microbatches_miscounted(evidence: Evidence, names: list[str], target: Vecto
     columns = [gain * stacked(m.gradients or {}, names) for m in parts]
     if len(columns) * 2 > len(target):
         return None
-    factors = least_squares(columns, target)
-    if factors is None:
+    if (factors := least_squares(columns, target)) is None:
         return None
     wrong = [(m, factor) for m, factor in zip(parts, factors, strict=True) if abs(factor - 1) > FIT_TOLERANCE]
     if len(wrong) > len(parts) / 2:
@@ -126,8 +122,7 @@ def missing_gradient(evidence: Evidence) -> str:
 
 def few_elements(evidence: Evidence) -> str | None:
     """A few wrong elements. Needs the tensors themselves."""
-    tensors = _tensors(evidence)
-    if tensors is None:
+    if (tensors := _tensors(evidence)) is None:
         return None
     expected, found = tensors
     errors = np.abs(found - expected)

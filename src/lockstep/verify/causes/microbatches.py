@@ -6,8 +6,7 @@ from collections import Counter
 
 import numpy as np
 
-from lockstep.verify.causes.evidence import Evidence, listed, wrong_factor
-from lockstep.verify.causes.fit import FIT_TOLERANCE, ratio, stacked
+from lockstep.verify.causes.evidence import FIT_TOLERANCE, Evidence, listed, ratio, stacked, wrong_factor
 from lockstep.verify.trace_reader import MicrobatchTrace
 
 _KEEPS_STATE = "keeps state from one microbatch to the next (a counter, a cache, a hidden state)"
@@ -97,10 +96,7 @@ def _factor(expected: MicrobatchTrace | None, found: MicrobatchTrace, names: lis
 
 
 def kept_state(evidence: Evidence) -> str | None:
-    """Rank 0 starts like the reference.
-
-    If its first microbatch is right and a later one is not, it matters which ones came before.
-    """
+    """Rank 0 starts like the reference: if its first microbatch is right and a later one is not, it depends on those before."""
     wrong = {index for difference in evidence.of("microbatch") for index in difference.microbatches}
     rank_0 = [m.index for m in evidence.microbatches if m.rank == 0]
     late = wrong.intersection(rank_0[1:])
@@ -113,7 +109,7 @@ def kept_state(evidence: Evidence) -> str | None:
 
 
 def batchnorm_of_microbatch(evidence: Evidence) -> str | None:
-    if not evidence.reference.facts.get("batchnorm"):
+    if not evidence.reference.metadata.get("batchnorm"):
         return None
     first = evidence.first
     return (

@@ -6,8 +6,7 @@ import math
 
 import numpy as np
 
-from lockstep.verify.causes.evidence import Evidence
-from lockstep.verify.causes.fit import FIT_TOLERANCE, PROJECTIONS, ratio, update
+from lockstep.verify.causes.evidence import FIT_TOLERANCE, PROJECTIONS, Evidence, ratio, update
 from lockstep.verify.causes.gradients import sums_by_rank
 
 NORM_TOLERANCE = 0.2

@@ -4,32 +4,30 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
-from lockstep.checkpoint.file_layout import DTYPES
 from lockstep.checkpoint.integrity import read_block, read_manifest
 from lockstep.checkpoint.manifest import DamagedError
 from lockstep.checkpoint.storage import CheckpointName, Storage
-from lockstep.checkpoint.tensor_shards import TensorShard, item_bytes
+from lockstep.checkpoint.tensor_shards import DTYPES, TensorShard, item_bytes
 
 _BLOCKS = 8
 """Blocks kept in memory, because one block may hold many small tensors."""
 
 
-class StateDictReader(Protocol):
-    """Reads a state dict from files."""
+@dataclass(frozen=True, slots=True)
+class StateDictReader:
+    """Reads a saved state dict."""
 
-    @property
-    def specs(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
-        """Name -> torch's name of the dtype, and shape. Tied tensors are listed under each of their names."""
-
-    def read(self, name: str) -> memoryview:
-        """Read the bytes of a tensor, row-major. Raises `DamagedError`, `UnreachableError`."""
+    specs: Mapping[str, tuple[str, tuple[int, ...]]]
+    """Name -> torch's name of the dtype, and shape. Tied tensors are listed under each of their names."""
+    read: Callable[[str], memoryview]
+    """Reads the bytes of a tensor, row-major. Raises `DamagedError`, `UnreachableError`."""
 
 
 class StoredCheckpoint:
@@ -42,9 +40,8 @@ class StoredCheckpoint:
         self.manifest = read_manifest(folder, name)
         self._shards: dict[str, dict[str, tuple[TensorShard, str, int]]] = {}
         for file, entry in self.manifest.files.items():
-            for part in entry.shards:
-                shard = TensorShard.from_json(part.shard)
-                self._shards.setdefault(shard.name, {})[shard.key] = shard, file, part.start
+            for shard, start in entry.shards.items():
+                self._shards.setdefault(shard.name, {})[shard.key] = shard, file, start
         self._block = lru_cache(_BLOCKS)(self._read_block)
 
     @property
@@ -52,9 +49,13 @@ class StoredCheckpoint:
         """The indices of the saved models, in the order in which they were prepared."""
         return sorted(map(int, self.manifest.values["modules"]))
 
-    def model(self, module: int) -> CheckpointModel:
+    def model(self, module: int) -> StateDictReader:
         """The saved model with this index."""
-        return CheckpointModel(self, module)
+        prefix, specs = f"{module}/model/", self.specs()
+        names = {name.removeprefix(prefix): name for name in specs if name.startswith(prefix)}
+        tied: Mapping[str, str] = self.manifest.values["modules"][str(module)]["tied"]
+        names |= {other: names[first] for other, first in tied.items()}
+        return StateDictReader({name: specs[saved] for name, saved in names.items()}, lambda name: self.read(names[name]))
 
     def specs(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Name -> dtype and shape of each saved tensor."""
@@ -95,44 +96,25 @@ class StoredCheckpoint:
         return block
 
 
-class CheckpointModel:
-    """`StateDictReader` of a model in a checkpoint."""
+def read_safetensors(path: Path) -> StateDictReader:
+    """Open a safetensors file. Its bytes cannot be verified, because the format has no hashes. Raises `DamagedError`, `OSError`."""
+    torchs = {theirs: ours for ours, theirs in DTYPES.items()}
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        try:
+            header = json.loads(file.read(length))
+            offsets = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
+            specs = {name: (torchs[header[name]["dtype"]], tuple(header[name]["shape"])) for name in offsets}
+        except (ValueError, KeyError, TypeError, AttributeError, MemoryError, OverflowError) as error:
+            raise DamagedError(f"{path.name} is not a safetensors file: {error}") from error
 
-    def __init__(self, stored: StoredCheckpoint, module: int) -> None:
-        self._stored = stored
-        prefix = f"{module}/model/"
-        kinds = stored.specs()
-        self._names = {name.removeprefix(prefix): name for name in kinds if name.startswith(prefix)}
-        tied: Mapping[str, str] = stored.manifest.values["modules"][str(module)]["tied"]
-        self._names |= {other: self._names[first] for other, first in tied.items()}
-        self.specs = {name: kinds[saved] for name, saved in self._names.items()}
-
-    def read(self, name: str) -> memoryview:
-        return self._stored.read(self._names[name])
-
-
-class SafetensorsModel:
-    """`StateDictReader` of a safetensors file. Its bytes cannot be verified, because the format has no hashes."""
-
-    def __init__(self, path: Path) -> None:
-        """Raises `DamagedError`, `OSError`."""
-        self._path = path
-        torchs = {theirs: ours for ours, theirs in DTYPES.items()}
+    def read(name: str) -> memoryview:
+        start, stop = offsets[name]
         with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            try:
-                header = json.loads(file.read(length))
-                self._places = {name: said["data_offsets"] for name, said in header.items() if name != "__metadata__"}
-                self.specs = {name: (torchs[header[name]["dtype"]], tuple(header[name]["shape"])) for name in self._places}
-            except (ValueError, KeyError, TypeError, AttributeError, MemoryError, OverflowError) as error:
-                raise DamagedError(f"{path.name} is not a safetensors file: {error}") from error
-        self._start = 8 + length
-
-    def read(self, name: str) -> memoryview:
-        start, stop = self._places[name]
-        with self._path.open("rb") as file:
-            file.seek(self._start + start)
+            file.seek(8 + length + start)
             data = file.read(stop - start)
         if len(data) < stop - start:
-            raise DamagedError(f"{self._path.name} ends too early")
+            raise DamagedError(f"{path.name} ends too early")
         return memoryview(data)
+
+    return StateDictReader(specs, read)

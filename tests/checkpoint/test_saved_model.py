@@ -9,8 +9,8 @@ import torch
 from checkpoint.states import save, values
 
 from lockstep.checkpoint.manifest import DamagedError
+from lockstep.checkpoint.saved_model import StoredCheckpoint
 from lockstep.checkpoint.storage import FolderStorage
-from lockstep.checkpoint.whole_tensors import StoredCheckpoint
 from lockstep.testing.pool import WorkerPool
 
 
