@@ -27,10 +27,8 @@ def job(name: str, processes: int = 1, **given: Any) -> Job:
 
 @pytest.fixture
 def runner(tmp_path: Path) -> Callable[..., Runner]:
-    def made(
-        program: str, *, slots: int = 2, timeout_seconds: float = 30.0, report_progress: Callable[[str], None] = lambda _: None
-    ) -> Runner:
-        found = Runner(["train.py"], tmp_path / "runs", timeout_seconds=timeout_seconds, slots=slots, report_progress=report_progress)
+    def made(program: str, *, slots: int = 2, timeout_seconds: float = 30.0, progress: Callable[[str], None] = lambda _: None) -> Runner:
+        found = Runner(["train.py"], tmp_path / "runs", timeout_seconds=timeout_seconds, slots=slots, progress=progress)
         found._command = lambda job, run_dir: [sys.executable, "-c", program, job.name]  # type: ignore[method-assign]
         return found
 
@@ -76,7 +74,7 @@ def test_no_more_processes_run_at_once_than_there_is_room_for(runner: Callable[.
 def test_a_run_that_times_out_is_ended(runner: Callable[..., Runner], tmp_path: Path) -> None:
     progress: list[str] = []
     program = "import os, sys, time; print(os.getpid(), flush=True); print('stuck', file=sys.stderr, flush=True); time.sleep(1000)"
-    with runner(program, timeout_seconds=1.0, report_progress=progress.append) as made:
+    with runner(program, timeout_seconds=1.0, progress=progress.append) as made:
         (ended,) = made.run([job("slow")])
     assert (ended.timed_out, ended.traces, ended.error) == (True, [], "stuck")
     assert progress == ["slow: timed out, 1 s"]

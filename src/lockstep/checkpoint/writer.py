@@ -26,6 +26,7 @@ from lockstep.checkpoint.object_store import open_storage
 from lockstep.checkpoint.storage import CheckpointName, Storage
 from lockstep.checkpoint.tensor_shards import TensorShard
 
+Scores = Mapping[CheckpointName, float]
 NICENESS = 10
 """Lowers this process's priority below that of training."""
 
@@ -68,13 +69,7 @@ def _awaited(folder: Storage, name: CheckpointName, file: str, save: str) -> tup
 
 
 def checkpoints_to_delete(
-    names: Collection[CheckpointName],
-    *,
-    newest: CheckpointName,
-    last: int,
-    every: int | None,
-    scores: Mapping[CheckpointName, float],
-    mode: Literal["min", "max"],
+    names: Collection[CheckpointName], *, newest: CheckpointName, last: int, every: int | None, scores: Scores, mode: Literal["min", "max"]
 ) -> list[CheckpointName]:
     """The checkpoints to delete among the complete ones, `names`, in order. Call it only after the checkpoint `newest` is committed.
 

@@ -148,19 +148,15 @@ class Tracer:
 def summarize(name: str, tensor: Tensor) -> dict[str, Any]:
     """Return the summary of a tensor, in JSON. The projection is keyed by `name`: compare summaries of one name only."""
     flat = _flat(tensor)
-    digest = hashlib.sha256()
-    total = 0.0
-    projection = np.zeros(PROJECTIONS)
+    total, projection = 0.0, np.zeros(PROJECTIONS)
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
     for first in range(0, len(flat), _CHUNK):
-        chunk = flat[first : first + _CHUNK]
-        digest.update(chunk.view(torch.uint8).numpy().data)
-        values = chunk.to(torch.float64).numpy()
+        values = flat[first : first + _CHUNK].to(torch.float64).numpy()
         with np.errstate(invalid="ignore"):  # a gradient that overflowed
             projection += project(values, seed, first)
         total += float(np.dot(values, values))
     return {
-        "sha256": digest.hexdigest(),
+        "sha256": hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest(),
         "norm": _finite(math.sqrt(total) if total >= 0 else math.nan),
         "elements": len(flat),
         "dtype": str(tensor.dtype).removeprefix("torch."),

@@ -108,7 +108,6 @@ class Verdict:
         return self.plan, str(self.processes), verdict, allowed, size, where
 
     def as_json(self) -> dict[str, Any]:
-        largest = self.largest
         return {
             "plan": self.plan,
             "processes": self.processes,
@@ -119,7 +118,7 @@ class Verdict:
             "error": self.error or None,
             "seconds": self.seconds,
             "mismatch": None if self.mismatch is None else self.mismatch.as_json(),
-            "largest": None if largest is None else _difference_json(largest),
+            "largest": None if self.largest is None else _difference_json(self.largest),
             "float64": bool(self.float64),
             "float64_largest": max((c.largest.times_rounding for c in self.float64 if c.largest is not None), default=None),
             "compression": [asdict(each) for each in self.compression],
