@@ -57,7 +57,7 @@ def perturb_parameters(model: nn.Module, seed: int) -> None:
             parameter.copy_(_neighbours(parameter, up=_random(name, seed, parameter) > 0))
 
 
-class Islands(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class ShortDtypeOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the operations of a float64 run that return a shorter dtype: after them the run is only as exact as that dtype."""
 
     def __init__(self) -> None:

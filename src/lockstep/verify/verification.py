@@ -133,8 +133,8 @@ class Verification:
             self._report.notes.append(f"the first step was not repeated in float64: the script fails in it ({_last_line(result.error)})")
             return []
         metadata = result.traces[0].metadata
-        if islands := ", ".join(metadata.get("islands", [])):
-            self._report.notes.append(f"the float64 run is only as exact as these operations, which return a shorter dtype: {islands}")
+        if operations := ", ".join(metadata.get("short_dtype_operations", [])):
+            self._report.notes.append(f"the float64 run is only as exact as these operations, which return a shorter dtype: {operations}")
         compute = COMPUTE_EPS[fast[0].reference.metadata["precision"]]
         scale = FLOAT64_MARGIN * max(metadata.get("eps", EPS["float64"]), EPS["float64"]) / compute
         modules = zip(fast, result.traces, *perturbed, strict=True)
