@@ -43,7 +43,7 @@ def install(environ: Mapping[str, str]) -> tuple[Overrides, list[TraceHook]]:
 
 
 class TraceHook(ControlHook):
-    """Writes each microbatch's gradient, their sum, and the update. Ends the process with status 0 after the last requested step."""
+    """Writes each microbatch's gradient, their sum, and the update. Ends the process after the last requested step."""
 
     run: Run
     tracer: Tracer
@@ -131,7 +131,7 @@ class TraceHook(ControlHook):
             raise SystemExit(0)
 
     def _note(self, number: int, module: TrainModule, weight: float | None) -> bool:
-        """Write a train module's update. Returns True after the last requested step. `weight`: the step's, if `Recipe.weight` gives it."""
+        """Write a train module's update. `weight`: that of `Recipe.weight`. Returns True after the last requested step."""
         result = self.run.results[number]
         if result.weights is not None:
             weight = float(result.weights.double().sum())

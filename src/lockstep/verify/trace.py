@@ -178,13 +178,13 @@ def project(values: np.ndarray[Any, Any], seed: int, first: int) -> np.ndarray[A
     state *= np.uint64(MIX_SECOND)
     state ^= state >> np.uint64(31)
     raw = values.view(np.uint64)
-    # Summed row by row, where numpy adds in a tree: a product with a matrix rounds a hundred times as much, more than a float64 run.
+    # Row by row, because numpy then adds in a tree: a matrix product rounds a hundred times as much, more than a float64 run.
     return np.array([(raw ^ (state << np.uint64(row) & _SIGN)).view(np.float64).sum() for row in range(PROJECTIONS)])
 
 
 @contextmanager
 def tensor_file(path: Path) -> Iterator[Callable[[str, Tensor], None]]:
-    """Write a safetensors file tensor by tensor: yields the function that adds one. Dtypes that numpy lacks are written as float32."""
+    """Write a safetensors file tensor by tensor: yields the function that adds one. Dtypes without numpy become float32."""
     header: dict[str, Any] = {}
     with TemporaryFile(dir=path.parent) as data:  # the header comes first and lists all tensors
 
