@@ -1,4 +1,4 @@
-"""An S3 server on loopback, and a line to it that can be cut."""
+"""An S3 server on loopback, and a proxy to it that can disconnect."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _answers(port: int) -> bool:
 
 @contextmanager
 def environment(port: int) -> Iterator[None]:
-    """In which s3:// means the server at this port, as it would for a user who sets the variables; fsspec's thread ends with it."""
+    """Set the variables with which s3:// is the server at this port; end fsspec's thread afterwards."""
     ours = CREDENTIALS | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}
     before = {name: os.environ.get(name) for name in ours}
     os.environ.update(ours)
@@ -54,7 +54,7 @@ def environment(port: int) -> Iterator[None]:
 
 
 def end_fsspec() -> None:
-    """End the thread in which fsspec's drivers work, and their connections."""
+    """End the thread of fsspec's drivers, and their connections."""
     import fsspec
     from fsspec import asyn
 
@@ -73,12 +73,12 @@ def end_fsspec() -> None:
 
 
 class Line:
-    """A port of loopback that leads to another, until it is cut: then what is open is reset, and nobody is let in."""
+    """A proxy on loopback. Once disconnected it resets its connections and accepts no more."""
 
-    def __init__(self, to: int, *, cut_after_bytes: int | None = None) -> None:
-        """`cut_after_bytes`: it is cut when so many were sent to the other side."""
+    def __init__(self, to: int, *, disconnect_after_bytes: int | None = None) -> None:
+        """`disconnect_after_bytes`: bytes sent to the server after which it disconnects."""
         self._to = to
-        self._left = cut_after_bytes
+        self._left = disconnect_after_bytes
         self._open: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
         self._listening = socket.create_server(("127.0.0.1", 0))
@@ -86,7 +86,7 @@ class Line:
         self.was_cut = False
         self._start(self._accept)
 
-    def cut(self) -> None:
+    def disconnect(self) -> None:
         self.was_cut = True
         with suppress(OSError):
             self._listening.shutdown(socket.SHUT_RDWR)
@@ -96,7 +96,7 @@ class Line:
                 each.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        self.cut()
+        self.disconnect()
         for thread in self._threads:
             thread.join()
         for each in self._open:
@@ -125,6 +125,6 @@ class Line:
                 if counts and self._left is not None:
                     self._left -= len(data)
                     if self._left < 0 and not self.was_cut:
-                        self.cut()
+                        self.disconnect()
         with suppress(OSError):
             target.shutdown(socket.SHUT_WR)

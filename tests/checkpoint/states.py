@@ -1,4 +1,4 @@
-"""A state with tensors of many kinds, whole and cut; and what some processes save of it, and others load."""
+"""A state of full and sharded tensors of many dtypes, and functions that save and load it on several processes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from lockstep.checkpoint.load import CheckpointReader
 from lockstep.checkpoint.manifest import BLOCK_BYTES, DamagedError
@@ -18,7 +18,7 @@ from lockstep.plan import Plan
 
 SHAPES = {"rows": (7, 5), "columns": (3, 4), "whole": (5,), "few": (2, 3), "step": (), "none": (0, 3), "large": (3 * BLOCK_BYTES // 8, 2)}
 TYPES = {"rows": torch.bfloat16, "step": torch.int64, "columns": torch.bool}
-CUTS = {"rows": Shard(0), "columns": Shard(1), "few": Shard(0), "large": Shard(0)}
+PLACEMENTS = {"rows": Shard(0), "columns": Shard(1), "few": Shard(0), "large": Shard(0)}
 ATTEMPT = "00c0ffee"
 
 
@@ -32,12 +32,12 @@ def here() -> World:
 
 
 def laid_out(state: dict[str, Tensor], world: World, *, turned: bool) -> dict[str, Tensor]:
-    """`turned`: what is cut by rows is cut by columns, and the other way."""
+    """`turned`: tensors sharded by rows are sharded by columns, and the reverse."""
     mesh = Mesh.of(world, Plan.parse(f"shard={world.size},transport=torch").resolve(world.size)).torch_mesh
     if mesh is None:
         return state
-    cuts = {name: Shard(1 - cut.dim) if turned else cut for name, cut in CUTS.items()}
-    return {name: distribute_tensor(value, mesh, [cuts.get(name, Replicate())]) if name in cuts else value for name, value in state.items()}
+    placements = {name: Shard(1 - shard.dim) if turned else shard for name, shard in PLACEMENTS.items()}
+    return {name: distribute_tensor(value, mesh, [placements[name]]) if name in placements else value for name, value in state.items()}
 
 
 def save(folder: str, steps: list[int]) -> list[SaveResult | None]:
@@ -57,7 +57,7 @@ def save(folder: str, steps: list[int]) -> list[SaveResult | None]:
 
 
 def load(folder: str, turned: bool = False) -> list[str]:
-    """What came of loading each checkpoint, in order."""
+    """The results of loading each checkpoint, in order."""
     world = here()
     said = []
     storage = open_storage(folder)

@@ -75,7 +75,7 @@ def damage(chance: random.Random, path: Path, others: list[Path]) -> str:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("seeds", [range(150), pytest.param(range(150, 300), marks=pytest.mark.slow)], ids=["some", "more"])
-def test_each_of_many_damages_is_found_or_does_no_harm(pool: WorkerPool, tmp_path: Path, seeds: range) -> None:
+def test_each_of_many_damages_is_found_or_harmless(pool: WorkerPool, tmp_path: Path, seeds: range) -> None:
     pool.run(2, save, str(tmp_path), [1, 2])
     folder = FolderStorage(tmp_path)
     first, second = folder.names()
@@ -102,7 +102,7 @@ def test_each_of_many_damages_is_found_or_does_no_harm(pool: WorkerPool, tmp_pat
     assert said.count("same") < len(seeds) / 4, "most of them do harm"
 
 
-def test_all_that_is_wrong_is_told(pool: WorkerPool, tmp_path: Path) -> None:
+def test_every_damage_is_reported(pool: WorkerPool, tmp_path: Path) -> None:
     pool.run(2, save, str(tmp_path), [1])
     folder = FolderStorage(tmp_path)
     (name,) = folder.names()
@@ -281,7 +281,7 @@ def hashed(content: object) -> bytes:
     return f'{{"format":{FORMAT},"blake3":"{_hash(FORMAT, text.encode())}","content":{text}}}\n'.encode()
 
 
-def test_a_writer_that_ended_between_two_saves_is_replaced_and_let_go(tmp_path: Path) -> None:
+def test_a_writer_that_ended_between_two_saves_is_replaced_and_closed(tmp_path: Path) -> None:
     saver = Saver(alone(), tmp_path, ATTEMPT)
     for step in (1, 2):
         saver.save(step, state_of(4, step), values={}, metadata={})

@@ -44,7 +44,7 @@ def test_it_is_read_as_it_was_written() -> None:
 
 
 @given(st.data())
-def test_a_changed_byte_or_a_lost_end_is_damage(data: st.DataObject) -> None:
+def test_a_changed_byte_or_a_truncated_file_is_damage(data: st.DataObject) -> None:
     written = MANIFEST.encode()
     place = data.draw(st.integers(0, len(written) - 1))
     changed = bytes([written[place] ^ data.draw(st.integers(1, 255))])
@@ -65,7 +65,7 @@ def test_a_later_format_is_not_called_damage(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @given(st.integers(0, 3 * BLOCK_BYTES), st.integers(0, 3 * BLOCK_BYTES))
-def test_blocks_cover_what_they_should(start: int, stop: int) -> None:
+def test_blocks_cover_the_given_bytes(start: int, stop: int) -> None:
     start, stop = sorted((start, stop))
     sealed = BlockHashes(3 * BLOCK_BYTES, ("",) * 3)
     covered = [sealed.span(block) for block in sealed.covering(start, stop)]
@@ -73,7 +73,7 @@ def test_blocks_cover_what_they_should(start: int, stop: int) -> None:
     assert start == stop or (covered[0][0] <= start and covered[-1][1] >= stop)
 
 
-def test_a_block_is_known_by_its_bytes() -> None:
+def test_a_block_hash_depends_on_its_bytes() -> None:
     data = bytearray(BLOCK_BYTES + 5)
     sealed = hash_blocks(memoryview(data))
     assert (sealed.size_bytes, len(sealed.blocks)) == (BLOCK_BYTES + 5, 2)

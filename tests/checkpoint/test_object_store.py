@@ -95,7 +95,7 @@ def test_a_checkpoint_that_is_half_deleted_is_not_there(monkeypatch: pytest.Monk
     assert storage.names() == []
 
 
-def test_a_store_that_gives_no_answer_is_not_taken_for_an_empty_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_does_not_answer_is_not_an_empty_one(monkeypatch: pytest.MonkeyPatch) -> None:
     fsspec.filesystem("memory").store.clear()
     storage = ObjectStorage("memory://run")
     put(storage, NAME)
@@ -123,12 +123,12 @@ def test_parts_of_a_file_are_read(storage: Storage) -> None:
         list(storage.read_into(NAME, "b", 3, [memoryview(bytearray(1))]))
 
 
-def test_one_claim_is_the_first(storage: Storage) -> None:
+def test_only_one_claim_succeeds(storage: Storage) -> None:
     storage.begin(NAME)
     assert [storage.claim(NAME, "a"), storage.claim(NAME, "a"), storage.claim(NAME, "b")] == [True, False, True]
 
 
-def test_many_reads_are_under_way_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_are_concurrent(monkeypatch: pytest.MonkeyPatch) -> None:
     fsspec.filesystem("memory").store.clear()
     storage, content = ObjectStorage("memory://run"), bytes(6 * BLOCK_BYTES)
     storage.begin(NAME)
@@ -141,7 +141,7 @@ def test_many_reads_are_under_way_at_once(monkeypatch: pytest.MonkeyPatch) -> No
     CheckpointReader(storage, NAME).load_into({}, join(rank=0, size=1, local_rank=0, local_size=1))
 
 
-def test_large_files_go_up_in_parts(bucket: str) -> None:
+def test_large_files_are_uploaded_in_parts(bucket: str) -> None:
     content = os.urandom(2 * PART_BYTES + 5)
     storage = ObjectStorage(bucket)
     storage.write(NAME, "a", (content[at : at + 3_000_000] for at in range(0, len(content), 3_000_000)))
@@ -184,12 +184,12 @@ def loaded(storage: Storage, name: CheckpointName) -> str:
     return "same" if all(torch.equal(state[key], truth[key]) for key in truth) else "other"
 
 
-def test_a_server_that_goes_away_costs_the_save_under_way(pool: WorkerPool, bucket: str, server: int) -> None:
+def test_a_server_that_disconnects_fails_the_save_in_progress(pool: WorkerPool, bucket: str, server: int) -> None:
     assert pool.run(2, save, bucket, server, [3])[0] == [SaveResult(3, None)]
-    with closing(Line(server, cut_after_bytes=8_000_000)) as line:
+    with closing(Line(server, disconnect_after_bytes=8_000_000)) as line:
         (committing,), (other,) = pool.run(2, save, bucket, line.port, [8])
         assert committing is None or bucket in committing.error
-        assert other is None or other.error is None or bucket in other.error  # its part may have been there before the cut
+        assert other is None or other.error is None or bucket in other.error  # its part may have been there before it disconnected
         assert line.was_cut
         with environment(line.port), pytest.raises(OSError, match=r"s3://.*Could not connect to the endpoint"):
             ObjectStorage(bucket).names()
@@ -199,7 +199,7 @@ def test_a_server_that_goes_away_costs_the_save_under_way(pool: WorkerPool, buck
         assert {path.split("/")[1] for path in fsspec.filesystem("s3").find(bucket)} == {f"step-00000003-{states.ATTEMPT}"}
 
 
-def test_a_server_that_does_not_answer_is_given_up(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_does_not_answer_times_out(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_store, "CALL_SECONDS", 0.5)
     with environment((silent := socket.create_server(("127.0.0.1", 0))).getsockname()[1]):
         with silent, pytest.raises(TimeoutError, match="no answer within 0 s") as caught:
@@ -209,7 +209,7 @@ def test_a_server_that_does_not_answer_is_given_up(bucket: str, monkeypatch: pyt
             time.sleep(0.05)
 
 
-def test_who_may_not_write_is_told(bucket: str, server: int) -> None:
+def test_missing_write_permission_is_reported(bucket: str, server: int) -> None:
     def ask_for_credentials_after(actions: int) -> None:
         plain = {"Content-Type": "text/plain"}
         request = urllib.request.Request(f"http://127.0.0.1:{server}/moto-api/reset-auth", str(actions).encode(), plain, method="POST")
@@ -225,13 +225,13 @@ def test_who_may_not_write_is_told(bucket: str, server: int) -> None:
         ask_for_credentials_after(1 << 60)
 
 
-def test_a_bucket_that_is_not_there_is_named(bucket: str) -> None:
+def test_a_missing_bucket_is_reported(bucket: str) -> None:
     with pytest.raises(FileNotFoundError, match="The specified bucket does not exist") as caught:
         ObjectStorage("s3://nowhere/run").write(NAME, "a", [b"x"])
     assert caught.value.filename == "s3://nowhere/run"
 
 
-def test_where_checkpoints_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_and_urls_of_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for place in (tmp_path, str(tmp_path), f"file://{tmp_path}"):
         found = open_storage(place)
         assert isinstance(found, FolderStorage)

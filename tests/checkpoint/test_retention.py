@@ -19,7 +19,7 @@ modes: st.SearchStrategy[Literal["min", "max"]] = st.sampled_from(["min", "max"]
 
 
 @given(st.dictionaries(names, st.none() | scores), st.integers(1, 5), st.none() | st.integers(1, 9), modes)
-def test_what_was_asked_for_stays_and_nothing_else(
+def test_only_the_requested_checkpoints_are_kept(
     given: dict[CheckpointName, float | None], last: int, every: int | None, mode: Literal["min", "max"]
 ) -> None:
     known = {name: score for name, score in given.items() if score is not None}
@@ -36,7 +36,9 @@ def test_what_was_asked_for_stays_and_nothing_else(
 
 
 @given(st.lists(st.none() | scores, max_size=30), st.integers(1, 4), st.none() | st.integers(1, 5), modes)
-def test_one_by_one_is_as_all_at_once(found: list[float | None], last: int, every: int | None, mode: Literal["min", "max"]) -> None:
+def test_deleting_after_each_save_is_as_deleting_once(
+    found: list[float | None], last: int, every: int | None, mode: Literal["min", "max"]
+) -> None:
     there: list[CheckpointName] = []
     known: dict[CheckpointName, float] = {}
     for step, score in enumerate(found):
@@ -51,7 +53,7 @@ def test_one_by_one_is_as_all_at_once(found: list[float | None], last: int, ever
     assert there == [name for name in everyone if name not in gone]
 
 
-def test_without_scores_the_last_ones_stay() -> None:
+def test_without_scores_the_last_ones_are_kept() -> None:
     there = [CheckpointName(step, "0000000a") for step in (10, 20, 30, 40)]
     assert to_delete(there, newest=there[-1], last=2) == there[:2]
     assert to_delete(there, newest=there[-1], last=1, every=20) == [there[0], there[2]]
@@ -59,7 +61,7 @@ def test_without_scores_the_last_ones_stay() -> None:
     assert to_delete([], newest=there[-1], last=1) == []
 
 
-def test_what_stands_behind_the_newest_pushes_nothing_out() -> None:
+def test_checkpoints_after_the_newest_are_not_counted() -> None:
     damaged = [CheckpointName(40, "0000000b"), CheckpointName(90, "0000000a")]
     there = [CheckpointName(step, "0000000a") for step in (20, 30, 40)]
     assert to_delete([*there, *damaged], newest=there[-1], last=1) == there[:2]

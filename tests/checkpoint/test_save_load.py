@@ -1,4 +1,4 @@
-"""What some processes save, others load: each tensor whole or cut, and every damage is named."""
+"""State that some processes save is loaded by others, as full or sharded tensors, and every damage is named."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_every_damage_is_named(pool: WorkerPool, tmp_path: Path) -> None:
     assert "has other bytes than were written" in pool.run(1, load, str(tmp_path))[0][0]
 
 
-def test_saving_goes_on_behind(tmp_path: Path) -> None:
+def test_saving_continues_in_the_background(tmp_path: Path) -> None:
     world = join(rank=0, size=1, local_rank=0, local_size=1)
     saver = Saver(world, tmp_path, ATTEMPT)
     state = values(0)
@@ -78,7 +78,7 @@ def test_saving_goes_on_behind(tmp_path: Path) -> None:
     assert all(torch.equal(again[key], value) for key, value in values(0).items())
 
 
-def test_after_preparing_a_save_needs_nothing_new(tmp_path: Path) -> None:
+def test_after_prepare_a_save_allocates_nothing(tmp_path: Path) -> None:
     saver = Saver(join(rank=0, size=1, local_rank=0, local_size=1), tmp_path, ATTEMPT)
     state = values(0)
     try:
@@ -100,7 +100,7 @@ def test_after_preparing_a_save_needs_nothing_new(tmp_path: Path) -> None:
         saver.close()
 
 
-def test_after_a_save_that_failed_another_process_writes(tmp_path: Path) -> None:
+def test_after_a_failed_save_a_new_process_writes(tmp_path: Path) -> None:
     saver = Saver(join(rank=0, size=1, local_rank=0, local_size=1), tmp_path / "run", ATTEMPT)
     (tmp_path / "run").touch()
     try:

@@ -15,7 +15,7 @@ from lockstep.testing.pool import WorkerPool
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_each_tensor_is_read_whole(pool: WorkerPool, tmp_path: Path, ranks: int) -> None:
+def test_each_full_tensor_is_read(pool: WorkerPool, tmp_path: Path, ranks: int) -> None:
     pool.run(ranks, save, str(tmp_path), [1])
     stored = StoredCheckpoint(FolderStorage(tmp_path), FolderStorage(tmp_path).names()[0])
     expected = values(1)
@@ -24,7 +24,7 @@ def test_each_tensor_is_read_whole(pool: WorkerPool, tmp_path: Path, ranks: int)
         assert bytes(stored.read(name)) == bytes(value.reshape(-1).view(torch.uint8).numpy()), name
 
 
-def test_what_is_damaged_is_not_read(pool: WorkerPool, tmp_path: Path) -> None:
+def test_a_damaged_tensor_is_not_read(pool: WorkerPool, tmp_path: Path) -> None:
     pool.run(1, save, str(tmp_path), [1])
     (name,) = FolderStorage(tmp_path).names()
     (path,) = (tmp_path / str(name)).glob("*.safetensors")

@@ -1,4 +1,4 @@
-"""Which rank writes what, and what goes where when it is read: each element once, whatever the cuts."""
+"""The shards that each rank writes, and those that it reads: every element once, however tensors are sharded."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from safetensors.torch import load
 from lockstep.checkpoint.tensor_shards import DTYPES, FileLayout, TensorShard, assign_writes, local_shards, plan_copies, torch_dtype
 
 
-def grid(name: str, shape: tuple[int, ...], cuts: list[list[int]], dtype: str = "float32") -> list[TensorShard]:
-    """A tensor cut along each dimension at these places."""
-    edges = [sorted({0, size, *(cut % (size + 1) for cut in each)}) for size, each in zip(shape, cuts, strict=True)]
+def grid(name: str, shape: tuple[int, ...], splits: list[list[int]], dtype: str = "float32") -> list[TensorShard]:
+    """Split a tensor along each dim at these positions."""
+    edges = [sorted({0, size, *(at % (size + 1) for at in each)}) for size, each in zip(shape, splits, strict=True)]
     ranges = [list(pairwise(edge)) for edge in edges]
     boxes = product(*ranges)
     return [TensorShard(name, dtype, shape, tuple(a for a, _ in box), tuple(b - a for a, b in box)) for box in boxes]
@@ -25,12 +25,12 @@ def grid(name: str, shape: tuple[int, ...], cuts: list[list[int]], dtype: str = 
 @st.composite
 def grids(draw: st.DrawFn, name: str = "weight") -> list[TensorShard]:
     shape = tuple(draw(st.lists(st.integers(1, 9), max_size=3)))
-    cuts = [draw(st.lists(st.integers(0, 9), max_size=3)) for _ in shape]
-    return grid(name, shape, cuts, draw(st.sampled_from(sorted(DTYPES))))
+    splits = [draw(st.lists(st.integers(0, 9), max_size=3)) for _ in shape]
+    return grid(name, shape, splits, draw(st.sampled_from(sorted(DTYPES))))
 
 
 @given(grids(), st.integers(1, 5), st.data())
-def test_each_piece_is_written_once_by_a_rank_that_holds_it(pieces: list[TensorShard], ranks: int, data: st.DataObject) -> None:
+def test_each_shard_is_written_once_by_a_rank_that_holds_it(pieces: list[TensorShard], ranks: int, data: st.DataObject) -> None:
     holders = [data.draw(st.sets(st.integers(0, ranks - 1), min_size=1)) for _ in pieces]
     everyone = [[piece for piece, ranks_ in zip(pieces, holders, strict=True) if rank in ranks_] for rank in range(ranks)]
     written = assign_writes(everyone)
@@ -39,21 +39,21 @@ def test_each_piece_is_written_once_by_a_rank_that_holds_it(pieces: list[TensorS
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=9), st.integers(1, 5))
-def test_ranks_that_hold_the_same_share_it_out(sizes: list[int], ranks: int) -> None:
+def test_ranks_that_hold_the_same_shards_write_a_part_each(sizes: list[int], ranks: int) -> None:
     pieces = [TensorShard(f"{number}", "float32", (size,), (0,), (size,)) for number, size in enumerate(sizes)]
     written = [sum(piece.bytes for piece in mine) for mine in assign_writes([pieces] * ranks)]
     assert max(written) - min(written) <= max(piece.bytes for piece in pieces)
 
 
 @given(grids())
-def test_a_piece_goes_between_ranks_as_json(pieces: list[TensorShard]) -> None:
+def test_a_shard_is_exchanged_as_json(pieces: list[TensorShard]) -> None:
     assert [TensorShard.from_json(json.loads(json.dumps(piece.to_json()))) for piece in pieces] == pieces
     assert len({piece.key for piece in pieces}) == len(pieces)
 
 
 @settings(max_examples=50)
 @given(grids())
-def test_what_is_read_is_every_element_once(pieces: list[TensorShard]) -> None:
+def test_every_element_is_read_once(pieces: list[TensorShard]) -> None:
     shape = pieces[0].shape
     truth = torch.arange(torch.Size(shape).numel()).reshape(shape)
     found, times = torch.full_like(truth, -1), torch.zeros_like(truth)
@@ -65,7 +65,7 @@ def test_what_is_read_is_every_element_once(pieces: list[TensorShard]) -> None:
     assert bool((times == 1).all())
 
 
-def test_the_pieces_of_plain_tensors_are_whole() -> None:
+def test_the_shards_of_plain_tensors_are_full_tensors() -> None:
     state = {"weight": torch.zeros(2, 3, dtype=torch.bfloat16), "step": torch.tensor(3), "none": torch.zeros(0, 4)}
     found = local_shards(state)
     assert found["weight"] == TensorShard("weight", "bfloat16", (2, 3), (0, 0), (2, 3))
@@ -74,7 +74,7 @@ def test_the_pieces_of_plain_tensors_are_whole() -> None:
 
 
 @given(st.lists(grids(), min_size=1, max_size=4))
-def test_an_image_is_a_safetensors_file(tensors: list[list[TensorShard]]) -> None:
+def test_a_layout_is_that_of_a_safetensors_file(tensors: list[list[TensorShard]]) -> None:
     pieces = [TensorShard(f"{i}", p.dtype, p.shape, p.offsets, p.lengths) for i, several in enumerate(tensors) for p in several]
     image = FileLayout(pieces)
     data = bytearray(image.bytes)

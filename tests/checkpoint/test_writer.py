@@ -89,7 +89,7 @@ def test_all_ranks_files_become_one_checkpoint(tmp_path: Path, writers: list[Wri
         assert manifest.files[file].hashes == hash_blocks(memoryview(image(rank)))
 
 
-def test_what_an_earlier_save_left_is_not_taken_for_this_one(tmp_path: Path, writers: list[Writer]) -> None:
+def test_notes_of_an_earlier_save_are_ignored(tmp_path: Path, writers: list[Writer]) -> None:
     folder = FolderStorage(tmp_path)
     writers[1].tell(job(tmp_path, 1) | {"save": "01d1"})
     writers[2].tell(job(tmp_path, 2))
@@ -106,7 +106,7 @@ def test_what_an_earlier_save_left_is_not_taken_for_this_one(tmp_path: Path, wri
     assert writers[1].answer()["error"] == f"the checkpoint exists already: {tmp_path / str(NAME)}"
 
 
-def test_what_cannot_be_written_is_said(tmp_path: Path, writers: list[Writer]) -> None:
+def test_a_write_error_is_reported(tmp_path: Path, writers: list[Writer]) -> None:
     (tmp_path / "file").touch()
     writers[1].tell(job(tmp_path / "file", 1))
     assert writers[1].answer()["error"].startswith("Not a directory")
@@ -114,7 +114,7 @@ def test_what_cannot_be_written_is_said(tmp_path: Path, writers: list[Writer]) -
     assert writers[1].answer()["error"] is None
 
 
-def test_it_ends_with_its_input_though_it_waits_for_others(tmp_path: Path, writers: list[Writer]) -> None:
+def test_it_ends_with_its_input_while_it_waits_for_notes(tmp_path: Path, writers: list[Writer]) -> None:
     folder = FolderStorage(tmp_path)
     writers[0].tell(job(tmp_path, 0))
     while folder.read_uncommitted(NAME, f"{FILES[0]}.json") is None and (folder.read_uncommitted(NAME, FILES[0]) or b"") != image(0):
@@ -128,7 +128,7 @@ def test_it_ends_with_its_input_though_it_waits_for_others(tmp_path: Path, write
     assert os.listdir(tmp_path) == []
 
 
-def test_a_checkpoint_is_taken_away_at_one_stroke(tmp_path: Path) -> None:
+def test_a_checkpoint_is_deleted_atomically(tmp_path: Path) -> None:
     folder = FolderStorage(tmp_path)
     for step in (5, 100_000_000, 40):
         name = CheckpointName(step, "0000000a")

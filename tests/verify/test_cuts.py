@@ -1,4 +1,4 @@
-"""Plans that cut layers: a correct row-wise tensor-parallel layer adds partial products, which changes rounding."""
+"""Plans that shard layers: a correct row-wise tensor-parallel layer adds partial products, which changes rounding."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class WholeShort(Whole):
     compute = torch.bfloat16
 
 
-def cut(kind: type[Engine], bias_times: float = 1.0) -> type[Engine]:
+def row_parallel(kind: type[Engine], bias_times: float = 1.0) -> type[Engine]:
     class Cut(kind):  # type: ignore[valid-type,misc]
         def start(self, model: nn.Module, rank: int) -> nn.Module:
             for module in model.modules():
@@ -91,31 +91,31 @@ def right(tmp_path_factory: pytest.TempPathFactory) -> Callable[[type[Engine], i
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 @pytest.mark.parametrize("kind", [Whole, WholeShort])
-def test_a_right_cut_passes_in_any_compute_type(
+def test_a_correct_row_parallel_layer_passes_in_any_compute_dtype(
     right: Callable[..., tuple[Trace, MeasuredRounding]], tmp_path: Path, kind: type[Engine], seed: int
 ) -> None:
     reference, rounding = right(kind, seed)
-    found = compare(reference, cut(kind)(tmp_path / "cut", seed=seed, steps=6).run(), rounding, bitwise=False)
+    found = compare(reference, row_parallel(kind)(tmp_path / "sharded", seed=seed, steps=6).run(), rounding, bitwise=False)
     assert found.differences == []
     assert found.largest is not None
     assert found.largest.times_rounding < 5
 
 
 @pytest.mark.parametrize("kind", [Whole, WholeShort])
-def test_a_bias_that_every_part_adds_is_caught_in_any_compute_type(
+def test_a_bias_that_every_rank_adds_is_found_in_any_compute_dtype(
     right: Callable[..., tuple[Trace, MeasuredRounding]], tmp_path: Path, kind: type[Engine]
 ) -> None:
     reference, rounding = right(kind, 0)
-    found = compare(reference, cut(kind, bias_times=PARTS)(tmp_path / "cut", steps=6).run(), rounding, bitwise=False)
+    found = compare(reference, row_parallel(kind, bias_times=PARTS)(tmp_path / "sharded", steps=6).run(), rounding, bitwise=False)
     assert found.differences[0].step == 0
     assert found.differences[0].check == "microbatch"
 
 
-def test_other_bits_of_a_microbatch_are_noted_unless_the_plan_compiles(
+def test_differing_bits_of_a_microbatch_are_noted_unless_the_plan_compiles(
     right: Callable[..., tuple[Trace, MeasuredRounding]], tmp_path: Path
 ) -> None:
     reference, rounding = right(Whole, 0)
-    trace = cut(Whole)(tmp_path / "cut", steps=6).run()
+    trace = row_parallel(Whole)(tmp_path / "sharded", steps=6).run()
     (note,) = compare(reference, trace, rounding, bitwise=False).notes
     assert "gradients of single microbatches differ from the reference's in some bits" in note
     assert compare(reference, replace(trace, plan="replicate=2,numerics=fast,compile=yes"), rounding, bitwise=False).notes == []

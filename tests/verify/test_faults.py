@@ -88,7 +88,7 @@ def verified(right: Any, trace: Trace, **given: Any) -> tuple[Comparison, str | 
 
 
 @pytest.mark.parametrize("expected", FAULTS, ids=lambda expected: f"{expected.engine.__name__}-{expected.ranks}")
-def test_a_planted_fault_is_caught_and_named(right: Any, tmp_path: Path, expected: Expected) -> None:
+def test_an_injected_fault_is_found_and_named(right: Any, tmp_path: Path, expected: Expected) -> None:
     trace = expected.engine(tmp_path / "plan", ranks=expected.ranks).run()
     comparison, cause = verified(right, trace)
     assert comparison.differences, "not caught"
@@ -99,7 +99,7 @@ def test_a_planted_fault_is_caught_and_named(right: Any, tmp_path: Path, expecte
 
 
 @pytest.mark.parametrize("engine", [faults.DividedTwice, faults.MeanOfMeansInTheSum, faults.NotReduced, faults.MicrobatchTwice])
-def test_a_wrong_sum_is_no_sum_of_the_microbatches(right: Any, tmp_path: Path, engine: type[Engine]) -> None:
+def test_a_wrong_sum_differs_from_the_sum_of_the_microbatches(right: Any, tmp_path: Path, engine: type[Engine]) -> None:
     comparison, _ = verified(right, engine(tmp_path / "plan", ranks=2).run())
     assert {finding.name for finding in comparison.differences if finding.check == "sum"} >= {"first.weight"}
 
@@ -111,7 +111,7 @@ def test_every_faulty_engine_is_tried() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
-def test_a_right_engine_passes(right: Any, tmp_path: Path, ranks: int) -> None:
+def test_a_correct_engine_passes(right: Any, tmp_path: Path, ranks: int) -> None:
     comparison, _ = verified(right, Engine(tmp_path / "plan", ranks=ranks).run())
     assert comparison.differences == []
     assert comparison.largest is None or comparison.largest.times_rounding < 3
@@ -125,7 +125,7 @@ class RoundedOtherwise(Engine):
         return [{**part, "first.bias": part["first.bias"] * 0.5} for part in super().reduce(step, locals_)]
 
 
-def test_a_gradient_of_nothing_but_rounding_is_no_fault(right: Any, tmp_path: Path) -> None:
+def test_a_gradient_that_is_only_rounding_passes(right: Any, tmp_path: Path) -> None:
     comparison, _ = verified(right, RoundedOtherwise(tmp_path / "plan", ranks=2).run())
     assert comparison.differences == []
 
@@ -185,19 +185,19 @@ class Momentum(Engine):
 @pytest.mark.parametrize("seed", range(14))
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("kind", [Engine, Momentum])
-def test_right_engines_raise_no_alarm(right: Any, tmp_path: Path, kind: type[Engine], ranks: int, seed: int) -> None:
+def test_correct_engines_have_no_false_positives(right: Any, tmp_path: Path, kind: type[Engine], ranks: int, seed: int) -> None:
     comparison, _ = verified(right, kind(tmp_path / "plan", ranks=ranks, seed=seed, steps=8).run(), kind=kind, seed=seed, steps=8)
     assert comparison.differences == []
 
 
-def test_the_same_bits_are_the_same_bits(right: Any, tmp_path: Path) -> None:
+def test_equal_bits_have_no_distance(right: Any, tmp_path: Path) -> None:
     reference, rounding = right()
     same = compare(reference, Engine(tmp_path / "same").run(), rounding, bitwise=True)
     assert (same.differences, same.largest) == ([], None)
     assert set(same.divergence["gradients"]) == {0.0}
 
 
-def test_bitwise_forgives_no_rounding(right: Any, tmp_path: Path) -> None:
+def test_bitwise_allows_no_rounding(right: Any, tmp_path: Path) -> None:
     reference, rounding = right()
     trace = Engine(tmp_path / "plan", ranks=3).run()
     assert compare(reference, trace, rounding, bitwise=False).passed
@@ -215,7 +215,7 @@ class SmallFactor(Engine):
         return [{name: gradient * (1 + 2e-8) for name, gradient in part.items()} for part in super().reduce(step, locals_)]
 
 
-def test_float64_sees_what_rounding_hides(right: Any, tmp_path: Path) -> None:
+def test_float64_shows_a_fault_that_rounding_hides(right: Any, tmp_path: Path) -> None:
     reference, rounding = right()
     assert compare(reference, SmallFactor(tmp_path / "short", ranks=2).run(), rounding, bitwise=False).passed
     exact = Engine(tmp_path / "exact", steps=1, float64=True).run()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lockstep.verify.jobs import TraceRequest
-from lockstep.verify.perturb import Islands, add_noise, change_model, to_float64
+from lockstep.verify.perturb import ShortDtypeOperations, add_noise, change_model, to_float64
 
 
 def model(seed: int = 0) -> nn.Sequential:
@@ -25,7 +25,7 @@ def gradient(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
-def test_noise_moves_every_parameter_to_its_neighbour() -> None:
+def test_noise_changes_every_parameter_by_one_ulp() -> None:
     quiet, noisy = model(), model()
     add_noise(noisy, 0)
     moved = 0
@@ -63,7 +63,7 @@ def test_noise_is_in_the_backward_too() -> None:
     assert 1e-8 < apart < 1e-6
 
 
-def test_noise_is_of_the_type_that_a_layer_computes_in() -> None:
+def test_noise_has_the_dtype_that_a_layer_computes_in() -> None:
     x = torch.randn(16, 4)
     apart = []
     for autocast in (False, True):
@@ -77,7 +77,7 @@ def test_noise_is_of_the_type_that_a_layer_computes_in() -> None:
     assert apart[1] > 1e3 * apart[0]
 
 
-def test_float64_keeps_the_values_and_widens_the_batch(tmp_path: Path) -> None:
+def test_float64_keeps_parameter_values_and_converts_the_batch(tmp_path: Path) -> None:
     perturbed, original = model(), model()
     change_model(perturbed, TraceRequest(folder=tmp_path, float64=True))
     assert all(
@@ -89,7 +89,7 @@ def test_float64_keeps_the_values_and_widens_the_batch(tmp_path: Path) -> None:
     assert perturbed(batch[0]).dtype is torch.float64
 
 
-def test_nests_keep_their_shape() -> None:
+def test_nested_containers_keep_their_types() -> None:
     point = namedtuple("point", "x n")
     x = torch.ones(1, dtype=torch.float32)
     found = to_float64({"p": point(x, 3), "l": [(x, "text")], "n": None})
@@ -105,15 +105,15 @@ def test_a_model_in_eval_mode_stays_in_it(tmp_path: Path) -> None:
     assert not any(module.training for module in perturbed.modules())
 
 
-class Island(nn.Module):
+class RoundsToFloat32(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.float().square().double()
 
 
-def test_islands_of_a_shorter_type_are_found() -> None:
+def test_operations_that_return_a_shorter_dtype_are_found() -> None:
     x = torch.randn(3, 4, dtype=torch.float64)
-    for layers, found, eps in (([], set(), 2.0**-52), ([Island()], {"aten._to_copy"}, 2.0**-23)):
+    for layers, found, eps in (([], set(), 2.0**-52), ([RoundsToFloat32()], {"aten._to_copy"}, 2.0**-23)):
         net = nn.Sequential(nn.Linear(4, 4), *layers).double()
-        with Islands() as islands:
+        with ShortDtypeOperations() as operations:
             net(x).sum()
-        assert (islands.found, islands.eps) == (found, eps)
+        assert (operations.found, operations.eps) == (found, eps)

@@ -81,7 +81,7 @@ def test_a_plan_writes_the_trace_that_one_process_writes(pool: WorkerPool, tmp_p
 
 
 @pytest.mark.parametrize(("plan", "processes", "writers"), [("pipeline=2", 2, [0, 1]), ("replicate=2,pipeline=2", 4, [0, 2])])
-def test_the_stages_of_a_pipeline_write_the_model_between_them(
+def test_each_pipeline_stage_writes_its_part_of_the_model(
     pool: WorkerPool, tmp_path: Path, plan: str, processes: int, writers: list[int]
 ) -> None:
     alone, _ = traced(pool, tmp_path, 1, "replicate=1", steps=2, changes={"clip_norm": 0.1})
@@ -113,16 +113,16 @@ def test_microbatches_add_up_to_the_gradient_that_is_written(pool: WorkerPool, t
     assert norms[4:] == pytest.approx(norms[:4], rel=1e-2)  # without the loss scale
 
 
-def test_what_perturbs_a_run(pool: WorkerPool, tmp_path: Path) -> None:
+def test_a_request_changes_the_run(pool: WorkerPool, tmp_path: Path) -> None:
     changes = {"precision": "bf16", "evaluation": ls.Evaluation(data=rows(8), every=1, metrics={"error": ls.Mean(errors)})}
     overrides = {"steps": 1, "float64": True, "microbatch": 8, "eval_mode": True, "noise_seed": 1}
     trace, seen = traced(pool, tmp_path, 1, "replicate=1", **overrides, changes={"model": dropping, **changes})
     plain, _ = traced(pool, tmp_path, 1, "replicate=1,numerics=fast", steps=1, changes={"model": dropping, **changes})
     assert seen == [[]]
-    assert {name: trace.metadata[name] for name in ("precision", "microbatch", "islands")} == {
+    assert {name: trace.metadata[name] for name in ("precision", "microbatch", "short_dtype_operations")} == {
         "precision": "fp32",
         "microbatch": 8,
-        "islands": [],
+        "short_dtype_operations": [],
     }
     assert [m.drew_random_numbers for m in trace.microbatches] == [False, False]
     assert [m.drew_random_numbers for m in plain.microbatches] == [True] * 4
@@ -145,7 +145,7 @@ def train_two(folder: Path) -> None:
                 step.commit(optimizer)
 
 
-def test_two_models_have_a_trace_each_and_end_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_models_have_one_trace_each_and_end_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in TraceRequest(folder=tmp_path, steps=2).variables().items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit):
@@ -156,7 +156,7 @@ def test_two_models_have_a_trace_each_and_end_together(tmp_path: Path, monkeypat
     ]
 
 
-def test_a_session_that_nobody_verifies_has_no_probe(tmp_path: Path) -> None:
+def test_a_session_without_a_request_has_no_probe(tmp_path: Path) -> None:
     assert not {"LOCKSTEP_PROBE", "LOCKSTEP_TRACE"} & set(os.environ)
     with ls.Session(run_dir=str(tmp_path / "run")) as session:
         assert session.context.overrides == Overrides()

@@ -27,17 +27,15 @@ def job(name: str, processes: int = 1, **given: Any) -> Job:
 
 @pytest.fixture
 def runner(tmp_path: Path) -> Callable[..., Runner]:
-    def made(
-        program: str, *, slots: int = 2, timeout_seconds: float = 30.0, report_progress: Callable[[str], None] = lambda _: None
-    ) -> Runner:
-        found = Runner(["train.py"], tmp_path / "runs", timeout_seconds=timeout_seconds, slots=slots, report_progress=report_progress)
+    def made(program: str, *, slots: int = 2, timeout_seconds: float = 30.0, progress: Callable[[str], None] = lambda _: None) -> Runner:
+        found = Runner(["train.py"], tmp_path / "runs", timeout_seconds=timeout_seconds, slots=slots, progress=progress)
         found._command = lambda job, run_dir: [sys.executable, "-c", program, job.name]  # type: ignore[method-assign]
         return found
 
     return made
 
 
-def test_a_job_is_a_lockstep_run_of_the_script_as_it_is(tmp_path: Path) -> None:
+def test_a_job_is_a_lockstep_run_of_the_script(tmp_path: Path) -> None:
     with Runner(["-m", "package.train", "--lr", "1"], tmp_path, timeout_seconds=1, slots=1) as made:
         command = made._command(job("plan", 2), tmp_path / "run")
     options = {"--nproc": "2", "--plan": "replicate=2,numerics=fast", "--run-dir": str(tmp_path / "run")}
@@ -46,7 +44,7 @@ def test_a_job_is_a_lockstep_run_of_the_script_as_it_is(tmp_path: Path) -> None:
     assert command[10:] == ["-m", "package.train", "--lr", "1"]
 
 
-def test_a_run_is_asked_for_a_trace_and_to_use_one_thread(
+def test_a_run_is_requested_to_trace_and_to_use_one_thread(
     runner: Callable[..., Runner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
@@ -63,7 +61,7 @@ def test_a_run_is_asked_for_a_trace_and_to_use_one_thread(
     assert seen["OMP_NUM_THREADS"] == "1"
 
 
-def test_no_more_processes_run_at_once_than_there_is_room_for(runner: Callable[..., Runner], tmp_path: Path) -> None:
+def test_no_more_processes_run_at_once_than_there_are_slots(runner: Callable[..., Runner], tmp_path: Path) -> None:
     program = "import sys, time; print(time.monotonic()); time.sleep(0.3); print(time.monotonic())"
     jobs = [job("a"), job("b"), job("c", 2), job("d", 5), job("e")]
     with runner(program, slots=2) as made:
@@ -76,14 +74,14 @@ def test_no_more_processes_run_at_once_than_there_is_room_for(runner: Callable[.
 def test_a_run_that_times_out_is_ended(runner: Callable[..., Runner], tmp_path: Path) -> None:
     progress: list[str] = []
     program = "import os, sys, time; print(os.getpid(), flush=True); print('stuck', file=sys.stderr, flush=True); time.sleep(1000)"
-    with runner(program, timeout_seconds=1.0, report_progress=progress.append) as made:
+    with runner(program, timeout_seconds=1.0, progress=progress.append) as made:
         (ended,) = made.run([job("slow")])
     assert (ended.timed_out, ended.traces, ended.error) == (True, [], "stuck")
     assert progress == ["slow: timed out, 1 s"]
     assert not psutil.pid_exists(int((tmp_path / "runs" / "slow" / "stdout").read_text()))
 
 
-def test_a_run_that_fails_says_how(runner: Callable[..., Runner]) -> None:
+def test_a_failed_run_has_its_last_output(runner: Callable[..., Runner]) -> None:
     program = "import sys; print('on stdout'); [print(i, file=sys.stderr) for i in range(50) if 'loud' in sys.argv]; sys.exit(3)"
     with runner(program) as made:
         loud, quiet = made.run([job("loud"), job("quiet")])
@@ -91,7 +89,7 @@ def test_a_run_that_fails_says_how(runner: Callable[..., Runner]) -> None:
     assert loud.error.splitlines() == [str(number) for number in range(20, 50)]
 
 
-def test_leaving_ends_what_runs_and_starts_no_more(runner: Callable[..., Runner], tmp_path: Path) -> None:
+def test_leaving_the_runner_ends_running_jobs_and_starts_no_more(runner: Callable[..., Runner], tmp_path: Path) -> None:
     program = "import os, time; print(os.getpid(), flush=True); time.sleep(1000)"
     output = tmp_path / "runs" / "first" / "stdout"
     began = time.monotonic()

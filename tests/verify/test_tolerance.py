@@ -33,12 +33,12 @@ def test_rounding_is_the_largest_distance_between_any_two_runs() -> None:
         assert 0.8e-3 < value < 3e-3
 
 
-def test_a_tensor_in_which_runs_coincide_has_the_typical_rounding_of_the_others() -> None:
+def test_a_tensor_that_is_equal_in_all_runs_has_the_typical_rounding_of_the_others() -> None:
     found = relative(measured({"a": 1.0, "b": 1.0, "c": 1.0}, {"a": 1e-3, "b": 1e-3, "c": 0.0}))
     assert found["c"] == pytest.approx(min(found["a"], found["b"]), rel=0.3)
 
 
-def test_a_tensor_that_is_nothing_but_noise_does_not_hide_faults_in_the_others() -> None:
+def test_a_tensor_of_noise_alone_does_not_hide_faults_in_the_others() -> None:
     found = relative(measured({"a": 1.0, "b": 1.0, "zero": 1e-9}, {"a": 1e-6, "b": 1e-6, "zero": 2.0}))
     assert found["zero"] > 1
     assert max(found["a"], found["b"]) < 1e-5
@@ -75,7 +75,7 @@ def test_the_minimum_of_a_small_tensor_follows_the_size_of_the_others() -> None:
     assert found["b"] == pytest.approx(1e-2 * math.sqrt(SIZE / 2), rel=0.1)
 
 
-def test_exact_tensors_go_before_projections() -> None:
+def test_saved_tensors_are_preferred_to_projections() -> None:
     value = torch.arange(12.0)
     one, other = built([{"a": torch.zeros(12)}]), built([{"a": value}])
     summaries = (one.rank_0.steps[0].tensors["gradients"]["a"], other.rank_0.steps[0].tensors["gradients"]["a"])
@@ -84,7 +84,7 @@ def test_exact_tensors_go_before_projections() -> None:
     assert tensor_distance(one, other, 0, "gradients", "a", summaries) == pytest.approx(float(value.norm()), rel=1e-6)
 
 
-def test_tensors_of_one_norm_are_told_apart() -> None:
+def test_tensors_of_equal_norm_are_distinguished() -> None:
     one, other = (built([{"a": torch.tensor(value)}]).rank_0.steps[0].tensors["gradients"]["a"] for value in ([1.0, 2.0], [2.0, 1.0]))
     assert distance(one, other) > 0.5
 

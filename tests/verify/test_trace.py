@@ -27,7 +27,7 @@ def summarized(name: str, tensor: Tensor) -> TensorSummary:
     return found
 
 
-def test_the_distance_of_two_tensors_is_seen_in_their_projections() -> None:
+def test_projections_estimate_the_distance_of_two_tensors() -> None:
     ratios = []
     for seed in range(60):
         generator = torch.Generator().manual_seed(seed)
@@ -39,7 +39,7 @@ def test_the_distance_of_two_tensors_is_seen_in_their_projections() -> None:
     assert np.mean(np.square(ratios)) == pytest.approx(1.0, abs=0.15)
 
 
-def test_one_element_is_seen_exactly() -> None:
+def test_the_distance_in_one_element_is_exact() -> None:
     x = torch.randn(1000)
     y = x.clone()
     y[777] += 0.5
@@ -106,14 +106,14 @@ def test_any_tensor_is_summarized_and_saved(tmp_path: Path, tensor: Tensor) -> N
     assert [path.name for path in tmp_path.iterdir()] == ["one.safetensors"]
 
 
-def test_what_is_not_finite_is_null_and_far_from_all_else(tmp_path: Path) -> None:
+def test_numbers_that_are_not_finite_are_null_and_infinitely_far(tmp_path: Path) -> None:
     line = json.dumps(summarize("w", torch.tensor([1.0, math.inf])), allow_nan=False)
     broken = TensorSummary.from_json(json.loads(line))
     assert math.isinf(distance(broken, summarized("w", torch.ones(2))))
     assert distance(broken, TensorSummary.from_json(summarize("w", torch.tensor([math.inf, 2.0])))) == 0.0
 
 
-def test_what_is_missing_on_one_side_is_infinitely_far() -> None:
+def test_a_tensor_missing_on_one_side_is_infinitely_far() -> None:
     assert distance(None, None) == 0.0
     assert math.isinf(distance(None, summarized("w", torch.ones(2))))
     assert math.isinf(distance(summarized("w", torch.ones(3)), summarized("w", torch.ones(2))))
@@ -161,7 +161,7 @@ def test_a_trace_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert found.tensor(0, "gradients", "b") is None
 
 
-def test_a_rank_that_holds_a_part_runs_through_the_tensors_and_writes_none(tmp_path: Path) -> None:
+def test_a_rank_that_does_not_write_iterates_over_all_tensors(tmp_path: Path) -> None:
     looked: list[str] = []
 
     def gathered() -> Any:
@@ -180,7 +180,7 @@ def test_a_rank_that_holds_a_part_runs_through_the_tensors_and_writes_none(tmp_p
     assert sorted(found.ranks) == [0]
 
 
-def test_ranks_that_hold_a_stage_each_have_the_model_between_them(tmp_path: Path) -> None:
+def test_the_parts_of_pipeline_stages_are_merged(tmp_path: Path) -> None:
     stages = {0: [("first", torch.ones(2))], 2: [("last", torch.full((3,), 2.0)), ("first", torch.zeros(2))]}
     for rank in range(4):
         tracer = Tracer(TraceRequest(folder=tmp_path), rank=rank, world_size=4, plan="pipeline=2", replicated=False, writes=rank in stages)
@@ -207,7 +207,7 @@ def test_a_run_that_never_trained_has_no_trace(tmp_path: Path) -> None:
     assert trace_reader.read_traces(tmp_path) == []
 
 
-def test_half_a_line_is_left_out(tmp_path: Path) -> None:
+def test_an_incomplete_line_is_ignored(tmp_path: Path) -> None:
     trace_steps(tmp_path, 2)
     path = tmp_path / "rank-0.jsonl"
     path.write_text(path.read_text()[:-20])
@@ -215,7 +215,7 @@ def test_half_a_line_is_left_out(tmp_path: Path) -> None:
     assert found.steps == 1
 
 
-def test_the_order_of_the_backward_is_noted(tmp_path: Path) -> None:
+def test_the_order_of_the_backward_is_recorded(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     tracer = Tracer(TraceRequest(folder=tmp_path), rank=0, world_size=1, plan="replicate=1", replicated=True, writes=True)
     tracer.start(0, model.named_parameters(), [])
@@ -231,7 +231,7 @@ def test_the_order_of_the_backward_is_noted(tmp_path: Path) -> None:
     assert {name[0] for name in order[:2]} == {"1"}
 
 
-def test_whether_a_forward_drew_is_noted(tmp_path: Path) -> None:
+def test_random_numbers_drawn_by_a_forward_are_recorded(tmp_path: Path) -> None:
     tracer = Tracer(TraceRequest(folder=tmp_path), rank=0, world_size=1, plan="replicate=1", replicated=True, writes=True)
     for index, draws in enumerate((False, True)):
         tracer.before_forward()
@@ -243,7 +243,7 @@ def test_whether_a_forward_drew_is_noted(tmp_path: Path) -> None:
     assert [row["rng_after"] != row["rng_before"] for row in rows if row["kind"] == "microbatch"] == [False, True]
 
 
-def test_what_is_asked_for_comes_through_the_environment(tmp_path: Path) -> None:
+def test_a_request_is_passed_through_the_environment(tmp_path: Path) -> None:
     for request in (
         TraceRequest(folder=tmp_path),
         TraceRequest(folder=tmp_path, steps=3, noise_seed=0, float64=True, microbatch=2, eval_mode=True),
@@ -263,6 +263,6 @@ def test_what_is_asked_for_comes_through_the_environment(tmp_path: Path) -> None
         ({"LOCKSTEP_TRACE": "/x", "LOCKSTEP_TRACE_FLOAT64": "yes"}, "LOCKSTEP_TRACE_FLOAT64='yes'; it is 1 or 0; unset it"),
     ],
 )
-def test_a_value_that_is_none_is_refused(environ: dict[str, str], text: str) -> None:
+def test_an_invalid_variable_is_refused(environ: dict[str, str], text: str) -> None:
     with pytest.raises(LaunchError, match="^" + text.replace(".", r"\.")):
         TraceRequest.read(environ)

@@ -94,7 +94,7 @@ def of_plan(kind: type[Engine], part: str = "plan-") -> Callable[[Job], type[Eng
     return lambda job: kind if job.name.startswith(part) else Engine
 
 
-def test_right_plans_pass_in_the_runs_type_and_in_float64(tmp_path: Path) -> None:
+def test_correct_plans_pass_in_the_recipes_precision_and_in_float64(tmp_path: Path) -> None:
     runner = InProcess(tmp_path)
     report = verify(runner, options("replicate=2", "replicate=3"))
     assert report.passed
@@ -170,7 +170,7 @@ def test_a_plan_that_cannot_compress_did_not_run(tmp_path: Path) -> None:
     assert (verdict.ran, verdict.exit_status, verdict.passed) == (False, 2, False)
 
 
-def test_a_wrong_plan_fails_and_the_right_one_beside_it_does_not(tmp_path: Path) -> None:
+def test_a_wrong_plan_fails_and_a_correct_one_does_not(tmp_path: Path) -> None:
     runner = InProcess(tmp_path, lambda job: faults.DividedTwice if job.processes == 2 else Engine)
     report = verify(runner, options("replicate=2", "replicate=3"))
     wrong, right = report.verdicts
@@ -187,7 +187,7 @@ def test_a_wrong_plan_fails_and_the_right_one_beside_it_does_not(tmp_path: Path)
     assert len(found["rounding_spread"]["gradients"]) == len(found["plans"][0]["divergence"]["gradients"]) == 3
 
 
-def test_what_only_float64_sees_fails_too(tmp_path: Path) -> None:
+def test_a_fault_that_only_float64_shows_fails(tmp_path: Path) -> None:
     class TooSmall(Engine):
         def reduce(self, step: int, locals_: list[Any]) -> list[Any]:
             return [{name: g * (1 + 2e-8) for name, g in part.items()} for part in super().reduce(step, locals_)]
@@ -206,7 +206,7 @@ class DecayOfTheWorld(Engine):
         return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.002 * self.size)
 
 
-def test_what_float64_sees_at_an_earlier_step_counts(tmp_path: Path) -> None:
+def test_a_fault_that_float64_shows_at_an_earlier_step_is_reported(tmp_path: Path) -> None:
     runner = InProcess(tmp_path, lambda job: DecayOfTheWorld)
     (verdict,) = verify(runner, options("replicate=2")).verdicts
     assert verdict.comparisons[0].differences[0].step > 0, "the run's own type sees it later"
@@ -215,7 +215,7 @@ def test_what_float64_sees_at_an_earlier_step_counts(tmp_path: Path) -> None:
     assert "the gradient and the optimizer's state are right, but the update is not" in str(verdict.mismatch.cause)
 
 
-def test_bitwise_plans_are_held_to_a_bitwise_reference_without_perturbed_runs(tmp_path: Path) -> None:
+def test_bitwise_plans_are_compared_with_a_bitwise_reference_without_perturbed_runs(tmp_path: Path) -> None:
     runner = InProcess(tmp_path)
     report = verify(runner, options("replicate=3", bitwise=True))
     assert [job.name for job in runner.jobs] == ["reference-bitwise", "plan-replicate3-numericsbitwise"]
@@ -254,14 +254,14 @@ def test_a_plan_under_which_the_script_fails_did_not_run(tmp_path: Path) -> None
         (0, "", r"'train.py' ended without a training step; verify compares the steps of ls.train or ls.Session; call one"),
     ],
 )
-def test_a_script_that_cannot_be_verified_is_a_mistake(tmp_path: Path, status: int, error: str, text: str) -> None:
+def test_a_script_that_cannot_be_verified_is_a_user_error(tmp_path: Path, status: int, error: str, text: str) -> None:
     runner = InProcess(tmp_path)
     runner.failing["reference-fast"] = (status, error)
     with pytest.raises(LaunchError, match=f"(?s)^{text}"):
         verify(runner, options("replicate=2"))
 
 
-def test_a_size_that_is_left_to_the_plan_is_fixed_for_all(tmp_path: Path) -> None:
+def test_a_microbatch_that_the_recipe_leaves_open_is_fixed_for_all_plans(tmp_path: Path) -> None:
     runner = InProcess(tmp_path)
     runner.metadata["microbatch"] = None
     report = verify(runner, options("replicate=2", "replicate=3", float64=False))
@@ -314,7 +314,7 @@ def test_a_forward_that_draws_in_eval_mode_is_not_tried_with_another_microbatch_
 
 
 @pytest.mark.parametrize("kind", [Engine, faults.NotReduced])
-def test_the_page_stands_alone(tmp_path: Path, kind: type[Engine]) -> None:
+def test_the_page_needs_no_network(tmp_path: Path, kind: type[Engine]) -> None:
     report = verify(InProcess(tmp_path, of_plan(kind)), options("replicate=2", "replicate=4", float64=False))
     report.script = "<train>.py"
     text = page(report)
@@ -384,5 +384,5 @@ def test_a_common_size_gives_every_process_a_microbatch() -> None:
     assert microbatch_for_all(1, [(Plan.parse("replicate=4"), 4)]) == 1
 
 
-def test_default_dtype_is_left_as_it_was() -> None:
+def test_the_default_dtype_is_unchanged() -> None:
     assert torch.get_default_dtype() is torch.float32

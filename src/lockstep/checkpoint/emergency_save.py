@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.manifest import FileEntry, Manifest, hash_blocks, merge_objects, split_blocks
+from lockstep.checkpoint.manifest import FileEntry, JsonObject, Manifest, hash_blocks, merge_objects, split_blocks
 from lockstep.checkpoint.storage import CheckpointName, Storage
 from lockstep.checkpoint.tensor_shards import FileLayout, local_shards
 from lockstep.checkpoint.writer import note
@@ -23,14 +23,7 @@ _COMMIT = "commit"
 
 
 def emergency_save(
-    folder: Storage,
-    name: CheckpointName,
-    *,
-    part: int,
-    parts: int,
-    tensors: Mapping[str, Tensor],
-    values: Mapping[str, Any],
-    metadata: Mapping[str, Any],
+    folder: Storage, name: CheckpointName, *, part: int, parts: int, tensors: Mapping[str, Tensor], values: JsonObject, metadata: JsonObject
 ) -> bool:
     """Write this rank's `part` of `parts`, and commit the checkpoint if it was the last. Every rank that is still alive calls it.
 
@@ -51,7 +44,7 @@ def emergency_save(
     return True
 
 
-def _write(folder: Storage, name: CheckpointName, file: str, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+def _write(folder: Storage, name: CheckpointName, file: str, tensors: Mapping[str, Tensor], values: JsonObject) -> None:
     layout = FileLayout(list(local_shards(tensors).values()))
     content = torch.empty(layout.bytes, dtype=torch.uint8)
     content[: len(layout.header)] = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
@@ -65,7 +58,7 @@ def _write(folder: Storage, name: CheckpointName, file: str, tensors: Mapping[st
     folder.write(name, note(file), [json.dumps([mine.to_json(), values]).encode()])
 
 
-def _commit(folder: Storage, name: CheckpointName, notes: list[Any], metadata: Mapping[str, Any]) -> None:
+def _commit(folder: Storage, name: CheckpointName, notes: list[Any], metadata: JsonObject) -> None:
     files = {_file(part): FileEntry.from_json(entry) for part, (entry, _) in enumerate(notes)}
     for part in range(len(notes)):
         folder.remove(name, note(_file(part)))

@@ -59,10 +59,8 @@ def decode(encoded: Any, tensor: Callable[[str], Tensor]) -> Any:
         return float(value)
     if kind == "tensor":
         return tensor(value)
-    if kind == "tuple":
-        return tuple(decode(item, tensor) for item in value)
-    if kind == "dict":
-        return {key: decode(item, tensor) for key, item in value}
+    if kind in ("tuple", "dict"):
+        return (tuple if kind == "tuple" else dict)(decode(value, tensor))
     array = decode(value, tensor).cpu().numpy()
     return array[()] if encoded["scalar"] else array
 

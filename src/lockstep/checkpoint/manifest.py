@@ -15,6 +15,7 @@ from blake3 import blake3
 from lockstep.base.errors import LockstepError
 from lockstep.checkpoint.tensor_shards import TensorShard
 
+JsonObject = Mapping[str, Any]
 FORMAT = 1
 BLOCK_BYTES = 4 << 20
 HASH_BYTES = 16
@@ -80,7 +81,7 @@ class FileEntry:
         return {"bytes": self.hashes.size_bytes, "blocks": list(self.hashes.blocks), "shards": shards}
 
     @classmethod
-    def from_json(cls, entry: Mapping[str, Any]) -> FileEntry:
+    def from_json(cls, entry: JsonObject) -> FileEntry:
         shards = {TensorShard.from_json(shard): start for *shard, start in entry["shards"]}
         return cls(BlockHashes(entry["bytes"], tuple(entry["blocks"])), shards)
 
@@ -92,9 +93,9 @@ class Manifest:
     step: int
     """Optimizer steps done."""
     files: Mapping[str, FileEntry]
-    values: Mapping[str, Any]
+    values: JsonObject
     """JSON: the rest of the state."""
-    metadata: Mapping[str, Any]
+    metadata: JsonObject
     """JSON: recipe, plan, number of processes, versions and time of the save."""
 
     def encode(self) -> bytes:
@@ -122,7 +123,7 @@ class Manifest:
             raise DamagedError(f"the manifest cannot be parsed: {error}") from error
 
 
-def merge_objects(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def merge_objects(parts: Sequence[JsonObject]) -> dict[str, Any]:
     """Merge the JSON objects of several ranks recursively. For values that are not objects, the first rank's counts."""
     found: dict[str, Any] = {}
     for part in parts:

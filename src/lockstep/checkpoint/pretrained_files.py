@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import pickle
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -28,18 +29,15 @@ _PICKLED = (".pt", ".pth", ".bin", ".ckpt")
 _OURS = {theirs: ours for ours, theirs in DTYPES.items()}
 
 
-class TensorFiles(Protocol):
+@dataclass(frozen=True, slots=True)
+class TensorFiles:
     """The named tensors in one file or several."""
 
-    @property
-    def specs(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
-        """Name -> dtype, as torch names it if torch has it, and shape."""
-
-    def read(self, name: str, box: Box) -> Tensor:
-        """Read part of a tensor to the CPU. Only that part is in memory. Raises `RecipeError`."""
-
-    def close(self) -> None:
-        """Close the files."""
+    specs: Mapping[str, tuple[str, tuple[int, ...]]]
+    """Name -> dtype, as torch names it if torch has it, and shape."""
+    read: Callable[[str, Box], Tensor]
+    """Reads part of a tensor to the CPU. Only that part is in memory. Raises `RecipeError`."""
+    close: Callable[[], None]
 
 
 def open_tensors(path: str) -> TensorFiles:
@@ -52,11 +50,11 @@ def open_tensors(path: str) -> TensorFiles:
     if not file.exists():
         raise RecipeError(f"weights {path!r} does not exist; {SUPPORTED}; every process must be able to read it")
     if file.suffix == ".safetensors":
-        return _Safetensors({file: None})
+        return _safetensors({file: None})
     if file.name.endswith(".index.json"):
         return _indexed(file)
     if file.suffix in _PICKLED:
-        return _Pickled(file)
+        return _pickled(file)
     raise RecipeError(f"weights {path!r} has an unsupported format; {SUPPORTED}")
 
 
@@ -64,7 +62,7 @@ def _in_folder(folder: Path) -> TensorFiles:
     if (folder / INDEX).exists():
         return _indexed(folder / INDEX)
     if (folder / SINGLE).exists():
-        return _Safetensors({folder / SINGLE: None})
+        return _safetensors({folder / SINGLE: None})
     if (folder / MANIFEST).exists() or (folder / "checkpoints").is_dir():
         raise RecipeError(
             f"weights {str(folder)!r} is a checkpoint, or a run that has not ended; {SUPPORTED}; export it: "
@@ -83,80 +81,62 @@ def _indexed(index: Path) -> TensorFiles:
         raise RecipeError(
             f"weights {str(index)!r} cannot be read as an index of safetensors files ({_first_line(error)}); fetch it again"
         ) from error
-    return _Safetensors(parts)
+    return _safetensors(parts)
 
 
-class _Safetensors:
-    """Safetensors files."""
+def _safetensors(files: Mapping[Path, list[str] | None]) -> TensorFiles:
+    """Open safetensors files, each with the names of the tensors to read from it; None: all."""
+    specs: dict[str, tuple[str, tuple[int, ...]]] = {}
+    slices: dict[str, tuple[Path, Any]] = {}
+    with ExitStack() as stack:
+        for path, names in files.items():
+            try:
+                opened = stack.enter_context(safe_open(path, framework="pt"))
+                for name in opened.keys() if names is None else names:
+                    part = opened.get_slice(name)
+                    specs[name] = _OURS.get(part.get_dtype(), part.get_dtype()), tuple(part.get_shape())
+                    slices[name] = path, part
+            except (OSError, SafetensorError) as error:
+                raise RecipeError(f"weights {str(path)!r} cannot be read as safetensors ({_first_line(error)}); fetch it again") from error
+        stack.callback(slices.clear)  # before the files are closed
+        close = stack.pop_all().close
 
-    def __init__(self, files: Mapping[Path, list[str] | None]) -> None:
-        """`files`: each with the names of the tensors to read from it; None: all."""
-        self.specs: dict[str, tuple[str, tuple[int, ...]]] = {}
-        self._slices: dict[str, tuple[Path, Any]] = {}
-        self._files = ExitStack()
-        with ExitStack() as stack:
-            for path, names in files.items():
-                try:
-                    opened = stack.enter_context(safe_open(path, framework="pt"))
-                    for name in opened.keys() if names is None else names:
-                        part = opened.get_slice(name)
-                        self.specs[name] = _OURS.get(part.get_dtype(), part.get_dtype()), tuple(part.get_shape())
-                        self._slices[name] = path, part
-                except (OSError, SafetensorError) as error:
-                    raise RecipeError(
-                        f"weights {str(path)!r} cannot be read as safetensors ({_first_line(error)}); fetch it again"
-                    ) from error
-            self._files = stack.pop_all()
-
-    def read(self, name: str, box: Box) -> Tensor:
-        path, part = self._slices[name]
+    def read(name: str, box: Box) -> Tensor:
+        path, part = slices[name]
         try:
             found: Tensor = part[box] if box else part[...]
         except (OSError, SafetensorError) as error:
             raise RecipeError(f"{name!r} in weights {str(path)!r} cannot be read ({_first_line(error)}); fetch the file again") from error
         return found
 
-    def close(self) -> None:
-        self._slices.clear()
-        self._files.close()
+    return TensorFiles(specs, read, close)
 
 
-class _Pickled:
-    """A torch.save file. It is memory-mapped: tensors stay on the disk until they are read."""
-
-    def __init__(self, path: Path) -> None:
-        try:
-            found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except Exception as error:  # torch raises many types for a file that is not one of its own
-            raise _cannot_load(path, error) from error
-        self._tensors = dict(_flat(found, "", path))
-        self.specs = {name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in self._tensors.items()}
-
-    def read(self, name: str, box: Box) -> Tensor:
-        return self._tensors[name][box]
-
-    def close(self) -> None:
-        self._tensors.clear()
+def _pickled(path: Path) -> TensorFiles:
+    """Open a torch.save file. It is memory-mapped: tensors stay on the disk until they are read."""
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # torch raises many types for a file that is not one of its own
+        raise _cannot_load(path, error) from error
+    tensors = dict(_flat(found, "", path))
+    specs = {name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in tensors.items()}
+    return TensorFiles(specs, lambda name, box: tensors[name][box], tensors.clear)
 
 
 def _flat(value: Any, name: str, path: Path) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors in nested dicts and lists, each named by its path: model.fc.weight."""
+    holds = f"weights {str(path)!r} holds"
     if isinstance(value, Tensor):
         if not name or value.layout != torch.strided or value.is_quantized or value.is_meta:
             what = f"a tensor of layout {value.layout}, type {value.dtype}"
-            raise RecipeError(
-                f"weights {str(path)!r} holds {what} as {name!r}; weights are dense tensors with names; convert it and save again"
-            )
+            raise RecipeError(f"{holds} {what} as {name!r}; weights are dense tensors with names; convert it and save again")
         yield name, value.detach()
     elif isinstance(value, Mapping | list | tuple):
-        parts = value.items() if isinstance(value, Mapping) else enumerate(value)
         found: dict[str, Tensor] = {}
-        for key, part in parts:
+        for key, part in value.items() if isinstance(value, Mapping) else enumerate(value):
             for each, tensor in _flat(part, f"{name}.{key}" if name else str(key), path):
                 if each in found:
-                    raise RecipeError(
-                        f"weights {str(path)!r} holds two tensors as {each!r}; names must be unique; rename one and save the file again"
-                    )
+                    raise RecipeError(f"{holds} two tensors as {each!r}; names must be unique; rename one and save the file again")
                 found[each] = tensor
         yield from found.items()
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.checkpoint.manifest import JsonObject
 from lockstep.checkpoint.object_store import open_storage
 from lockstep.checkpoint.tensor_shards import FileLayout, TensorShard, assign_writes, local_shards, torch_dtype
 from lockstep.comm.mesh import to_local
@@ -74,13 +75,7 @@ class Saver:
         return f"{rows[0, 1]:08x}"
 
     def save(
-        self,
-        step: int,
-        state: Mapping[str, Tensor],
-        *,
-        values: Mapping[str, Any],
-        metadata: Mapping[str, Any],
-        keep: Mapping[str, Any] | None = None,
+        self, step: int, state: Mapping[str, Tensor], *, values: JsonObject, metadata: JsonObject, keep: JsonObject | None = None
     ) -> None:
         """Copy the state and start writing it in the background. Every rank calls it, not during a save.
 
@@ -92,14 +87,8 @@ class Saver:
         assert self._memory is not None
         assert self._writer is not None
         self._memory.copy(state)
-        job: dict[str, Any] = {
-            "folder": str(self._folder),
-            "step": step,
-            "attempt": self._attempt,
-            "save": identifier,
-            "file": _file(self._world.rank),
-            "values": values,
-        }
+        job: dict[str, Any] = {"folder": str(self._folder), "step": step, "attempt": self._attempt, "save": identifier}
+        job |= {"file": _file(self._world.rank), "values": values}
         if self._world.rank == 0:
             job |= {"files": [_file(rank) for rank in range(self._world.size)], "metadata": metadata}
             if keep is not None:

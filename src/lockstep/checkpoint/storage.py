@@ -74,7 +74,7 @@ class Storage(Protocol):
         """Remove a file of an uncommitted checkpoint."""
 
     def claim(self, name: CheckpointName, file: str) -> bool:
-        """True if this process is the first to claim a file of an uncommitted checkpoint. Creates the file `<file>.claim` beside it."""
+        """Create `<file>.claim` in an uncommitted checkpoint. Returns True if this process is the first to claim the file."""
 
     def commit(self, name: CheckpointName, manifest: bytes) -> None:
         """Write the manifest and commit the checkpoint, whose other files are all written. One rank calls it."""
@@ -86,7 +86,7 @@ class Storage(Protocol):
         """The bytes [start, stop) of a file of a checkpoint; fewer if the file is shorter."""
 
     def read_into(self, name: CheckpointName, file: str, start: int, parts: Iterable[memoryview]) -> Iterator[memoryview]:
-        """Read a file from byte `start` on into `parts`. Yields each filled part of them as it arrives; ends early if the file does."""
+        """Read a file from byte `start` on into `parts`. Yields the bytes as they arrive; ends early if the file does."""
 
     def delete(self, name: CheckpointName) -> None:
         """Delete a checkpoint. It is never seen incomplete."""

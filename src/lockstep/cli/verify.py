@@ -93,7 +93,7 @@ def command(
     with (
         _ended_by_sigterm(),
         _folder(keep) as folder,
-        Runner(line, folder, timeout_seconds=timeout, slots=jobs or _slots(), report_progress=_report_progress) as runner,
+        Runner(line, folder, timeout_seconds=timeout, slots=jobs or _slots(), progress=_report_progress) as runner,
     ):
         report = Verification(script, options, runner).run()
         if html is not None:

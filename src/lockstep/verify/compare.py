@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -129,30 +129,11 @@ class _Comparator:
     tolerance: float
     comparison: Comparison
 
-    def judge(
-        self,
-        check: Check,
-        *,
-        step: int,
-        distance: float,
-        rounding: float,
-        norm: float,
-        rank: int,
-        name: str = "",
-        microbatch: int | None = None,
-    ) -> Iterator[Difference]:
-        """Yield a difference if `distance` exceeds the tolerance; record it if it is the largest so far."""
+    def judge(self, found: Difference, *, distance: float, rounding: float, norm: float) -> Iterator[Difference]:
+        """Yield the difference if `distance` exceeds the tolerance; record it if it is the largest so far."""
         if distance == 0.0:
             return
-        found = Difference(
-            step=step,
-            check=check,
-            name=name,
-            rank=rank,
-            times_rounding=distance / rounding,
-            relative=_relative(distance, norm),
-            microbatches=() if microbatch is None else (microbatch,),
-        )
+        found = replace(found, times_rounding=distance / rounding, relative=_relative(distance, norm))
         largest = self.comparison.largest
         if largest is None or found.times_rounding > largest.times_rounding:
             self.comparison.largest = found
@@ -222,16 +203,8 @@ def _microbatches(comparator: _Comparator, step: int) -> Iterator[Difference]:
                 continue
             differ += 1
             rounding = rounding or comparator.rounding.of_microbatch(step, microbatch.index)
-            yield from comparator.judge(
-                "microbatch",
-                step=step,
-                distance=away,
-                rounding=rounding.get(name, 1e-38),
-                norm=_norm(summary),
-                rank=microbatch.rank,
-                name=name,
-                microbatch=microbatch.index,
-            )
+            difference = Difference(step=step, check="microbatch", name=name, rank=microbatch.rank, microbatches=(microbatch.index,))
+            yield from comparator.judge(difference, distance=away, rounding=rounding.get(name, 1e-38), norm=_norm(summary))
     # With several train modules, one module's forward may run another that this step has updated already.
     alone = comparator.plan.metadata.get("modules", 1) == 1
     if differ and alone and not comparator.bitwise and "compile=yes" not in comparator.plan.plan:
@@ -297,8 +270,8 @@ def _tensors(comparator: _Comparator, step: int) -> Iterator[Difference]:
                     continue  # `_missing` reports it
                 pair = (summary, found)
                 away = distance(*pair) if rank else tensor_distance(comparator.reference, comparator.plan, step, kind, name, pair)
-                unit, norm = rounding.get(name, 1e-38), _norm(summary)
-                yield from comparator.judge(kind, step=step, distance=away, rounding=unit, norm=norm, rank=rank, name=name)
+                difference = Difference(step=step, check=kind, name=name, rank=rank)
+                yield from comparator.judge(difference, distance=away, rounding=rounding.get(name, 1e-38), norm=_norm(summary))
 
 
 def _scalars(comparator: _Comparator, step: int) -> Iterator[Difference]:
@@ -308,10 +281,11 @@ def _scalars(comparator: _Comparator, step: int) -> Iterator[Difference]:
         theirs = entry.steps[step]
         if ours.norm is not None and theirs.norm is not None:
             away, rounding = abs(theirs.norm - ours.norm), comparator.rounding.of_scalar(step, "norm")
-            yield from comparator.judge("norm", step=step, distance=away, rounding=rounding, norm=ours.norm, rank=rank)
+            yield from comparator.judge(Difference(step=step, check="norm", rank=rank), distance=away, rounding=rounding, norm=ours.norm)
         if not (math.isnan(ours.loss) and math.isnan(theirs.loss)):
             away, rounding = abs(theirs.loss - ours.loss), comparator.rounding.of_scalar(step, "loss")
-            yield from comparator.judge("loss", step=step, distance=away, rounding=rounding, norm=abs(ours.loss), rank=rank)
+            difference = Difference(step=step, check="loss", rank=rank)
+            yield from comparator.judge(difference, distance=away, rounding=rounding, norm=abs(ours.loss))
         if ours.lr != theirs.lr:
             yield Difference(step=step, check="lr", rank=rank)
         if not math.isclose(ours.weight or 0.0, theirs.weight or 0.0, rel_tol=1e-6):

@@ -119,7 +119,7 @@ def parse_plans(texts: Sequence[str], *, bitwise: bool) -> list[tuple[Plan, int]
 
 
 def reference_plan(plan: Plan) -> Plan:
-    """Return the plan on one process that `plan` is compared with: compiled if bits must be equal, as compilers round in their own way."""
+    """Return the reference of `plan` on one process: compiled too if bits must be equal, because compilers change rounding."""
     return Plan(replicate=1, numerics=plan.numerics, compile=plan.compile and plan.numerics == "bitwise")
 
 
@@ -161,7 +161,7 @@ def in_float64(job: Job) -> Job:
 
 
 def microbatch_size_jobs(global_batch: int, microbatch: int) -> list[Job]:
-    """Return a run with `microbatch` and one with another size, one step in float64 and eval mode; none if the batch is too small."""
+    """Return one-step runs in float64 and eval mode with `microbatch` and another size; none if the batch is too small."""
     other = -(-microbatch // 2) if microbatch > 1 else 2
     if other == microbatch or other > global_batch:
         return []

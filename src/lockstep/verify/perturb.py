@@ -14,7 +14,7 @@ from lockstep.verify.jobs import TraceRequest
 
 
 def change_model(model: nn.Module, request: TraceRequest) -> None:
-    """Change a model that has just been built, in place. In float64 it keeps its initial values, which were drawn in its own dtype."""
+    """Change a model that has just been built, in place. In float64 it keeps the initial values of its own dtype."""
     if request.float64:
         model.to(torch.float64)
     if request.eval_mode:
@@ -38,11 +38,8 @@ def to_float64(batch: Any) -> Any:
 
 
 def add_noise(model: nn.Module, seed: int) -> None:
-    """Add noise of one unit in the last place to every parameter, and to every layer's output and the gradient of that output.
-
-    A plan splits a model between layers, and products in a short dtype are rounded there, while parameters are in float32. No default
-    generator is drawn from.
-    """
+    """Add noise of one unit in the last place to every parameter, and to every layer's output and its gradient."""
+    # Products in a short dtype are rounded in layers' outputs; noise in parameters alone, which are in float32, is too small.
     perturb_parameters(model, seed)
     for name, module in model.named_modules():
         if any(True for _ in module.parameters(recurse=False)):
@@ -57,7 +54,7 @@ def perturb_parameters(model: nn.Module, seed: int) -> None:
             parameter.copy_(_neighbours(parameter, up=_random(name, seed, parameter) > 0))
 
 
-class Islands(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class ShortDtypeOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the operations of a float64 run that return a shorter dtype: after them the run is only as exact as that dtype."""
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ from lockstep.training.context import Overrides
 from lockstep.training.hook import ControlHook, Run
 from lockstep.training.train_module import TrainModule
 from lockstep.verify.jobs import TraceRequest
-from lockstep.verify.perturb import Islands, change_model, perturb_parameters, to_float64
+from lockstep.verify.perturb import ShortDtypeOperations, change_model, perturb_parameters, to_float64
 from lockstep.verify.trace import NamedTensors, Tracer
 
 
@@ -43,14 +43,14 @@ def install(environ: Mapping[str, str]) -> tuple[Overrides, list[TraceHook]]:
 
 
 class TraceHook(ControlHook):
-    """Writes each microbatch's gradient, their sum, and the update. Ends the process with status 0 after the last requested step."""
+    """Writes each microbatch's gradient, their sum, and the update. Ends the process after the last requested step."""
 
     run: Run
     tracer: Tracer
 
     def __init__(self, request: TraceRequest) -> None:
         self._request = request
-        self._looks_for_islands = request.float64
+        self._finds_short_dtypes = request.float64
         self._steps: dict[int, int] = {}
         """Steps done of each train module, by its index."""
 
@@ -65,7 +65,7 @@ class TraceHook(ControlHook):
             self.tracer = Tracer(
                 self._request, rank=world.rank, world_size=world.size, plan=plan, replicated=_is_replicated(mesh), writes=writes
             )
-            self._looks_for_islands &= world.size == 1
+            self._finds_short_dtypes &= world.size == 1
         self.tracer.metadata(
             global_batch=run.global_batch,
             microbatch=run.microbatch,
@@ -90,13 +90,13 @@ class TraceHook(ControlHook):
     def forward(self) -> Iterator[None]:
         """See `Probe`."""
         self.tracer.before_forward()
-        if not self._looks_for_islands:
+        if not self._finds_short_dtypes:
             yield
             return
-        self._looks_for_islands = False
-        with Islands() as islands:
+        self._finds_short_dtypes = False
+        with ShortDtypeOperations() as operations:
             yield
-        self.tracer.metadata(islands=sorted(islands.found), eps=islands.eps)
+        self.tracer.metadata(short_dtype_operations=sorted(operations.found), eps=operations.eps)
 
     def before_backward(self, module: int, microbatch: int, total: Tensor, grad_output: Tensor) -> None:
         """See `Probe`. Computes the gradient of this microbatch alone, unless this rank has only a slice of it."""
@@ -131,7 +131,7 @@ class TraceHook(ControlHook):
             raise SystemExit(0)
 
     def _note(self, number: int, module: TrainModule, weight: float | None) -> bool:
-        """Write a train module's update. Returns True after the last requested step. `weight`: the step's, if `Recipe.weight` gives it."""
+        """Write a train module's update. `weight`: that of `Recipe.weight`. Returns True after the last requested step."""
         result = self.run.results[number]
         if result.weights is not None:
             weight = float(result.weights.double().sum())

@@ -44,16 +44,9 @@ class Runner:
     """Runs jobs, several at once if slots are free. Use it in a `with`: leaving the block ends every run."""
 
     def __init__(
-        self,
-        script: Sequence[str],
-        folder: Path,
-        *,
-        timeout_seconds: float,
-        slots: int,
-        report_progress: Callable[[str], None] = lambda _: None,
+        self, script: Sequence[str], folder: Path, *, timeout_seconds: float, slots: int, progress: Callable[[str], None] = lambda _: None
     ) -> None:
-        """`script`: `[-m] SCRIPT ARGS...`. `folder`: the directory for all runs' files. `slots`: processes at once; a job that needs
-        more of them runs alone. `report_progress` is called with a line when a run ends."""
+        """`script`: `[-m] SCRIPT ARGS...`. `folder`: for all runs' files. `slots`: processes at once; a larger job runs alone."""
         self._script = list(script)
         self._folder = folder
         self._timeout_seconds = timeout_seconds
@@ -63,7 +56,7 @@ class Runner:
         self._pool = ThreadPoolExecutor(max_workers=self._slots)
         self._running: set[subprocess.Popen[bytes]] = set()
         self._ending = False
-        self._report_progress = report_progress
+        self._progress = progress
 
     def __enter__(self) -> Runner:
         return self
@@ -97,7 +90,7 @@ class Runner:
                 self._free += needed
                 self._changed.notify_all()
         outcome = "timed out" if result.timed_out else "done" if result.status == 0 else f"failed (exit status {result.status})"
-        self._report_progress(f"{job.name}: {outcome}, {result.seconds:.0f} s")
+        self._progress(f"{job.name}: {outcome}, {result.seconds:.0f} s")
         return result
 
     def _result(self, job: Job) -> JobResult:

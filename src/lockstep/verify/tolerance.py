@@ -39,17 +39,14 @@ NEGLIGIBLE = 1e-3
 
 
 def distance(one: TensorSummary | None, other: TensorSummary | None) -> float:
-    """Return the L2 distance between two tensors, estimated from their projections. Infinite if one is missing or has other elements.
-
-    Zero if the bits are the same, or if neither tensor is finite (a step that overflowed and was skipped).
-    """
+    """Return the L2 distance of two tensors, estimated from projections. Infinite if one is missing or sizes differ."""
     if one is None or other is None:
         return 0.0 if one is other else math.inf
     if one.sha256 == other.sha256:
         return 0.0
     if one.elements != other.elements:
         return math.inf
-    if math.isnan(one.norm) and math.isnan(other.norm):
+    if math.isnan(one.norm) and math.isnan(other.norm):  # a step that overflowed and was skipped
         return 0.0
     estimate = float(np.sqrt(np.mean((one.projection - other.projection) ** 2)))
     return estimate if math.isfinite(estimate) else math.inf

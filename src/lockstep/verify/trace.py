@@ -148,19 +148,15 @@ class Tracer:
 def summarize(name: str, tensor: Tensor) -> dict[str, Any]:
     """Return the summary of a tensor, in JSON. The projection is keyed by `name`: compare summaries of one name only."""
     flat = _flat(tensor)
-    digest = hashlib.sha256()
-    total = 0.0
-    projection = np.zeros(PROJECTIONS)
+    total, projection = 0.0, np.zeros(PROJECTIONS)
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
     for first in range(0, len(flat), _CHUNK):
-        chunk = flat[first : first + _CHUNK]
-        digest.update(chunk.view(torch.uint8).numpy().data)
-        values = chunk.to(torch.float64).numpy()
+        values = flat[first : first + _CHUNK].to(torch.float64).numpy()
         with np.errstate(invalid="ignore"):  # a gradient that overflowed
             projection += project(values, seed, first)
         total += float(np.dot(values, values))
     return {
-        "sha256": digest.hexdigest(),
+        "sha256": hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest(),
         "norm": _finite(math.sqrt(total) if total >= 0 else math.nan),
         "elements": len(flat),
         "dtype": str(tensor.dtype).removeprefix("torch."),
@@ -182,13 +178,13 @@ def project(values: np.ndarray[Any, Any], seed: int, first: int) -> np.ndarray[A
     state *= np.uint64(MIX_SECOND)
     state ^= state >> np.uint64(31)
     raw = values.view(np.uint64)
-    # Summed row by row, where numpy adds in a tree: a product with a matrix rounds a hundred times as much, more than a float64 run.
+    # Row by row, because numpy then adds in a tree: a matrix product rounds a hundred times as much, more than a float64 run.
     return np.array([(raw ^ (state << np.uint64(row) & _SIGN)).view(np.float64).sum() for row in range(PROJECTIONS)])
 
 
 @contextmanager
 def tensor_file(path: Path) -> Iterator[Callable[[str, Tensor], None]]:
-    """Write a safetensors file tensor by tensor: yields the function that adds one. Dtypes that numpy lacks are written as float32."""
+    """Write a safetensors file tensor by tensor: yields the function that adds one. Dtypes without numpy become float32."""
     header: dict[str, Any] = {}
     with TemporaryFile(dir=path.parent) as data:  # the header comes first and lists all tensors
 

@@ -24,7 +24,7 @@ class Mismatch:
     """None: no known cause fits."""
 
     def text(self) -> str:
-        """Return one sentence that says what differs, where and by how much."""
+        """Return the difference, its place and its size as a sentence."""
         found = self.difference
         when = f"step {found.step}" if found.step >= 0 else "before the first step"
         what = DESCRIPTIONS[found.check] + (f" {found.name!r}" if found.name else "")
@@ -36,7 +36,6 @@ class Mismatch:
         return f"{when}: {what}{where}{microbatches}{size}" + (" (in float64)" if self.float64 else "")
 
     def why(self) -> str:
-        """Return the likely cause as a sentence."""
         return f"likely cause: {self.cause or 'no known pattern; compare the gradients of the first step (--keep DIR)'}"
 
     def as_json(self) -> dict[str, Any]:
@@ -96,7 +95,7 @@ class Verdict:
         return max(found, key=lambda difference: difference.times_rounding, default=None)
 
     def row(self, tolerance: float) -> tuple[str, ...]:
-        """Return the table cells of this plan, in the order of `COLUMNS`."""
+        """Return the table cells in the order of `COLUMNS`."""
         verdict = "passes" if self.passed else "fails" if self.ran else "did not run"
         allowed = "same bits" if self.bitwise else f"{tolerance:g} × rounding"
         found = self.largest if self.mismatch is None else self.mismatch.difference
@@ -108,7 +107,6 @@ class Verdict:
         return self.plan, str(self.processes), verdict, allowed, size, where
 
     def as_json(self) -> dict[str, Any]:
-        largest = self.largest
         return {
             "plan": self.plan,
             "processes": self.processes,
@@ -119,7 +117,7 @@ class Verdict:
             "error": self.error or None,
             "seconds": self.seconds,
             "mismatch": None if self.mismatch is None else self.mismatch.as_json(),
-            "largest": None if largest is None else _difference_json(largest),
+            "largest": None if self.largest is None else _difference_json(self.largest),
             "float64": bool(self.float64),
             "float64_largest": max((c.largest.times_rounding for c in self.float64 if c.largest is not None), default=None),
             "compression": [asdict(each) for each in self.compression],
@@ -140,8 +138,7 @@ class Report:
     """Difference between two microbatch sizes, a fault of the recipe: the loss depends on the size of microbatches."""
     notes: list[str] = field(default_factory=list)
     rounding_spread: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
-    """Smallest and largest relative distance between perturbed runs at each step, for `gradients`, `parameters` and
-    `loss`."""
+    """Smallest and largest relative distance between perturbed runs at each step, by kind of tensor, and for `loss`."""
     tolerance: float = TOLERANCE
 
     @property
@@ -149,7 +146,6 @@ class Report:
         return self.microbatch_size_mismatch is None and all(verdict.passed for verdict in self.verdicts)
 
     def summary(self) -> str:
-        """Return the result in one line."""
         failed = sum(not verdict.passed for verdict in self.verdicts)
         if failed:
             return f"{failed} of {len(self.verdicts)} plans failed to show that they train the same model as one process"

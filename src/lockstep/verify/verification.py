@@ -13,7 +13,7 @@ from lockstep.verify import jobs
 from lockstep.verify.causes.evidence import Evidence
 from lockstep.verify.causes.likely_cause import likely_cause
 from lockstep.verify.compare import Comparison, compare, compare_compressed
-from lockstep.verify.jobs import FAST_REFERENCE
+from lockstep.verify.jobs import FAST_REFERENCE, FLOAT64_PERTURBED_RUNS
 from lockstep.verify.runner import JobResult, Runner
 from lockstep.verify.tolerance import MeasuredRounding
 from lockstep.verify.trace_reader import EPS, Trace
@@ -112,11 +112,10 @@ class Verification:
         started.compressed = [None if metadata["gradient_compression"] == "none" else start(jobs.compressed(job)) for job in plan_jobs]
         if self._fast:
             started.perturbed = [start(job) for job in jobs.perturbed_jobs(options.steps, self._microbatch)]
-        float64 = options.float64 and self._fast
-        if float64:
+        if float64 := options.float64 and self._fast:
             reference = jobs.reference_jobs(options.plans, options.steps, self._microbatch)[FAST_REFERENCE]
             started.float64_reference = start(jobs.in_float64(reference))
-            perturbed = jobs.perturbed_jobs(1, self._microbatch, jobs.FLOAT64_PERTURBED_RUNS)
+            perturbed = jobs.perturbed_jobs(1, self._microbatch, FLOAT64_PERTURBED_RUNS)
             started.float64_perturbed = [start(jobs.in_float64(job)) for job in perturbed]
         started.float64_plans = [start(jobs.in_float64(job)) if float64 and job.plan.numerics == "fast" else None for job in plan_jobs]
         if options.check_microbatch_size:
@@ -129,21 +128,17 @@ class Verification:
         if started.float64_reference is None:
             return []
         result = started.float64_reference.result()
-        perturbed = [future.result() for future in started.float64_perturbed]
-        if not (result.traces and all(run.traces for run in perturbed)):
+        perturbed = [future.result().traces for future in started.float64_perturbed]
+        if not (result.traces and all(perturbed)):
             self._report.notes.append(f"the first step was not repeated in float64: the script fails in it ({_last_line(result.error)})")
             return []
         metadata = result.traces[0].metadata
-        if metadata.get("islands"):
-            self._report.notes.append(
-                f"the float64 run is only as exact as these operations, which return a shorter dtype: {', '.join(metadata['islands'])}"
-            )
+        if operations := ", ".join(metadata.get("short_dtype_operations", [])):
+            self._report.notes.append(f"the float64 run is only as exact as these operations, which return a shorter dtype: {operations}")
         compute = COMPUTE_EPS[fast[0].reference.metadata["precision"]]
         scale = FLOAT64_MARGIN * max(metadata.get("eps", EPS["float64"]), EPS["float64"]) / compute
-        return [
-            rounding.in_float64(trace, [run.traces[module] for run in perturbed], scale=scale, margin=FLOAT64_MARGIN)
-            for module, (rounding, trace) in enumerate(zip(fast, result.traces, strict=True))
-        ]
+        modules = zip(fast, result.traces, *perturbed, strict=True)
+        return [rounding.in_float64(trace, runs, scale=scale, margin=FLOAT64_MARGIN) for rounding, trace, *runs in modules]
 
     def _judge_compressed(self, verdict: Verdict, exact: Sequence[Trace], result: JobResult) -> None:
         """Note the effect of compression, which fails no plan. Ranks that disagree do."""
