@@ -39,7 +39,7 @@ train: venv ## train a small GPT on the text of Python's standard library, on NP
 	@ls -1 $(RUN_DIR) | sed 's/^/  /'
 
 test: venv ## the tests, in a few minutes
-	$(BIN)/python -m pytest -q --durations=10 -n 2 --dist worksteal
+	$(BIN)/python -m pytest -q --durations=10 -n 3 --dist loadfile
 
 slow: venv ## the slow tier: more than 3 processes, all launchers, all loader workers, the compiler
 	$(BIN)/python -m pytest -q -m slow -o timeout=900 -o faulthandler_timeout=960

@@ -28,7 +28,7 @@ def spread(first: Iterable[Any], second: Iterable[Any], every: int) -> list[Any]
 
 def paired(plans: Mapping[str, int]) -> list[Any]:
     """Each plan before each, to parametrize with. Not slow are those of a ring of small ones: each of them before the next."""
-    small = [plan for plan, processes in plans.items() if processes <= MOST]
+    small = [plan for plan, processes in plans.items() if processes <= 2]
     ring = set(zip(small, [*small[1:], small[0]], strict=True))
     return [pytest.param(*pair, marks=() if pair in ring else pytest.mark.slow) for pair in product(plans, plans)]
 

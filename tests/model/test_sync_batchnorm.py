@@ -406,7 +406,8 @@ BESIDE = {
 }
 
 
-@pytest.mark.parametrize("axis", ["pipeline", pytest.param("tensor", marks=tier(4))])
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["pipeline", "tensor"])
 def test_microbatches_are_split_beside_axes_that_cut_the_model(pool: WorkerPool, tmp_path: Path, axis: str) -> None:
     plans = BESIDE[axis]
     ((alone,),) = pool.run(1, train_in_stages, ["replicate=1"], str(tmp_path))
