@@ -11,6 +11,9 @@ STAMP := $(VENV)/.installed-for
 PEERS := build/peers
 CODE := src tests examples benchmarks
 
+# Processes share the bytecode of what they import. Without it, each of them compiles all modules of lockstep.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help venv train test slow slurm verify check bench peers clean
 
@@ -39,7 +42,7 @@ train: venv ## train a small GPT on the text of Python's standard library, on NP
 	@ls -1 $(RUN_DIR) | sed 's/^/  /'
 
 test: venv ## the tests, in a few minutes
-	$(BIN)/python -m pytest -q --durations=10 -n 3 --dist loadfile
+	$(BIN)/python -m pytest -q --durations=10 -n 3 --dist loadfile --no-loadscope-reorder
 
 slow: venv ## the slow tier: more than 3 processes, all launchers, all loader workers, the compiler
 	$(BIN)/python -m pytest -q -m slow -o timeout=900 -o faulthandler_timeout=960

@@ -203,6 +203,7 @@ def test_arguments_and_results_may_be_tensors(pool: WorkerPool) -> None:
     assert torch.equal(second, large + 6)
 
 
+@pytest.mark.slow
 def test_the_output_of_workers_is_the_tests_own(pool: WorkerPool, capfd: pytest.CaptureFixture[str]) -> None:
     # The nursery holds the descriptors of when it was made, so a pool made inside the capture is what capfd sees.
     with WorkerPool(max_workers=1) as inner:

@@ -81,6 +81,7 @@ def test_a_small_shared_memory_is_found(tmp_path: Path) -> None:
     assert "--shm-size" in line["remedy"]
 
 
+@pytest.mark.slow
 def test_threads_that_hinder_one_another_are_found(tmp_path: Path) -> None:
     ended = doctor("--nproc", "1", "--json", cwd=tmp_path, OMP_NUM_THREADS="500")
     assert ended.returncode == 1

@@ -147,6 +147,7 @@ def agent(tmp_path: Path) -> Iterator[Agents]:
         process.communicate()
 
 
+@pytest.mark.slow
 def test_a_plan_that_does_not_fit_the_machines_that_came_is_told(agent: Agents) -> None:
     both = [agent("--plan", "replicate=3", SCRIPT, "0") for _ in range(2)]
     for each in both:

@@ -136,6 +136,7 @@ def test_a_host_that_cannot_reach_the_rendezvous_says_what_it_tried(tmp_path: Pa
 
 
 @pytest.mark.timeout(100)
+@pytest.mark.slow
 def test_a_host_that_reaches_the_rendezvous_and_not_the_others_is_named_on_all(tmp_path: Path, hosts: Network) -> None:
     hosts.part(3, 1)
     line = [LOCKSTEP, "run", "--nnodes", "3", "--rdzv", f"{hosts.address(2)}:29400", "--nproc", "1", RANKS]

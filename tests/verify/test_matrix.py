@@ -43,6 +43,7 @@ def test_every_model_is_in_the_matrix() -> None:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("model", "plans", "words"), REFUSED)
+@pytest.mark.slow
 def test_combinations_outside_the_matrix_are_refused(pool: WorkerPool, tmp_path: Path, model: str, plans: list[str], words: str) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed (pip install -e .[dev])")
     assert set(plans) <= set(PLANS)
