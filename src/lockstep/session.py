@@ -115,8 +115,12 @@ class Session:
             run.hooks.call_every("on_error", run, error)
             house.out_of_memory.advise(run, error, saved=house.checkpointing.rescued)
         elif run.loop.loops:
-            self.finish()
-            house.checkpointing.wait()
+            try:
+                self.finish()
+                house.checkpointing.wait()
+            except BaseException as failure:
+                self._end(failure)
+                raise
             self.context.recorder.end({"steps": run.step, "plan": str(self.context.plan), "world_size": self.world_size})
 
     def finish(self) -> None:

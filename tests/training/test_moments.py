@@ -202,6 +202,17 @@ def test_finish_is_called_once(tmp_path: Path) -> None:
     assert moments.seen == [*BEGIN, *steps(1), "on_finish 1", "on_end 1"]
 
 
+def test_an_error_in_on_finish_is_an_error_of_the_run(tmp_path: Path) -> None:
+    class FailsToFinish(ls.Hook):
+        def on_finish(self, run: Any) -> None:
+            raise ValueError("in on_finish")
+
+    moments = Moments()
+    with pytest.raises(ValueError, match="in on_finish"):
+        in_a_loop(str(tmp_path / "run"), FailsToFinish(), moments)
+    assert moments.seen == [*BEGIN, *steps(1, 2, 3), "on_event run-failed 3", "on_error ValueError 3", "on_end 3"]
+
+
 class Asked(ls.Hook):
     """Has a method with the name of a moment that is lockstep's own."""
 
