@@ -91,6 +91,7 @@ def test_threads_that_hinder_one_another_are_found(tmp_path: Path) -> None:
     assert line["remedy"].startswith("OMP_NUM_THREADS=")
 
 
+@pytest.mark.slow
 def test_an_interface_that_does_not_exist_is_found_and_nothing_hangs(tmp_path: Path) -> None:
     ended = doctor("--nproc", "2", "--json", cwd=tmp_path, GLOO_SOCKET_IFNAME="nowhere0")
     assert ended.returncode == 1

@@ -108,6 +108,7 @@ def test_a_machine_that_is_given_other_options_is_told_at_once(tmp_path: Path, p
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_three_hosts_train_to_the_bits_of_one_process(tmp_path: Path, hosts: Network, nproc: int, undisturbed: str) -> None:
     keeper = hosts.address(2)
     lines = [

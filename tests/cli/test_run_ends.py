@@ -71,6 +71,7 @@ def worker(launcher: int, rank: int) -> int:
         pytest.param(["lockstep", "run", "--nproc", "2"], id="lockstep run"),
     ],
 )
+@pytest.mark.slow
 def test_a_script_trains_twice(tmp_path: Path, launcher: list[str], plan: str) -> None:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(tmp_path), "LOCKSTEP_PLAN": plan}  # torchrun leaves a folder
     line = [sys.executable, "-m", *launcher, str(TWICE)]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import tiered
 from torch import Tensor, distributed, nn
 from training import kept
 from training.subjects import network, recipe, rows
@@ -72,7 +73,7 @@ def test_ranks_stay_alike_and_near_the_exact_way_whatever_carries_it(
         assert away > 1e-5  # it is what was asked for, and not the exact sum
 
 
-@pytest.mark.parametrize("gradient_compression", ALL)
+@pytest.mark.parametrize("gradient_compression", tiered(dict.fromkeys(ALL, 2), always=["int8", "powersgd:1"], most=1))
 def test_ranks_of_several_hosts_stay_alike(pool: WorkerPool, tmp_path: Path, gradient_compression: str) -> None:
     ((_, exact, loss),) = pool.run(1, trained, str(tmp_path / "alone"), "replicate=1", "none")
     everyone = pool.run(3, trained, str(tmp_path / "hosts"), "replicate=3", gradient_compression, "aba")
@@ -81,7 +82,7 @@ def test_ranks_of_several_hosts_stay_alike(pool: WorkerPool, tmp_path: Path, gra
     assert 1e-5 < float((everyone[0][1] - exact).norm() / exact.norm()) <= NEAR[gradient_compression]
 
 
-@pytest.mark.parametrize("gradient_compression", ALL)
+@pytest.mark.parametrize("gradient_compression", tiered(dict.fromkeys(ALL, 2), always=["int8", "powersgd:1"], most=1))
 def test_one_process_sends_nothing_and_computes_exactly(pool: WorkerPool, tmp_path: Path, gradient_compression: str) -> None:
     found = [pool.run(1, trained, str(tmp_path / each), "replicate=1", each)[0][0] for each in ("none", gradient_compression)]
     assert found[0] == found[1]
@@ -171,7 +172,7 @@ def broken(step: int, rank: int) -> Tensor:
     return made
 
 
-@pytest.mark.parametrize("gradient_compression", ALL)
+@pytest.mark.parametrize("gradient_compression", tiered(dict.fromkeys(ALL, 2), always=["int8", "powersgd:1"], most=1))
 def test_a_gradient_that_is_not_finite_on_one_rank_ends_the_run_on_all(pool: WorkerPool, tmp_path: Path, gradient_compression: str) -> None:
     with pytest.raises(LossError, match="finite"):
         pool.run(2, stepped, str(tmp_path / "run"), gradient_compression, 3, broken, None)
@@ -213,7 +214,7 @@ def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
     return [row for row in map(json.loads, (run_dir / "events.jsonl").read_text().splitlines()) if row["event"] == name]
 
 
-@pytest.mark.parametrize("gradient_compression", ALL)
+@pytest.mark.parametrize("gradient_compression", tiered(dict.fromkeys(ALL, 2), always=["int8", "powersgd:1"], most=1))
 def test_a_run_goes_on_and_says_what_is_not_saved(pool: WorkerPool, tmp_path: Path, gradient_compression: str) -> None:
     whole = pool.run(2, kept.run, "replicate=2", str(tmp_path / "whole"), None, {"gradient_compression": gradient_compression})
     assert (
@@ -310,7 +311,7 @@ def first_samples() -> list[int]:
     return samples_at(0, 4, of=len(rows(48)))
 
 
-@pytest.mark.parametrize("gradient_compression", ALL)
+@pytest.mark.parametrize("gradient_compression", tiered(dict.fromkeys(ALL, 2), always=["int8", "powersgd:1"], most=1))
 def test_a_parameter_that_nobody_used_has_no_gradient(pool: WorkerPool, tmp_path: Path, gradient_compression: str) -> None:
     found = pool.run(2, on_one_rank, str(tmp_path / "run"), gradient_compression)[0]
     assert [bool(way.any()) for way in found] == [True, True, True, False]

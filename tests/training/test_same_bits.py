@@ -31,7 +31,7 @@ PLANS = {
     "shard=2,sharding=gradients,checkpointing=selective": 2,
 }
 """And the processes that they need."""
-TELLING = ["replicate=3", "shard=2", BOTH, "replicate=2,transport=torch", "shard=2,sharding=gradients,checkpointing=selective"]
+TELLING = ["replicate=3", "shard=2", BOTH, "replicate=2,transport=torch"]
 """Plans that stand for the others with every change."""
 SAMPLES = 100
 STEPS = 3

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import spread
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 from training.subjects import adamw, recipe, rows, same, samples_at, squared_error, state_of
@@ -136,8 +137,7 @@ NOT_FINITE = {
 }
 
 
-@pytest.mark.parametrize("numerics", ["fast", "bitwise"])
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize(("world_size", "numerics"), spread(WORLD_SIZES, ["fast", "bitwise"], every=2))
 @pytest.mark.parametrize("name", NOT_FINITE)
 def test_a_loss_that_is_not_finite_is_named_on_all_ranks_and_changes_nothing(
     pool: WorkerPool, tmp_path: Path, world_size: int, numerics: str, name: str

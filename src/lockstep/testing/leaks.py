@@ -24,7 +24,7 @@ from typing import Literal, get_args
 Kind = Literal["process", "thread", "port", "descriptor", "environment", "shared-memory", "temporary-file"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 SHARED_MEMORY = Path("/dev/shm")
-POLL_SECONDS = 0.02
+POLL_SECONDS, MAX_POLL_SECONDS = 0.02, 0.2
 # pytest rewrites its variable in each phase of a test.
 VOLATILE_VARIABLES = frozenset({"PYTEST_CURRENT_TEST"})
 # Python starts each of these once for the life of the interpreter. It and its pipe are no leak of the code that caused
@@ -109,8 +109,10 @@ def remaining(before: Snapshot, exempt: Exempt | None = None, timeout_seconds: f
     if leaks:
         gc.collect()
         leaks = found()
+    pause = POLL_SECONDS
     while leaks and time.monotonic() < deadline:
-        time.sleep(POLL_SECONDS)
+        time.sleep(pause)
+        pause = min(1.5 * pause, MAX_POLL_SECONDS)
         leaks = found()
     return leaks
 
@@ -183,11 +185,11 @@ def _ports(family: dict[int, _Process]) -> Found:
     for number, target in _targets(os.getpid()).items():
         if target.startswith("socket:") and (port := _listening_port(number)) is not None:
             found[(os.getpid(), target)] = f"{port} is listened on by this process"
-    listening = _listening_inodes() if family else {}
-    for number in family:
-        for target in _targets(number).values():
-            if target in listening:
-                found[(number, target)] = f"{listening[target]} is listened on by process {number} ({_command(number)[:80]})"
+    sockets = [(number, target) for number in family for target in _targets(number).values() if target.startswith("socket:")]
+    listening = _listening_inodes() if sockets else {}
+    for number, target in sockets:
+        if target in listening:
+            found[(number, target)] = f"{listening[target]} is listened on by process {number} ({_command(number)[:80]})"
     return found
 
 
