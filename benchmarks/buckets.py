@@ -63,7 +63,7 @@ def main() -> None:
             for each in tried[turn % len(tried) :] + tried[: turn % len(tried)]:
                 seconds[each].append(ls.spawn(measure, nproc=2, args=(case, *each, options.steps)))
         table = Table(title=f"{case}, 2 processes, {os.cpu_count()} cores, median of {options.rounds} rounds")
-        for column in ("bucket (MiB)", "first (MiB)", "steps/s", "middle half"):
+        for column in ("bucket (MiB)", "first (MiB)", "steps/s", "quartiles"):
             table.add_column(column, justify="right", no_wrap=True)
         for (size, first), found in seconds.items():
             rates = [1 / each for each in found]

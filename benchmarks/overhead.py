@@ -13,7 +13,7 @@ one of each loop with the GPT; 100 steps with the MLP, whose steps are so short 
 caches. Rank 0 measures the wall time. (`bitwise` alternates between whole runs of `ls.train`.)
 
 A round has 1000 steps of the MLP or 30 of the GPT. A row's ratio is the median over the rounds of its steps/s over
-those of the case's first side in the same round; the column beside it is the middle half of these ratios. The last
+those of the case's first side in the same round; the column beside it is the interquartile range of these ratios. The last
 column is the same ratio by rank 0's processor time: it does not count waiting for other ranks, and is steadier on a
 shared machine.
 
@@ -323,7 +323,7 @@ def rows_of(case: str, size: int, threads: int, speeds: dict[str, list[Speed]]) 
 
 def show(rows: list[dict[str, Any]], rounds: int) -> None:
     table = Table(title=f"steps/s on n processes of t threads, {os.cpu_count()} cores, median of {rounds} rounds")
-    for column in ("case", "n", "t", "side", "steps/s", "ratio", "middle half", "cpu ratio"):
+    for column in ("case", "n", "t", "side", "steps/s", "ratio", "quartiles", "cpu ratio"):
         table.add_column(column, justify="left" if column in ("case", "side") else "right", no_wrap=True)
     for row in rows:
         spread = f"{row['ratio_low']:.3f}-{row['ratio_high']:.3f}"

@@ -4,7 +4,7 @@
 
 One thread per process, fp32. In a round both sides run every operation and size once, in turn; a turn is many calls,
 timed on rank 0 by the wall clock. Times are medians over the rounds, the ratio is the median of the rounds' ratios, and
-beside it is their middle half. All ranks start each call at the same time, unlike in most training: this is the cost of
+beside it is their interquartile range. All ranks start each call at the same time, unlike in most training: this is the cost of
 the exchange without waiting for a slower rank.
 
 Quote numbers only from a machine that did nothing else. With more processes than cores, ranks wait for a processor on
@@ -116,7 +116,7 @@ def row_of(operation: str, size_bytes: int, nproc: int, found: dict[str, list[fl
 
 def show(rows: list[dict[str, Any]], nproc: int, rounds: int) -> None:
     table = Table(title=f"{nproc} processes of 1 thread, {os.cpu_count()} cores, median of {rounds} rounds")
-    for column in ("operation", "size", "Gloo (ms)", "shared (ms)", "ratio", "middle half"):
+    for column in ("operation", "size", "Gloo (ms)", "shared (ms)", "ratio", "quartiles"):
         table.add_column(column, justify="left" if column == "operation" else "right", no_wrap=True)
     for row in rows:
         size = f"{row['bytes'] >> 20} MiB" if row["bytes"] >= 1 << 20 else f"{row['bytes'] >> 10} KiB"

@@ -8,7 +8,7 @@ speed.
 All contenders of a row are alive at once, each in its own processes. They take turns in an order that is shuffled every
 round; all others are stopped meanwhile (see conductor.py). A turn ends when the last process has finished its last
 step. The first step and the first turn do not count. A ratio is the median over rounds of a contender's steps/s over
-those of the careful hand-written loop in the same round; beside it is the middle half of these ratios. `cpu` is the
+those of the careful hand-written loop in the same round; beside it is the interquartile range of these ratios. `cpu` is the
 same ratio by processor time of the training processes, which does not count waiting. After some rounds all processes
 end and a new cast starts, because a process can be fast or slow for its whole life: its allocator may, for example,
 return a step's memory to the system and fault it in again.
@@ -173,7 +173,7 @@ def show(rows: list[dict[str, Any]], rounds: int) -> None:
     of = f"{first['case']}, {first['processes']} process(es), launch={first['launch']}"
     table = Table(title=f"{of}; {os.cpu_count()} cores, median of {rounds} rounds")
     timed = "seconds" in first
-    for column in ("contender", "seconds", "ratio", "middle half") if timed else SPEED_COLUMNS:
+    for column in ("contender", "seconds", "ratio", "quartiles") if timed else SPEED_COLUMNS:
         table.add_column(column, justify="left" if column == "contender" else "right", no_wrap=True)
     for row in rows:
         ratio, cells = row["ratio"], [CONTENDERS[row["contender"]].label]
@@ -185,7 +185,7 @@ def show(rows: list[dict[str, Any]], rounds: int) -> None:
     Console(width=None if sys.stdout.isatty() else 110).print(table)
 
 
-SPEED_COLUMNS = ("contender", "threads", "steps/s", "ratio", "middle half", "cpu", "loss off by")
+SPEED_COLUMNS = ("contender", "threads", "steps/s", "ratio", "quartiles", "cpu", "loss off by")
 
 
 def parse() -> argparse.Namespace:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Ratio(NamedTuple):
-    """The median of the rounds' ratios, and their middle half."""
+    """The median of the rounds' ratios, and their interquartile range."""
 
     median: float
     low: float

@@ -91,7 +91,7 @@ class Option:
     def read(self, text: str, name: str) -> Any:
         """The value of a variable called `name`. Raises `LaunchError` if the text does not fit the kind."""
         if self.kind is int:
-            return whole_number(text, name)
+            return non_negative_int(text, name)
         if self.kind is frozenset:
             return read_names(text)
         if self.kind is bool:
@@ -303,7 +303,7 @@ def read_names(text: str) -> frozenset[str]:
     return frozenset(filter(None, map(str.strip, text.split(","))))
 
 
-def whole_number(text: str, name: str) -> int:
+def non_negative_int(text: str, name: str) -> int:
     """The value of a variable called `name`. Raises `LaunchError` unless it is a whole number of at least 0."""
     try:
         value = int(text)

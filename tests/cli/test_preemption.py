@@ -76,7 +76,7 @@ def test_it_saves_ends_with_75_and_goes_on_to_the_same_model(
         words = first.communicate()[1]
     assert first.returncode == 75, words
     why = number.name if target is None else "it was asked to end"
-    assert words.endswith(f"lockstep: saved and ended ({why}); the same command goes on from there\n")
+    assert words.endswith(f"lockstep: saved and ended ({why}); the same command resumes from there\n")
     with gpt(tmp_path, after) as second:
         words = second.communicate()[1]
     assert second.returncode == 0, words

@@ -48,7 +48,7 @@ def test_a_late_rank_that_does_not_wait_is_named() -> None:
     hang = found(snapshot(0, "waits", REDUCE), snapshot(1, "runs"), snapshot(2, "waits", REDUCE))
     assert (hang.kind, hang.ranks) == ("missing", (1,))
     assert hang.summary == "rank 1 is waited for: it runs Python code at /home/me/train.py:12 in loss"
-    assert "ranks 0, 2 wait in all_reduce of float32 (4,), call 7 of default_pg since 50 s, step 3, compute" in hang.report
+    assert "ranks 0, 2 wait in all_reduce of float32 (4,), call 7 of default_pg since 50 s, after step 3, compute" in hang.report
 
 
 def test_no_hang_while_the_working_rank_is_within_its_timeout() -> None:

@@ -1,4 +1,4 @@
-"""What a run keeps of itself, what it refuses to go on from, and what it does where nothing can be saved."""
+"""What a run saves, what it refuses to resume from, and what it does where nothing can be saved."""
 
 from __future__ import annotations
 
@@ -208,12 +208,12 @@ def test_where_all_are_damaged_a_run_begins_anew_or_must_not(pool: WorkerPool, t
 def test_a_run_that_begins_anew_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its checkpoints are elsewhere than before, say."""
     stopped(tmp_path / "run")
-    assert "begins anew" not in capsys.readouterr().err
+    assert "starts again" not in capsys.readouterr().err
     elsewhere = str(tmp_path / "elsewhere")
     ls.train(recipe(steps=6), run_dir=str(tmp_path / "run"), saving=ls.Saving(folder=elsewhere))
-    words = f"warning: {elsewhere} has no checkpoint to go on from; the run begins anew, from step 0\n"
+    words = f"warning: {elsewhere} has no checkpoint to resume from; the run starts again from step 0\n"
     assert words in capsys.readouterr().err
-    (anew,) = [event for event in events(tmp_path / "run") if event["event"] == "begun-anew"]
+    (anew,) = [event for event in events(tmp_path / "run") if event["event"] == "no-checkpoint"]
     assert anew["checkpoints"] == elsewhere
 
 

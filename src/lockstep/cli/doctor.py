@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lockstep.cli.arguments import launch_option, options_from
+from lockstep.cli.run import count_gpus
 from lockstep.launch.count import count_processes
 from lockstep.launch.machines import Machines
 
@@ -56,7 +57,7 @@ def command(as_json: bool, **given: Any) -> int:
     options.validate()
     machines = Machines.parse(options)
     automatic = options.nproc == "auto"
-    count = (_count_gpus() or 2) if automatic else count_processes(options.nproc, None, _count_gpus, name="--nproc ")
+    count = (count_gpus() or 2) if automatic else count_processes(options.nproc, None, count_gpus, name="--nproc ")
 
     from lockstep.doctor.diagnose import diagnose  # imports torch: after all that can be checked without it
 
@@ -73,12 +74,6 @@ def command(as_json: bool, **given: Any) -> int:
     if diagnosis.ending.first is not None and not diagnosis.results.get("statuses"):
         print(f"lockstep: {diagnosis.ending.report()}", file=sys.stderr)
     return diagnosis.status
-
-
-def _count_gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()
 
 
 def _as_json(diagnosis: Diagnosis) -> dict[str, Any]:

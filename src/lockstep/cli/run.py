@@ -77,8 +77,8 @@ def command(is_module: bool, script: str, arguments: tuple[str, ...], **given: A
     step = SlurmStep.read(os.environ) if options.nnodes is None and not rendezvous_options(options) else None
     machines = machines_of(step, options) if step is not None else Machines.parse(options)
     gpus = step.gpus if step is not None else None
-    count_gpus = _count_gpus if gpus is None else lambda: gpus
-    count = count_processes(options.nproc, plan if machines is None else None, count_gpus, name="--nproc ")
+    gpus_here = count_gpus if gpus is None else lambda: gpus
+    count = count_processes(options.nproc, plan if machines is None else None, gpus_here, name="--nproc ")
     return _run([*(["-m"] if is_module else []), script], arguments, options, count=count, machines=machines, began=began)
 
 
@@ -126,7 +126,7 @@ def _without_warnings_of_stores() -> Iterator[None]:
         del os.environ[name]
 
 
-def _count_gpus() -> int:
+def count_gpus() -> int:
     with collector_paused():
         import torch
 

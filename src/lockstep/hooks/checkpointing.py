@@ -306,7 +306,7 @@ class Checkpointing(ControlHook):
         run.loop.resumed = {**found.manifest.values, "step": step}
         if keeps_rest(context.gradient_compression) and Plan.parse(found.manifest.metadata["plan"]).replicate != 1:
             run.event(
-                "unsent-rest-dropped",
+                "error-feedback-dropped",
                 gradient_compression=context.gradient_compression,
                 reason="the checkpoint does not hold the error feedback, which was not sent before the save",
             )

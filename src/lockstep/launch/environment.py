@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, cast, get_args
 
 from lockstep.base.errors import LaunchError
-from lockstep.options import RunOptions, read_options, whole_number
+from lockstep.options import RunOptions, non_negative_int, read_options
 
 Launcher = Literal["python", "torchrun", "lockstep", "spawn", "srun"]
 
@@ -99,7 +99,7 @@ def _both_or_neither(environ: Mapping[str, str], one: str, other: str) -> None:
 
 def _count(environ: Mapping[str, str], name: str, default: int) -> int:
     text = environ.get(name)
-    return default if text is None else whole_number(text, name)
+    return default if text is None else non_negative_int(text, name)
 
 
 def _below(environ: Mapping[str, str], name: str, value: int, limit_name: str, limit: int) -> None:

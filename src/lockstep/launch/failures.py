@@ -8,7 +8,7 @@ import re
 import signal
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -182,7 +182,7 @@ class Ending:
     def _report(self) -> str:
         if self.was_preempted:
             why = _signal_name(self.signal) if self.signal is not None else "it was asked to end"
-            return f"saved and ended ({why}); the same command goes on from there"
+            return f"saved and ended ({why}); the same command resumes from there"
         if self.signal is not None:
             return f"stopped by {_signal_name(self.signal)}; {self._remaining() or 'no worker is left'}"
         first = self.first
@@ -244,12 +244,12 @@ def error_details(error: BaseException) -> dict[str, Any]:
 
 
 def _lost_a_peer(error: BaseException) -> bool:
-    return any(_is_peer_error(link) for link in _chain(error))
+    return any(_is_one_of(link, _PEER_ERRORS, _PEER_TEXT) for link in _chain(error))
 
 
 def out_of_memory(error: BaseException) -> bool:
     """True if the error, or one in its chain of causes, says that a device or this machine has run out of memory."""
-    return any(_is_memory_error(link) for link in _chain(error))
+    return any(_is_one_of(link, _MEMORY_ERRORS, _MEMORY_TEXT) for link in _chain(error))
 
 
 def exit_status(error: BaseException) -> int:
@@ -294,16 +294,11 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
 
 
-def _is_peer_error(error: BaseException) -> bool:
-    if any(kind.__name__ in _PEER_ERRORS for kind in type(error).__mro__):
+def _is_one_of(error: BaseException, names: Collection[str], text: re.Pattern[str]) -> bool:
+    """True if a class of `error` has one of `names`, or if it is a RuntimeError whose message matches `text`."""
+    if any(kind.__name__ in names for kind in type(error).__mro__):
         return True
-    return isinstance(error, RuntimeError) and _PEER_TEXT.search(_text(error)) is not None
-
-
-def _is_memory_error(error: BaseException) -> bool:
-    if any(kind.__name__ in _MEMORY_ERRORS for kind in type(error).__mro__):
-        return True
-    return isinstance(error, RuntimeError) and _MEMORY_TEXT.search(_text(error)) is not None
+    return isinstance(error, RuntimeError) and text.search(_text(error)) is not None
 
 
 def _text(error: BaseException) -> str:

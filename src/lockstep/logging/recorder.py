@@ -116,8 +116,8 @@ class Recorder:
     def resume(self, step: int, checkpoints: str) -> None:
         """Begin, or resume, after step `step`. `checkpoints`: where a checkpoint was looked for."""
         if self.is_resumed and not step:
-            self.event("begun-anew", 0, checkpoints=checkpoints)
-            self.message(f"warning: {checkpoints} has no checkpoint to go on from; the run begins anew, from step 0")
+            self.event("no-checkpoint", 0, checkpoints=checkpoints)
+            self.message(f"warning: {checkpoints} has no checkpoint to resume from; the run starts again from step 0")
         if self._metrics is not None:
             self._metrics.resume(step)
 

@@ -249,7 +249,7 @@ def first_forward(model: nn.Module, styles: dict[str, str], ranks: int) -> None:
             {},
             r"blocks.0.attention computes something else with its layers query.* sharded .*with -1 for the heads",
         ),
-        (Attention, {"*.projection": "rowwise_split"}, r"projection has the style 'rowwise_split', which takes a whole input"),
+        (Attention, {"*.projection": "rowwise_split"}, r"projection has the style 'rowwise_split', which takes an unsharded input"),
         (Attention, {"*.projection": "replicated"}, r"forward of blocks.0.attention failed"),
         (Attention, {"head": "colwise", "words": "embedding"}, r"an output of Model, of shape \(2, 7, 12\) on each rank, is sharded"),
         (Fused, {"*.projection": "rowwise"}, r"has the style 'rowwise' and 16 inputs.*was given 16; give it 'rowwise_split'"),

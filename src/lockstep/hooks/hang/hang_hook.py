@@ -80,7 +80,7 @@ class HangHook(Hook):
                 path.write_text(page(hang, snapshots), encoding="utf-8")
             except OSError as failure:
                 stacks = f"{cannot_write(path, failure)}; all stacks:\n\n{page(hang, snapshots)}"
-            say(f"lockstep: the run hangs in step {mine.step}: {hang.summary}\n{hang.report}\n{stacks}")
+            say(f"lockstep: the run hangs after step {mine.step}: {hang.summary}\n{hang.report}\n{stacks}")
         if self._context.world.rank == 0:
             self._event("hang", kind=hang.kind, ranks=list(hang.ranks), summary=hang.summary, seconds=round(mine.seconds, 1))
         if self._timeouts is None or self._timeouts.on_hang != "end":
@@ -118,7 +118,7 @@ def page(hang: Hang, snapshots: Mapping[int, StackSnapshot]) -> str:
     """The report with all stacks, for a file."""
     lines = [time.strftime("%Y-%m-%d %H:%M:%S"), hang.summary, "", hang.report]
     for rank, each in sorted(snapshots.items()):
-        lines += ["", f"rank {rank} ({each.host}, process {each.process}): {each.phase} of step {each.step}, {each.seconds:.1f} s"]
+        lines += ["", f"rank {rank} ({each.host}, process {each.process}): {each.phase}, after step {each.step}, {each.seconds:.1f} s"]
         lines += [f"  in {call}, call {call.sequence} of {call.group}" for call in each.calls]
         for name, frames in {"training thread": each.stack, **each.threads}.items():
             lines += [f"  {name}, innermost frame last:", *(f"    {frame}" for frame in frames)]

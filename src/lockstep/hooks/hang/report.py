@@ -96,7 +96,7 @@ def _waiting(snapshots: Sequence[StackSnapshot]) -> list[str]:
     lines: list[str] = []
     for group in _by_call(snapshots):
         first, verb = group[0], "wait" if len(group) > 1 else "waits"
-        ranks, since = _ranks([each.rank for each in group]), f"since {first.seconds:.0f} s, step {first.step}, {first.phase}"
+        ranks, since = _ranks([each.rank for each in group]), f"since {first.seconds:.0f} s, after step {first.step}, {first.phase}"
         lines += [f"{ranks} {verb} in {_call(first)} {since}", *_stack(first)]
     return lines
 
@@ -120,7 +120,7 @@ def _reason(late: StackSnapshot) -> str:
 def _late_line(late: StackSnapshot) -> str:
     return (
         f"rank {late.rank} ({late.host}, process {late.process}) {_IN_WORDS[late.activity]} since {late.seconds:.0f} s, "
-        f"step {late.step}, {late.phase}, which may take {late.limit_seconds:.0f} s"
+        f"after step {late.step}, {late.phase}, which may take {late.limit_seconds:.0f} s"
     )
 
 

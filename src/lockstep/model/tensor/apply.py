@@ -99,7 +99,7 @@ class _ShardedLayer:
             given = DTensor.from_local(given, mesh, (self._placement(module, given, mesh.size()),), run_check=False)
         if self._style.input_layout == "sequence" and given.dim() < 2:
             raise RecipeError(f"{self._name} has the style 'sequence' and an input of shape {tuple(given.shape)}; the sequence is dim 1")
-        wanted: dict[str, Placement] = {"whole": Replicate(), "sharded": Shard(given.dim() - 1), "sequence": Shard(1)}
+        wanted: dict[str, Placement] = {"replicated": Replicate(), "sharded": Shard(given.dim() - 1), "sequence": Shard(1)}
         return given.redistribute(placements=(wanted[self._style.input_layout],)), *inputs[1:]
 
     def _placement(self, module: nn.Module, given: Tensor, size: int) -> Placement:
@@ -111,19 +111,19 @@ class _ShardedLayer:
             remedy = "'rowwise_split'" if given.shape[-1] == sizes_of(module)[1] else "a 'colwise' layer before it"
             raise RecipeError(
                 f"{self._name} has the style {self._style_name!r} and {sizes_of(module)[1]} inputs, of which each of {size} ranks takes "
-                f"its part, and was given {given.shape[-1]}; give it {remedy}, or leave it whole"
+                f"its part, and was given {given.shape[-1]}; give it {remedy}, or leave it unsharded"
             )
         if is_sharded(given):
             raise RecipeError(
-                f"{self._name} has the style {self._style_name!r}, which takes a whole input, and was given one that is sharded over the "
-                "tensor axis; give it 'rowwise', or the layer before it 'colwise_gathered'"
+                f"{self._name} has the style {self._style_name!r}, which takes an unsharded input, and was given one that is sharded over "
+                "the tensor axis; give it 'rowwise', or the layer before it 'colwise_gathered'"
             )
         return Replicate()
 
     def place_output(self, _: nn.Module, output: DTensor, __: DeviceMesh) -> Tensor:
         if self._name in self._unsharded_now:
             return output
-        layouts: dict[str, Placement] = {"whole": Replicate(), "sequence": Shard(1)}
+        layouts: dict[str, Placement] = {"replicated": Replicate(), "sequence": Shard(1)}
         spread = output.redistribute(placements=(layouts.get(self._style.output_layout, Shard(output.dim() - 1)),))
         if self._style.output_layout == "classes":
             logits: Tensor = as_sharded_logits(spread)

@@ -23,9 +23,9 @@ class Style:
     """The kinds of module that it applies to: `linear` (also `Conv1D` of transformers), `embedding`, `any`."""
     shards: Literal["outputs", "inputs", "nothing"]
     """The dim of the weight that is sharded: the layer's outputs, or its inputs (an embedding's vocabulary)."""
-    input_layout: Literal["whole", "sharded", "sequence"]
+    input_layout: Literal["replicated", "sharded", "sequence"]
     """`sequence`: this rank's shard of dim 1."""
-    output_layout: Literal["whole", "sharded", "sequence", "classes"]
+    output_layout: Literal["replicated", "sharded", "sequence", "classes"]
     """`sequence` and `classes` are DTensors, sharded along dim 1 and along the last dim."""
     slices_input: bool = False
     """True if the input is full and the layer takes this rank's shard of it."""
@@ -37,17 +37,17 @@ class Style:
 
 
 STYLES = {
-    "colwise": Style(("linear", "embedding"), "outputs", "whole", "sharded"),
-    "colwise_gathered": Style(("linear", "embedding"), "outputs", "whole", "whole"),
-    "rowwise": Style(("linear",), "inputs", "sharded", "whole"),
-    "rowwise_split": Style(("linear",), "inputs", "sharded", "whole", slices_input=True),
+    "colwise": Style(("linear", "embedding"), "outputs", "replicated", "sharded"),
+    "colwise_gathered": Style(("linear", "embedding"), "outputs", "replicated", "replicated"),
+    "rowwise": Style(("linear",), "inputs", "sharded", "replicated"),
+    "rowwise_split": Style(("linear",), "inputs", "sharded", "replicated", slices_input=True),
     "rowwise_sequence": Style(("linear",), "inputs", "sharded", "sequence"),
-    "embedding": Style(("embedding",), "inputs", "whole", "whole"),
-    "embedding_sequence": Style(("embedding",), "inputs", "whole", "sequence"),
+    "embedding": Style(("embedding",), "inputs", "replicated", "replicated"),
+    "embedding_sequence": Style(("embedding",), "inputs", "replicated", "sequence"),
     "sequence": Style(("any",), "nothing", "sequence", "sequence"),
-    "vocabulary": Style(("linear",), "outputs", "whole", "whole"),
-    "loss": Style(("linear",), "outputs", "whole", "classes"),
-    "replicated": Style(("any",), "nothing", "whole", "whole"),
+    "vocabulary": Style(("linear",), "outputs", "replicated", "replicated"),
+    "loss": Style(("linear",), "outputs", "replicated", "classes"),
+    "replicated": Style(("any",), "nothing", "replicated", "replicated"),
 }
 
 HUGGING_FACE = {

@@ -57,24 +57,24 @@ class Deep(nn.Module):
         return self.last(self.blocks(self.first(x)))
 
 
-class Whole(Engine):
+class Unsharded(Engine):
     model = Deep
     clip = 1.0
 
 
-class WholeShort(Whole):
+class UnshardedBf16(Unsharded):
     compute = torch.bfloat16
 
 
 def row_parallel(kind: type[Engine], bias_times: float = 1.0) -> type[Engine]:
-    class Cut(kind):  # type: ignore[valid-type,misc]
+    class RowParallel(kind):  # type: ignore[valid-type,misc]
         def start(self, model: nn.Module, rank: int) -> nn.Module:
             for module in model.modules():
                 if isinstance(module, RowWise):
                     module.parts, module.bias_times = PARTS, bias_times
             return model
 
-    return Cut
+    return RowParallel
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def right(tmp_path_factory: pytest.TempPathFactory) -> Callable[[type[Engine], i
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
-@pytest.mark.parametrize("kind", [Whole, WholeShort])
+@pytest.mark.parametrize("kind", [Unsharded, UnshardedBf16])
 def test_a_correct_row_parallel_layer_passes_in_any_compute_dtype(
     right: Callable[..., tuple[Trace, MeasuredRounding]], tmp_path: Path, kind: type[Engine], seed: int
 ) -> None:
@@ -101,7 +101,7 @@ def test_a_correct_row_parallel_layer_passes_in_any_compute_dtype(
     assert found.largest.times_rounding < 5
 
 
-@pytest.mark.parametrize("kind", [Whole, WholeShort])
+@pytest.mark.parametrize("kind", [Unsharded, UnshardedBf16])
 def test_a_bias_that_every_rank_adds_is_found_in_any_compute_dtype(
     right: Callable[..., tuple[Trace, MeasuredRounding]], tmp_path: Path, kind: type[Engine]
 ) -> None:
@@ -114,8 +114,8 @@ def test_a_bias_that_every_rank_adds_is_found_in_any_compute_dtype(
 def test_differing_bits_of_a_microbatch_are_noted_unless_the_plan_compiles(
     right: Callable[..., tuple[Trace, MeasuredRounding]], tmp_path: Path
 ) -> None:
-    reference, rounding = right(Whole, 0)
-    trace = row_parallel(Whole)(tmp_path / "sharded", steps=6).run()
+    reference, rounding = right(Unsharded, 0)
+    trace = row_parallel(Unsharded)(tmp_path / "sharded", steps=6).run()
     (note,) = compare(reference, trace, rounding, bitwise=False).notes
     assert "gradients of single microbatches differ from the reference's in some bits" in note
     assert compare(reference, replace(trace, plan="replicate=2,numerics=fast,compile=yes"), rounding, bitwise=False).notes == []
