@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode as FakeTensorMode,
 )
 from torch.nn.modules import batchnorm, dropout
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import (
@@ -196,8 +197,6 @@ def has_compiled_forward(module: nn.Module) -> bool:
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
     """True if a hook waits for `step` of this optimizer, or of every optimizer."""
-    from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
-
     return bool(
         optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks

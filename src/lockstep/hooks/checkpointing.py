@@ -43,6 +43,7 @@ class Checkpointer:
     saving: Saving
     compare: Callable[[], None]  # Compares the replicas before a save. Raises `DivergenceError`.
     _saver: Saver = field(init=False)
+    _interval: float | None = field(init=False)  # seconds from one save to the next; None if steps are counted
     _since: float = field(init=False)  # when the last save began
     _scores: dict[str, float] = field(default_factory=dict)  # `Saving.best` of each checkpoint, by its name
     _is_due: bool = False  # True if a save is due but waits for the one before it
@@ -54,6 +55,7 @@ class Checkpointer:
 
     def __post_init__(self) -> None:
         self._saver = Saver(self.world, str(self.folder), self.attempt)
+        self._interval = self.saving.seconds
         self._since = time.monotonic()
 
     @property
@@ -84,8 +86,7 @@ class Checkpointer:
 
     def is_time(self) -> bool:
         """True if a save is due by the clock of rank 0."""
-        every = self.saving.seconds
-        return every is not None and self.world.rank == 0 and time.monotonic() - self._since >= every
+        return self._interval is not None and self.world.rank == 0 and time.monotonic() - self._since >= self._interval
 
     def after_step(self, step: int, *, is_time: bool) -> None:
         """Begin a save if one is due and none is under way. Every rank calls it. Raises `CheckpointError` if too many failed in a row."""

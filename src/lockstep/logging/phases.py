@@ -76,7 +76,8 @@ class Phases:
         self._waited_before = waited
         if self.log is not None:
             self.log.append((before, self.since, now))
-        current.usual = max(took, FADES * current.usual)
+        faded = FADES * current.usual
+        current.usual = took if took > faded else faded
         if name not in self._by_phase:
             self._by_phase[name] = _PhaseSeconds()
         self._current = self._by_phase[name]

@@ -141,7 +141,7 @@ class RunningStatistics:
             raise RecipeError(
                 f"the model's forward changed its {changed}; microbatches are computed on different ranks, so it would "
                 "depend on the number of processes (BatchNorm's running statistics are handled); "
-                "update it outside the forward, between steps, from a hook's on_step say"
+                "update it outside the forward, between steps, in a hook's after_step for instance"
             )
 
     def _changed(self) -> str | None:

@@ -268,8 +268,10 @@ class Run:
         self._saved_loss = state["loss"]
 
     def _request(self) -> Request:
-        asked = [hook.request(self) for hook in self.hooks.all if isinstance(hook, ControlHook)]
-        return merge([Request(stop=self._stop), *asked])
+        requests = [hook.request(self) for hook in self.hooks.all if isinstance(hook, ControlHook)]
+        if self._stop is not None:
+            requests.insert(0, Request(stop=self._stop))
+        return merge(requests)
 
 
 def check_hooks(hooks: Any) -> None:
