@@ -1,6 +1,7 @@
 """Measures the cost of a save during training, beside `torch.save` on rank 0 and DCP, and the speed of loading.
 
-    python benchmarks/checkpoint.py [--nproc 2] [--layers 14] [--width 768] [--rounds 9] [--steps 4] [--folder DIR] [--json FILE]
+    python benchmarks/checkpoint.py [--nproc 2] [--layers 14] [--width 768] [--rounds 9] [--steps 4]
+                                    [--folder DIR] [--json FILE]
 
 The model is examples/gpt.py's GPT (100 million parameters by default) under DDP with fused AdamW and one thread per
 process. The state is its parameters and the optimizer's tensors, in fp32. Every rank holds all of it. In a round each

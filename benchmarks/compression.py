@@ -1,6 +1,7 @@
 """Measures `Recipe.gradient_compression`: bytes sent, speed over slow links, and the effect on the loss.
 
-    python benchmarks/compression.py [--modes none int8] [--wires 100 1000] [--milliseconds 10] [--steps 200] [--timed 20] [--json FILE]
+    python benchmarks/compression.py [--modes none int8] [--wires 100 1000] [--milliseconds 10] [--steps 200]
+                                     [--timed 20] [--json FILE]
 
 The model is examples/gpt.py's GPT on two processes of one thread. For bytes and steps/s, the processes are on two
 hosts, which are network namespaces joined by a link with the given rate and round-trip delay. Bytes are those that the

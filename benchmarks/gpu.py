@@ -1,6 +1,7 @@
 """Measures tokens/s, MFU and memory of language models on one GPU: `ls.train` beside a plain loop like nanoGPT's.
 
-    python benchmarks/gpu.py [--models gpt2-124m gpt2-350m llama-1b] [--rounds 2] [--json FILE] [--write docs/performance.md]
+    python benchmarks/gpu.py [--models gpt2-124m gpt2-350m llama-1b] [--rounds 2] [--json FILE]
+                             [--write docs/performance.md]
 
 Both train in bf16 autocast with fused AdamW, clipping, flash attention and the same batches, four microbatches per
 step. The plain loop compiles the whole model and computes all logits at once. `ls.train` runs with `compile=yes`, which

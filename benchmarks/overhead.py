@@ -1,6 +1,7 @@
 """Measures the overhead of `ls.train` over a careful hand-written loop, and of numerics=bitwise over fast.
 
-    python benchmarks/overhead.py [--rounds 9] [--only mlp gpt shard bitwise] [--processes 1 2 4 8] [--width 256] [--json FILE]
+    python benchmarks/overhead.py [--rounds 9] [--only mlp gpt shard bitwise] [--processes 1 2 4 8]
+                                  [--width 256] [--json FILE]
 
 The hand-written loop has DistributedSampler, DataLoader, DDP with gradients as bucket views (no DDP on one process),
 fused AdamW, `zero_grad(set_to_none=True)` and, for the GPT, clipping. It never reads a loss. In the case `shard` it
@@ -13,9 +14,9 @@ one of each loop with the GPT; 100 steps with the MLP, whose steps are so short 
 caches. Rank 0 measures the wall time. (`bitwise` alternates between whole runs of `ls.train`.)
 
 A round has 1000 steps of the MLP or 30 of the GPT. A row's ratio is the median over the rounds of its steps/s over
-those of the case's first side in the same round; the column beside it is the interquartile range of these ratios. The last
-column is the same ratio by rank 0's processor time: it does not count waiting for other ranks, and is steadier on a
-shared machine.
+those of the case's first side in the same round; the column beside it is the interquartile range of these ratios. The
+last column is the same ratio by rank 0's processor time: it does not count waiting for other ranks, and is steadier on
+a shared machine.
 
 Quote numbers only from a machine that did nothing else.
 """

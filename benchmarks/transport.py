@@ -4,8 +4,8 @@
 
 One thread per process, fp32. In a round both sides run every operation and size once, in turn; a turn is many calls,
 timed on rank 0 by the wall clock. Times are medians over the rounds, the ratio is the median of the rounds' ratios, and
-beside it is their interquartile range. All ranks start each call at the same time, unlike in most training: this is the cost of
-the exchange without waiting for a slower rank.
+beside it is their interquartile range. All ranks start each call at the same time, unlike in most training: this is the
+cost of the exchange without waiting for a slower rank.
 
 Quote numbers only from a machine that did nothing else. With more processes than cores, ranks wait for a processor on
 both sides.

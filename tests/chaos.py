@@ -1,10 +1,12 @@
 """python tests/chaos.py [--runs 100] [--seed 0] [--folder DIR]: runs that are killed at a random moment, and go on.
 
-Each run is 60 steps of a small GPT in bitwise numerics on 2 to 4 processes. SIGKILL hits a worker, all workers or the launcher, at a random
-moment, for some amid a save that was made slow; then the same command is given with another plan, until the run ends. Every run must end
-with the fingerprint of the undisturbed one, every sample learned from exactly as often as there, and nothing left behind.
+Each run is 60 steps of a small GPT in bitwise numerics on 2 to 4 processes. SIGKILL hits a worker, all workers or the
+launcher, at a random moment, for some amid a save that was made slow; then the same command is given with another plan,
+until the run ends. Every run must end with the fingerprint of the undisturbed one, every sample learned from exactly as
+often as there, and nothing left behind.
 
-What is done is written to DIR/done.jsonl, a line a run: the same command goes on after it. Exit status: 0 where all runs are right.
+What is done is written to DIR/done.jsonl, a line a run: the same command goes on after it. Exit status: 0 where all
+runs are right.
 """
 
 from __future__ import annotations
@@ -125,7 +127,8 @@ class Chaos:
 
 
 def wrongly_seen(folder: Path, resumed: list[int]) -> list[str]:
-    """What the files of samples say that should not be. `resumed` gets the steps that starts of the run went on from."""
+    """What the files of samples say that should not be. `resumed` gets the steps that starts of the run went on
+    from."""
     lines = [json.loads(line) for path in folder.iterdir() for line in path.read_text().splitlines() if line.endswith("]")]
     begun: dict[str, int] = {}
     order: dict[str, float] = {}

@@ -59,7 +59,8 @@ PartitionName=urgent Nodes=ALL MaxTime=1:00:00 State=UP PriorityTier=10 PreemptM
 
 @contextmanager
 def cluster(folder: Path, nodes: int) -> Iterator[None]:
-    """Within it, Slurm's programs speak to a cluster of nodes n1, n2, ..., each with two CPUs and, it is told, two GPUs.
+    """Within it, Slurm's programs speak to a cluster of nodes n1, n2, ..., each with two CPUs and, it is told, two
+    GPUs.
 
     Skips the test where the programs are not there.
     """

@@ -1,4 +1,5 @@
-"""What every test gets: a pool of workers, a temporary folder of this session's own, and a look at what it left behind."""
+"""What every test gets: a pool of workers, a temporary folder of this session's own, and a look at what it left
+behind."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(config.stash[FOLDER], "torchinductor")
     os.mkdir(os.environ["TORCHINDUCTOR_CACHE_DIR"])
     os.environ["XDG_CACHE_HOME"] = os.path.join(config.stash[FOLDER], "cache")
-    # Threads that spin while they wait for each other take the cores from the other processes: on two busy cores, 4 times as long.
+    # Threads that spin while they wait for each other take the cores from the other processes: on two busy cores, 4
+    # times as long.
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     hypothesis.settings.register_profile("lockstep", deadline=None)  # how long an example takes says how busy the machine is
@@ -86,7 +88,8 @@ def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True, optionalhook=True)
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> Iterator[Any]:
-    """Let a test that times out kill what it started, so that nothing, such as `Popen.__exit__`, waits for that without end."""
+    """Let a test that times out kill what it started, so that nothing, such as `Popen.__exit__`, waits for that without
+    end."""
     result = yield
     fail = signal.getsignal(signal.SIGALRM)
 

@@ -1,4 +1,5 @@
-"""The global norm of gradients: torch's, the same however they are cut, and read by one of the ranks that hold the same."""
+"""The global norm of gradients: torch's, the same however they are cut, and read by one of the ranks that hold the
+same."""
 
 from __future__ import annotations
 
@@ -82,7 +83,8 @@ def test_the_largest_gradient_is_shared_out_first() -> None:
 
 
 def norms(bitwise: bool, hosts: str, odd: float | None) -> tuple[float, float, float, list[int]]:
-    """As one process has it, as these have it together, as they check it; and the sizes of the gradients that this one read for it."""
+    """As one process has it, as these have it together, as they check it; and the sizes of the gradients that this one
+    read for it."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     segment._host = lambda: [hosts[rank], 1]  # type: ignore[assignment]
     gradient_norm.MIN_SHARED_BYTES = 8

@@ -62,8 +62,9 @@ def test_seeds_and_epochs_have_orders_of_their_own():
     assert epochs_of(1000, 1, 1)[0].tolist() not in (first, second)
 
 
-# Samples in one epoch are drawn without replacement, so a table of places by samples varies less than independent draws would by
-# the factor (n - 1) / n, and has (n - 1)**2 degrees of freedom. Pairs are taken from one place an epoch, so they are independent.
+# Samples in one epoch are drawn without replacement, so a table of places by samples varies less than independent draws
+# would by the factor (n - 1) / n, and has (n - 1)**2 degrees of freedom. Pairs are taken from one place an epoch, so
+# they are independent.
 STATISTICS = pytest.mark.parametrize(("length", "epochs"), [(3, 100_000), (5, 200_000), (16, 100_000), (37, 50_000), (1000, 2000)])
 
 

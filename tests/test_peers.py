@@ -1,4 +1,5 @@
-"""What benchmarks/peers makes of times and losses. The comparison itself needs an environment of its own: `make peers`."""
+"""What benchmarks/peers makes of times and losses. The comparison itself needs an environment of its own: `make
+peers`."""
 
 import importlib.util
 import subprocess

@@ -2,16 +2,17 @@
 speed.
 
     make peers                       # in a virtual environment of its own: everything, about two hours on 2 cores
-    python benchmarks/peers [--only mlp wide gpt accumulate images start import] [--processes 1 2 4] [--launch equal own]
-                            [--contenders with_fabric ...] [--casts 3] [--rounds 5] [--steps N] [--json FILE]
+    python benchmarks/peers [--only mlp wide gpt accumulate images start import] [--processes 1 2 4]
+                            [--launch equal own] [--contenders with_fabric ...]
+                            [--casts 3] [--rounds 5] [--steps N] [--json FILE]
 
 All contenders of a row are alive at once, each in its own processes. They take turns in an order that is shuffled every
 round; all others are stopped meanwhile (see conductor.py). A turn ends when the last process has finished its last
 step. The first step and the first turn do not count. A ratio is the median over rounds of a contender's steps/s over
-those of the careful hand-written loop in the same round; beside it is the interquartile range of these ratios. `cpu` is the
-same ratio by processor time of the training processes, which does not count waiting. After some rounds all processes
-end and a new cast starts, because a process can be fast or slow for its whole life: its allocator may, for example,
-return a step's memory to the system and fault it in again.
+those of the careful hand-written loop in the same round; beside it is the interquartile range of these ratios. `cpu` is
+the same ratio by processor time of the training processes, which does not count waiting. After some rounds all
+processes end and a new cast starts, because a process can be fast or slow for its whole life: its allocator may, for
+example, return a step's memory to the system and fault it in again.
 
 All train the same model from the same initial values on the same samples in each step, with AdamW and clipping. Each
 uses what its documentation recommends for speed; the first line of its file in contenders/ says what. lockstep is

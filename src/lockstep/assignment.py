@@ -10,7 +10,8 @@ from functools import lru_cache
 def batch_span(step: int, *, length: int, global_batch: int, epochs: bool) -> tuple[int, int]:
     """Return the positions [start, stop) of the global batch of `step` (from 0), for a dataset of `length` samples.
 
-    `epochs`: the last batch of each epoch may be short. False: all have `global_batch` samples, and may span two epochs.
+    `epochs`: the last batch of each epoch may be short. False: all have `global_batch` samples, and may span two
+    epochs.
     """
     if not epochs:
         return step * global_batch, (step + 1) * global_batch
@@ -94,7 +95,8 @@ class MicrobatchAssignment:
         return tuple(self.indices(count, rank) for rank in range(self.ranks))
 
     def with_dummies(self, count: int, rank: int) -> list[tuple[int, bool]]:
-        """Return the rank's microbatches as (index, is_dummy). A dummy's gradient is discarded: it only fills a collective."""
+        """Return the rank's microbatches as (index, is_dummy). A dummy's gradient is discarded: it only fills a
+        collective."""
         computed = [(index, False) for index in self.indices(count, rank)]
         if self.round_robin:
             rounds = -(-count // self.per_round)
@@ -102,7 +104,8 @@ class MicrobatchAssignment:
         return computed
 
     def gathered_positions(self, count: int) -> list[int]:
-        """Return the position of microbatch 0, 1, … in the concatenation of all ranks' `indices`, as a gather returns it."""
+        """Return the position of microbatch 0, 1, … in the concatenation of all ranks' `indices`, as a gather returns
+        it."""
         concatenated = [index for indices in self.indices_by_rank(count) for index in indices]
         return sorted(range(count), key=concatenated.__getitem__)
 

@@ -41,8 +41,8 @@ NOT_BUILT_YET = ("context",)
 class Plan:
     """The mesh axes, whose sizes multiply to the world size, and how each process computes. Raises `PlanError`.
 
-    `Plan()` is `replicate=auto`. If an axis is given, the others default to 1. At most one axis is `auto`: it takes the remaining
-    processes.
+    `Plan()` is `replicate=auto`. If an axis is given, the others default to 1. At most one axis is `auto`: it takes the
+    remaining processes.
     """
 
     replicate: Size | None = None
@@ -52,36 +52,42 @@ class Plan:
     tensor: Size | None = None
     """Number of processes that compute parts of each layer for the same microbatch (tensor parallelism)."""
     pipeline: Size | None = None
-    """Number of processes that each hold some of the layers; microbatches pass through them in turn (pipeline parallelism)."""
+    """Number of processes that each hold some of the layers; microbatches pass through them in turn (pipeline
+    parallelism)."""
     numerics: Numerics = "fast"
-    """`bitwise`: gradients are summed in one canonical order, so that the final model has the same bits at any world size."""
+    """`bitwise`: gradients are summed in one canonical order, so that the final model has the same bits at any world
+    size."""
     sharding: Sharding = "full"
-    """Under `shard`: `full` frees a block's gathered parameters after its forward and gathers them again for its backward (ZeRO-3);
-    `gradients` keeps them until the backward, which takes more memory and one all-gather less (ZeRO-2)."""
+    """Under `shard`: `full` frees a block's gathered parameters after its forward and gathers them again for its
+    backward (ZeRO-3); `gradients` keeps them until the backward, which takes more memory and one all-gather less
+    (ZeRO-2)."""
     offload: bool = False
-    """CPU offload, under `shard` on GPUs: parameters, gradients and optimizer state stay in CPU memory, and the optimizer runs there.
-    Each block's parameters are copied to the GPU when they are gathered."""
+    """CPU offload, under `shard` on GPUs: parameters, gradients and optimizer state stay in CPU memory, and the
+    optimizer runs there. Each block's parameters are copied to the GPU when they are gathered."""
     checkpointing: Checkpointing = "none"
-    """Activation checkpointing: `full` keeps only the inputs of each block and recomputes the rest in the backward; `selective` also
-    keeps the results of matrix products, convolutions and attention."""
+    """Activation checkpointing: `full` keeps only the inputs of each block and recomputes the rest in the backward;
+    `selective` also keeps the results of matrix products, convolutions and attention."""
     microbatch_splits: int = 0
-    """Number of times that each microbatch is halved, to save memory; a part has at least one sample. Without random numbers in the
-    forward the result is the same to rounding; random streams belong to the parts. Refused with BatchNorm, whose statistics do too."""
+    """Number of times that each microbatch is halved, to save memory; a part has at least one sample. Without random
+    numbers in the forward the result is the same to rounding; random streams belong to the parts. Refused with
+    BatchNorm, whose statistics do too."""
     schedule: Schedule = "1f1b"
-    """Pipeline schedule. `gpipe`: all forwards, then all backwards; `1f1b`: each backward as early as possible, which keeps fewer
-    activations; `interleaved`: two stages per process, which wait less and send more; `zero-bubble`: gradients of weights are computed
-    while a process would wait."""
+    """Pipeline schedule. `gpipe`: all forwards, then all backwards; `1f1b`: each backward as early as possible, which
+    keeps fewer activations; `interleaved`: two stages per process, which wait less and send more; `zero-bubble`:
+    gradients of weights are computed while a process would wait."""
     compile: bool = False
     """Compile each block's forward with torch.compile, once for each shape."""
     split: Split = 1
-    """Number of devices over which one process distributes the layers, balanced by bytes; on a CPU all of them are the CPU. Or the number
-    of layers on each device, in the model's order: `(3, 5)`, as text `3+5`."""
+    """Number of devices over which one process distributes the layers, balanced by bytes; on a CPU all of them are the
+    CPU. Or the number of layers on each device, in the model's order: `(3, 5)`, as text `3+5`."""
     data_parallel: int = 1
     """Number of GPUs over which one process splits each microbatch (`torch.nn.DataParallel`). `replicate` is faster."""
     transport: Transport = "auto"
-    """Backend of collectives between processes on CPUs. `auto`: shared memory if all are on one host, else Gloo; `torch`: always Gloo."""
+    """Backend of collectives between processes on CPUs. `auto`: shared memory if all are on one host, else Gloo;
+    `torch`: always Gloo."""
     threads: Size | None = None
-    """Intra-op threads per process. None: OMP_NUM_THREADS, else cores ÷ processes; 1 in `bitwise` on a CPU. `auto`: measured."""
+    """Intra-op threads per process. None: OMP_NUM_THREADS, else cores ÷ processes; 1 in `bitwise` on a CPU. `auto`:
+    measured."""
     workers: Size = 0
     """Data loader workers per rank. 0: the training process loads the data. `auto`: measured."""
     prefetch: Size = 2
@@ -190,7 +196,8 @@ class Plan:
         return cls(**values)
 
     def resolve(self, world_size: int) -> Plan:
-        """The plan with `auto` replaced for `world_size` processes. Raises `PlanError` if the axes do not multiply to it."""
+        """The plan with `auto` replaced for `world_size` processes. Raises `PlanError` if the axes do not multiply to
+        it."""
         sizes: dict[str, Any] = {axis: getattr(self, axis) for axis in AXES}
         fixed = math.prod(size for size in sizes.values() if size != "auto")
         if "auto" in sizes.values() and world_size % fixed == 0:

@@ -23,7 +23,7 @@ COMPRESSIONS = ("none", "bf16", "fp16", "int8")
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """A loss term: the sum over one microbatch of whatever `Recipe.weight` counts. `Recipe.weight` is its denominator."""
+    """A loss term: the sum over one microbatch of what `Recipe.weight` counts, which is its denominator."""
 
     total: Tensor
     """Scalar tensor with a gradient."""
@@ -47,16 +47,16 @@ class Mean:
     """A metric that is a mean: Σ values / number of values over the evaluation data. Each sample counts once."""
 
     values: Callable[[Any, Any], Tensor]
-    """(output, batch) -> tensor with one value per sample (or token). Called with (model, batch) if the recipe has no `inputs`."""
+    """(output, batch), or without `Recipe.inputs` (model, batch), -> a tensor with a value per sample (or token)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """A metric that is not a mean over samples (AUC, F1): computed from the predictions for all samples, in the data's order."""
+    """A metric that is not a mean over samples (AUC, F1): computed from all predictions, in the data's order."""
 
     collect: Callable[[Any, Any], tuple[Tensor, ...]]
-    """(output, batch) -> tensors whose first dim is the samples of this microbatch. Called with (model, batch) if the recipe has no
-    `inputs`."""
+    """(output, batch) -> tensors whose first dim is the samples of this microbatch. Called with (model, batch) if the
+    recipe has no `inputs`."""
     compute: Callable[..., float]
     """(*tensors) -> value. Called on every rank with the collected tensors of the whole evaluation data, on the CPU."""
 
@@ -65,22 +65,23 @@ class Gathered:
 class Stream:
     """Data without a length or without random access, in logical shards whose number does not depend on the world size.
 
-    The ranks that compute a shard's microbatches read it from beginning to end, then again as its next epoch. Each sample is thus
-    seen exactly once in each epoch of its shard. With M microbatches in a global batch, microbatch i of step s reads from shard
-    i + M * (s mod (shards / M)). A resumed run continues at each shard's position and reads at most `window` samples of it again.
+    The ranks that compute a shard's microbatches read it from beginning to end, then again as its next epoch. Each
+    sample is thus seen exactly once in each epoch of its shard. With M microbatches in a global batch, microbatch i of
+    step s reads from shard i + M * (s mod (shards / M)). A resumed run continues at each shard's position and reads at
+    most `window` samples of it again.
 
-    The default generators of Python, NumPy and torch are seeded by (seed, epoch, shard, sample) before each sample is requested.
-    Raises `RecipeError`.
+    The default generators of Python, NumPy and torch are seeded by (seed, epoch, shard, sample) before each sample is
+    requested. Raises `RecipeError`.
     """
 
     open: Callable[[int, int, int], Iterable[Any]]
-    """(shard, epoch, start) -> an iterable of the shard's samples in that epoch, without the first `start`. The samples and their order
-    must depend on shard and epoch only. A source that cannot seek reads and discards the first `start` samples. `start` is 0 unless a
-    run is resumed, else a multiple of `window` or the shard's end."""
+    """(shard, epoch, start) -> an iterable of the shard's samples in that epoch, without the first `start`. The samples
+    and their order must depend on shard and epoch only. A source that cannot seek reads and discards the first `start`
+    samples. `start` is 0 unless a run is resumed, else a multiple of `window` or the shard's end."""
     shards: int = field(kw_only=True)
-    """Number of logical shards: a multiple of the number of microbatches in a global batch. `open` gets 0 to shards - 1."""
+    """Number of logical shards, a multiple of the microbatches in a global batch. `open` gets 0 to `shards` - 1."""
     window: int = field(kw_only=True, default=1)
-    """Size of the shuffle buffer in samples of one shard. A process holds one buffer for each shard that it reads. 1: no shuffle."""
+    """Samples in the shuffle buffer of a shard. A process holds one for each shard that it reads. 1: no shuffle."""
 
     def __post_init__(self) -> None:
         _check_callable("Stream.open", self.open, optional=False)
@@ -131,13 +132,14 @@ class Weights:
     """Pretrained weights that replace the initial values of a model. Raises `RecipeError`."""
 
     path: str
-    """A .safetensors file; a Hugging Face folder, with model.safetensors or model.safetensors.index.json, or that index; or a torch.save
-    file (.pt, .pth, .bin, .ckpt) with a state dict, or nested dicts, whose keys are then joined by dots."""
+    """A .safetensors file; a Hugging Face folder, with model.safetensors or model.safetensors.index.json, or that
+    index; or a torch.save file (.pt, .pth, .bin, .ckpt) with a state dict, or nested dicts, whose keys are then joined
+    by dots."""
     names: Mapping[str, str | None] = field(default_factory=dict)
     """Names in the file -> names in the model, or None to skip the tensor. `*` stands for any text, once on each side:
     {"module.*": "*"}. The first matching pattern counts; names that match none are unchanged."""
     missing: Literal["refuse", "keep"] = "refuse"
-    """Parameters and buffers that are missing in the file are an error (`refuse`) or keep their initial values (`keep`)."""
+    """Tensors of the model that the file lacks are an error (`refuse`) or keep their initial values (`keep`)."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.path, str) or not self.path:
@@ -166,26 +168,28 @@ class Weights:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """Everything that decides what is learned: model, loss, data, batches, optimizer, precision, seed, length, evaluation.
+    """All that decides what is learned: model, loss, data, batches, optimizer, precision, seed, length, evaluation.
 
-    Values are checked here; what needs a model or a batch is checked when training starts. Raises `RecipeError` and `DataError`.
+    Values are checked here; what needs a model or a batch is checked when training starts. Raises `RecipeError` and
+    `DataError`.
     """
 
     model: Callable[[], Any]
     """() -> torch.nn.Module. Called on every rank after seeding, so that all ranks start with the same values."""
     data: Any
-    """A map-style dataset, with `len(data)` and `data[i]`, or a `Stream`, which needs `microbatch` and `steps`. If the dataset has
-    `__getitems__(indices)`, it is called once for a microbatch; a list that it returns is collated, anything else is the batch."""
+    """A map-style dataset, with `len(data)` and `data[i]`, or a `Stream`, which needs `microbatch` and `steps`. If the
+    dataset has `__getitems__(indices)`, it is called once for a microbatch; a list that it returns is collated,
+    anything else is the batch."""
     loss: Callable[[Any, Any], Any]
-    """(output, batch) -> a scalar tensor, a `Sum`, or a dict of them. Without `inputs`: (model, batch) -> one of these, or a `Loss`.
-    A scalar is the mean over this microbatch's samples."""
+    """(output, batch) -> a scalar tensor, a `Sum`, or a dict of them. Without `inputs`: (model, batch) -> one of these,
+    or a `Loss`. A scalar is the mean over this microbatch's samples."""
     optimizer: Callable[[Any], Any]
     """(model) -> a torch optimizer, or a list of them. Every trainable parameter belongs to exactly one."""
     global_batch: int
     """Samples in one optimizer step, over all ranks."""
     microbatch: int | Literal["auto"] | None = None
-    """Samples in one forward and backward. None: one microbatch per rank; dropout then depends on the plan. `auto`: the fastest size,
-    measured at the start of the run; a resumed run keeps it."""
+    """Samples in one forward and backward. None: one microbatch per rank; dropout then depends on the plan. `auto`: the
+    fastest size, measured at the start of the run; a resumed run keeps it."""
     steps: int | None = None
     """Number of optimizer steps. Batches may span two epochs. Give this or `epochs`."""
     epochs: int | None = None
@@ -193,31 +197,33 @@ class Recipe:
     inputs: Callable[[Any], Any] | None = None
     """(batch) -> the model's arguments: a tuple, a dict of keyword arguments, or one tensor."""
     weight: Callable[[Any], Any] | None = None
-    """(collated batch on the CPU) -> the denominator of a `Sum`: a number, or a dict with the names of the loss terms."""
+    """(collated batch on the CPU) -> the denominator of a `Sum`: a number, or a dict by the loss's terms."""
     collate: Callable[[list[Any]], Any] | None = None
     """(samples) -> batch. None: torch's `default_collate`."""
     schedule: Callable[[Any], Any] | None = None
-    """(step) -> multiplier of all learning rates, a pure function; or (optimizer) -> a torch LRScheduler. None: constant rates."""
+    """(step) -> multiplier of all learning rates, a pure function; or (optimizer) -> a torch LRScheduler. None:
+    constant rates."""
     clip_norm: float | None = None
     """Maximum norm of the whole gradient; a larger gradient is scaled down to it. None: no clipping."""
     precision: Precision | Literal["auto"] = "fp32"
-    """Precision of the forward: `fp32`, or autocast to `bf16` or `fp16` (with loss scaling). Parameters keep their dtype.
-    `auto`: the fastest that the device supports in hardware, measured at the start of the run; a resumed run keeps it."""
+    """Precision of the forward: `fp32`, or autocast to `bf16` or `fp16` (with loss scaling). Parameters keep their
+    dtype. `auto`: the fastest that the device supports in hardware, measured at the start of the run; a resumed run
+    keeps it."""
     gradient_compression: str = "none"
-    """Compression of gradients between replicas, for slow networks: `none`, `bf16`, `fp16`, `int8` or `powersgd:RANK`. On more than one
-    process, compression changes what is learned."""
+    """Compression of gradients between replicas, for slow networks: `none`, `bf16`, `fp16`, `int8` or `powersgd:RANK`.
+    On more than one process, compression changes what is learned."""
     seed: int = 0
     """Seed of all random numbers (initial weights, sample order, augmentation, dropout): 0 to 2**63 - 1."""
     blocks: Sequence[str] | None = None
-    """Names of the modules that a plan wraps one by one for FSDP2, activation checkpointing or compilation; `*` stands for any text:
-    `["blocks.*"]`. None: the members of every list of modules of one class."""
+    """Names of the modules that a plan wraps one by one for FSDP2, activation checkpointing or compilation; `*` stands
+    for any text: `["blocks.*"]`. None: the members of every list of modules of one class."""
     tensor: Mapping[str, str] | None = None
     """Tensor-parallel plan: module name -> style, as in docs/plans/tensor.md; `*` in a name stands for any text.
     None: the model's own `tensor_plan`, or that of a Hugging Face model."""
     stages: Sequence[str] | None = None
-    """Names of the modules that a pipeline may be cut between; `*` stands for any text: `["embedding", "blocks.*", "head"]`. The forward
-    calls them in this order, each with the output of the one before. Each has its own random stream. None: the members of an
-    `nn.Sequential`; other models cannot be pipelined."""
+    """Names of the modules that a pipeline may be cut between; `*` stands for any text: `["embedding", "blocks.*",
+    "head"]`. The forward calls them in this order, each with the output of the one before. Each has its own random
+    stream. None: the members of an `nn.Sequential`; other models cannot be pipelined."""
     weights: Weights | str | PathLike[str] | None = None
     """Pretrained weights to start from, or just their path. None: the initial values that `model` gives."""
     evaluation: Evaluation | None = None
@@ -286,7 +292,8 @@ def check_count(name: str, value: Any, unit: str) -> None:
 
 
 def check_batch(global_batch: Any, microbatch: Any, *, of: str = "") -> None:
-    """Raises `RecipeError` unless both count samples and `microbatch` is at most `global_batch`, or None. `of`: prefix of the names."""
+    """Raises `RecipeError` unless both count samples and `microbatch` is at most `global_batch`, or None. `of`: prefix
+    of the names."""
     check_count(f"{of}global_batch", global_batch, "samples")
     if microbatch is None:
         return
@@ -299,7 +306,7 @@ def check_batch(global_batch: Any, microbatch: Any, *, of: str = "") -> None:
 
 
 def check_length(steps: Any, epochs: Any, *, of: str = "") -> None:
-    """Raises `RecipeError` unless exactly one of the two is given, as a whole number of at least 1. `of`: prefix of the names."""
+    """Raises `RecipeError` unless exactly one is given, a whole number of at least 1. `of`: prefix of names."""
     if (steps is None) == (epochs is None):
         raise RecipeError(f"steps={steps} and epochs={epochs}; a recipe has one length; give exactly one of the two")
     if steps is not None:
@@ -358,7 +365,7 @@ def _check_callable(name: str, value: Any, *, optional: bool) -> None:
 
 
 def check_data(name: str, value: Any, *, global_batch: int, microbatch: int | Literal["auto"] | None, epochs: int | None) -> None:
-    """Raises `DataError` or `RecipeError` unless `value` is a map-style dataset, or a `Stream` that fits the batches."""
+    """Raises `DataError` or `RecipeError` unless `value` is a map-style dataset, or a `Stream` for the batches."""
     if not isinstance(value, Stream):
         check_dataset(name, value)
         return

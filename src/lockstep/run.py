@@ -62,14 +62,14 @@ def train(
 ) -> Result:
     """Train, on as many processes as were started. Every rank calls it, with the same recipe.
 
-    `plan` and `run_dir`: used if the launcher gives none. None: `replicate=auto`, and a new directory below `runs`. `hooks`: called in
-    this order; one with `state_dict` and `load_state_dict` is saved with the run. `log_every`: steps between two lines of
-    `metrics.jsonl`. `saving`: when the run is saved, and what it keeps; None: `Saving()`. `resume`: "auto" goes on with an unfinished
-    run in `run_dir`, "never" refuses to, "must" refuses if there is none; the launcher's goes first. `allow_change`: fields of the
-    recipe that may then differ from what they were. `loggers`: where else the run's numbers go, such as `ls.WandB(project=...)`; see
-    `logging.loggers.Logger`.
-    Raises the children of `lockstep.errors.UserError`, and `Preempted`, which ends the process with status 75, if it was asked to save
-    and end.
+    `plan` and `run_dir`: used if the launcher gives none. None: `replicate=auto`, and a new directory below `runs`.
+    `hooks`: called in this order; one with `state_dict` and `load_state_dict` is saved with the run. `log_every`: steps
+    between two lines of `metrics.jsonl`. `saving`: when the run is saved, and what it keeps; None: `Saving()`.
+    `resume`: "auto" goes on with an unfinished run in `run_dir`, "never" refuses to, "must" refuses if there is none;
+    the launcher's goes first. `allow_change`: fields of the recipe that may then differ from what they were. `loggers`:
+    where else the run's numbers go, such as `ls.WandB(project=...)`; see `logging.loggers.Logger`. Raises the children
+    of `lockstep.errors.UserError`, and `Preempted`, which ends the process with status 75, if it was asked to save and
+    end.
     """
     if not isinstance(recipe, Recipe):
         raise RecipeError(f"train({recipe!r}); it takes an ls.Recipe: build one with ls.Recipe(model=..., data=..., loss=..., ...)")
@@ -122,7 +122,8 @@ def _train(recipe: Recipe, session: Session) -> Result:
 
 
 def _resolve(recipes: list[Recipe], opened: Opened) -> Context:
-    """Measure every setting that is `auto`. Puts the recipe with their values into `recipes[0]`, and returns the context with them."""
+    """Measure every setting that is `auto`. Puts the recipe with their values into `recipes[0]`, and returns the
+    context with them."""
     (recipe,), plan = recipes, opened.context.plan
     if recipe.microbatch != "auto":
         check_microbatch_is_fixed(plan, recipe.global_batch, recipe.microbatch)

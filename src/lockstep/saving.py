@@ -10,11 +10,13 @@ from lockstep.base.errors import CheckpointError, PlanError
 from lockstep.base.units import duration
 
 Resume = Literal["auto", "never", "must"]
-"""`auto`: resume an unfinished run in the run directory, or start one. `never`: refuse if there is one. `must`: refuse if there is none."""
+"""`auto`: resume an unfinished run in the run directory, or start one. `never`: refuse if there is one. `must`: refuse
+if there is none."""
 
 OutOfMemory = Literal["retry", "halve", "same-bits", "stop"]
-"""The changes to the plan after running out of memory. `halve`: the next of checkpointing, offload and microbatch_splits.
-`same-bits`: the same, but nothing that changes bits. `retry`: `same-bits` under bitwise numerics, else `halve`. `stop`: nothing."""
+"""The changes to the plan after running out of memory. `halve`: the next of checkpointing, offload and
+microbatch_splits. `same-bits`: the same, but nothing that changes bits. `retry`: `same-bits` under bitwise numerics,
+else `halve`. `stop`: nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +34,8 @@ class Saving:
     mode: Literal["min", "max"] = "min"
     """`min` if a smaller value of the metric is better, `max` if a larger one is."""
     folder: str | None = None
-    """Folder of the checkpoints, or a URL of any fsspec file system (s3://bucket/run). None: `checkpoints` in the run directory."""
+    """Folder of the checkpoints, or a URL of any fsspec file system (s3://bucket/run). None: `checkpoints` in the run
+    directory."""
     failures: int = 3
     """Number of consecutive failed saves that ends the run with an error."""
 
@@ -60,7 +63,8 @@ class Saving:
 
 
 def interval(text: str, name: str) -> int | str:
-    """Parse an interval: a number of steps ("500") or a time ("10m"). `name` is for the error. Raises `CheckpointError`."""
+    """Parse an interval: a number of steps ("500") or a time ("10m"). `name` is for the error. Raises
+    `CheckpointError`."""
     if text.isdecimal() and int(text) >= 1:
         return int(text)
     if not duration(text):
@@ -91,7 +95,8 @@ def check_out_of_memory(value: str, name: str) -> OutOfMemory:
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any], *, allow_change: frozenset[str] = frozenset()) -> list[str]:
-    """The differences of two results of `Recipe.describe`, as in `steps: 100, now 200`. Nested fields have paths: evaluation.every."""
+    """The differences of two results of `Recipe.describe`, as in `steps: 100, now 200`. Nested fields have paths:
+    evaluation.every."""
     found = []
     for name in sorted(saved.keys() | now.keys()):
         if name in allow_change:

@@ -34,8 +34,8 @@ from lockstep.training.step import Step
 class Session:
     """The processes, the run directory and the models of one run. Every rank makes one, and makes the same calls on it.
 
-    Use it in a `with`. The launcher's plan and run directory go before the ones given here. Raises `PlanError`, `LaunchError` and
-    `RunDirectoryError` on entering.
+    Use it in a `with`. The launcher's plan and run directory go before the ones given here. Raises `PlanError`,
+    `LaunchError` and `RunDirectoryError` on entering.
     """
 
     def __init__(
@@ -56,12 +56,12 @@ class Session:
         evaluation: Evaluation | None = None,
         resolve: Callable[[Opened], Context] | None = None,
     ) -> None:
-        """`precision`, `gradient_compression`: as in `Recipe`. `log_every`: steps between two lines of metrics.jsonl. `hooks`: called
-        in this order. `recipe`: what run.json says of it.
+        """`precision`, `gradient_compression`: as in `Recipe`. `log_every`: steps between two lines of metrics.jsonl.
+        `hooks`: called in this order. `recipe`: what run.json says of it.
 
-        `saving`: when to save, and what to keep; None: `Saving()`. `resume`: what to do if `run_dir` holds an unfinished run.
-        `allow_change`: fields of the recipe that may be others than when it was saved. `evaluation` and `resolve` are for `train`: the
-        second one replaces the settings that depend on a measurement, before anything is built from them.
+        `saving`: None: `Saving()`. `resume`: what to do if `run_dir` holds an unfinished run. `allow_change`: fields of
+        the recipe that may differ from the saved ones. `evaluation` and `resolve` are for `train`; `resolve` replaces
+        the settings that depend on a measurement, before anything is built from them.
         """
         check_hooks(hooks)
         self.hooks = hooks
@@ -124,7 +124,7 @@ class Session:
             self.context.recorder.end({"steps": run.step, "plan": str(self.context.plan), "world_size": self.world_size})
 
     def finish(self) -> None:
-        """Call the hooks' `on_finish`, after the last step; without it, that is done on leaving the `with`. Every rank calls it."""
+        """Call the hooks' `on_finish`; without it, that is done on leaving the `with`. Every rank calls it."""
         if not self._finished:
             self._finished = True
             self.run.hooks.call("on_finish", self.run)
@@ -180,9 +180,9 @@ class Session:
     ) -> tuple[Any, Any]:
         """Build a model and its optimizer (or list of optimizers) for training. Every rank calls it.
 
-        Returns what the two functions returned, the model on this rank's device. Its initial values follow from the session's seed,
-        whatever the plan, or are `weights`. `blocks`, `tensor`, `stages` and `weights`: as in `Recipe`. May be called again, for another
-        model, unless the plan has a pipeline. Raises `RecipeError`.
+        Returns what the two functions returned, the model on this rank's device. Its initial values follow from the
+        session's seed, whatever the plan, or are `weights`. `blocks`, `tensor`, `stages` and `weights`: as in `Recipe`.
+        May be called again, for another model, unless the plan has a pipeline. Raises `RecipeError`.
         """
         options = ModelOptions(blocks=blocks, tensor=tensor, stages=stages)
         module = prepare(self.run, build_model, build_optimizer, options, schedule=schedule, weights=Weights.of(weights))
@@ -202,8 +202,9 @@ class Session:
     ) -> Iterator[Step]:
         """The steps of training, each the same on every rank. Arguments are those of `Recipe`. Every rank calls it.
 
-        `data=None`: there is no dataset; a microbatch is a `range` of indices in the global batch, the same in every step (the environments
-        of reinforcement learning). In each step all models must be committed. Raises `DataError`, `RecipeError`, `LossError`.
+        `data=None`: there is no dataset; a microbatch is a `range` of indices in the global batch, the same in every
+        step (the environments of reinforcement learning). In each step all models must be committed. Raises
+        `DataError`, `RecipeError`, `LossError`.
         """
         run = self.run
         options = loop.LoopOptions(
@@ -222,9 +223,9 @@ class Session:
         return loop.steps(run, batches, total=batching.steps, weight=weight)
 
     def include(self, name: str, state: Stateful) -> None:
-        """Save something of the user's own with the run, and load it when the run is resumed. Before `steps`. Every rank calls it.
+        """Save `state` with the run, and load it when the run is resumed. Every rank calls it, before `steps`.
 
-        `state`: has `state_dict` and `load_state_dict`, and is the same on every rank. Raises `CheckpointError` if it cannot be saved.
+        `state`: has `state_dict` and `load_state_dict`, the same on every rank. Raises `CheckpointError`.
         """
         if self.run.loop.loops:
             raise CheckpointError(f"include({name!r}) after steps have begun; a checkpoint is loaded then; include it before")
@@ -236,7 +237,7 @@ class Session:
         return precisions.autocast(self.context.precision, self.device)
 
     def mean(self, values: Tensor) -> float:
-        """The mean over all values of all ranks, the same on each; NaN if there are none. `values`: any shape. Every rank calls it."""
+        """The mean over all values (any shape) of all ranks; NaN if there are none. Every rank calls it."""
         everyone = self.world.gather_ragged(values.detach().reshape(-1).double().cpu())
         return exact_sum(everyone.tolist()) / len(everyone) if len(everyone) else math.nan
 

@@ -35,8 +35,8 @@ def cover(start: int, stop: int, count: int) -> list[Node]:
 class Counter(Generic[T]):
     """Adds leaves start, start + 1, … of the tree over [0, count) as they come: a binary counter.
 
-    It holds at most about 2 log2(count) values, and after leaf stop - 1 those of `cover(start, stop, count)`. A value that
-    is pushed belongs to the counter, and `combine` may write into it.
+    It holds at most about 2 log2(count) values, and after leaf stop - 1 those of `cover(start, stop, count)`. A value
+    that is pushed belongs to the counter, and `combine` may write into it.
     """
 
     def __init__(self, combine: Callable[[T, T], T], *, start: int, count: int) -> None:

@@ -1,4 +1,5 @@
-"""Every private name of torch that lockstep uses is in this torch, does what it is used for, and is used through one module."""
+"""Every private name of torch that lockstep uses is in this torch, does what it is used for, and is used through one
+module."""
 
 import ast
 import gc
@@ -269,7 +270,8 @@ def is_private(name):
 
 
 def defined_in(trees):
-    """The names of all functions, classes, arguments and variables in the trees, and of what they set on `self` and `cls`."""
+    """The names of all functions, classes, arguments and variables in the trees, and of what they set on `self` and
+    `cls`."""
     for node in (node for tree in trees for node in ast.walk(tree)):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name
@@ -280,7 +282,8 @@ def defined_in(trees):
 
 
 def private_names_of_torch(tree, known, own):
-    """Uses of a name that is torch's, or at least neither ours nor the standard library's. `known`: private names of torch."""
+    """Uses of a name that is torch's, or at least neither ours nor the standard library's. `known`: private names of
+    torch."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
             yield from (

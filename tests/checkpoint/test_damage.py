@@ -1,4 +1,5 @@
-"""Whatever happens to a checkpoint's bytes, or in the middle of a save: what loads is what was saved, and nothing is executed."""
+"""Whatever happens to a checkpoint's bytes, or in the middle of a save: what loads is what was saved, and nothing is
+executed."""
 
 from __future__ import annotations
 

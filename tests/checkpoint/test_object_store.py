@@ -1,4 +1,5 @@
-"""Checkpoints on an object store: what holds in a folder holds there, and a server that goes away costs the save under way, no more."""
+"""Checkpoints on an object store: what holds in a folder holds there, and a server that goes away costs the save under
+way, no more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Runs that save themselves, for the tests of what looks at them. At module level, so that workers can be told their names."""
+"""Runs that save themselves, for the tests of what looks at them. At module level, so that workers can be told their
+names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Runs that lose workers and machines, and gain machines: whole commands. They end with the bits of the run that nothing happened to."""
+"""Runs that lose workers and machines, and gain machines: whole commands. They end with the bits of the run that
+nothing happened to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Whole commands that hang: the report names the rank that the others wait for, with its line, and the run exits with 76."""
+"""Whole commands that hang: the report names the rank that the others wait for, with its line, and the run exits with
+76."""
 
 from __future__ import annotations
 

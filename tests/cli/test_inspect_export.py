@@ -1,4 +1,5 @@
-"""`lockstep inspect` and `lockstep export`: what a run has saved, whether it is right, and the model in it for anyone's code."""
+"""`lockstep inspect` and `lockstep export`: what a run has saved, whether it is right, and the model in it for anyone's
+code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`lockstep slurm`, `srun lockstep run` and `srun python`, on a real Slurm of three nodes that these tests start: whole commands."""
+"""`lockstep slurm`, `srun lockstep run` and `srun python`, on a real Slurm of three nodes that these tests start: whole
+commands."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Collectives of random kinds, sizes, types and groups through shared memory, beside the same through Gloo; and ranks killed amid them.
+"""Collectives of random kinds, sizes, types and groups through shared memory, beside the same through Gloo; and ranks
+killed amid them.
 
-The numbers are whole and small, so that every sum is exact in every type and any order: the two must agree to the last bit.
+The numbers are whole and small, so that every sum is exact in every type and any order: the two must agree to the last
+bit.
 """
 
 from __future__ import annotations

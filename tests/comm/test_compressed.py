@@ -1,4 +1,5 @@
-"""Sums of which each rank sends its part in fewer bytes: near the exact ones, the same bits on every rank, and nothing lost unnoticed."""
+"""Sums of which each rank sends its part in fewer bytes: near the exact ones, the same bits on every rank, and nothing
+lost unnoticed."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def given(length: int, rank: int) -> Tensor:
 
 
 def summed(name: str, through: str, keeps: bool) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """For each of `LENGTHS` the sum, that of what is exact, and what this rank has left. All of them are under way at once."""
+    """For each of `LENGTHS` the sum, that of what is exact, and what this rank has left. All of them are under way at
+    once."""
     rank, size = distributed.get_rank(), distributed.get_world_size()
     world = World(rank, size, rank, size, torch.device("cpu"), owns_group=False)
     memory = SharedMemoryGroup.create() if through == "memory" else None

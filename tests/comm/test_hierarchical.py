@@ -43,7 +43,8 @@ def parts(length: int) -> list[Tensor]:
 
 
 def sums(names: str) -> tuple[bool, list[Tensor], list[Tensor]]:
-    """Whether vectors' sums are right, and a model's gradients beside those of all ranks' rows on one process, in float64."""
+    """Whether vectors' sums are right, and a model's gradients beside those of all ranks' rows on one process, in
+    float64."""
     hosts, rank, size = on_hosts(names), distributed.get_rank(), distributed.get_world_size()
     assert isinstance(hosts, HierarchicalAllReduce)
     right = True
@@ -95,7 +96,8 @@ def test_where_one_host_has_no_memory_no_rank_uses_any(pool: WorkerPool) -> None
 
 
 def lose_a_host(folder: str, rank: int) -> tuple[str, float]:
-    """Rank 2, the whole of host b, is killed: the first of host a hears of it from the network, and lives on; the second from the first."""
+    """Rank 2, the whole of host b, is killed: the first of host a hears of it from the network, and lives on; the
+    second from the first."""
     hosts = on_hosts("aab")
     assert isinstance(hosts, HierarchicalAllReduce)
     tensor = torch.ones(1000)

@@ -61,7 +61,8 @@ CASES: list[tuple[str, int, list[dict[str, float]], Mapping[str, str]]] = [
         {},
     ),
 ]
-"""Plan, ranks a host, the sums of the ranks' numbers over the axes that have any memory, on each rank, and why others have none."""
+"""Plan, ranks a host, the sums of the ranks' numbers over the axes that have any memory, on each rank, and why others
+have none."""
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,8 @@ rows = st.builds(
 
 
 def scattered(seed: int, shape: tuple[int, int], low: int, high: int) -> Tensor:
-    """Numbers of either sign whose powers of two are from `low` to `high`, some of them 0, as float32 has them: at most its largest."""
+    """Numbers of either sign whose powers of two are from `low` to `high`, some of them 0, as float32 has them: at most
+    its largest."""
     generator = torch.Generator().manual_seed(seed)
     size = (shape[0], shape[1] * BLOCK)
     powers = torch.randint(low, high + 1, size, generator=generator).double()

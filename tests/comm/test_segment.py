@@ -49,7 +49,8 @@ def shared_group(group: distributed.ProcessGroup | None = None, **options: Any) 
 
 
 def forked(path: str, world_size: int, function: Callable[[int], Any]) -> list[Any]:
-    """What `function(rank)` returned in `world_size` processes with a Gloo group of their own; the signal of one that was killed."""
+    """What `function(rank)` returned in `world_size` processes with a Gloo group of their own; the signal of one that
+    was killed."""
     distributed.destroy_process_group()
     server = loopback_store()
     children = []
@@ -172,7 +173,8 @@ def test_a_backward_raises_the_error_of_its_hook(pool: WorkerPool, tmp_path: Pat
 
 
 def die_while_it_is_made(point: str, rank: int) -> str:
-    """Rank 1 is killed after rank 0 has made the memory; rank 0 hears of it from the process group, and is killed too."""
+    """Rank 1 is killed after rank 0 has made the memory; rank 0 hears of it from the process group, and is killed
+    too."""
     if rank == 1:
         setattr(segment, point, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(RuntimeError):
@@ -314,7 +316,8 @@ def test_ranks_that_call_different_things_are_told(pool: WorkerPool, which: str,
 
 
 def unavailable(rank: int, name: str, value: Any) -> str:
-    """On that rank, a function of the system is another; the reason that this rank got, and that nothing stayed open."""
+    """On that rank, a function of the system is another; the reason that this rank got, and that nothing stayed
+    open."""
     before = set(os.listdir("/proc/self/fd"))
     if distributed.get_rank() == rank:
         module, _, attribute = name.rpartition(".")

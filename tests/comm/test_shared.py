@@ -30,7 +30,8 @@ def shared_group(group: distributed.ProcessGroup | None = None, **options: Any) 
 
 
 def values(length: int, dtype: torch.dtype, key: tuple[int, ...]) -> Tensor:
-    """Of very different sizes, so that another order of a sum gives other bits. The same for the same key, on any rank."""
+    """Of very different sizes, so that another order of a sum gives other bits. The same for the same key, on any
+    rank."""
     generator = torch.Generator().manual_seed(hash(key))
     if not dtype.is_floating_point and not dtype.is_complex:
         return torch.randint(0, 100, (length,), generator=generator).to(dtype)

@@ -1,4 +1,5 @@
-"""A wire with a delay between two network namespaces, for kernels without netem: python wire.py NAMESPACE DEVICE NAMESPACE DEVICE SECONDS.
+"""A wire with a delay between two network namespaces, for kernels without netem: python wire.py NAMESPACE DEVICE
+NAMESPACE DEVICE SECONDS.
 
 Makes a TAP device in each, carries frames between them, and says `ready` when both are there.
 """

@@ -1,6 +1,8 @@
-"""One rank of the doctor with a planted fault: python faults.py FOLDER DEADLINE_SECONDS, with FAULT=NAME in the environment.
+"""One rank of the doctor with a planted fault: python faults.py FOLDER DEADLINE_SECONDS, with FAULT=NAME in the
+environment.
 
-The fault is in rank 1. A barrier that does nothing is planted in all ranks, because it would hang if one rank alone skipped it.
+The fault is in rank 1. A barrier that does nothing is planted in all ranks, because it would hang if one rank alone
+skipped it.
 """
 
 from __future__ import annotations

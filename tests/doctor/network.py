@@ -1,4 +1,5 @@
-"""Hosts that are network namespaces on one bridge, for tests of several machines: real network stacks, links with a rate or a delay."""
+"""Hosts that are network namespaces on one bridge, for tests of several machines: real network stacks, links with a
+rate or a delay."""
 
 from __future__ import annotations
 

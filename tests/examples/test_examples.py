@@ -134,7 +134,8 @@ def test_cartpole_counts_a_game_until_it_ends(example: Load) -> None:
 
 @pytest.fixture
 def start(example: Load, tmp_path: Path) -> Start:
-    """Starts an example in one of the four ways, in bitwise numerics, and returns the fingerprint that its run wrote."""
+    """Starts an example in one of the four ways, in bitwise numerics, and returns the fingerprint that its run
+    wrote."""
 
     def run(launcher: str, name: str, arguments: list[str], *, nproc: int = 1, workers: int = 0) -> str:
         folder = tmp_path / f"{name}-{launcher}-{nproc}-{workers}"

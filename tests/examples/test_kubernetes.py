@@ -1,4 +1,5 @@
-"""The example for Kubernetes against the fields that it uses of the operator's API, and its command against ours. No cluster."""
+"""The example for Kubernetes against the fields that it uses of the operator's API, and its command against ours. No
+cluster."""
 
 from __future__ import annotations
 

@@ -134,7 +134,8 @@ SOURCE = """if True:
 
 
 class Pace:
-    """A simulated run: ranks go through the same phases, each at its own irregular pace, and wait for one another after each."""
+    """A simulated run: ranks go through the same phases, each at its own irregular pace, and wait for one another after
+    each."""
 
     def __init__(self, seed: int, *, stops: bool) -> None:
         self._random = random.Random(seed)

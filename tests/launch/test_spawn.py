@@ -1,4 +1,5 @@
-"""`ls.spawn`: a function in several processes, its result and its errors. Only one of these imports torch in the processes."""
+"""`ls.spawn`: a function in several processes, its result and its errors. Only one of these imports torch in the
+processes."""
 
 from __future__ import annotations
 

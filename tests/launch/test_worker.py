@@ -1,4 +1,5 @@
-"""A worker process runs the user's code as Python would. No torch here: a worker does not import it, and these take 0.1 s each."""
+"""A worker process runs the user's code as Python would. No torch here: a worker does not import it, and these take 0.1
+s each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The run directory: one run writes to it, nothing of an earlier one is overwritten, and no file in it is ever half written."""
+"""The run directory: one run writes to it, nothing of an earlier one is overwritten, and no file in it is ever half
+written."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""A second device on a machine that has none: tensors with values, on which no operation takes another device's tensors.
+"""A second device on a machine that has none: tensors with values, on which no operation takes another device's
+tensors.
 
-Torch takes them for tensors on its meta device, and a dispatch mode computes with the values, which are in the CPU's memory. The CPU stands
-for another device of the same kind: not even a scalar of it may meet them.
+Torch takes them for tensors on its meta device, and a dispatch mode computes with the values, which are in the CPU's
+memory. The CPU stands for another device of the same kind: not even a scalar of it may meet them.
 """
 
 from __future__ import annotations

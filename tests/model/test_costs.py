@@ -1,7 +1,8 @@
-"""The formulas of docs/plans/*.md, measured: what each rank sends in a step, as the kernel counts it, and what it holds.
+"""The formulas of docs/plans/*.md, measured: what each rank sends in a step, as the kernel counts it, and what it
+holds.
 
-The formulas' letters are those of the pages. Beyond them a rank may send a fiftieth and a few KiB: Gloo's headers, and the numbers that
-a step tells all ranks.
+The formulas' letters are those of the pages. Beyond them a rank may send a fiftieth and a few KiB: Gloo's headers, and
+the numbers that a step tells all ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def ring(ranks: int) -> float:
 
 
 def sharded(parameters: float, unblocked: float, ranks: int, rounds: int) -> float:
-    """Sent under sharding=full: what is in no block is gathered once a round. Gloo's reduce-scatter sends what its all-reduce does."""
+    """Sent under sharding=full: what is in no block is gathered once a round. Gloo's reduce-scatter sends what its
+    all-reduce does."""
     return (2 * parameters - unblocked + 2 * parameters) * rounds * ring(ranks)
 
 

@@ -1,4 +1,5 @@
-"""`torch.nn.DataParallel` around a model's forward, and what it is refused for. On a CPU only how the model is wrapped can be seen."""
+"""`torch.nn.DataParallel` around a model's forward, and what it is refused for. On a CPU only how the model is wrapped
+can be seen."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class Model(nn.Module):
 
 
 class OnTheCPU(nn.DataParallel[Any]):
-    """Cuts and puts together as on GPUs, with copies of the module that share its lists and functions, as torch's have."""
+    """Cuts and puts together as on GPUs, with copies of the module that share its lists and functions, as torch's
+    have."""
 
     def __init__(self, module: nn.Module, device_ids: list[int]) -> None:
         nn.Module.__init__(self)

@@ -1,4 +1,5 @@
-"""A model built one tensor at a time has the values of the model built whole, and needs the memory of one tensor at a time."""
+"""A model built one tensor at a time has the values of the model built whole, and needs the memory of one tensor at a
+time."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Shards on the CPU while their ranks exchange on GPUs. Where there is no GPU, what is moved is tested with a second device that is none,
-and the whole run with gradients that are copies. That CUDA and NCCL take part is tested where there are two GPUs."""
+"""Shards on the CPU while their ranks exchange on GPUs. Where there is no GPU, what is moved is tested with a second
+device that is none, and the whole run with gradients that are copies. That CUDA and NCCL take part is tested where
+there are two GPUs."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ def train(plan: str, run_dir: str) -> str:
 
 
 def train_offloaded(plan: str, run_dir: str) -> tuple[str, int]:
-    """As on GPUs, so far as a gradient that FSDP2 moves to the CPU is a copy. (A torch function mode would not see its backward.)"""
+    """As on GPUs, so far as a gradient that FSDP2 moves to the CPU is a copy. (A torch function mode would not see its
+    backward.)"""
     unpinned = partial(CPUOffloadPolicy, pin_memory=False)
     to = Tensor.to
     copies = []
@@ -128,7 +130,8 @@ def test_stages_sum_offloaded_gradients_of_tied_parameters_on_the_device(monkeyp
 
 
 def test_the_canonical_sum_goes_from_the_device_to_gradients_on_the_cpu() -> None:
-    """Where torch has padded them: five rows over two ranks are sent as three each, of which the second rank holds two."""
+    """Where torch has padded them: five rows over two ranks are sent as three each, of which the second rank holds
+    two."""
     first, second = nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(3))
     frozen = nn.Parameter(torch.zeros(4), requires_grad=False)
     first.grad, second.grad = torch.zeros(2, 2), torch.zeros(3)

@@ -1,4 +1,5 @@
-"""BatchNorm's running statistics under `replicate`: those of one process that computes all microbatches in their order."""
+"""BatchNorm's running statistics under `replicate`: those of one process that computes all microbatches in their
+order."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ SAMPLES, GLOBAL_BATCH, MICROBATCH, STEPS = 60, 22, 4, 4
 
 
 class Normed(nn.Module):
-    """Ways to use a BatchNorm: with a momentum, without (a cumulative average), twice, recomputed, frozen, without statistics."""
+    """Ways to use a BatchNorm: with a momentum, without (a cumulative average), twice, recomputed, frozen, without
+    statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +151,8 @@ def test_a_forward_that_changes_another_buffer_is_refused_by_its_name(
 
 
 class Codebook(nn.Module):
-    """Its forward changes a buffer through `.data`, which torch does not count; from the `begins`-th call in training on."""
+    """Its forward changes a buffer through `.data`, which torch does not count; from the `begins`-th call in training
+    on."""
 
     def __init__(self, begins: int) -> None:
         super().__init__()

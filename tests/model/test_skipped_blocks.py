@@ -1,4 +1,5 @@
-"""The order in which a sharded model's blocks are gathered, and that each is on its way while the one before it computes."""
+"""The order in which a sharded model's blocks are gathered, and that each is on its way while the one before it
+computes."""
 
 from __future__ import annotations
 

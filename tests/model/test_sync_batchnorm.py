@@ -189,7 +189,8 @@ def test_in_float64_it_is_one_process(trained: Callable[[str], Any], plan: str, 
 
 @pytest.mark.parametrize("plan", SOME_SLOW)
 def test_in_float32_its_error_is_at_most_4_times_float32s_own(trained: Callable[[str], Any], plan: str) -> None:
-    """Of the first gradient and the statistics after it, over all cases together: one case's own error may be small by luck."""
+    """Of the first gradient and the statistics after it, over all cases together: one case's own error may be small by
+    luck."""
     for ranks in trained(plan):
         ours, own = [], []
         for name, case in CASES.items():
@@ -351,7 +352,8 @@ def test_two_models_that_learn_from_each_other(pool: WorkerPool, tmp_path: Path,
 
 
 class Staged(nn.Sequential):
-    """What a pipeline cuts. A sample has two values a channel, so that a microbatch may have one sample, and a rank none of it."""
+    """What a pipeline cuts. A sample has two values a channel, so that a microbatch may have one sample, and a rank
+    none of it."""
 
     def __init__(self) -> None:
         norms = nn.SyncBatchNorm(4, momentum=0.3), nn.SyncBatchNorm(4, momentum=None, affine=False), nn.SyncBatchNorm(4)

@@ -76,7 +76,8 @@ def metrics(
 
 
 def ranks(steps: Sequence[int], world: int, *, seed: int = 0, slow: int | None = None) -> list[dict[str, Any]]:
-    """Rows of `ranks.jsonl`; from the middle on, rank `slow` takes 30% longer to compute, and the others wait for it."""
+    """Rows of `ranks.jsonl`; from the middle on, rank `slow` takes 30% longer to compute, and the others wait for
+    it."""
     noise = random.Random(seed)
     rows = []
     for step in steps:

@@ -1,4 +1,5 @@
-"""The page in a real Chromium: it says nothing on the console, asks no network, fits, shows values, and is light or dark as wished."""
+"""The page in a real Chromium: it says nothing on the console, asks no network, fits, shows values, and is light or
+dark as wished."""
 
 from __future__ import annotations
 

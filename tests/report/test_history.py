@@ -1,4 +1,5 @@
-"""Curves, ranks' times and attempts of runs that were resumed, killed, or written by others; and curves in fewer points."""
+"""Curves, ranks' times and attempts of runs that were resumed, killed, or written by others; and curves in fewer
+points."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Models of transformers, tiny and random, and what trains them. Apart from the tests, because importing transformers is slow."""
+"""Models of transformers, tiny and random, and what trains them. Apart from the tests, because importing transformers
+is slow."""
 
 from __future__ import annotations
 

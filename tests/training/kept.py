@@ -1,4 +1,5 @@
-"""Runs that are asked to end and go on, for the tests of resuming. At module level, so that workers can be told their names."""
+"""Runs that are asked to end and go on, for the tests of resuming. At module level, so that workers can be told their
+names."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ def recipe(**changes: Any) -> ls.Recipe:
 
 
 class Asked(ls.Hook):
-    """Sends a signal to the last rank after a step, and notes what the run is like then: it ends after the step after it."""
+    """Sends a signal to the last rank after a step, and notes what the run is like then: it ends after the step after
+    it."""
 
     def __init__(self, at: int | None) -> None:
         self.at = at

@@ -1,4 +1,5 @@
-"""Runs on processes that run out of memory, or say so in a forward. At module level, so that workers can be told their names."""
+"""Runs on processes that run out of memory, or say so in a forward. At module level, so that workers can be told their
+names."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ ENOUGH: dict[str, Callable[[Any, int], bool]] = {
 
 
 class Scarce(ls.Hook):
-    """Has the last rank run out of memory in the forward of step `at`, unless there is enough. It leaves a file each time."""
+    """Has the last rank run out of memory in the forward of step `at`, unless there is enough. It leaves a file each
+    time."""
 
     def __init__(self, at: int, enough: str, folder: Path) -> None:
         self.at = at

@@ -1,4 +1,5 @@
-"""Models that start from a file of weights, for the tests of that. At module level, so that workers can be told their names."""
+"""Models that start from a file of weights, for the tests of that. At module level, so that workers can be told their
+names."""
 
 from __future__ import annotations
 

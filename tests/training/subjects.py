@@ -1,4 +1,5 @@
-"""What the tests of training train: a tiny model on tiny data. At module level, so that workers can be told their names."""
+"""What the tests of training train: a tiny model on tiny data. At module level, so that workers can be told their
+names."""
 
 from __future__ import annotations
 

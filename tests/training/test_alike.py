@@ -1,4 +1,5 @@
-"""A factory that builds another model on each rank is refused on every rank, also where no rank builds the whole of it."""
+"""A factory that builds another model on each rank is refused on every rank, also where no rank builds the whole of
+it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a recipe or a plan leaves to the run: chosen, kept, cached, written down, and the same run as with those values given by hand."""
+"""What a recipe or a plan leaves to the run: chosen, kept, cached, written down, and the same run as with those values
+given by hand."""
 
 from __future__ import annotations
 
@@ -124,7 +125,8 @@ def test_a_run_is_the_one_with_the_chosen_values_given_by_hand(pool: WorkerPool,
 
 
 class Looks(ls.Hook):
-    """Keeps the model's initial values, how many of the models that were built are still there, and the context at each moment."""
+    """Keeps the model's initial values, how many of the models that were built are still there, and the context at each
+    moment."""
 
     def __init__(self, built: list[weakref.ref[nn.Module]]) -> None:
         self.built = built
@@ -169,7 +171,8 @@ def measured_apart(folder: str) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_settings_are_measured_on_a_model_that_is_dropped_before_the_run(pool: WorkerPool, tmp_path: Path, world_size: int) -> None:
-    """The trained model begins as it does without `auto`; and nothing of the context changes from its start to its end."""
+    """The trained model begins as it does without `auto`; and nothing of the context changes from its start to its
+    end."""
     pool.run(world_size, measured_apart, str(tmp_path))
 
 

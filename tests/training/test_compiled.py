@@ -1,4 +1,5 @@
-"""`compile=yes` in whole runs: the model of one process whose code is not compiled, to rounding. Needs a C++ compiler."""
+"""`compile=yes` in whole runs: the model of one process whose code is not compiled, to rounding. Needs a C++
+compiler."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ SECONDS = 250
 
 @pytest.fixture(scope="module")
 def compiling() -> Iterator[WorkerPool]:
-    """Torch's compiler leaves threads and variables in the process that it ran in, and headers in a folder of the session's."""
+    """Torch's compiler leaves threads and variables in the process that it ran in, and headers in a folder of the
+    session's."""
     os.makedirs(default_cache_dir(), exist_ok=True)
     with WorkerPool(max_workers=2, check_leaks=False) as pool:
         yield pool
@@ -34,7 +36,8 @@ def train(plan: str, run_dir: str) -> tuple[float, dict[str, float]]:
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_training_gives_the_model_of_one_process(compiling: WorkerPool, tmp_path: Path, plan: str) -> None:
-    """Four blocks, each compiled for two shapes, and for evaluation: more often than torch compiles code unless told to."""
+    """Four blocks, each compiled for two shapes, and for evaluation: more often than torch compiles code unless told
+    to."""
     (alone,) = compiling.run(1, train, "replicate=1", str(tmp_path / "alone"))
     found = compiling.run(PLANS[plan], train, f"{plan},compile=yes", str(tmp_path / "run"), timeout_seconds=SECONDS)
     state, truth = (load_file(tmp_path / name / "model.safetensors") for name in ("run", "alone"))

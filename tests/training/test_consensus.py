@@ -1,4 +1,5 @@
-"""What all ranks agree on between two steps: by requests that are merged, and flags that ride on the gradients' exchange."""
+"""What all ranks agree on between two steps: by requests that are merged, and flags that ride on the gradients'
+exchange."""
 
 from __future__ import annotations
 

@@ -79,7 +79,8 @@ def kind(order: Tensor) -> float:
 
 
 class Watch(ls.Hook):
-    """The modes of all modules after each evaluation, the model then, and its metrics. One module is kept in evaluation mode."""
+    """The modes of all modules after each evaluation, the model then, and its metrics. One module is kept in evaluation
+    mode."""
 
     def on_start(self, run: Any) -> None:
         run.model.body[1].eval()

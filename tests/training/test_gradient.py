@@ -153,7 +153,8 @@ def gradients_of_all_cases(plan: str, run_dir: str) -> dict[str, tuple[dict[str,
 
 
 def by_hand(case: Case, weights: dict[str, Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """The gradient of each step on one process, one microbatch after another, without lockstep. In float32: in the case's precision."""
+    """The gradient of each step on one process, one microbatch after another, without lockstep. In float32: in the
+    case's precision."""
     model = network()
     model.load_state_dict(weights)
     model.to(dtype)

@@ -21,7 +21,8 @@ from lockstep.comm import segment
 from lockstep.testing.pool import WorkerPool
 
 NEAR = {"none": 1e-6, "fp16": 3e-3, "bf16": 3e-2, "int8": 3e-2, "powersgd:1": 0.6, "powersgd:3": 1e-5}
-"""How near to exact five steps of SGD stay, in units of their way. A rank of 3 is that of the network's smaller matrix."""
+"""How near to exact five steps of SGD stay, in units of their way. A rank of 3 is that of the network's smaller
+matrix."""
 ROUNDED = ("bf16", "fp16", "int8")
 ALL = (*ROUNDED, "powersgd:1")
 
@@ -31,7 +32,8 @@ def wide() -> nn.Module:
 
 
 def trained(run_dir: str, plan: str, gradient_compression: str, hosts: str = "aaa") -> tuple[str, Tensor, float]:
-    """Each rank is on the host that its letter names. Returns the fingerprint, the way of all parameters as one vector, the first loss."""
+    """Each rank is on the host that its letter names. Returns the fingerprint, the way of all parameters as one vector,
+    the first loss."""
     segment._host = lambda: [hosts[distributed.get_rank()] if distributed.is_initialized() else "a", 1]  # type: ignore[assignment]
     way = Way()
     optimizer: Callable[..., Any] = lambda model: torch.optim.SGD(model.parameters(), lr=0.1)  # noqa: E731
@@ -111,7 +113,8 @@ def late(step: int, rank: int) -> Tensor:
 def stepped(
     run_dir: str, gradient_compression: str, steps: int, gradient: Callable[[int, int], Tensor], weights: Sequence[float] | None
 ) -> Tensor:
-    """The matrix after so many steps of length 1 along the mean of the ranks' gradients. `weights`: each step's, if any."""
+    """The matrix after so many steps of length 1 along the mean of the ranks' gradients. `weights`: each step's, if
+    any."""
     with ls.Session(run_dir=run_dir, plan="replicate=auto,transport=torch", gradient_compression=gradient_compression) as session:
         model, optimizer = session.prepare(Table, lambda model: torch.optim.SGD(model.parameters(), lr=1.0, weight_decay=0.0))
         rank = session.rank
@@ -179,8 +182,8 @@ def test_a_gradient_that_is_not_finite_on_one_rank_ends_the_run_on_all(pool: Wor
 
 
 def scaled(run_dir: str, gradient_compression: str, first: float) -> list[Tensor]:
-    """The matrix after each of three steps in fp16. `first`: another parameter's gradient in the first step, in which the matrix has none
-    where it is 0."""
+    """The matrix after each of three steps in fp16. `first`: another parameter's gradient in the first step, in which
+    the matrix has none where it is 0."""
     found = []
     with ls.Session(
         run_dir=run_dir, plan="replicate=2,transport=torch", gradient_compression=gradient_compression, precision="fp16"
@@ -201,7 +204,8 @@ def test_a_step_that_is_skipped_leaves_nothing_behind(
 ) -> None:
     """The steps after it are those of a run without it: the loss scale, half of what it was, changes no bits.
 
-    DDP lays out its buckets anew after the first step, and so the blocks of int8: there that run begins with a step that sends nothing.
+    DDP lays out its buckets anew after the first step, and so the blocks of int8: there that run begins with a step
+    that sends nothing.
     """
     skipped, plain = (pool.run(2, scaled, str(tmp_path / str(each)), gradient_compression, each)[0] for each in (1e35, first))
     assert not bool(skipped[0].any())
@@ -285,7 +289,8 @@ def test_a_session_refuses_what_a_recipe_does() -> None:
 
 
 def on_one_rank(run_dir: str, gradient_compression: str) -> list[Tensor]:
-    """The last matrix is used by the microbatches of one rank alone, the bias by none. AdamW would decay what has a gradient of zeros."""
+    """The last matrix is used by the microbatches of one rank alone, the bias by none. AdamW would decay what has a
+    gradient of zeros."""
 
     def loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
         hidden = torch.tanh(model[0](batch[1]))  # type: ignore[index]

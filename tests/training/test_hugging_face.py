@@ -1,4 +1,5 @@
-"""Models of transformers as they come, under the plans of the data and tensor axes: what one process gives, to rounding."""
+"""Models of transformers as they come, under the plans of the data and tensor axes: what one process gives, to
+rounding."""
 
 from __future__ import annotations
 

@@ -14,7 +14,8 @@ LOOPS = st.lists(st.integers(0, 20), min_size=1, max_size=5)
 
 
 def run(loops: list[int], *, state: LoopState, steps_done: int, until: int | None = None) -> tuple[list[tuple[int, int]], int]:
-    """Run through a script's loops. Returns (loop, step in it) of each step that was done, and the steps done in all."""
+    """Run through a script's loops. Returns (loop, step in it) of each step that was done, and the steps done in
+    all."""
     done = []
     for number, steps in enumerate(loops):
         for step in range(state.begin_loop(steps_done), steps):

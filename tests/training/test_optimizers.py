@@ -1,4 +1,5 @@
-"""Optimizers: that they share out the model, that their state is there before the first step, and their learning rates."""
+"""Optimizers: that they share out the model, that their state is there before the first step, and their learning
+rates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The pipeline axis under `ls.train`, alone and with the others: what comes out is what one process gives, to rounding."""
+"""The pipeline axis under `ls.train`, alone and with the others: what comes out is what one process gives, to
+rounding."""
 
 from __future__ import annotations
 

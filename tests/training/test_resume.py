@@ -1,4 +1,5 @@
-"""A run that was asked to end goes on as if it had not been, under its own plan or another; and what it saved is the same for all."""
+"""A run that was asked to end goes on as if it had not been, under its own plan or another; and what it saved is the
+same for all."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def undisturbed(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> P
 
 @pytest.fixture(scope="module")
 def stopped(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The directory of a run that was asked to end under a plan, and the fingerprint of its state then. Made once a plan."""
+    """The directory of a run that was asked to end under a plan, and the fingerprint of its state then. Made once a
+    plan."""
     made: dict[str, tuple[Path, str]] = {}
 
     def under(plan: str) -> tuple[Path, str]:

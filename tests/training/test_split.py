@@ -173,7 +173,8 @@ def test_two_models_that_learn_from_each_other(tmp_path: Path) -> None:
 
 
 def test_a_loss_scale_reaches_the_gradients_of_both_devices(tmp_path: Path) -> None:
-    """The second device that these tests have does not autocast: it computes in float32, nearer to the truth than float16."""
+    """The second device that these tests have does not autocast: it computes in float32, nearer to the truth than
+    float16."""
     given = tagging(precision="fp16")
     expected = train(tmp_path, "whole", "replicate=1", given)
     with two_devices():
@@ -199,7 +200,8 @@ def test_what_a_model_or_machine_does_not_allow_is_refused(tmp_path: Path, plan:
 def test_data_parallel_says_in_the_run_that_replicate_is_better(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Without GPUs torch's DataParallel calls the module as it is, so the model that comes out is that of one process."""
+    """Without GPUs torch's DataParallel calls the module as it is, so the model that comes out is that of one
+    process."""
     expected = ls.train(recipe(), run_dir=str(tmp_path / "whole"))
     monkeypatch.setattr(layout, "gpus_of", lambda home, count: list(range(count)))
     monkeypatch.setattr(torch.cuda, "default_generators", [torch.Generator(), torch.Generator()])

@@ -1,4 +1,5 @@
-"""The tensor axis under `ls.train`, alone and with the data axes: what comes out is what one process gives, to rounding."""
+"""The tensor axis under `ls.train`, alone and with the data axes: what comes out is what one process gives, to
+rounding."""
 
 from __future__ import annotations
 
@@ -230,7 +231,8 @@ def test_what_cannot_be_cut_is_refused_on_all_ranks(pool: WorkerPool, tmp_path: 
 
 
 class LoudAtTheEnd(nn.Module):
-    """The last of its hidden features is large, so that one column alone of the second layer's gradient overflows in fp16."""
+    """The last of its hidden features is large, so that one column alone of the second layer's gradient overflows in
+    fp16."""
 
     def __init__(self) -> None:
         super().__init__()

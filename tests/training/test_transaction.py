@@ -46,7 +46,8 @@ def with_a_bad_sample(value: float) -> TensorDataset:
 
 
 class Halves(nn.Module):
-    """Two layers, of which the gradient of the second one alone grows with the first feature where that is 1000 or more."""
+    """Two layers, of which the gradient of the second one alone grows with the first feature where that is 1000 or
+    more."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +67,8 @@ def infinite(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
 
 
 def with_an_infinite_slope(model: Normed, batch: Sequence[Tensor]) -> Tensor:
-    """The slope of a square root at 0 is infinite, and times 0 it is NaN: the loss is finite, and the gradient of `powers` is not."""
+    """The slope of a square root at 0 is infinite, and times 0 it is NaN: the loss is finite, and the gradient of
+    `powers` is not."""
     power = model.powers[0]
     return squared_error(model, batch) + (power.abs().sqrt().sum() if bool((batch[1] == 0).any()) else (power * 0).sum())
 
@@ -117,7 +119,8 @@ class Standing(ls.Hook):
 
 
 def fail(run_dir: str, numerics: str, changes: dict[str, Any]) -> tuple[str, bool, int]:
-    """The error's text, whether the model and the optimizer are as after the step before, and how many steps there were."""
+    """The error's text, whether the model and the optimizer are as after the step before, and how many steps there
+    were."""
     standing = Standing()
     given = {"model": Normed, "data": with_a_bad_sample(torch.nan), "steps": 3, "clip_norm": 0.1, **changes}
     try:

@@ -1,4 +1,5 @@
-"""Others' weights: the file's values are the model's, under every plan, each rank reading its own parts; and what does not fit is said."""
+"""Others' weights: the file's values are the model's, under every plan, each rank reading its own parts; and what does
+not fit is said."""
 
 from __future__ import annotations
 

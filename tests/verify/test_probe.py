@@ -1,4 +1,5 @@
-"""The probe of `lockstep verify`: it writes the same trace under every plan, up to the step asked for, and only if it is asked for."""
+"""The probe of `lockstep verify`: it writes the same trace under every plan, up to the step asked for, and only if it
+is asked for."""
 
 from __future__ import annotations
 

@@ -88,7 +88,8 @@ def say(text: str) -> None:
 
 
 def install_excepthook() -> None:
-    """Print an uncaught `UserError` as one message and exit with status 2; leave all other exceptions to the hook before.
+    """Print an uncaught `UserError` as one message and exit with status 2; leave all other exceptions to the hook
+    before.
 
     Called again after torch has installed its own hook, which prints nothing if a hook before it exits.
     """

@@ -11,7 +11,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when `parent` ends. It ends at once if that is no longer its parent. Linux only.
+    """Have the kernel kill this process when `parent` ends. It ends at once if that is no longer its parent. Linux
+    only.
 
     `parent`: the process id that the parent itself has passed on.
     """

@@ -1,7 +1,8 @@
 """Emergency save: a checkpoint without collectives, after an error or the loss of a process.
 
-Ranks that hold the same shards hold the same *part* of the state. The first rank that claims a part writes it, and the rank that
-finds all parts written commits the checkpoint. So one survivor of each part is enough, and no rank waits for another.
+Ranks that hold the same shards hold the same *part* of the state. The first rank that claims a part writes it, and the
+rank that finds all parts written commits the checkpoint. So one survivor of each part is enough, and no rank waits for
+another.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ _COMMIT = "commit"
 def emergency_save(
     folder: Storage, name: CheckpointName, *, part: int, parts: int, tensors: Mapping[str, Tensor], values: JsonObject, metadata: JsonObject
 ) -> bool:
-    """Write this rank's `part` of `parts`, and commit the checkpoint if it was the last. Every rank that is still alive calls it.
+    """Write this rank's `part` of `parts`, and commit the checkpoint if it was the last. Every rank that is still alive
+    calls it.
 
     Returns False if another rank has written the same part. Raises `OSError`.
     """

@@ -25,7 +25,8 @@ def read_manifest(folder: Storage, name: CheckpointName) -> Manifest:
 
 
 def read_block(folder: Storage, name: CheckpointName, file: str, hashes: BlockHashes, block: int, parts: Sequence[memoryview]) -> None:
-    """Read a block into `parts`, which together have its size, and check its hash. Raises `DamagedError`, `UnreachableError`."""
+    """Read a block into `parts`, which together have its size, and check its hash. Raises `DamagedError`,
+    `UnreachableError`."""
     start, stop = hashes.span(block)
     length = 0
 

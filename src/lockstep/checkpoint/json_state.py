@@ -14,13 +14,16 @@ from lockstep.base.errors import CheckpointError
 from lockstep.checkpoint.tensor_shards import DTYPES
 
 _TAG = "lockstep"
-"""Marks values that JSON lacks: {"lockstep": kind, "value": ...}. A dict that has this key itself is written as a list of items."""
+"""Marks values that JSON lacks: {"lockstep": kind, "value": ...}. A dict that has this key itself is written as a list
+of items."""
 
 
 def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """Convert `value` to JSON. Its tensors are added to `tensors`, each under `name` and its path, as in `average/fc.weight`.
+    """Convert `value` to JSON. Its tensors are added to `tensors`, each under `name` and its path, as in
+    `average/fc.weight`.
 
-    Raises `CheckpointError`, with the path and the type, for other types than JSON's, tuples, tensors, and NumPy numbers and arrays.
+    Raises `CheckpointError`, with the path and the type, for other types than JSON's, tuples, tensors, and NumPy
+    numbers and arrays.
     """
     if value is None or isinstance(value, bool | int | str):
         return value

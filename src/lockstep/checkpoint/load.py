@@ -1,7 +1,8 @@
-"""Loading and resharding a checkpoint: each rank reads and verifies the blocks that its tensors need; all others are verified too.
+"""Loading and resharding a checkpoint: each rank reads and verifies the blocks that its tensors need; all others are
+verified too.
 
-A part of a file that has the layout of the tensor is read directly into it and hashed there. Everything else passes through a
-buffer: small parts, other shards, other dtypes, tensors on a GPU.
+A part of a file that has the layout of the tensor is read directly into it and hashed there. Everything else passes
+through a buffer: small parts, other shards, other dtypes, tensors on a GPU.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class _Block:
     hashes: BlockHashes
     number: int
     spans: list[_Span]
-    """The spans that need bytes of it, in order."""
+    """The spans that need bytes of this block, in order."""
 
 
 class CheckpointReader:
@@ -115,9 +116,11 @@ class CheckpointReader:
 
     @torch.no_grad()
     def load_into(self, state: Mapping[str, Tensor], world: World) -> None:
-        """Load the saved values into this rank's tensors. Every rank calls it; names and shapes must be among the saved ones.
+        """Load the saved values into this rank's tensors. Every rank calls it; names and shapes must be among the saved
+        ones.
 
-        Every rank raises `DamagedError` or `UnreachableError` if any rank does. The state is then partly loaded and must not be used.
+        Every rank raises `DamagedError` or `UnreachableError` if any rank does. The state is then partly loaded and
+        must not be used.
         """
         blocks = list(self._blocks(state))
         done: dict[str, list[int]] = {file: [] for file in self.manifest.files}
@@ -173,7 +176,8 @@ class CheckpointReader:
                 finish()
 
     def _read(self, block: _Block, data: Sequence[Tensor]) -> None:
-        """Read a block: directly into spans that own their memory, for others into a buffer and from there into their data."""
+        """Read a block: directly into spans that own their memory, for others into a buffer and from there into their
+        data."""
         start, stop = block.hashes.span(block.number)
         try:
             spare = self._spare.pop()
@@ -198,7 +202,8 @@ class CheckpointReader:
 
 
 def raise_on_all_ranks(read: Callable[[], T], world: World) -> T:
-    """Return the result of `read` on this rank. Every rank calls it, and every rank raises the error that `read` raised on any."""
+    """Return the result of `read` on this rank. Every rank calls it, and every rank raises the error that `read` raised
+    on any."""
     failure: tuple[str, str] | None = None
     try:
         found = read()

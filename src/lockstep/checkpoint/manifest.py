@@ -1,4 +1,5 @@
-"""The manifest of a checkpoint: block hashes of its files, positions of the shards in them, and all other state. Needs no torch.
+"""The manifest of a checkpoint: block hashes of its files, positions of the shards in them, and all other state. Needs
+no torch.
 
 Files are hashed in blocks, so that a part of a file can be read and checked alone (law 6).
 """
@@ -23,7 +24,7 @@ HASH_BYTES = 16
 
 
 class DamagedError(LockstepError):
-    """A checkpoint is corrupted: its bytes are not those that were written. The text says which."""
+    """A checkpoint is corrupted: its bytes are not those that were written. The text says which bytes."""
 
 
 class UnknownFormatError(LockstepError):
@@ -31,7 +32,8 @@ class UnknownFormatError(LockstepError):
 
 
 class UnreachableError(LockstepError):
-    """A checkpoint cannot be read now (no permission, no answer from the store). It may be intact. The text says why."""
+    """A checkpoint cannot be read now (no permission, no answer from the store). It may be intact. The text says
+    why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,8 @@ class Manifest:
 
     @classmethod
     def decode(cls, data: bytes) -> Manifest:
-        """Parse a manifest. Raises `DamagedError` if a byte has changed, `UnknownFormatError` if another version wrote it."""
+        """Parse a manifest. Raises `DamagedError` if a byte has changed, `UnknownFormatError` if another version wrote
+        it."""
         try:
             whole = json.loads(data)
             known = whole["format"]

@@ -1,7 +1,7 @@
 """Storage of a run's checkpoints in an object store such as S3, through fsspec. Needs no torch.
 
-An object store has no rename: writing the manifest, last of all files, commits a checkpoint. A killed upload may leave parts that
-listings do not show and that cost money; set a lifecycle rule of the bucket that removes incomplete uploads.
+An object store has no rename: writing the manifest, last of all files, commits a checkpoint. A killed upload may leave
+parts that listings do not show and that cost money; set a lifecycle rule of the bucket that removes incomplete uploads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PART_BYTES = 16 << 20
 WITHOUT_FOLDERS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci")
 """Protocols whose drivers would create a bucket if asked to make a folder."""
 CALL_SECONDS = 120.0
-"""Timeout of one driver call. A part of an upload meets it above 140 KB/s."""
+"""Timeout of one driver call. The upload of one part exceeds it only below 140 KB/s."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "s3": {"config_kwargs": {"connect_timeout": 5, "read_timeout": 15, "retries": {"total_max_attempts": 2, "mode": "standard"}}}
 }
@@ -32,7 +32,8 @@ PACKAGES = {"s3": "'lockstep-train[s3]'", "s3a": "'lockstep-train[s3]'"}
 
 
 def open_storage(place: Path | str) -> Storage:
-    """Open the storage at a path or a URL (s3://bucket/run). Raises `RunDirectoryError` if there is no driver for the URL."""
+    """Open the storage at a path or a URL (s3://bucket/run). Raises `RunDirectoryError` if there is no driver for the
+    URL."""
     protocol, separator, path = str(place).partition("://")
     if not separator or protocol == "file":
         return FolderStorage(Path(path if separator else place))
@@ -46,7 +47,7 @@ class ObjectStorage:
 
     wait_seconds = 0.5
     readers = 16
-    """A store answers slowly, but many requests at once."""
+    """Reads at once: a store answers each request slowly, but many at the same time."""
 
     def __init__(self, url: str) -> None:
         """Does not contact the store yet. Raises `RunDirectoryError`."""

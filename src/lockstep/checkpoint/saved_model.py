@@ -1,4 +1,5 @@
-"""Reading a saved model tensor by tensor, without building the model, for `lockstep inspect` and `export`. Needs no torch."""
+"""Reading a saved model tensor by tensor, without building the model, for `lockstep inspect` and `export`. Needs no
+torch."""
 
 from __future__ import annotations
 
@@ -97,7 +98,8 @@ class StoredCheckpoint:
 
 
 def read_safetensors(path: Path) -> StateDictReader:
-    """Open a safetensors file. Its bytes cannot be verified, because the format has no hashes. Raises `DamagedError`, `OSError`."""
+    """Open a safetensors file. Its bytes cannot be verified, because the format has no hashes. Raises `DamagedError`,
+    `OSError`."""
     torchs = {theirs: ours for ours, theirs in DTYPES.items()}
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")

@@ -25,7 +25,7 @@ from lockstep.comm.mesh import to_local
 from lockstep.comm.world import World
 
 END_SECONDS = 5.0
-"""Seconds that the writer process has to end before it is killed."""
+"""Seconds that the writer process is given to end, before it is killed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +40,12 @@ class SaveResult:
 
 
 class Saver:
-    """Saves the state of a run. Every rank makes one and calls `prepare` and `save` alike. At most one save is in progress."""
+    """Saves the state of a run. Every rank makes one and calls `prepare` and `save` alike. At most one save is in
+    progress."""
 
     def __init__(self, world: World, folder: Path | str, attempt: str) -> None:
-        """`folder`: see `open_storage`. `attempt`: see `CheckpointName`; the same on every rank. Raises `RunDirectoryError`."""
+        """`folder`: see `open_storage`. `attempt`: see `CheckpointName`; the same on every rank. Raises
+        `RunDirectoryError`."""
         open_storage(folder)
         self._world = world
         self._folder = folder
@@ -54,10 +56,12 @@ class Saver:
         self._under_way: int | None = None
 
     def prepare(self, state: Mapping[str, Tensor]) -> str:
-        """Plan which rank writes what, allocate memory and start the writer process, unless this was done for the same layout.
+        """Plan which rank writes what, allocate memory and start the writer process, unless this was done for the same
+        layout.
 
-        Every rank calls it, not during a save; else the first `save` calls it, and takes longer than later ones. Returns an identifier
-        of the next save, the same on every rank, which distinguishes its notes from those of an earlier save.
+        Every rank calls it, not during a save. If it was not called, the first `save` calls it, and takes longer than
+        later ones. Returns an identifier of the next save, the same on every rank, which distinguishes its notes from
+        those of an earlier save.
         """
         found = local_shards(state)
         rows = self._world.gather_rows(torch.tensor([[found != self._shards, secrets.randbits(32)]]), [1] * self._world.size)
@@ -79,8 +83,9 @@ class Saver:
     ) -> None:
         """Copy the state and start writing it in the background. Every rank calls it, not during a save.
 
-        `state`: this rank's tensors; a name may exist on some ranks only. `values`: JSON; all ranks' objects are merged. `metadata`: JSON
-        of rank 0. `keep`: other arguments of `writer.checkpoints_to_delete`, with `scores` by `str(name)`; None keeps all checkpoints.
+        `state`: this rank's tensors; a name may exist on some ranks only. `values`: JSON; all ranks' objects are
+        merged. `metadata`: JSON of rank 0. `keep`: other arguments of `writer.checkpoints_to_delete`, with `scores` by
+        `str(name)`; None keeps all checkpoints.
         """
         assert self._under_way is None, "one save at a time"
         identifier = self.prepare(state)
@@ -107,7 +112,8 @@ class Saver:
         self._under_way = None
 
     def poll(self, timeout_seconds: float = 0.0) -> SaveResult | None:
-        """Wait up to `timeout_seconds` for the save. Returns its result; None if it is in progress, or there is none."""
+        """Wait up to `timeout_seconds` for the save. Returns its result; None if it is in progress, or there is
+        none."""
         if self._under_way is None or self._writer is None:
             return None
         answer = self._writer.answer(timeout_seconds)

@@ -1,7 +1,8 @@
-"""Storage of a run's checkpoints, and its form on a file system, where each checkpoint is a folder (law 6). Needs no torch.
+"""Storage of a run's checkpoints, and its form on a file system, where each checkpoint is a folder (law 6). Needs no
+torch.
 
-A checkpoint is written into a hidden folder, every file in it is synced, and one rename commits it. Hidden folders that a crash
-leaves are removed at the next start of the run.
+A checkpoint is written into a hidden folder, every file in it is synced, and one rename commits it. Hidden folders that
+a crash leaves are removed at the next start of the run.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class CheckpointName:
     step: int
     """Optimizer steps done."""
     attempt: str
-    """Eight hexadecimal digits of the start that wrote it, because a later start may do the same step again."""
+    """Eight hexadecimal digits that name the start of the run that wrote it: a later start may repeat the step."""
 
     def __str__(self) -> str:
         return f"step-{self.step:08d}-{self.attempt}"
@@ -56,13 +57,15 @@ class Storage(Protocol):
         """The names of all complete checkpoints, in order of their steps."""
 
     def remove_uncommitted(self) -> None:
-        """Remove everything that was never committed. Only the holder of the run's lock may call it, and not during a save."""
+        """Remove everything that was never committed. Only the holder of the run's lock may call it, and not during a
+        save."""
 
     def free_bytes(self) -> int | None:
         """Free bytes; None if unknown."""
 
     def begin(self, name: CheckpointName) -> None:
-        """Begin a checkpoint. One rank must call it and all may. Raises `FileExistsError` if the checkpoint exists already."""
+        """Begin a checkpoint. One rank must call it and all may. Raises `FileExistsError` if the checkpoint exists
+        already."""
 
     def write(self, name: CheckpointName, file: str, chunks: Iterable[bytes | memoryview]) -> None:
         """Write one file of an uncommitted checkpoint. It is on the disk when this returns."""
@@ -74,7 +77,8 @@ class Storage(Protocol):
         """Remove a file of an uncommitted checkpoint."""
 
     def claim(self, name: CheckpointName, file: str) -> bool:
-        """Create `<file>.claim` in an uncommitted checkpoint. Returns True if this process is the first to claim the file."""
+        """Create `<file>.claim` in an uncommitted checkpoint. Returns True if this process is the first to claim the
+        file."""
 
     def commit(self, name: CheckpointName, manifest: bytes) -> None:
         """Write the manifest and commit the checkpoint, whose other files are all written. One rank calls it."""
@@ -86,7 +90,8 @@ class Storage(Protocol):
         """The bytes [start, stop) of a file of a checkpoint; fewer if the file is shorter."""
 
     def read_into(self, name: CheckpointName, file: str, start: int, parts: Iterable[memoryview]) -> Iterator[memoryview]:
-        """Read a file from byte `start` on into `parts`. Yields the bytes as they arrive; ends early if the file does."""
+        """Read a file from byte `start` on into `parts`. Yields the bytes as they arrive; ends early if the file
+        does."""
 
     def delete(self, name: CheckpointName) -> None:
         """Delete a checkpoint. It is never seen incomplete."""
@@ -97,7 +102,7 @@ class FolderStorage:
 
     wait_seconds = 0.02
     readers = 2
-    """One thread waits for the disk while the other hashes."""
+    """Two threads: one waits for the disk while the other hashes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -191,7 +196,8 @@ class FolderStorage:
 
 
 def _write_some(opened: int, data: memoryview) -> int:
-    """Write past the page cache if possible. It takes a tenth of the CPU time, which training needs."""
+    """Write past the page cache if possible. That takes a tenth of the CPU time of a cached write, and leaves the rest
+    to training."""
     if len(data) % PAGE_BYTES == 0:
         flags = fcntl.fcntl(opened, fcntl.F_GETFL)
         try:

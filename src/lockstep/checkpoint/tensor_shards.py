@@ -1,8 +1,10 @@
-"""Shards of a state: the rank that writes each, its position in that rank's file, and the saved shards that fill a rank's tensors.
+"""Shards of a state: the rank that writes each, its position in that rank's file, and the saved shards that fill a
+rank's tensors.
 
-The planning is that of `torch.distributed.checkpoint` (DCP), on plain values: ranks exchange plans as JSON, and DCP would pickle
-them. A state is a dict of tensors by name. A name may exist on some ranks only, and a tensor may be a DTensor. A *shard* is a box
-of a tensor, or all of it. Torch is imported inside of functions, so that checkpoints can be read without it.
+The planning is that of `torch.distributed.checkpoint` (DCP), on plain values: ranks exchange plans as JSON, and DCP
+would pickle them. A state is a dict of tensors by name. A name may exist on some ranks only, and a tensor may be a
+DTensor. A *shard* is a box of a tensor, or all of it. Torch is imported inside of functions, so that checkpoints can be
+read without it.
 """
 
 from __future__ import annotations
@@ -66,8 +68,8 @@ class TensorShard:
 class FileLayout:
     """The layout of a safetensors file (https://huggingface.co/docs/safetensors), computed before its data exist.
 
-    Shards of a multiple of 64 bytes come first, then the others by the size of their elements, largest first. Each is thus
-    aligned for its dtype and can be used in place.
+    Shards of a multiple of 64 bytes come first, then the others by the size of their elements, largest first. Each is
+    thus aligned for its dtype and can be used in place.
     """
 
     def __init__(self, shards: Sequence[TensorShard]) -> None:
@@ -110,7 +112,8 @@ def local_shards(state: Mapping[str, Tensor]) -> dict[str, TensorShard]:
 
 
 def assign_writes(everyone: Sequence[Sequence[TensorShard]]) -> list[list[TensorShard]]:
-    """The shards that each rank writes. Each is written once, by a rank that holds it, and bytes are balanced over the ranks."""
+    """The shards that each rank writes. Each is written once, by a rank that holds it, and bytes are balanced over the
+    ranks."""
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.planner import SavePlan
 
@@ -120,7 +123,8 @@ def assign_writes(everyone: Sequence[Sequence[TensorShard]]) -> list[list[Tensor
 
 
 def plan_copies(state: Mapping[str, Tensor], saved: Sequence[TensorShard]) -> Iterator[ShardCopy]:
-    """The copies that fill this rank's tensors from saved shards. The state's names and shapes must be among the saved ones."""
+    """The copies that fill this rank's tensors from saved shards. The state's names and shapes must be among the saved
+    ones."""
     from lockstep.base.torch_private import is_distributed  # imports torch
 
     assert state.keys() <= {shard.name for shard in saved}

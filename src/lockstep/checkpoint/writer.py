@@ -1,9 +1,10 @@
-"""The writer process of a training process hashes, writes and commits its saves: `python -m lockstep.checkpoint.writer MEMORY`.
+"""The writer process of a training process hashes, writes and commits its saves: `python -m lockstep.checkpoint.writer
+MEMORY`.
 
-It imports no torch. MEMORY is the descriptor of memory, shared with the training process, that holds the content of this
-rank's file. The first line of standard input is the layout of that file, each later line a save, and each line of
-standard output the result of one, all in JSON. The process ends at the end of its input. Every rank writes its file, and
-beside it a note with its block hashes. Rank 0 waits for all notes, writes the manifest and commits.
+It imports no torch. MEMORY is the descriptor of memory, shared with the training process, that holds the content of
+this rank's file. The first line of standard input is the layout of that file, each later line a save, and each line of
+standard output the result of one, all in JSON. The process ends at the end of its input. Every rank writes its file,
+and beside it a note with its block hashes. Rank 0 waits for all notes, writes the manifest and commits.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ def save(job: dict[str, Any], shards: Mapping[TensorShard, int], content: memory
 
 
 def _awaited(folder: Storage, name: CheckpointName, file: str, save: str) -> tuple[Any, Any]:
-    """Wait for another rank's note of this save, until the training process ends this one. Returns its file entry and values."""
+    """Wait for another rank's note of this save, until the training process ends this one. Returns its file entry and
+    values."""
     while True:
         if (text := folder.read_uncommitted(name, note(file))) is not None:
             try:
@@ -70,10 +72,12 @@ def _awaited(folder: Storage, name: CheckpointName, file: str, save: str) -> tup
 def checkpoints_to_delete(
     names: Collection[CheckpointName], *, newest: CheckpointName, last: int, every: int | None, scores: Scores, mode: Literal["min", "max"]
 ) -> list[CheckpointName]:
-    """The checkpoints to delete among the complete ones, `names`, in order. Call it after the checkpoint `newest` is committed.
+    """The checkpoints to delete among the complete ones, `names`, in order. Call it after the checkpoint `newest` is
+    committed.
 
-    Kept are the `last` newest (at least 1), those at multiples of `every` steps, and the earliest with the best of `scores` (NaN is
-    no score). Checkpoints after `newest` were found damaged when the run was resumed: they are neither counted nor deleted.
+    Kept are the `last` newest (at least 1), those at multiples of `every` steps, and the earliest with the best of
+    `scores` (NaN is no score). Checkpoints after `newest` were found damaged when the run was resumed: they are neither
+    counted nor deleted.
     """
     ordered = sorted(name for name in names if name <= newest)
     kept = set(ordered[-last:])

@@ -40,8 +40,8 @@ def command(as_json: bool, **given: Any) -> int:
     """Say whether this machine, or these machines, are fit to train.
 
     Looks at versions, devices, shared memory, threads, limits, clocks, the network interface, environment variables
-    that cause trouble, and the file system of the run directory. Then starts processes, checks every collective in every
-    dtype against its definition, and times collectives and the links between all pairs of ranks. Each check has a
+    that cause trouble, and the file system of the run directory. Then starts processes, checks every collective in
+    every dtype against its definition, and times collectives and the links between all pairs of ranks. Each check has a
     verdict (ok, slow, failed or skipped) and a remedy.
 
     \b

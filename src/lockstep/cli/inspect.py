@@ -57,8 +57,8 @@ class InspectedCheckpoint:
 def command(as_json: bool, target: str) -> int:
     """Show the checkpoints of a run, and check every byte of them.
 
-    TARGET is a run directory, one checkpoint, or the URL of a folder of checkpoints. Shows for each when and under which
-    plan it was saved, what is damaged, and the fingerprint of its model, as in result.json.
+    TARGET is a run directory, one checkpoint, or the URL of a folder of checkpoints. Shows for each when and under
+    which plan it was saved, what is damaged, and the fingerprint of its model, as in result.json.
 
     \b
     Examples:

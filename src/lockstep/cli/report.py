@@ -23,9 +23,9 @@ from lockstep.report.tables import as_json as report_json, summary_lines
 def command(output: str | None, as_json: bool, run_dirs: tuple[str, ...]) -> int:
     """Make a page of a run, or of several side by side.
 
-    Writes one HTML file that needs no network and no other file: loss, evaluation metrics, learning rate, gradient norm,
-    throughput, memory, step time by rank, events, recipe, plan and environment; for several runs also how they differ.
-    The runs may have ended, failed, or be running.
+    Writes one HTML file that needs no network and no other file: loss, evaluation metrics, learning rate, gradient
+    norm, throughput, memory, step time by rank, events, recipe, plan and environment; for several runs also how they
+    differ. The runs may have ended, failed, or be running.
 
     \b
     Examples:

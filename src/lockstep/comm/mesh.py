@@ -47,7 +47,7 @@ class Mesh:
         """Place the processes on the axes of a resolved plan. Every rank calls it: it makes process groups."""
         sizes = {axis: int(getattr(plan, axis)) for axis in ("pipeline", "replicate", "shard", "tensor")}
         sizes = {axis: size for axis, size in sizes.items() if size > 1}
-        atexit.unregister(_at_exit)  # there is one for all meshes
+        atexit.unregister(_at_exit)  # a single handler serves all meshes
         atexit.register(_at_exit)
         if sizes.get("replicate", 1) == world.size:
             torch_mesh, axes = None, {"replicate": world} if sizes else {}
@@ -180,7 +180,8 @@ def forget_meshes() -> None:
 
 
 def _at_exit() -> None:
-    """Drop the meshes first: the default group's threads end with its last reference, and modules hold it in cycles."""
+    """Drop the meshes first. The default group's threads end with the last reference to the group, and modules hold
+    references to it in cycles."""
     forget_meshes()
     gc.collect()
 

@@ -1,7 +1,7 @@
 """A sum over microbatches whose order, and so whose bits, do not depend on the number of processes.
 
-Each rank holds a few complete nodes of the canonical tree (`lockstep.tree`). The vector is split into one slice per rank.
-An all-to-all brings all nodes of a slice to one rank, which adds them in the tree's order, and an all-gather
+Each rank holds a few complete nodes of the canonical tree (`lockstep.tree`). The vector is split into one slice per
+rank. An all-to-all brings all nodes of a slice to one rank, which adds them in the tree's order, and an all-gather
 distributes the sums. If every rank holds one node, this sends as many bytes as a ring all-reduce; a rank with k nodes
 sends k times as much in the all-to-all.
 """

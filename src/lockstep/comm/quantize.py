@@ -20,7 +20,7 @@ class Rounding:
     """The format `bf16`, `fp16` or `int8`. `bf16` has a relative error of at most 2**-8; numbers close to float32's
     largest become infinite. The others have a scale per block of `BLOCK` numbers. `fp16`, with a power of two as scale,
     has an error of at most 2**-11 of the number or 2**-38 of the block's largest, `int8` of 1/254 of the block's
-    largest, or 2**-127. A number that is not finite makes its whole block not finite; with `bf16` itself alone."""
+    largest, or 2**-127. A number that is not finite makes its whole block not finite; with `bf16`, only itself."""
 
     def __init__(self, name: str) -> None:
         self.name = name

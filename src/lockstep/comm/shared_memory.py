@@ -147,7 +147,7 @@ class SharedMemoryGroup(Closing):
 
     def start_all_gather(self, output: Tensor, tensor: Tensor) -> PendingAllGather:
         """Start an all-gather. `output` is complete, and `tensor` free, after `wait` on the result or the group's next
-        call. Of a tensor larger than a buffer, only the first piece is exchanged before."""
+        call. If `tensor` is larger than a buffer, only its first piece is exchanged before that."""
         rest = self._gathering(output, tensor)
         self._call("all_gather", next, rest)
         self.pending = PendingAllGather(self, rest)

@@ -76,7 +76,8 @@ class Rounds:
         return views
 
     def meet(self, *, first: bool = False) -> None:
-        """[Note: Rounds] Announce this round and wait for all ranks. `first`: of a call, so compare the calls."""
+        """[Note: Rounds] Announce this round and wait for all ranks. `first`: this is the first round of a call, so
+        compare the calls."""
         self.announce()
         self.wait(first=first)
 

@@ -37,7 +37,7 @@ def count_torch_waits() -> Iterator[None]:
         finally:
             waits.seconds += time.perf_counter() - began
 
-    setattr(dist.Work, "wait", wait)  # noqa: B010  # a method of a class of C++, as types see it
+    setattr(dist.Work, "wait", wait)  # noqa: B010  # type checkers see a method of a C++ class
     try:
         yield
     finally:

@@ -22,7 +22,7 @@ from lockstep.base.errors import LaunchError, install_excepthook
 from lockstep.comm.hierarchical import HierarchicalAllReduce
 from lockstep.comm.shared_memory import SharedMemoryGroup
 
-# Its name from torch 2.13 on; the old one warns there.
+# `all_gather_single` is the name from torch 2.13 on, where the old name warns.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 BUCKET_NUMBERS = 2**22
 """Numbers in a bucket of `sum_each`, about."""

@@ -20,7 +20,7 @@ from lockstep.keys import RandomStream, key
 CPU = torch.device("cpu")
 GATHERED_BYTES = 2**20
 GATHERED_REQUESTS = 16
-"""Microbatches of a TensorDataset whose rows are copied at a time: at most this many and GATHERED_BYTES."""
+"""Microbatches of a TensorDataset whose rows are copied in one go: at most this many, and at most GATHERED_BYTES."""
 ALIGNMENT_BYTES = 64
 """The alignment of torch's tensors. With another alignment a matrix product may have other bits."""
 
@@ -98,7 +98,7 @@ class Fetcher:
             )
 
     def gathered(self, requests: Iterator[SampleRequest]) -> Iterator[tuple[SampleRequest, list[Tensor]]]:
-        """Yield each request and its batch. The rows of several small microbatches are copied at a time.
+        """Yield each request and its batch. The rows of several small microbatches are copied in one go.
         Their tensors are parts of one allocation, each aligned as a tensor of its own would be."""
         widths = [tensor[:1].nbytes for tensor in self._data.tensors]
         rows = max(GATHERED_BYTES // max(sum(widths), 1), 1)
@@ -107,7 +107,7 @@ class Fetcher:
             columns = [torch.split(column, sizes) for column in self._rows(np.concatenate([request.samples for request in several]))]
             for request, parts in zip(several, zip(*columns, strict=True), strict=True):
                 self.check_length(request)
-                yield request, [part.data for part in parts]  # .data: no view of the others', which may be changed in place
+                yield request, [part.data for part in parts]  # .data: each may be changed in place, as no view of the others
 
     def _rows(self, samples: NDArray[np.int64]) -> list[Tensor]:
         rows = torch.from_numpy(samples)

@@ -161,9 +161,10 @@ class StreamLoader(_BatchLoader):
         super().__init__(self._fetcher, workers, device, prefetch=prefetch)
 
     def fetch(self, spans: Iterable[Span], *, microbatches: int, positions: Mapping[int, ShardPosition]) -> Iterator[Microbatch]:
-        """Yield the microbatches of `spans`, in their order. Only their lengths matter; equal neighbors are read once.
-        `microbatches`: in a global batch. `positions`: shard -> where it continues, by default at its beginning. One
-        call at a time. Raises what `StreamFetcher` raises, and `DataError` if a batch's structure is another one."""
+        """Yield the microbatches of `spans`, in their order. Only their lengths matter; consecutive spans of one
+        microbatch are read once. `microbatches`: in a global batch. `positions`: shard -> where it continues, by
+        default at its beginning. One call at a time. Raises what `StreamFetcher` raises, and `DataError` if a batch's
+        structure is another one."""
         for request, made in self._fetched(self._round_robin(self._requests(spans, microbatches, positions))):
             if request is None:
                 continue

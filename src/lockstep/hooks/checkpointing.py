@@ -30,7 +30,7 @@ from lockstep.training.consensus import NOTHING, Request
 from lockstep.training.hook import ControlHook, Run
 from lockstep.training.state import restore, state_of
 
-WAIT_SECONDS = 0.5  # all ranks that wait for a save exchange its state so often
+WAIT_SECONDS = 0.5  # between two exchanges of a save's state by the ranks that wait for it
 LAST_SECONDS = 10.0  # after an error, the longest wait for the save under way
 
 
@@ -69,7 +69,8 @@ class Checkpointer:
         return attempt
 
     def begin(self, step: int) -> None:
-        """Called before the first step, with `step` steps done. Every rank calls it. Raises `CheckpointError` if nothing can be saved."""
+        """Called before the first step, with `step` steps done. Every rank calls it. Raises `CheckpointError` if
+        nothing can be saved."""
         state = state_of(self.run.modules, self.run.stateful)
         self._saved = step
         self._on_rank_0(self.folder.remove_uncommitted, "written to")
@@ -89,7 +90,8 @@ class Checkpointer:
         return self._interval is not None and self.world.rank == 0 and time.monotonic() - self._since >= self._interval
 
     def after_step(self, step: int, *, is_time: bool) -> None:
-        """Begin a save if one is due and none is under way. Every rank calls it. Raises `CheckpointError` if too many failed in a row."""
+        """Begin a save if one is due and none is under way. Every rank calls it. Raises `CheckpointError` if too many
+        failed in a row."""
         self._poll()
         self._is_due |= is_time or (self.saving.steps is not None and step % self.saving.steps == 0)
         if self._is_due and self._has_ended():
@@ -109,7 +111,8 @@ class Checkpointer:
             self.wait()
 
     def rescue(self, step: int) -> str | None:
-        """Save this rank's state without the other ranks. Returns the checkpoint's name; None if it is saved already. Raises `OSError`."""
+        """Save this rank's state without the other ranks. Returns the checkpoint's name; None if it is saved already.
+        Raises `OSError`."""
         if step <= self._saved and not self._is_open:
             return None
         if step == self._saved:
@@ -190,7 +193,8 @@ class Checkpointer:
         return sum({name: size for theirs in everyone for name, size in theirs.items()}.values())
 
     def _on_rank_0(self, call: Callable[[], Any], what: str) -> Any:
-        """Call it on rank 0, and return its JSON value on all. Every rank calls it. Raises `CheckpointError`: it cannot be `what`."""
+        """Run `call` on rank 0, and return its JSON value on all ranks. Every rank calls it. Raises `CheckpointError`:
+        the checkpoints cannot be `what` ("read", say)."""
         found, failure = None, None
         if self.world.rank == 0:
             try:
@@ -232,7 +236,7 @@ class Checkpointer:
         if ended.not_deleted is not None:
             self.run.event("checkpoint-not-deleted", reason=ended.not_deleted)
             self.run.context.recorder.message(f"warning: an old checkpoint could not be deleted: {ended.not_deleted}")
-        if self.world.rank == 0:  # it commits
+        if self.world.rank == 0:  # rank 0 commits the checkpoint
             name, seconds = str(CheckpointName(ended.step, self.attempt)), round(time.monotonic() - self._since, 3)
             self.run.event("checkpoint-saved", checkpoint=name, seconds=seconds, stopped_seconds=round(self._stopped_seconds, 4))
 
@@ -241,13 +245,14 @@ class Checkpointer:
         self.run.context.recorder.message(f"warning: the checkpoint after step {self._saved} was not saved: {reason}")
 
     def _has_ended(self) -> bool:
-        """True if no save is under way on any rank. Every rank calls it. Raises `CheckpointError` if too many failed in a row."""
+        """True if no save is under way on any rank. Every rank calls it. Raises `CheckpointError` if too many failed in
+        a row."""
         if not self._is_open:
             return True
         self._poll()
         everyone = self.world.gather_values([self._saver.is_under_way, self._error])
         error = next((error for _, error in everyone if error is not None), None)
-        if error is not None and self._saver.is_under_way and self.world.rank == 0:  # it would wait for the part of the failed rank
+        if error is not None and self._saver.is_under_way and self.world.rank == 0:  # it would wait for the failed rank's part
             self._saver.abandon()
         if any(under_way and not (error is not None and rank == 0) for rank, (under_way, _) in enumerate(everyone)):
             return False
@@ -270,7 +275,8 @@ class Checkpointer:
 
 
 def saved_recipe(folder: Storage, world: World) -> dict[str, Any]:
-    """The recipe of the newest readable checkpoint in `folder`, as JSON; empty if there is none. Every rank calls it."""
+    """The recipe of the newest readable checkpoint in `folder`, as JSON; empty if there is none. Every rank calls
+    it."""
     found: dict[str, Any] = {}
     if world.rank == 0:
         with suppress(OSError):  # `restore` reports it
@@ -284,7 +290,8 @@ def saved_recipe(folder: Storage, world: World) -> dict[str, Any]:
 
 @dataclass(eq=False)
 class Checkpointing(ControlHook):
-    """Saves the run during training, after an error, and when it is asked to end; loads the newest checkpoint at the start."""
+    """Saves the run during training, after an error, and when it is asked to end; loads the newest checkpoint at the
+    start."""
 
     saving: Saving
     resume_option: Resume
@@ -295,7 +302,8 @@ class Checkpointing(ControlHook):
     _checkpointer: Checkpointer | None = None
 
     def resume(self, run: Run) -> None:
-        """Load the newest checkpoint, if there is one. Every rank calls it once, before the first step. Raises `CheckpointError`."""
+        """Load the newest checkpoint, if there is one. Every rank calls it once, before the first step. Raises
+        `CheckpointError`."""
         context = run.context
         checkpointer = self._checkpointer = Checkpointer(run, self.folder, self.saving, compare=partial(self.audit.compare, run))
         found = checkpointer.restore(self.resume_option, allow_change=self.allow_change)
@@ -326,7 +334,7 @@ class Checkpointing(ControlHook):
             self._checkpointer.after_step(run.step, is_time=agreed.save)
 
     def on_finish(self, run: Run) -> None:
-        if self._checkpointer is not None and run.recipe is None and run.is_committed:  # `train` writes the model
+        if self._checkpointer is not None and run.recipe is None and run.is_committed:  # with a recipe, `ls.train` writes the final model
             assert run.source is not None, "a step was committed"
             run.end_step(run.source)
             self._checkpointer.save_now(run.step)
@@ -340,7 +348,8 @@ class Checkpointing(ControlHook):
         self.rescue(run, error)
 
     def rescue(self, run: Run, error: BaseException) -> bool:
-        """If this rank's state is that of a complete step, save it without the other ranks. Returns True if it is saved."""
+        """If this rank's state is that of a complete step, save it without the other ranks. Returns True if it is
+        saved."""
         by_the_script = isinstance(error, SystemExit) and not isinstance(error, Terminated)
         is_consistent = run.source is not None and run.is_consistent and run.is_consistent_in_steps
         if self._checkpointer is None or by_the_script or isinstance(error, DivergenceError) or not is_consistent:

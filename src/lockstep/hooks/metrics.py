@@ -9,11 +9,12 @@ from lockstep.training.hook import ControlHook, Run
 from lockstep.training.step_result import StepResult
 from lockstep.training.train_module import TrainModule
 
-_OVERFLOWS_TO_REPORT = 8  # Steps in a row. Fewer are the normal search of fp16 for its loss scale, and only events.
+_OVERFLOWS_TO_REPORT = 8  # in a row. Fewer are normal while fp16 searches its loss scale, and are only events.
 
 
 class Metrics(ControlHook):
-    """On every rank, because reading some results is a collective; rank 0 writes."""
+    """Reads the results of steps, and writes metrics.jsonl. Runs on every rank, because some reads are collectives;
+    only rank 0 writes."""
 
     def __init__(self) -> None:
         self.throughput = Throughput()

@@ -14,7 +14,8 @@ from lockstep.training.hook import Hook, Run
 
 
 class ExponentialMovingAverage(Hook):
-    """Keeps a moving average of the weights (Polyak and Juditsky, 1992): after each step, decay × average + (1 - decay) × weights.
+    """Keeps a moving average of the weights (Polyak and Juditsky, 1992): after each step, decay × average + (1 - decay)
+    × weights.
 
     `model_average.safetensors` in the run directory holds it at the end, with the model's buffers as they are.
     """

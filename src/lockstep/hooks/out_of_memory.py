@@ -1,7 +1,8 @@
-"""The out-of-memory fallbacks: changes to the plan, one after another, each in addition to those before; and their hook.
+"""The out-of-memory fallbacks: changes to the plan, one after another, each in addition to those before; and their
+hook.
 
-A process that ran out of memory cannot recover its memory for certain. It writes the next plan to the run directory and ends; new
-processes continue the run under that plan.
+A process that ran out of memory cannot recover its memory for certain. It writes the next plan to the run directory and
+ends; new processes continue the run under that plan.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class TakenFallbacks:
         """Raises `RunDirectoryError` for a text that `write` did not write."""
         try:
             found = cls(**json.loads(text))
-            Plan(checkpointing=found.checkpointing, microbatch_splits=found.microbatch_splits)  # type: ignore[arg-type]  # which it checks
+            Plan(checkpointing=found.checkpointing, microbatch_splits=found.microbatch_splits)  # type: ignore[arg-type]  # Plan checks them
             complete = all({"step", "rank", "error", "then"} <= each.keys() for each in found.failures)
             if isinstance(found.offload, bool) and found.failures and complete:
                 return found
@@ -61,7 +62,7 @@ class TakenFallbacks:
         write_atomically(path, json.dumps(asdict(self), indent=2) + "\n")
 
     def apply_to(self, plan: Plan, device: str) -> Plan:
-        """The plan with all fallbacks that it does not have yet and that are possible with it on such a `device`."""
+        """Return `plan` with every taken fallback added that it lacks and that it can have on this kind of `device`."""
         for name in FALLBACKS:
             taken = getattr(self, name)
             if _strength(name, taken) > _strength(name, getattr(plan, name)):
@@ -77,7 +78,8 @@ class TakenFallbacks:
 def next_plan(plan: Plan, device: str, setting: Setting, *, largest: int | None, unsplittable: str | None) -> Plan | str:
     """The plan for the next attempt, or why there is none, in words. `device`: "cuda" or "cpu".
 
-    `largest`: samples of the largest microbatch; None: memory ran out before the first step. `unsplittable`: why it cannot be split.
+    `largest`: samples of the largest microbatch; None: memory ran out before the first step. `unsplittable`: why it
+    cannot be split.
     """
     if setting == "stop":
         return "--out-of-memory stop allows no change of the plan"
@@ -107,7 +109,8 @@ def changes(before: Plan, after: Plan) -> str:
 
 
 def advice(plan: Plan, found: Plan | str, *, folder: Path, step: int | None) -> str:
-    """Return the note for the error. `found`: from `next_plan`. `step`: steps done and saved; None: they are not saved."""
+    """Return the note for the error. `found`: from `next_plan`. `step`: steps done and saved; None: they are not
+    saved."""
     if isinstance(found, str):
         tried = changes(Plan(), plan)
         return f"lockstep: memory ran out{f' with {tried}' if tried else ''}; {found}"
@@ -116,7 +119,8 @@ def advice(plan: Plan, found: Plan | str, *, folder: Path, step: int | None) -> 
 
 
 def fallback_since(known: TakenFallbacks, folder: Path) -> str | None:
-    """Return, in words, the fallback that any rank of the run in `folder` has written since `known` was read; None if there is none."""
+    """Return, in words, the fallback that any rank of the run in `folder` has written since `known` was read; None if
+    there is none."""
     try:
         found = TakenFallbacks.parse((folder / FILE).read_text(encoding="utf-8"), folder / FILE)
     except (OSError, UnicodeDecodeError, RunDirectoryError):
@@ -134,7 +138,7 @@ def read_fallbacks(world: World, folder: Path, *, resumes: bool) -> TakenFallbac
         except FileNotFoundError:
             pass
         except (OSError, UnicodeDecodeError):
-            text = ""  # which no rank can parse
+            text = ""  # no rank can parse this, so all raise the same error
     text = world.value_of(0, text)
     return TakenFallbacks() if text is None else TakenFallbacks.parse(text, folder / FILE)
 
@@ -158,7 +162,7 @@ class OutOfMemory(ControlHook):
     """Writes the next plan after a failure, and requests the restart of the run."""
 
     given: Plan  # the plan that was asked for
-    taken: TakenFallbacks  # those after earlier failures
+    taken: TakenFallbacks  # the fallbacks taken after earlier failures
     setting: Setting
     is_restarted: bool  # True if the launcher restarts the run when asked to
     _largest: int | None = None  # Samples of the largest microbatch. None before the first loop.
@@ -180,7 +184,8 @@ class OutOfMemory(ControlHook):
         run.context.recorder.message(f"continues with {change}: {reason}")
 
     def begin_loop(self, run: Run, models: Sequence[nn.Module], data: Any, *, largest: int) -> None:
-        """Raise `RecipeError` if the plan splits microbatches, of at most `largest` samples, that cannot be split. Every rank calls it."""
+        """Raise `RecipeError` if the plan splits microbatches, of at most `largest` samples, that cannot be split.
+        Every rank calls it."""
         mine = [name for name, _ in training_batchnorms(models)]
         layers = [name for theirs in run.context.mesh.axis("pipeline").gather_values(mine) for name in theirs]
         if layers:

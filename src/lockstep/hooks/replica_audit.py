@@ -19,7 +19,7 @@ _MIX = 0x9E3779B97F4A7C15 - 2**64
 
 
 class ReplicaAudit(ControlHook):
-    """Compares the ranks that differ in their place on the `replicate` axis only."""
+    """Compares the replicas: the ranks whose positions on the mesh differ on the `replicate` axis only."""
 
     def __init__(self, *, every: int) -> None:
         """`every`: steps from one comparison to the next; 0: never."""
@@ -31,7 +31,8 @@ class ReplicaAudit(ControlHook):
             self.compare(run)
 
     def compare(self, run: Run) -> None:
-        """Compare now, if not yet done after this step. Every rank calls it. Raises `DivergenceError` on all if any replicas differ."""
+        """Compare now, if not yet done after this step. Every rank calls it. Raises `DivergenceError` on all if any
+        replicas differ."""
         mesh = run.context.mesh
         replicas = mesh.axis("replicate")
         if replicas.size == 1 or not self._every or self._agreed == run.step:
@@ -59,7 +60,8 @@ class ReplicaAudit(ControlHook):
 
 
 def difference(names: Sequence[str], sums: Mapping[int, Sequence[int]]) -> str:
-    """Name the ranks that differ from the majority, and the first tensor. `sums`: rank -> checksum of each tensor. Empty if all agree."""
+    """Name the ranks that differ from the majority, and the first tensor. `sums`: rank -> checksum of each tensor.
+    Empty if all agree."""
     for place, name in enumerate(names):
         counts = Counter(row[place] for row in sums.values())
         if len(counts) == 1:

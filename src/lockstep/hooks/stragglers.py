@@ -1,4 +1,5 @@
-"""The hook that finds stragglers: at logging steps, one small all-gather of each rank's times, and a line of `ranks.jsonl`."""
+"""The hook that finds stragglers: at logging steps, one small all-gather of each rank's times, and a line of
+`ranks.jsonl`."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ class Stragglers(ControlHook):
         self.hosts, stages = zip(*context.world.gather_values(mine), strict=True)
         self._finder = StragglerFinder(stages)
         self._interval = self._remaining = -(-context.world.size // _RANKS_AT_ONCE)
-        """Logging steps from one exchange to the next, and until the next one."""
+        """`_interval`: logging steps from one exchange to the next. `_remaining`: logging steps until the next
+        exchange."""
         self._path = context.run_dir / "ranks.jsonl"
 
     def before_steps(self, run: Run) -> None:
@@ -117,12 +119,14 @@ class Stragglers(ControlHook):
         return [*own, spent("exchange") + waited("data", *_OF_COMPUTE, *_OF_HOOKS)]
 
     def _times(self) -> tuple[defaultdict[str, float], defaultdict[str, float]]:
-        """Total seconds of each phase, and of its waits for other ranks. On a GPU such waits are phases of their own."""
+        """Total seconds of each phase, and of its waits for other ranks. On a GPU such waits are phases of their
+        own."""
         stream = self._phases.stream
         return (self._phases.totals, self._phases.waited) if stream is None else (stream.totals(), defaultdict(float))
 
     def _report(self, run: Run, columns: Mapping[str, NDArray[np.float64]], steps: int, seconds: float) -> None:
-        """Name ranks that have become slow, by their time for each microbatch: ranks may compute different numbers of them."""
+        """Name ranks that have become slow, by their time for each microbatch: ranks may compute different numbers of
+        them."""
         assert self._finder is not None, "on_start has made it"
         microbatches = columns["microbatches"]
         scale = np.where(microbatches > 0, microbatches.mean() / np.maximum(microbatches, 1.0), 1.0)
@@ -139,7 +143,7 @@ class Stragglers(ControlHook):
 
 def next_interval(seconds: float, *, before: int, ranks: int) -> int:
     """Logging steps until the next exchange. `seconds`: from one logging step to the next."""
-    # One value says little: the first step, and a step that saves, take longer. So it grows by at most two.
+    # One value says little: the first step, and a step that saves, take longer. So the interval at most doubles.
     wanted = EXCHANGE_SECONDS * max(1.0, ranks / _RANKS_AT_ONCE)
     return max(1, min(math.ceil(wanted / max(seconds, 1e-9)), 2 * before))
 
@@ -169,7 +173,8 @@ class StragglerFinder:
         self._reported: set[tuple[int, str]] = set()
 
     def add(self, times: Times, seconds: float) -> list[Straggler]:
-        """Add a window that lasted `seconds`. Returns each straggler once for each part, until it is slow no more."""
+        """Add a window that lasted `seconds`. Returns the new stragglers: one is returned again for the same part only
+        after it was not slow in between."""
         self._windows.append((seconds, times))
         lengths = [seconds for seconds, _ in self._windows]
         if len(lengths) < MIN_WINDOWS or sum(lengths) < MIN_SECONDS:
@@ -183,7 +188,8 @@ class StragglerFinder:
 
 
 def slow(times: Times, peers: Sequence[int]) -> list[Straggler]:
-    """The ranks whose own work takes longer than that of the others with the same number in `peers`. Takes n log n time."""
+    """The ranks whose own work takes longer than that of the others with the same number in `peers`. Takes n log n
+    time."""
     found = []
     for peer in sorted(set(peers)):
         ranks = np.flatnonzero(np.asarray(peers) == peer)

@@ -1,6 +1,8 @@
-"""Reads and merges traces of torch's profiler: the parts of each rank's time, and all ranks on one clock. Needs no torch.
+"""Reads and merges traces of torch's profiler: the parts of each rank's time, and all ranks on one clock. Needs no
+torch.
 
-A trace is the JSON that `export_chrome_trace` writes: events with `ts` and `dur` in microseconds after `baseTimeNanoseconds`.
+A trace is the JSON that `export_chrome_trace` writes: events with `ts` and `dur` in microseconds after
+`baseTimeNanoseconds`.
 """
 
 from __future__ import annotations
@@ -53,13 +55,13 @@ def time_parts(trace: Mapping[str, Any], window: Span, thread: int) -> TimeParts
     computed = [event for event in (*_innermost(operators), *kernels) if not event["name"].startswith(_NOT_COMPUTATION)]
     inside = union(map(_span, exchanges), window)
     shared = union((_span(event) for event in exchanges if event["name"].startswith("shared:")), window)
-    busy = without(union(map(_span, computed), window), shared)  # what is added in shared memory is part of the exchange
+    busy = without(union(map(_span, computed), window), shared)  # operators inside a shared-memory collective are exchange
     exposed = length(without(inside, busy))
     return TimeParts(window[1] - window[0], length(busy), exposed, length(inside) - exposed)
 
 
 def _innermost(operators: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The operators that called no other: the rest of an outer one's time may be a wait."""
+    """The operators that called no other. Outer ones are left out: their remaining time may be a wait."""
     found: list[Mapping[str, Any]] = []
     for event in sorted(operators, key=lambda event: (float(event["ts"]), -float(event["dur"]))):
         if found and _span(event)[1] <= _span(found[-1])[1]:
@@ -74,7 +76,7 @@ def _span(event: Mapping[str, Any]) -> Span:
 
 
 def union(spans: Iterable[Span], window: Span) -> list[Span]:
-    """The same time inside the window, as sorted spans that do not touch."""
+    """The union of the spans, cut to the window: sorted spans that do not touch."""
     found: list[Span] = []
     for start, stop in sorted((max(start, window[0]), min(stop, window[1])) for start, stop in spans):
         if stop <= start:
@@ -106,7 +108,8 @@ def length(spans: Iterable[Span]) -> float:
 
 
 def merged(traces: Mapping[int, Mapping[str, Any]], hosts: Sequence[str], ahead_seconds: Sequence[float]) -> dict[str, Any]:
-    """One trace by rank 0's clock, with a process for each rank. `ahead_seconds`: by how much each rank's clock is ahead of rank 0's."""
+    """One trace by rank 0's clock, with a process for each rank. `ahead_seconds`: by how much each rank's clock is
+    ahead of rank 0's."""
     base = min(int(trace.get("baseTimeNanoseconds", 0)) for trace in traces.values())
     events: list[dict[str, Any]] = []
     for rank, trace in sorted(traces.items()):
@@ -121,7 +124,7 @@ def merged(traces: Mapping[int, Mapping[str, Any]], hosts: Sequence[str], ahead_
             moved = {**event, "pid": rank}
             if "ts" in event:
                 moved["ts"] = float(event["ts"]) + shift
-            if "id" in event:  # an arrow from one event to another has one
+            if "id" in event:  # of an arrow between events; it must differ between ranks
                 moved["id"] = f"{rank}.{event['id']}"
             events.append(moved)
     return {"schemaVersion": 1, "displayTimeUnit": "ms", "baseTimeNanoseconds": base, "traceEvents": events}

@@ -129,7 +129,8 @@ class ElasticRendezvous(DynamicRendezvousHandler):
         return bytes(self._store.compare_set(f"{_RUN_ID}.{name}", "", value)).decode()
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Meet the other machines. The workers get a new store each time: torch would keep one whose machine is gone."""
+        """Meet the other machines. The workers get a new store each time: torch would keep one whose machine is
+        gone."""
         say(f"lockstep: waits at {self.machines.endpoint} for the machines of the run ({self.machines.count})")
         self._bootstrap_store_info = self._shared_tcp_store_server = None
         found = super().next_rendezvous()
@@ -161,7 +162,8 @@ class ElasticRendezvous(DynamicRendezvousHandler):
             time.sleep(0.5)
 
     def lost_machines(self) -> list[str]:
-        """Addresses of machines that left since the last meeting, or whose heartbeat stopped. Raises `RendezvousError`."""
+        """Addresses of machines that left since the last meeting, or whose heartbeat stopped. Raises
+        `RendezvousError`."""
         with self._heartbeat_lock:
             self._state_holder.sync()
             here = Counter(node.addr for node in self._state_holder.state.participants)

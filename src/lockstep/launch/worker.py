@@ -70,7 +70,8 @@ def begin() -> Path | None:
 
 
 def run(body: Callable[[], object], record: Path | None) -> NoReturn:
-    """Call `body` and end the process. Writes the record first if `body` raises, or exits with another status than 0."""
+    """Call `body` and end the process. Writes the record first if `body` raises, or exits with another status than
+    0."""
     process = os.getpid()
     hook = sys.excepthook
     in_a_worker()

@@ -37,8 +37,9 @@ class Recorder:
     """The run directory, its logs and the progress display. Every rank makes one, at the same moment."""
 
     def __init__(self, run_dir: str | None, world: World, *, resume: Resume, default: str | None, loggers: Sequence[Logger] = ()) -> None:
-        """Raises `RunDirectoryError` on every rank if rank 0 cannot use the directory, or another machine does not have it.
-        `run_dir=None`: `default` (which a restart uses again) for this process's first run without one, else a new one in `runs`."""
+        """Raises `RunDirectoryError` on every rank if rank 0 cannot use the directory, or another machine does not have
+        it. `run_dir=None`: `default` (which a restart uses again) for this process's first run without one, else a new
+        one in `runs`."""
         global _default_is_taken
         if run_dir is None and not _default_is_taken:
             run_dir, _default_is_taken = default, default is not None
@@ -57,7 +58,8 @@ class Recorder:
         if failure is not None:
             raise getattr(lockstep.base.errors, failure[0])(failure[1])
         self.path = Path(path)
-        """The run directory. The same on every rank, as is `attempt`: eight hexadecimal digits for this start of the run."""
+        """The run directory. The same on every rank, as is `attempt`: eight hexadecimal digits for this start of the
+        run."""
         if world.local_size < world.size:
             self._check_shared(world)
         self.events = EventLog(self.path / "events.jsonl" if self._directory else None)
@@ -203,7 +205,8 @@ class Throughput:
             self._weight += sum(weights.values())
 
     def restart(self) -> dict[str, float]:
-        """Return the samples, and for a loss with one weighted term the weight (tokens, say), per second since the last call."""
+        """Return the samples, and for a loss with one weighted term the weight (tokens, say), per second since the last
+        call."""
         now = time.perf_counter()
         seconds = max(now - self._since, 1e-9)
         rates = {"samples_per_second": self._samples / seconds}

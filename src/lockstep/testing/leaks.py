@@ -47,7 +47,8 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Exempt:
-    """Resources that a snapshot leaves out because they outlive the code under test, such as those of a `WorkerPool`."""
+    """Resources that a snapshot leaves out because they outlive the code under test, such as those of a
+    `WorkerPool`."""
 
     processes: Collection[int] = ()
     """Process ids. These processes and their descendants are left out."""

@@ -40,7 +40,8 @@ def merge(requests: Sequence[Request]) -> Request:
 
 @dataclass(slots=True)
 class Consensus:
-    """A flag is exchanged with the gradients; only if any rank has raised it do all exchange their requests."""
+    """The agreement of the ranks after a step. A flag is exchanged with the gradients; if any rank raised it, all
+    exchange their requests."""
 
     mesh: Mesh
     request: Callable[[], Request]  # returns this rank's current request
@@ -51,7 +52,7 @@ class Consensus:
         return bool(self._mine(may_stop))
 
     def agree(self, results: Sequence[StepResult], *, may_stop: bool) -> Request:
-        """Agree after a step, whose results have the flags. Every rank calls it."""
+        """Agree after a step. `results` hold the flags of all ranks. Every rank calls it."""
         raised = self._any_flag(results, wait=may_stop)
         if self.mesh.data.size < self.mesh.world.size:
             raised = self.mesh.world.any(raised)
@@ -70,7 +71,8 @@ class Consensus:
         return mine if may_stop or mine.stop is None else Request(None, mine.save, mine.end)
 
     def _any_flag(self, results: Sequence[StepResult], *, wait: bool) -> bool:
-        """True if any flag was raised: in this step, but on a GPU without `wait` in the step before, so that the host need not wait."""
+        """True if any rank raised its flag in this step. On a GPU without `wait`: in the previous step, so that the
+        host need not wait for the device."""
         flags = [result.flags for result in results]
         on_gpu = [flag for flag in flags if isinstance(flag, Tensor) and flag.is_cuda]
         if wait or not on_gpu:

@@ -26,7 +26,8 @@ class Probe(Protocol):
         """Entered before a microbatch's forward; left when the next one is asked for."""
 
     def before_backward(self, module: int, microbatch: int, total: Tensor, grad_output: Tensor) -> None:
-        """Called before the backward of `grad_output * total`. `module`, `microbatch`: numbers in the session, and in the step."""
+        """Called before the backward of `grad_output * total`. `module`: its number in the session. `microbatch`: its
+        number in the step."""
 
     def without_backward(self, module: int, microbatch: int) -> None:
         """Called instead for a microbatch whose backward a pipeline's schedule has computed."""

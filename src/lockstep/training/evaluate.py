@@ -67,7 +67,7 @@ class Evaluator:
             with torch.no_grad():
                 return self._measure(step)
         finally:
-            model.train(modes[0][1])  # some models override it
+            model.train(modes[0][1])  # some models override `train`
             for module, training in modes:
                 module.training = training
             reshard(model)
@@ -146,7 +146,8 @@ class Evaluator:
         return found
 
     def _columns(self, name: str, parts: dict[int, Columns]) -> int:
-        """The number of tensors that a metric collects. Every rank calls it. Raises `DataError` if rows differ between microbatches."""
+        """The number of tensors that a metric collects. Every rank calls it. Raises `DataError` if rows differ between
+        microbatches."""
         kinds = {
             index: [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape[1:])] for tensor in part] for index, part in parts.items()
         }
@@ -161,7 +162,7 @@ class Evaluator:
         return len(before)
 
     def _kinds(self, kinds: dict[int, Any]) -> list[tuple[int, Any]]:
-        """Each distinct kind (JSON) of all ranks' microbatches, after the first microbatch of that kind, in order."""
+        """(microbatch, kind) of each distinct kind (JSON) on any rank: the first microbatch of that kind, in order."""
         everyone = self.mesh.data.gather_values(_firsts(kinds.items()))
         return _firsts(sorted(chain.from_iterable(everyone), key=itemgetter(0)))
 

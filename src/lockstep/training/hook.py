@@ -26,9 +26,11 @@ from lockstep.training.train_module import TrainModule
 
 
 class Hook:
-    """Methods that are called on every rank, in the order in which the hooks were given. All do nothing unless overridden.
+    """Methods that are called on every rank, in the order in which the hooks were given. All do nothing unless
+    overridden.
 
-    A hook with `state_dict` and `load_state_dict` is saved with the run. `run.step` is the number of optimizer steps done.
+    A hook with `state_dict` and `load_state_dict` is saved with the run. `run.step` is the number of optimizer steps
+    done.
     """
 
     def on_start(self, run: Run) -> None:
@@ -38,8 +40,8 @@ class Hook:
         """Before the first forward of each step."""
 
     def after_backward(self, run: Run, model: nn.Module) -> None:
-        """After the last backward of a step. Every `.grad` of `model` is summed over all ranks, but not yet clipped, nor unscaled in fp16.
-        Called for each model if several are prepared."""
+        """After the last backward of a step. Every `.grad` of `model` is summed over all ranks, but not yet clipped,
+        nor unscaled in fp16. Called for each model if several are prepared."""
 
     def after_step(self, run: Run) -> None:
         """After each step, even if fp16 overflowed and the model was not updated."""
@@ -160,7 +162,7 @@ class Run:
         self.logged: dict[str, float] = {}
         """The script's numbers for this step's line of metrics.jsonl."""
         self.measured: dict[str, float] = {}
-        """Those of lockstep's own hooks."""
+        """The numbers of lockstep's own hooks for this step's line."""
         self.is_logging_step = False
         """True if the current step has a line in metrics.jsonl."""
         self.is_consistent = True
@@ -177,7 +179,7 @@ class Run:
         self.microbatch: int | None = None
         """Samples of a microbatch; None: one microbatch for each rank."""
         self.source: Microbatches | None = None
-        """Those of the current step on this rank."""
+        """The microbatches of the current step on this rank."""
         self.exchange = SyncBatchNormExchange()
         self.consensus = Consensus(context.mesh, self._request)
         self._has_started = False
@@ -200,7 +202,8 @@ class Run:
         return self.results[0].loss() if self.results else self._saved_loss
 
     def stop(self, reason: str) -> None:
-        """Ask for the end of training, on any rank. All stop at the next logging step, or after the current evaluation."""
+        """Ask for the end of training, on any rank. All stop at the next logging step, or after the current
+        evaluation."""
         self._stop = reason
 
     def event(self, name: str, step: int | None = None, **details: Any) -> None:
@@ -216,7 +219,8 @@ class Run:
             self.context.recorder.message(remark.line)
 
     def save(self, name: str, state_dict: Mapping[str, Any]) -> None:
-        """Write tensors to a safetensors file in the run directory. Every rank calls it; rank 0 writes all ranks' tensors."""
+        """Write tensors to a safetensors file in the run directory. Every rank calls it; rank 0 writes all ranks'
+        tensors."""
         self.context.recorder.save_tensors(name, self.context.mesh.union(state_dict))
 
     def include(self, name: str, state: Stateful) -> None:

@@ -32,7 +32,8 @@ class LoopOptions:
 
 
 def lay_out_loop(run: Run, options: LoopOptions) -> Batching:
-    """Check the options, assign microbatches to ranks, build the reducers. Every rank calls it. Raises `DataError`, `RecipeError`."""
+    """Check the options, assign microbatches to ranks, build the reducers. Every rank calls it. Raises `DataError`,
+    `RecipeError`."""
     plan, data, models = run.context.plan, options.data, [module.model for module in run.modules]
     check_no_auto(plan, options.microbatch)
     check_batch(options.global_batch, options.microbatch)
@@ -92,7 +93,8 @@ def _microbatch(run: Run, options: LoopOptions) -> int | None:
 def sources(
     run: Run, options: LoopOptions, batching: Batching, first: int, close: Callable[[Callable[[], object]], object]
 ) -> Iterator[Microbatches]:
-    """Each step's microbatches on this rank, from step `first` on. `close` registers the loader's close."""
+    """Each step's microbatches on this rank, from step `first` on. `close` is called with the loader's `close` method,
+    to register it."""
     context, data = run.context, options.data
     if data is None:
         return from_indices(batching, seed=context.seed, first=first)
@@ -109,7 +111,8 @@ def sources(
 
 
 def steps(run: Run, batches: Iterator[Microbatches], *, total: int, weight: Callable[[Any], Any] | None) -> Iterator[Step]:
-    """Yield each of `total` steps to the script, which computes and commits it; then call the hooks and do what the ranks agree on."""
+    """Yield each of `total` steps to the script, which computes and commits it; then call the hooks and do what the
+    ranks agree on."""
     context, terms = run.context, None
     context.recorder.show(total)
     run.hooks.call("before_steps", run)

@@ -24,14 +24,16 @@ class Contribution(NamedTuple):
 
     total: Tensor  # scalar with a gradient
     grad_output: Tensor
-    """Scalar: the gradient that the backward starts with. NaN if the loss is not finite, which every rank then sees in the sum."""
+    """Scalar: the gradient that the backward starts with. NaN if the loss is not finite, which every rank then sees in
+    the sum."""
     value: Tensor | float  # Scalar: the microbatch's part of the step's loss; the unscaled total of an `ls.Loss`
     weight: Tensor | None  # Scalar; only of an `ls.Loss`
     terms: dict[str, Tensor]  # each term's part of the step's loss, if there are several
 
 
 def contribution(loss: Any, *, samples: int, step_samples: int, batch: Any, weights: Weights | None, prescale: Tensor) -> Contribution:
-    """Check and scale a microbatch's loss. Raises `LossError`. `weights`: of the global batch. `prescale`: the divisor of an `ls.Loss`."""
+    """Check and scale a microbatch's loss. Raises `LossError`. `weights`: of the global batch. `prescale`: the divisor
+    of an `ls.Loss`."""
     if isinstance(loss, Loss):
         return _forward_known(loss, weights, prescale)
     _check_terms(loss, weights)
@@ -53,7 +55,8 @@ def contribution(loss: Any, *, samples: int, step_samples: int, batch: Any, weig
 
 
 def measured(loss: Any, *, samples: int, batch: Any, weights: Weights | None) -> dict[str, tuple[float, float]]:
-    """The loss of a microbatch of `samples` in an evaluation: metric name -> (total, weight) of each term. `weights`: this microbatch's."""
+    """The loss of a microbatch of `samples` in an evaluation: metric name -> (total, weight) of each term. `weights`:
+    this microbatch's."""
     if isinstance(loss, Loss):
         part = _forward_known(loss, weights, torch.ones(()), learns=False)
         assert part.weight is not None
@@ -108,7 +111,7 @@ def _check_same_names(terms: Mapping[str, Any], weights: Weights) -> None:
 
 
 def _scale(name: str, term: Any, fraction: float, weights: Weights | None) -> float:
-    """The factor of a term's total: 1 / Σ weight, or `fraction`, that of the step's samples in this microbatch."""
+    """The factor of a term's total: 1 / Σ weight, or else `fraction`, this microbatch's share of the step's samples."""
     return 1.0 / weights[name] if isinstance(term, Sum) and weights is not None else fraction
 
 
@@ -204,7 +207,8 @@ def _number(name: Any, value: Any) -> float:
 
 
 def _ignore_index_in(batch: Any) -> str | None:
-    """Return the part of the batch that holds the ignore index, as an index expression: "", "[0]", "['labels'][1]"; None if none."""
+    """Return the part of the batch that holds the ignore index, as an index expression: "", "[0]", "['labels'][1]";
+    None if none."""
     if isinstance(batch, Tensor):
         if batch.dtype not in (torch.int64, torch.int32) or not batch.is_cpu or not batch.numel():
             return None

@@ -1,4 +1,4 @@
-"""The microbatches of each step: from a dataset in its keyed order, from a stream, or without data, of fixed indices."""
+"""The microbatches of each step: of a dataset in its keyed order, of a stream, or (without data) of fixed indices."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ Spans = tuple[tuple[int, int], ...]  # the span [start, stop) of each microbatch
 
 
 class Batching:
-    """The number of steps of a loop, and the assignment of each global batch's microbatches to ranks: pure arithmetic."""
+    """The number of steps of a loop, and the assignment of each global batch's microbatches to ranks: pure
+    arithmetic."""
 
     def __init__(
         self,
@@ -110,7 +111,8 @@ class StepLayout:
         return f"rank {rank}" if self.mesh.data.size == self.mesh.world.size else f"data rank {rank}"
 
     def full_microbatch(self, place: int) -> tuple[int, Sequence[int | str]]:
-        """The full microbatch at or around `place`, and its samples. For a stream, in words, and only for this rank's microbatches."""
+        """The full microbatch at or around `place`, and its samples. For a stream, the samples are described in words,
+        and `place` must be a microbatch of this rank."""
         if self.origins is not None:
             return place, self.origins[place].names()
         split = self.mesh.assignment.slices or 1
@@ -119,7 +121,8 @@ class StepLayout:
         return number, [sample for each in places for sample in self.samples_of(each)]
 
     def words(self, place: int) -> str:
-        """Name the samples of microbatch `place`. Every rank of `mesh.data` calls it: in a stream only one of them knows them."""
+        """Name the samples of microbatch `place`. Every rank of `mesh.data` calls it: for a stream, only the rank that
+        read the samples knows their names."""
         if self.origins is None:
             return f"samples {self.samples_of(place)}"
         origin = self.origins.get(place)
@@ -165,7 +168,8 @@ class Microbatches:
         self._seed = seed
 
     def weigh(self, weight: Callable[[Any], Any], names: Sequence[str] | None) -> list[str]:
-        """Fetch this rank's microbatches and sum the weights over all ranks. Every rank calls it. Returns the names of the terms."""
+        """Fetch this rank's microbatches and sum the weights over all ranks. Every rank calls it. Returns the names of
+        the terms."""
         self._kept = list(self._items)
         mine = [weights_of(weight(item.batch)) for item in self._kept if not item.is_dummy]
         if names is None:
@@ -215,7 +219,8 @@ def from_data(loader: Loader, batching: Batching, *, seed: int, first: int = 0) 
 
 
 def from_indices(batching: Batching, *, seed: int, first: int = 0) -> Iterator[Microbatches]:
-    """Steps from step `first` on, without data: a microbatch is the range of its indices in the global batch, the same in every step."""
+    """Steps from step `first` on, without data: a microbatch is the range of its indices in the global batch, the same
+    in every step."""
     for step in range(first, batching.steps):
         start, _ = batching.span(step)
         items = (
@@ -228,7 +233,8 @@ def from_indices(batching: Batching, *, seed: int, first: int = 0) -> Iterator[M
 def from_stream(
     loader: StreamLoader, batching: Batching, *, seed: int, first: int = 0, positions: Mapping[int, ShardPosition] | None = None
 ) -> Iterator[Microbatches]:
-    """The steps of a stream from step `first` on. `positions`: of all ranks' shards after the previous step; default: the beginning."""
+    """The steps of a stream from step `first` on. `positions`: of all ranks' shards after the previous step; default:
+    the beginning."""
     begin = positions or {}
     count, size = batching.max_microbatches, batching.span(0)[1]
     mine = batching.mine(size)
@@ -246,7 +252,8 @@ def from_stream(
 
 
 def positions_in(values: Mapping[str, Any], shards: int) -> dict[int, ShardPosition]:
-    """Read the position of each stream shard from a checkpoint's values. Raises `CheckpointError` if they are of another stream."""
+    """Read the position of each stream shard from a checkpoint's values. Raises `CheckpointError` if they are of
+    another stream."""
     saved = {int(shard): ShardPosition(*position) for shard, position in values["shards"].items()}
     if saved.keys() != set(range(shards)):
         raise CheckpointError(

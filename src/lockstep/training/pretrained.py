@@ -33,12 +33,14 @@ class PretrainedWeights:
     weights: Weights
     tensors: TensorFiles
     theirs: Mapping[str, Sequence[str]]
-    """First name of each of the model's tensors that is in the file -> its names in the file (several if it is tied)."""
+    """First name of each of the model's tensors that is in the file -> its names in the file (several if it is
+    tied)."""
     kept: Sequence[str]  # the model's tensors that are not in the file
 
     @classmethod
     def of(cls, weights: Weights, model: nn.Module, world: World) -> PretrainedWeights:
-        """Open the file and find the model's tensors in it, before the model is parallelized. Every rank calls it. Raises `RecipeError`."""
+        """Open the file and find the model's tensors in it, before the model is parallelized. Every rank calls it.
+        Raises `RecipeError`."""
         ours = {name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in tensors_of(model)}
         tied = aliases(model)
 
@@ -59,7 +61,8 @@ class PretrainedWeights:
 
     @torch.no_grad()
     def fill(self, model: nn.Module, world: World) -> dict[str, Any]:
-        """Load this rank's part into the parallelized model, and close the file. Every rank calls it. Raises `RecipeError`."""
+        """Load this rank's part into the parallelized model, and close the file. Every rank calls it. Raises
+        `RecipeError`."""
         state = {name: tensor for name, tensor in tensors_of(model) if name in self.theirs}
         with closing(self.tensors):
             _, everyone = _exchange(lambda: (None, self._filled(state)), world)
@@ -105,7 +108,8 @@ class PretrainedWeights:
 
 
 def match_names(weights: Weights, theirs: Kinds, ours: Kinds, tied: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return each tensor's names in the file. `ours`: by first names. `tied`: further name -> first name. Raises `RecipeError`."""
+    """Return each tensor's names in the file. `ours`: by first names. `tied`: further name -> first name. Raises
+    `RecipeError`."""
     found: dict[str, str] = {}
     for name in theirs:
         if (target := _renamed(weights.names, name)) is None:
@@ -199,7 +203,8 @@ def _not_alike(path: str) -> str:
 
 
 def _exchange(call: Callable[[], tuple[T, Any]], world: World) -> tuple[T, list[Any]]:
-    """Return its first result, and the second one (JSON) of each rank. Raises the first rank's `RecipeError` on all."""
+    """Return the first result of `call` on this rank, and the second one (JSON) of every rank. Raises the first rank's
+    `RecipeError` on all."""
     found, failure = None, None
     try:
         found = call()

@@ -109,12 +109,15 @@ def resolved(plan: Plan, world_size: int) -> str:
 
 
 def use_threads(number: int) -> None:
-    if number != torch.get_num_threads():  # else MKL would use all for small products too: a small GPT would be 3 to 7% slower
+    # set_num_threads makes MKL use all threads for small products too, and a small GPT 3 to 7% slower: not called
+    # without need.
+    if number != torch.get_num_threads():
         torch.set_num_threads(number)
 
 
 def check_same(everyone: Sequence[Mapping[str, Any]]) -> None:
-    """Raise `PlanError` or `RecipeError` unless all ranks have the same settings. `everyone`: name -> text, for each rank."""
+    """Raise `PlanError` or `RecipeError` unless all ranks have the same settings. `everyone`: name -> text, for each
+    rank."""
     first, *others = everyone
     for rank, other in enumerate(others, start=1):
         for name in {**first, **other}:
@@ -143,7 +146,7 @@ def set_up_computation(plan: Plan, world: World, threads: int, stack: ExitStack)
         stack.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
-    if plan.compile:  # beyond its limits torch runs eagerly, from another shape on for each rank
+    if plan.compile:  # past these limits torch stops compiling new shapes, not at the same shape on all ranks
         limits = {"recompile_limit": sys.maxsize, "accumulated_recompile_limit": sys.maxsize}
         stack.enter_context(torch.compiler.config.patch(limits))  # type: ignore[attr-defined]  # torch adds it to its modules of settings
     stack.callback(random.setstate, random.getstate())
@@ -152,7 +155,8 @@ def set_up_computation(plan: Plan, world: World, threads: int, stack: ExitStack)
 
 
 def keep_freed_memory(environ: Mapping[str, str]) -> bool:
-    """Make glibc keep up to 2 GiB of freed memory, for tensors of up to 32 MiB. Returns False if the user has settings, or it is not glibc.
+    """Make glibc keep up to 2 GiB of freed memory, for tensors of up to 32 MiB. Returns False if the user has settings,
+    or it is not glibc.
 
     By default glibc returns a step's gradients to the system, and gets them back page by page: up to a fifth of a step.
     """
@@ -166,5 +170,6 @@ def keep_freed_memory(environ: Mapping[str, str]) -> bool:
 
 
 def expand_segments(environ: Mapping[str, str]) -> bool:
-    """Make torch's GPU allocator use expandable segments, against fragmentation. Returns False if the user has settings."""
+    """Make torch's GPU allocator use expandable segments, against fragmentation. Returns False if the user has
+    settings."""
     return not any(name in environ for name in OWN_GPU_SETTINGS) and set_allocator_settings("expandable_segments:True")

@@ -1,7 +1,7 @@
 """The state of a session in a checkpoint: tensors by name, and JSON. The names do not depend on the plan.
 
-`0/model/fc.weight` is a parameter or buffer of the first model, `0/optimizer/0/fc.weight/exp_avg` its first optimizer's state for it,
-and `state/average/...` an entry of the state_dict of a hook or of an object given to `session.include`.
+`0/model/fc.weight` is a parameter or buffer of the first model, `0/optimizer/0/fc.weight/exp_avg` its first optimizer's
+state for it, and `state/average/...` an entry of the state_dict of a hook or of an object given to `session.include`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class Stateful(Protocol):
     """An object with state that a run must have to resume."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Tensors, numbers, text, None, and lists, tuples and dicts of them; the same on every rank, or distributed tensors."""
+        """Tensors, numbers, text, None, and lists, tuples and dicts of them; the same on every rank, or distributed
+        tensors."""
 
     def load_state_dict(self, state_dict: Any, /) -> Any: ...
 

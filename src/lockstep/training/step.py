@@ -1,4 +1,5 @@
-"""The step: accumulate, reduce, scale, clip, apply. The model changes only after the reduced gradient is known to be finite."""
+"""The step: accumulate, reduce, scale, clip, apply. The model changes only after the reduced gradient is known to be
+finite."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ class Step:
         self._accumulation: _Accumulation | None = None
 
     def compute(self, inputs: Callable[[Any], Any] | None, loss: Callable[[Any, Any], Any]) -> None:
-        """Forward and backward of all of this rank's microbatches, under every plan, for a session with one model. Every rank calls it.
+        """Forward and backward of all of this rank's microbatches, under every plan, for a session with one model.
+        Every rank calls it.
 
         `inputs` and `loss`: as in `Recipe`. Raises `LossError`, `RecipeError`.
         """
@@ -64,7 +66,7 @@ class Step:
         self._modules[number].executor.train(self._begun(number), inputs, loss)
 
     def microbatches(self) -> Iterator[Any]:
-        """The batch of each microbatch of this rank, which may have none, each with its own random generators.
+        """Yield the batch of each microbatch of this rank, each with its own random generators. A rank may have none.
 
         Can be iterated again after a `commit`, for another model: with the same batches and other generators.
         """
@@ -75,18 +77,20 @@ class Step:
     def backward(self, loss: Any, optimizer: Any = None) -> None:
         """Accumulate the gradient of this microbatch's loss. Called once for each microbatch, on the rank that has it.
 
-        `loss`: a scalar (the mean over this microbatch's samples), an `ls.Loss`, or with the `weight` of `steps`, an `ls.Sum` or a dict.
-        `optimizer`: that of the model, if several are prepared; others that the loss reaches get no gradient. Raises `LossError`.
+        `loss`: a scalar (the mean over this microbatch's samples), an `ls.Loss`, or with the `weight` of `steps`, an
+        `ls.Sum` or a dict. `optimizer`: that of the model, if several are prepared; others that the loss reaches get no
+        gradient. Raises `LossError`.
         """
         number = self._number(optimizer)
         _check_loop(self._modules[number])
         self._begun(number).backward(loss)
 
     def commit(self, optimizer: Any = None, *, clip_norm: float | None = None) -> None:
-        """Reduce, scale, clip, apply: on all ranks or on none. Every rank calls it once a step, for each prepared model.
+        """Reduce, scale, clip, apply: on all ranks or on none. Every rank calls it once a step, for each prepared
+        model.
 
-        `clip_norm`: the largest global norm of the gradient. Raises `LossError` if the loss or the gradient is not finite (on a GPU at
-        the next logging step; the model is not updated by such a step if the optimizer is `fused`).
+        `clip_norm`: the largest global norm of the gradient. Raises `LossError` if the loss or the gradient is not
+        finite (on a GPU at the next logging step; the model is not updated by such a step if the optimizer is `fused`).
         """
         check_clip_norm(clip_norm)
         number = self._number(optimizer)
@@ -102,7 +106,8 @@ class Step:
         for statistics in self._statistics:
             statistics.check(compare=self._compares)
         terms = [part.terms for part in accumulation.parts]
-        if self._polls and not all(map(math.isfinite, numbers_of(stats.values))):  # torch.where may keep it out of the gradient
+        # The gradient may be finite all the same: torch.where can mask the loss.
+        if self._polls and not all(map(math.isfinite, numbers_of(stats.values))):
             StepResult(self.source.layout, module, stats.values, stats.weights, math.nan, False, stats.flags, [], clip_norm).check()
         self._run.is_consistent = False
         module.divide_by_weight(stats.weights)
@@ -131,7 +136,7 @@ class Step:
             self._current = current
             self._run.exchange.is_dummy = current.is_dummy
             for statistics in self._statistics:
-                statistics.discard()  # updates by forwards without a backward, and by recomputation
+                statistics.discard()  # the updates by forwards without a backward, and by recomputation
             position = self.source.position(current, passes)
             for streams, number in self._streams:
                 if streams is not None:
@@ -199,7 +204,8 @@ class Step:
 
 
 class _Accumulation:
-    """Gradient accumulation of one model in a step, from its first microbatch to its commit. See `executor.Accumulation`."""
+    """Gradient accumulation of one model in a step, from its first microbatch to its commit. See
+    `executor.Accumulation`."""
 
     def __init__(self, step: Step, number: int, module: TrainModule, *, alone: bool, probe: Any) -> None:
         self.number = number
@@ -265,7 +271,8 @@ class _Accumulation:
             self.parts.append(part)
 
     def check_complete(self) -> None:
-        """Raise `LossError` unless all microbatches of this rank had a backward, with losses of one kind. Every rank calls it."""
+        """Raise `LossError` unless all microbatches of this rank had a backward, with losses of one kind. Every rank
+        calls it."""
         step, mesh = self._step, self._module.mesh
         if len(self._seen) < step.source.mine:
             missing = [place for place in mesh.assignment.indices(step.count, mesh.data.rank) if place not in self._seen]

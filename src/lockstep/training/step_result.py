@@ -25,7 +25,8 @@ class StepResult:
     """(microbatches,): the part of each microbatch in the loss; its raw total if `weights` is given."""
     weights: Tensor | None  # (microbatches,); None if `Recipe.weight` or the sample count gives them
     norm: Tensor | float
-    """The gradient's global norm before clipping; in a step without log and clipping, a number that is finite only if the norm is."""
+    """The gradient's global norm before clipping; in a step without log and clipping, a number that is finite only if
+    the norm is."""
     applied: bool | None  # True if the model was updated. None: a GPU decided, and `check` finds out.
     flags: Tensor | bool  # see `StepStats`
     terms: list[dict[str, Tensor]]
@@ -88,7 +89,8 @@ class StepResult:
 
     def _not_finite(self) -> str:
         module = self.module
-        order = {name: place for place, (name, _) in enumerate(module.model.named_modules())}  # each stage's rank has them all
+        # Every rank of a pipeline has the names of all modules.
+        order = {name: place for place, (name, _) in enumerate(module.model.named_modules())}
         found = [
             (order[name.rpartition(".")[0]], place, name)
             for place, (name, parameter) in enumerate(zip(module.names, module.parameters, strict=True))

@@ -61,13 +61,14 @@ class TrainModule:
         factor = loss_factor(context.mesh, bitwise=context.bitwise, compression=self._compression)
         self._factor = 2.0 ** (factor - 1).bit_length()
         self.loss_scale = precision.LossScale(factor=factor) if context.precision == "fp16" else None
-        self.overflows = 0  # the latest steps in a row in which the scaled gradient overflowed
+        self.overflows = 0  # steps in a row, up to the latest, in which the scaled gradient overflowed
         self.overflowed_at = math.inf  # the loss scale in the last of them
         self.forward_knows_weight: bool | None = None
         """True for `ls.Loss`, with a weight that only the forward knows. None before the first commit."""
         self.terms: list[str] = []  # the names of the loss's terms if there are several
         self.prescale: Tensor | None = None
-        """A power of two near the last step's weight: the divisor of an `ls.Loss` before its backward. None before the first one."""
+        """A power of two near the last step's weight: the divisor of an `ls.Loss` before its backward. None before the
+        first step."""
         self.gain: Tensor | float = 1.0  # the factor by which the latest step's summed gradient was multiplied
         self.choice: ReducerChoice
         self._reducer: GradientReducer | None = None
@@ -77,7 +78,7 @@ class TrainModule:
         if parallel.pipeline is None:
             self.executor = SerialExecutor(model, self.device, self.autocast, self.flops, parallel.streams)
             self.statistics = [RunningStatistics(model, context.mesh)]
-            """Those of the model, or of each pipeline stage on this rank."""
+            """BatchNorm's running statistics of the model, or of each pipeline stage on this rank."""
         else:
             self.executor = PipelineExecutor(parallel.pipeline)
             self._tied = TiedGradients(parameters, parallel.shared_parameters, parallel.pipeline.world)
@@ -90,7 +91,8 @@ class TrainModule:
         """True if the optimizers divide the gradient as they do for torch's GradScaler, which saves a pass over it."""
 
     def begin_loop(self, mesh: Mesh, max_microbatches: int) -> None:
-        """Build the reducer for a loop of steps of at most `max_microbatches` each. Every rank calls it. `mesh`: with its assignment."""
+        """Build the reducer for a loop of steps of at most `max_microbatches` each. Every rank calls it. `mesh`: with
+        its assignment."""
         self.choice = choose_reducer(mesh, bitwise=self._bitwise, compressed=self._compression is not None)
         if self._reducer is None or mesh.assignment != self.mesh.assignment or max_microbatches > self._max_microbatches:
             self._close_reducer()
@@ -133,7 +135,8 @@ class TrainModule:
         self.forward_knows_weight, self.terms = next(kind for kind in self.mesh.world.gather_values(mine) if kind is not None)
 
     def divide_by_weight(self, weights: Tensor | None) -> None:
-        """Divide the summed gradient by the sum of `weights`, if given; NaN if that is 0. Choose the next step's `prescale`."""
+        """Divide the summed gradient by the sum of `weights`, if given; NaN if that is 0. Choose the next step's
+        `prescale`."""
         self.gain = 1.0
         if weights is None:
             return
@@ -208,7 +211,7 @@ class TrainModule:
 
     @contextmanager
     def _around_stage(self, stage: int) -> Iterator[None]:
-        self.statistics[stage].discard()  # updates by recomputation
+        self.statistics[stage].discard()  # the updates by recomputation
         with self.autocast:
             yield
 

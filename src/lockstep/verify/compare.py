@@ -1,7 +1,7 @@
 """Compares a plan's trace with the reference's. Pure: nothing is run here.
 
-Before the first step, the initial weights are compared. In each step, in this order: the samples of every microbatch; if
-ranks hold full parameters, each microbatch's own gradient, bit for bit, and the sum of all of them in float64; the
+Before the first step, the initial weights are compared. In each step, in this order: the samples of every microbatch;
+if ranks hold full parameters, each microbatch's own gradient, bit for bit, and the sum of all of them in float64; the
 reduced gradient and its norm; the learning rate; the optimizer states, parameters and buffers; the loss and its weight.
 """
 
@@ -19,7 +19,8 @@ from lockstep.verify.tolerance import TOLERANCE, MeasuredRounding, distance, poo
 from lockstep.verify.trace_reader import Summaries, TensorSummary, Trace
 
 SUM_TOLERANCE = 4.0
-"""Largest distance of a reduced gradient from the float64 sum of the microbatches' gradients, in multiples of its rounding."""
+"""Largest distance of a reduced gradient from the float64 sum of the microbatches' gradients, in multiples of its
+rounding."""
 BEFORE_FIRST_STEP = -1
 
 Check = Literal[
@@ -73,7 +74,7 @@ class Comparison:
     differences: list[Difference] = field(default_factory=list)
     """Differences at the first step that has any, in the order of the computation."""
     largest: Difference | None = None
-    """The difference that is the most times its rounding, within the tolerance or not. None: no bit differs."""
+    """The largest difference in multiples of rounding, within the tolerance or not. None: no bit differs."""
     divergence: dict[str, list[float]] = field(default_factory=dict)
     """Relative distance from the reference at each step, tensors pooled, for `gradients`, `parameters` and `loss`."""
     notes: list[str] = field(default_factory=list)
@@ -84,7 +85,8 @@ class Comparison:
 
 
 def compare(reference: Trace, plan: Trace, rounding: MeasuredRounding, *, bitwise: bool, tolerance: float = TOLERANCE) -> Comparison:
-    """Compare `plan` with `reference`. With `bitwise` every bit must be equal; else `tolerance` is in multiples of rounding."""
+    """Compare `plan` with `reference`. With `bitwise` every bit must be equal; else `tolerance` is in multiples of
+    rounding."""
     steps = min(reference.steps, plan.steps)
     comparison = Comparison(plan=plan.plan, steps=steps, bitwise=bitwise)
     _compare(_Comparator(reference, plan, rounding, bitwise, tolerance, comparison), steps, _CHECKS)
@@ -108,7 +110,8 @@ def compare_compressed(exact: Trace, compressed: Trace) -> Comparison:
 
 
 def divergence(reference: Trace, other: Trace, steps: int) -> dict[str, list[float]]:
-    """Return the relative distance at each step of the gradients and the parameters, tensors pooled, and of the loss."""
+    """Return the relative distance at each step of the gradients and the parameters, tensors pooled, and of the
+    loss."""
     found: dict[str, list[float]] = {"gradients": [], "parameters": [], "loss": []}
     for step in range(steps):
         ours, theirs = reference.rank_0.steps[step], other.rank_0.steps[step]
@@ -226,8 +229,8 @@ def _missing(comparator: _Comparator, step: int) -> Iterator[Difference]:
 
 def _sums(comparator: _Comparator, step: int) -> Iterator[Difference]:
     """Check the reduced gradient of ranks that hold full parameters against the microbatches' sum in float64."""
-    # With numerics=fast a plan may scale the loss before the backward (by 3, say), which rounds a gradient that nearly cancels in
-    # another way. There the gradient may also miss the sum by as much as the perturbed runs differ.
+    # With numerics=fast a plan may scale the loss before the backward (by 3, say). A gradient that nearly cancels is
+    # then rounded differently. There the gradient may also miss the sum by as much as the perturbed runs differ.
     measured = {} if comparator.bitwise else comparator.rounding.of_tensors(step, "gradients")
     parts = [m.gradients for m in comparator.plan.microbatches_of(step) if m.gradients is not None]
     if not parts or len(parts) < len(comparator.reference.microbatches_of(step)):
@@ -251,8 +254,8 @@ def sum_error(total: TensorSummary, terms: list[TensorSummary], gain: float) -> 
     """Return the distance of `total` from the float64 sum of `terms` times `gain`, and the rounding of that sum."""
     expected = gain * np.sum([term.projection for term in terms], axis=0)
     away = float(np.sqrt(np.mean((expected - total.projection) ** 2)))
-    # Each partial sum is rounded by half a unit in the last place and is at most as large as all terms together. The errors add up
-    # like a random walk.
+    # Each partial sum is rounded by half a unit in the last place and is at most as large as all terms together. The
+    # errors add up like a random walk.
     rounding = 0.5 * total.eps * math.sqrt(len(terms) + 2) * abs(gain) * sum(term.norm for term in terms)
     return away, rounding
 

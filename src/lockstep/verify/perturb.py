@@ -1,4 +1,5 @@
-"""Changes to a run that make it comparable: noise of the size of rounding, float64, eval mode. The probe applies them."""
+"""Changes to a run that make it comparable: noise of the size of rounding, float64, eval mode. The probe applies
+them."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def to_float64(batch: Any) -> Any:
 
 def add_noise(model: nn.Module, seed: int) -> None:
     """Add noise of one unit in the last place to every parameter, and to every layer's output and its gradient."""
-    # Products in a short dtype are rounded in layers' outputs; noise in parameters alone, which are in float32, is too small.
+    # Products in a short dtype are rounded in layers' outputs; noise in parameters alone, which are in float32, is too
+    # small.
     perturb_parameters(model, seed)
     for name, module in model.named_modules():
         if any(True for _ in module.parameters(recurse=False)):
@@ -55,7 +57,8 @@ def perturb_parameters(model: nn.Module, seed: int) -> None:
 
 
 class ShortDtypeOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the operations of a float64 run that return a shorter dtype: after them the run is only as exact as that dtype."""
+    """Records the operations of a float64 run that return a shorter dtype: after them the run is only as exact as that
+    dtype."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -57,7 +57,7 @@ class TraceHook(ControlHook):
     def before_steps(self, run: Run) -> None:
         """Write the models as they are before the first step."""
         self.run = run
-        if self._request.float64:  # now that all models are built, whose values are drawn in the usual dtype
+        if self._request.float64:  # only now: the models' initial values were drawn in the usual dtype
             torch.set_default_dtype(torch.float64)
         mesh, world, plan = run.context.mesh, run.context.world, str(run.context.plan)
         if not hasattr(self, "tracer"):
@@ -82,7 +82,8 @@ class TraceHook(ControlHook):
         self.tracer.start(index, _full(module.model.named_parameters()), _full(module.model.named_buffers()))
         self.tracer.watch(index, zip(module.names, module.parameters, strict=True))
         if self._request.eval_mode and module.parallel.streams is not None:
-            # Without a stream of its own for each microbatch, a forward that draws changes the default generators.
+            # Without a random stream per microbatch, a forward that draws random numbers changes the default
+            # generators.
             module.parallel.streams.close()
             module.parallel.streams = None
 
@@ -131,7 +132,8 @@ class TraceHook(ControlHook):
             raise SystemExit(0)
 
     def _note(self, number: int, module: TrainModule, weight: float | None) -> bool:
-        """Write a train module's update. `weight`: that of `Recipe.weight`. Returns True after the last requested step."""
+        """Write a train module's update. `weight`: that of `Recipe.weight`. Returns True after the last requested
+        step."""
         result = self.run.results[number]
         if result.weights is not None:
             weight = float(result.weights.double().sum())

@@ -1,16 +1,16 @@
 """Distances between tensors, and the tolerance of a comparison: `TOLERANCE` times the rounding of this model. Pure.
 
-Rounding is measured: the perturbed runs differ from the reference by noise of one unit in the last place. The rounding of a tensor at a
-step is the largest distance between any two of these runs. Two runs may coincide by chance in a small tensor or a scalar. So a tensor's
-rounding is never less than
+Rounding is measured: the perturbed runs differ from the reference by noise of one unit in the last place. The rounding
+of a tensor at a step is the largest distance between any two of these runs. Two runs may coincide by chance in a small
+tensor or a scalar. So a tensor's rounding is never less than
 
 - the relative rounding that is typical of the other tensors at that step,
 - its own rounding at an earlier step,
 - a few units in the last place.
 
-An optimizer that divides by the gradient's size (Adam) can turn rounding of an element near zero into a full update in either direction,
-more often in a short compute dtype. So a parameter's rounding is also never less than the relative difference between the updates of all
-tensors together, nor than a part of one element's update.
+An optimizer that divides by the gradient's size (Adam) can turn rounding of an element near zero into a full update in
+either direction, more often in a short compute dtype. So a parameter's rounding is also never less than the relative
+difference between the updates of all tensors together, nor than a part of one element's update.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ TOLERANCE = 10.0
 MINIMUM_ULPS = 4.0
 """Smallest rounding of a tensor, in units in the last place of its norm."""
 SIGN_FLIP = 0.25
-"""Smallest rounding of a parameter, in typical updates of one element: at a tolerance of 10, one may go the other way."""
+"""Smallest rounding of a parameter, in typical updates of an element. At a tolerance of 10 one such update may have the
+opposite sign."""
 NEGLIGIBLE = 1e-3
 """Smallest rounding of an element, in units in the last place of a typical element of all tensors together."""
 
@@ -83,10 +84,12 @@ class _Runs(NamedTuple):
 
 
 class MeasuredRounding:
-    """Rounding of a reference run, measured with its perturbed runs. Without perturbed runs it has its smallest values."""
+    """Rounding of a reference run, measured with its perturbed runs. Without perturbed runs it has its smallest
+    values."""
 
     def __init__(self, reference: Trace, perturbed: Sequence[Trace], *, minimum: float = 0.0) -> None:
-        """`minimum`: smallest relative rounding, for a tensor of its own norm or of typical elements, whichever is larger."""
+        """`minimum`: smallest rounding, relative to the tensor's norm, or if that is larger, to the norm that it would
+        have with typical elements."""
         self.reference = reference
         self._groups = [_Runs(reference, perturbed)]
         self._minimum = minimum
@@ -96,10 +99,11 @@ class MeasuredRounding:
         self._largest = cache(self._largest_distances)
 
     def in_float64(self, reference: Trace, perturbed: Sequence[Trace], *, scale: float, margin: float) -> MeasuredRounding:
-        """Return the rounding of a float64 `reference`: the larger of `margin` times its own and `scale` times this one.
+        """Return the rounding of a float64 `reference`: the larger of `margin` times its own and `scale` times this
+        one.
 
-        `scale` is the ratio of the two dtypes' precisions, for operations inside the model that round to a shorter dtype than float64:
-        such rounding can hide the noise of the float64 runs.
+        `scale` is the ratio of the two dtypes' precisions, for operations inside the model that round to a shorter
+        dtype than float64: such rounding can hide the noise of the float64 runs.
         """
         made = MeasuredRounding(reference, [])
         made._groups = [_Runs(reference, perturbed, margin), *(group._replace(scale=scale) for group in self._groups)]

@@ -1,17 +1,20 @@
-"""Writes the trace of a run: a summary of each tensor of each step, so that two runs can be compared step by step and name by name.
+"""Writes the trace of a run: a summary of each tensor of each step, so that two runs can be compared step by step and
+name by name.
 
-A trace is a folder. Each rank that writes has a file `rank-<rank>.jsonl`, one JSON object a line, of one of these kinds:
+A trace is a folder. Each rank that writes has a file `rank-<rank>.jsonl`, one JSON object a line, of one of these
+kinds:
 
 - start: rank, world_size, plan, replicated; once
 - metadata: JSON values about the model and the recipe, for the search for causes
 - initial: module; the parameters and buffers before the first step
 - microbatch: module, step, index, samples, rng_before, rng_after; its own gradients if the rank has full parameters
-- step: module, step, loss, weight, norm, lr, gain, gradient_order; the reduced gradients before clipping; the parameters,
-  buffers and optimizer states after the update
+- step: module, step, loss, weight, norm, lr, gain, gradient_order; the reduced gradients before clipping; the
+  parameters, buffers and optimizer states after the update
 
 A tensor's summary has a fixed random projection. Projections are linear, and the mean square of the differences of two
 is an unbiased estimate of the tensors' squared distance. The tensors of the first and the last requested step are also
-saved, in `step-<step>-<kind>-<module>-<rank>.safetensors`. Tensors come one at a time, because a full model may not fit.
+saved, in `step-<step>-<kind>-<module>-<rank>.safetensors`. Tensors come one at a time, because a full model may not
+fit.
 """
 
 from __future__ import annotations
@@ -45,13 +48,14 @@ NamedTensors = Iterable[tuple[str, Tensor | None]]
 class Tracer:
     """Writes one rank's part of a trace.
 
-    Every rank makes the same calls but for the microbatches: `start` for each train module; in each step `before_forward`
-    and `microbatch` for each of its microbatches, `gradients`, `step`; `close`. Ranks that do not write also iterate over
-    all tensors, because a full tensor may take a collective.
+    Every rank makes the same calls but for the microbatches: `start` for each train module; in each step
+    `before_forward` and `microbatch` for each of its microbatches, `gradients`, `step`; `close`. Ranks that do not
+    write also iterate over all tensors, because a full tensor may take a collective.
     """
 
     def __init__(self, request: TraceRequest, *, rank: int, world_size: int, plan: str, replicated: bool, writes: bool) -> None:
-        """`replicated`: every rank holds the full model and writes summaries. `writes`: this rank writes tensors and summaries."""
+        """`replicated`: every rank holds the full model and writes summaries. `writes`: this rank writes tensors and
+        summaries."""
         self._request = request
         self._rank = rank
         self._writes_tensors = writes
@@ -87,7 +91,8 @@ class Tracer:
         self._rng_before = self._rng_state()
 
     def microbatch(self, module: int, step: int, index: int, samples: Sequence[int | str], gradients: NamedTensors | None) -> None:
-        """Write a microbatch after its forward. `gradients`: its own, as they enter the sum; None: no rank has full ones."""
+        """Write a microbatch after its forward. `gradients`: its own, as they enter the sum; None: no rank has full
+        ones."""
         row = {} if gradients is None else {"gradients": self._summaries(gradients)}
         rng = {"rng_before": self._rng_before, "rng_after": self._rng_state()}
         self._write("microbatch", module=module, step=step, index=index, samples=list(samples), **rng, **row)
@@ -104,7 +109,8 @@ class Tracer:
     ) -> bool:
         """Write a step after its update. Returns True after the last one that was requested.
 
-        `states`: the optimizers' state tensors, named parameter/state. `scalars`: loss, weight, lr, and the norm used for clipping.
+        `states`: the optimizers' state tensors, named parameter/state. `scalars`: loss, weight, lr, and the norm used
+        for clipping.
         """
         row: dict[str, Any] = {name: _finite(value) for name, value in scalars.items()}
         row |= self._reduced.pop(module) | {"gradient_order": list(self._orders.pop(module, {}))}
@@ -146,7 +152,8 @@ class Tracer:
 
 
 def summarize(name: str, tensor: Tensor) -> dict[str, Any]:
-    """Return the summary of a tensor, in JSON. The projection is keyed by `name`: compare summaries of one name only."""
+    """Return the summary of a tensor, in JSON. The projection is keyed by `name`: compare summaries of one name
+    only."""
     flat = _flat(tensor)
     total, projection = 0.0, np.zeros(PROJECTIONS)
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
@@ -167,7 +174,8 @@ def summarize(name: str, tensor: Tensor) -> dict[str, Any]:
 def project(values: np.ndarray[Any, Any], seed: int, first: int) -> np.ndarray[Any, Any]:
     """Sum `values` (float64) under `PROJECTIONS` rows of random signs.
 
-    Element i of `values` has number `first` + i. Its signs are the top bits, highest first, of splitmix64 at that number from `seed`.
+    Element i of `values` has number `first` + i. Its signs are the top bits, highest first, of splitmix64 at that
+    number from `seed`.
     """
     state = np.arange(first + 1, first + 1 + len(values), dtype=np.uint64)
     state *= np.uint64(GOLDEN)
@@ -178,13 +186,15 @@ def project(values: np.ndarray[Any, Any], seed: int, first: int) -> np.ndarray[A
     state *= np.uint64(MIX_SECOND)
     state ^= state >> np.uint64(31)
     raw = values.view(np.uint64)
-    # Row by row, because numpy then adds in a tree: a matrix product rounds a hundred times as much, more than a float64 run.
+    # Row by row: numpy then adds in a tree. A matrix product has a hundred times the rounding, more than that of a
+    # float64 run.
     return np.array([(raw ^ (state << np.uint64(row) & _SIGN)).view(np.float64).sum() for row in range(PROJECTIONS)])
 
 
 @contextmanager
 def tensor_file(path: Path) -> Iterator[Callable[[str, Tensor], None]]:
-    """Write a safetensors file tensor by tensor: yields the function that adds one. Dtypes without numpy become float32."""
+    """Write a safetensors file tensor by tensor: yields the function that adds one. Dtypes without numpy become
+    float32."""
     header: dict[str, Any] = {}
     with TemporaryFile(dir=path.parent) as data:  # the header comes first and lists all tensors
 

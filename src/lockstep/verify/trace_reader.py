@@ -118,7 +118,8 @@ class Trace:
 
     @property
     def backward_order(self) -> list[str]:
-        """All parameters from the loss to the input: those that the backward reached, then the others in reverse order."""
+        """All parameters from the loss to the input: those that the backward reached, then the others in reverse
+        order."""
         reached = self.rank_0.gradient_order
         names = list(self.rank_0.initial.get("parameters", {}))
         return reached + [name for name in reversed(names) if name not in set(reached)]
@@ -182,7 +183,8 @@ def _trace(folder: Path, module_index: int, modules: int, rows: list[tuple[int, 
 
 
 def _merged(ranks: list[RankTrace]) -> RankTrace:
-    """Merge ranks that each wrote a part of one model. A tensor that two ranks wrote (tied weights) is the lower rank's."""
+    """Merge ranks that each wrote a part of one model. A tensor that two ranks wrote (tied weights) is the lower
+    rank's."""
 
     def merged(parts: Iterable[Mapping[str, Summaries]]) -> dict[str, Summaries]:
         found: dict[str, Summaries] = {}

@@ -90,7 +90,7 @@ class Verdict:
 
     @property
     def largest(self) -> Difference | None:
-        """The difference that is the most times its rounding. None: all bits are equal."""
+        """The largest difference in multiples of rounding. None: all bits are equal."""
         found = [each.largest for each in self.comparisons if each.largest is not None]
         return max(found, key=lambda difference: difference.times_rounding, default=None)
 

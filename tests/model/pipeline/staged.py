@@ -1,4 +1,5 @@
-"""What the tests of pipelines compute, and how: on one process, and on the ranks of a pipeline. At module level, for workers."""
+"""What the tests of pipelines compute, and how: on one process, and on the ranks of a pipeline. At module level, for
+workers."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def recomputed_mlp() -> nn.Module:
 
 
 class Two(nn.Module):
-    """Takes and returns a tensor with a gradient, one without, and one of whole numbers; the first is a view that is not contiguous."""
+    """Takes and returns a tensor with a gradient, one without, and one of whole numbers; the first is a view that is
+    not contiguous."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -226,7 +228,8 @@ def staged(name: str, schedule: Schedule, dtype: torch.dtype, axis: World | None
 
 
 def in_two_pipelines(name: str, schedule: Schedule, steps: list[list[int]]) -> list[Any]:
-    """Of each step, the gradients here, and what was said of all microbatches: values, weights, whether a flag was raised."""
+    """Of each step, the gradients here, and what was said of all microbatches: values, weights, whether a flag was
+    raised."""
     mesh = Mesh.of(world(), Plan(replicate=2, pipeline=2, transport="torch"))
     model, pipeline, tied = staged(name, schedule, torch.float32, mesh.axis("pipeline"))
     reducer = PipelineReducer(PostBackwardReducer(list(model.parameters()), mesh, max_microbatches=8), tied)
@@ -254,7 +257,8 @@ def items(name: str, sizes: list[int], dtype: torch.dtype) -> list[PipelineMicro
 
 
 def in_a_pipeline(names: list[str], schedule: Schedule, steps: list[list[int]]) -> dict[str, list[Any]]:
-    """Of each model and each step: `on_one_process`'s gradients and records, and the names of the parameters that are counted here."""
+    """Of each model and each step: `on_one_process`'s gradients and records, and the names of the parameters that are
+    counted here."""
     found: dict[str, list[Any]] = {}
     for name in names:
         model, pipeline, tied = staged(name, schedule, torch.float32)
@@ -305,7 +309,8 @@ def masks_in_a_pipeline(name: str, schedule: Schedule, sizes: list[int]) -> Mask
 
 
 def statistics(name: str, schedule: Schedule, steps: list[list[int]], watched: bool) -> dict[str, Tensor]:
-    """The buffers of this rank's part of the model after some steps. `watched`: changed at the end of each, not by the forwards."""
+    """The buffers of this rank's part of the model after some steps. `watched`: changed at the end of each, not by the
+    forwards."""
     mesh = Mesh.of(world(), Plan(pipeline=dist.get_world_size()))
     watchers: list[RunningStatistics] = []
 

@@ -1,4 +1,5 @@
-"""Laws 1 and 2 in a pipeline: the gradients and the masks of one process, under every schedule; and what fails, fails on every rank."""
+"""Laws 1 and 2 in a pipeline: the gradients and the masks of one process, under every schedule; and what fails, fails
+on every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Models for the tests of the `tensor` axis, small enough to compute in milliseconds. At module level, so that workers find them."""
+"""Models for the tests of the `tensor` axis, small enough to compute in milliseconds. At module level, so that workers
+find them."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ WIDTH, HEADS, WORDS = 16, 4, 24
 
 
 class Attention(nn.Module):
-    """It never names the number of heads, so a rank may have fewer. A norm over each head, a parameter that is whole on all ranks."""
+    """It never names the number of heads, so a rank may have fewer. A norm over each head, a parameter that is whole on
+    all ranks."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()

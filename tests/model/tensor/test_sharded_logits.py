@@ -1,4 +1,5 @@
-"""Logits whose classes are cut over two ranks: whatever a loss does with them, it gets the numbers and gradients of whole ones."""
+"""Logits whose classes are cut over two ranks: whatever a loss does with them, it gets the numbers and gradients of
+whole ones."""
 
 from __future__ import annotations
 

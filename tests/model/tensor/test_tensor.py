@@ -67,7 +67,8 @@ def total(model: nn.Module, microbatch: int) -> Tensor:
 
 
 def norm_of(gradients: list[Tensor], mesh: Mesh) -> float:
-    """The global norm, each number of each gradient counted once: by the ranks with rank 0 on every axis along which it is not cut."""
+    """The global norm, each number of each gradient counted once: by the ranks with rank 0 on every axis along which it
+    is not cut."""
     squares = torch.zeros((), dtype=torch.float64)
     for gradient in gradients:
         cut = {}
@@ -84,7 +85,8 @@ def norm_of(gradients: list[Tensor], mesh: Mesh) -> float:
 
 
 def one_step(subject: str, dtype: torch.dtype, sizes: dict[str, int]) -> Found:
-    """A step on a mesh. Returns the whole gradients, their norm, the whole parameters after the update, and what this rank held."""
+    """A step on a mesh. Returns the whole gradients, their norm, the whole parameters after the update, and what this
+    rank held."""
     mesh = mesh_of(**sizes)
     model = built(subject, dtype)
     assert mesh.torch_mesh is not None

@@ -31,7 +31,8 @@ EXIT_DELAY_SECONDS = 0.5  # before a rank exits, so that all ranks read the diag
 
 class HangHook(Hook):
     def __init__(self, timeouts: WatchdogTimeouts | None, context: Context, rescue: Callable[[Run, BaseException], bool]) -> None:
-        """Start the watchdog of this thread. Every rank calls it. `timeouts`: None: no watchdog. `rescue` saves without the other ranks."""
+        """Start the watchdog of this thread. Every rank calls it. `timeouts`: None: no watchdog. `rescue` saves without
+        the other ranks."""
         self._timeouts = timeouts
         self._context = context
         self._rescue = rescue

@@ -1,4 +1,5 @@
-"""Which ranks make a run hang, from the stack snapshots of all ranks. Pure, apart from reading the user's source around a line."""
+"""Which ranks make a run hang, from the stack snapshots of all ranks. Pure, apart from reading the user's source around
+a line."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class Hang:
 
 
 def diagnose(snapshots: Mapping[int, StackSnapshot], silent: Mapping[int, str]) -> Hang | None:
-    """Return the diagnosis; None if the run may still make progress. `silent`: the ranks without a snapshot, with the reason."""
+    """Return the diagnosis; None if the run may still make progress. `silent`: the ranks without a snapshot, with the
+    reason."""
     everyone = list(snapshots.values())
     working = [each for each in everyone if each.activity != "waits"]
     is_waited_for = len(working) < len(everyone)

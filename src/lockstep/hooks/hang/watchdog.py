@@ -1,7 +1,9 @@
-"""The watchdog thread of each rank: if its training thread exceeds a timeout, it collects the stack snapshots of all ranks.
+"""The watchdog thread of each rank: if its training thread exceeds a timeout, it collects the stack snapshots of all
+ranks.
 
-[Note: rounds] The first late rank to write the round's key collects the snapshots that all others, who poll that key, then write. It
-diagnoses the hang, and writes the diagnosis for all. A rank that was late to a round reads its diagnosis, and goes on to the next round.
+[Note: rounds] The first late rank to write the round's key collects the snapshots that all others, who poll that key,
+then write. It diagnoses the hang, and writes the diagnosis for all. A rank that was late to a round reads its
+diagnosis, and goes on to the next round.
 """
 
 from __future__ import annotations
@@ -65,8 +67,8 @@ class Watchdog:
     size: int
     mailbox: Mailbox | None  # None with one process
     on_hang: Callable[[Hang, Mapping[int, StackSnapshot], bool, StackSnapshot], None]
-    """Called in the watchdog's thread on every rank that learns of a hang: with the hang, the snapshots of all ranks (empty unless this
-    rank collected them), whether it did, and this rank's own."""
+    """Called in the watchdog's thread on every rank that learns of a hang: with the hang, the snapshots of all ranks
+    (empty unless this rank collected them), whether it did, and this rank's own."""
     is_shutting_down: Callable[[], bool]  # True if the launcher is ending the run
     on_stuck: Callable[[], None]  # called in the watchdog's thread if this rank still waits then
     ends_the_process: bool = False  # True if the watchdog's thread is about to end this process; then nothing else may

@@ -79,7 +79,8 @@ def set_task_variables(environ: MutableMapping[str, str]) -> None:
 def address_of(node: str) -> str:
     """The address by which other nodes reach a node. Raises `LaunchError`.
 
-    It is the node's name, or Slurm's address if the name resolves to loopback here, as it often does on the node itself.
+    It is the node's name, or Slurm's address if the name resolves to loopback here, as it often does on the node
+    itself.
     """
     found = _resolved(node)
     if found is not None and not ipaddress.ip_address(found).is_loopback:

@@ -18,7 +18,8 @@ from lockstep.training.executors.executor import Accumulation, Inputs, Loss, Sco
 from lockstep.training.loss import Contribution
 
 EVALUATED_TOGETHER = 2
-"""Microbatches for each stage in one forward of an evaluation. All their activations between stages are in memory at once."""
+"""Microbatches for each stage in one forward of an evaluation. All their activations between stages are in memory at
+once."""
 
 
 class PipelineExecutor:

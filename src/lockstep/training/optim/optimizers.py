@@ -23,7 +23,8 @@ STATE_IS_ZERO_AT_FIRST = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adama
 
 
 def build_optimizers(factory: Callable[[nn.Module], Any], model: nn.Module, *, in_part: bool = False) -> list[Optimizer]:
-    """Call the recipe's factory. Raises `RecipeError` unless each trainable parameter is in exactly one of its optimizers.
+    """Call the recipe's factory. Raises `RecipeError` unless each trainable parameter is in exactly one of its
+    optimizers.
 
     `in_part`: this rank has only some of the model's parameters, so one of several optimizers may have none.
     """
@@ -100,7 +101,8 @@ def check_gradients(model: nn.Module, parameters: dict[str, nn.Parameter], *, bi
 
 
 def unfuse(optimizers: Sequence[Optimizer]) -> bool:
-    """Make fused optimizers use foreach: a fused kernel rounds differently at a tensor's end. Returns True if there was one."""
+    """Make fused optimizers use foreach: a fused kernel rounds differently at a tensor's end. Returns True if there was
+    one."""
     groups = [group for optimizer in optimizers for group in (*optimizer.param_groups, optimizer.defaults) if group.get("fused")]
     for group in groups:
         group.update(fused=False, foreach=True)
@@ -108,7 +110,8 @@ def unfuse(optimizers: Sequence[Optimizer]) -> bool:
 
 
 def separate_meshes(optimizer: Optimizer) -> None:
-    """Split each param group by mesh during each `optimizer.step()`: torch's foreach and fused kernels refuse a mixture of meshes."""
+    """Split each param group by mesh during each `optimizer.step()`: torch's foreach and fused kernels refuse a mixture
+    of meshes."""
     if all(len(_by_mesh(group["params"])) == 1 for group in optimizer.param_groups):
         return
     kept: list[list[dict[str, Any]]] = []
@@ -139,7 +142,8 @@ def _by_mesh(parameters: list[Tensor]) -> list[list[Tensor]]:
 
 
 def allocate_state(optimizer: Optimizer) -> None:
-    """Allocate the optimizer's state by a step with zero gradients and rate, so that no step runs out of memory while it is applied.
+    """Allocate the optimizer's state by a step with zero gradients and rate, so that no step runs out of memory while
+    it is applied.
 
     Only for optimizers whose state starts at zero; others allocate in their first step.
     """
@@ -162,7 +166,8 @@ def allocate_state(optimizer: Optimizer) -> None:
 
 
 def apply(optimizer: Optimizer) -> None:
-    """`optimizer.step()`, but without torch's profiler record, which takes 8 µs, if there is no profiler and no step hook."""
+    """`optimizer.step()`, but without torch's profiler record, which takes 8 µs, if there is no profiler and no step
+    hook."""
     step = type(optimizer).step
     if not getattr(step, "hooked", False) or "step" in vars(optimizer) or step_is_profiled() or has_step_hooks(optimizer):
         optimizer.step()

@@ -28,7 +28,8 @@ _REVIVING_SEED = 1
 
 
 class Compression(ABC):
-    """Error feedback: the sending rank keeps the error of the compression (`int8`, `powersgd`) and adds it to the next gradient.
+    """Error feedback: the sending rank keeps the error of the compression (`int8`, `powersgd`) and adds it to the next
+    gradient.
 
     (Seide et al., 1-Bit Stochastic Gradient Descent, 2014; Karimireddy et al., Error Feedback Fixes SignSGD, 2019.)
     """
@@ -49,7 +50,8 @@ class Compression(ABC):
 
     @abstractmethod
     def sum_bucket(self, stats: Tensor, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Communication hook for DDP: sum the bucket over ranks (no mean). `stats`: a parameter whose gradient is not rounded."""
+        """Communication hook for DDP: sum the bucket over ranks (no mean). `stats`: a parameter whose gradient is not
+        rounded."""
 
     @abstractmethod
     def _rescale(self, factor: float) -> None: ...
@@ -152,7 +154,8 @@ class Rounded(Compression):
 
 
 class LowRank(Compression):
-    """Sends each large matrix as the product of two thin ones, after the backward: torch's PowerSGD. (Vogels et al., 2019.)"""
+    """Sends each large matrix as the product of two thin ones, after the backward: torch's PowerSGD. (Vogels et al.,
+    2019.)"""
 
     def __init__(self, world: World, rank: int, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__(world)
@@ -167,7 +170,8 @@ class LowRank(Compression):
     def forget(self) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState  # it imports NumPy
 
-        # torch demands a start after DDP rebuilds its buckets, in the first step; the tensors given here are the same in every step.
+        # torch demands a start after DDP rebuilds its buckets, in the first step; the tensors given here are the same
+        # in every step.
         self._state = PowerSGDState(
             self._senders.group, self._rank, start_powerSGD_iter=2, min_compression_rate=0, orthogonalization_epsilon=1e-30
         )
@@ -259,7 +263,8 @@ class _Matrices:
 def compression_for(
     gradient_compression: str, world: World, parameters: Sequence[nn.Parameter], names: Sequence[str]
 ) -> Compression | None:
-    """Build the compression for `Recipe.gradient_compression`; None for "none", or for one rank. Raises `RecipeError`."""
+    """Build the compression for `Recipe.gradient_compression`; None for "none", or for one rank. Raises
+    `RecipeError`."""
     if gradient_compression == "none":
         return None
     for name, parameter in zip(names, parameters, strict=True):
@@ -276,7 +281,8 @@ def compression_for(
 
 
 def gradients_of(bucket: GradBucket) -> list[Tensor]:
-    """Views of the bucket with the strides of their parameters; `bucket.gradients()` would return all of them contiguous."""
+    """Views of the bucket with the strides of their parameters; `bucket.gradients()` would return all of them
+    contiguous."""
     return [
         gradient.as_strided(parameter.shape, parameter.stride())
         if not parameter.is_contiguous() and torch.ops.aten.is_non_overlapping_and_dense(parameter)

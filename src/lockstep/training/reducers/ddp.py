@@ -1,11 +1,14 @@
-"""Gradient reduction by DistributedDataParallel: every rank has the full model, buckets are summed while the backward computes.
+"""Gradient reduction by DistributedDataParallel: every rank has the full model, buckets are summed while the backward
+computes.
 
-DDP wraps the *loss*, not the model: its forward is an identity on the last microbatch's loss whose graph reaches every parameter. So the
-user's model keeps its class and may be called any number of times; DDP's hook also fires for a parameter that the loss does not reach,
-without a `find_unused_parameters` pass; and a rank without a microbatch takes part with a loss of zero.
+DDP wraps the *loss*, not the model: its forward is an identity on the last microbatch's loss whose graph reaches every
+parameter. So the user's model keeps its class and may be called any number of times; DDP's hook also fires for a
+parameter that the loss does not reach, without a `find_unused_parameters` pass; and a rank without a microbatch takes
+part with a loss of zero.
 
-DDP gets one more parameter, `stats`. Its gradient is set after the backward and holds the step's numbers (`step_stats.py`). It is ready
-last, so it completes the last bucket. The numbers are exact, except for the last digit if `loss_factor` is no power of two.
+DDP gets one more parameter, `stats`. Its gradient is set after the backward and holds the step's numbers
+(`step_stats.py`). It is ready last, so it completes the last bucket. The numbers are exact, except for the last digit
+if `loss_factor` is no power of two.
 
 (No `from __future__ import annotations` here: DDP inspects the annotations of its hooks and needs classes.)
 """
@@ -57,7 +60,8 @@ class _LossModule(nn.Module):
 
 
 def loss_factor(mesh: Mesh, *, bitwise: bool, compression: Compression | None) -> int:
-    """The factor for the loss: DDP's own all-reduce, which runs without Python, computes the mean instead of the sum."""
+    """The factor for the loss: DDP's own all-reduce, which runs without Python, computes the mean instead of the
+    sum."""
     return 1 if bitwise or compression is not None or mesh.data.hierarchy is not None else mesh.data.size
 
 
@@ -118,7 +122,8 @@ class DdpReducer:
         self._complete_at = time.perf_counter()
 
     def backward(self, total: Tensor, grad_output: Tensor, *, own_parameters_only: bool, is_dummy: bool) -> None:
-        """See `GradientReducer.backward`. If the backward has other collectives (round-robin), buckets are sent in `reduce`."""
+        """See `GradientReducer.backward`. If the backward has other collectives (round-robin), buckets are sent in
+        `reduce`."""
         if is_dummy:
             torch.autograd.grad(total, self._parameters, grad_output, allow_unused=True)
             return
@@ -193,7 +198,8 @@ class DdpReducer:
         return leaf
 
     def _ordered_bucket(self, _: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Start this bucket's ordered sum; at the last bucket, finish all sums in bucket order, which is the same on all ranks."""
+        """Start this bucket's ordered sum; at the last bucket, finish all sums in bucket order, which is the same on
+        all ranks."""
         members = [self._places.get(id(parameter)) for parameter in bucket.parameters()]
         buffer, last_leaf = bucket.buffer(), gradients_of(bucket)
         counter: Counter[list[Tensor]] = Counter(_add_into_right, start=self._mine.start, count=self._count)

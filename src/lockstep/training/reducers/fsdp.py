@@ -1,9 +1,9 @@
 """Gradient reduction for a model sharded by FSDP2, and for hybrid sharding.
 
-Every rank takes part in each all-gather of a block's parameters and in each reduce-scatter of its gradients, so the ranks compute in
-rounds of one microbatch each. A rank that has none left computes a dummy microbatch, whose gradient is set to zero before the
-reduce-scatter. This module's reduce-scatters replace FSDP2's: plain, or in the canonical order. Replicas of the shards (hybrid sharding)
-are summed once a step, not once a round.
+Every rank takes part in each all-gather of a block's parameters and in each reduce-scatter of its gradients, so the
+ranks compute in rounds of one microbatch each. A rank that has none left computes a dummy microbatch, whose gradient is
+set to zero before the reduce-scatter. This module's reduce-scatters replace FSDP2's: plain, or in the canonical order.
+Replicas of the shards (hybrid sharding) are summed once a step, not once a round.
 """
 
 from __future__ import annotations
@@ -163,8 +163,8 @@ class SharedMemoryAllGather(AllGather):
 class Scatter(ReduceScatter):
     """The reduce-scatter over the `shard` axis for one of FSDP2's parameter groups. Every rank makes the same calls.
 
-    It may be called several times in a round, if the forward calls the model several times. Outside of a step (in a backward of another
-    model's loss through this one) it exchanges nothing.
+    It may be called several times in a round, if the forward calls the model several times. Outside of a step (in a
+    backward of another model's loss through this one) it exchanges nothing.
     """
 
     def __init__(self, memory: SharedMemoryGroup | None) -> None:
@@ -211,13 +211,15 @@ class Scatter(ReduceScatter):
 class OrderedScatter(Scatter):
     """The sum over all microbatches of a step, in the order of `lockstep.tree`, over `shard` and `replicate` at once.
 
-    In round r, rank d of the n data ranks has microbatch r * n + d. Each shard of the gradient is split into one slice for each of its
-    replicas; an all-to-all sends every rank all leaves of its slice, which it pushes into a binary counter; after the last round
-    the replicas all-gather their slices of the sum, which replaces the zeros that FSDP2 got (on the CPU, if FSDP2 has offloaded them).
+    In round r, rank d of the n data ranks has microbatch r * n + d. Each shard of the gradient is split into one slice
+    for each of its replicas; an all-to-all sends every rank all leaves of its slice, which it pushes into a binary
+    counter; after the last round the replicas all-gather their slices of the sum, which replaces the zeros that FSDP2
+    got (on the CPU, if FSDP2 has offloaded them).
     """
 
     def __init__(self, mesh: Mesh, parameters: Any) -> None:
-        """`parameters`: FSDP2's parameter group, with the order and padding of the gradients; None if it has no parameters."""
+        """`parameters`: FSDP2's parameter group, with the order and padding of the gradients; None if it has no
+        parameters."""
         super().__init__(mesh.data.shared_memory)
         self._parameters = parameters
         self._data = mesh.data

@@ -1,4 +1,5 @@
-"""Gradient reduction for the stages of a pipeline: tied parameters are summed over the stages, then all over the data axes."""
+"""Gradient reduction for the stages of a pipeline: tied parameters are summed over the stages, then all over the data
+axes."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from lockstep.training.reducers.step_stats import Number, StepStats
 
 
 class TiedGradients:
-    """The parameters of this rank's stages that are tied with other stages. They count in the norm on the first of their ranks."""
+    """The parameters of this rank's stages that are tied with other stages. They count in the norm on the first of
+    their ranks."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], tied: Sequence[SharedParameter], pipeline: World) -> None:
         """`parameters`: the trainable ones of this rank's stages, by name, in the reducer's order."""
@@ -32,7 +34,8 @@ class TiedGradients:
         return id(parameter) not in self._elsewhere
 
     def sum(self, used: list[float]) -> None:
-        """Sum each tied `.grad` over its stages, and set `used` if any stage used it. Every rank of the pipeline calls it, once a step."""
+        """Sum each tied `.grad` over its stages, and set `used` if any stage used it. Every rank of the pipeline calls
+        it, once a step."""
         for at, parameter, ranks in self._mine:
             local = to_local(parameter.detach())
             mine = torch.zeros(local.numel() + 1, dtype=local.dtype, device=self._pipeline.device)
@@ -63,7 +66,8 @@ class TiedGradients:
 
 
 class PipelineReducer:
-    """A `GradientReducer` for this rank's stages. `Pipeline.run` computes all backwards, and exchanges the values and weights."""
+    """A `GradientReducer` for this rank's stages. `Pipeline.run` computes all backwards, and exchanges the values and
+    weights."""
 
     def __init__(self, data_reducer: PostBackwardReducer | FsdpReducer, tied: TiedGradients) -> None:
         self._data_reducer = data_reducer

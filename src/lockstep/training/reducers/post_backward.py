@@ -1,7 +1,8 @@
 """Gradient reduction in one exchange after the last backward of the step.
 
-It is the fastest for replicas in the shared memory of one host: the processors themselves do the exchange, so it cannot overlap with the
-backward, and DDP's copy of every gradient into buckets takes longer than the exchange. It also serves DTensors, which DDP does not take.
+It is the fastest for replicas in the shared memory of one host: the processors themselves do the exchange, so it cannot
+overlap with the backward, and DDP's copy of every gradient into buckets takes longer than the exchange. It also serves
+DTensors, which DDP does not take.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class PostBackwardReducer:
         return self.reduce_used(self.used(), values, weights, flag=flag)
 
     def used(self) -> list[float]:
-        """Complete the gradients. Returns 1 for each parameter that a microbatch of this rank used, else 0. For `PipelineReducer`."""
+        """Complete the gradients. Returns 1 for each parameter that a microbatch of this rank used, else 0. For
+        `PipelineReducer`."""
         if self._complete is not None:
             self._complete(self._parameters)
         return [float(parameter.grad is not None) for parameter in self._parameters]

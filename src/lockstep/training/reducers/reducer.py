@@ -1,4 +1,5 @@
-"""The protocol of gradient reducers, which accumulate a model's gradients and sum them over ranks, and the choice for a mesh."""
+"""The protocol of gradient reducers, which accumulate a model's gradients and sum them over ranks, and the choice for a
+mesh."""
 
 from __future__ import annotations
 
@@ -24,13 +25,15 @@ class GradientReducer(Protocol):
         """Clear the gradients, for a step of `count` microbatches over all ranks."""
 
     def backward(self, total: Tensor, grad_output: Tensor, *, own_parameters_only: bool, is_dummy: bool) -> None:
-        """Accumulate the gradient of `grad_output * total`, the loss of the next microbatch; of a dummy, only take part in collectives.
+        """Accumulate the gradient of `grad_output * total`, the loss of the next microbatch; of a dummy, only take part
+        in collectives.
 
         `own_parameters_only`: other models' parameters in the graph get no gradient.
         """
 
     def reduce(self, values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool) -> StepStats:
-        """Sum over all ranks: each `.grad` becomes this rank's shard of the sum, or None if no microbatch used the parameter.
+        """Sum over all ranks: each `.grad` becomes this rank's shard of the sum, or None if no microbatch used the
+        parameter.
 
         `values`, `weights`: one number for each microbatch of this rank; `weights` is None on all ranks or on none.
         """
@@ -78,7 +81,8 @@ def build_reducer(
     compression: Compression | None,
     complete: Callable[[Sequence[nn.Parameter]], None] | None,
 ) -> GradientReducer:
-    """Build the reducer of a model. Every rank calls it. `tied`: only with a pipeline. `complete`: see `PostBackwardReducer`."""
+    """Build the reducer of a model. Every rank calls it. `tied`: only with a pipeline. `complete`: see
+    `PostBackwardReducer`."""
     if choice.reducer is DdpReducer:
         return DdpReducer(parameters, mesh, bitwise=bitwise, max_microbatches=max_microbatches, compression=compression)
     inner: PostBackwardReducer | FsdpReducer

@@ -1,7 +1,7 @@
 """The numbers of a step that are exchanged with the gradients: used parameters, losses, weights, one flag.
 
-They are packed into one vector that is summed over the ranks. Each number is zero on all ranks but one, so the sum is exact, and a step
-needs no collective beyond those of the gradients.
+They are packed into one vector that is summed over the ranks. Each number is zero on all ranks but one, so the sum is
+exact, and a step needs no collective beyond those of the gradients.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class StepStats(NamedTuple):
 
 
 class StepStatsVector:
-    """Layout of the vector: a flag for each parameter, a value and a weight for each microbatch, and this rank's one flag."""
+    """Layout of the vector: a flag for each parameter, a value and a weight for each microbatch, and this rank's one
+    flag."""
 
     def __init__(self, parameters: Sequence[Tensor], max_microbatches: int, device: torch.device) -> None:
         self._parameters = len(parameters)
@@ -74,7 +75,8 @@ class StepStatsVector:
 
 
 def clear_unused(parameters: Sequence[Tensor], stats: StepStats) -> None:
-    """Set `.grad` to None if no microbatch used the parameter: with zeros, weight decay and momentum would still change it."""
+    """Set `.grad` to None if no microbatch used the parameter: with zeros, weight decay and momentum would still change
+    it."""
     used = stats.used if isinstance(stats.used, list) else stats.used.tolist()
     for parameter, was_used in zip(parameters, used, strict=True):
         if not was_used:

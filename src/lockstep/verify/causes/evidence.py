@@ -1,4 +1,5 @@
-"""The evidence for a cause: two traces, the first step at which they differ, and linear fits of tensors by their projections.
+"""The evidence for a cause: two traces, the first step at which they differ, and linear fits of tensors by their
+projections.
 
 Projections are linear, so a sum of tensors has the sum of their projections.
 """

@@ -1,8 +1,8 @@
 """Causes of a wrong reduced gradient.
 
-The strongest test is a fit: the trace has each microbatch's own gradient, so a wrong gradient may be a sum of β times each
-rank's own sum over its microbatches, plus the gradient of the step before. If the fit is exact, β names the fault: (1, 0)
-was not reduced; (2, 2) has a wrong factor; if Σ 1/β is the number of ranks, the ranks' means were averaged.
+The strongest test is a fit: the trace has each microbatch's own gradient, so a wrong gradient may be a sum of β times
+each rank's own sum over its microbatches, plus the gradient of the step before. If the fit is exact, β names the fault:
+(1, 0) was not reduced; (2, 2) has a wrong factor; if Σ 1/β is the number of ranks, the ranks' means were averaged.
 """
 
 from __future__ import annotations
