@@ -95,8 +95,7 @@ class MicrobatchAssignment:
         return tuple(self.indices(count, rank) for rank in range(self.ranks))
 
     def with_dummies(self, count: int, rank: int) -> list[tuple[int, bool]]:
-        """Return the rank's microbatches as (index, is_dummy). A dummy's gradient is discarded: it only fills a
-        collective."""
+        """Return the rank's microbatches as (index, is_dummy). A dummy's gradient is discarded."""
         computed = [(index, False) for index in self.indices(count, rank)]
         if self.round_robin:
             rounds = -(-count // self.per_round)
@@ -104,8 +103,7 @@ class MicrobatchAssignment:
         return computed
 
     def gathered_positions(self, count: int) -> list[int]:
-        """Return the position of microbatch 0, 1, … in the concatenation of all ranks' `indices`, as a gather returns
-        it."""
+        """Return the position of microbatch 0, 1, … in the concatenation of all ranks' `indices` (a gather)."""
         concatenated = [index for indices in self.indices_by_rank(count) for index in indices]
         return sorted(range(count), key=concatenated.__getitem__)
 

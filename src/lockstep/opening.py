@@ -53,8 +53,7 @@ class RunRequest:
     def checked(
         cls, *, plan: str | Plan | None, saving: Saving | None, resume: Resume, allow_change: Collection[str], **given: Any
     ) -> RunRequest:
-        """The request with these arguments of `Session`. Raises the children of `UserError` for values that are
-        none."""
+        """The request with these arguments of `Session`. Raises the children of `UserError` for wrong values."""
         check_count("log_every", given["log_every"], "steps")
         check_precision(given["precision"])
         check_compression(given["gradient_compression"])
@@ -91,8 +90,7 @@ class RunRequest:
         return open_storage(self.saving.folder or context.run_dir / "checkpoints")
 
     def compared(self, launched: str | None) -> dict[str, Any]:
-        """JSON of everything that the script must give alike on all ranks. Its plan counts only if none is
-        `launched`."""
+        """JSON of all that the script must give alike on all ranks. Its plan counts only if none is `launched`."""
         learned = {"seed": self.seed, "precision": self.precision, "gradient_compression": self.gradient_compression, **(self.recipe or {})}
         executed = {"plan": launched or str(self.plan or Plan()), "log_every": self.log_every, "resume": self.resume}
         return {**learned, **executed, "saving": str(self.saving), "allow_change": sorted(self.allow_change)}
@@ -170,8 +168,7 @@ def _join(request: RunRequest, environment: Environment) -> World:
 
 
 def _record_start(opened: Opened, request: RunRequest) -> None:
-    """Write run.json, and the events and messages that say how this run differs from what was asked for. `request`: the
-    script's."""
+    """Write run.json, and events and messages on how this run differs from what was asked for in `request`."""
     context, environment, recorder = opened.context, opened.environment, opened.context.recorder
     recorder.start(
         plan=context.plan,

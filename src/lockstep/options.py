@@ -18,8 +18,7 @@ from lockstep.plan import Plan
 from lockstep.saving import OutOfMemory, Resume, interval
 
 OnHang = Literal["end", "report"]
-"""`end`: report the hang, save the last complete step, and exit with status 76. `report`: report it and go on
-waiting."""
+"""`end`: report the hang, save the last complete step, exit with status 76. `report`: report it and keep waiting."""
 
 TIMES_USUAL = 20.0
 """A phase may take this many times what it usually takes."""
@@ -316,8 +315,7 @@ def non_negative_int(text: str, name: str) -> int:
 
 
 def check_run_dir(run_dir: str | None, name: str) -> None:
-    """Raise `RunDirectoryError` for an empty path, which would be the working directory. `name`: its option or
-    keyword."""
+    """Raise `RunDirectoryError` for an empty path: it would be the working directory. `name`: its option or keyword."""
     if run_dir == "":
         raise RunDirectoryError(
             f"{name} is empty; it names the folder that the run writes to (is a shell variable unset?); give a path, or leave {name} out"

@@ -52,11 +52,9 @@ class Plan:
     tensor: Size | None = None
     """Number of processes that compute parts of each layer for the same microbatch (tensor parallelism)."""
     pipeline: Size | None = None
-    """Number of processes that each hold some of the layers; microbatches pass through them in turn (pipeline
-    parallelism)."""
+    """Number of processes that each hold some of the layers and take microbatches in turn (pipeline parallelism)."""
     numerics: Numerics = "fast"
-    """`bitwise`: gradients are summed in one canonical order, so that the final model has the same bits at any world
-    size."""
+    """`bitwise`: gradients are summed in a canonical order; the final model has the same bits at any world size."""
     sharding: Sharding = "full"
     """Under `shard`: `full` frees a block's gathered parameters after its forward and gathers them again for its
     backward (ZeRO-3); `gradients` keeps them until the backward, which takes more memory and one all-gather less
@@ -86,8 +84,7 @@ class Plan:
     """Backend of collectives between processes on CPUs. `auto`: shared memory if all are on one host, else Gloo;
     `torch`: always Gloo."""
     threads: Size | None = None
-    """Intra-op threads per process. None: OMP_NUM_THREADS, else cores ÷ processes; 1 in `bitwise` on a CPU. `auto`:
-    measured."""
+    """Intra-op threads per process. None: OMP_NUM_THREADS, else cores ÷ processes (`bitwise` on CPUs: 1)."""
     workers: Size = 0
     """Data loader workers per rank. 0: the training process loads the data. `auto`: measured."""
     prefetch: Size = 2
@@ -196,8 +193,7 @@ class Plan:
         return cls(**values)
 
     def resolve(self, world_size: int) -> Plan:
-        """The plan with `auto` replaced for `world_size` processes. Raises `PlanError` if the axes do not multiply to
-        it."""
+        """The plan with `auto` replaced for `world_size` processes. Raises `PlanError` if the product differs."""
         sizes: dict[str, Any] = {axis: getattr(self, axis) for axis in AXES}
         fixed = math.prod(size for size in sizes.values() if size != "auto")
         if "auto" in sizes.values() and world_size % fixed == 0:

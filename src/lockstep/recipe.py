@@ -292,8 +292,7 @@ def check_count(name: str, value: Any, unit: str) -> None:
 
 
 def check_batch(global_batch: Any, microbatch: Any, *, of: str = "") -> None:
-    """Raises `RecipeError` unless both count samples and `microbatch` is at most `global_batch`, or None. `of`: prefix
-    of the names."""
+    """Raises `RecipeError` unless both count samples, and `microbatch` is None or not the larger. `of`: a prefix."""
     check_count(f"{of}global_batch", global_batch, "samples")
     if microbatch is None:
         return

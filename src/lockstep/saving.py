@@ -34,8 +34,7 @@ class Saving:
     mode: Literal["min", "max"] = "min"
     """`min` if a smaller value of the metric is better, `max` if a larger one is."""
     folder: str | None = None
-    """Folder of the checkpoints, or a URL of any fsspec file system (s3://bucket/run). None: `checkpoints` in the run
-    directory."""
+    """Folder of the checkpoints, or the URL of an fsspec file system (s3://bucket/run). None: in the run directory."""
     failures: int = 3
     """Number of consecutive failed saves that ends the run with an error."""
 

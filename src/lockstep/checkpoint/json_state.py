@@ -14,8 +14,7 @@ from lockstep.base.errors import CheckpointError
 from lockstep.checkpoint.tensor_shards import DTYPES
 
 _TAG = "lockstep"
-"""Marks values that JSON lacks: {"lockstep": kind, "value": ...}. A dict that has this key itself is written as a list
-of items."""
+"""Marks values that JSON lacks: {"lockstep": kind, "value": ...}. A dict with this key becomes a list of items."""
 
 
 def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:

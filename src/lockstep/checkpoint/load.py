@@ -176,8 +176,7 @@ class CheckpointReader:
                 finish()
 
     def _read(self, block: _Block, data: Sequence[Tensor]) -> None:
-        """Read a block: directly into spans that own their memory, for others into a buffer and from there into their
-        data."""
+        """Read a block: directly into spans that own their memory, and through a buffer into the others."""
         start, stop = block.hashes.span(block.number)
         try:
             spare = self._spare.pop()
@@ -202,8 +201,7 @@ class CheckpointReader:
 
 
 def raise_on_all_ranks(read: Callable[[], T], world: World) -> T:
-    """Return the result of `read` on this rank. Every rank calls it, and every rank raises the error that `read` raised
-    on any."""
+    """Return the result of `read` on this rank. Every rank calls it, and raises what `read` raised on any of them."""
     failure: tuple[str, str] | None = None
     try:
         found = read()

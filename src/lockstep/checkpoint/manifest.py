@@ -32,8 +32,7 @@ class UnknownFormatError(LockstepError):
 
 
 class UnreachableError(LockstepError):
-    """A checkpoint cannot be read now (no permission, no answer from the store). It may be intact. The text says
-    why."""
+    """A checkpoint cannot be read now (no permission, no answer from the store); the text says why. It may be whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +106,7 @@ class Manifest:
 
     @classmethod
     def decode(cls, data: bytes) -> Manifest:
-        """Parse a manifest. Raises `DamagedError` if a byte has changed, `UnknownFormatError` if another version wrote
-        it."""
+        """Parse a manifest. Raises `DamagedError` for changed bytes, `UnknownFormatError` for another version."""
         try:
             whole = json.loads(data)
             known = whole["format"]

@@ -32,8 +32,7 @@ PACKAGES = {"s3": "'lockstep-train[s3]'", "s3a": "'lockstep-train[s3]'"}
 
 
 def open_storage(place: Path | str) -> Storage:
-    """Open the storage at a path or a URL (s3://bucket/run). Raises `RunDirectoryError` if there is no driver for the
-    URL."""
+    """Open the storage at a path or a URL (s3://bucket/run). Raises `RunDirectoryError` if the URL has no driver."""
     protocol, separator, path = str(place).partition("://")
     if not separator or protocol == "file":
         return FolderStorage(Path(path if separator else place))

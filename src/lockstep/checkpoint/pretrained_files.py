@@ -1,5 +1,4 @@
-"""Pretrained weights in safetensors and torch.save files, read in parts and without running any code in them (law
-6)."""
+"""Pretrained weights in safetensors and torch.save files, read in parts and without running code in them (law 6)."""
 
 from __future__ import annotations
 

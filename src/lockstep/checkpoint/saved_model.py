@@ -1,5 +1,4 @@
-"""Reading a saved model tensor by tensor, without building the model, for `lockstep inspect` and `export`. Needs no
-torch."""
+"""Reads a saved model tensor by tensor, without building the model or torch, for `lockstep inspect` and `export`."""
 
 from __future__ import annotations
 
@@ -98,8 +97,7 @@ class StoredCheckpoint:
 
 
 def read_safetensors(path: Path) -> StateDictReader:
-    """Open a safetensors file. Its bytes cannot be verified, because the format has no hashes. Raises `DamagedError`,
-    `OSError`."""
+    """Open a safetensors file; the format has no hashes to verify its bytes with. Raises `DamagedError`, `OSError`."""
     torchs = {theirs: ours for ours, theirs in DTYPES.items()}
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")

@@ -40,8 +40,7 @@ class SaveResult:
 
 
 class Saver:
-    """Saves the state of a run. Every rank makes one and calls `prepare` and `save` alike. At most one save is in
-    progress."""
+    """Saves the state of a run, one save at a time. Every rank makes one, and calls `prepare` and `save` alike."""
 
     def __init__(self, world: World, folder: Path | str, attempt: str) -> None:
         """`folder`: see `open_storage`. `attempt`: see `CheckpointName`; the same on every rank. Raises
@@ -112,8 +111,7 @@ class Saver:
         self._under_way = None
 
     def poll(self, timeout_seconds: float = 0.0) -> SaveResult | None:
-        """Wait up to `timeout_seconds` for the save. Returns its result; None if it is in progress, or there is
-        none."""
+        """Wait up to `timeout_seconds` for the save. Returns its result; None if none has ended."""
         if self._under_way is None or self._writer is None:
             return None
         answer = self._writer.answer(timeout_seconds)

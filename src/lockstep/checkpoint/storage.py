@@ -57,15 +57,13 @@ class Storage(Protocol):
         """The names of all complete checkpoints, in order of their steps."""
 
     def remove_uncommitted(self) -> None:
-        """Remove everything that was never committed. Only the holder of the run's lock may call it, and not during a
-        save."""
+        """Remove everything that was never committed. Only the holder of the run's lock may call it, between saves."""
 
     def free_bytes(self) -> int | None:
         """Free bytes; None if unknown."""
 
     def begin(self, name: CheckpointName) -> None:
-        """Begin a checkpoint. One rank must call it and all may. Raises `FileExistsError` if the checkpoint exists
-        already."""
+        """Begin a checkpoint. One rank must call it and all may. Raises `FileExistsError` if it exists already."""
 
     def write(self, name: CheckpointName, file: str, chunks: Iterable[bytes | memoryview]) -> None:
         """Write one file of an uncommitted checkpoint. It is on the disk when this returns."""
@@ -77,8 +75,7 @@ class Storage(Protocol):
         """Remove a file of an uncommitted checkpoint."""
 
     def claim(self, name: CheckpointName, file: str) -> bool:
-        """Create `<file>.claim` in an uncommitted checkpoint. Returns True if this process is the first to claim the
-        file."""
+        """Create `<file>.claim` in an uncommitted checkpoint. Returns True if this process is the first to claim it."""
 
     def commit(self, name: CheckpointName, manifest: bytes) -> None:
         """Write the manifest and commit the checkpoint, whose other files are all written. One rank calls it."""
@@ -90,8 +87,7 @@ class Storage(Protocol):
         """The bytes [start, stop) of a file of a checkpoint; fewer if the file is shorter."""
 
     def read_into(self, name: CheckpointName, file: str, start: int, parts: Iterable[memoryview]) -> Iterator[memoryview]:
-        """Read a file from byte `start` on into `parts`. Yields the bytes as they arrive; ends early if the file
-        does."""
+        """Read a file from byte `start` on into `parts`. Yields bytes as they arrive; ends early at the end."""
 
     def delete(self, name: CheckpointName) -> None:
         """Delete a checkpoint. It is never seen incomplete."""
@@ -196,8 +192,7 @@ class FolderStorage:
 
 
 def _write_some(opened: int, data: memoryview) -> int:
-    """Write past the page cache if possible. That takes a tenth of the CPU time of a cached write, and leaves the rest
-    to training."""
+    """Write past the page cache if possible: a tenth of a cached write's CPU time, and training needs the rest."""
     if len(data) % PAGE_BYTES == 0:
         flags = fcntl.fcntl(opened, fcntl.F_GETFL)
         try:

@@ -112,8 +112,7 @@ def local_shards(state: Mapping[str, Tensor]) -> dict[str, TensorShard]:
 
 
 def assign_writes(everyone: Sequence[Sequence[TensorShard]]) -> list[list[TensorShard]]:
-    """The shards that each rank writes. Each is written once, by a rank that holds it, and bytes are balanced over the
-    ranks."""
+    """The shards that each rank writes. A rank that holds a shard writes it, once, with bytes balanced over ranks."""
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.planner import SavePlan
 
@@ -123,8 +122,7 @@ def assign_writes(everyone: Sequence[Sequence[TensorShard]]) -> list[list[Tensor
 
 
 def plan_copies(state: Mapping[str, Tensor], saved: Sequence[TensorShard]) -> Iterator[ShardCopy]:
-    """The copies that fill this rank's tensors from saved shards. The state's names and shapes must be among the saved
-    ones."""
+    """The copies that fill this rank's tensors from saved shards, which have all names and shapes of the state."""
     from lockstep.base.torch_private import is_distributed  # imports torch
 
     assert state.keys() <= {shard.name for shard in saved}

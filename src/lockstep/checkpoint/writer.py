@@ -56,8 +56,7 @@ def save(job: dict[str, Any], shards: Mapping[TensorShard, int], content: memory
 
 
 def _awaited(folder: Storage, name: CheckpointName, file: str, save: str) -> tuple[Any, Any]:
-    """Wait for another rank's note of this save, until the training process ends this one. Returns its file entry and
-    values."""
+    """Wait for another rank's note of this save, until the training process ends. Returns its file entry and values."""
     while True:
         if (text := folder.read_uncommitted(name, note(file))) is not None:
             try:

@@ -85,8 +85,7 @@ def command(is_module: bool, script: str, arguments: tuple[str, ...], **given: A
 def _run(
     script: Sequence[str], arguments: Sequence[str], options: LaunchOptions, *, count: int, machines: Machines | None, began: float
 ) -> int:
-    """Run `count` workers to their end; return the exit status. `script`: `[-m] SCRIPT`. `began`: seconds since
-    1970."""
+    """Run `count` workers to their end; return the exit status. `script`: `[-m] SCRIPT`. `began`: a Unix time."""
     with collector_paused(), _without_warnings_of_stores() if machines is not None else nullcontext():
         from lockstep.launch.agent import run_workers  # imports torch: after all checks that do not need it
         from lockstep.logging.run_directory import default_run_path

@@ -1,5 +1,4 @@
-"""The collectives in which this process is at the moment: torch's flight recorder and shared memory groups report
-theirs."""
+"""The collectives that this process is in now: torch's flight recorder and shared-memory groups report theirs."""
 
 from __future__ import annotations
 

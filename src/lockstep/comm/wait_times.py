@@ -18,8 +18,7 @@ class Waits:
 
 
 waits = Waits()
-"""The waits of this process. Waits inside torch that do not come through Python, as a tensor-parallel layer's, are not
-counted."""
+"""The waits of this process. Waits inside torch's C++ code, as in a tensor-parallel layer, are not counted."""
 
 
 @contextmanager

@@ -27,8 +27,7 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 BUCKET_NUMBERS = 2**22
 """Numbers in a bucket of `sum_each`, about."""
 _HEAD_BYTES = 64
-"""Size of the head of a JSON text, which is exchanged first: the text's length, and the text itself if it fits, else
-its digest."""
+"""Size of the head of a JSON text, exchanged first: the text's length, and the text if it fits, else its digest."""
 _IN_HEAD_BYTES = _HEAD_BYTES - 8
 IN_PLACE_BYTES = 2**17
 """With shared memory, a tensor of at least this size is summed in place: copying it into a bucket would take longer."""

@@ -85,8 +85,7 @@ class LoaderWorkers:
 
 @dataclass(frozen=True, slots=True)
 class WorkerException:
-    """A worker's exception, in transit. `error`: the exception, pickled; None if it cannot be pickled. `text`: its
-    traceback."""
+    """A worker's exception, in transit. `error`: it, pickled; None if it cannot be. `text`: its traceback."""
 
     error: bytes | None
     text: str

@@ -178,8 +178,7 @@ def _transfer(group: RankGroup, peer: int, count: int) -> float:
 
 
 def _serve(group: RankGroup, peer: int) -> None:
-    """Receive and acknowledge as many bytes as the peer requests, until it requests 0. A request for 1 byte is a
-    ping."""
+    """Receive and acknowledge as many bytes as the peer requests, until it requests 0. A request for 1 is a ping."""
     while count := int(_receive(group, peer, 8).view(torch.int64)[0]):
         content = torch.empty(count, dtype=torch.uint8, device=group.device)
         _acknowledge(group, peer)

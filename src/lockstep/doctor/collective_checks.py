@@ -39,8 +39,7 @@ _OPERATIONS = {
 _UNSUPPORTED_ERRORS = (RuntimeError, ValueError, TypeError, NotImplementedError)
 """Exceptions that backends raise for a data type or an operation that they do not support."""
 _MOST_CONTRIBUTIONS = 85
-"""Largest number of ranks that contribute to one position of an average, in the types with coarse rounding (bfloat16).
-"""
+"""Largest number of ranks that contribute to one position of an average, in coarsely rounded types (bfloat16)."""
 _BARRIERS = 3
 _STAGGER_SECONDS = 0.01
 

@@ -16,8 +16,7 @@ SHARED_MEMORY_BYTES = 128 << 20
 MEMORY_BYTES = 1 << 30
 """Memory for each process. torch alone takes a third of it, before a model is created."""
 OPEN_FILES = 1024
-"""Open files of each process: one or two sockets for each other rank, and a file for each tensor from a loader worker.
-"""
+"""Open files of each process: one or two sockets for each other rank, one file for each tensor of a loader worker."""
 OTHER_THREADS = 32
 """Threads of a process beside its compute threads: those of Gloo, NCCL and the store, and loader workers."""
 MAX_CLOCK_OFFSET_SECONDS = 2.0

@@ -245,8 +245,7 @@ class Checkpointer:
         self.run.context.recorder.message(f"warning: the checkpoint after step {self._saved} was not saved: {reason}")
 
     def _has_ended(self) -> bool:
-        """True if no save is under way on any rank. Every rank calls it. Raises `CheckpointError` if too many failed in
-        a row."""
+        """True if no rank has a save under way. Every rank calls it. Raises `CheckpointError` for failures in a row."""
         if not self._is_open:
             return True
         self._poll()
@@ -275,8 +274,7 @@ class Checkpointer:
 
 
 def saved_recipe(folder: Storage, world: World) -> dict[str, Any]:
-    """The recipe of the newest readable checkpoint in `folder`, as JSON; empty if there is none. Every rank calls
-    it."""
+    """The recipe of the newest readable checkpoint in `folder`, as JSON; empty if none. Every rank calls it."""
     found: dict[str, Any] = {}
     if world.rank == 0:
         with suppress(OSError):  # `restore` reports it
@@ -290,8 +288,7 @@ def saved_recipe(folder: Storage, world: World) -> dict[str, Any]:
 
 @dataclass(eq=False)
 class Checkpointing(ControlHook):
-    """Saves the run during training, after an error, and when it is asked to end; loads the newest checkpoint at the
-    start."""
+    """Loads the newest checkpoint; saves the run during training, after an error, and when it is asked to end."""
 
     saving: Saving
     resume_option: Resume
@@ -348,8 +345,7 @@ class Checkpointing(ControlHook):
         self.rescue(run, error)
 
     def rescue(self, run: Run, error: BaseException) -> bool:
-        """If this rank's state is that of a complete step, save it without the other ranks. Returns True if it is
-        saved."""
+        """Save this rank's state, if it is that of a complete step, without the others. Returns True if saved."""
         by_the_script = isinstance(error, SystemExit) and not isinstance(error, Terminated)
         is_consistent = run.source is not None and run.is_consistent and run.is_consistent_in_steps
         if self._checkpointer is None or by_the_script or isinstance(error, DivergenceError) or not is_consistent:

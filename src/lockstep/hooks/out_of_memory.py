@@ -109,8 +109,7 @@ def changes(before: Plan, after: Plan) -> str:
 
 
 def advice(plan: Plan, found: Plan | str, *, folder: Path, step: int | None) -> str:
-    """Return the note for the error. `found`: from `next_plan`. `step`: steps done and saved; None: they are not
-    saved."""
+    """Return the note for the error. `found`: from `next_plan`. `step`: steps done and saved; None: not saved."""
     if isinstance(found, str):
         tried = changes(Plan(), plan)
         return f"lockstep: memory ran out{f' with {tried}' if tried else ''}; {found}"
@@ -119,8 +118,7 @@ def advice(plan: Plan, found: Plan | str, *, folder: Path, step: int | None) -> 
 
 
 def fallback_since(known: TakenFallbacks, folder: Path) -> str | None:
-    """Return, in words, the fallback that any rank of the run in `folder` has written since `known` was read; None if
-    there is none."""
+    """Name the fallback that any rank of the run in `folder` wrote after `known` was read; None if none did."""
     try:
         found = TakenFallbacks.parse((folder / FILE).read_text(encoding="utf-8"), folder / FILE)
     except (OSError, UnicodeDecodeError, RunDirectoryError):

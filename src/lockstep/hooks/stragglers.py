@@ -1,5 +1,4 @@
-"""The hook that finds stragglers: at logging steps, one small all-gather of each rank's times, and a line of
-`ranks.jsonl`."""
+"""The hook that finds stragglers by an all-gather of each rank's times at logging steps, and writes `ranks.jsonl`."""
 
 from __future__ import annotations
 
@@ -58,8 +57,7 @@ class Stragglers(ControlHook):
         self.hosts, stages = zip(*context.world.gather_values(mine), strict=True)
         self._finder = StragglerFinder(stages)
         self._interval = self._remaining = -(-context.world.size // _RANKS_AT_ONCE)
-        """`_interval`: logging steps from one exchange to the next. `_remaining`: logging steps until the next
-        exchange."""
+        """Logging steps from one exchange to the next; `_remaining`: until the next exchange."""
         self._path = context.run_dir / "ranks.jsonl"
 
     def before_steps(self, run: Run) -> None:
@@ -119,14 +117,12 @@ class Stragglers(ControlHook):
         return [*own, spent("exchange") + waited("data", *_OF_COMPUTE, *_OF_HOOKS)]
 
     def _times(self) -> tuple[defaultdict[str, float], defaultdict[str, float]]:
-        """Total seconds of each phase, and of its waits for other ranks. On a GPU such waits are phases of their
-        own."""
+        """Total seconds of each phase, and of its waits for other ranks. On a GPU such waits are phases themselves."""
         stream = self._phases.stream
         return (self._phases.totals, self._phases.waited) if stream is None else (stream.totals(), defaultdict(float))
 
     def _report(self, run: Run, columns: Mapping[str, NDArray[np.float64]], steps: int, seconds: float) -> None:
-        """Name ranks that have become slow, by their time for each microbatch: ranks may compute different numbers of
-        them."""
+        """Name ranks that have become slow, by time per microbatch, since ranks may compute different numbers."""
         assert self._finder is not None, "on_start has made it"
         microbatches = columns["microbatches"]
         scale = np.where(microbatches > 0, microbatches.mean() / np.maximum(microbatches, 1.0), 1.0)
@@ -188,8 +184,7 @@ class StragglerFinder:
 
 
 def slow(times: Times, peers: Sequence[int]) -> list[Straggler]:
-    """The ranks whose own work takes longer than that of the others with the same number in `peers`. Takes n log n
-    time."""
+    """The ranks whose own work takes longer than that of others with the same number in `peers`. Takes O(n log n)."""
     found = []
     for peer in sorted(set(peers)):
         ranks = np.flatnonzero(np.asarray(peers) == peer)

@@ -129,8 +129,7 @@ class ElasticRendezvous(DynamicRendezvousHandler):
         return bytes(self._store.compare_set(f"{_RUN_ID}.{name}", "", value)).decode()
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Meet the other machines. The workers get a new store each time: torch would keep one whose machine is
-        gone."""
+        """Meet the other machines. The workers get a new store each time: in torch's, a lost machine would remain."""
         say(f"lockstep: waits at {self.machines.endpoint} for the machines of the run ({self.machines.count})")
         self._bootstrap_store_info = self._shared_tcp_store_server = None
         found = super().next_rendezvous()

@@ -44,8 +44,7 @@ class SpawnedCall:
 
 
 def work(call: SpawnedCall, result: Connection | None, forked: bool) -> None:
-    """Call the function in a new process, which starts with `PASSED_ON` blocked, and send its value through
-    `result`."""
+    """Call the function in a new process, which starts with `PASSED_ON` blocked; its value is sent through `result`."""
     if forked:
         # The parent runs what it registered, and closes what it opened.
         atexit._clear()

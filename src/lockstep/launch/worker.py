@@ -70,8 +70,7 @@ def begin() -> Path | None:
 
 
 def run(body: Callable[[], object], record: Path | None) -> NoReturn:
-    """Call `body` and end the process. Writes the record first if `body` raises, or exits with another status than
-    0."""
+    """Call `body` and end the process. Writes the record first if `body` raises, or exits with a status not 0."""
     process = os.getpid()
     hook = sys.excepthook
     in_a_worker()

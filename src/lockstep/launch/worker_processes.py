@@ -120,8 +120,7 @@ class WorkerProcesses:
             self.stop(signal.SIGTERM, 0.0)
 
     def stop(self, number: signal.Signals, grace_seconds: float) -> None:
-        """End every worker: `number` to those that run, have not failed and were not asked; then SIGKILL to the
-        rest."""
+        """End every worker: signal `number` to those that run, did not fail, were not asked; SIGKILL to the rest."""
         self._look()
         self._files(0).signal_forwarded.touch()
         for rank in self.running:

@@ -26,8 +26,7 @@ class Logger(Protocol):
         """Called before the first step, also of a resumed run. `config`: the contents of run.json."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Called for each line of metrics.jsonl. `step`: optimizer steps done. Values that are not finite are left
-        out."""
+        """Called for each line of metrics.jsonl, without values that are not finite. `step`: optimizer steps done."""
 
     def end(self, result: Mapping[str, Any] | None) -> None:
         """Called after the run. `result`: the contents of result.json; None if the run failed or was preempted."""

@@ -58,8 +58,7 @@ class Recorder:
         if failure is not None:
             raise getattr(lockstep.base.errors, failure[0])(failure[1])
         self.path = Path(path)
-        """The run directory. The same on every rank, as is `attempt`: eight hexadecimal digits for this start of the
-        run."""
+        """The run directory; alike on all ranks, as is `attempt`: eight hexadecimal digits for this start."""
         if world.local_size < world.size:
             self._check_shared(world)
         self.events = EventLog(self.path / "events.jsonl" if self._directory else None)
@@ -205,8 +204,7 @@ class Throughput:
             self._weight += sum(weights.values())
 
     def restart(self) -> dict[str, float]:
-        """Return the samples, and for a loss with one weighted term the weight (tokens, say), per second since the last
-        call."""
+        """Return the rates since the last call: samples/s, and for one weighted term its weight (tokens, say) per s."""
         now = time.perf_counter()
         seconds = max(now - self._since, 1e-9)
         rates = {"samples_per_second": self._samples / seconds}

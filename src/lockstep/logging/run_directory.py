@@ -1,5 +1,4 @@
-"""The run directory, which holds all files of a run. Only one run writes to it, and no file of an earlier run is
-overwritten."""
+"""The run directory: all files of one run. Only one run writes to it, and nothing of an earlier run is overwritten."""
 
 from __future__ import annotations
 

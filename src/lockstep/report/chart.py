@@ -1,5 +1,4 @@
-"""A chart of curves over steps, as HTML with an SVG that stretches to any size. Line widths and text do not stretch.
-Pure."""
+"""A chart of curves over steps: HTML with an SVG that stretches to any size, but not its text and lines. Pure."""
 
 from __future__ import annotations
 

@@ -47,8 +47,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Exempt:
-    """Resources that a snapshot leaves out because they outlive the code under test, such as those of a
-    `WorkerPool`."""
+    """Resources that snapshots leave out because they outlive the code under test, such as a `WorkerPool`'s."""
 
     processes: Collection[int] = ()
     """Process ids. These processes and their descendants are left out."""

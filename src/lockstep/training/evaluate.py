@@ -146,8 +146,7 @@ class Evaluator:
         return found
 
     def _columns(self, name: str, parts: dict[int, Columns]) -> int:
-        """The number of tensors that a metric collects. Every rank calls it. Raises `DataError` if rows differ between
-        microbatches."""
+        """The number of tensors that a metric collects. Every rank calls it. Raises `DataError` if rows differ."""
         kinds = {
             index: [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape[1:])] for tensor in part] for index, part in parts.items()
         }

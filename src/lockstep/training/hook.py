@@ -202,8 +202,7 @@ class Run:
         return self.results[0].loss() if self.results else self._saved_loss
 
     def stop(self, reason: str) -> None:
-        """Ask for the end of training, on any rank. All stop at the next logging step, or after the current
-        evaluation."""
+        """Ask for the end of training, on any rank. All stop at the next logging step, or after this evaluation."""
         self._stop = reason
 
     def event(self, name: str, step: int | None = None, **details: Any) -> None:
@@ -219,8 +218,7 @@ class Run:
             self.context.recorder.message(remark.line)
 
     def save(self, name: str, state_dict: Mapping[str, Any]) -> None:
-        """Write tensors to a safetensors file in the run directory. Every rank calls it; rank 0 writes all ranks'
-        tensors."""
+        """Write tensors to a safetensors file in the run directory. Every rank calls it; rank 0 writes those of all."""
         self.context.recorder.save_tensors(name, self.context.mesh.union(state_dict))
 
     def include(self, name: str, state: Stateful) -> None:

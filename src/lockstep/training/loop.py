@@ -32,8 +32,7 @@ class LoopOptions:
 
 
 def lay_out_loop(run: Run, options: LoopOptions) -> Batching:
-    """Check the options, assign microbatches to ranks, build the reducers. Every rank calls it. Raises `DataError`,
-    `RecipeError`."""
+    """Check the options, assign microbatches to ranks, build the reducers. Every rank calls it. Raises `UserError`s."""
     plan, data, models = run.context.plan, options.data, [module.model for module in run.modules]
     check_no_auto(plan, options.microbatch)
     check_batch(options.global_batch, options.microbatch)

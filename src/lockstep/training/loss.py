@@ -24,8 +24,7 @@ class Contribution(NamedTuple):
 
     total: Tensor  # scalar with a gradient
     grad_output: Tensor
-    """Scalar: the gradient that the backward starts with. NaN if the loss is not finite, which every rank then sees in
-    the sum."""
+    """Scalar: the gradient that the backward starts with. NaN if the loss is not finite: the sum tells all ranks."""
     value: Tensor | float  # Scalar: the microbatch's part of the step's loss; the unscaled total of an `ls.Loss`
     weight: Tensor | None  # Scalar; only of an `ls.Loss`
     terms: dict[str, Tensor]  # each term's part of the step's loss, if there are several
@@ -207,8 +206,7 @@ def _number(name: Any, value: Any) -> float:
 
 
 def _ignore_index_in(batch: Any) -> str | None:
-    """Return the part of the batch that holds the ignore index, as an index expression: "", "[0]", "['labels'][1]";
-    None if none."""
+    """Return where the batch holds the ignore index, as an index: "", "[0]", "['labels'][1]"; None: nowhere."""
     if isinstance(batch, Tensor):
         if batch.dtype not in (torch.int64, torch.int32) or not batch.is_cpu or not batch.numel():
             return None

@@ -28,8 +28,7 @@ Spans = tuple[tuple[int, int], ...]  # the span [start, stop) of each microbatch
 
 
 class Batching:
-    """The number of steps of a loop, and the assignment of each global batch's microbatches to ranks: pure
-    arithmetic."""
+    """The number of steps of a loop, and the assignment of each global batch's microbatches to ranks. Pure."""
 
     def __init__(
         self,
@@ -168,8 +167,7 @@ class Microbatches:
         self._seed = seed
 
     def weigh(self, weight: Callable[[Any], Any], names: Sequence[str] | None) -> list[str]:
-        """Fetch this rank's microbatches and sum the weights over all ranks. Every rank calls it. Returns the names of
-        the terms."""
+        """Fetch this rank's microbatches, sum the weights over ranks. Every rank calls it. Returns the terms' names."""
         self._kept = list(self._items)
         mine = [weights_of(weight(item.batch)) for item in self._kept if not item.is_dummy]
         if names is None:
@@ -219,8 +217,7 @@ def from_data(loader: Loader, batching: Batching, *, seed: int, first: int = 0) 
 
 
 def from_indices(batching: Batching, *, seed: int, first: int = 0) -> Iterator[Microbatches]:
-    """Steps from step `first` on, without data: a microbatch is the range of its indices in the global batch, the same
-    in every step."""
+    """Steps from step `first` on, without data: a microbatch is a range of the batch's indices, alike in all."""
     for step in range(first, batching.steps):
         start, _ = batching.span(step)
         items = (
@@ -233,8 +230,7 @@ def from_indices(batching: Batching, *, seed: int, first: int = 0) -> Iterator[M
 def from_stream(
     loader: StreamLoader, batching: Batching, *, seed: int, first: int = 0, positions: Mapping[int, ShardPosition] | None = None
 ) -> Iterator[Microbatches]:
-    """The steps of a stream from step `first` on. `positions`: of all ranks' shards after the previous step; default:
-    the beginning."""
+    """The steps of a stream from step `first` on. `positions`: of all shards before it; default: at the beginning."""
     begin = positions or {}
     count, size = batching.max_microbatches, batching.span(0)[1]
     mine = batching.mine(size)

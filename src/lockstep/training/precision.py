@@ -25,8 +25,7 @@ def autocast(precision: Precision, device: torch.device) -> AbstractContextManag
 
 
 class LossScale:
-    """The factor of an fp16 loss against underflow: halved at an overflow of the global norm, doubled after 2000 steps
-    without one."""
+    """The factor of an fp16 loss against underflow: halved when the norm overflows, doubled after 2000 good steps."""
 
     def __init__(self, *, factor: int) -> None:
         """`factor`: another factor of the loss. The product of both begins at 2**16."""

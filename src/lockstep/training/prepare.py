@@ -45,8 +45,7 @@ def build_model(
     exchange: SyncBatchNormExchange,
     weights: Weights | None,
 ) -> ParallelModel:
-    """Build model `number` of a run and parallelize it, without loading `weights`. Every rank calls it. Raises
-    `RecipeError`."""
+    """Build model `number`, parallelized, without loading `weights`. Every rank calls it. Raises `RecipeError`."""
     mesh = context.mesh
 
     def changed_factory() -> Any:
@@ -87,8 +86,7 @@ def prepare(
     schedule: Callable[[Any], Any] | None,
     weights: Weights | None,
 ) -> TrainModule:
-    """Build a model, parallelize it, load its weights, build its optimizers. Every rank calls it. Raises
-    `RecipeError`."""
+    """Build a model, parallelize it, load weights, build optimizers. Every rank calls it. Raises `UserError`s."""
     context = run.context
     if run.modules and context.mesh.axis("pipeline").size > 1:
         raise RecipeError(

@@ -33,8 +33,7 @@ class PretrainedWeights:
     weights: Weights
     tensors: TensorFiles
     theirs: Mapping[str, Sequence[str]]
-    """First name of each of the model's tensors that is in the file -> its names in the file (several if it is
-    tied)."""
+    """First name of each of the model's tensors in the file -> its names in the file (several if it is tied)."""
     kept: Sequence[str]  # the model's tensors that are not in the file
 
     @classmethod
@@ -61,8 +60,7 @@ class PretrainedWeights:
 
     @torch.no_grad()
     def fill(self, model: nn.Module, world: World) -> dict[str, Any]:
-        """Load this rank's part into the parallelized model, and close the file. Every rank calls it. Raises
-        `RecipeError`."""
+        """Load this rank's part into the model, and close the file. Every rank calls it. Raises `RecipeError`."""
         state = {name: tensor for name, tensor in tensors_of(model) if name in self.theirs}
         with closing(self.tensors):
             _, everyone = _exchange(lambda: (None, self._filled(state)), world)
@@ -108,8 +106,7 @@ class PretrainedWeights:
 
 
 def match_names(weights: Weights, theirs: Kinds, ours: Kinds, tied: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return each tensor's names in the file. `ours`: by first names. `tied`: further name -> first name. Raises
-    `RecipeError`."""
+    """Return each tensor's names in the file; `ours`: by first names, `tied`: others. Raises `RecipeError`."""
     found: dict[str, str] = {}
     for name in theirs:
         if (target := _renamed(weights.names, name)) is None:

@@ -116,8 +116,7 @@ def use_threads(number: int) -> None:
 
 
 def check_same(everyone: Sequence[Mapping[str, Any]]) -> None:
-    """Raise `PlanError` or `RecipeError` unless all ranks have the same settings. `everyone`: name -> text, for each
-    rank."""
+    """Raise `PlanError` or `RecipeError` unless all ranks' settings are equal. `everyone`: name -> their texts."""
     first, *others = everyone
     for rank, other in enumerate(others, start=1):
         for name in {**first, **other}:
@@ -170,6 +169,5 @@ def keep_freed_memory(environ: Mapping[str, str]) -> bool:
 
 
 def expand_segments(environ: Mapping[str, str]) -> bool:
-    """Make torch's GPU allocator use expandable segments, against fragmentation. Returns False if the user has
-    settings."""
+    """Make torch's GPU allocator use expandable segments, against fragmentation. False if the user has settings."""
     return not any(name in environ for name in OWN_GPU_SETTINGS) and set_allocator_settings("expandable_segments:True")

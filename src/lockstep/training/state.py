@@ -30,8 +30,7 @@ class Stateful(Protocol):
     """An object with state that a run must have to resume."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Tensors, numbers, text, None, and lists, tuples and dicts of them; the same on every rank, or distributed
-        tensors."""
+        """Tensors, numbers, text, None, and lists, tuples and dicts of them; alike on all ranks, or DTensors."""
 
     def load_state_dict(self, state_dict: Any, /) -> Any: ...
 

@@ -1,5 +1,4 @@
-"""The step: accumulate, reduce, scale, clip, apply. The model changes only after the reduced gradient is known to be
-finite."""
+"""The step: accumulate, reduce, scale, clip, apply. The model changes only if the reduced gradient is finite."""
 
 from __future__ import annotations
 
@@ -271,8 +270,7 @@ class _Accumulation:
             self.parts.append(part)
 
     def check_complete(self) -> None:
-        """Raise `LossError` unless all microbatches of this rank had a backward, with losses of one kind. Every rank
-        calls it."""
+        """Raise `LossError` unless all microbatches of this rank had a backward, with losses of one kind."""
         step, mesh = self._step, self._module.mesh
         if len(self._seen) < step.source.mine:
             missing = [place for place in mesh.assignment.indices(step.count, mesh.data.rank) if place not in self._seen]

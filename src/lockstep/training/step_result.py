@@ -25,8 +25,7 @@ class StepResult:
     """(microbatches,): the part of each microbatch in the loss; its raw total if `weights` is given."""
     weights: Tensor | None  # (microbatches,); None if `Recipe.weight` or the sample count gives them
     norm: Tensor | float
-    """The gradient's global norm before clipping; in a step without log and clipping, a number that is finite only if
-    the norm is."""
+    """The gradient's global norm before clipping; without log and clipping, a number that is finite only if it is."""
     applied: bool | None  # True if the model was updated. None: a GPU decided, and `check` finds out.
     flags: Tensor | bool  # see `StepStats`
     terms: list[dict[str, Tensor]]

@@ -67,8 +67,7 @@ class TrainModule:
         """True for `ls.Loss`, with a weight that only the forward knows. None before the first commit."""
         self.terms: list[str] = []  # the names of the loss's terms if there are several
         self.prescale: Tensor | None = None
-        """A power of two near the last step's weight: the divisor of an `ls.Loss` before its backward. None before the
-        first step."""
+        """Divisor of an `ls.Loss` before its backward: a power of two near the last step's weight; None at first."""
         self.gain: Tensor | float = 1.0  # the factor by which the latest step's summed gradient was multiplied
         self.choice: ReducerChoice
         self._reducer: GradientReducer | None = None
@@ -135,8 +134,7 @@ class TrainModule:
         self.forward_knows_weight, self.terms = next(kind for kind in self.mesh.world.gather_values(mine) if kind is not None)
 
     def divide_by_weight(self, weights: Tensor | None) -> None:
-        """Divide the summed gradient by the sum of `weights`, if given; NaN if that is 0. Choose the next step's
-        `prescale`."""
+        """Divide the summed gradient by Σ `weights`, if given; NaN if that is 0. Choose the next step's `prescale`."""
         self.gain = 1.0
         if weights is None:
             return

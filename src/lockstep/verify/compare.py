@@ -19,8 +19,7 @@ from lockstep.verify.tolerance import TOLERANCE, MeasuredRounding, distance, poo
 from lockstep.verify.trace_reader import Summaries, TensorSummary, Trace
 
 SUM_TOLERANCE = 4.0
-"""Largest distance of a reduced gradient from the float64 sum of the microbatches' gradients, in multiples of its
-rounding."""
+"""Largest distance of a reduced gradient from the float64 sum of its microbatches', in multiples of its rounding."""
 BEFORE_FIRST_STEP = -1
 
 Check = Literal[
@@ -85,8 +84,7 @@ class Comparison:
 
 
 def compare(reference: Trace, plan: Trace, rounding: MeasuredRounding, *, bitwise: bool, tolerance: float = TOLERANCE) -> Comparison:
-    """Compare `plan` with `reference`. With `bitwise` every bit must be equal; else `tolerance` is in multiples of
-    rounding."""
+    """Compare `plan` with `reference`: bit for bit if `bitwise`, else to `tolerance`, in multiples of rounding."""
     steps = min(reference.steps, plan.steps)
     comparison = Comparison(plan=plan.plan, steps=steps, bitwise=bitwise)
     _compare(_Comparator(reference, plan, rounding, bitwise, tolerance, comparison), steps, _CHECKS)
@@ -110,8 +108,7 @@ def compare_compressed(exact: Trace, compressed: Trace) -> Comparison:
 
 
 def divergence(reference: Trace, other: Trace, steps: int) -> dict[str, list[float]]:
-    """Return the relative distance at each step of the gradients and the parameters, tensors pooled, and of the
-    loss."""
+    """Return the relative distance at each step of the loss, and of all gradients and all parameters together."""
     found: dict[str, list[float]] = {"gradients": [], "parameters": [], "loss": []}
     for step in range(steps):
         ours, theirs = reference.rank_0.steps[step], other.rank_0.steps[step]

@@ -90,8 +90,7 @@ class Job(TraceRequest):
 
 
 def parse_plans(texts: Sequence[str], *, bitwise: bool) -> list[tuple[Plan, int]]:
-    """Return the plans to verify, each with its number of processes. `bitwise` adds numerics=bitwise. Raises
-    `PlanError`."""
+    """Return the plans to verify and their world sizes. `bitwise` adds numerics=bitwise. Raises `PlanError`."""
     found: list[tuple[Plan, int]] = []
     if not texts:
         raise PlanError("no plan to verify; --plans takes at least one; give for example --plans replicate=2")
@@ -120,8 +119,7 @@ def parse_plans(texts: Sequence[str], *, bitwise: bool) -> list[tuple[Plan, int]
 
 
 def reference_plan(plan: Plan) -> Plan:
-    """Return the reference of `plan` on one process: compiled too if bits must be equal, because compilers change
-    rounding."""
+    """Return the reference of `plan` on one process, compiled too if bits must be equal: compilers change rounding."""
     return Plan(replicate=1, numerics=plan.numerics, compile=plan.compile and plan.numerics == "bitwise")
 
 
@@ -163,8 +161,7 @@ def in_float64(job: Job) -> Job:
 
 
 def microbatch_size_jobs(global_batch: int, microbatch: int) -> list[Job]:
-    """Return one-step runs in float64 and eval mode with `microbatch` and another size; none if the batch is too
-    small."""
+    """Return one-step runs in float64 and eval mode, with `microbatch` and another size; none for too small a batch."""
     other = -(-microbatch // 2) if microbatch > 1 else 2
     if other == microbatch or other > global_batch:
         return []
@@ -175,6 +172,5 @@ def microbatch_size_jobs(global_batch: int, microbatch: int) -> list[Job]:
 
 
 def microbatch_for_all(global_batch: int, plans: Sequence[tuple[Plan, int]]) -> int:
-    """Return a microbatch size for all plans. The plan with the most processes then has one microbatch for each
-    process."""
+    """Return a microbatch size for all plans: one microbatch for each process of the plan with the most of them."""
     return max(1, -(-global_batch // max(processes for _, processes in plans)))

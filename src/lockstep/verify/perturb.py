@@ -1,5 +1,4 @@
-"""Changes to a run that make it comparable: noise of the size of rounding, float64, eval mode. The probe applies
-them."""
+"""Changes that make a run comparable, applied by the probe: noise of the size of rounding, float64, eval mode."""
 
 from __future__ import annotations
 
@@ -57,8 +56,7 @@ def perturb_parameters(model: nn.Module, seed: int) -> None:
 
 
 class ShortDtypeOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the operations of a float64 run that return a shorter dtype: after them the run is only as exact as that
-    dtype."""
+    """Records operations of a float64 run that return a shorter dtype: after them the run is only as exact as that."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

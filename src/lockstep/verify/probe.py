@@ -132,8 +132,7 @@ class TraceHook(ControlHook):
             raise SystemExit(0)
 
     def _note(self, number: int, module: TrainModule, weight: float | None) -> bool:
-        """Write a train module's update. `weight`: that of `Recipe.weight`. Returns True after the last requested
-        step."""
+        """Write a train module's update. `weight`: from `Recipe.weight`. Returns True after the last requested step."""
         result = self.run.results[number]
         if result.weights is not None:
             weight = float(result.weights.double().sum())

@@ -46,8 +46,7 @@ class Runner:
     def __init__(
         self, script: Sequence[str], folder: Path, *, timeout_seconds: float, slots: int, progress: Callable[[str], None] = lambda _: None
     ) -> None:
-        """`script`: `[-m] SCRIPT ARGS...`. `folder`: for all runs' files. `slots`: processes at once; a larger job runs
-        alone."""
+        """`script`: `[-m] SCRIPT ARGS...`. `folder`: of all files. `slots`: processes at once, or one job."""
         self._script = list(script)
         self._folder = folder
         self._timeout_seconds = timeout_seconds

@@ -33,8 +33,7 @@ TOLERANCE = 10.0
 MINIMUM_ULPS = 4.0
 """Smallest rounding of a tensor, in units in the last place of its norm."""
 SIGN_FLIP = 0.25
-"""Smallest rounding of a parameter, in typical updates of an element. At a tolerance of 10 one such update may have the
-opposite sign."""
+"""Smallest rounding of a parameter, in typical updates of an element: at a tolerance of 10 an update may flip its sign."""
 NEGLIGIBLE = 1e-3
 """Smallest rounding of an element, in units in the last place of a typical element of all tensors together."""
 
@@ -84,8 +83,7 @@ class _Runs(NamedTuple):
 
 
 class MeasuredRounding:
-    """Rounding of a reference run, measured with its perturbed runs. Without perturbed runs it has its smallest
-    values."""
+    """Rounding of a reference run, measured with its perturbed runs; without any, the smallest values."""
 
     def __init__(self, reference: Trace, perturbed: Sequence[Trace], *, minimum: float = 0.0) -> None:
         """`minimum`: smallest rounding, relative to the tensor's norm, or if that is larger, to the norm that it would

@@ -54,8 +54,7 @@ class Tracer:
     """
 
     def __init__(self, request: TraceRequest, *, rank: int, world_size: int, plan: str, replicated: bool, writes: bool) -> None:
-        """`replicated`: every rank holds the full model and writes summaries. `writes`: this rank writes tensors and
-        summaries."""
+        """`replicated`: every rank holds the full model, and writes summaries. `writes`: this rank writes."""
         self._request = request
         self._rank = rank
         self._writes_tensors = writes
@@ -91,8 +90,7 @@ class Tracer:
         self._rng_before = self._rng_state()
 
     def microbatch(self, module: int, step: int, index: int, samples: Sequence[int | str], gradients: NamedTensors | None) -> None:
-        """Write a microbatch after its forward. `gradients`: its own, as they enter the sum; None: no rank has full
-        ones."""
+        """Write a microbatch after its forward. `gradients`: its terms of the sum; None: no rank has full ones."""
         row = {} if gradients is None else {"gradients": self._summaries(gradients)}
         rng = {"rng_before": self._rng_before, "rng_after": self._rng_state()}
         self._write("microbatch", module=module, step=step, index=index, samples=list(samples), **rng, **row)
@@ -152,8 +150,7 @@ class Tracer:
 
 
 def summarize(name: str, tensor: Tensor) -> dict[str, Any]:
-    """Return the summary of a tensor, in JSON. The projection is keyed by `name`: compare summaries of one name
-    only."""
+    """Return the summary of a tensor, in JSON. Its projection depends on `name`: compare summaries of one name only."""
     flat = _flat(tensor)
     total, projection = 0.0, np.zeros(PROJECTIONS)
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
@@ -193,8 +190,7 @@ def project(values: np.ndarray[Any, Any], seed: int, first: int) -> np.ndarray[A
 
 @contextmanager
 def tensor_file(path: Path) -> Iterator[Callable[[str, Tensor], None]]:
-    """Write a safetensors file tensor by tensor: yields the function that adds one. Dtypes without numpy become
-    float32."""
+    """Write a safetensors file tensor by tensor: yields the function that adds one. Types without numpy: as float32."""
     header: dict[str, Any] = {}
     with TemporaryFile(dir=path.parent) as data:  # the header comes first and lists all tensors
 

@@ -118,8 +118,7 @@ class Trace:
 
     @property
     def backward_order(self) -> list[str]:
-        """All parameters from the loss to the input: those that the backward reached, then the others in reverse
-        order."""
+        """All parameters from the loss to the input: those that the backward reached, then the others."""
         reached = self.rank_0.gradient_order
         names = list(self.rank_0.initial.get("parameters", {}))
         return reached + [name for name in reversed(names) if name not in set(reached)]
@@ -183,8 +182,7 @@ def _trace(folder: Path, module_index: int, modules: int, rows: list[tuple[int, 
 
 
 def _merged(ranks: list[RankTrace]) -> RankTrace:
-    """Merge ranks that each wrote a part of one model. A tensor that two ranks wrote (tied weights) is the lower
-    rank's."""
+    """Merge ranks that each wrote a part of one model. Of a tensor of two (tied weights), the lower rank's counts."""
 
     def merged(parts: Iterable[Mapping[str, Summaries]]) -> dict[str, Summaries]:
         found: dict[str, Summaries] = {}

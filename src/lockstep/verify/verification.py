@@ -25,8 +25,7 @@ FLOAT64_MARGIN = 4.0
 """Factor on rounding in float64, which does not shrink exactly as the dtype's precision does."""
 MICROBATCH_SIZE_MINIMUM = 1e-9
 MICROBATCH_SIZE_ULPS = 100.0
-"""Rounding that another microbatch size may cause: relative in float64, or in ulps of a shorter dtype inside the
-model."""
+"""Rounding that another microbatch size may cause: relative in float64, or in ulps of a shorter dtype in the model."""
 
 _SCALAR_LOSS = (
     "It is probably a mean over tokens (or pixels, or whatever is not ignored), returned as a plain scalar, so that every microbatch "
@@ -195,8 +194,7 @@ class _StartedRuns:
 
 
 def compare_microbatch_sizes(reference: Trace, other: Trace, size: int) -> Mismatch | None:
-    """Compare a batch in the recipe's microbatches with one in microbatches of `size`. None: the loss is a sum over
-    samples."""
+    """Compare a batch in microbatches of two sizes, the recipe's and `size`. None: the loss is a sum over samples."""
     minimum = max(MICROBATCH_SIZE_MINIMUM, MICROBATCH_SIZE_ULPS * reference.metadata.get("eps", 0.0))
     rounding = MeasuredRounding(reference, [], minimum=minimum)
     comparison = compare(replace(reference, microbatches=[]), replace(other, microbatches=[]), rounding, bitwise=False)

@@ -33,8 +33,7 @@ _NOT_ON_ALL_RANKS = ("send", "recv", "recv_any_source", "wait_tensor", "monitore
 
 
 class CollectiveCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While it is entered, the collectives of this thread are compared. Every rank enters it at the same point. One at
-    a time."""
+    """While entered, compares this thread's collectives. Every rank enters it at the same point, one at a time."""
 
     def __init__(self, store: Any, rank: int) -> None:
         """`store`: torch's default store. `rank`: the global one."""

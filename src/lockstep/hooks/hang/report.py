@@ -1,5 +1,4 @@
-"""Which ranks make a run hang, from the stack snapshots of all ranks. Pure, apart from reading the user's source around
-a line."""
+"""Which ranks make a run hang, from all ranks' stack snapshots. Pure, but it reads source lines of the user."""
 
 from __future__ import annotations
 
@@ -35,8 +34,7 @@ class Hang:
 
 
 def diagnose(snapshots: Mapping[int, StackSnapshot], silent: Mapping[int, str]) -> Hang | None:
-    """Return the diagnosis; None if the run may still make progress. `silent`: the ranks without a snapshot, with the
-    reason."""
+    """Return the diagnosis; None if the run may still progress. `silent`: rank without a snapshot -> the reason."""
     everyone = list(snapshots.values())
     working = [each for each in everyone if each.activity != "waits"]
     is_waited_for = len(working) < len(everyone)

@@ -28,8 +28,7 @@ from lockstep.comm.active_calls import CollectiveCall, active_calls
 from lockstep.logging.phases import Phases
 
 Activity = Literal["waits", "runs", "computes", "sleeps"]
-"""Waits for other ranks in a collective; runs Python code; computes in native code; is in a call that does not
-return."""
+"""Waits in a collective; runs Python code; computes in native code; is in a call that does not return."""
 STACK_SIGNAL = signal.SIGURG  # A process that does not handle it ignores it
 _WRITING_SECONDS = 0.1
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
@@ -143,8 +142,7 @@ def take_snapshot(rank: int, thread: threading.Thread, phases: Phases, *, limit_
 
 
 def activity(stack: Sequence[Frame], *, calls: Sequence[CollectiveCall], moves: bool, cpu_use: float) -> Activity:
-    """`moves`: its Python code advanced between samples. `cpu_use`: the fraction of the time in which it used the
-    processor."""
+    """`moves`: its Python code advanced between samples. `cpu_use`: the fraction of the time on the processor."""
     if moves:
         return "runs"
     if calls and stack and (f"{os.sep}torch{os.sep}" in stack[-1].file or stack[-1].file.startswith(_LOCKSTEP)):
@@ -190,8 +188,7 @@ def _cpu_seconds(thread: threading.Thread) -> float:
 
 
 class StackWriter:
-    """Makes this process, and those that it forks from now on, write their main thread's stack at `STACK_SIGNAL`. One
-    at a time."""
+    """Makes this process and its later forks write their main thread's stack at `STACK_SIGNAL`. One at a time."""
 
     def __init__(self) -> None:
         self.descriptor = os.memfd_create("lockstep-stacks")
@@ -208,8 +205,7 @@ class StackWriter:
 
 
 def read_stack(process: int, descriptor: int) -> Stack:
-    """Make a process with a `StackWriter` of this descriptor write its stack, and read it. Empty if there is no such
-    process."""
+    """Make a process with a `StackWriter` of this descriptor write its stack, and read it. Empty if it is gone."""
     path = Path(f"/proc/{process}/fd/{descriptor}")
     with suppress(OSError):
         before = path.stat().st_size

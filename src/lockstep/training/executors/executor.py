@@ -22,8 +22,7 @@ class Accumulation(Protocol):
     """One model's gradient accumulation in a step on this rank, called by an executor."""
 
     def microbatches(self) -> Iterator[tuple[Microbatch, Any]]:
-        """This rank's microbatches with their batches on the device, each under its own random generators. For
-        `backward`."""
+        """This rank's microbatches and batches, on the device, under their own random generators, for `backward`."""
 
     def backward(self, loss: Any) -> None:
         """Accumulate the gradient of the loss of the microbatch that `microbatches` gave last."""
@@ -56,8 +55,7 @@ class Executor(Protocol):
     def evaluate(
         self, items: Iterator[Microbatch], position: Callable[[Microbatch], tuple[int, ...]], inputs: Inputs, loss: Loss, score: Score[T]
     ) -> Iterable[tuple[Microbatch, T]]:
-        """Forward alone: each microbatch with its score, on the ranks with the model's output. `position`: the random
-        streams' key."""
+        """Forward alone: each microbatch and its score, on ranks with the output. `position`: random streams' key."""
 
     def on_output_rank(self, compute: Callable[[], Any]) -> Any:
         """Compute a JSON value on the rank with the model's output, for all ranks. An error there is raised on all."""
@@ -74,8 +72,7 @@ def call_model(inputs: Inputs, model: nn.Module, batch: Any) -> Any:
 
 
 def model_arguments(inputs: Callable[[Any], Any], batch: Any) -> Any:
-    """Call `inputs`: a tuple of arguments, a dict of keyword arguments, or one argument. Raises `RecipeError` for a
-    list or None."""
+    """Call `inputs`, which returns a tuple of arguments, a dict of keyword arguments, or one. Raises `RecipeError`."""
     arguments = inputs(batch)
     if arguments is None or isinstance(arguments, list):
         found = f"a list of {len(arguments)}" if isinstance(arguments, list) else "None"

@@ -18,8 +18,7 @@ from lockstep.training.executors.executor import Accumulation, Inputs, Loss, Sco
 from lockstep.training.loss import Contribution
 
 EVALUATED_TOGETHER = 2
-"""Microbatches for each stage in one forward of an evaluation. All their activations between stages are in memory at
-once."""
+"""Microbatches of a stage in one forward of an evaluation; their activations between stages are all in memory."""
 
 
 class PipelineExecutor:

@@ -19,8 +19,7 @@ MIN_SHARED_BYTES = 8 << 20
 
 
 class GradientNorm:
-    """The global 2-norm of a model's gradients, also sharded ones: a number on a CPU, a scalar tensor on a GPU. Every
-    rank calls it."""
+    """The global 2-norm of a model's gradients, sharded or not; on a GPU a tensor. Every rank calls it."""
 
     def __init__(self, mesh: Mesh, *, bitwise: bool) -> None:
         self._shards = mesh.axis("shard")
@@ -70,8 +69,7 @@ class GradientNorm:
         return each
 
     def _counts(self, gradient: Tensor) -> bool:
-        """True if this rank's part of a gradient counts: of ranks with the same part, only that of the first on each
-        axis does."""
+        """True if this rank's part of a gradient counts: of ranks with the same part, the first on each axis."""
         mesh = getattr(gradient, "device_mesh", None)
         names = () if mesh is None else mesh.mesh_dim_names
         sharded = {name for name, placement in zip(names, getattr(gradient, "placements", ()), strict=True) if not placement.is_replicate()}
@@ -81,8 +79,7 @@ class GradientNorm:
         return value.item() if value.is_cpu else value
 
     def _sum_of_rows(self, gradients: Sequence[Tensor], parts: Sequence[Tensor]) -> Tensor:
-        """Return Σ squares in float64: summed in each row of each gradient (a shard has whole rows), then over all
-        rows."""
+        """Return Σ squares in float64: within each row of each gradient (a shard has full rows), then over all rows."""
         empty = torch.zeros(0, dtype=torch.float64, device=self._shards.device)
         rows = [gradient.shape[0] if gradient.shape else 1 for gradient in gradients]
         squares = self._of_each(parts, lambda some: [squares_of_rows(part) for part in some], rows)
@@ -96,8 +93,7 @@ class GradientNorm:
 
 
 def squares_of_rows(part: Tensor) -> Tensor:
-    """Return Σ squares of each row, (rows,), float64. On a CPU in pieces that fit the cache, and independent of the
-    other rows."""
+    """Return Σ squares of each row, (rows,), float64: on a CPU in pieces that fit the cache, each row for itself."""
     rows = part.reshape(part.shape[0] if part.dim() else 1, math.prod(part.shape[1:]))
     if rows.numel() <= PIECE_ELEMENTS or not part.is_cpu:
         return _summed_squares(rows)
@@ -129,8 +125,7 @@ def balanced_assignment(sizes: tuple[int, ...], ranks: int) -> list[int]:
 
 
 def combined(norms: Sequence[Tensor]) -> Tensor | float:
-    """Return the global norm from the norm of each gradient: so the order of the sum does not depend on their memory
-    layout."""
+    """Return the global norm from the gradients' norms: so the order of the sum does not depend on memory layouts."""
     if all(norm.is_cpu for norm in norms):
         return math.hypot(*[norm.item() for norm in norms])
     total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
@@ -138,14 +133,12 @@ def combined(norms: Sequence[Tensor]) -> Tensor | float:
 
 
 def clip_divisor(norm: Tensor | float, limit: float) -> Tensor | float:
-    """Return the divisor that brings a gradient of norm `norm` to at most `limit`: 1 or more; NaN if the norm is
-    NaN."""
+    """Return the divisor that brings a gradient of norm `norm` to at most `limit`: at least 1; NaN if the norm is."""
     return torch.clamp(norm / limit, min=1.0) if isinstance(norm, Tensor) else max(norm / limit, 1.0)
 
 
 def clip(gradients: Sequence[Tensor], norm: Tensor | float, limit: float) -> None:
-    """Scale the gradients, whose global norm is `norm`, so that it is at most `limit`. If it is not finite, do
-    nothing."""
+    """Scale the gradients, of global norm `norm`, to a norm of at most `limit`. Does nothing if it is not finite."""
     if isinstance(norm, Tensor):
         factor = torch.clamp(limit / norm, max=1.0)
         scale(gradients, torch.where(torch.isfinite(norm), factor, 1.0))

@@ -101,8 +101,7 @@ def check_gradients(model: nn.Module, parameters: dict[str, nn.Parameter], *, bi
 
 
 def unfuse(optimizers: Sequence[Optimizer]) -> bool:
-    """Make fused optimizers use foreach: a fused kernel rounds differently at a tensor's end. Returns True if there was
-    one."""
+    """Make fused optimizers use foreach: fused kernels round differently at a tensor's end. Returns True if any was."""
     groups = [group for optimizer in optimizers for group in (*optimizer.param_groups, optimizer.defaults) if group.get("fused")]
     for group in groups:
         group.update(fused=False, foreach=True)
@@ -110,8 +109,7 @@ def unfuse(optimizers: Sequence[Optimizer]) -> bool:
 
 
 def separate_meshes(optimizer: Optimizer) -> None:
-    """Split each param group by mesh during each `optimizer.step()`: torch's foreach and fused kernels refuse a mixture
-    of meshes."""
+    """Split param groups by mesh during each `optimizer.step()`: foreach and fused kernels refuse mixed meshes."""
     if all(len(_by_mesh(group["params"])) == 1 for group in optimizer.param_groups):
         return
     kept: list[list[dict[str, Any]]] = []
@@ -166,8 +164,7 @@ def allocate_state(optimizer: Optimizer) -> None:
 
 
 def apply(optimizer: Optimizer) -> None:
-    """`optimizer.step()`, but without torch's profiler record, which takes 8 µs, if there is no profiler and no step
-    hook."""
+    """`optimizer.step()`, without the 8 µs of torch's profiler record if there is no profiler and no step hook."""
     step = type(optimizer).step
     if not getattr(step, "hooked", False) or "step" in vars(optimizer) or step_is_profiled() or has_step_hooks(optimizer):
         optimizer.step()

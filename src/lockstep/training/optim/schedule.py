@@ -14,8 +14,7 @@ from lockstep.base.errors import CheckpointError, RecipeError
 
 
 class Schedule:
-    """Sets the learning rates of each step: base rate times multiplier, or by a torch LRScheduler stepped once a
-    step."""
+    """Sets the learning rates of each step: base rate times multiplier, or a torch LRScheduler stepped once a step."""
 
     def __init__(self, schedule: Callable[[Any], Any] | None, optimizers: Sequence[Optimizer]) -> None:
         self._multiplier: Callable[[int], float] | None = None

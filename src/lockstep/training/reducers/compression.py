@@ -50,8 +50,7 @@ class Compression(ABC):
 
     @abstractmethod
     def sum_bucket(self, stats: Tensor, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Communication hook for DDP: sum the bucket over ranks (no mean). `stats`: a parameter whose gradient is not
-        rounded."""
+        """DDP's communication hook: sum the bucket over ranks (no mean). `stats`: a parameter that is not rounded."""
 
     @abstractmethod
     def _rescale(self, factor: float) -> None: ...
@@ -154,8 +153,7 @@ class Rounded(Compression):
 
 
 class LowRank(Compression):
-    """Sends each large matrix as the product of two thin ones, after the backward: torch's PowerSGD. (Vogels et al.,
-    2019.)"""
+    """Sends each large matrix as the product of two thin ones, after the backward (PowerSGD; Vogels et al., 2019)."""
 
     def __init__(self, world: World, rank: int, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__(world)
@@ -263,8 +261,7 @@ class _Matrices:
 def compression_for(
     gradient_compression: str, world: World, parameters: Sequence[nn.Parameter], names: Sequence[str]
 ) -> Compression | None:
-    """Build the compression for `Recipe.gradient_compression`; None for "none", or for one rank. Raises
-    `RecipeError`."""
+    """Build the compression for `Recipe.gradient_compression`; None for none, or one rank. Raises `RecipeError`."""
     if gradient_compression == "none":
         return None
     for name, parameter in zip(names, parameters, strict=True):
@@ -281,8 +278,7 @@ def compression_for(
 
 
 def gradients_of(bucket: GradBucket) -> list[Tensor]:
-    """Views of the bucket with the strides of their parameters; `bucket.gradients()` would return all of them
-    contiguous."""
+    """Views of the bucket with the strides of their parameters; those of `bucket.gradients()` are contiguous."""
     return [
         gradient.as_strided(parameter.shape, parameter.stride())
         if not parameter.is_contiguous() and torch.ops.aten.is_non_overlapping_and_dense(parameter)

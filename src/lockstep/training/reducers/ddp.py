@@ -60,8 +60,7 @@ class _LossModule(nn.Module):
 
 
 def loss_factor(mesh: Mesh, *, bitwise: bool, compression: Compression | None) -> int:
-    """The factor for the loss: DDP's own all-reduce, which runs without Python, computes the mean instead of the
-    sum."""
+    """The factor for the loss: DDP's own all-reduce, which runs without Python, computes a mean, not a sum."""
     return 1 if bitwise or compression is not None or mesh.data.hierarchy is not None else mesh.data.size
 
 
@@ -122,8 +121,7 @@ class DdpReducer:
         self._complete_at = time.perf_counter()
 
     def backward(self, total: Tensor, grad_output: Tensor, *, own_parameters_only: bool, is_dummy: bool) -> None:
-        """See `GradientReducer.backward`. If the backward has other collectives (round-robin), buckets are sent in
-        `reduce`."""
+        """See `GradientReducer.backward`. If it has other collectives (round-robin), `reduce` sends the buckets."""
         if is_dummy:
             torch.autograd.grad(total, self._parameters, grad_output, allow_unused=True)
             return
@@ -198,8 +196,7 @@ class DdpReducer:
         return leaf
 
     def _ordered_bucket(self, _: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Start this bucket's ordered sum; at the last bucket, finish all sums in bucket order, which is the same on
-        all ranks."""
+        """Start this bucket's ordered sum; at the last bucket, finish all sums in bucket order, alike on all ranks."""
         members = [self._places.get(id(parameter)) for parameter in bucket.parameters()]
         buffer, last_leaf = bucket.buffer(), gradients_of(bucket)
         counter: Counter[list[Tensor]] = Counter(_add_into_right, start=self._mine.start, count=self._count)

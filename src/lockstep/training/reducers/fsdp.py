@@ -218,8 +218,7 @@ class OrderedScatter(Scatter):
     """
 
     def __init__(self, mesh: Mesh, parameters: Any) -> None:
-        """`parameters`: FSDP2's parameter group, with the order and padding of the gradients; None if it has no
-        parameters."""
+        """`parameters`: FSDP2's group, with the order and padding of the gradients; None if it has no parameters."""
         super().__init__(mesh.data.shared_memory)
         self._parameters = parameters
         self._data = mesh.data

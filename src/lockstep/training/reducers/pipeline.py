@@ -1,5 +1,4 @@
-"""Gradient reduction for the stages of a pipeline: tied parameters are summed over the stages, then all over the data
-axes."""
+"""Gradient reduction for the stages of a pipeline: tied parameters over the stages, then all over the data axes."""
 
 from __future__ import annotations
 
@@ -18,8 +17,7 @@ from lockstep.training.reducers.step_stats import Number, StepStats
 
 
 class TiedGradients:
-    """The parameters of this rank's stages that are tied with other stages. They count in the norm on the first of
-    their ranks."""
+    """Parameters of this rank's stages that other stages share. They count in the norm on the first of their ranks."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], tied: Sequence[SharedParameter], pipeline: World) -> None:
         """`parameters`: the trainable ones of this rank's stages, by name, in the reducer's order."""
@@ -66,8 +64,7 @@ class TiedGradients:
 
 
 class PipelineReducer:
-    """A `GradientReducer` for this rank's stages. `Pipeline.run` computes all backwards, and exchanges the values and
-    weights."""
+    """A `GradientReducer` for this rank's stages. `Pipeline.run` computes, and exchanges values and weights."""
 
     def __init__(self, data_reducer: PostBackwardReducer | FsdpReducer, tied: TiedGradients) -> None:
         self._data_reducer = data_reducer

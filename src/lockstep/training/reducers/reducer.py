@@ -1,5 +1,4 @@
-"""The protocol of gradient reducers, which accumulate a model's gradients and sum them over ranks, and the choice for a
-mesh."""
+"""The protocol of gradient reducers, which accumulate gradients and sum them over ranks, and the choice for a mesh."""
 
 from __future__ import annotations
 

@@ -28,8 +28,7 @@ class StepStats(NamedTuple):
 
 
 class StepStatsVector:
-    """Layout of the vector: a flag for each parameter, a value and a weight for each microbatch, and this rank's one
-    flag."""
+    """Layout of the vector: a flag per parameter, a value and a weight per microbatch, and this rank's one flag."""
 
     def __init__(self, parameters: Sequence[Tensor], max_microbatches: int, device: torch.device) -> None:
         self._parameters = len(parameters)
@@ -75,8 +74,7 @@ class StepStatsVector:
 
 
 def clear_unused(parameters: Sequence[Tensor], stats: StepStats) -> None:
-    """Set `.grad` to None if no microbatch used the parameter: with zeros, weight decay and momentum would still change
-    it."""
+    """Set `.grad` to None if no microbatch used the parameter: weight decay or momentum would change it."""
     used = stats.used if isinstance(stats.used, list) else stats.used.tolist()
     for parameter, was_used in zip(parameters, used, strict=True):
         if not was_used:

@@ -96,8 +96,7 @@ def _factor(expected: MicrobatchTrace | None, found: MicrobatchTrace, names: lis
 
 
 def kept_state(evidence: Evidence) -> str | None:
-    """Rank 0 starts like the reference: if its first microbatch is right and a later one is not, it depends on those
-    before."""
+    """Rank 0 starts like the reference: if only a later microbatch is wrong, it depends on those before it."""
     wrong = {index for difference in evidence.of("microbatch") for index in difference.microbatches}
     rank_0 = [m.index for m in evidence.microbatches if m.rank == 0]
     late = wrong.intersection(rank_0[1:])
