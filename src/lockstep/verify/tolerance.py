@@ -33,7 +33,7 @@ TOLERANCE = 10.0
 MINIMUM_ULPS = 4.0
 """Smallest rounding of a tensor, in units in the last place of its norm."""
 SIGN_FLIP = 0.25
-"""Smallest rounding of a parameter, in typical updates of an element: at a tolerance of 10 an update may flip its sign."""
+"""Smallest rounding of a parameter, in typical updates of an element: at a tolerance of 10 its sign may flip."""
 NEGLIGIBLE = 1e-3
 """Smallest rounding of an element, in units in the last place of a typical element of all tensors together."""
 
