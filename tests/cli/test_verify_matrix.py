@@ -43,8 +43,8 @@ def test_right_plans_raise_no_alarm(tmp_path: Path, name: str) -> None:
     )
     assert ended.stderr == ""
     report = json.loads(ended.stdout)
-    assert [(plan["plan"], plan["failure"]) for plan in report["plans"] if not plan["passed"]] == []
-    assert report["recipe"]["failure"] is None
+    assert [(plan["plan"], plan["mismatch"]) for plan in report["plans"] if not plan["passed"]] == []
+    assert report["microbatch_size"]["mismatch"] is None
     assert ended.returncode == 0
-    assert all(plan["float64"] for plan in report["plans"] if plan["held_to"] == "noise")
-    assert all(plan["worst"] is None for plan in report["plans"] if plan["held_to"] == "bits")
+    assert all(plan["float64"] for plan in report["plans"] if plan["criterion"] == "tolerance")
+    assert all(plan["largest"] is None for plan in report["plans"] if plan["criterion"] == "bitwise")
