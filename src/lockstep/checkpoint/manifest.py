@@ -32,7 +32,7 @@ class UnknownFormatError(LockstepError):
 
 
 class UnreachableError(LockstepError):
-    """A checkpoint cannot be read now (no permission, no answer from the store); the text says why. It may be whole."""
+    """A checkpoint cannot be read now (no permission, no answer from the store); the text says why. It may be intact."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,7 @@ def command(
     runs/NAME-JOB, unless --run names another.
 
     With --submit the script is submitted to Slurm, and the job is followed to its end: its states, and its output.
-    Ctrl-C ends only the following, not the job.
+    Ctrl-C stops this command, not the job.
 
     \b
     Examples:

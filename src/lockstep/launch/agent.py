@@ -258,7 +258,7 @@ class Agent(SimpleElasticAgent):
         return int(store.add(what, int(first)))
 
     def _count_failure(self) -> None:
-        """Announce a restart, or make sure that there is none."""
+        """Announce a restart, or set the restarts left to 0 if these failures must not cause one."""
         ending = self._workers.ending()
         first = ending.first
         by_mistake = first is not None and first.record is not None and first.record.user_error

@@ -19,7 +19,7 @@ _Latest = tuple[float | None, float | None, float | None, Mapping[str, float]]
 _LIVE_SECONDS = 0.1
 """Shortest time between two refreshes of the live line."""
 _LINE_SECONDS, _LONGEST_LINE_SECONDS, _LINE_SHARE = 2.0, 60.0, 0.02
-"""Without a terminal: shortest time between two lines, longest time, and the share of the elapsed time in between."""
+"""Without a terminal, the time between two lines: the shortest, the longest, and as a share of the elapsed time."""
 _WARM_UP_STEPS = 5
 """Fewest steps of the first interval from which the time left is estimated."""
 _MIN_BAR_COLUMNS, _MAX_BAR_COLUMNS = 8, 40

@@ -190,7 +190,7 @@ def project(values: np.ndarray[Any, Any], seed: int, first: int) -> np.ndarray[A
 
 @contextmanager
 def tensor_file(path: Path) -> Iterator[Callable[[str, Tensor], None]]:
-    """Write a safetensors file tensor by tensor: yields what adds one. Types without numpy: as float32."""
+    """Write a safetensors file: yields a function that adds one tensor. Dtypes that numpy lacks become float32."""
     header: dict[str, Any] = {}
     with TemporaryFile(dir=path.parent) as data:  # the header comes first and lists all tensors
 
