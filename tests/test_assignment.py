@@ -14,6 +14,17 @@ def test_in_epochs_the_steps_cover_every_position_once_and_never_straddle_an_epo
     assert all(stop - start == global_batch or stop % length == 0 for start, stop in spans)
 
 
+@given(counts, counts, st.integers(1, 4))
+def test_without_the_last_batch_all_batches_of_an_epoch_are_whole(length, global_batch, epochs):
+    steps = total_steps(length=length, global_batch=global_batch, steps=None, epochs=epochs, drop_last=True)
+    spans = [batch_span(step, length=length, global_batch=global_batch, epochs=True, drop_last=True) for step in range(steps)]
+    kept = length - length % global_batch
+    assert [position for start, stop in spans for position in range(start, stop)] == [
+        epoch * length + position for epoch in range(epochs) for position in range(kept)
+    ]
+    assert {stop - start for start, stop in spans} <= {global_batch}
+
+
 @given(counts, counts, counts)
 def test_in_steps_every_batch_is_whole_and_follows_on_the_one_before(length, global_batch, steps):
     assert total_steps(length=length, global_batch=global_batch, steps=steps, epochs=None) == steps

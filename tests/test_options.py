@@ -42,6 +42,7 @@ LAUNCHER: dict[str, Any] = {
     "master_addr": "node1",
     "master_port": 2,
     "interface": "eth1",
+    "strict": True,
     "local_rank_argument": True,
 }
 

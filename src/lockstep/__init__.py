@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lockstep.logging.fingerprint import fingerprint as fingerprint
     from lockstep.logging.loggers import MLflow as MLflow, WandB as WandB
     from lockstep.plan import Plan as Plan
-    from lockstep.recipe import (
+    from lockstep.recipe.recipe import (
         Evaluation as Evaluation,
         Gathered as Gathered,
         Loss as Loss,
@@ -38,22 +38,22 @@ if TYPE_CHECKING:
 
 _HOME = {
     "EarlyStopping": "lockstep.hooks.early_stopping",
-    "Evaluation": "lockstep.recipe",
+    "Evaluation": "lockstep.recipe.recipe",
     "ExponentialMovingAverage": "lockstep.hooks.moving_average",
-    "Gathered": "lockstep.recipe",
+    "Gathered": "lockstep.recipe.recipe",
     "Hook": "lockstep.training.hook",
-    "Loss": "lockstep.recipe",
+    "Loss": "lockstep.recipe.recipe",
     "MLflow": "lockstep.logging.loggers",
-    "Mean": "lockstep.recipe",
+    "Mean": "lockstep.recipe.recipe",
     "Plan": "lockstep.plan",
-    "Recipe": "lockstep.recipe",
+    "Recipe": "lockstep.recipe.recipe",
     "Result": "lockstep.run",
     "Saving": "lockstep.saving",
     "Session": "lockstep.session",
-    "Stream": "lockstep.recipe",
-    "Sum": "lockstep.recipe",
+    "Stream": "lockstep.recipe.recipe",
+    "Sum": "lockstep.recipe.recipe",
     "WandB": "lockstep.logging.loggers",
-    "Weights": "lockstep.recipe",
+    "Weights": "lockstep.recipe.recipe",
     "fingerprint": "lockstep.logging.fingerprint",
     "spawn": "lockstep.launch.spawn",
     "train": "lockstep.run",

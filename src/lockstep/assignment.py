@@ -7,26 +7,26 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 
-def batch_span(step: int, *, length: int, global_batch: int, epochs: bool) -> tuple[int, int]:
+def batch_span(step: int, *, length: int, global_batch: int, epochs: bool, drop_last: bool = False) -> tuple[int, int]:
     """Return the positions [start, stop) of the global batch of `step` (from 0), for a dataset of `length` samples.
 
-    `epochs`: the last batch of each epoch may be short. False: all have `global_batch` samples, and may span two
-    epochs.
+    `epochs`: the last batch of each epoch may be short, or with `drop_last` is left out. False: all have
+    `global_batch` samples, and may span two epochs.
     """
     if not epochs:
         return step * global_batch, (step + 1) * global_batch
-    epoch, batch = divmod(step, _batches_per_epoch(length, global_batch))
+    epoch, batch = divmod(step, _batches_per_epoch(length, global_batch, drop_last))
     start = epoch * length + batch * global_batch
     return start, min(start + global_batch, (epoch + 1) * length)
 
 
-def total_steps(*, length: int, global_batch: int, steps: int | None, epochs: int | None) -> int:
+def total_steps(*, length: int, global_batch: int, steps: int | None, epochs: int | None, drop_last: bool = False) -> int:
     """Return the number of optimizer steps of a recipe that gives exactly one of `steps` and `epochs`."""
     if steps is not None:
         return steps
     if epochs is None:
         raise ValueError("steps and epochs are both None")
-    return epochs * _batches_per_epoch(length, global_batch)
+    return epochs * _batches_per_epoch(length, global_batch, drop_last)
 
 
 def microbatch_spans(size: int, microbatch: int | None, world_size: int) -> list[tuple[int, int]]:
@@ -108,5 +108,5 @@ class MicrobatchAssignment:
         return sorted(range(count), key=concatenated.__getitem__)
 
 
-def _batches_per_epoch(length: int, global_batch: int) -> int:
-    return -(-length // global_batch)
+def _batches_per_epoch(length: int, global_batch: int, drop_last: bool) -> int:
+    return length // global_batch if drop_last else -(-length // global_batch)

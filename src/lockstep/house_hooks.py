@@ -17,7 +17,7 @@ from lockstep.hooks.timeline import steps_of
 from lockstep.launch.termination import Termination
 from lockstep.opening import Opened
 from lockstep.options import WatchdogTimeouts
-from lockstep.recipe import Evaluation
+from lockstep.recipe.recipe import Evaluation
 from lockstep.saving import check_out_of_memory
 from lockstep.training.hook import Hook
 

@@ -18,15 +18,17 @@ from lockstep.comm.world import World, join
 from lockstep.hooks.hang.collective_check import CollectiveCheck
 from lockstep.hooks.out_of_memory import TakenFallbacks, read_fallbacks
 from lockstep.launch.environment import Environment
+from lockstep.launch.seeding import SEED
 from lockstep.launch.slurm.commands import set_task_variables
 from lockstep.launch.termination import Termination
+from lockstep.launch.worker_files import note_options_read
 from lockstep.logging.loggers import Logger
 from lockstep.logging.phases import Phases
 from lockstep.logging.recorder import Recorder
 from lockstep.model.parallelize import check_devices
 from lockstep.options import check_run_dir, check_shared_options
 from lockstep.plan import Plan
-from lockstep.recipe import Precision, check_compression, check_count, check_precision, check_seed
+from lockstep.recipe.checks import Precision, check_compression, check_count, check_precision, check_seed
 from lockstep.saving import Resume, Saving, check_allow_change, check_resume, interval
 from lockstep.training.context import Context, Overrides
 from lockstep.training.hook import Hook
@@ -116,6 +118,7 @@ def open_run(request: RunRequest, termination: Termination, stack: ExitStack) ->
     """Every rank calls it. `stack` closes what it opens. Raises `PlanError`, `LaunchError` and `RunDirectoryError`."""
     set_task_variables(os.environ)
     environment = Environment.read(os.environ)
+    note_options_read()
     overrides, hooks = read_probe(os.environ)
     world = _join(request, environment)
     asked = request.over(environment)
@@ -179,6 +182,8 @@ def _record_start(opened: Opened, request: RunRequest) -> None:
         checkpoints=opened.request.saving.folder,
     )
     recorder.event("run-started", 0, plan=str(context.plan), world_size=context.world.size)
+    if environment.launcher in ("lockstep", "spawn"):
+        recorder.event("generators-seeded", 0, seed=SEED)
     if environment.restarted is not None:
         recorder.event("restarted", 0, reason=environment.restarted, restarts=environment.restarts)
     launched_plan = str(opened.given_plan) if environment.plan is not None else None

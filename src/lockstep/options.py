@@ -260,6 +260,7 @@ class LaunchOptions(RunOptions):
     master_addr: str | None = _option(None, "The address of machine 0.", metavar="HOST")
     master_port: int | None = _option(None, "A free port of machine 0.", kind=int, least=1, most=65535, metavar="PORT")
     interface: str | None = _option(None, "The network interface to use. Default: the one that leads to the rendezvous.", metavar="NAME")
+    strict: bool = _option(False, "Fail, with status 2, if the script takes none of the options that are for it.", kind=bool)
     local_rank_argument: bool = _option(False, "Give SCRIPT --local_rank=N, as torch.distributed.launch does.", kind=bool)
 
     def validate(self) -> Plan | None:
@@ -282,10 +283,14 @@ class LaunchOptions(RunOptions):
             values["stop_at"] = now_seconds + seconds(self.stop_after, flag("stop_after"), LaunchError)
         return RunOptions(**values)
 
+    def flags_for_script(self) -> list[str]:
+        """The options that were given and that have no effect unless the script trains with lockstep."""
+        values = [(each, getattr(self, each.name)) for each in fields(LaunchOptions) if _is_for_script(each)]
+        return [flag(each.name) for each, value in values if value != each.default]
+
     def same_on_all_machines(self) -> list[str]:
         """The options that every machine of a run must be given alike, as texts such as "plan=shard=2"."""
-        names = [*(each.name for each in fields(RunOptions) if option_of(each).on_command_line), "stop_after"]
-        values = [(each, getattr(self, each.name)) for each in fields(LaunchOptions) if each.name in names]
+        values = [(each, getattr(self, each.name)) for each in fields(LaunchOptions) if _is_for_script(each)]
         return [f"{each.name}={option_of(each).write(value)}" for each, value in values if value != each.default]
 
     def arguments(self) -> list[str]:
@@ -296,6 +301,11 @@ class LaunchOptions(RunOptions):
             if value != each.default and option.on_command_line:
                 found += [flag(each.name)] if option.kind is bool else [flag(each.name), option.write(value)]
         return found
+
+
+def _is_for_script(each: Field[Any]) -> bool:
+    """True for the options that workers read, by which a run of lockstep goes."""
+    return option_of(each).on_command_line and (each.name == "stop_after" or each.name in RunOptions.__slots__)
 
 
 def read_names(text: str) -> frozenset[str]:

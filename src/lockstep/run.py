@@ -13,7 +13,7 @@ from lockstep.logging.loggers import Logger
 from lockstep.logging.run_directory import check_tensors
 from lockstep.opening import Opened
 from lockstep.plan import MEASURED, Plan
-from lockstep.recipe import Recipe
+from lockstep.recipe.recipe import Recipe
 from lockstep.saving import Resume, Saving
 from lockstep.session import Session
 from lockstep.training.context import Context
@@ -109,6 +109,7 @@ def _train(recipe: Recipe, session: Session) -> Result:
         microbatch=recipe.microbatch,
         steps=recipe.steps,
         epochs=recipe.epochs,
+        drop_last=recipe.drop_last,
         collate=recipe.collate,
         weight=recipe.weight,
     ):

@@ -21,7 +21,8 @@ from lockstep.launch.termination import Preempted, Termination
 from lockstep.logging.loggers import Logger
 from lockstep.opening import Opened, RunRequest, open_run
 from lockstep.plan import Plan
-from lockstep.recipe import Evaluation, Precision, Weights
+from lockstep.recipe.checks import Precision
+from lockstep.recipe.recipe import Evaluation, Weights
 from lockstep.saving import Resume, Saving
 from lockstep.training import loop, precision as precisions
 from lockstep.training.context import Context
@@ -197,6 +198,7 @@ class Session:
         microbatch: int | None = None,
         steps: int | None = None,
         epochs: int | None = None,
+        drop_last: bool = False,
         collate: Callable[[list[Any]], Any] | None = None,
         weight: Callable[[Any], Any] | None = None,
     ) -> Iterator[Step]:
@@ -207,9 +209,7 @@ class Session:
         `DataError`, `RecipeError`, `LossError`.
         """
         run = self.run
-        options = loop.LoopOptions(
-            data=data, global_batch=global_batch, microbatch=microbatch, steps=steps, epochs=epochs, collate=collate, weight=weight
-        )
+        options = loop.LoopOptions(data, global_batch, microbatch, steps, epochs, drop_last, collate, weight)
         batching = loop.lay_out_loop(run, options)
         models = [module.model for module in run.modules]
         self.house.out_of_memory.begin_loop(run, models, data, largest=batching.largest)

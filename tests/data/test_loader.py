@@ -310,7 +310,7 @@ def test_ragged_samples_without_a_collate_are_refused(load, workers):
     assert str(caught.value) == (
         f"after step 0, microbatch 0: samples {samples.tolist()} do not make a batch: stack expects each tensor to be equal size, but "
         f"got [{samples[0] + 1}] at entry 0 and [{samples[1] + 1}] at entry 1; torch's default collate needs samples of one structure "
-        "and shape; give Recipe.collate, a function from a list of samples to a batch"
+        "and shape; give Recipe.collate or Evaluation.collate, a function from a list of samples to a batch"
     )
 
 
@@ -338,5 +338,5 @@ def test_a_batch_made_otherwise_than_the_first_is_refused(load, workers):
         load(Items(lambda i: {"x": torch.tensor(i), "y": torch.tensor(i if i == eighth else 1.0)}), spans(4, 1), workers=workers)
     assert str(caught.value) == (
         "after step 1, microbatch 3: batch['y'] is torch.int64 and was torch.float32 in the first microbatch; every microbatch has the "
-        "same containers, keys and dtypes (shapes may differ); make them so in the dataset or in Recipe.collate"
+        "same containers, keys and dtypes (shapes may differ); make them so in the dataset or in the collate function"
     )

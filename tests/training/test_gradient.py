@@ -19,7 +19,7 @@ from training.subjects import DATA_PLANS, network, recipe, rows, samples_at
 import lockstep as ls
 from lockstep.assignment import batch_span, microbatch_spans, total_steps
 from lockstep.comm.mesh import full_tensor
-from lockstep.recipe import Precision
+from lockstep.recipe.checks import Precision
 from lockstep.testing.pool import WorkerPool
 from lockstep.training.precision import autocast
 

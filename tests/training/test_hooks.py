@@ -89,7 +89,13 @@ def test_hooks_are_called_in_their_order_on_every_rank(pool: WorkerPool, tmp_pat
         ]
         assert [call.removeprefix("a ") for call in calls if call.startswith("a ")] == expected
         assert calls == [f"{name} {call}" for call in expected for name in "ab"]
-        assert [event.name for event in events] == ["run-started", "gradient-reducer", "something-happened", "run-ended"]
+        assert [event.name for event in events] == [
+            "run-started",
+            "generators-seeded",
+            "gradient-reducer",
+            "something-happened",
+            "run-ended",
+        ]
 
 
 def by_index(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:

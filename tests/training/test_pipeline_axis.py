@@ -17,7 +17,7 @@ from training.subjects import learned, rows
 
 import lockstep as ls
 from lockstep.base.errors import UserError
-from lockstep.recipe import Precision
+from lockstep.recipe.checks import Precision
 from lockstep.testing.pool import WorkerPool
 
 PLANS = {

@@ -79,7 +79,12 @@ def test_the_run_directory_says_what_ran_and_what_came_of_it(pool: WorkerPool, t
     assert evaluated[-1]["evaluation/loss"] == result.metrics["loss"]
 
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    assert [(event["event"], event["step"]) for event in events] == [("run-started", 0), ("gradient-reducer", 0), ("run-ended", 7)]
+    assert [(event["event"], event["step"]) for event in events] == [
+        ("run-started", 0),
+        ("generators-seeded", 0),
+        ("gradient-reducer", 0),
+        ("run-ended", 7),
+    ]
     assert (events[0]["plan"], events[0]["world_size"]) == (result.plan, world_size)
 
     written = json.loads((folder / "result.json").read_text())

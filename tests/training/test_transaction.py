@@ -296,6 +296,7 @@ def overflow_and_stop(run_dir: str) -> list[tuple[str, int]]:
 def test_a_skipped_step_is_an_event_even_where_training_stops_before_the_next_logging_step(pool: WorkerPool, tmp_path: Path) -> None:
     names = [
         ("run-started", 0),
+        ("generators-seeded", 0),
         ("gradient-reducer", 0),
         ("step-skipped", BAD_STEP),
         ("stopped", BAD_STEP + 1),

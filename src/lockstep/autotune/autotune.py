@@ -38,7 +38,7 @@ from lockstep.logging.run_directory import device_name
 from lockstep.model.sync_batchnorm import SyncBatchNormExchange, training_batchnorms
 from lockstep.opening import Opened
 from lockstep.plan import MEASURED
-from lockstep.recipe import Recipe
+from lockstep.recipe.recipe import Recipe
 from lockstep.training import precision as precisions
 from lockstep.training.context import Context
 from lockstep.training.prepare import ModelOptions, build_model

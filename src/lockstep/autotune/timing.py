@@ -19,7 +19,8 @@ from lockstep.data.generators import PreservedGenerators, seed_generators
 from lockstep.data.loader import Loader, Microbatch, StreamLoader
 from lockstep.keys import RandomStream, key
 from lockstep.launch.failures import out_of_memory
-from lockstep.recipe import Precision, Recipe, Stream as DataStream
+from lockstep.recipe.checks import Precision
+from lockstep.recipe.recipe import Recipe, Stream as DataStream
 from lockstep.training import precision as precisions
 from lockstep.training.context import Context
 from lockstep.training.executors.executor import call_model

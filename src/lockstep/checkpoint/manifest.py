@@ -32,7 +32,7 @@ class UnknownFormatError(LockstepError):
 
 
 class UnreachableError(LockstepError):
-    """A checkpoint cannot be read now (no permission, no answer from the store); the text says why. It may be intact."""
+    """A checkpoint cannot be read now, for the reason in the text: no permission, no answer from the store."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,7 +109,13 @@ def _run(
     report = ending.report()
     if report:
         say(f"lockstep: {report}")
-    return ending.status
+    unread = options.flags_for_script() if ending.status == 0 and not ending.options_read else []
+    if unread:
+        say(
+            f"lockstep: {'error' if options.strict else 'warning'}: {', '.join(unread)} had no effect, because the script has not trained "
+            "with lockstep; these options are for a script that calls ls.train or enters an ls.Session; call one of them, or leave them out"
+        )
+    return 2 if unread and options.strict else ending.status
 
 
 @contextmanager

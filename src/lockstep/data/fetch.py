@@ -14,6 +14,7 @@ from torch.utils.data import Subset, TensorDataset, default_collate
 
 from lockstep.base.errors import DataError
 from lockstep.base.torch_private import collate as collate_with, default_collate_fn_map
+from lockstep.data.digests import DigestRequest, Digests, spread
 from lockstep.data.generators import seed_generators
 from lockstep.keys import RandomStream, key
 
@@ -85,10 +86,18 @@ class Fetcher:
         elif _fetches_many(data):
             self._make = self._at_once
 
-    def __getitem__(self, request: SampleRequest) -> Any:
-        """Return the batch. Raises `DataError`, and what dataset and `collate` raise, with a note."""
+    def __getitem__(self, request: SampleRequest | DigestRequest) -> Any:
+        """Return the batch, or `Digests`. Raises `DataError`, and what dataset and `collate` raise, with a note."""
+        if isinstance(request, DigestRequest):
+            return self._digests()
         self.check_length(request)
         return self._make(request)
+
+    def _digests(self) -> Digests:
+        indices, during = spread(self._length), "before the first step"
+        if _fetches_many(self._data):
+            return Digests.of([f"samples {some(indices)}"], lambda _: self._many(indices, 0, during))
+        return Digests.of([f"sample {index}" for index in indices], lambda place: self._one(indices[place], 0, during))
 
     def check_length(self, request: SampleRequest) -> None:
         if len(self._data) != self._length:
@@ -113,15 +122,27 @@ class Fetcher:
         rows = torch.from_numpy(samples)
         return [tensor.index_select(0, rows if tensor.is_cpu else rows.to(tensor.device)) for tensor in self._data.tensors]
 
+    def _many(self, indices: list[int], epoch: int, during: object) -> Any:
+        if self._seed_of_samples is not None:
+            seed_generators(key(self._seed_of_samples, RandomStream.SAMPLE, epoch, indices[0]), CPU)
+        try:
+            return self._data.__getitems__(indices)
+        except Exception as error:
+            error.add_note(f"raised by __getitems__({some(indices)}) of {type(self._data).__qualname__} {during}")
+            raise
+
+    def _one(self, index: int, epoch: int, during: object) -> Any:
+        if self._seed_of_samples is not None:
+            seed_generators(key(self._seed_of_samples, RandomStream.SAMPLE, epoch, index), CPU)
+        try:
+            return self._data[index]
+        except Exception as error:
+            error.add_note(f"raised by sample {index} of {type(self._data).__qualname__} {during}")
+            raise
+
     def _at_once(self, request: SampleRequest) -> Any:
         indices = request.samples.tolist()
-        if self._seed_of_samples is not None:
-            seed_generators(key(self._seed_of_samples, RandomStream.SAMPLE, int(request.epochs[0]), indices[0]), CPU)
-        try:
-            fetched = self._data.__getitems__(indices)
-        except Exception as error:
-            error.add_note(f"raised by __getitems__({some(indices)}) of {type(self._data).__qualname__} {request}")
-            raise
+        fetched = self._many(indices, int(request.epochs[0]), request)
         if not isinstance(fetched, list):
             return fetched
         if len(fetched) != len(indices):
@@ -132,17 +153,8 @@ class Fetcher:
         return self._batch(fetched, request)
 
     def _one_by_one(self, request: SampleRequest) -> Any:
-        data, seed = self._data, self._seed_of_samples
-        samples = []
-        for epoch, index in zip(request.epochs.tolist(), request.samples.tolist(), strict=True):
-            if seed is not None:
-                seed_generators(key(seed, RandomStream.SAMPLE, epoch, index), CPU)
-            try:
-                samples.append(data[index])
-            except Exception as error:
-                error.add_note(f"raised by sample {index} of {type(data).__qualname__} {request}")
-                raise
-        return self._batch(samples, request)
+        drawn = zip(request.epochs.tolist(), request.samples.tolist(), strict=True)
+        return self._batch([self._one(index, epoch, request) for epoch, index in drawn], request)
 
     def _batch(self, samples: list[Any], request: SampleRequest) -> Any:
         return batch_of(samples, self._collate, self._seed_of_collate, request, lambda: f"samples {some(request.samples.tolist())}")
@@ -163,7 +175,7 @@ def batch_of(
         except Exception as error:
             raise DataError(
                 f"{request}: {describe()} do not make a batch: {_reason(samples, error)}; torch's default collate needs samples of one "
-                "structure and shape; give Recipe.collate, a function from a list of samples to a batch"
+                "structure and shape; give Recipe.collate or Evaluation.collate, a function from a list of samples to a batch"
             ) from error
     if seed is not None:
         seed_generators(key(seed, RandomStream.COLLATE, request.step, request.microbatch), CPU)

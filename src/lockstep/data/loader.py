@@ -15,13 +15,14 @@ import torch
 from lockstep import assignment
 from lockstep.base.errors import DataError
 from lockstep.data.device import pin
+from lockstep.data.digests import DigestRequest, Digests
 from lockstep.data.fetch import Fetcher, SampleRequest, ShardPosition, ShardRequest
 from lockstep.data.generators import PreservedGenerators
 from lockstep.data.streams import Origin, StreamFetcher
 from lockstep.data.structure import difference, structure
 from lockstep.data.workers import LoaderWorkers
 from lockstep.order import Order
-from lockstep.recipe import Stream
+from lockstep.recipe.recipe import Stream
 
 CHUNK_POSITIONS = 4096
 
@@ -77,6 +78,12 @@ class _BatchLoader:
                 made = self._fetch_one(request)
             yield request, made
 
+    def digests(self) -> Digests | None:
+        """Return digests of some samples, fetched where microbatches are; None for a stream whose shard 0 is elsewhere.
+        Call it before `fetch`."""
+        found: Digests | None = next(self._fetched(iter([DigestRequest()])))[1]
+        return found
+
     def _pin(self, batch: Any) -> Any:
         """Return the batch, in pinned memory if the device is CUDA."""
         return pin(batch) if self._pinned else batch
@@ -89,7 +96,7 @@ class _BatchLoader:
         elif made != self._structure and (found := difference(self._structure, made)):
             raise DataError(
                 f"{request}: {found} in the first microbatch; every microbatch has the same containers, keys and dtypes (shapes may "
-                "differ); make them so in the dataset or in Recipe.collate"
+                "differ); make them so in the dataset or in the collate function"
             )
 
 

@@ -12,11 +12,12 @@ import numpy as np
 
 from lockstep import keys
 from lockstep.base.errors import DataError
+from lockstep.data.digests import DigestRequest, Digests
 from lockstep.data.fetch import CPU, ShardPosition, ShardRequest, batch_of, some
 from lockstep.data.generators import seed_generators
 from lockstep.keys import key
 from lockstep.order import Order
-from lockstep.recipe import Stream
+from lockstep.recipe.recipe import Stream
 
 
 class Sample(NamedTuple):
@@ -59,10 +60,13 @@ class StreamFetcher:
         self._seed = seed
         self._open: dict[int, Iterator[Sample]] = {}
 
-    def __getitem__(self, request: ShardRequest | None) -> tuple[Any, Origin] | None:
-        """Return the batch and its origin; None for None. Raises `DataError`, and what stream or `collate` raise."""
+    def __getitem__(self, request: ShardRequest | DigestRequest | None) -> tuple[Any, Origin] | Digests | None:
+        """Return the batch and its origin, or `Digests`; None for None. Raises `DataError`, and what stream or
+        `collate` raise."""
         if request is None:
             return None
+        if isinstance(request, DigestRequest):
+            return self._digests()
         shard = request.shard
         if request.begin is not None:
             self._open[shard] = samples(self._stream, shard, seed=self._seed, epoch=request.begin.epoch, position=request.begin.seen)
@@ -71,6 +75,13 @@ class StreamFetcher:
         origin = Origin(shard, [sample.epoch for sample in taken], [sample.number for sample in taken], after)
         values = [sample.value for sample in taken]
         return batch_of(values, self._collate, self._seed, request, lambda: str(origin)), origin
+
+    def _digests(self) -> Digests | None:
+        """Return the digest of the first sample of shard 0; None if this machine does not have that shard."""
+        try:
+            return Digests.of(["the first sample of shard 0"], lambda _: next(_opened(self._stream, 0, self._seed, 0, 0)))
+        except Exception:
+            return None
 
     def close(self) -> None:
         self._open.clear()

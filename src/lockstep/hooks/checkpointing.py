@@ -24,7 +24,7 @@ from lockstep.hooks.replica_audit import ReplicaAudit
 from lockstep.launch.termination import Terminated
 from lockstep.launch.worker_files import defer_kill
 from lockstep.plan import Plan
-from lockstep.recipe import keeps_rest
+from lockstep.recipe.checks import keeps_rest
 from lockstep.saving import Resume, Saving, differences
 from lockstep.training.consensus import NOTHING, Request
 from lockstep.training.hook import ControlHook, Run

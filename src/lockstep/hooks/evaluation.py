@@ -6,9 +6,10 @@ import time
 from dataclasses import dataclass
 
 from lockstep.hooks.metrics import Metrics
-from lockstep.recipe import Evaluation, Recipe
+from lockstep.recipe.recipe import Evaluation, Recipe
 from lockstep.training.evaluate import Evaluator
 from lockstep.training.hook import ControlHook, Run
+from lockstep.training.loop import compare_data
 
 
 @dataclass(eq=False)
@@ -20,6 +21,10 @@ class EvaluationHook(ControlHook):
     def prepare(self, run: Run, recipe: Recipe) -> None:
         """Build the evaluator of the run's first model."""
         self._evaluator = Evaluator.of(recipe, self.settings, run.context, run.modules[0])
+
+    def on_start(self, run: Run) -> None:
+        if self._evaluator is not None:
+            compare_data(run, "evaluation.data", self._evaluator.loader.digests())
 
     def after_step(self, run: Run) -> None:
         if self.settings.every is not None and run.step % self.settings.every == 0:

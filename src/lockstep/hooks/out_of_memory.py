@@ -22,7 +22,7 @@ from lockstep.launch.failures import error_details, out_of_memory
 from lockstep.launch.worker_files import request_restart
 from lockstep.model.sync_batchnorm import training_batchnorms
 from lockstep.plan import WORDS, Plan
-from lockstep.recipe import Stream
+from lockstep.recipe.recipe import Stream
 from lockstep.saving import OutOfMemory as Setting
 from lockstep.training.hook import ControlHook, Run
 

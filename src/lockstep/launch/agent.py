@@ -33,6 +33,7 @@ from lockstep.launch.failures import Ending
 from lockstep.launch.launcher_folder import launcher_folder
 from lockstep.launch.machines import Machines
 from lockstep.launch.rendezvous import JOIN_SECONDS, SILENCE_SECONDS, ElasticRendezvous, LoopbackRendezvous
+from lockstep.launch.seeding import HASH_SEED
 from lockstep.launch.worker_processes import POLL_SECONDS, Start, WorkerProcesses
 from lockstep.options import RunOptions
 
@@ -81,7 +82,7 @@ def run_workers(
             max_restarts=max_restarts,
             monitor_interval=POLL_SECONDS,
         )
-        chosen = {"OMP_NUM_THREADS": str(threads_per_process(count))}
+        chosen = {"OMP_NUM_THREADS": str(threads_per_process(count)), **HASH_SEED}
         if rendezvous.interface is not None:
             chosen |= dict.fromkeys(_INTERFACES, rendezvous.interface)
         asked = _INTERFACES if machines is not None and machines.interface is not None else ()

@@ -151,6 +151,8 @@ class Ending:
     """The signal that the launcher got and passed on. Failures after it are its consequences. None: it got none."""
     elsewhere: str = ""
     """The cause that ended the run on other machines, or between this one and them. Empty if there was none."""
+    options_read: bool = False
+    """True if a worker has read the options of the run: the script uses lockstep."""
 
     @property
     def first(self) -> WorkerFailure | None:

@@ -19,6 +19,7 @@ from lockstep.base.errors import LaunchError, UserError, WorkerError
 from lockstep.launch.agent import run_workers
 from lockstep.launch.count import count_processes
 from lockstep.launch.failures import Ending, FailureRecord
+from lockstep.launch.seeding import SeedingName
 from lockstep.launch.spawned_call import PASSED_ON, SpawnedCall, work
 from lockstep.launch.termination import Preempted
 from lockstep.options import RunOptions, check_run_dir
@@ -131,7 +132,9 @@ class _Starter:
 
     def start(self, environment: Mapping[str, str]) -> _FunctionProcess:
         receiver, sender = self._context.Pipe(duplex=False) if not self._started else (None, None)
-        process = self._context.Process(target=work, args=(self._call, sender, self._forked), name=f"rank-{environment['RANK']}")
+        process = self._context.Process(
+            target=work, args=(self._call, sender, self._forked), name=SeedingName(f"rank-{environment['RANK']}")
+        )
         one_thread = {"OMP_NUM_THREADS": "1"} if self._forked else {}
         try:
             with _environment({**environment, **one_thread}), _signals_blocked():

@@ -16,6 +16,7 @@ from typing import Any
 
 from lockstep.base.errors import LaunchError
 from lockstep.launch import worker
+from lockstep.launch.seeding import seed_workers_generators
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
 """The signals that a launcher passes on to its workers."""
@@ -50,6 +51,7 @@ def work(call: SpawnedCall, result: Connection | None, forked: bool) -> None:
         atexit._clear()
         atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
         gc.freeze()
+        seed_workers_generators()
         # A fork has none of OpenMP's other threads, and would hang waiting for them.
         sys.modules["torch"].set_num_threads(1)
     os.setsid()

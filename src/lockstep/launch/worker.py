@@ -35,6 +35,7 @@ from typing import Any, NoReturn
 from lockstep.base.errors import LaunchError
 from lockstep.base.parent_death import die_with_parent
 from lockstep.launch.failures import exit_status, failure_record
+from lockstep.launch.seeding import seed_workers_generators
 from lockstep.launch.termination import PREEMPTED_STATUS, Preempted, Terminated, in_a_worker
 from lockstep.launch.worker_files import take_files
 
@@ -49,6 +50,7 @@ def main(arguments: Sequence[str]) -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)
     record = begin()
+    seed_workers_generators()
     if arguments[0] == "-m":
         run(lambda: _run_module(arguments[1], arguments[2:]), record)
     else:

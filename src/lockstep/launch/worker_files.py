@@ -58,6 +58,11 @@ class WorkerFiles:
         return self.stem.with_name("shutdown")
 
     @property
+    def options_read(self) -> Path:
+        """A file that exists once a worker has read the options that the launcher was given for it."""
+        return self.stem.with_name("options-read")
+
+    @property
     def signal_forwarded(self) -> Path:
         """A file that exists once the launcher has passed a signal on to the workers."""
         return self.stem.with_name("signal-forwarded")
@@ -94,6 +99,12 @@ def request_restart(reason: str) -> None:
     """Have the launcher restart the workers after this one's failure, without counting it against `--max-restarts`."""
     if _files is not None:
         write_atomically(_files.restart_request, reason)
+
+
+def note_options_read() -> None:
+    """Tell the launcher that the script takes the options that it was given for it."""
+    if _files is not None:
+        _files.options_read.touch()
 
 
 def write_failure(record: FailureRecord) -> None:

@@ -88,6 +88,7 @@ class WorkerProcesses:
             finished=sorted(rank for rank in self._returncodes if rank not in failed | self._stopped | self._preempted),
             preempted=sorted(self._preempted),
             unkillable=self.running,
+            options_read=bool(self._processes) and self._files(0).options_read.exists(),
         )
 
     def restart_request(self) -> str | None:

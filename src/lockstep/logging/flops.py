@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from lockstep.base.torch_private import has_compiled_forward, is_compiled_in_place
-from lockstep.recipe import Precision
+from lockstep.recipe.checks import Precision
 
 _PEAKS = {
     "B200": 2250e12,

@@ -90,9 +90,7 @@ class RunningStatistics:
         ours = {id(buffer) for scratch in self._scratches for buffer in scratch.kept.values()}
         self._others = {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in ours}
         named = dict(model.named_parameters())
-        self._parameters = list(named.values())
-        self._trainable = [parameter.requires_grad for parameter in self._parameters]
-        self._watched = [*self._others.values(), *self._parameters]
+        self._watched = [*self._others.values(), *named.values()]
         self._names = [*(f"buffer {name!r}" for name in self._others), *(f"parameter {name!r}" for name in named)]
         self._model = model
         self._world = mesh.world
@@ -105,16 +103,7 @@ class RunningStatistics:
 
     def begin(self, *, compare: bool) -> None:
         """Save the state of all that a forward must not change, before the first forward of a step.
-        `compare`: also copy the buffers' bits, to find changes that torch does not count. Raises `RecipeError` if a
-        parameter was frozen or unfrozen since the model was prepared."""
-        trainable = [parameter.requires_grad for parameter in self._parameters]
-        if trainable != self._trainable:
-            place = next(i for i, (now, then) in enumerate(zip(trainable, self._trainable, strict=True)) if now is not then)
-            raise RecipeError(
-                f"{self._names[len(self._others) + place]} has requires_grad={trainable[place]} and had {self._trainable[place]} when the "
-                "model was prepared; ranks sum the gradients of what was trainable then; freeze in the model's factory, or give the "
-                "parameter a group of the optimizer with lr=0"
-            )
+        `compare`: also copy the buffers' bits, to find changes that torch does not count."""
         self._versions = [version(tensor) for tensor in self._watched]
         self._bits = {name: _bits(buffer) for name, buffer in self._others.items()} if compare else {}
         self.discard()

@@ -16,7 +16,7 @@ from lockstep.comm.world import World
 from lockstep.logging.phases import Phases
 from lockstep.logging.recorder import Recorder
 from lockstep.plan import Plan
-from lockstep.recipe import Precision
+from lockstep.recipe.checks import Precision
 
 
 class Probe(Protocol):

@@ -21,7 +21,7 @@ from lockstep.data.loader import Loader, Microbatch, Span
 from lockstep.keys import RandomStream
 from lockstep.logging.metrics import as_number
 from lockstep.model.shard import reshard
-from lockstep.recipe import Evaluation, Gathered, Mean, Recipe
+from lockstep.recipe.recipe import Evaluation, Gathered, Mean, Recipe
 from lockstep.training.context import Context
 from lockstep.training.loss import SINGLE, measured, weights_of
 from lockstep.training.train_module import TrainModule
@@ -46,7 +46,7 @@ class Evaluator:
     def of(cls, recipe: Recipe, evaluation: Evaluation, context: Context, module: TrainModule) -> Evaluator:
         loader = Loader(
             evaluation.data,
-            collate=recipe.collate,
+            collate=evaluation.collate,
             seed=recipe.seed,
             shuffle=False,
             workers=int(context.plan.workers),

@@ -15,7 +15,7 @@ from lockstep.base.errors import CheckpointError, RecipeError
 from lockstep.base.events import Event
 from lockstep.data.fetch import ShardPosition
 from lockstep.model.sync_batchnorm import SyncBatchNormExchange
-from lockstep.recipe import Recipe
+from lockstep.recipe.recipe import Recipe
 from lockstep.training.consensus import NOTHING, Consensus, Request, merge
 from lockstep.training.context import Context
 from lockstep.training.microbatches import Microbatches

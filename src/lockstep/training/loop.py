@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from lockstep.base.errors import LossError, RecipeError
+from lockstep.base.errors import DataError, LossError, RecipeError
+from lockstep.data.digests import Digests, changing, check_same
 from lockstep.data.loader import Loader, StreamLoader
 from lockstep.model.pipeline.stages import check_microbatches
 from lockstep.model.sync_batchnorm import split_microbatches
-from lockstep.recipe import Stream, check_batch, check_data, check_length
+from lockstep.recipe.checks import check_batch, check_drop_last, check_length
+from lockstep.recipe.recipe import Stream, check_data
 from lockstep.training.hook import Run
 from lockstep.training.microbatches import Batching, Microbatches, from_data, from_indices, from_stream, positions_in
-from lockstep.training.set_up import batchnorm, check_microbatch_is_fixed, check_no_auto
+from lockstep.training.set_up import Remark, batchnorm, check_microbatch_is_fixed, check_no_auto, idle_ranks, refuse_single_samples
 from lockstep.training.step import Step
 from lockstep.training.step_result import no_weight
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class LoopOptions:
     """The arguments of `Session.steps`: as in `Recipe`."""
 
@@ -27,6 +29,7 @@ class LoopOptions:
     microbatch: int | None
     steps: int | None
     epochs: int | None
+    drop_last: bool
     collate: Callable[[list[Any]], Any] | None
     weight: Callable[[Any], Any] | None
 
@@ -37,6 +40,7 @@ def lay_out_loop(run: Run, options: LoopOptions) -> Batching:
     check_no_auto(plan, options.microbatch)
     check_batch(options.global_batch, options.microbatch)
     check_length(options.steps, options.epochs)
+    check_drop_last(options.drop_last, options.epochs, data, options.global_batch)
     if data is not None:
         check_data("data", data, global_batch=options.global_batch, microbatch=options.microbatch, epochs=options.epochs)
     if not run.modules:
@@ -57,6 +61,7 @@ def lay_out_loop(run: Run, options: LoopOptions) -> Batching:
         microbatch=microbatch,
         steps=options.steps,
         epochs=options.epochs,
+        drop_last=options.drop_last,
         mesh=mesh,
         microbatch_splits=plan.microbatch_splits,
     )
@@ -70,9 +75,12 @@ def lay_out_loop(run: Run, options: LoopOptions) -> Batching:
 
 
 def report_layout(run: Run, batching: Batching) -> None:
-    """Record the reducer of each model, and what BatchNorm's statistics cover, in the first loop of steps."""
-    if (remark := batchnorm([module.model for module in run.modules], batching)) is not None:
-        run.remark(remark)
+    """Record each model's reducer, what BatchNorm's statistics cover, and idle ranks, in the first loop of steps."""
+    models = [module.model for module in run.modules]
+    refuse_single_samples(models, batching)
+    for remark in (batchnorm(models, batching), idle_ranks(batching)):
+        if remark is not None:
+            run.remark(remark)
     for number, module in enumerate(run.modules):
         run.event("gradient-reducer", model=number, reducer=module.choice.reducer.__name__, reason=module.choice.reason)
 
@@ -102,11 +110,29 @@ def sources(
     if isinstance(data, Stream):
         streamed = StreamLoader(data, **how)
         close(streamed.close)
+        compare_data(run, "data", streamed.digests())
         positions = positions_in(run.loop.resumed, data.shards) if run.loop.resumed is not None and first else {}
         return from_stream(streamed, batching, seed=context.seed, first=first, positions=positions)
     loader = Loader(data, **how)
     close(loader.close)
+    compare_data(run, "data", loader.digests())
     return from_data(loader, batching, seed=context.seed, first=first)
+
+
+def compare_data(run: Run, name: str, digests: Digests | None) -> None:
+    """Compare this rank's samples of the dataset `name` with those of the other ranks. Every rank calls it.
+
+    Raises `DataError` on all ranks if samples differ; with numerics=bitwise also if a sample changes from one fetch to
+    the next, which is otherwise a warning.
+    """
+    gathered = run.context.world.gather_values(digests and asdict(digests))
+    everyone = [found and Digests(**found) for found in gathered]
+    if (reason := changing(name, everyone)) is None:
+        check_same(name, everyone)
+    elif run.context.bitwise:
+        raise DataError(f"{reason}; draw from these generators, or drop numerics=bitwise")
+    else:
+        run.remark(Remark("data-not-reproducible", {"reason": reason}, f"warning: {reason}"))
 
 
 def steps(run: Run, batches: Iterator[Microbatches], *, total: int, weight: Callable[[Any], Any] | None) -> Iterator[Step]:
@@ -115,6 +141,8 @@ def steps(run: Run, batches: Iterator[Microbatches], *, total: int, weight: Call
     context, terms = run.context, None
     context.recorder.show(total)
     run.hooks.call("before_steps", run)
+    for module in run.modules:
+        module.snapshot.begin_loop(run.context.world)
     for source in context.phases.during("data", batches):
         context.phases.step = source.step
         if weight is not None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lockstep.base.errors import LossError
-from lockstep.recipe import Loss, Sum
+from lockstep.recipe.recipe import Loss, Sum
 
 IGNORE_INDEX = -100  # the label that torch's cross entropy leaves out by default
 SINGLE = "loss"  # the name of the only term, if the loss is not a dict

@@ -38,6 +38,7 @@ class Batching:
         microbatch: int | None,
         steps: int | None,
         epochs: int | None,
+        drop_last: bool = False,
         mesh: Mesh,
         microbatch_splits: int = 0,
     ) -> None:
@@ -45,7 +46,8 @@ class Batching:
         self.samples = samples
         self.mesh = mesh
         self._parts = 2**microbatch_splits
-        self.steps = assignment.total_steps(length=samples, global_batch=global_batch, steps=steps, epochs=epochs)
+        self._drop_last = drop_last
+        self.steps = assignment.total_steps(length=samples, global_batch=global_batch, steps=steps, epochs=epochs, drop_last=drop_last)
         self._global_batch = global_batch
         self._in_epochs = epochs is not None
         self._microbatch = microbatch
@@ -55,7 +57,9 @@ class Batching:
 
     def span(self, step: int) -> tuple[int, int]:
         """The positions of a step's global batch."""
-        return assignment.batch_span(step, length=self.samples, global_batch=self._global_batch, epochs=self._in_epochs)
+        return assignment.batch_span(
+            step, length=self.samples, global_batch=self._global_batch, epochs=self._in_epochs, drop_last=self._drop_last
+        )
 
     def spans(self, size: int) -> Spans:
         """The microbatches of a batch of `size` samples, or their slices if each microbatch is split over ranks."""
@@ -70,6 +74,15 @@ class Batching:
         """Samples of the largest microbatch."""
         start, stop = self.span(0)
         return max(stop - start for start, stop in self.spans(stop - start))
+
+    @property
+    def last_of_epoch(self) -> list[int]:
+        """Samples of each microbatch of the last global batch of an epoch; without epochs, of any global batch."""
+        per_epoch = assignment.total_steps(
+            length=self.samples, global_batch=self._global_batch, steps=None, epochs=1, drop_last=self._drop_last
+        )
+        start, stop = self.span(per_epoch - 1 if self._in_epochs else 0)
+        return [stop - start for start, stop in self.spans(stop - start)]
 
     def mine(self, size: int) -> list[tuple[int, bool]]:
         """This rank's microbatches of a batch of `size` samples, as (microbatch, is_dummy)."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lockstep.base.torch_private import cpu_multiplies_bf16
 from lockstep.comm.mesh import to_local
-from lockstep.recipe import Precision
+from lockstep.recipe.checks import Precision
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 STEPS_TO_DOUBLE = 2000

@@ -13,7 +13,7 @@ from lockstep.keys import RandomStream, key
 from lockstep.model.initialization.initial_model import InitialModel
 from lockstep.model.parallelize import Parallelized, parallelize
 from lockstep.model.sync_batchnorm import SyncBatchNormExchange, use_exchange
-from lockstep.recipe import Weights
+from lockstep.recipe.recipe import Weights
 from lockstep.training.context import Context
 from lockstep.training.hook import Run
 from lockstep.training.optim import optimizers as optim

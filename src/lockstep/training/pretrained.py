@@ -19,7 +19,7 @@ from lockstep.checkpoint.tensor_shards import ShardCopy, TensorShard, plan_copie
 from lockstep.comm.mesh import to_local
 from lockstep.comm.world import World
 from lockstep.model.consistency import checksum
-from lockstep.recipe import Weights
+from lockstep.recipe.recipe import Weights
 from lockstep.training.state import aliases, listed, tensors_of
 
 T = TypeVar("T")

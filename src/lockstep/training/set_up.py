@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import random
 import sys
@@ -20,7 +21,7 @@ from lockstep.comm.mesh import Mesh
 from lockstep.comm.world import World
 from lockstep.model.sync_batchnorm import training_batchnorms
 from lockstep.plan import MEASURED, Plan
-from lockstep.recipe import Precision
+from lockstep.recipe.checks import Precision
 from lockstep.training import precision as precisions
 from lockstep.training.microbatches import Batching
 
@@ -62,6 +63,42 @@ def batchnorm(models: Sequence[nn.Module], batching: Batching) -> Remark | None:
         "microbatches over processes instead"
     )
     return Remark("batchnorm-per-microbatch", {"layers": plain, "samples": samples}, line)
+
+
+def refuse_single_samples(models: Sequence[nn.Module], batching: Batching) -> None:
+    """Let the first forward raise `RecipeError` if BatchNorm will get a microbatch with one value a channel: it has no
+    variance, and torch raises an error at the end of the epoch."""
+    sizes = batching.last_of_epoch
+    if 1 not in sizes or batching.mesh.assignment.slices:
+        return
+    for name, layer in training_batchnorms(models):
+        _check_values_per_channel(name, layer, sizes)
+
+
+def _check_values_per_channel(name: str, layer: nn.Module, sizes: Sequence[int]) -> None:
+    def check(layer: nn.Module, arguments: tuple[Any, ...]) -> None:
+        handle.remove()
+        if layer.training and math.prod(arguments[0].shape[2:]) == 1:
+            raise RecipeError(
+                f"the last global batch of an epoch has microbatches of {', '.join(map(str, sizes))} samples; BatchNorm {name!r} has "
+                "no variance over one sample; use drop_last=True, or another global_batch or microbatch"
+            )
+
+    handle = layer.register_forward_pre_hook(check)
+
+
+def idle_ranks(batching: Batching) -> Remark | None:
+    """Return a remark if some data ranks have no microbatch in any step."""
+    ranks, count, size = batching.mesh.assignment.ranks, batching.max_microbatches, batching.largest
+    idle = [rank for rank, indices in enumerate(batching.mesh.assignment.indices_by_rank(count)) if not indices]
+    if not idle:
+        return None
+    better = "smaller microbatches, a larger global_batch, or fewer processes" if size > 1 else "a larger global_batch, or fewer processes"
+    line = (
+        f"warning: {len(idle)} of {ranks} data ranks compute nothing: a global batch has {count} microbatches of up to {size} samples, and "
+        f"no rank has more than one; use {better}"
+    )
+    return Remark("idle-ranks", {"ranks": idle, "microbatches": count}, line)
 
 
 def check_microbatch_is_fixed(plan: Plan, global_batch: int, microbatch: int | None) -> None:

@@ -14,11 +14,13 @@ from lockstep.base.errors import DataError, LossError, RecipeError
 from lockstep.data.loader import Microbatch
 from lockstep.logging.metrics import as_number
 from lockstep.logging.recorder import ROW_NAMES
-from lockstep.recipe import check_clip_norm
+from lockstep.model.model_snapshot import remark_on_modes
+from lockstep.recipe.checks import check_clip_norm
 from lockstep.training.hook import Run
 from lockstep.training.loss import Contribution, contribution
 from lockstep.training.microbatches import Microbatches
 from lockstep.training.reducers.step_stats import Number
+from lockstep.training.set_up import Remark
 from lockstep.training.step_result import StepResult, numbers_of
 from lockstep.training.train_module import TrainModule
 
@@ -159,6 +161,10 @@ class Step:
         return batch if change is None else change(batch)
 
     def _begin_statistics(self) -> None:
+        for module in self._modules:
+            if changed := module.snapshot.check():
+                line = remark_on_modes(changed, self.index)
+                self._run.remark(Remark("modes-restored", {"modules": changed}, f"warning: {line}"))
         for statistics in self._statistics:
             statistics.begin(compare=self._compares)
 

@@ -14,10 +14,11 @@ from torch.optim import Optimizer
 from lockstep.base.torch_private import divides_gradients
 from lockstep.comm.mesh import Mesh, to_local
 from lockstep.logging.flops import Flops, peak_of
+from lockstep.model.model_snapshot import ModelSnapshot
 from lockstep.model.parallelize import Parallelized
 from lockstep.model.running_statistics import RunningStatistics
 from lockstep.model.tensor.apply import reduce_partial_gradients
-from lockstep.recipe import keeps_rest
+from lockstep.recipe.checks import keeps_rest
 from lockstep.training import precision
 from lockstep.training.context import Context
 from lockstep.training.executors.executor import Executor
@@ -69,6 +70,8 @@ class TrainModule:
         self.prescale: Tensor | None = None
         """Divisor of an `ls.Loss` before its backward: a power of two near the last step's weight; None at first."""
         self.gain: Tensor | float = 1.0  # the factor by which the latest step's summed gradient was multiplied
+        self.snapshot = ModelSnapshot(model, optimizers)
+        """The modules and parameters that the model was prepared with."""
         self.choice: ReducerChoice
         self._reducer: GradientReducer | None = None
         self._max_microbatches = 0

@@ -20,7 +20,7 @@ from lockstep.comm.compressed_sum import CompressedAllReduce, Senders
 from lockstep.comm.quantize import Rounding
 from lockstep.comm.wait_times import waits
 from lockstep.comm.world import World
-from lockstep.recipe import powersgd_rank
+from lockstep.recipe.checks import powersgd_rank
 
 MIN_COMPRESSION_RATIO = 2
 """A matrix is sent as two thin ones if those are this many times smaller; the default of torch's PowerSGD."""

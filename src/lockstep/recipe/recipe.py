@@ -5,20 +5,28 @@ It never names a rank, a world size, a device or a host. How it is executed is a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from os import PathLike, fspath
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 from lockstep.base.errors import DataError, RecipeError
+from lockstep.recipe.checks import (
+    Precision,
+    check_batch,
+    check_callable,
+    check_clip_norm,
+    check_compression,
+    check_count,
+    check_drop_last,
+    check_length,
+    check_precision,
+    check_seed,
+    in_words,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-Precision = Literal["fp32", "bf16", "fp16"]
-COMPRESSIONS = ("none", "bf16", "fp16", "int8")
-"""Values of `gradient_compression`, besides `powersgd:RANK`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +92,7 @@ class Stream:
     """Samples in the shuffle buffer of a shard. A process holds one for each shard that it reads. 1: no shuffle."""
 
     def __post_init__(self) -> None:
-        _check_callable("Stream.open", self.open, optional=False)
+        check_callable("Stream.open", self.open, optional=False)
         check_count("Stream.shards", self.shards, "shards")
         check_count("Stream.window", self.window, "samples")
 
@@ -94,13 +102,16 @@ class Evaluation:
     """An evaluation on data that the model does not learn from. Every sample counts exactly once at any world size."""
 
     data: Any
-    """A map-style dataset. It is read in order and collated like the training data. Its samples are not seeded."""
+    """A map-style dataset. It is read in order; a random sample is the same in every evaluation."""
     every: int | None = None
     """Steps between evaluations. None: only after the last step, which is always evaluated."""
     metrics: Mapping[str, Mean | Gathered] = field(default_factory=dict)
     """Name -> metric. The loss is always measured, as `loss`."""
     microbatch: int | None = None
     """Samples in one forward. None: `Recipe.microbatch`."""
+    collate: Callable[[list[Any]], Any] | None = None
+    """(samples) -> batch. None: torch's `default_collate`. `Recipe.collate`, which may augment, is not used: give a
+    function that only pads to both."""
 
     def __post_init__(self) -> None:
         if isinstance(self.data, Stream):
@@ -113,14 +124,15 @@ class Evaluation:
             check_count("Evaluation.every", self.every, "steps")
         if self.microbatch is not None:
             check_count("Evaluation.microbatch", self.microbatch, "samples")
+        check_callable("Evaluation.collate", self.collate, optional=True)
         for name, metric in self.metrics.items():
             if not isinstance(metric, Mean | Gathered):
                 raise RecipeError(
-                    f"Evaluation.metrics[{name!r}] is {_kind(metric)}; a metric is ls.Mean(values) if it is a mean over samples "
+                    f"Evaluation.metrics[{name!r}] is {in_words(metric)}; a metric is ls.Mean(values) if it is a mean over samples "
                     "(accuracy), or ls.Gathered(collect, compute) if it is not (AUC, F1)"
                 )
             if not isinstance(name, str):
-                raise RecipeError(f"Evaluation.metrics has a metric named {_kind(name)}; a name is a str; name it {str(name)!r}")
+                raise RecipeError(f"Evaluation.metrics has a metric named {in_words(name)}; a name is a str; name it {str(name)!r}")
             if name == "loss" or name.startswith("loss/"):
                 raise RecipeError(
                     f"Evaluation.metrics has a metric named {name!r}; that name belongs to the recipe's loss or a term; choose another"
@@ -162,7 +174,7 @@ class Weights:
         if given is None or isinstance(given, cls):
             return given
         if not isinstance(given, str | PathLike):
-            raise RecipeError(f"weights is {_kind(given)}; it is a path, ls.Weights(path, names=..., missing=...), or None")
+            raise RecipeError(f"weights is {in_words(given)}; it is a path, ls.Weights(path, names=..., missing=...), or None")
         return cls(fspath(given))
 
 
@@ -194,12 +206,15 @@ class Recipe:
     """Number of optimizer steps. Batches may span two epochs. Give this or `epochs`."""
     epochs: int | None = None
     """Number of passes over the data. The last batch of each may be short. Give this or `steps`."""
+    drop_last: bool = False
+    """With `epochs`: leave out the last batch of each epoch if it is short. Which samples it has changes from epoch to
+    epoch."""
     inputs: Callable[[Any], Any] | None = None
     """(batch) -> the model's arguments: a tuple, a dict of keyword arguments, or one tensor."""
     weight: Callable[[Any], Any] | None = None
     """(collated batch on the CPU) -> the denominator of a `Sum`: a number, or a dict by the loss's terms."""
     collate: Callable[[list[Any]], Any] | None = None
-    """(samples) -> batch. None: torch's `default_collate`."""
+    """(samples) -> batch, for training alone; see `Evaluation.collate`. None: torch's `default_collate`."""
     schedule: Callable[[Any], Any] | None = None
     """(step) -> multiplier of all learning rates, a pure function; or (optimizer) -> a torch LRScheduler. None:
     constant rates."""
@@ -231,15 +246,16 @@ class Recipe:
 
     def __post_init__(self) -> None:
         for name in ("model", "loss", "optimizer"):
-            _check_callable(f"Recipe.{name}", getattr(self, name), optional=False)
+            check_callable(f"Recipe.{name}", getattr(self, name), optional=False)
         for name in ("inputs", "weight", "collate", "schedule"):
-            _check_callable(f"Recipe.{name}", getattr(self, name), optional=True)
+            check_callable(f"Recipe.{name}", getattr(self, name), optional=True)
         microbatch = None if self.microbatch == "auto" else self.microbatch
         if isinstance(microbatch, str):
             raise RecipeError(f"Recipe.microbatch={microbatch!r}; give a number of samples, 'auto' to have it measured, or None")
         check_batch(self.global_batch, microbatch, of="Recipe.")
         check_length(self.steps, self.epochs, of="Recipe.")
         check_data("Recipe.data", self.data, global_batch=self.global_batch, microbatch=self.microbatch, epochs=self.epochs)
+        check_drop_last(self.drop_last, self.epochs, self.data, self.global_batch)
         check_clip_norm(self.clip_norm)
         if self.precision != "auto":
             check_precision(self.precision)
@@ -249,10 +265,10 @@ class Recipe:
             if names is not None and (isinstance(names, str) or not all(isinstance(name, str) for name in names)):
                 raise RecipeError(f"{kind}={names!r}; it must be a list of module names or patterns, such as ['blocks.*'], or None")
         if self.tensor is not None and not isinstance(self.tensor, Mapping):
-            raise RecipeError(f"tensor is {_kind(self.tensor)}; it maps patterns of module names to styles: {{'*.up': 'colwise'}}")
+            raise RecipeError(f"tensor is {in_words(self.tensor)}; it maps patterns of module names to styles: {{'*.up': 'colwise'}}")
         Weights.of(self.weights)
         if self.evaluation is not None and not isinstance(self.evaluation, Evaluation):
-            raise RecipeError(f"evaluation is {_kind(self.evaluation)}; give ls.Evaluation(data=..., every=..., metrics=...) or None")
+            raise RecipeError(f"evaluation is {in_words(self.evaluation)}; give ls.Evaluation(data=..., every=..., metrics=...) or None")
 
     def describe(self) -> dict[str, Any]:
         """The recipe as JSON. Functions and datasets are described by name and length."""
@@ -271,96 +287,6 @@ def _describe(value: Any) -> Any:
     module = getattr(value, "__module__", type(value).__module__)
     module = "__main__" if module == "__mp_main__" else module  # the name of the script in processes that `ls.spawn` started
     return f"{module}.{name}" + (f"[{len(value)}]" if isinstance(value, Sized) and not isinstance(value, type) else "")
-
-
-def _kind(value: Any) -> str:
-    return f"{value!r} (a {type(value).__name__})"
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def check_count(name: str, value: Any, unit: str) -> None:
-    """Raises `RecipeError` unless `value` is a whole number of at least 1."""
-    if not _is_int(value) or value < 1:
-        raise RecipeError(f"{name}={value!r}; it counts {unit} and must be a whole number of at least 1")
-
-
-def check_batch(global_batch: Any, microbatch: Any, *, of: str = "") -> None:
-    """Raises `RecipeError` unless both count samples, and `microbatch` is None or not the larger. `of`: a prefix."""
-    check_count(f"{of}global_batch", global_batch, "samples")
-    if microbatch is None:
-        return
-    check_count(f"{of}microbatch", microbatch, "samples")
-    if microbatch > global_batch:
-        raise RecipeError(
-            f"microbatch={microbatch} is larger than global_batch={global_batch}; a global batch is made of whole "
-            f"microbatches; give microbatch={global_batch} or less, or a larger global_batch"
-        )
-
-
-def check_length(steps: Any, epochs: Any, *, of: str = "") -> None:
-    """Raises `RecipeError` unless exactly one is given, a whole number of at least 1. `of`: prefix of names."""
-    if (steps is None) == (epochs is None):
-        raise RecipeError(f"steps={steps} and epochs={epochs}; a recipe has one length; give exactly one of the two")
-    if steps is not None:
-        check_count(f"{of}steps", steps, "steps")
-    if epochs is not None:
-        check_count(f"{of}epochs", epochs, "epochs")
-
-
-def check_clip_norm(value: Any) -> None:
-    """Raises `RecipeError` unless `value` is positive and finite, or None."""
-    if value is not None and not (_is_number(value) and 0 < value < math.inf):
-        raise RecipeError(f"clip_norm={value!r}; a maximum norm is positive and finite; None turns clipping off")
-
-
-def check_precision(value: Any) -> None:
-    """Raises `RecipeError` unless `value` is one of `Precision`."""
-    if value == "auto":
-        raise RecipeError("precision='auto' in a loop of your own; only ls.train has a loss to measure with; give a precision: 'fp32'")
-    if value not in get_args(Precision):
-        raise RecipeError(f"precision={value!r}; known are {', '.join(get_args(Precision))}, and with ls.train auto")
-
-
-def check_compression(value: Any) -> None:
-    """Raises `RecipeError` unless `value` is one of `COMPRESSIONS` or `powersgd:RANK`."""
-    if value in COMPRESSIONS:
-        return
-    if not isinstance(value, str) or value.partition(":")[0] != "powersgd":
-        raise RecipeError(f"gradient_compression={value!r}; known are {', '.join(COMPRESSIONS)} and powersgd:RANK, such as powersgd:4")
-    if powersgd_rank(value) is None:
-        raise RecipeError(
-            f"gradient_compression={value!r}; the rank of powersgd is a whole number of at least 1 after a colon; "
-            "a higher rank is more exact and sends more bytes; write for example gradient_compression='powersgd:4'"
-        )
-
-
-def powersgd_rank(gradient_compression: str) -> int | None:
-    """The rank in `powersgd:RANK`; None for any other text."""
-    word, _, rank = gradient_compression.partition(":")
-    return int(rank) if word == "powersgd" and rank.isascii() and rank.isdecimal() and int(rank) else None
-
-
-def keeps_rest(gradient_compression: str) -> bool:
-    """True if the compression has error feedback: what one step does not send is added to the next step's gradient."""
-    return gradient_compression == "int8" or gradient_compression.startswith("powersgd")
-
-
-def check_seed(value: Any) -> None:
-    """Raises `RecipeError` unless `value` is a whole number from 0 to 2**63 - 1."""
-    if not _is_int(value) or not 0 <= value < 2**63:
-        raise RecipeError(f"seed={value!r}; a seed is a whole number from 0 to 2**63 - 1")
-
-
-def _check_callable(name: str, value: Any, *, optional: bool) -> None:
-    if not callable(value) and not (optional and value is None):
-        raise RecipeError(f"{name} is {_kind(value)}; it must be a function{' or None' if optional else ''}")
 
 
 def check_data(name: str, value: Any, *, global_batch: int, microbatch: int | Literal["auto"] | None, epochs: int | None) -> None:

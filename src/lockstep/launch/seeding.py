@@ -1,0 +1,90 @@
+"""Seeds the default generators of a worker before the user's code, so that all ranks make the same data and models.
+
+Does not import torch or numpy: each is seeded right after the user's code imports it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import operator
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+SEED = 0
+"""The seed of Python's, NumPy's and torch's default generators in every worker."""
+HASH_SEED = {"PYTHONHASHSEED": "0"}
+"""The environment in which the iteration order of a set of strings is the same in every worker."""
+_SEEDED = {"random": "seed", "numpy.random": "seed", "torch": "manual_seed"}  # module -> its function that seeds
+
+
+def seed_workers_generators() -> None:
+    """Seed the generators of this worker now, or once their module is imported."""
+    for name in _SEEDED.keys() & sys.modules.keys():
+        _seed(sys.modules[name])
+    sys.meta_path.insert(0, _SeedAfterImport(_SEEDED.keys() - sys.modules.keys()))
+
+
+class SeedingName(str):
+    """The name of a process that multiprocessing spawns. Unpickling it in the process seeds the generators there.
+
+    Multiprocessing unpickles the name before it imports the script, and calls nothing of ours before that. Lockstep
+    itself may not be importable at that moment, so only functions of other packages are called.
+    """
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        seeded = [_SeedModule(name) for name in _SEEDED]
+        return operator.getitem, ([str(self), *seeded], 0)
+
+
+class _SeedModule:
+    """Unpickling it imports the module and seeds its generator."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return operator.methodcaller(_SEEDED[self._name], SEED), (_Import(self._name),)
+
+
+class _Import:
+    """Unpickling it gives the module."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return importlib.import_module, (self._name,)
+
+
+class _SeedAfterImport(MetaPathFinder):
+    """Seeds modules when they are first imported."""
+
+    def __init__(self, names: set[str]) -> None:
+        self._names = names
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name not in self._names:
+            return None
+        self._names.remove(name)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_seed(module: ModuleType) -> None:
+                execute(module)
+                if module.__name__ == name:
+                    _seed(module)
+
+            spec.loader.exec_module = execute_and_seed  # type: ignore[method-assign]
+        return spec
+
+
+def _seed(module: ModuleType) -> None:
+    getattr(module, _SEEDED[module.__name__])(SEED)

@@ -1,0 +1,122 @@
+"""A snapshot of what a model and its optimizers are made of, by which a change between two steps is found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lockstep.base.errors import RecipeError, first_few
+from lockstep.base.torch_private import own_modules, own_parameters
+from lockstep.comm.world import World
+from lockstep.model.shard import reshard
+
+
+class ModelSnapshot:
+    """The modules of a model, their modes, their parameters, which of these are trainable, and the optimizers' groups.
+
+    A change on one rank alone would make its gradients other ones than the other ranks', without an error.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self._model = model
+        self._optimizers = optimizers
+        named = dict(model.named_modules())
+        self._names = list(named)
+        self._modules = list(named.values())
+        self._modes = [module.training for module in self._modules]
+        # The modules' own dicts: reading them costs little, and shows what is in them now.
+        self._owned: list[dict[str, Any]] = [
+            dictionary for module in self._modules for dictionary in (own_modules(module), own_parameters(module))
+        ]
+        self._members = self._members_now()
+        parameters = dict(model.named_parameters())
+        self._parameter_names = list(parameters)
+        self._parameters = list(parameters.values())
+        self._trainable = [parameter.requires_grad for parameter in self._parameters]
+        self._grouped = self._grouped_now()
+
+    def begin_loop(self, world: World) -> None:
+        """Take the modes as they are before the first step of a loop. Every rank calls it. Raises `RecipeError` on all
+        ranks if modules are in training mode on one and not on another."""
+        self._modes = [module.training for module in self._modules]
+        evaluating = [name for name, training in zip(self._names, self._modes, strict=True) if not training]
+        first, *others = world.gather_values(evaluating)
+        for rank, other in enumerate(others, start=1):
+            if other != first:
+                name = min(set(first) ^ set(other))
+                raise RecipeError(
+                    f"module {name!r} is in {_mode(name not in first)} mode on rank 0 and in {_mode(name not in other)} mode on rank "
+                    f"{rank}; "
+                    "each rank computes a part of every batch, so all have one mode; call train() or eval() on every rank"
+                )
+
+    def check(self) -> list[str]:
+        """Restore the modules' modes, and return the names of those that were in another one. Raises `RecipeError` if
+        anything else has changed."""
+        if self._members_now() != self._members:
+            reshard(self._model)  # a forward of the script's own may have left parameters gathered
+            if self._members_now() != self._members:
+                raise RecipeError(
+                    f"{self._replaced()} was replaced after the model was prepared; ranks sum the gradients of the parameters that the "
+                    "model had then; make the model in its factory as it is to be trained, and change values in place: "
+                    "with torch.no_grad(): parameter.copy_(value)"
+                )
+        if (grouped := self._grouped_now()) != self._grouped:
+            raise RecipeError(
+                f"the optimizer has {sum(map(len, grouped))} parameters in {len(grouped)} groups, and had "
+                f"{sum(map(len, self._grouped))} in {len(self._grouped)} when it was built; ranks sum the gradients of what it had then; "
+                "give it all parameters where it is built, those to be trained later in a group with lr=0, and raise its rate in a hook"
+            )
+        trainable = [parameter.requires_grad for parameter in self._parameters]
+        if trainable != self._trainable:
+            place = next(i for i, (now, then) in enumerate(zip(trainable, self._trainable, strict=True)) if now is not then)
+            raise RecipeError(
+                f"parameter {self._parameter_names[place]!r} has requires_grad={trainable[place]} and had {self._trainable[place]} when "
+                "the model was prepared; ranks sum the gradients of what was trainable then; freeze in the model's factory, or give the "
+                "parameter a group of the optimizer with lr=0"
+            )
+        if [module.training for module in self._modules] == self._modes:
+            return []
+        return self._restore_modes()
+
+    def _restore_modes(self) -> list[str]:
+        changed = []
+        for name, module, training in zip(self._names, self._modules, self._modes, strict=True):
+            if module.training is not training:
+                module.training = training
+                changed.append(name)
+        return changed
+
+    def _members_now(self) -> list[int]:
+        return list(map(id, chain.from_iterable(map(dict.values, self._owned))))
+
+    def _grouped_now(self) -> list[list[int]]:
+        return [list(map(id, group["params"])) for optimizer in self._optimizers for group in optimizer.param_groups]
+
+    def _replaced(self) -> str:
+        """Name the first module or parameter that is not the one of the snapshot."""
+        then = iter(self._members)
+        for name, module in zip(self._names, self._modules, strict=True):
+            for kind, own in (("module", own_modules(module)), ("parameter", own_parameters(module))):
+                for key, member in own.items():
+                    if next(then, None) != id(member):
+                        return f"{kind} {f'{name}.{key}'.lstrip('.')!r}"
+        return "a module or a parameter"
+
+
+def remark_on_modes(changed: Sequence[str], step: int) -> str:
+    """Say which modules were in another mode before a step."""
+    what = "the model" if "" in changed else first_few([repr(name) for name in changed])
+    return (
+        f"after step {step}, set back the mode (training or evaluation) of {what}, which "
+        "had changed since the step before; a hook that calls eval() must call train() at its end; to train with another mode, set it "
+        "before the first step"
+    )
+
+
+def _mode(training: bool) -> str:
+    return "training" if training else "evaluation"

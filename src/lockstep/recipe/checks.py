@@ -1,0 +1,115 @@
+"""Checks of single values of a recipe. Pure; needs no torch."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, get_args
+
+from lockstep.base.errors import RecipeError
+
+Precision = Literal["fp32", "bf16", "fp16"]
+COMPRESSIONS = ("none", "bf16", "fp16", "int8")
+"""Values of `gradient_compression`, besides `powersgd:RANK`."""
+
+
+def in_words(value: Any) -> str:
+    return f"{value!r} (a {type(value).__name__})"
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def check_count(name: str, value: Any, unit: str) -> None:
+    """Raises `RecipeError` unless `value` is a whole number of at least 1."""
+    if not _is_int(value) or value < 1:
+        raise RecipeError(f"{name}={value!r}; it counts {unit} and must be a whole number of at least 1")
+
+
+def check_batch(global_batch: Any, microbatch: Any, *, of: str = "") -> None:
+    """Raises `RecipeError` unless both count samples, and `microbatch` is None or not the larger. `of`: a prefix."""
+    check_count(f"{of}global_batch", global_batch, "samples")
+    if microbatch is None:
+        return
+    check_count(f"{of}microbatch", microbatch, "samples")
+    if microbatch > global_batch:
+        raise RecipeError(
+            f"microbatch={microbatch} is larger than global_batch={global_batch}; a global batch is made of whole "
+            f"microbatches; give microbatch={global_batch} or less, or a larger global_batch"
+        )
+
+
+def check_length(steps: Any, epochs: Any, *, of: str = "") -> None:
+    """Raises `RecipeError` unless exactly one is given, a whole number of at least 1. `of`: prefix of names."""
+    if (steps is None) == (epochs is None):
+        raise RecipeError(f"steps={steps} and epochs={epochs}; a recipe has one length; give exactly one of the two")
+    if steps is not None:
+        check_count(f"{of}steps", steps, "steps")
+    if epochs is not None:
+        check_count(f"{of}epochs", epochs, "epochs")
+
+
+def check_drop_last(value: Any, epochs: Any, data: Any, global_batch: int) -> None:
+    """Raises `RecipeError` unless `value` is a bool, and if True, there are epochs of at least one full batch."""
+    if not isinstance(value, bool):
+        raise RecipeError(f"drop_last={value!r}; it is True to leave out the last batch of an epoch if it is short, or False")
+    if value and epochs is None:
+        raise RecipeError("drop_last=True without epochs; with steps, a batch may span two epochs, so none is short; leave it out")
+    if value and len(data) < global_batch:
+        raise RecipeError(
+            f"drop_last=True with {len(data)} samples and global_batch={global_batch}; the only batch of each epoch is short, so nothing "
+            "would be left; give a smaller global_batch, or drop_last=False"
+        )
+
+
+def check_clip_norm(value: Any) -> None:
+    """Raises `RecipeError` unless `value` is positive and finite, or None."""
+    if value is not None and not (_is_number(value) and 0 < value < math.inf):
+        raise RecipeError(f"clip_norm={value!r}; a maximum norm is positive and finite; None turns clipping off")
+
+
+def check_precision(value: Any) -> None:
+    """Raises `RecipeError` unless `value` is one of `Precision`."""
+    if value == "auto":
+        raise RecipeError("precision='auto' in a loop of your own; only ls.train has a loss to measure with; give a precision: 'fp32'")
+    if value not in get_args(Precision):
+        raise RecipeError(f"precision={value!r}; known are {', '.join(get_args(Precision))}, and with ls.train auto")
+
+
+def check_compression(value: Any) -> None:
+    """Raises `RecipeError` unless `value` is one of `COMPRESSIONS` or `powersgd:RANK`."""
+    if value in COMPRESSIONS:
+        return
+    if not isinstance(value, str) or value.partition(":")[0] != "powersgd":
+        raise RecipeError(f"gradient_compression={value!r}; known are {', '.join(COMPRESSIONS)} and powersgd:RANK, such as powersgd:4")
+    if powersgd_rank(value) is None:
+        raise RecipeError(
+            f"gradient_compression={value!r}; the rank of powersgd is a whole number of at least 1 after a colon; "
+            "a higher rank is more exact and sends more bytes; write for example gradient_compression='powersgd:4'"
+        )
+
+
+def powersgd_rank(gradient_compression: str) -> int | None:
+    """The rank in `powersgd:RANK`; None for any other text."""
+    word, _, rank = gradient_compression.partition(":")
+    return int(rank) if word == "powersgd" and rank.isascii() and rank.isdecimal() and int(rank) else None
+
+
+def keeps_rest(gradient_compression: str) -> bool:
+    """True if the compression has error feedback: what one step does not send is added to the next step's gradient."""
+    return gradient_compression == "int8" or gradient_compression.startswith("powersgd")
+
+
+def check_seed(value: Any) -> None:
+    """Raises `RecipeError` unless `value` is a whole number from 0 to 2**63 - 1."""
+    if not _is_int(value) or not 0 <= value < 2**63:
+        raise RecipeError(f"seed={value!r}; a seed is a whole number from 0 to 2**63 - 1")
+
+
+def check_callable(name: str, value: Any, *, optional: bool) -> None:
+    if not callable(value) and not (optional and value is None):
+        raise RecipeError(f"{name} is {in_words(value)}; it must be a function{' or None' if optional else ''}")

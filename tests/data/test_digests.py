@@ -1,0 +1,127 @@
+"""Digests of samples: equal for equal bits, and different at the part that differs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+from lockstep.base.errors import DataError
+from lockstep.data.digests import SAMPLES, Digests, changing, check_same, difference, digest_parts, spread
+
+
+@dataclass
+class Pair:
+    image: torch.Tensor
+    label: int
+
+
+class Unknown:
+    pass
+
+
+def sample(**changed: Any) -> dict[str, Any]:
+    parts = {
+        "tensor": torch.arange(6.0).reshape(2, 3),
+        "array": np.arange(4, dtype=np.int16),
+        "numbers": [1, 2.5, "word", None, True],
+        "nested": (torch.tensor(1), [np.float32(2), {"deep": b"bytes"}]),
+        "pair": Pair(torch.ones(2, dtype=torch.bfloat16), 3),
+        "names": {"b", "a"},
+        "half": torch.zeros(0),
+    }
+    return {**parts, **changed}
+
+
+def test_equal_samples_have_equal_digests_by_the_path_of_each_part() -> None:
+    found = digest_parts(sample())
+    assert found == digest_parts(sample())
+    assert list(found) == [
+        "['tensor']",
+        "['array']",
+        "['numbers']",
+        "['nested'][0]",
+        "['nested'][1][0]",
+        "['nested'][1][1]['deep']",
+        "['pair'].image",
+        "['pair'].label",
+        "['names']",
+        "['half']",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changed", "path"),
+    [
+        ({"tensor": torch.arange(6.0).reshape(3, 2)}, "['tensor']"),
+        ({"tensor": torch.arange(6).reshape(2, 3)}, "['tensor']"),
+        ({"tensor": -torch.arange(6.0).reshape(2, 3)}, "['tensor']"),
+        ({"array": np.arange(4, dtype=np.uint16)}, "['array']"),
+        ({"numbers": [1, 2.5, "Word", None, True]}, "['numbers']"),
+        ({"numbers": (1, 2.5, "word", None, True)}, "['numbers']"),
+        ({"nested": (torch.tensor(1), [np.float32(2), {"deep": b"Bytes"}])}, "['nested'][1][1]['deep']"),
+        ({"pair": Pair(torch.ones(2, dtype=torch.bfloat16), 4)}, "['pair'].label"),
+        ({"names": {"b", "c"}}, "['names']"),
+        ({"half": torch.zeros(0, 1)}, "['half']"),
+        ({"more": 1}, "['more']"),
+    ],
+)
+def test_another_value_shape_or_dtype_is_found_where_it_is(changed: Mapping[str, Any], path: str) -> None:
+    assert difference(digest_parts(sample()), digest_parts(sample(**changed))) == path
+
+
+def test_an_object_of_an_unknown_class_counts_by_its_class() -> None:
+    assert digest_parts(Unknown()) == digest_parts(Unknown())
+    assert digest_parts(Unknown()) != digest_parts(object())
+
+
+def test_a_sample_of_many_parts_has_the_last_ones_in_one_digest() -> None:
+    parts = [torch.tensor(i) for i in range(100)]
+    assert len(digest_parts(parts)) == 65
+    assert difference(digest_parts(parts), digest_parts([*parts[:-1], torch.tensor(-1)])) == " beyond its first 64 parts"
+
+
+@given(st.integers(1, 10**12))
+def test_the_indices_are_few_spread_over_the_dataset_and_begin_with_its_ends(length: int) -> None:
+    indices = spread(length)
+    assert len(set(indices)) == len(indices) == min(length, SAMPLES)
+    assert all(0 <= index < length for index in indices)
+    assert indices[:2] == [0, length - 1][: len(indices)]
+
+
+def digests(values: list[Any]) -> Digests:
+    return Digests.of([f"sample {i}" for i in range(len(values))], values.__getitem__)
+
+
+def test_ranks_with_the_same_samples_pass_even_if_one_had_time_for_fewer() -> None:
+    check_same("data", [digests([1, 2, 3]), None, digests([1, 2])])
+
+
+def test_the_first_sample_that_differs_is_named() -> None:
+    with pytest.raises(DataError) as caught:
+        check_same("data", [None, digests([1, [torch.ones(1)]]), digests([1, [torch.zeros(1)]])])
+    assert str(caught.value) == (
+        "data: sample 1[0] differs between rank 1 and rank 2; all ranks have one dataset, of which each computes a part, so "
+        "every rank must make the same: seed what is drawn (torch.Generator().manual_seed(0), also for random_split), sort what is "
+        "listed (sorted(os.listdir(folder))), and leave rank and clock out of it"
+    )
+
+
+def test_datasets_of_other_lengths_are_refused() -> None:
+    one, other = (Digests.of([f"sample {index}" for index in spread(length)], lambda _: 0) for length in (10, 11))
+    with pytest.raises(DataError, match="data has sample 9 on rank 0 where rank 1 has sample 10: their lengths differ"):
+        check_same("data", [one, other])
+
+
+def test_a_sample_that_changes_when_it_is_fetched_again_is_named() -> None:
+    values = iter([1, 2])
+    found = Digests.of(["sample 0"], lambda _: next(values))
+    reason = changing("data", [digests([1]), found])
+    assert reason is not None
+    assert reason.startswith("data: sample 0 on rank 1 has other bits each time that it is fetched")
+    assert changing("data", [digests([1]), None]) is None

@@ -1,0 +1,291 @@
+"""Ordinary scripts whose ranks would learn something else, or nothing, without an error: set right, or refused."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset, default_collate, random_split
+from training.subjects import OUTPUTS, recipe, rows, squared_error
+
+import lockstep as ls
+from lockstep.base.errors import DataError, RecipeError
+from lockstep.testing.pool import WorkerPool
+
+BITWISE = "numerics=bitwise"
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def unseeded(samples: int = 48) -> TensorDataset:
+    """Rows as a process makes them whose generators nobody has seeded alike."""
+    torch.manual_seed(rank())
+    return TensorDataset(torch.arange(samples), torch.randn(samples, 6), torch.randn(samples, OUTPUTS))
+
+
+def split_at_random() -> Any:
+    torch.manual_seed(rank())
+    return random_split(rows(60), [48, 12])[0]
+
+
+class AnotherEachTime(Dataset[tuple[int, Tensor, Tensor]]):
+    """Augments with a generator of its own, which nobody seeds."""
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, index: int) -> tuple[int, Tensor, Tensor]:
+        generator = torch.Generator()
+        generator.seed()
+        return index, torch.rand(6, generator=generator), torch.ones(OUTPUTS)
+
+
+def train(run_dir: str, data: Callable[[], Any], plan: str, **changes: Any) -> list[str]:
+    result = ls.train(recipe(data=data(), **changes), run_dir=run_dir, plan=plan)
+    return [event.name for event in result.events]
+
+
+def evaluate(run_dir: str, data: Callable[[], Any]) -> None:
+    ls.train(recipe(evaluation=ls.Evaluation(data=data())), run_dir=run_dir)
+
+
+@pytest.mark.parametrize(("data", "part"), [(unseeded, r"\[1\]"), (split_at_random, r"\[0\]")])
+def test_other_data_on_each_rank_is_refused(pool: WorkerPool, tmp_path: Path, data: Any, part: str) -> None:
+    with pytest.raises(DataError, match=rf"^data: sample 0{part} differs between rank 0 and rank 1; .* seed what is drawn"):
+        pool.run(2, train, str(tmp_path / "run"), data, "replicate=2")
+
+
+def test_other_evaluation_data_on_each_rank_is_refused_before_the_first_step(pool: WorkerPool, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"^evaluation\.data: sample 0\[1\] differs between rank 0 and rank 1"):
+        pool.run(2, evaluate, str(tmp_path / "run"), unseeded)
+    assert not Path(tmp_path, "run", "metrics.jsonl").read_text()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samples_that_change_from_fetch_to_fetch_are_refused_where_bits_count(pool: WorkerPool, tmp_path: Path, workers: int) -> None:
+    with pytest.raises(DataError, match=r"^data: sample 0\[1\] on rank 0 has other bits each time .*, or drop numerics=bitwise$"):
+        pool.run(1, train, str(tmp_path / "run"), AnotherEachTime, f"{BITWISE},workers={workers}")
+
+
+def test_samples_that_change_from_fetch_to_fetch_are_an_event_otherwise(pool: WorkerPool, tmp_path: Path) -> None:
+    for events in pool.run(2, train, str(tmp_path / "run"), AnotherEachTime, "replicate=2"):
+        assert "data-not-reproducible" in events
+
+
+def shard_of_its_own(shard: int, epoch: int, start: int) -> Any:
+    """A stream whose shards lie on the machine of the rank that reads them."""
+    if shard % 2 != rank():
+        raise FileNotFoundError(shard)
+    yield from ((index, torch.rand(6), torch.ones(OUTPUTS)) for index in range(start, 8))
+
+
+def other_stream(shard: int, epoch: int, start: int) -> Any:
+    yield from ((index, torch.full((6,), rank() + 0.5), torch.ones(OUTPUTS)) for index in range(start, 8))
+
+
+def train_stream(run_dir: str, open_shard: Callable[[int, int, int], Any]) -> int:
+    return ls.train(recipe(data=ls.Stream(open_shard, shards=2), microbatch=8), run_dir=run_dir).steps
+
+
+def test_a_stream_of_other_samples_on_each_rank_is_refused(pool: WorkerPool, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"^data: the first sample of shard 0\[1\] differs between rank 0 and rank 1"):
+        pool.run(2, train_stream, str(tmp_path / "run"), other_stream)
+
+
+def test_a_stream_whose_shards_are_each_on_one_machine_trains(pool: WorkerPool, tmp_path: Path) -> None:
+    assert pool.run(2, train_stream, str(tmp_path / "run"), shard_of_its_own) == [2, 2]
+
+
+def droops() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, OUTPUTS))
+
+
+class After(ls.Hook):
+    """Calls a function after step 2, on the ranks that are named."""
+
+    def __init__(self, change: Callable[[Any], object], ranks: Sequence[int]) -> None:
+        self.change = change
+        self.ranks = ranks
+
+    def after_step(self, run: Any) -> None:
+        if run.step == 2 and run.context.world.rank in self.ranks:
+            self.change(run)
+
+
+class AtTheStart(ls.Hook):
+    def on_start(self, run: Any) -> None:
+        run.model[1].train(rank() == 0)
+
+
+def train_with(run_dir: str, hooks: Sequence[ls.Hook], plan: str = BITWISE) -> tuple[str, list[str]]:
+    result = ls.train(recipe(model=droops, steps=4), run_dir=run_dir, hooks=hooks, plan=plan)
+    return result.fingerprint, [event.name for event in result.events]
+
+
+def forgets_train(run: Any) -> None:
+    run.model.eval()
+
+
+def computes_itself(run: Any) -> None:
+    run.model(torch.ones(1, 6))
+
+
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
+def test_a_model_that_a_hook_left_in_evaluation_mode_trains_with_dropout(pool: WorkerPool, tmp_path: Path, plan: str) -> None:
+    ((expected, _),) = pool.run(1, train_with, str(tmp_path / "alone"), [])
+    (first, events), (second, _) = pool.run(2, train_with, str(tmp_path / "run"), [After(forgets_train, [0])], f"{BITWISE},{plan}")
+    assert first == second == expected
+    assert "modes-restored" in events
+
+
+def test_a_forward_of_a_hooks_own_between_steps_changes_nothing(pool: WorkerPool, tmp_path: Path) -> None:
+    ((expected, _),) = pool.run(1, train_with, str(tmp_path / "alone"), [])
+    found = pool.run(2, train_with, str(tmp_path / "run"), [After(computes_itself, [0, 1])], f"{BITWISE},shard=2")
+    assert [fingerprint for fingerprint, _ in found] == [expected, expected]
+
+
+def test_modes_that_differ_between_ranks_from_the_start_are_refused(pool: WorkerPool, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="module '1' is in training mode on rank 0 and in evaluation mode on rank 1"):
+        pool.run(2, train_with, str(tmp_path / "run"), [AtTheStart()])
+
+
+def adds_a_group(run: Any) -> None:
+    run.optimizers[0].add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+
+
+def swaps_a_module(run: Any) -> None:
+    run.model[2] = nn.Linear(8, OUTPUTS)
+
+
+def swaps_a_parameter(run: Any) -> None:
+    run.model[2].weight = nn.Parameter(torch.ones(OUTPUTS, 8))
+
+
+def freezes(run: Any) -> None:
+    run.model[2].weight.requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (adds_a_group, "the optimizer has 5 parameters in 2 groups, and had 4 in 1 when it was built"),
+        (swaps_a_module, "module '2' was replaced after the model was prepared"),
+        (swaps_a_parameter, "parameter '2.weight' was replaced after the model was prepared"),
+        (freezes, "parameter '2.weight' has requires_grad=False and had True when the model was prepared"),
+    ],
+)
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
+def test_a_change_of_what_is_trained_is_refused_in_the_next_step(
+    pool: WorkerPool, tmp_path: Path, change: Any, text: str, plan: str
+) -> None:
+    with pytest.raises(RecipeError, match=text):
+        pool.run(2, train_with, str(tmp_path / "run"), [After(change, [0])], plan)
+
+
+def raises_a_rate(run: Any) -> None:
+    run.optimizers[0].param_groups[1]["lr"] = 0.1
+
+
+def copies_values(run: Any) -> None:
+    with torch.no_grad():
+        for parameter in run.model[2].parameters():
+            parameter.copy_(torch.ones_like(parameter))
+
+
+def two_groups(model: nn.Module) -> torch.optim.Optimizer:
+    later = list(model[2].parameters())  # type: ignore[index]
+    return torch.optim.SGD([{"params": list(model[0].parameters())}, {"params": later, "lr": 0.0}], lr=0.1)  # type: ignore[index]
+
+
+def follow_remedies(run_dir: str, plan: str) -> str:
+    hooks = [After(raises_a_rate, [0, 1]), After(copies_values, [0, 1])]
+    return ls.train(recipe(model=droops, optimizer=two_groups, steps=4), run_dir=run_dir, hooks=hooks, plan=plan).fingerprint
+
+
+def test_what_these_errors_recommend_trains_the_same_model_anywhere(pool: WorkerPool, tmp_path: Path) -> None:
+    found = [
+        *pool.run(1, follow_remedies, str(tmp_path / "1"), BITWISE),
+        *pool.run(2, follow_remedies, str(tmp_path / "2"), f"{BITWISE},replicate=2"),
+        *pool.run(2, follow_remedies, str(tmp_path / "3"), f"{BITWISE},shard=2"),
+    ]
+    assert len(set(found)) == 1
+
+
+def count_collated(run_dir: str, own: bool) -> dict[str, int]:
+    counts = {"training": 0, "evaluation": 0}
+
+    def collate(kind: str, samples: list[Any]) -> Any:
+        counts[kind] += len(samples)
+        return default_collate(samples)
+
+    evaluation = ls.Evaluation(data=rows(8), collate=partial(collate, "evaluation") if own else None)
+    ls.train(recipe(collate=partial(collate, "training"), evaluation=evaluation), run_dir=run_dir)
+    return counts
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_an_evaluation_does_not_collate_as_the_training_does(pool: WorkerPool, tmp_path: Path, own: bool) -> None:
+    (counts,) = pool.run(1, count_collated, str(tmp_path / "run"), own)
+    assert counts == {"training": 32, "evaluation": 8 if own else 0}
+
+
+def batchnorm() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, OUTPUTS))
+
+
+def positions() -> nn.Module:
+    return nn.Sequential(nn.Unflatten(1, (2, 3)), nn.BatchNorm1d(2), nn.Flatten(), nn.Linear(6, OUTPUTS))
+
+
+def train_epochs(run_dir: str, model: Any, samples: int, drop_last: bool = False) -> int:
+    given = recipe(model=model, data=rows(samples), loss=squared_error, epochs=2, drop_last=drop_last)
+    return ls.train(given, run_dir=run_dir).steps
+
+
+def test_batchnorm_over_a_last_microbatch_of_one_sample_is_refused_before_the_first_step(pool: WorkerPool, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError) as caught:
+        pool.run(2, train_epochs, str(tmp_path / "run"), batchnorm, 37)
+    assert str(caught.value) == (
+        "the last global batch of an epoch has microbatches of 4, 1 samples; BatchNorm '1' has no variance over one sample; "
+        "use drop_last=True, or another global_batch or microbatch"
+    )
+    assert not Path(tmp_path, "run", "metrics.jsonl").read_text()
+
+
+def test_without_the_last_batch_it_trains(pool: WorkerPool, tmp_path: Path) -> None:
+    assert pool.run(2, train_epochs, str(tmp_path / "run"), batchnorm, 37, True) == [4, 4]
+
+
+def test_batchnorm_over_several_positions_of_one_sample_trains(pool: WorkerPool, tmp_path: Path) -> None:
+    assert pool.run(1, train_epochs, str(tmp_path / "run"), positions, 37) == [6]
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"drop_last": 1, "epochs": 1}, r"drop_last=1; it is True to leave out"),
+        ({"drop_last": True, "steps": 2}, "drop_last=True without epochs"),
+        ({"drop_last": True, "epochs": 1, "data": rows(15)}, "drop_last=True with 15 samples and global_batch=16"),
+    ],
+)
+def test_drop_last_that_cannot_be_is_refused(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(RecipeError, match=text):
+        recipe(**changes)
+
+
+def idle(run_dir: str, microbatch: int) -> list[dict[str, Any]]:
+    result = ls.train(recipe(microbatch=microbatch), run_dir=run_dir)
+    return [event.details for event in result.events if event.name == "idle-ranks"]
+
+
+def test_ranks_that_compute_nothing_are_an_event(pool: WorkerPool, tmp_path: Path) -> None:
+    assert pool.run(3, idle, str(tmp_path / "few"), 8)[0] == [{"ranks": [2], "microbatches": 2}]
+    assert pool.run(3, idle, str(tmp_path / "enough"), 4)[0] == []
