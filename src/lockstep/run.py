@@ -14,7 +14,7 @@ from lockstep.logging.run_directory import check_tensors
 from lockstep.opening import Opened
 from lockstep.plan import MEASURED, Plan
 from lockstep.recipe.recipe import Recipe
-from lockstep.saving import Resume, Saving
+from lockstep.saving import Best, Resume, Saving
 from lockstep.session import Session
 from lockstep.training.context import Context
 from lockstep.training.hook import Hook
@@ -32,6 +32,8 @@ class Result:
     """The training loss of the last step: Σ total / Σ weight over its global batch."""
     metrics: dict[str, float]
     """The last evaluation: `loss` and the recipe's metrics. Empty without one."""
+    best: Best | None
+    """The best evaluation by `Saving.best`, and its checkpoint. None without `Saving.best`, or if none was measured."""
     fingerprint: str
     """SHA-256 of the final parameters and buffers, see `lockstep.fingerprint`."""
     run_dir: str
@@ -93,7 +95,7 @@ def train(
     if saving is not None and saving.best is not None and (recipe.evaluation is None or recipe.evaluation.every is None):
         raise CheckpointError(
             f"Saving(best={saving.best!r}) without Recipe.evaluation, or with every=None; it is a metric of evaluations; give "
-            "ls.Evaluation(every=...), at steps at which the run saves"
+            "ls.Evaluation(every=...)"
         )
     with session:
         return _train(resolved[0], session)
@@ -177,6 +179,7 @@ def _result(session: Session, seconds: float) -> Result:
         steps=run.step,
         loss=run.loss,
         metrics=run.metrics,
+        best=session.house.checkpointing.best(),
         fingerprint=fingerprint(state),
         run_dir=str(recorder.path),
         plan=str(session.plan),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
@@ -30,7 +31,8 @@ class Saving:
     keep_every: int | None = None
     """Checkpoints at multiples of this many steps are never deleted. None: no such checkpoints."""
     best: str | None = None
-    """Name of an evaluation metric. The checkpoint with its best value is kept. None: no such checkpoint."""
+    """Name of an evaluation metric. The run is saved whenever it has a new best value, whatever `every` says, and that
+    checkpoint is kept until there is a better one. None: no such checkpoint."""
     mode: Literal["min", "max"] = "min"
     """`min` if a smaller value of the metric is better, `max` if a larger one is."""
     folder: str | None = None
@@ -50,6 +52,12 @@ class Saving:
         if self.folder == "":
             raise CheckpointError("Saving(folder=''); it names a folder or a URL; leave it out for `checkpoints` in the run directory")
 
+    def improves(self, value: float, before: float | None) -> bool:
+        """True if `value` of the metric is better than the best one `before`. NaN never is. None: there was none."""
+        if math.isnan(value):
+            return False
+        return before is None or (value < before if self.mode == "min" else value > before)
+
     @property
     def steps(self) -> int | None:
         """Steps from one save to the next; None if seconds are counted."""
@@ -59,6 +67,18 @@ class Saving:
     def seconds(self) -> float | None:
         """Seconds from one save to the next; None if steps are counted."""
         return duration(self.every) if isinstance(self.every, str) else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Best:
+    """The best evaluation of a run by `Saving.best`; the earliest of several."""
+
+    metric: str
+    value: float
+    step: int
+    """Optimizer steps done."""
+    checkpoint: str | None
+    """Name of its checkpoint. None: it is the final model, `model.safetensors` in the run directory."""
 
 
 def interval(text: str, name: str) -> int | str:

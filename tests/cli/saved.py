@@ -3,10 +3,12 @@ names."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from training import subjects
 from training.kept import STEPS, recipe
 
 import lockstep as ls
@@ -15,6 +17,22 @@ import lockstep as ls
 def ended(plan: str, run_dir: str, folder: str | None = None) -> None:
     """A run that has saved itself after its last step."""
     ls.train(recipe(), plan=plan, run_dir=run_dir, saving=ls.Saving(every=STEPS, folder=folder))
+
+
+class Scores(ls.Hook):
+    """Adds a metric `place` to evaluations, by step."""
+
+    def __init__(self, values: Mapping[int, float]) -> None:
+        self.values = values
+
+    def after_evaluation(self, run: Any, metrics: Any) -> None:
+        metrics["place"] = self.values.get(run.step, 9.0)
+
+
+def scored(run_dir: str, values: Mapping[int, float]) -> ls.Result:
+    """Five steps, evaluated and saved after steps 2 and 4 as they become better, and evaluated at the end."""
+    given = subjects.recipe(steps=5, evaluation=ls.Evaluation(data=subjects.rows(8), every=2))
+    return ls.train(given, run_dir=run_dir, hooks=[Scores(values)], saving=ls.Saving(best="place", last=5))
 
 
 class Noted:

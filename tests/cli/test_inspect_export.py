@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from cli.saved import ended, two
+from cli.saved import ended, scored, two
 from safetensors.torch import load_file
 from tiers import tiered
 from training.kept import PLANS, STEPS, run
@@ -91,6 +91,29 @@ def test_the_life_of_a_run_is_told(pool: WorkerPool, tmp_path: Path) -> None:
     ):
         assert f"{line}\n" in re.sub(" +\n", "\n", text)
     assert said["checkpoints"][0]["fingerprints"]["0"][:12] in text
+
+
+@pytest.mark.parametrize(
+    ("values", "best"), [({2: 3.0, 4: 1.0}, 4), ({2: 3.0, 4: 1.0, 5: 0.5}, 5)], ids=["a checkpoint", "the final model"]
+)
+def test_the_best_model_is_marked_and_exported(tmp_path: Path, values: dict[int, float], best: int) -> None:
+    result = scored(str(tmp_path / "run"), values)
+    shown = inspected(tmp_path / "run")["checkpoints"]
+    assert [(each["step"], each["score"]["value"], each["is_best"]) for each in shown] == [(2, 3.0, False), (4, 1.0, True)]
+    assert "place 1, best" in lockstep("inspect", tmp_path / "run").stdout
+    exported = lockstep("export", "--best", tmp_path / "run", tmp_path / "best.safetensors")
+    assert f"of step {best}, " in exported.stdout
+    expected = {each["step"]: each["fingerprints"]["0"] for each in shown} | {5: result.fingerprint}
+    assert ls.fingerprint(load_file(tmp_path / "best.safetensors")) == expected[best]
+    (tmp_path / "run" / "result.json").unlink()  # as of a run that has not ended
+    again = lockstep("export", "--best", tmp_path / "run", tmp_path / "again.safetensors")
+    assert "of step 4, checkpoint" in again.stdout
+
+
+def test_without_a_score_there_is_no_best_to_export(whole: Path, tmp_path: Path) -> None:
+    refused = lockstep("export", "--best", checkpoint_in(whole), tmp_path / "best.safetensors")
+    assert refused.returncode == 2
+    assert "has a score; the metric of ls.Saving(best=...) is one; leave --best out for the last model" in refused.stderr
 
 
 def test_checkpoints_elsewhere_are_found_and_a_run_without_any_says_so(pool: WorkerPool, tmp_path: Path) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import re
 import resource
 import shutil
 import signal
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,6 +28,7 @@ from lockstep.checkpoint.manifest import Manifest
 from lockstep.checkpoint.storage import MANIFEST, FolderStorage
 from lockstep.hooks.checkpointing import Checkpointing
 from lockstep.launch.termination import Preempted
+from lockstep.saving import Best
 from lockstep.testing.pool import WorkerPool
 
 
@@ -528,6 +531,46 @@ def test_the_last_every_nth_and_the_best_are_kept_across_starts(tmp_path: Path) 
     assert saved(tmp_path / "run") == [3, 4, 5, 6]
     ls.train(recipe(**EVALUATED), run_dir=str(tmp_path / "run"), hooks=hooks, saving=KEEPS)
     assert saved(tmp_path / "run") == [3, 4, 8, 9]
+
+
+def named(run: Path, step: int) -> str:
+    (found,) = (path.name for path in (run / "checkpoints").iterdir() if path.name.startswith(f"step-{step:08d}-"))
+    return found
+
+
+def test_the_best_is_saved_when_it_is_measured_and_named_by_the_result(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    saving = ls.Saving(best="place", last=1)  # and every ten minutes
+    result = ls.train(recipe(**EVALUATED), run_dir=str(run), hooks=[Measures({2: 5.0, 3: 1.0, 7: 2.0})], saving=saving)
+    assert saved(run) == [3]
+    assert result.best == Best(metric="place", value=1.0, step=3, checkpoint=named(run, 3))
+    told = [(event.step, event.details["value"]) for event in result.events if event.name == "best-evaluation"]
+    assert told == [(1, 9.0), (2, 5.0), (3, 1.0)]
+    assert json.loads((run / "result.json").read_text())["best"] == asdict(result.best)
+
+
+def test_the_best_of_a_run_that_was_resumed_may_be_of_an_earlier_start(tmp_path: Path) -> None:
+    run, hooks, saving = tmp_path / "run", [Measures({3: 1.0, 7: 2.0})], ls.Saving(best="place", last=1)
+    with pytest.raises(Preempted):
+        ls.train(recipe(**EVALUATED), run_dir=str(run), hooks=[*hooks, At({5: ask})], saving=saving)
+    result = ls.train(recipe(**EVALUATED), run_dir=str(run), hooks=hooks, saving=saving)
+    assert saved(run) == [3, 6]
+    assert result.best == Best(metric="place", value=1.0, step=3, checkpoint=named(run, 3))
+
+
+def test_the_best_may_be_the_final_model(tmp_path: Path) -> None:
+    given = recipe(steps=3, evaluation=ls.Evaluation(data=rows(8), every=2))
+    result = ls.train(given, run_dir=str(tmp_path / "run"), hooks=[Measures({2: 5.0, 3: 1.0})], saving=ls.Saving(best="place"))
+    assert result.best == Best(metric="place", value=1.0, step=3, checkpoint=None)
+
+
+@pytest.mark.parametrize(
+    ("mode", "value", "before", "better"),
+    [("min", 1.0, 2.0, True), ("min", 2.0, 2.0, False), ("max", 3.0, 2.0, True), ("max", 2.0, 2.0, False), ("min", 1.0, None, True)],
+)
+def test_a_value_is_better_only_if_it_is_strictly_so(mode: Any, value: float, before: float | None, better: bool) -> None:
+    assert ls.Saving(best="place", mode=mode).improves(value, before) is better
+    assert not ls.Saving(best="place", mode=mode).improves(math.nan, before)
 
 
 def test_the_best_needs_evaluations(tmp_path: Path) -> None:

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import click
 
 from lockstep.base.errors import CheckpointError
 from lockstep.base.files import replace_atomically
-from lockstep.checkpoint.integrity import check
+from lockstep.checkpoint.integrity import check, read_manifest
 from lockstep.checkpoint.manifest import DamagedError, UnknownFormatError, UnreachableError
 from lockstep.checkpoint.saved_model import StateDictReader, StoredCheckpoint, read_safetensors
+from lockstep.checkpoint.storage import CheckpointName
 from lockstep.checkpoint.tensor_shards import FileLayout, TensorShard
-from lockstep.cli.target import MODEL, Target, fingerprint, reachable
+from lockstep.cli.target import MODEL, Target, best_of, fingerprint, reachable
 
 
 @click.command("export")
 @click.option(
     "--model", "module", type=click.IntRange(min=0), metavar="N", help="Which model, if a session prepared several: 0 is the first."
 )
+@click.option("--best", is_flag=True, help="The model of the best evaluation by ls.Saving(best=...), instead of the last one.")
 @click.argument("source", metavar="CHECKPOINT|RUN_DIR|URL")
 @click.argument("out", metavar="OUT.safetensors")
-def command(module: int | None, source: str, out: str) -> int:
+def command(module: int | None, best: bool, source: str, out: str) -> int:
     """Write the model in a checkpoint as a plain state dict, in the safetensors format.
 
     OUT has the model's own names, parameters and buffers, in the dtypes in which they were trained. A tied parameter
@@ -33,6 +37,7 @@ def command(module: int | None, source: str, out: str) -> int:
     Examples:
       lockstep export runs/a model.safetensors
       lockstep export runs/a/checkpoints/step-00000500-1c9e02d4 model.safetensors
+      lockstep export --best runs/a model.safetensors
       lockstep export --model 1 runs/gan critic.safetensors
 
     In Python: model.load_state_dict(safetensors.torch.load_file("model.safetensors")). There is no export to .pt: such
@@ -42,7 +47,10 @@ def command(module: int | None, source: str, out: str) -> int:
     _check_out(path)
     at = Target.find(source)
     with reachable(source):
-        model, what = _final_model(at, module) or _saved_model(at, module)
+        name = _best(at) if best else None
+        if name is not None:
+            at = replace(at, names=[name])
+        model, what = (_final_model(at, module) if name is None else None) or _saved_model(at, module)
         tensors, size = _write(model, path)
     print(f"{out}: {tensors} tensors, {size:,} bytes, of {what}")
     return 0
@@ -58,6 +66,23 @@ def _check_out(path: Path) -> None:
         raise CheckpointError(f"{path} is there already; nothing is overwritten; name another, or remove it")
     if not path.absolute().parent.is_dir():
         raise CheckpointError(f"{path}: its folder is not there; name a file in a folder that is")
+
+
+def _best(at: Target) -> CheckpointName | None:
+    """The checkpoint of the best evaluation; None if that is the final model. Raises `CheckpointError` without one."""
+    known = (at.result() or {}).get("best")
+    if known is not None:
+        return known["checkpoint"] and CheckpointName.parse(known["checkpoint"])
+    scores = {}
+    for name in at.names:
+        with suppress(DamagedError, UnknownFormatError, UnreachableError):
+            scores[name] = read_manifest(at.storage, name).metadata["score"]
+    if (found := best_of(scores)) is None:
+        raise CheckpointError(
+            f"--best, and no checkpoint of {at.run or at.storage} has a score; the metric of ls.Saving(best=...) is one; leave --best out "
+            "for the last model"
+        )
+    return found
 
 
 def _final_model(at: Target, module: int | None) -> tuple[StateDictReader, str] | None:

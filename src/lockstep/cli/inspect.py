@@ -16,7 +16,7 @@ from lockstep.checkpoint.integrity import check
 from lockstep.checkpoint.manifest import DamagedError, UnknownFormatError, UnreachableError
 from lockstep.checkpoint.saved_model import StoredCheckpoint, read_safetensors
 from lockstep.checkpoint.storage import MANIFEST, CheckpointName, Storage
-from lockstep.cli.target import MODEL, Target, fingerprint, reachable
+from lockstep.cli.target import MODEL, Target, best_of, fingerprint, reachable
 
 _EVENT_WORDS = {
     "run-started": "started", "resumed": "resumed", "weights-loaded": "loaded pretrained weights", "rescued": "rescued",
@@ -45,6 +45,10 @@ class InspectedCheckpoint:
     plan: str | None = None
     """The plan under which it was saved."""
     processes: int | None = None
+    score: dict[str, Any] | None = None
+    """The metric of `Saving.best`, its mode, and its value. None if it was not measured."""
+    is_best: bool = False
+    """True if no other checkpoint has a better score."""
     fingerprints: dict[str, str] = field(default_factory=dict)
     """Fingerprint of each model, by its number."""
     other_state: list[str] = field(default_factory=list)
@@ -85,7 +89,10 @@ def inspect_all(storage: Storage, names: list[CheckpointName]) -> list[Inspected
     """Inspect all checkpoints, except those that a live run has deleted meanwhile. Raises `OSError`."""
     found = {name: _inspect(storage, name) for name in names}
     there = storage.names() if any(each.state != "intact" for each in found.values()) else names
-    return [each for name, each in found.items() if name in there]
+    left = {name: each for name, each in found.items() if name in there}
+    if (best := best_of({name: each.score for name, each in left.items() if each.state == "intact"})) is not None:
+        left[best].is_best = True
+    return list(left.values())
 
 
 def _inspect(storage: Storage, name: CheckpointName) -> InspectedCheckpoint:
@@ -94,6 +101,7 @@ def _inspect(storage: Storage, name: CheckpointName) -> InspectedCheckpoint:
         stored = StoredCheckpoint(storage, name)
         metadata = stored.manifest.metadata
         found.saved, found.plan, found.processes = metadata.get("saved"), metadata.get("plan"), metadata.get("world_size")
+        found.score = metadata.get("score")
         found.other_state = sorted(stored.manifest.values["state"])
         found.size_bytes = sum(file.hashes.size_bytes for file in stored.manifest.files.values()) + storage.size(name, MANIFEST)
         found.reasons = check(storage, name)
@@ -151,11 +159,12 @@ def _show(target: str, found: list[InspectedCheckpoint], events: list[dict[str, 
     console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
     if found:
         table = Table(title=f"{target}: every byte read", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-        for column in ("step", "checkpoint", "saved", "size", "plan", "state", "fingerprint"):
+        scored = any(each.score for each in found)
+        for column in ("step", "checkpoint", "saved", "size", "plan", *(["score"] if scored else []), "state", "fingerprint"):
             right = column in ("step", "size")
             table.add_column(column, justify="right" if right else "left", overflow="fold", no_wrap=column not in ("saved", "plan"))
         for each in found:
-            table.add_row(*_row(each), style=None if each.state == "intact" else "red")
+            table.add_row(*_row(each, scored=scored), style=None if each.state == "intact" else "red")
         console.print(table)
     else:
         console.print(Text(f"{target}: no checkpoint yet"))
@@ -171,11 +180,12 @@ def _show(target: str, found: list[InspectedCheckpoint], events: list[dict[str, 
         console.print(Text(f"fingerprints are truncated to {_DIGITS} digits; --json has all of them", style="dim"))
 
 
-def _row(found: InspectedCheckpoint) -> list[str]:
+def _row(found: InspectedCheckpoint, *, scored: bool) -> list[str]:
     saved = (found.saved or "").replace("T", " ")[:19]
     plan = "" if found.plan is None else f"{found.plan.replace(',', ', ')} on {_processes(found.processes)}"
     prints = "\n".join(digits[:_DIGITS] for digits in found.fingerprints.values())
-    return [str(found.step), found.name, saved, size(found.size_bytes), plan, found.state, prints]
+    value = "" if found.score is None else f"{found.score['metric']} {found.score['value']:.5g}{', best' if found.is_best else ''}"
+    return [str(found.step), found.name, saved, size(found.size_bytes), plan, *([value] if scored else []), found.state, prints]
 
 
 def _event_line(row: dict[str, Any]) -> str:

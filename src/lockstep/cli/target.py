@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from lockstep.checkpoint.object_store import open_storage
 from lockstep.checkpoint.saved_model import StateDictReader
 from lockstep.checkpoint.storage import CheckpointName, Storage
 from lockstep.logging.fingerprint_format import TensorRecord, digest
+from lockstep.saving import Saving
 
 RESULT = "result.json"
 MODEL = "model.safetensors"
@@ -56,6 +57,20 @@ def fingerprint(model: StateDictReader) -> str:
             yield TensorRecord(name, *model.specs[name], len(data), [data])
 
     return digest(records())
+
+
+def best_of(scores: Mapping[CheckpointName, dict[str, Any] | None]) -> CheckpointName | None:
+    """Return the earliest checkpoint with the best score; None if none has one. `scores`: as the checkpoints record
+    them. If the run has changed its metric, those of the latest one count."""
+    given = {name: score for name, score in scores.items() if score is not None}
+    if not given:
+        return None
+    latest = given[max(given)]
+    saving, best = Saving(best=latest["metric"], mode=latest["mode"]), None
+    for name in sorted(name for name, score in given.items() if score["metric"] == latest["metric"]):
+        if saving.improves(given[name]["value"], None if best is None else given[best]["value"]):
+            best = name
+    return best
 
 
 def _at_url(url: str) -> Target:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -21,11 +21,12 @@ from lockstep.checkpoint.saver import Saver
 from lockstep.checkpoint.storage import CheckpointName, FolderStorage, Storage
 from lockstep.comm.world import World
 from lockstep.hooks.replica_audit import ReplicaAudit
+from lockstep.hooks.scores import Scores
 from lockstep.launch.termination import Terminated
 from lockstep.launch.worker_files import defer_kill
 from lockstep.plan import Plan
 from lockstep.recipe.checks import keeps_rest
-from lockstep.saving import Resume, Saving, differences
+from lockstep.saving import Best, Resume, Saving, differences
 from lockstep.training.consensus import NOTHING, Request
 from lockstep.training.hook import ControlHook, Run
 from lockstep.training.state import restore, state_of
@@ -45,7 +46,7 @@ class Checkpointer:
     _saver: Saver = field(init=False)
     _interval: float | None = field(init=False)  # seconds from one save to the next; None if steps are counted
     _since: float = field(init=False)  # when the last save began
-    _scores: dict[str, float] = field(default_factory=dict)  # `Saving.best` of each checkpoint, by its name
+    scores: Scores = field(init=False)
     _is_due: bool = False  # True if a save is due but waits for the one before it
     _saved: int = -1  # steps done at the last save that began, or at the start
     _is_open: bool = False  # true until the ranks have agreed on the result of the last save
@@ -55,6 +56,7 @@ class Checkpointer:
 
     def __post_init__(self) -> None:
         self._saver = Saver(self.world, str(self.folder), self.attempt)
+        self.scores = Scores(self.saving)
         self._interval = self.saving.seconds
         self._since = time.monotonic()
 
@@ -93,6 +95,10 @@ class Checkpointer:
         """Begin a save if one is due and none is under way. Every rank calls it. Raises `CheckpointError` if too many
         failed in a row."""
         self._poll()
+        if (score := self.scores.now(self.run)) is not None and self.scores.improves(score):
+            self.run.event("best-evaluation", metric=self.saving.best, value=score)
+            self.wait()  # a later step would save another state
+            self._is_due = True
         self._is_due |= is_time or (self.saving.steps is not None and step % self.saving.steps == 0)
         if self._is_due and self._has_ended():
             self._is_due = False
@@ -167,7 +173,7 @@ class Checkpointer:
                 raise CheckpointError(f"{self.folder}, {name}: {error}") from error
             self.run.event("resumed", reader.manifest.step, checkpoint=str(name), saved_under=reader.manifest.metadata["plan"])
             recorder.message(f"resumes after step {name.step}")
-            self._read_scores(names)
+            self.scores.read(self.folder, names, self.world)
             return reader
         if resume == "must":
             why = f"all {len(names)} are damaged" if names else "there is none"
@@ -177,14 +183,6 @@ class Checkpointer:
     def close(self) -> None:
         """Abandon the save under way."""
         self._saver.close()
-
-    def _read_scores(self, names: Sequence[CheckpointName]) -> None:
-        """Read the scores of the existing checkpoints, on rank 0, which decides which ones are kept."""
-        if self.world.rank == 0 and self.saving.best is not None:
-            for name in names:
-                with suppress(DamagedError, UnknownFormatError, UnreachableError):
-                    if (score := CheckpointReader(self.folder, name).manifest.metadata["score"]) is not None:
-                        self._scores[str(name)] = score
 
     def _total_bytes(self, tensors: Mapping[str, Tensor]) -> int:
         """The bytes of a checkpoint's tensors. Every rank calls it."""
@@ -209,14 +207,10 @@ class Checkpointer:
     def _save(self, step: int) -> None:
         self.compare()
         state = state_of(self.run.modules, self.run.stateful)
-        began, best, score = time.monotonic(), self.saving.best, None
-        measured = self.run.metrics if self.run.evaluated_at == self.run.step else {}
-        if best is not None and measured:
-            if best not in measured:
-                raise CheckpointError(f"Saving(best={best!r}), which is not measured; measured are {', '.join(measured)}")
-            score = measured[best]
-            self._scores[str(CheckpointName(step, self.attempt))] = score
-        keep = {"last": self.saving.last, "every": self.saving.keep_every, "mode": self.saving.mode, "scores": self._scores}
+        began = time.monotonic()
+        score = self.scores.note(CheckpointName(step, self.attempt), self.run)
+        scores = {str(name): value for name, value in self.scores.by_name.items()}
+        keep = {"last": self.saving.last, "every": self.saving.keep_every, "mode": self.saving.mode, "scores": scores}
         values = {**state.values, **self.run.loop.values(), "step": step}
         self._saver.save(step, state.tensors, values=values, metadata={**self._metadata(), "score": score}, keep=keep)
         self._saved, self._is_open, self._since = step, True, time.monotonic()
@@ -263,6 +257,7 @@ class Checkpointer:
                     with suppress(OSError):
                         self.folder.remove_uncommitted()
                 self.world.any(False)  # no rank may begin the next save before that
+            self.scores.by_name.pop(CheckpointName(self._saved, self.attempt), None)
         self._failures = 0 if error is None else self._failures + 1
         self._is_open, self._error = False, None
         if self._failures >= self.saving.failures:
@@ -340,6 +335,10 @@ class Checkpointing(ControlHook):
         """Wait for the save under way. Every rank calls it."""
         if self._checkpointer is not None:
             self._checkpointer.wait()
+
+    def best(self) -> Best | None:
+        """The best evaluation of the run so far. Every rank has the same."""
+        return None if self._checkpointer is None else self._checkpointer.scores.best(self._checkpointer.run)
 
     def on_error(self, run: Run, error: BaseException) -> None:
         self.rescue(run, error)

@@ -65,6 +65,10 @@ def key_figures(run: RunHistory) -> list[tuple[str, str]]:
     for name in series:
         if name.startswith("evaluation/"):
             found.append((name.replace("/", " "), format_number(series[name].values[-1])))
+    if isinstance(best := (run.result or {}).get("best"), dict):
+        found.append(
+            (f"best {best.get('metric')}", f"{format_number(best['value'])}<small> after step {format_count(best['step'])}</small>")
+        )
     for name, label in (("samples_per_second", "samples/s"), ("weight_per_second", "weight/s"), ("mfu", "MFU")):
         if name in series and (values := series[name].finite()):
             found.append((f"{label}, median", format_number(median(values), UNITS.get(name, ""))))
