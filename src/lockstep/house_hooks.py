@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from lockstep.hooks.checkpointing import Checkpointing
 from lockstep.hooks.evaluation import EvaluationHook
 from lockstep.hooks.hang.hang_hook import HangHook
+from lockstep.hooks.loss_check import LossCheck
 from lockstep.hooks.metrics import Metrics
 from lockstep.hooks.out_of_memory import OutOfMemory
 from lockstep.hooks.preemption import Preemption
@@ -45,6 +46,8 @@ class HouseHooks:
             self.in_order: list[Hook] = [*user_hooks, *evaluating, self.metrics, Preemption(termination, stop_at=environment.stop_at)]
             return
         self.in_order = [
+            # Tries the loss on the first microbatch before any hook has seen the step.
+            LossCheck(),
             # Begins a trace before any other hook of the step, and ends it before lockstep's own work between steps.
             *([] if steps is None else [Profiler(steps)]),
             # The user's hooks see the step as the script left it.

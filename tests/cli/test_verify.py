@@ -21,7 +21,8 @@ from lockstep.cli.verify import rearranged
 pytestmark = pytest.mark.timeout(240)  # a dozen processes that import torch, two at a time
 
 LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
-SCRIPT = str(Path(__file__).parent.parent / "scripts" / "faults" / "train.py")
+SCRIPTS = Path(__file__).parent.parent / "scripts"
+SCRIPT = str(SCRIPTS / "faults" / "train.py")
 
 
 def verify(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -187,3 +188,24 @@ def test_the_whole_of_it_passes_on_a_right_script(tmp_path: Path) -> None:
     assert (status, report["passed"], report["microbatch_size"]["checked"], report["notes"]) == (0, True, True, [])
     assert all(plan["float64"] for plan in report["plans"][:3])
     assert [plan["largest"] for plan in report["plans"][3:]] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (
+            "data",
+            "DataError: two runs of {} on one process have other data: contents of a batch of microbatch 0 after step 0; the script",
+        ),
+        pytest.param(
+            "loss",
+            "RecipeError: two runs of {} on one process have gradients of the first step that differ by",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_script_that_is_another_run_on_each_start_is_refused(tmp_path: Path, kind: str, text: str) -> None:
+    script = str(SCRIPTS / "entropy.py")
+    ended = verify(script, kind, "--steps", "2", "--plans", "replicate=1", folder=tmp_path)
+    assert ended.returncode == 2
+    assert text.format(script) in ended.stderr

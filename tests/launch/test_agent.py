@@ -34,7 +34,7 @@ def wait_for_end(process: int) -> None:
 
 
 def test_workers_get_what_torchrun_sets_and_our_own(run: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TORCH_NCCL_ASYNC_ERROR_HANDLING"):
+    for name in ("OMP_NUM_THREADS", "PYTHONHASHSEED", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TORCH_NCCL_ASYNC_ERROR_HANDLING"):
         monkeypatch.delenv(name, raising=False)
     ending = run(
         "import json; open(f'rank-{rank}', 'w').write(json.dumps(dict(os.environ)))", plan="replicate=2", run_dir=str(tmp_path / "run")
@@ -64,6 +64,7 @@ def test_workers_get_what_torchrun_sets_and_our_own(run: Starter, tmp_path: Path
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
             "OMP_NUM_THREADS": str(threads_per_process(2)),
+            "PYTHONHASHSEED": "0",
             "GLOO_SOCKET_IFNAME": "lo",
             "NCCL_SOCKET_IFNAME": "lo",
             "LOCKSTEP_LAUNCHER": "lockstep",

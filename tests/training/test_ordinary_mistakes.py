@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset, default_collate, random_split
-from training.subjects import OUTPUTS, recipe, rows, squared_error
+from training.subjects import OUTPUTS, learned, recipe, rows, squared_error
 
 import lockstep as ls
 from lockstep.base.errors import DataError, RecipeError
@@ -289,3 +289,41 @@ def idle(run_dir: str, microbatch: int) -> list[dict[str, Any]]:
 def test_ranks_that_compute_nothing_are_an_event(pool: WorkerPool, tmp_path: Path) -> None:
     assert pool.run(3, idle, str(tmp_path / "few"), 8)[0] == [{"ranks": [2], "microbatches": 2}]
     assert pool.run(3, idle, str(tmp_path / "enough"), 4)[0] == []
+
+
+class LowersTheRate(ls.Hook):
+    """After the second evaluation, as ReduceLROnPlateau would."""
+
+    def after_evaluation(self, run: Any, metrics: Any) -> None:
+        if run.step == 4:
+            for group in run.optimizers[0].param_groups:
+                group["lr"] *= 0.1
+
+
+def plateau(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def scheduled(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+
+def decaying(step: int) -> float:
+    return 0.9**step
+
+
+def train_with_rates(run_dir: str, schedule: Any, plan: str = BITWISE) -> str:
+    given = recipe(optimizer=plateau, steps=6, evaluation=ls.Evaluation(data=rows(8), every=2), schedule=schedule)
+    return ls.train(given, run_dir=run_dir, hooks=[LowersTheRate()], plan=plan, log_every=1).fingerprint
+
+
+@pytest.mark.parametrize("schedule", [decaying, scheduled])
+def test_a_rate_that_a_hook_sets_beside_a_schedule_is_refused(pool: WorkerPool, tmp_path: Path, schedule: Any) -> None:
+    with pytest.raises(RecipeError, match=r"^after step 4: the learning rate of group 0 is .*, and the schedule had set it to"):
+        pool.run(1, train_with_rates, str(tmp_path / "run"), schedule)
+
+
+def test_a_rate_that_a_hook_sets_without_a_schedule_stays(pool: WorkerPool, tmp_path: Path) -> None:
+    (alone,) = pool.run(1, train_with_rates, str(tmp_path / "alone"), None)
+    assert [row["lr"] for row in learned(tmp_path / "alone") if "lr" in row] == pytest.approx([0.1] * 4 + [0.01] * 2)
+    assert pool.run(2, train_with_rates, str(tmp_path / "run"), None, f"{BITWISE},shard=2") == [alone, alone]

@@ -88,7 +88,7 @@ def test_the_run_directory_says_what_ran_and_what_came_of_it(pool: WorkerPool, t
     assert (events[0]["plan"], events[0]["world_size"]) == (result.plan, world_size)
 
     written = json.loads((folder / "result.json").read_text())
-    names = ["steps", "loss", "metrics", "fingerprint", "run_dir", "plan", "world_size", "seconds", "samples_per_second"]
+    names = ["steps", "loss", "metrics", "best", "fingerprint", "run_dir", "plan", "world_size", "seconds", "samples_per_second"]
     assert list(written) == names
     assert written == {name: getattr(result, name) for name in names}
     assert (result.steps, result.world_size, result.run_dir) == (7, world_size, str(folder))

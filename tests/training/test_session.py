@@ -282,7 +282,7 @@ MISUSES: dict[str, tuple[Callable[[ls.Session, Any, Any], None], str]] = {
         a_missing_backward,
         (
             "LossError: after step 0: commit without a backward for microbatches [1] of this rank; call "
-            "step.backward once for each microbatch; to leave one out"
+            "step.backward once for each microbatch; to leave the microbatch out"
         ),
     ),
     "no backward": (no_backward, "LossError: after step 0: commit without a backward for microbatches [0, 1] of this rank"),

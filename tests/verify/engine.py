@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.assignment import contiguous_range
+from lockstep.data.digests import digest_parts
 from lockstep.keys import key
 from lockstep.verify import trace_reader
 from lockstep.verify.jobs import TraceRequest
@@ -97,6 +98,9 @@ class Engine:
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
+    def data_of(self, rank: int) -> list[Tensor]:
+        return self.data
+
     def samples(self, step: int, index: int) -> list[int]:
         order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(self.key(2, step)))[: self.global_batch].tolist()
         return [int(sample) for sample in order[index * self.microbatch : (index + 1) * self.microbatch]]
@@ -173,7 +177,7 @@ class Engine:
             self.commit(step, rank, reduced, locals_[rank], self.loss(rank, {i: v for each in losses.values() for i, v in each.items()}))
 
     def one(self, step: int, index: int, rank: int, model: nn.Module) -> tuple[Gradients, float]:
-        x, y, mask = self.data
+        x, y, mask = self.data_of(rank)
         samples = self.samples(step, index)
         torch.manual_seed(self.stream(step, index, rank))
         self.tracers[rank].before_forward()
@@ -186,7 +190,9 @@ class Engine:
         gradients = torch.autograd.grad(total, list(named.values()), allow_unused=True)
         found = {name: gradient for name, gradient in zip(named, gradients, strict=True) if gradient is not None}
         self.note(index, model, kept)
-        self.tracers[rank].microbatch(0, step, index, samples, [(name, found.get(name)) for name in named])
+        self.tracers[rank].microbatch(
+            0, step, index, samples, digest_parts([x[batch], y[batch]]), [(name, found.get(name)) for name in named]
+        )
         return found, float(total.detach())
 
     def note(self, index: int, model: nn.Module, kept: dict[str, Tensor]) -> None:

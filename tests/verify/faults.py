@@ -99,6 +99,14 @@ class SampleSeenTwice(Engine):
         return samples
 
 
+class OtherLabels(Engine):
+    """A rank makes its labels from a generator that nobody has seeded."""
+
+    def data_of(self, rank: int) -> list[Tensor]:
+        x, y, mask = self.data
+        return [x, y.flip(0) if rank else y, mask]
+
+
 class LocalNorm(Engine):
     """Clips by the norm of the rank's own gradient."""
 

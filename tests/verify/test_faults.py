@@ -48,6 +48,7 @@ FAULTS = [
     Expected(faults.SameDropoutMask, 0, "microbatch", "last.bias", "the same dropout mask on several ranks: microbatch 3 on rank 1"),
     Expected(faults.MaskOfTheRank, 0, "microbatch", "last.bias", "another dropout mask"),
     Expected(faults.SampleSeenTwice, 1, "samples", "", "is seen twice, sample"),
+    Expected(faults.OtherLabels, 0, "batch", "batch[1]", "from something that is not the same in every process"),
     Expected(faults.LocalNorm, 0, "norm", "", "about the norm of the rank's own gradient, before the reduction"),
     Expected(faults.NormOfAShard, 0, "norm", "", "that of a part of the gradient"),
     Expected(faults.BufferOutOfStep, 1, "buffers", "scale", "a buffer out of sync: 'scale' on rank 1"),

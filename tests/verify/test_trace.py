@@ -133,7 +133,7 @@ def trace_steps(folder: Path, steps: int, *, rank: int = 0, replicated: bool = T
     last = []
     for step in range(steps):
         tracer.before_forward()
-        tracer.microbatch(0, step, rank, [7 * rank, 8], named() if replicated else None)
+        tracer.microbatch(0, step, rank, [7 * rank, 8], {"": "0a"}, named() if replicated else None)
         tracer.gradients(0, step, named(2.0), gain=0.5)
         last.append(tracer.step(0, step, loss=1.5, weight=None, norm=None, lr=0.1, parameters=named(3.0), buffers=[], states=[]))
     tracer.close()
@@ -237,7 +237,7 @@ def test_random_numbers_drawn_by_a_forward_are_recorded(tmp_path: Path) -> None:
         tracer.before_forward()
         if draws:
             torch.rand(1)
-        tracer.microbatch(0, 0, index, [], None)
+        tracer.microbatch(0, 0, index, [], {}, None)
     tracer.close()
     rows = [json.loads(line) for line in (tmp_path / "rank-0.jsonl").read_text().splitlines()]
     assert [row["rng_after"] != row["rng_before"] for row in rows if row["kind"] == "microbatch"] == [False, True]

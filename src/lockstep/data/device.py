@@ -53,6 +53,11 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
+def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Return the same containers with every tensor replaced by `function` of it."""
+    return _map(value, function, lambda thing: thing)
+
+
 def _map(value: Any, of_tensor: Callable[[Tensor], Tensor], of_thing: Callable[[Any], Any]) -> Any:
     """Return the same containers with every tensor, and every other object that has a method `to`, replaced."""
     if isinstance(value, Tensor):

@@ -5,9 +5,9 @@ Does not import torch or numpy: each is seeded right after the user's code impor
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import operator
+import runpy
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
@@ -19,6 +19,7 @@ SEED = 0
 """The seed of Python's, NumPy's and torch's default generators in every worker."""
 HASH_SEED = {"PYTHONHASHSEED": "0"}
 """The environment in which the iteration order of a set of strings is the same in every worker."""
+_RUN_NAME = "lockstep-seeding"
 _SEEDED = {"random": "seed", "numpy.random": "seed", "torch": "manual_seed"}  # module -> its function that seeds
 
 
@@ -32,35 +33,19 @@ def seed_workers_generators() -> None:
 class SeedingName(str):
     """The name of a process that multiprocessing spawns. Unpickling it in the process seeds the generators there.
 
-    Multiprocessing unpickles the name before it imports the script, and calls nothing of ours before that. Lockstep
-    itself may not be importable at that moment, so only functions of other packages are called.
+    Multiprocessing unpickles the name before it imports the script, and calls nothing of ours before that. It runs this
+    file by its path: lockstep may not be importable yet.
     """
 
     __slots__ = ()
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        seeded = [_SeedModule(name) for name in _SEEDED]
-        return operator.getitem, ([str(self), *seeded], 0)
+        return operator.getitem, ([str(self), _RunThisFile()], 0)
 
 
-class _SeedModule:
-    """Unpickling it imports the module and seeds its generator."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
+class _RunThisFile:
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return operator.methodcaller(_SEEDED[self._name], SEED), (_Import(self._name),)
-
-
-class _Import:
-    """Unpickling it gives the module."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return importlib.import_module, (self._name,)
+        return runpy.run_path, (__file__, None, _RUN_NAME)
 
 
 class _SeedAfterImport(MetaPathFinder):
@@ -88,3 +73,7 @@ class _SeedAfterImport(MetaPathFinder):
 
 def _seed(module: ModuleType) -> None:
     getattr(module, _SEEDED[module.__name__])(SEED)
+
+
+if __name__ == _RUN_NAME:
+    seed_workers_generators()

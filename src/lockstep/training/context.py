@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lockstep.comm.mesh import Mesh
 from lockstep.comm.world import World
+from lockstep.data.loader import Microbatch
 from lockstep.logging.phases import Phases
 from lockstep.logging.recorder import Recorder
 from lockstep.plan import Plan
@@ -43,7 +44,7 @@ class Overrides:
     change_model: Callable[[nn.Module], None] | None = None  # called with each model that a factory has built
     change_loaded: Callable[[nn.Module], None] | None = None
     """Called with each model that pretrained weights were loaded into."""
-    change_batch: Callable[[Any], Any] | None = None
+    change_batch: Callable[[Microbatch, Any], Any] | None = None  # called with each batch of a step, on the device
     probe: Probe | None = None
     bare: bool = False
     """True: no checkpoints, autotuning or loggers, and only those of lockstep's hooks that training itself needs."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -11,7 +12,7 @@ from operator import itemgetter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.assignment import microbatch_spans, split_spans
 from lockstep.base.errors import DataError, LossError
@@ -29,6 +30,21 @@ from lockstep.training.train_module import TrainModule
 Row = dict[str, tuple[float, float]]  # one microbatch's (total, weight) of each loss term and each `Mean`
 Columns = tuple[Tensor, ...]
 """The tensors that a `Gathered` metric collected from one microbatch, each with one row per sample."""
+
+
+@contextmanager
+def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Put the model into evaluation mode. Afterwards restore each module's mode, and free parameters that forwards have
+    all-gathered."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(modes[0][1])  # some models override `train`
+        for module, training in modes:
+            module.training = training
+        reshard(model)
 
 
 @dataclass(slots=True)
@@ -60,17 +76,8 @@ class Evaluator:
 
         Restores each module's `training` flag. Seeds the default generators before each microbatch.
         """
-        model = self.module.model
-        modes = [(module, module.training) for module in model.modules()]
-        model.eval()
-        try:
-            with torch.no_grad():
-                return self._measure(step)
-        finally:
-            model.train(modes[0][1])  # some models override `train`
-            for module, training in modes:
-                module.training = training
-            reshard(model)
+        with in_evaluation_mode(self.module.model), torch.no_grad():
+            return self._measure(step)
 
     def _measure(self, step: int) -> dict[str, float]:
         assert self.recipe.microbatch != "auto", "autotune has chosen one"

@@ -201,6 +201,12 @@ class Microbatches:
         if self._kept is None:
             self._kept = list(self._items)
 
+    def peek(self) -> Microbatch | None:
+        """This rank's first microbatch; None if it has none. Keeps the batches."""
+        self.keep()
+        assert self._kept is not None, "kept just now"
+        return self._kept[0] if self._kept else None
+
     def batches(self, passes: int) -> Iterator[tuple[Microbatch, Any]]:
         """This rank's microbatches, and their batches on the device, each with its own random generators."""
         for item in self._kept if self._kept is not None else self._items:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+from torch.optim import Optimizer
+
 from lockstep.base.errors import RecipeError
 from lockstep.data.generators import seed_generators
 from lockstep.keys import RandomStream, key
@@ -17,6 +19,7 @@ from lockstep.recipe.recipe import Weights
 from lockstep.training.context import Context
 from lockstep.training.hook import Run
 from lockstep.training.optim import optimizers as optim
+from lockstep.training.optim.element_wise import check_element_wise
 from lockstep.training.pretrained import PretrainedWeights
 from lockstep.training.train_module import TrainModule
 
@@ -101,7 +104,12 @@ def prepare(
         run.event("weights-loaded", **made.pretrained.fill(model, context.world))
         if context.overrides.change_loaded is not None:
             context.overrides.change_loaded(model)
-    build = partial(optim.build_optimizers, build_optimizer, model, in_part=parallel.pipeline is not None)
+
+    def build() -> list[Optimizer]:
+        built = optim.build_optimizers(build_optimizer, model, in_part=parallel.pipeline is not None)
+        check_element_wise(built, context.plan)
+        return built
+
     optimizers = build() if parallel.pipeline is None else parallel.pipeline.raise_on_all_ranks(build)
     if context.bitwise and optim.unfuse(optimizers):
         run.event("optimizer-not-fused", reason="a fused kernel rounds differently on a shard than on the full tensor")

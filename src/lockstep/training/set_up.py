@@ -77,8 +77,10 @@ def refuse_single_samples(models: Sequence[nn.Module], batching: Batching) -> No
 
 def _check_values_per_channel(name: str, layer: nn.Module, sizes: Sequence[int]) -> None:
     def check(layer: nn.Module, arguments: tuple[Any, ...]) -> None:
+        if not layer.training:
+            return
         handle.remove()
-        if layer.training and math.prod(arguments[0].shape[2:]) == 1:
+        if math.prod(arguments[0].shape[2:]) == 1:
             raise RecipeError(
                 f"the last global batch of an epoch has microbatches of {', '.join(map(str, sizes))} samples; BatchNorm {name!r} has "
                 "no variance over one sample; use drop_last=True, or another global_batch or microbatch"

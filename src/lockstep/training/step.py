@@ -143,11 +143,11 @@ class Step:
                 if streams is not None:
                     streams.set_position((*position, number) if number else position)
             with nullcontext() if self._probe is None else self._probe.forward():
-                yield current, self._changed(batch)
+                yield current, self._changed(current, batch)
 
     def fetched(self) -> list[tuple[Microbatch, Any]]:
         self._begin_statistics()
-        return [(current, self._changed(batch)) for current, batch in self._phases.during("data", self.source.batches(0))]
+        return [(current, self._changed(current, batch)) for current, batch in self._phases.during("data", self.source.batches(0))]
 
     @property
     def current(self) -> Microbatch:
@@ -156,9 +156,9 @@ class Step:
             raise LossError(f"after step {self.index}: backward outside of a loop over step.microbatches(); call it inside the loop")
         return self._current
 
-    def _changed(self, batch: Any) -> Any:
+    def _changed(self, current: Microbatch, batch: Any) -> Any:
         change = self._run.context.overrides.change_batch
-        return batch if change is None else change(batch)
+        return batch if change is None else change(current, batch)
 
     def _begin_statistics(self) -> None:
         for module in self._modules:
@@ -282,7 +282,7 @@ class _Accumulation:
             missing = [place for place in mesh.assignment.indices(step.count, mesh.data.rank) if place not in self._seen]
             raise LossError(
                 f"after step {step.index}: commit without a backward for microbatches {missing} of this rank; call step.backward once for "
-                "each microbatch; to leave one out, multiply its loss by 0"
+                "each microbatch; to leave the microbatch out of the gradient, multiply its loss by 0"
             )
         if self._module.forward_knows_weight is None:
             self._module.agree_on_loss(self.parts)

@@ -1,8 +1,9 @@
 """Compares a plan's trace with the reference's. Pure: nothing is run here.
 
-Before the first step, the initial weights are compared. In each step, in this order: the samples of every microbatch;
-if ranks hold full parameters, each microbatch's own gradient, bit for bit, and the sum of all of them in float64; the
-reduced gradient and its norm; the learning rate; the optimizer states, parameters and buffers; the loss and its weight.
+Before the first step, the initial weights are compared. In each step, in this order: the samples of every microbatch,
+and what its batch holds; if ranks hold full parameters, each microbatch's own gradient, bit for bit, and the sum of all
+of them in float64; the reduced gradient and its norm; the learning rate; the optimizer states, parameters and buffers;
+the loss and its weight.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Literal
 
 import numpy as np
 
+from lockstep.data.digests import difference
 from lockstep.verify.tolerance import TOLERANCE, MeasuredRounding, distance, pooled, tensor_distance
 from lockstep.verify.trace_reader import Summaries, TensorSummary, Trace
 
@@ -23,12 +25,13 @@ SUM_TOLERANCE = 4.0
 BEFORE_FIRST_STEP = -1
 
 Check = Literal[
-    "initial", "samples", "microbatch", "missing", "gradients", "sum", "norm", "lr", "states", "parameters", "buffers", "ranks", "loss",
-    "weight",
+    "initial", "samples", "batch", "microbatch", "missing", "gradients", "sum", "norm", "lr", "states", "parameters", "buffers", "ranks",
+    "loss", "weight",
 ]  # fmt: skip
 DESCRIPTIONS: Mapping[Check, str] = {
     "initial": "initial value",
     "samples": "samples",
+    "batch": "contents of a batch",
     "microbatch": "gradient of one microbatch",
     "missing": "missing gradient",
     "gradients": "gradient",
@@ -102,7 +105,7 @@ def compare_compressed(exact: Trace, compressed: Trace) -> Comparison:
     steps = min(exact.steps, compressed.steps)
     comparison = Comparison(plan=compressed.plan, steps=steps, bitwise=False)
     comparator = _Comparator(exact, compressed, MeasuredRounding(exact, []), False, TOLERANCE, comparison)
-    _compare(comparator, steps, checks=(_samples, _missing, _ranks))
+    _compare(comparator, steps, checks=(_samples, _batches, _missing, _ranks))
     comparison.divergence = divergence(exact, compressed, steps)
     return comparison
 
@@ -184,6 +187,24 @@ def _samples(comparator: _Comparator, step: int) -> Iterator[Difference]:
     for index in sorted(ours.keys() | theirs.keys()):
         if ours.get(index) != theirs.get(index) or times[index] > 1:
             yield Difference(step=step, check="samples", rank=lowest.get(index, 0), microbatches=(index,))
+
+
+def _batches(comparator: _Comparator, step: int) -> Iterator[Difference]:
+    """Check that batches of the same samples hold the same bits."""
+    ours = {m.index: m for m in comparator.reference.microbatches_of(step)}
+    for microbatch in comparator.plan.microbatches_of(step):
+        expected = ours.get(microbatch.index)
+        if expected is None or expected.samples != microbatch.samples or not (expected.batch and microbatch.batch):
+            continue
+        if (part := difference(expected.batch, microbatch.batch)) is not None:
+            yield Difference(step=step, check="batch", name=f"batch{part}", rank=microbatch.rank, microbatches=(microbatch.index,))
+
+
+def other_data(reference: Trace, other: Trace) -> Difference | None:
+    """Return the first batch in which two runs that differ by noise alone hold other data."""
+    comparator = _Comparator(reference, other, MeasuredRounding(reference, []), True, 0.0, Comparison(plan="", steps=0, bitwise=True))
+    steps = range(min(reference.steps, other.steps))
+    return next((found for step in steps for check in (_samples, _batches) for found in check(comparator, step)), None)
 
 
 def _microbatches(comparator: _Comparator, step: int) -> Iterator[Difference]:
@@ -313,4 +334,4 @@ def _relative(distance: float, norm: float) -> float:
     return distance / norm if norm else math.inf
 
 
-_CHECKS: tuple[_CheckFunction, ...] = (_samples, _microbatches, _missing, _sums, _tensors, _scalars, _ranks)
+_CHECKS: tuple[_CheckFunction, ...] = (_samples, _batches, _microbatches, _missing, _sums, _tensors, _scalars, _ranks)

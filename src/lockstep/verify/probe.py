@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 
 from lockstep.base.torch_private import BatchNormBase
 from lockstep.comm.mesh import Mesh, full_tensor
+from lockstep.data.digests import digest_parts
+from lockstep.data.loader import Microbatch
 from lockstep.training.context import Overrides
 from lockstep.training.hook import ControlHook, Run
 from lockstep.training.train_module import TrainModule
@@ -35,7 +38,7 @@ def install(environ: Mapping[str, str]) -> tuple[Overrides, list[TraceHook]]:
         microbatch=request.microbatch,
         change_model=partial(change_model, request=request),
         change_loaded=None if seed is None else partial(perturb_parameters, seed=seed),
-        change_batch=to_float64 if request.float64 else None,
+        change_batch=hook.see_batch,
         probe=hook,
         bare=True,
     )
@@ -53,6 +56,8 @@ class TraceHook(ControlHook):
         self._finds_short_dtypes = request.float64
         self._steps: dict[int, int] = {}
         """Steps done of each train module, by its index."""
+        self._batches: dict[int, dict[str, str]] = {}
+        """Digests of the parts of each microbatch's batch, by its number in the step."""
 
     def before_steps(self, run: Run) -> None:
         """Write the models as they are before the first step."""
@@ -87,6 +92,11 @@ class TraceHook(ControlHook):
             module.parallel.streams.close()
             module.parallel.streams = None
 
+    def see_batch(self, microbatch: Microbatch, batch: Any) -> Any:
+        """Record what a batch holds, and return it, in float64 if that is requested."""
+        self._batches[microbatch.index] = digest_parts(batch)
+        return to_float64(batch) if self._request.float64 else batch
+
     @contextmanager
     def forward(self) -> Iterator[None]:
         """See `Probe`."""
@@ -114,7 +124,8 @@ class TraceHook(ControlHook):
     def _note_microbatch(self, module: int, microbatch: int, gradients: NamedTensors | None) -> None:
         assert self.run.source is not None, "a step has begun"
         index, samples = self.run.source.layout.full_microbatch(microbatch)
-        self.tracer.microbatch(module, self._steps[module], index, samples, gradients)
+        batch = {} if self.run.modules[module].mesh.assignment.slices else self._batches[microbatch]
+        self.tracer.microbatch(module, self._steps[module], index, samples, batch, gradients)
 
     def after_backward(self, run: Run, model: nn.Module) -> None:
         number = next(number for number, each in enumerate(run.modules) if each.model is model)

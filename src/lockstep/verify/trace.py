@@ -7,7 +7,8 @@ kinds:
 - start: rank, world_size, plan, replicated; once
 - metadata: JSON values about the model and the recipe, for the search for causes
 - initial: module; the parameters and buffers before the first step
-- microbatch: module, step, index, samples, rng_before, rng_after; its own gradients if the rank has full parameters
+- microbatch: module, step, index, samples, batch, rng_before, rng_after; its own gradients if the rank has full
+  parameters
 - step: module, step, loss, weight, norm, lr, gain, gradient_order; the reduced gradients before clipping; the
   parameters, buffers and optimizer states after the update
 
@@ -23,7 +24,7 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -89,11 +90,20 @@ class Tracer:
         """Record the state of the default generators. Called right before the forward of a microbatch."""
         self._rng_before = self._rng_state()
 
-    def microbatch(self, module: int, step: int, index: int, samples: Sequence[int | str], gradients: NamedTensors | None) -> None:
-        """Write a microbatch after its forward. `gradients`: its terms of the sum; None: no rank has full ones."""
+    def microbatch(
+        self,
+        module: int,
+        step: int,
+        index: int,
+        samples: Sequence[int | str],
+        batch: Mapping[str, str],
+        gradients: NamedTensors | None,
+    ) -> None:
+        """Write a microbatch after its forward. `batch`: digests of its parts, by their paths; empty for a slice.
+        `gradients`: its terms of the sum; None: no rank has full ones."""
         row = {} if gradients is None else {"gradients": self._summaries(gradients)}
         rng = {"rng_before": self._rng_before, "rng_after": self._rng_state()}
-        self._write("microbatch", module=module, step=step, index=index, samples=list(samples), **rng, **row)
+        self._write("microbatch", module=module, step=step, index=index, samples=list(samples), batch=batch, **rng, **row)
 
     def gradients(self, module: int, step: int, gradients: NamedTensors, *, gain: float = 1.0) -> None:
         """Record the reduced gradients before clipping. `gain`: factor on the sum over the microbatches."""

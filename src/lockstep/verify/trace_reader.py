@@ -57,6 +57,8 @@ class MicrobatchTrace:
     index: int
     samples: tuple[int | str, ...]
     """Indices of the samples. For a stream: descriptions of them."""
+    batch: Mapping[str, str]
+    """Digests of the batch's parts, by their paths: `[0]`. Empty if a rank computed only a slice of the microbatch."""
     rng_before: str | None
     """Digest of the random generators' state before the forward."""
     rng_after: str | None
@@ -164,7 +166,7 @@ def _trace(folder: Path, module_index: int, modules: int, rows: list[tuple[int, 
         if row.get("module") != module_index:
             continue
         if row["kind"] == "microbatch":
-            fields = {name: row[name] for name in ("step", "index", "rng_before", "rng_after")}
+            fields = {name: row[name] for name in ("step", "index", "batch", "rng_before", "rng_after")}
             gradients = _summaries(row["gradients"]) if "gradients" in row else None
             trace.microbatches.append(MicrobatchTrace(rank=rank, samples=tuple(row["samples"]), gradients=gradients, **fields))
             continue

@@ -7,12 +7,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lockstep.base.errors import LaunchError
+from lockstep.base.errors import DataError, LaunchError, RecipeError
 from lockstep.plan import Plan
 from lockstep.verify import jobs
 from lockstep.verify.causes.evidence import Evidence
 from lockstep.verify.causes.likely_cause import likely_cause
-from lockstep.verify.compare import Comparison, compare, compare_compressed
+from lockstep.verify.causes.microbatches import OTHER_DATA
+from lockstep.verify.compare import DESCRIPTIONS, Comparison, compare, compare_compressed, other_data
 from lockstep.verify.jobs import FAST_REFERENCE, FLOAT64_PERTURBED_RUNS
 from lockstep.verify.runner import JobResult, Runner
 from lockstep.verify.tolerance import MeasuredRounding
@@ -23,6 +24,8 @@ COMPUTE_EPS = {"fp32": EPS["float32"], "bf16": EPS["bfloat16"], "fp16": EPS["flo
 """Machine epsilon of the dtype that each precision computes in."""
 FLOAT64_MARGIN = 4.0
 """Factor on rounding in float64, which does not shrink exactly as the dtype's precision does."""
+MAX_SPREAD = 0.2
+"""Largest relative difference of the first step's gradient between two runs that differ by rounding alone."""
 MICROBATCH_SIZE_MINIMUM = 1e-9
 MICROBATCH_SIZE_ULPS = 100.0
 """Rounding that another microbatch size may cause: relative in float64, or in ulps of a shorter dtype in the model."""
@@ -62,16 +65,19 @@ class Verification:
         self._fast = any(plan.numerics == "fast" for plan, _ in options.plans)
 
     def run(self) -> Report:
-        """Raises `LaunchError` if the script fails on one process, or never trains there."""
+        """Raises `LaunchError` if the script fails on one process, or never trains there; `DataError` or `RecipeError`
+        if runs on one process differ by more than rounding."""
         references = self._references()
         started = self._start(next(iter(references.values()))[0].metadata)
         rounding = {plan: [MeasuredRounding(trace, []) for trace in traces] for plan, traces in references.items()}
         if self._fast:
             perturbed = [_traces(future.result(), "a perturbed run", self._script) for future in started.perturbed]
+            self._check_data(references[FAST_REFERENCE], perturbed)
             rounding[FAST_REFERENCE] = [
                 MeasuredRounding(trace, [run[module] for run in perturbed]) for module, trace in enumerate(references[FAST_REFERENCE])
             ]
             self._note_spread(rounding[FAST_REFERENCE][0])
+            self._check_spread()
         rounding_in_float64 = self._rounding_in_float64(started, rounding.get(FAST_REFERENCE, []))
         runs = zip(self._options.plans, started.plans, started.float64_plans, started.compressed, strict=True)
         for (plan, processes), run, float64_run, compressed_run in runs:
@@ -157,6 +163,26 @@ class Verification:
                 )
             )
             _note_mismatch(verdict, comparison, without, trace, float64=False)
+
+    def _check_data(self, reference: Sequence[Trace], perturbed: Sequence[Sequence[Trace]]) -> None:
+        """Raise `DataError` unless the runs on one process, which measure rounding, have the same data."""
+        for run in perturbed:
+            for ours, theirs in zip(reference, run, strict=True):
+                if (found := other_data(ours, theirs)) is not None:
+                    raise DataError(
+                        f"two runs of {self._script} on one process have other data: {DESCRIPTIONS[found.check]} of microbatch "
+                        f"{found.microbatches[0]} after step {found.step}; {OTHER_DATA}"
+                    )
+
+    def _check_spread(self) -> None:
+        """Raise `RecipeError` if the perturbed runs differ by more than rounding: no tolerance follows from them."""
+        spread = self._report.rounding_spread["gradients"][0][1]
+        if spread > MAX_SPREAD:
+            raise RecipeError(
+                f"two runs of {self._script} on one process have gradients of the first step that differ by {spread:.2g} of their norm, "
+                "from the same weights and data; that is no rounding, so nothing can be compared: the model or the loss draws from a "
+                "generator that nobody seeds, or reads the clock; draw from torch's default generators"
+            )
 
     def _note_spread(self, rounding: MeasuredRounding) -> None:
         steps = range(self._report.steps)

@@ -21,6 +21,9 @@ class Schedule:
         self._schedulers: list[LRScheduler] = []
         self._groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         self._rate: Tensor | float = self._groups[0]["lr"]
+        self._given = schedule is not None
+        self._set: list[float] | None = None
+        """The rates as the schedule has set them; None before the first step, and after a checkpoint was loaded."""
         if schedule is None:
             return
         try:
@@ -37,6 +40,14 @@ class Schedule:
         self._base = [float(group["lr"]) for group in self._groups]
 
     def before_step(self, step: int) -> None:
+        """Set the rates of a step. Raises `RecipeError` if somebody else has changed them."""
+        if self._set is not None and self._set != (rates := self._rates()):
+            number = next(i for i, (now, then) in enumerate(zip(rates, self._set, strict=True)) if now != then)
+            raise RecipeError(
+                f"after step {step}: the learning rate of group {number} is {rates[number]:g}, and the schedule had set it to "
+                f"{self._set[number]:g}; the schedule sets it for every step, so the change would be lost; leave the schedule out, and set "
+                "the rates of run.optimizers in a hook alone"
+            )
         if self._multiplier is not None:
             multiplier = self._multiplier(step)
             if not math.isfinite(multiplier):
@@ -50,10 +61,19 @@ class Schedule:
                     group["lr"] = base * multiplier
         rate = self._groups[0]["lr"]
         self._rate = rate.clone() if isinstance(rate, Tensor) else rate
+        self._note_rates()
 
     def after_step(self) -> None:
         for scheduler in self._schedulers:
             scheduler.step()
+        self._note_rates()
+
+    def _note_rates(self) -> None:
+        if self._given and not any(isinstance(group["lr"], Tensor) for group in self._groups):  # reading a tensor may wait for a GPU
+            self._set = self._rates()
+
+    def _rates(self) -> list[float]:
+        return [group["lr"] for group in self._groups]
 
     def state_dict(self) -> list[dict[str, Any]]:
         return [scheduler.state_dict() for scheduler in self._schedulers]
@@ -67,6 +87,7 @@ class Schedule:
             )
         for scheduler, state in zip(self._schedulers, states, strict=True):
             scheduler.load_state_dict(state)
+        self._set = None
 
     def rate(self) -> float:
         """The first parameter group's learning rate in the last step."""
@@ -86,6 +107,6 @@ def _scheduler(factory: Callable[[Any], Any], optimizer: Optimizer, as_function:
     if isinstance(made, ReduceLROnPlateau):
         raise RecipeError(
             "schedule(optimizer) returned a ReduceLROnPlateau, whose step() needs a metric; a schedule is stepped once a step without one; "
-            "choose another, or change the rates of run.optimizers in a hook's after_evaluation"
+            "choose another; or leave the schedule out, and set the rates of run.optimizers in a hook's after_evaluation"
         )
     return made

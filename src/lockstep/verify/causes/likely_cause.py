@@ -14,6 +14,7 @@ Cause = Callable[[Evidence], str | None]
 _CAUSES: Mapping[Check, tuple[Cause, ...]] = {
     "initial": (microbatches.initial_weights,),
     "samples": (microbatches.samples,),
+    "batch": (microbatches.other_data,),
     "microbatch": (
         microbatches.random_state,
         microbatches.scaled_microbatches,

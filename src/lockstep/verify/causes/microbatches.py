@@ -9,6 +9,10 @@ import numpy as np
 from lockstep.verify.causes.evidence import FIT_TOLERANCE, Evidence, listed, ratio, stacked, wrong_factor
 from lockstep.verify.trace_reader import MicrobatchTrace
 
+OTHER_DATA = (
+    "the script makes its dataset from something that is not the same in every process, such as a generator that nobody seeds, an "
+    "unsorted list of files, the rank or the clock; make the same data in every process and in every run"
+)
 _KEEPS_STATE = "keeps state from one microbatch to the next (a counter, a cache, a hidden state)"
 
 
@@ -39,6 +43,11 @@ def samples(evidence: Evidence) -> str:
     if evidence.plan.steps != evidence.reference.steps and not evidence.microbatches:
         return "the run ended after another number of steps"
     return "the same samples in another order or in other microbatches"
+
+
+def other_data(evidence: Evidence) -> str:
+    microbatch = evidence.first.microbatches[0]
+    return f"other data for the same samples ({listed(list(evidence.expected_microbatches[microbatch].samples[:4]))}, ...): {OTHER_DATA}"
 
 
 def random_state(evidence: Evidence) -> str | None:

@@ -1,0 +1,71 @@
+"""Finds optimizers whose update of an element depends on other elements of its tensor: Muon, Adafactor, LAMB."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lockstep.base.errors import RecipeError
+from lockstep.plan import Plan
+
+ROWS, COLUMNS, STEPS = 8, 12, 3
+TOLERANCE = 1e-3
+"""Largest relative difference between the updates of a tensor and of its halves, which is rounding."""
+
+
+def check_element_wise(optimizers: Sequence[Optimizer], plan: Plan) -> None:
+    """Raise `RecipeError` if the plan cuts tensors and an optimizer needs them whole."""
+    cuts = [f"{axis}={getattr(plan, axis)}" for axis in ("shard", "tensor") if getattr(plan, axis) != 1]
+    if not cuts:
+        return
+    for optimizer in optimizers:
+        if not is_element_wise(optimizer):
+            raise RecipeError(
+                f"{type(optimizer).__name__} with {','.join(cuts)}; its update of an element depends on the other elements of the tensor, "
+                "and each rank has a part of each tensor; use replicate, or an optimizer that updates each element by itself, such as AdamW"
+            )
+
+
+def is_element_wise(optimizer: Optimizer) -> bool:
+    """True if the optimizer updates the two halves of a tensor as it updates the tensor. Tried on a copy of each of its
+    groups, with a small tensor. An optimizer that cannot be tried counts as element-wise."""
+    for group in optimizer.param_groups:
+        dims = max((parameter.dim() for parameter in group["params"]), default=0)
+        if dims and _differs(optimizer, group, (ROWS, COLUMNS) if dims > 1 else (ROWS,)):
+            return False
+    return True
+
+
+def _differs(optimizer: Optimizer, group: dict[str, Any], shape: tuple[int, ...]) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(shape, generator=generator)
+    gradients = [torch.randn(shape, generator=generator) for _ in range(STEPS)]
+    try:
+        whole = _updated(optimizer, group, start, gradients)
+        halves = [_updated(optimizer, group, *_half(start, gradients, part)) for part in (0, 1)]
+    except Exception:
+        return False
+    return bool((whole - torch.cat(halves)).norm() > TOLERANCE * (whole - start).norm())
+
+
+def _half(start: Tensor, gradients: Sequence[Tensor], part: int) -> tuple[Tensor, list[Tensor]]:
+    return start.chunk(2)[part].clone(), [gradient.chunk(2)[part].clone() for gradient in gradients]
+
+
+def _updated(optimizer: Optimizer, group: dict[str, Any], start: Tensor, gradients: Sequence[Tensor]) -> Tensor:
+    """Return the tensor after a step with each of the gradients."""
+    parameter = torch.nn.Parameter(start.clone())
+    copied: Optimizer = object.__new__(type(optimizer))
+    vars(copied).update(vars(optimizer))
+    frozen = group.get("lr") is not None and not float(group["lr"])
+    copied.param_groups = [{**group, **({"lr": 1e-3} if frozen else {}), "params": [parameter]}]
+    copied.state = defaultdict(dict)
+    for gradient in gradients:
+        parameter.grad = gradient.clone()
+        copied.step()
+    return parameter.detach()

@@ -1,0 +1,124 @@
+"""A loss that depends on how a batch is cut into microbatches is named at the first step, and no other is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+from training.subjects import recipe, rows, squared_error
+
+import lockstep as ls
+from lockstep.testing.pool import WorkerPool
+
+CLASSES = 3
+WEIGHTS = torch.tensor([0.1, 1.0, 5.0])
+
+
+def labelled() -> TensorDataset:
+    generator = torch.Generator().manual_seed(3)
+    features = torch.randn(48, 6, generator=generator)
+    return TensorDataset(features, torch.randint(0, CLASSES, (48,), generator=generator))
+
+
+def output_of(batch: Any) -> Tensor:
+    return batch[0]
+
+
+def class_weighted(output: Tensor, batch: Sequence[Tensor]) -> Tensor:
+    return F.cross_entropy(output, batch[1], weight=WEIGHTS)
+
+
+def class_weighted_sum(output: Tensor, batch: Sequence[Tensor]) -> ls.Sum:
+    return ls.Sum(F.cross_entropy(output, batch[1], weight=WEIGHTS, reduction="sum"))
+
+
+def sum_of_weights(batch: Sequence[Tensor]) -> Tensor:
+    return WEIGHTS[batch[1]].sum()
+
+
+def contrastive(output: Tensor, batch: Sequence[Tensor]) -> Tensor:
+    features = F.normalize(output, dim=1)
+    return F.cross_entropy(features @ features.T / 0.1, torch.arange(len(features)))
+
+
+def plain(output: Tensor, batch: Sequence[Tensor]) -> Tensor:
+    return F.cross_entropy(output, batch[1])
+
+
+def noisy(output: Tensor, batch: Sequence[Tensor]) -> Tensor:
+    return F.cross_entropy(output + torch.randn_like(output), batch[1])
+
+
+def changes_its_batch(output: Tensor, batch: list[Tensor]) -> Tensor:
+    batch[1].add_(1).remainder_(CLASSES)
+    return F.cross_entropy(output, batch[1])
+
+
+def fails_on_halves(output: Tensor, batch: Sequence[Tensor]) -> Tensor:
+    if len(output) != 8:
+        raise ValueError("eight samples at a time")
+    return F.cross_entropy(output, batch[1])
+
+
+def classifier() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.5), nn.Tanh(), nn.Linear(16, CLASSES))
+
+
+def train(run_dir: str, loss: Callable[..., Any], plan: str, **changes: Any) -> tuple[str, list[str]]:
+    given = recipe(model=classifier, data=labelled(), inputs=output_of, loss=loss, microbatch=8, **changes)
+    result = ls.train(given, run_dir=run_dir, plan=plan)
+    return result.fingerprint, [event.details["reason"] for event in result.events if event.name == "loss-depends-on-microbatches"]
+
+
+@pytest.mark.parametrize("loss", [class_weighted, contrastive])
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2", "pipeline=2"])
+def test_a_loss_that_is_no_mean_over_samples_is_named(pool: WorkerPool, tmp_path: Path, loss: Any, plan: str) -> None:
+    (_, reasons), *_ = pool.run(2, train, str(tmp_path / "run"), loss, plan)
+    (reason,) = reasons
+    assert reason.startswith("loss is ")
+    assert reason.endswith(" for its two halves together")
+
+
+def train_in(run_dir: str, loss: Callable[..., Any], precision: Any) -> list[str]:
+    return train(run_dir, loss, "replicate=1", precision=precision)[1]
+
+
+@pytest.mark.parametrize("loss", [plain, noisy, fails_on_halves])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_other_losses_are_not(pool: WorkerPool, tmp_path: Path, loss: Any, precision: str) -> None:
+    assert pool.run(1, train_in, str(tmp_path / "run"), loss, precision) == [[]]
+
+
+def train_with_weights(run_dir: str) -> list[str]:
+    return train(run_dir, class_weighted_sum, "replicate=2", weight=sum_of_weights)[1]
+
+
+def test_the_remedy_is_not(pool: WorkerPool, tmp_path: Path) -> None:
+    assert pool.run(2, train_with_weights, str(tmp_path / "run")) == [[], []]
+
+
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
+def test_the_check_changes_nothing_that_is_learned(pool: WorkerPool, tmp_path: Path, plan: str) -> None:
+    found = pool.run(2, train, str(tmp_path / "with"), changes_its_batch, f"{plan},numerics=bitwise")
+    assert pool.run(2, train_without_the_check, str(tmp_path / "without"), plan) == [fingerprint for fingerprint, _ in found]
+
+
+def train_without_the_check(run_dir: str, plan: str) -> str:
+    from lockstep.hooks.loss_check import LossCheck
+
+    LossCheck.before_step = LossCheck.after_step  # type: ignore[method-assign]  # this process ends with the run
+    return train(run_dir, changes_its_batch, f"{plan},numerics=bitwise")[0]
+
+
+def train_one_each(run_dir: str) -> int:
+    return ls.train(recipe(loss=squared_error, data=rows(48), microbatch=1), run_dir=run_dir).steps
+
+
+def test_a_microbatch_of_one_sample_cannot_be_cut(pool: WorkerPool, tmp_path: Path) -> None:
+    assert pool.run(2, train_one_each, str(tmp_path / "run")) == [2, 2]
