@@ -190,18 +190,12 @@ def test_the_whole_of_it_passes_on_a_right_script(tmp_path: Path) -> None:
     assert [plan["largest"] for plan in report["plans"][3:]] == [None, None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        (
-            "data",
-            "DataError: two runs of {} on one process have other data: contents of a batch of microbatch 0 after step 0; the script",
-        ),
-        pytest.param(
-            "loss",
-            "RecipeError: two runs of {} on one process have gradients of the first step that differ by",
-            marks=pytest.mark.slow,
-        ),
+        ("data", "DataError: two runs of {} on one process have other data: contents of a batch of microbatch 0 after step 0; the script"),
+        ("loss", "RecipeError: two runs of {} on one process have gradients of the first step that differ by"),
     ],
 )
 def test_a_script_that_is_another_run_on_each_start_is_refused(tmp_path: Path, kind: str, text: str) -> None:

@@ -23,7 +23,7 @@ def copying(old: Path, new: Path) -> None:
     """What stands for a rename where an object store is mounted as a file system."""
     if old.is_dir():
         shutil.copytree(old, new)
-        time.sleep(0.005)
+        time.sleep(0.02)
         shutil.rmtree(old)
     else:
         shutil.copyfile(old, new)

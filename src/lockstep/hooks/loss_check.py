@@ -27,7 +27,10 @@ Sums = dict[str, tuple[float, float]]  # (total, weight) of each term of the los
 
 @dataclass(eq=False)
 class LossCheck(ControlHook):
-    """Computes the first microbatch of the run twice as a whole and once in halves, without dropout."""
+    """Computes the first microbatch of the run twice as a whole and once in halves, without dropout.
+
+    Not where a forward has collectives (shard, tensor, pipeline): one that fails on a half would leave ranks waiting.
+    """
 
     _is_done: bool = False
 
@@ -35,15 +38,12 @@ class LossCheck(ControlHook):
         if self._is_done or run.recipe is None:
             return
         self._is_done = True
+        if run.context.mesh.data.size < run.context.world.size or run.modules[0].mesh.assignment.round_robin:
+            return
         if run.context.plan.compile or is_compiled(run.model):
             return  # each new shape and mode would be compiled
-        world, recipe = run.context.world, run.recipe
-        pieces = _pieces(run)
-        everyone = world.gather_values(None if pieces is None else len(pieces))
-        if any(count == 0 for count in everyone):
-            return
-        found = None if not pieces else _difference(_computed(run, recipe, pieces), TOLERANCE[run.context.precision])
-        reason = next((each for each in world.gather_values(found) if each is not None), None)
+        found = _difference(_computed(run, run.recipe, _pieces(run)), TOLERANCE[run.context.precision])
+        reason = next((each for each in run.context.world.gather_values(found) if each is not None), None)
         if reason is not None:
             run.remark(
                 Remark(
@@ -55,12 +55,12 @@ class LossCheck(ControlHook):
             )
 
 
-def _pieces(run: Run) -> list[Microbatch] | None:
-    """Return this rank's first microbatch twice, and its halves; empty if it cannot be cut, None if it has none."""
+def _pieces(run: Run) -> list[Microbatch]:
+    """Return this rank's first microbatch twice, and its halves; empty if it has none, or one that cannot be cut."""
     assert run.source is not None, "a step begins"
     item = run.source.peek()
     if item is None:
-        return None
+        return []
     bounds = ((0, item.size), (0, item.size), (0, item.size // 2), (item.size // 2, item.size))
     cut = [_cut(item, start, stop, index) for index, (start, stop) in enumerate(bounds)] if item.size > 1 else []
     pieces = [piece for piece in cut if piece is not None]
@@ -82,7 +82,7 @@ def _cut(item: Microbatch, start: int, stop: int, index: int) -> Microbatch | No
 
 
 def _computed(run: Run, recipe: Recipe, pieces: list[Microbatch]) -> list[Sums]:
-    """Return the loss of each piece; empty if one fails, or on a rank of a pipeline without the loss."""
+    """Return the loss of each piece; empty if one fails."""
 
     def score(item: Microbatch, batch: Any, output: Any, loss: Any) -> Sums:
         weights = None if recipe.weight is None else weights_of(recipe.weight(item.batch))
