@@ -13,6 +13,7 @@ from lockstep.logging.loggers import Logger
 from lockstep.logging.run_directory import check_tensors
 from lockstep.opening import Opened
 from lockstep.plan import MEASURED, Plan
+from lockstep.recipe.code import code_of
 from lockstep.recipe.recipe import Recipe
 from lockstep.saving import Best, Resume, Saving
 from lockstep.session import Session
@@ -146,7 +147,7 @@ def _resolve(recipes: list[Recipe], opened: Opened) -> Context:
 def _prepare(recipe: Recipe, session: Session) -> None:
     """Build the model, and register what is saved with the run."""
     run = session.run
-    run.recipe = recipe
+    run.recipe, run.code = recipe, code_of(recipe)
     session.prepare(
         recipe.model,
         recipe.optimizer,

@@ -29,6 +29,7 @@ from lockstep.recipe.checks import keeps_rest
 from lockstep.saving import Best, Resume, Saving, differences
 from lockstep.training.consensus import NOTHING, Request
 from lockstep.training.hook import ControlHook, Run
+from lockstep.training.optim import settings
 from lockstep.training.state import restore, state_of
 
 WAIT_SECONDS = 0.5  # between two exchanges of a save's state by the ranks that wait for it
@@ -142,7 +143,7 @@ class Checkpointer:
         """
         recorder = self.run.context.recorder
         fields = recorder.summary["recipe"] or {}
-        if unknown := sorted(name for name in allow_change if name.partition(".")[0] not in fields):
+        if unknown := sorted(name for name in allow_change if name.partition(".")[0] not in {"optimizer", *fields}):
             raise CheckpointError(
                 f"allow_change={unknown[0]!r}; it names fields of the recipe, which are {', '.join(sorted(fields)) or 'none here'}"
             )
@@ -157,7 +158,9 @@ class Checkpointer:
         for name in reversed(names):
             try:
                 reader = raise_on_all_ranks(partial(CheckpointReader, self.folder, name), self.world)
-                if found := differences(reader.manifest.metadata["recipe"] or {}, fields, allow_change=allow_change):
+                found = differences(reader.manifest.metadata["recipe"] or {}, fields, allow_change=allow_change)
+                edited = [line for line in self._edited(reader.manifest.metadata) if line.partition(":")[0].split()[0] not in allow_change]
+                if found := [*found, *edited]:
                     raise CheckpointError(
                         f"the recipe is not that of checkpoint {name}: {'; '.join(found)}; resume with the one it was saved with, name the "
                         "fields that may differ (--allow-change, allow_change=), or choose another run directory"
@@ -165,6 +168,8 @@ class Checkpointer:
                 if name == names[0]:
                     reader.load_into({}, self.world)  # a check before the state is changed: there is no older checkpoint
                 restore(reader, self.run.modules, self.run.stateful, self.run.context.mesh)
+                for theirs, module in zip(reader.manifest.metadata["optimizers"], self.run.modules, strict=False):
+                    module.keep_changed_settings(theirs)
             except DamagedError as error:
                 self.run.event("checkpoint-damaged", checkpoint=str(name), reason=str(error))
                 recorder.message(f"warning: checkpoint {name} is damaged: {error}")
@@ -183,6 +188,17 @@ class Checkpointer:
     def close(self) -> None:
         """Abandon the save under way."""
         self._saver.close()
+
+    def _edited(self, saved: Mapping[str, Any]) -> list[str]:
+        """Return which settings of optimizers, and which functions of the recipe, have changed. Every rank calls it,
+        and gets those of rank 0."""
+        pairs = zip(saved["optimizers"], self.run.modules, strict=False)
+        found = [line for theirs, module in pairs for line in settings.described(theirs, module.settings)]
+        if saved["code"] is not None and saved["versions"]["python"] == self.run.context.recorder.summary["versions"]["python"]:
+            now = self.run.code or {}
+            found += [f"{name}: its code has changed" for name, digest in saved["code"].items() if now.get(name, digest) != digest]
+        lines: list[str] = self.world.value_of(0, found)
+        return lines
 
     def _total_bytes(self, tensors: Mapping[str, Tensor]) -> int:
         """The bytes of a checkpoint's tensors. Every rank calls it."""
@@ -217,7 +233,13 @@ class Checkpointer:
         self._stopped_seconds = self._since - began
 
     def _metadata(self) -> dict[str, Any]:
-        return {**self.run.context.recorder.summary, "saved": datetime.now().astimezone().isoformat(timespec="seconds")}
+        optimizers = [module.settings for module in self.run.modules]
+        return {
+            **self.run.context.recorder.summary,
+            "code": self.run.code,
+            "optimizers": optimizers,
+            "saved": datetime.now().astimezone().isoformat(timespec="seconds"),
+        }
 
     def _poll(self, timeout_seconds: float = 0.0) -> None:
         """Record the result of the save under way if this rank has it."""

@@ -148,6 +148,8 @@ class Run:
         self.hooks = Hooks(hooks)
         self.recipe: Recipe | None = None
         """None without `ls.train`."""
+        self.code: dict[str, str] | None = None
+        """Digests of the recipe's functions. None without `ls.train`."""
         self.modules: list[TrainModule] = []
         self.stateful: dict[str, Stateful] = {}
         """Further objects whose state is saved in checkpoints, by name."""

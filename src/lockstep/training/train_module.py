@@ -27,6 +27,7 @@ from lockstep.training.executors.serial import SerialExecutor
 from lockstep.training.loss import Contribution
 from lockstep.training.optim import gradient_norm, optimizers as optim
 from lockstep.training.optim.schedule import Schedule
+from lockstep.training.optim.settings import Settings, differing, settings_of
 from lockstep.training.reducers.compression import compression_for
 from lockstep.training.reducers.pipeline import TiedGradients
 from lockstep.training.reducers.reducer import GradientReducer, ReducerChoice, build_reducer, choose_reducer, loss_factor
@@ -52,6 +53,7 @@ class TrainModule:
         self.mesh = context.mesh
         self.device = context.device
         self.parallel = parallel
+        self.settings = settings_of(optimizers)
         self.schedule = Schedule(schedule, optimizers)
         self.norm = gradient_norm.GradientNorm(context.mesh, bitwise=context.bitwise)
         self.flops = Flops(model, peak_of(context.device, context.precision))
@@ -237,6 +239,15 @@ class TrainModule:
         self.overflows, self.overflowed_at = state["overflows"], state["overflowed_at"]
         if state["prescale"] is not None:
             self.prescale = torch.tensor(state["prescale"], dtype=torch.float64, device=self.device)
+
+    def keep_changed_settings(self, saved: Settings) -> None:
+        """Give the optimizers the settings that their factory has changed since a run was saved, which it had then."""
+        for number, group, name in differing(saved, self.settings):
+            value = self.settings[number][group][name]
+            if name == "lr":
+                self.schedule.change_base(number, group, saved[number][group][name], value)
+            else:
+                self.optimizers[number].param_groups[group][name] = tuple(value) if isinstance(value, list) else value
 
     def close(self) -> None:
         """Remove all hooks and gradients from the model."""

@@ -19,6 +19,7 @@ class Schedule:
     def __init__(self, schedule: Callable[[Any], Any] | None, optimizers: Sequence[Optimizer]) -> None:
         self._multiplier: Callable[[int], float] | None = None
         self._schedulers: list[LRScheduler] = []
+        self._optimizers = optimizers
         self._groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         self._rate: Tensor | float = self._groups[0]["lr"]
         self._given = schedule is not None
@@ -88,6 +89,19 @@ class Schedule:
         for scheduler, state in zip(self._schedulers, states, strict=True):
             scheduler.load_state_dict(state)
         self._set = None
+
+    def change_base(self, optimizer: int, group: int, before: float, now: float) -> None:
+        """Change the rate from which the schedule computes that of a group. A function of the step has it already."""
+        if self._multiplier is not None:
+            return
+        settings = self._optimizers[optimizer].param_groups[group]
+        rate = now * (float(settings["lr"]) / before if before else 1.0)
+        if isinstance(settings["lr"], Tensor):
+            settings["lr"].fill_(rate)
+        else:
+            settings["lr"] = rate
+        if self._schedulers:
+            settings["initial_lr"] = self._schedulers[optimizer].base_lrs[group] = now
 
     def rate(self) -> float:
         """The first parameter group's learning rate in the last step."""
