@@ -46,6 +46,8 @@ LEAVE_SECONDS = 15.0
 DUMP_SECONDS = 2.0
 # The sockets of a killed rank close a moment before its end is visible, so that errors of other ranks may arrive first.
 DEATH_SECONDS = 0.05
+# The rank that fails first may be the last to report it: its hooks save, or wait for others, before that.
+CAUSE_SECONDS = 0.5
 NURSERY = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); from lockstep.testing.worker import nursery; "
 NURSERY += "nursery(int(sys.argv.pop(1)), json.loads(sys.argv.pop(1)))"
 # One thread each, so that the nursery can be forked; and a check for GPUs that does not initialise CUDA, which would
@@ -231,7 +233,7 @@ class WorkerPool:
                 raise _timed_out(pending, len(workers), timeout_seconds)
             arrived = {worker.rank: _receive(worker) for worker in pending if worker.pipe in ready or worker.end in ready}
             if any(answer is None or answer[:1] == FAILED for answer in arrived.values()):
-                raise self._failed(pending, arrived, len(workers))
+                raise self._failed(pending, _with_cause(pending, arrived), len(workers))
             answers.update({rank: answer[1:] for rank, answer in arrived.items() if answer is not None})
         return [answers[worker.rank] for worker in workers]
 
@@ -296,6 +298,23 @@ def _send(worker: _Worker, *messages: bytes) -> None:
             worker.pipe.send_bytes(message)
     except (BrokenPipeError, ConnectionResetError):
         pass  # it has ended; the wait for its answer reports that
+
+
+def _with_cause(pending: list[_Worker], arrived: dict[int, bytes | None]) -> dict[int, bytes | None]:
+    """Return the answers, and those that come within `CAUSE_SECONDS` if none is a user's mistake: a rank that fails may
+    have lost a peer that is about to report its own error."""
+    deadline = time.monotonic() + CAUSE_SECONDS
+    while all(answer is not None and not _is_user_error(answer) for answer in arrived.values()):
+        others = [worker for worker in pending if worker.rank not in arrived]
+        ready = wait([worker.pipe for worker in others], max(0.0, deadline - time.monotonic())) if others else []
+        if not ready:
+            break
+        arrived |= {worker.rank: _receive(worker) for worker in others if worker.pipe in ready}
+    return arrived
+
+
+def _is_user_error(answer: bytes) -> bool:
+    return answer[:1] == FAILED and json.loads(answer[1:])["error"] is not None
 
 
 def _receive(worker: _Worker) -> bytes | None:
