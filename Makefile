@@ -5,6 +5,7 @@ ifndef RUN_DIR
 RUN_DIR := runs/gpt-$(shell date +%Y%m%d-%H%M%S)
 endif
 
+TORCHES ?= 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-for
@@ -15,10 +16,10 @@ CODE := src tests examples benchmarks
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train test slow slurm verify check bench peers clean
+.PHONY: help venv train test commands slow slurm verify matrix check bench peers clean
 
 help: ## show this
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 venv: $(STAMP) ## make .venv and install lockstep in it, under constraints.txt (again only where something changed)
 
@@ -44,6 +45,9 @@ train: venv ## train a small GPT on the text of Python's standard library, on NP
 test: venv ## the tests, in a few minutes
 	$(BIN)/python -m pytest -q --durations=10 -n 3 --dist loadfile --no-loadscope-reorder
 
+commands: venv ## the tests of whole commands that take many seconds each
+	$(BIN)/python -m pytest -q --durations=10 -n 3 --dist loadfile --no-loadscope-reorder -m 'command and not slow'
+
 slow: venv ## the slow tier: more than 3 processes, all launchers, all loader workers, the compiler
 	$(BIN)/python -m pytest -q -m slow -o timeout=900 -o faulthandler_timeout=960
 
@@ -53,6 +57,9 @@ slurm: venv ## the tests on a real Slurm, which they start; says what is missing
 
 verify: venv ## every plan verified on every model of tests/scripts/models.py, in fp32 and bf16: a table
 	$(BIN)/python tests/matrix.py
+
+matrix: ## the tests on each version of torch in TORCHES, one after another: a table
+	$(PYTHON) tests/torch_matrix.py $(TORCHES)
 
 check: venv ## ruff, mypy --strict, and the floors
 	$(BIN)/ruff check $(wildcard $(CODE))

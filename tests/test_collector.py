@@ -58,6 +58,7 @@ print(seen)
 """
 
 
+@pytest.mark.command
 def test_it_is_off_for_what_is_imported_and_on_for_what_the_user_does(tmp_path: Path) -> None:
     command = [sys.executable, "-c", IMPORTED, str(tmp_path / "run")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

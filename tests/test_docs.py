@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import sklearn.metrics  # noqa: F401  # it sets environment variables for good, when first imported
+import tensorboardX  # noqa: F401  # it sets an environment variable when it is first imported
 
 from lockstep.testing.pool import WorkerPool
 
@@ -13,6 +14,8 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PLANS = ("replicate", "shard", "tensor", "pipeline")
 """Each has a page with one example."""
+SLOW_PAGES = ("verify.md",)
+"""Their examples are whole verifications, which tests/cli/test_verify.py has too."""
 
 
 def examples(page: Path) -> str:
@@ -25,7 +28,11 @@ def run(page: Path) -> dict[str, Any]:
     return names
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if examples(page)], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=pytest.mark.command if page.name in SLOW_PAGES else ()) for page in PAGES if examples(page)],
+    ids=lambda page: page.name,
+)
 def test_the_examples_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     if "from transformers" in examples(page):

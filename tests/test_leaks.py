@@ -138,6 +138,7 @@ def test_a_leak_is_named_while_it_lasts(leak: Callable[[], AbstractContextManage
     assert leaks.remaining(before) == []
 
 
+@pytest.mark.command
 def test_every_kind_has_a_leak_here() -> None:
     named = set()
     before = leaks.take()
@@ -237,6 +238,7 @@ def test_failing():
 """
 
 
+@pytest.mark.command
 def test_the_session_fails_a_test_that_passes_and_leaves_something(tmp_path: Path) -> None:
     for name in ("conftest.py", "processes.py"):
         (tmp_path / name).write_text((Path(__file__).parent / name).read_text())

@@ -30,6 +30,7 @@ GIVEN: dict[str, Any] = {
     "allow_change": frozenset({"steps", "schedule"}),
     "stop_at": 1e9,
     "default_run_dir": "/runs/b",
+    "evaluate": "model.safetensors",
     "restarted": "rank 1 failed",
 }
 LAUNCHER: dict[str, Any] = {
@@ -62,7 +63,7 @@ def test_what_a_launcher_passes_on_its_workers_read() -> None:
 
 def test_what_is_written_as_arguments_the_command_line_reads() -> None:
     options = LaunchOptions(
-        **{name: value for name, value in (GIVEN | LAUNCHER).items() if name not in ("stop_at", "default_run_dir", "restarted")}
+        **{name: value for name, value in (GIVEN | LAUNCHER).items() if name not in ("stop_at", "default_run_dir", "evaluate", "restarted")}
     )
     with command.make_context("run", [*options.arguments(), "train.py", "--plan", "its own"]) as context:
         given = dict(context.params)

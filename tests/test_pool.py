@@ -333,6 +333,7 @@ def test_modules_named_to_be_preloaded_are_there(lenient: WorkerPool) -> None:
     assert lenient.run(1, is_imported, "plistlib") == [True]
 
 
+@pytest.mark.command
 def test_a_module_that_cannot_be_preloaded_fails_the_first_run(capfd: pytest.CaptureFixture[str]) -> None:
     with (
         WorkerPool(max_workers=1, preload=["no_such_module"]) as pool,
@@ -359,6 +360,7 @@ def test_a_module_is_imported_from_its_file_whatever_else_has_its_name(tmp_path:
         sys.modules.pop("package_that_is_not_there.module_of_a_test", None)
 
 
+@pytest.mark.command
 def test_the_page_on_testing_runs(tmp_path: Path) -> None:
     text = (Path(__file__).parent.parent / "docs" / "testing.md").read_text()
     for name, block in re.findall(r"^```py\n# (\w+\.py)\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE):
@@ -390,6 +392,7 @@ def test_a_closed_pool_has_left_nothing(tmp_path: Path) -> None:
         pool.run(1, sum_of_ranks)
 
 
+@pytest.mark.command
 def test_workers_end_when_the_process_that_made_the_pool_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

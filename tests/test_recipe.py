@@ -107,7 +107,12 @@ class Shapeless:
         (recipe, {"weight": 1}, "Recipe.weight is 1 (a int); it must be a function or None"),
         (recipe, {"collate": 1}, "Recipe.collate is 1 (a int); it must be a function or None"),
         (recipe, {"schedule": 0.1}, "Recipe.schedule is 0.1 (a float); it must be a function or None"),
-        (recipe, {"evaluation": [1]}, "evaluation is [1] (a list); give ls.Evaluation(data=..., every=..., metrics=...) or None"),
+        (
+            recipe,
+            {"evaluation": [1]},
+            "evaluation is [1] (a list); give ls.Evaluation(data=..., every=..., metrics=...), "
+            "several by name {'valid': ls.Evaluation(...)}, or None",
+        ),
         (evaluation, {"every": 0}, "Evaluation.every=0; it counts steps and must be a whole number of at least 1"),
         (evaluation, {"microbatch": 0}, "Evaluation.microbatch=0; it counts samples"),
         (evaluation, {"metrics": {"accuracy": nothing}}, "Evaluation.metrics['accuracy'] is <function"),

@@ -86,3 +86,16 @@ def test_a_function_that_calls_itself_has_a_digest() -> None:
 def test_code_that_is_not_the_users_counts_by_its_name() -> None:
     assert digest(warmup_cosine) != digest(sorted)
     assert digest(len) == digest(len)
+
+
+def test_torchs_wrapper_of_an_optimizers_step_does_not_count() -> None:
+    import torch
+
+    class Sam(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    before = digest(Sam)
+    Sam([torch.ones(1)], lr=0.1)
+    assert getattr(Sam.step, "hooked", False)
+    assert digest(Sam) == before

@@ -14,27 +14,31 @@ from lockstep.base.garbage import collector_paused
 from lockstep.base.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from lockstep.cli.export import export_pretrained as export_pretrained
+    from lockstep.data import samplers as samplers
     from lockstep.hooks.early_stopping import EarlyStopping as EarlyStopping
     from lockstep.hooks.moving_average import ExponentialMovingAverage as ExponentialMovingAverage
     from lockstep.launch.spawn import spawn as spawn
     from lockstep.logging.fingerprint import fingerprint as fingerprint
     from lockstep.logging.loggers import MLflow as MLflow, WandB as WandB
     from lockstep.plan import Plan as Plan
+    from lockstep.ranks import once as once, rank as rank
+    from lockstep.recipe.data import Stream as Stream
     from lockstep.recipe.recipe import (
         Evaluation as Evaluation,
         Gathered as Gathered,
         Loss as Loss,
         Mean as Mean,
         Recipe as Recipe,
-        Stream as Stream,
         Sum as Sum,
         Weights as Weights,
     )
-    from lockstep.run import Result as Result, train as train
+    from lockstep.run import Result as Result, evaluate as evaluate, train as train
     from lockstep.saving import Saving as Saving
     from lockstep.schedule import warmup_cosine as warmup_cosine
     from lockstep.session import Session as Session
     from lockstep.training.hook import Hook as Hook
+    from lockstep.training.optim.schedule import OnMetric as OnMetric
 
 _HOME = {
     "EarlyStopping": "lockstep.hooks.early_stopping",
@@ -45,16 +49,21 @@ _HOME = {
     "Loss": "lockstep.recipe.recipe",
     "MLflow": "lockstep.logging.loggers",
     "Mean": "lockstep.recipe.recipe",
+    "OnMetric": "lockstep.training.optim.schedule",
     "Plan": "lockstep.plan",
     "Recipe": "lockstep.recipe.recipe",
     "Result": "lockstep.run",
     "Saving": "lockstep.saving",
     "Session": "lockstep.session",
-    "Stream": "lockstep.recipe.recipe",
+    "Stream": "lockstep.recipe.data",
     "Sum": "lockstep.recipe.recipe",
     "WandB": "lockstep.logging.loggers",
     "Weights": "lockstep.recipe.recipe",
+    "evaluate": "lockstep.run",
+    "export_pretrained": "lockstep.cli.export",
     "fingerprint": "lockstep.logging.fingerprint",
+    "once": "lockstep.ranks",
+    "rank": "lockstep.ranks",
     "spawn": "lockstep.launch.spawn",
     "train": "lockstep.run",
     "warmup_cosine": "lockstep.schedule",
@@ -64,6 +73,8 @@ __all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:
+    if name == "samplers":
+        return import_module("lockstep.data.samplers")
     if name == "errors":
         return import_module("lockstep.base.errors")
     if name not in _HOME:
@@ -75,7 +86,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "__version__", "errors"]
+    return [*__all__, "__version__", "errors", "samplers"]
 
 
 install_excepthook()

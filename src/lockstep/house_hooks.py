@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from lockstep.hooks.checkpointing import Checkpointing
 from lockstep.hooks.evaluation import EvaluationHook
@@ -26,16 +26,17 @@ from lockstep.training.hook import Hook
 class HouseHooks:
     """The hooks of one run on one rank: lockstep's own, and the user's among them."""
 
-    def __init__(self, opened: Opened, termination: Termination, *, hooks: Sequence[Hook], evaluation: Evaluation | None) -> None:
+    def __init__(self, opened: Opened, termination: Termination, *, hooks: Sequence[Hook], evaluations: Mapping[str, Evaluation]) -> None:
         """`hooks`: the user's."""
         environment, request, bare = opened.environment, opened.request, opened.context.overrides.bare
         user_hooks = [*opened.hooks, *hooks]  # a probe sees what no hook of the user has changed
         setting = check_out_of_memory(environment.out_of_memory or "retry", "LOCKSTEP_OUT_OF_MEMORY")
         timeouts = None if bare else WatchdogTimeouts.parse(environment.hang_after, environment.on_hang)
         steps = None if environment.profile is None else steps_of(environment.profile)
-        audit = ReplicaAudit(every=environment.compare_every or 0)
+        audit = ReplicaAudit(every=environment.compare_every or 0, hooks=hooks)
         self.metrics = Metrics()
-        self.evaluation = None if evaluation is None else EvaluationHook(evaluation, self.metrics)
+        self.loss_check = LossCheck()
+        self.evaluation = EvaluationHook(evaluations, self.metrics) if evaluations else None
         self.checkpointing = Checkpointing(request.saving, request.resume, request.checkpoints(opened.context), request.allow_change, audit)
         self.out_of_memory = OutOfMemory(
             opened.given_plan, opened.taken_fallbacks, setting, is_restarted=environment.launcher == "lockstep"
@@ -47,7 +48,7 @@ class HouseHooks:
             return
         self.in_order = [
             # Tries the loss on the first microbatch before any hook has seen the step.
-            LossCheck(),
+            self.loss_check,
             # Begins a trace before any other hook of the step, and ends it before lockstep's own work between steps.
             *([] if steps is None else [Profiler(steps)]),
             # The user's hooks see the step as the script left it.

@@ -27,6 +27,10 @@ class RandomStream(IntEnum):
     """One microbatch's forward in an evaluation: (seed, EVALUATION, steps done, microbatch)."""
     WINDOW = 7
     """The permutation of one window of a stream: (seed, WINDOW, shard, epoch, window)."""
+    SAMPLER = 8
+    """A sampler's call: (seed, SAMPLER, epoch); of `ls.samplers`: (seed, SAMPLER, epoch or number of a part)."""
+    HOOK = 9
+    """A call of a user's hook: (seed, HOOK, steps done, place among the hooks, number of the method)."""
 
 
 def mix(state: int) -> int:

@@ -81,7 +81,6 @@ class RunRequest:
         return replace(
             self,
             plan=self.plan if environment.plan is None else Plan.parse(environment.plan),
-            run_dir=environment.run_dir or self.run_dir,
             saving=saving,
             resume=resume,
             allow_change=self.allow_change | environment.allow_change,
@@ -134,7 +133,13 @@ def open_run(request: RunRequest, termination: Termination, stack: ExitStack) ->
     stack.callback(mesh.close)
     stack.enter_context(termination)
     recorder = Recorder(
-        asked.run_dir, world, resume=asked.resume, default=environment.default_run_dir, loggers=() if overrides.bare else request.loggers
+        request.run_dir,
+        world,
+        resume=asked.resume,
+        launched=environment.run_dir or (environment.default_run_dir if request.run_dir is None else None),
+        loggers=() if overrides.bare else request.loggers,
+        extend=not asked.allow_change.isdisjoint({"steps", "epochs"}),
+        restarted=environment.restarted is not None or environment.restarts > 0,
     )
     stack.callback(recorder.close)
     taken = read_fallbacks(world, recorder.path, resumes=recorder.is_resumed)

@@ -194,6 +194,9 @@ class RunOptions:
     default_run_dir: str | None = _option(
         None, "The run directory if neither the launcher nor the script names one.", on_command_line=False, shared=False
     )
+    evaluate: str | None = _option(
+        None, "The weights that ls.train evaluates instead of training: a file, or a Hugging Face folder.", on_command_line=False
+    )
     restarted: str | None = _option(
         None, "Why the launcher started the workers again. Not set at their first start.", on_command_line=False, shared=False
     )

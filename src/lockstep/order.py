@@ -74,6 +74,11 @@ class Order:
         return high << self._low_bits | low
 
 
+def hashed(numbers: NDArray[np.int64], key: int) -> NDArray[np.uint64]:
+    """Return 64 random bits for each of the `numbers`, which follow from it and the key."""
+    return _mix(np.uint64(key) + numbers.astype(np.uint64) * np.uint64(GOLDEN))
+
+
 def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """`keys.mix` of every element, in place."""
     state ^= state >> np.uint64(30)

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import math
+import os
+import time
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from typing import Any
 
 from lockstep.base.errors import CheckpointError, RecipeError
 from lockstep.base.events import Event
+from lockstep.checkpoint.configuration import CONFIGURATION, save_configuration
 from lockstep.logging.fingerprint import fingerprint
 from lockstep.logging.loggers import Logger
 from lockstep.logging.run_directory import check_tensors
 from lockstep.opening import Opened
+from lockstep.options import variable
 from lockstep.plan import MEASURED, Plan
 from lockstep.recipe.code import code_of
-from lockstep.recipe.recipe import Recipe
+from lockstep.recipe.recipe import Recipe, Weights
 from lockstep.saving import Best, Resume, Saving
 from lockstep.session import Session
 from lockstep.training.context import Context
 from lockstep.training.hook import Hook
+from lockstep.training.losses.loss_module import with_loss_in_model
 from lockstep.training.set_up import check_microbatch_is_fixed
-from lockstep.training.state import Stateful
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +36,7 @@ class Result:
     steps: int
     """Optimizer steps done."""
     loss: float
-    """The training loss of the last step: Σ total / Σ weight over its global batch."""
+    """The training loss of the last step: Σ total / Σ weight over its global batch. NaN after `lockstep evaluate`."""
     metrics: dict[str, float]
     """The last evaluation: `loss` and the recipe's metrics. Empty without one."""
     best: Best | None
@@ -71,29 +77,25 @@ def train(
     `resume`: "auto" goes on with an unfinished run in `run_dir`, "never" refuses to, "must" refuses if there is none;
     the launcher's goes first. `allow_change`: fields of the recipe that may then differ from what they were. `loggers`:
     where else the run's numbers go, such as `ls.WandB(project=...)`; see `logging.loggers.Logger`. Raises the children
-    of `lockstep.errors.UserError`, and `Preempted`, which ends the process with status 75, if it was asked to save and
-    end.
+    of `ls.errors.UserError`, and `Preempted`, which ends the process with status 75, if it was asked to save and end.
     """
     if not isinstance(recipe, Recipe):
         raise RecipeError(f"train({recipe!r}); it takes an ls.Recipe: build one with ls.Recipe(model=..., data=..., loss=..., ...)")
+    if (weights := os.environ.get(variable("evaluate"))) is not None:
+        return _evaluate(recipe, weights, plan=plan, run_dir=run_dir)
     resolved = [recipe]
-    session = Session(
+    session = _session(
+        resolved,
         run_dir=run_dir,
-        seed=recipe.seed,
         plan=plan,
-        precision="fp32" if recipe.precision == "auto" else recipe.precision,
-        gradient_compression=recipe.gradient_compression,
         log_every=log_every,
         hooks=hooks,
-        recipe=recipe.describe(),
         saving=saving,
         resume=resume,
         allow_change=allow_change,
         loggers=loggers,
-        evaluation=recipe.evaluation,
-        resolve=partial(_resolve, resolved),
     )
-    if saving is not None and saving.best is not None and (recipe.evaluation is None or recipe.evaluation.every is None):
+    if saving is not None and saving.best is not None and all(each.every is None for each in recipe.evaluations.values()):
         raise CheckpointError(
             f"Saving(best={saving.best!r}) without Recipe.evaluation, or with every=None; it is a metric of evaluations; give "
             "ls.Evaluation(every=...)"
@@ -102,9 +104,56 @@ def train(
         return _train(resolved[0], session)
 
 
+def evaluate(
+    recipe: Recipe,
+    weights: Weights | str | os.PathLike[str] | None = None,
+    *,
+    plan: str | Plan | None = None,
+    run_dir: str | None = None,
+) -> dict[str, float]:
+    """Measure the recipe's evaluations without training, on as many processes as were started, and return the metrics
+    by name. Every rank calls it, with the same arguments.
+
+    `weights`: as in `Recipe`, such as a run's `model.safetensors`; None: those that the recipe begins with. `plan` and
+    `run_dir`: as for `train`; the metrics are in `result.json` too. Raises the children of `ls.errors.UserError`.
+    """
+    return _evaluate(recipe, weights, plan=plan, run_dir=run_dir).metrics
+
+
+def _evaluate(recipe: Recipe, weights: Weights | str | os.PathLike[str] | None, *, plan: str | Plan | None, run_dir: str | None) -> Result:
+    if not recipe.evaluations:
+        raise RecipeError(
+            "an evaluation of a recipe without Recipe.evaluation; it measures those of the recipe; give ls.Evaluation(data=...)"
+        )
+    measured = {name.removesuffix("/"): replace(each, weights="current") for name, each in recipe.evaluations.items()}
+    recipe = replace(recipe, evaluation=measured.get("", measured), weights=recipe.weights if weights is None else weights)
+    resolved = [recipe]
+    with _session(resolved, run_dir=run_dir, plan=plan, resume="never") as session:
+        _prepare(resolved[0], session)
+        assert session.house.evaluation is not None, "the recipe has one"
+        began = time.perf_counter()
+        session.house.evaluation.on_start(session.run)
+        session.house.evaluation.measure(session.run)
+        return _result(session, time.perf_counter() - began, is_trained=False)
+
+
+def _session(recipes: list[Recipe], **options: Any) -> Session:
+    """The session of a recipe. Its `auto` settings are measured on entering, and then in `recipes[0]`."""
+    (recipe,) = recipes
+    return Session(
+        seed=recipe.seed,
+        precision="fp32" if recipe.precision == "auto" else recipe.precision,
+        gradient_compression=recipe.gradient_compression,
+        recipe=recipe.describe(),
+        evaluations=recipe.evaluations,
+        resolve=partial(_resolve, recipes),
+        **options,
+    )
+
+
 def _train(recipe: Recipe, session: Session) -> Result:
     run, evaluation = session.run, session.house.evaluation
-    _prepare(recipe, session)
+    recipe = _prepare(recipe, session)
     assert recipe.microbatch != "auto", "_resolve has chosen one"
     for step in session.steps(
         recipe.data,
@@ -113,23 +162,25 @@ def _train(recipe: Recipe, session: Session) -> Result:
         steps=recipe.steps,
         epochs=recipe.epochs,
         drop_last=recipe.drop_last,
+        sampler=recipe.sampler,
+        batch_sampler=recipe.batch_sampler,
         collate=recipe.collate,
         weight=recipe.weight,
     ):
-        step.compute(recipe.inputs, recipe.loss)
+        step.compute(recipe.inputs, session.house.loss_check.watched(run, recipe))
         step.commit(clip_norm=recipe.clip_norm)
     if evaluation is not None:
         evaluation.measure(run)
     seconds = session.house.metrics.throughput.seconds()
     session.finish()
-    return _result(session, seconds)
+    return _result(session, seconds, is_trained=True)
 
 
 def _resolve(recipes: list[Recipe], opened: Opened) -> Context:
     """Measure every setting that is `auto`. Puts the recipe with their values into `recipes[0]`, and returns the
     context with them."""
     (recipe,), plan = recipes, opened.context.plan
-    if recipe.microbatch != "auto":
+    if recipe.microbatch != "auto" and recipe.global_batch is not None:
         check_microbatch_is_fixed(plan, recipe.global_batch, recipe.microbatch)
     if plan.pipeline != 1 and recipe.inputs is None:
         raise RecipeError(
@@ -138,16 +189,28 @@ def _resolve(recipes: list[Recipe], opened: Opened) -> Context:
         )
     if "auto" not in (recipe.precision, recipe.microbatch, *(getattr(plan, name) for name in MEASURED)):
         return opened.context
+    if recipe.global_batch is None:
+        raise RecipeError("auto with batch_sampler; what is auto is timed with microbatches of one size; give a value in recipe and plan")
+    if recipe.batch_loss is not None:
+        raise RecipeError(
+            "auto with batch_loss; what is auto is timed with a loss of one microbatch; give a value in the recipe and the plan"
+        )
     from lockstep.autotune.autotune import autotune  # 5 ms to import
 
     recipes[0], context = autotune(recipe, opened)
     return context
 
 
-def _prepare(recipe: Recipe, session: Session) -> None:
-    """Build the model, and register what is saved with the run."""
+def _prepare(given: Recipe, session: Session) -> Recipe:
+    """Build the model, and register what is saved with the run. Returns the recipe with a loss module in the model."""
+    recipe, code = with_loss_in_model(given), code_of(given)
+    if recipe is not given and session.plan.pipeline != 1:
+        raise RecipeError(
+            f"pipeline={session.plan.pipeline} with a loss that is a module with parameters; stages hold all parameters; choose another "
+            "plan, or make the parameters a part of the last stage"
+        )
     run = session.run
-    run.recipe, run.code = recipe, code_of(recipe)
+    run.recipe, run.code = recipe, code
     session.prepare(
         recipe.model,
         recipe.optimizer,
@@ -157,6 +220,12 @@ def _prepare(recipe: Recipe, session: Session) -> None:
         stages=recipe.stages,
         weights=recipe.weights,
     )
+    metric = run.modules[0].schedule.metric
+    if metric is not None and all(each.every is None for each in recipe.evaluations.values()):
+        raise RecipeError(
+            f"a ReduceLROnPlateau follows the evaluations' {metric!r}, and Recipe.evaluation has none, or every=None; give "
+            "ls.Evaluation(every=...), or another schedule"
+        )
     pipeline, check = run.modules[0].parallel.pipeline, partial(check_tensors, run.model.state_dict())
     if pipeline is None:
         check()
@@ -164,23 +233,23 @@ def _prepare(recipe: Recipe, session: Session) -> None:
         pipeline.raise_on_all_ranks(check)
     if session.house.evaluation is not None:
         session.house.evaluation.prepare(run, recipe)
-    run.include("run", run)
-    for place, hook in enumerate(session.hooks):
-        if isinstance(hook, Stateful):
-            run.include(f"{place}-{type(hook).__qualname__}", hook)
+    if run.rank == 0:
+        save_configuration(run.model, run.dir / CONFIGURATION)
+    return recipe
 
 
-def _result(session: Session, seconds: float) -> Result:
+def _result(session: Session, seconds: float, *, is_trained: bool) -> Result:
     run, recorder = session.run, session.context.recorder
     state = session.context.mesh.union(run.model.state_dict())
-    recorder.save_tensors("model.safetensors", state)
-    run.hooks.call("on_save", run)
-    run.event("run-ended")
+    if is_trained:
+        recorder.save_tensors("model.safetensors", state)
+        run.hooks.call("on_save", run)
+    run.end()
     result = Result(
         steps=run.step,
-        loss=run.loss,
+        loss=run.loss if is_trained else math.nan,
         metrics=run.metrics,
-        best=session.house.checkpointing.best(),
+        best=session.house.checkpointing.best() if is_trained else None,
         fingerprint=fingerprint(state),
         run_dir=str(recorder.path),
         plan=str(session.plan),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -14,7 +13,8 @@ import torch
 from torch import Tensor
 
 from lockstep.base.errors import CheckpointError
-from lockstep.comm.world import World, exact_sum
+from lockstep.comm.gather import gather, mean
+from lockstep.comm.world import World
 from lockstep.house_hooks import HouseHooks
 from lockstep.launch.failures import error_details
 from lockstep.launch.termination import Preempted, Termination
@@ -54,14 +54,14 @@ class Session:
         resume: Resume = "auto",
         allow_change: Collection[str] = (),
         loggers: Sequence[Logger] = (),
-        evaluation: Evaluation | None = None,
+        evaluations: Mapping[str, Evaluation] | None = None,
         resolve: Callable[[Opened], Context] | None = None,
     ) -> None:
         """`precision`, `gradient_compression`: as in `Recipe`. `log_every`: steps between two lines of metrics.jsonl.
         `hooks`: called in this order. `recipe`: what run.json says of it.
 
         `saving`: None: `Saving()`. `resume`: what to do if `run_dir` holds an unfinished run. `allow_change`: fields of
-        the recipe that may differ from the saved ones. `evaluation` and `resolve` are for `train`; `resolve` replaces
+        the recipe that may differ from the saved ones. `evaluations` and `resolve` are for `train`; `resolve` replaces
         the settings that depend on a measurement, before anything is built from them.
         """
         check_hooks(hooks)
@@ -79,8 +79,7 @@ class Session:
             allow_change=allow_change,
             loggers=loggers,
         )
-        self._evaluation = evaluation
-        self._resolve = resolve
+        self._evaluations, self._resolve = evaluations or {}, resolve
         self._finished = False
         self._stack = ExitStack()
         self._termination = Termination()
@@ -88,9 +87,10 @@ class Session:
     def __enter__(self) -> Session:
         with ExitStack() as stack:
             opened = open_run(self._request, self._termination, stack)
-            self.house = HouseHooks(opened, self._termination, hooks=self.hooks, evaluation=self._evaluation)
+            self.house = HouseHooks(opened, self._termination, hooks=self.hooks, evaluations=self._evaluations)
             stack.callback(self.house.hang.close)
             self.run = Run(opened.context if self._resolve is None else self._resolve(opened), self.house.in_order)
+            self.run.include_hooks(self.hooks)
             stack.callback(self.run.close)
             self.house.hang.watch(self.run)
             self.house.out_of_memory.report_change(self.run)
@@ -119,6 +119,7 @@ class Session:
             try:
                 self.finish()
                 house.checkpointing.wait()
+                run.end()
             except BaseException as failure:
                 self._end(failure)
                 raise
@@ -179,40 +180,37 @@ class Session:
         stages: Sequence[str] | None = None,
         weights: Weights | str | os.PathLike[str] | None = None,
     ) -> tuple[Any, Any]:
-        """Build a model and its optimizer (or list of optimizers) for training. Every rank calls it.
-
-        Returns what the two functions returned, the model on this rank's device. Its initial values follow from the
-        session's seed, whatever the plan, or are `weights`. `blocks`, `tensor`, `stages` and `weights`: as in `Recipe`.
-        May be called again, for another model, unless the plan has a pipeline. Raises `RecipeError`.
-        """
-        options = ModelOptions(blocks=blocks, tensor=tensor, stages=stages)
-        module = prepare(self.run, build_model, build_optimizer, options, schedule=schedule, weights=Weights.of(weights))
-        optimizers = module.optimizers
-        return module.model, optimizers if len(optimizers) > 1 else optimizers[0]
+        """Build a model and its optimizer (or list of optimizers). Every rank calls it. Returns what the two functions
+        returned, the model on this rank's device. Its initial values follow from the session's seed, whatever the plan,
+        or are `weights`. `blocks`, `tensor`, `stages` and `weights`: as in `Recipe`.
+        May be called again, for another model, unless the plan has a pipeline. Raises `RecipeError`."""
+        how = ModelOptions(blocks=blocks, tensor=tensor, stages=stages)
+        module = prepare(self.run, build_model, build_optimizer, how, schedule=schedule, weights=Weights.of(weights))
+        return module.model, module.optimizers if len(module.optimizers) > 1 else module.optimizers[0]
 
     def steps(
         self,
         data: Any,
         *,
-        global_batch: int,
+        global_batch: int | None = None,
         microbatch: int | None = None,
         steps: int | None = None,
         epochs: int | None = None,
         drop_last: bool = False,
         collate: Callable[[list[Any]], Any] | None = None,
         weight: Callable[[Any], Any] | None = None,
+        sampler: Callable[[int, int], Any] | None = None,
+        batch_sampler: Callable[[int, int], Any] | None = None,
     ) -> Iterator[Step]:
         """The steps of training, each the same on every rank. Arguments are those of `Recipe`. Every rank calls it.
-
-        `data=None`: there is no dataset; a microbatch is a `range` of indices in the global batch, the same in every
-        step (the environments of reinforcement learning). In each step all models must be committed. Raises
-        `DataError`, `RecipeError`, `LossError`.
-        """
+        `data=None`: no dataset; a microbatch is a `range` of indices in the global batch, the same in every step (the
+        environments of reinforcement learning). A DataLoader with `sampler` or `batch_sampler`: its dataset and
+        collate_fn. In each step all models must be committed. Raises `DataError`, `RecipeError`, `LossError`."""
         run = self.run
-        options = loop.LoopOptions(data, global_batch, microbatch, steps, epochs, drop_last, collate, weight)
+        sizes = (global_batch, microbatch, steps, epochs, drop_last)
+        options = loop.LoopOptions(data, *sizes, collate, weight, sampler, batch_sampler)
         batching = loop.lay_out_loop(run, options)
-        models = [module.model for module in run.modules]
-        self.house.out_of_memory.begin_loop(run, models, data, largest=batching.largest)
+        self.house.out_of_memory.begin_loop(run, [module.model for module in run.modules], options.data, largest=batching.largest)
         if not run.loop.loops:
             run.start()
             loop.report_layout(run, batching)
@@ -223,10 +221,8 @@ class Session:
         return loop.steps(run, batches, total=batching.steps, weight=weight)
 
     def include(self, name: str, state: Stateful) -> None:
-        """Save `state` with the run, and load it when the run is resumed. Every rank calls it, before `steps`.
-
-        `state`: has `state_dict` and `load_state_dict`, the same on every rank. Raises `CheckpointError`.
-        """
+        """Save `state` with the run, and load it when the run is resumed. Every rank calls it, before `steps`. `state`:
+        has `state_dict` and `load_state_dict`, the same on every rank. Raises `CheckpointError`."""
         if self.run.loop.loops:
             raise CheckpointError(f"include({name!r}) after steps have begun; a checkpoint is loaded then; include it before")
         self.run.include(name, state)
@@ -238,8 +234,12 @@ class Session:
 
     def mean(self, values: Tensor) -> float:
         """The mean over all values (any shape) of all ranks; NaN if there are none. Every rank calls it."""
-        everyone = self.world.gather_ragged(values.detach().reshape(-1).double().cpu())
-        return exact_sum(everyone.tolist()) / len(everyone) if len(everyone) else math.nan
+        return mean(values, self.world)
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """The rows (dim 0), any number of them, of all data ranks in rank order, on each of these. Their gradient is
+        the sum over ranks. Every rank calls it."""
+        return gather(rows, self.context.mesh.data)
 
     def stop(self, reason: str) -> None:
         """Ask for the end of training. Any rank may; it takes effect on all at the next logging step or evaluation."""

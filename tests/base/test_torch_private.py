@@ -247,15 +247,27 @@ def test_fsdp_parameter_group(mesh):
     assert found.fsdp_params[0].padded_sharded_param_size == torch.Size([2, 2])
 
 
+def test_default_mps_generator():
+    assert callable(torch.mps._get_default_mps_generator)
+    if torch.backends.mps.is_available():
+        assert torch_private.default_mps_generator().device.type == "mps"
+
+
 def test_set_unshard_async(mesh):
     torch_private.set_unshard_async(fully_shard(nn.Linear(2, 2), mesh=mesh["a"]), True)
 
 
-def test_stage_inputs_and_input_gradients(group):
+def test_is_fsdp_root(mesh):
+    model = nn.Sequential(nn.Linear(2, 2))
+    for module in (model[0], model):
+        fully_shard(module, mesh=mesh["a"])
+    assert [torch_private.is_fsdp_root(module) for module in (model, model[0])] == [False, False]
+    model(torch.zeros(2, 2))
+    assert [torch_private.is_fsdp_root(module) for module in (model, model[0])] == [True, False]
+
+
+def test_stage_input_gradients(group):
     stage = PipelineStage(nn.Linear(1, 1), 0, 1, torch.device("cpu"))
-    assert torch_private.stage_inputs(stage, 0) == ()
-    stage.fwd_cache[0] = ((), [torch.zeros(1)])
-    assert torch_private.stage_inputs(stage, 0) == (torch.zeros(1),)
     assert torch_private.stage_input_gradients(stage) is stage.bwd_cache
 
 

@@ -137,6 +137,7 @@ def hidden(folder: Path) -> list[str]:
     return [entry for entry in os.listdir(folder) if entry.startswith(".")]
 
 
+@pytest.mark.command
 def test_a_save_killed_at_every_twentieth_of_its_length(tmp_path: Path) -> None:
     folder = FolderStorage(tmp_path)
     states = {step: state_of(48, step) for step in range(1, 30)}

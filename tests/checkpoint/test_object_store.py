@@ -156,6 +156,7 @@ def test_what_is_saved_is_loaded(pool: WorkerPool, bucket: str, server: int, ran
     assert pool.run(readers, load, bucket, server) == [["same", "same"]] * readers
 
 
+@pytest.mark.command
 def test_damage_is_named(pool: WorkerPool, bucket: str, server: int) -> None:
     assert pool.run(2, save, bucket, server, [3]) == [[SaveResult(3, None)]] * 2
     storage = ObjectStorage(bucket)
@@ -185,6 +186,7 @@ def loaded(storage: Storage, name: CheckpointName) -> str:
     return "same" if all(torch.equal(state[key], truth[key]) for key in truth) else "other"
 
 
+@pytest.mark.command
 def test_a_server_that_disconnects_fails_the_save_in_progress(pool: WorkerPool, bucket: str, server: int) -> None:
     assert pool.run(2, save, bucket, server, [3])[0] == [SaveResult(3, None)]
     with closing(Line(server, disconnect_after_bytes=8_000_000)) as line:

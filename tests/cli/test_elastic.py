@@ -43,7 +43,11 @@ def events(run: Path, *names: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("nproc", "rank", "step"),
-    [(2, 1, 13), pytest.param(3, 0, 13, marks=pytest.mark.slow), pytest.param(2, 0, 2, marks=pytest.mark.slow)],
+    [
+        pytest.param(2, 1, 13, marks=pytest.mark.command),
+        pytest.param(3, 0, 13, marks=pytest.mark.slow),
+        pytest.param(2, 0, 2, marks=pytest.mark.slow),
+    ],
     ids=["1 of 2", "0 of 3", "early"],
 )
 def test_a_run_that_loses_a_worker_goes_on_from_what_a_survivor_had(
@@ -258,6 +262,7 @@ def test_a_user_s_mistake_on_one_machine_ends_the_others_too(tmp_path: Path, age
 
 
 @pytest.mark.parametrize(("restarts", "statuses"), [(0, [1, 3]), pytest.param(1, [0, 0], marks=pytest.mark.slow)])
+@pytest.mark.command
 def test_a_machine_that_is_done_hears_of_one_that_fails_later(tmp_path: Path, agent: Agents, restarts: int, statuses: list[int]) -> None:
     """Torch's would wait for it for five minutes, deaf to signals, and keep it from starting again."""
     script = tmp_path / "script.py"

@@ -70,7 +70,7 @@ def events(run_dir: Path) -> list[dict[str, Any]]:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("kind", "plan", "nproc", "rank", "said"),
-    [pytest.param(*case, marks=() if place in QUICK else pytest.mark.slow) for place, case in enumerate(CASES)],
+    [pytest.param(*case, marks=pytest.mark.command if place in QUICK else pytest.mark.slow) for place, case in enumerate(CASES)],
     ids=[f"{kind} on {rank} of {plan}" for kind, plan, _, rank, _ in CASES],
 )
 def test_who_is_waited_for_is_named_with_the_line_where_it_stands(

@@ -212,7 +212,7 @@ def test_each_of_several_models_has_its_fingerprint_and_is_exported_by_its_numbe
     expected = two(str(tmp_path / "run"))
     (found,) = inspected(tmp_path / "run")["checkpoints"]
     assert list(found["fingerprints"].values()) == expected
-    assert found["other_state"] == ["notes"]
+    assert found["other_state"] == ["notes", "run"]
     refused = lockstep("export", tmp_path / "run", tmp_path / "model.safetensors")
     assert (
         refused.stderr

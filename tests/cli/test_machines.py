@@ -126,6 +126,7 @@ def test_three_hosts_train_to_the_bits_of_one_process(tmp_path: Path, hosts: Net
 
 
 @pytest.mark.timeout(100)
+@pytest.mark.command
 def test_a_host_that_cannot_reach_the_rendezvous_says_what_it_tried(tmp_path: Path, hosts: Network) -> None:
     hosts.cut(1)
     line = [LOCKSTEP, "run", "--nnodes", "2", "--rdzv", f"{hosts.address(2)}:29400", "--nproc", "1", RANKS]

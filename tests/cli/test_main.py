@@ -43,8 +43,8 @@ def test_help_names_the_commands_and_an_example() -> None:
     ended = lockstep("--help")
     assert ended.returncode == 0
     assert "  lockstep run --nproc 2 train.py\n" in ended.stdout
-    assert "  run      Run SCRIPT on several processes, of this machine or of several.\n" in ended.stdout
-    assert "  verify   Prove that plans train the same model as one process.\n" in ended.stdout
+    assert "  run       Run SCRIPT on several processes, of this machine or of several.\n" in ended.stdout
+    assert "  verify    Prove that plans train the same model as one process.\n" in ended.stdout
 
 
 def test_run_help_names_its_options_and_examples() -> None:

@@ -37,6 +37,7 @@ def resumed_at(folder: Path) -> list[int]:
     return [row["step"] for row in rows if row["event"] == "resumed"]
 
 
+@pytest.mark.command
 def test_it_starts_again_under_the_plan_that_a_rank_wrote_down_until_memory_is_enough(tmp_path: Path) -> None:
     """Rank 0 sees no more of rank 1 than its end."""
     ended = lockstep_run(tmp_path, "--run-dir", "run", "--plan", "pipeline=2", SCRIPT, "with 2 samples")
@@ -57,6 +58,7 @@ def test_in_bitwise_numerics_the_fingerprint_is_that_of_one_process_with_memory_
     assert resumed_at(tmp_path) == [AT]
 
 
+@pytest.mark.command
 def test_it_does_what_the_command_line_says(tmp_path: Path) -> None:
     ended = lockstep_run(tmp_path, "--nproc", "1", "--out-of-memory", "stop", SCRIPT, "never")
     assert (ended.returncode, len(list(tmp_path.glob("fired-*")))) == (1, 1)

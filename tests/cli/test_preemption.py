@@ -58,7 +58,7 @@ def worker(launcher: int, rank: int) -> int:
     ("target", "number", "before", "after"),
     [
         pytest.param(None, signal.SIGTERM, "replicate=2", "shard=2", marks=pytest.mark.slow),
-        (1, signal.SIGUSR1, "shard=2", "replicate=1"),
+        pytest.param(1, signal.SIGUSR1, "shard=2", "replicate=1", marks=pytest.mark.command),
         pytest.param(0, signal.SIGTERM, "replicate=2", "replicate=2", marks=pytest.mark.slow),
         pytest.param(None, signal.SIGUSR1, "replicate=2,shard=2", "replicate=2", marks=pytest.mark.slow),
         pytest.param(3, signal.SIGTERM, "shard=4", "replicate=4", marks=pytest.mark.slow),
@@ -87,6 +87,7 @@ def test_it_saves_ends_with_75_and_goes_on_to_the_same_model(
     assert preempted == resumed > 0
 
 
+@pytest.mark.command
 def test_a_deadline_asks_too(tmp_path: Path) -> None:
     with lockstep_run(tmp_path, "--nproc", "2", "--stop-after", "5s", str(ENDLESS), str(tmp_path / "run")) as ended:
         words = ended.communicate()[1]

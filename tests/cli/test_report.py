@@ -31,6 +31,7 @@ def told(*arguments: Any) -> dict[str, Any]:
     return said
 
 
+@pytest.mark.command
 def test_a_run_that_was_preempted_and_went_on_is_one_run_with_a_page(pool: WorkerPool, tmp_path: Path) -> None:
     path = tmp_path / "a"
     pool.run(1, run, "replicate=1", str(path), 3, {})

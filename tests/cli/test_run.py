@@ -28,6 +28,7 @@ def lockstep_run(*arguments: str, folder: Path | None = None) -> subprocess.Comp
     return subprocess.run([LOCKSTEP, "run", *arguments], cwd=folder, env=without_gpus(), capture_output=True, text=True, check=False)
 
 
+@pytest.mark.command
 def test_a_script_written_for_torchrun_runs_unchanged(tmp_path: Path) -> None:
     arguments = ["--help", "--nproc", "3", "-m", "--", "", "a b", "$$x", "${local_rank}"]
     plan = "replicate=2,numerics=bitwise"
@@ -59,10 +60,11 @@ def test_a_script_written_for_torchrun_runs_unchanged(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("how", "status", "first"),
     [
-        (
+        pytest.param(
             "raise",
             1,
             r"lockstep: rank 0 failed \(exit status 1\)(, first of 2)?:\nTraceback \(most recent call last\):\n(?s:.*)\nValueError: boom\n",
+            marks=pytest.mark.command,
         ),
         pytest.param(
             "kill",
@@ -104,6 +106,7 @@ def test_the_status_of_the_script_is_that_of_the_command(tmp_path: Path, end: st
     assert (ended.returncode, ended.stdout, ended.stderr) == (status, "", printed)
 
 
+@pytest.mark.command
 def test_sigterm_to_the_command_leaves_no_process(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
@@ -122,6 +125,7 @@ def test_sigterm_to_the_command_leaves_no_process(tmp_path: Path) -> None:
             psutil.Process(number).wait(10)
 
 
+@pytest.mark.command
 def test_sigkill_to_the_command_leaves_no_worker(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(1000)")
@@ -134,6 +138,7 @@ def test_sigkill_to_the_command_leaves_no_worker(tmp_path: Path) -> None:
         psutil.Process(worker).wait(10)
 
 
+@pytest.mark.command
 def test_under_nohup_a_run_outlives_its_terminal_and_still_ends_its_workers(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import os, signal, time\nprint(os.getpid(), signal.getsignal(signal.SIGHUP).name, flush=True)\ntime.sleep(1000)")
@@ -152,6 +157,7 @@ def test_under_nohup_a_run_outlives_its_terminal_and_still_ends_its_workers(tmp_
     assert not any(psutil.pid_exists(int(number)) for number, _ in workers)
 
 
+@pytest.mark.command
 def test_one_process_a_gpu_is_refused_without_a_gpu(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('started')")
     ended = lockstep_run("--nproc", "gpu", "train.py", folder=tmp_path)

@@ -23,7 +23,8 @@ import lockstep as ls
 random.random(), np.random.random(), torch.rand(3)
 def drawn():
     values = [random.random(), float(np.random.random()), float(torch.rand(()))]
-    print(json.dumps([int(os.environ["RANK"]), *values, list({"cat", "dog", "frog", "horse"})]), flush=True)
+    line = json.dumps([int(os.environ["RANK"]), *values, list({"cat", "dog", "frog", "horse"})])
+    os.write(1, (line + chr(10)).encode())
 ls.spawn(drawn, nproc=2)
 """
 
@@ -38,7 +39,7 @@ def command(*arguments: str, hash_seed: str | None = None) -> subprocess.Complet
 COMMANDS = {"run": [LOCKSTEP, "run", "--nproc", "2", DRAWS], "spawn": [sys.executable, DRAWS], "fork": [sys.executable, "-c", NOTEBOOK]}
 
 
-@pytest.mark.parametrize("how", COMMANDS)
+@pytest.mark.parametrize("how", ["run", pytest.param("spawn", marks=pytest.mark.command), "fork"])
 def test_all_ranks_draw_the_same_before_lockstep_is_called(how: str) -> None:
     ended = command(*COMMANDS[how])
     assert (ended.returncode, ended.stderr) == (0, "")
@@ -49,11 +50,13 @@ def test_all_ranks_draw_the_same_before_lockstep_is_called(how: str) -> None:
     assert first[:3] == [random.Random(0).random(), np.random.RandomState(0).random(), float(torch.rand((), generator=generator))]
 
 
+@pytest.mark.command
 def test_the_users_own_hash_seed_stays() -> None:
     alone = command(sys.executable, "-c", "print(list({'cat', 'dog', 'frog', 'horse'}))", hash_seed="5").stdout
     assert json.loads(command(sys.executable, DRAWS, hash_seed="5").stdout.splitlines()[0])[-1] == ast.literal_eval(alone)
 
 
+@pytest.mark.command
 @pytest.mark.parametrize(("strict", "status", "word"), [([], 0, "warning"), (["--strict"], 2, "error")])
 def test_options_that_a_script_does_not_take_are_named(tmp_path: Path, strict: list[str], status: int, word: str) -> None:
     script = tmp_path / "plain.py"
@@ -66,6 +69,7 @@ def test_options_that_a_script_does_not_take_are_named(tmp_path: Path, strict: l
     )
 
 
+@pytest.mark.command
 def test_a_script_for_torchrun_without_such_options_is_left_alone(tmp_path: Path) -> None:
     script = tmp_path / "plain.py"
     script.write_text("print('done')")

@@ -91,6 +91,7 @@ def test_several_launchers_on_a_node_are_refused(slurm: None, tmp_path: Path) ->
     assert "LaunchError: srun started 2 times lockstep run on 1 nodes; " in ended.stderr
 
 
+@pytest.mark.command
 def test_srun_python_starts_the_processes_of_a_run(slurm: None, tmp_path: Path, undisturbed: str) -> None:
     """Two on one node, one on another."""
     ended = srun(tmp_path, "-N2", "-n3", "--overcommit", "env", f"LOCKSTEP_RUN_DIR={tmp_path / 'run'}", sys.executable, ELASTIC, "0")
@@ -99,6 +100,7 @@ def test_srun_python_starts_the_processes_of_a_run(slurm: None, tmp_path: Path, 
     assert fingerprint(tmp_path / "run") == undisturbed
 
 
+@pytest.mark.command
 def test_a_job_that_makes_room_for_another_is_requeued_and_goes_on_to_the_same_model(slurm: None, tmp_path: Path, undisturbed: str) -> None:
     with submitted(tmp_path, ELASTIC, "--", "0.3") as job:
         wait_for(lambda: steps(tmp_path) >= 5)
@@ -143,6 +145,7 @@ def test_a_job_on_a_node_that_is_drained_goes_on_on_another(slurm: None, tmp_pat
     assert fingerprint(tmp_path / "runs" / f"job-{number}") == undisturbed
 
 
+@pytest.mark.command
 def test_a_job_that_fails_ends_with_its_status_and_is_not_requeued(slurm: None, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import os, sys\nsys.exit(3 if os.environ['RANK'] == '1' else 0)\n")

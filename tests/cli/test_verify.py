@@ -59,7 +59,6 @@ def found(*arguments: str, folder: Path) -> tuple[int, dict[str, Any]]:
         ("--plans replicate=2 -- train.py --steps 4", "--plans replicate=2 -- train.py --steps 4"),
         ("--help", "--help"),
         ("train.py --help", "-- train.py --help"),
-        ("train.py --plans replicate=2 nonsense", "--plans replicate=2 nonsense -- train.py"),
     ],
 )
 def test_the_scripts_arguments_are_told_from_ours(given: str, click_sees: str) -> None:
@@ -82,6 +81,8 @@ def test_the_scripts_arguments_are_told_from_ours(given: str, click_sees: str) -
             ["train.py", "--plans", "replicate=2", "--html", "no/such/place.html"],
             "LaunchError: --html no/such/place.html; its directory is not there; name a file in a directory that is",
         ),
+        (["train.py", "--plans", "replicate=2", "shard"], "LaunchError: 'shard' is behind --plans and is no plan; a plan is KEY=VALUE"),
+        (["train.py", "--plan", "replicate=2"], "LaunchError: --plan is an argument of SCRIPT here; the option of lockstep verify is"),
         (["--plans", "replicate=2"], "UsageError: Missing argument 'SCRIPT'; see lockstep verify --help"),
         (["train.py", "--plans", "replicate=2", "--step", "3"], "UsageError: No such option '--step'"),
     ],
@@ -93,6 +94,7 @@ def test_a_mistake_is_one_message_and_status_2(tmp_path: Path, arguments: list[s
     assert ended.stderr.startswith(f"lockstep: {text}")
 
 
+@pytest.mark.command
 def test_right_plans_pass_and_are_shown(tmp_path: Path) -> None:
     """With numerics=bitwise, which needs only two runs; docs/verify.md tests the other kind."""
     options = ["--steps", "3", "--whole-microbatch-loss", "--html", "page.html", "--keep", "kept"]
@@ -125,7 +127,11 @@ def test_a_rate_that_follows_the_number_of_processes_is_found(tmp_path: Path) ->
         pytest.param(
             "fails", "(exit status 1), so there is nothing to compare plans with; make `lockstep run --nproc 1 ", marks=pytest.mark.slow
         ),
-        ("never trains", "ended without a training step; verify compares the steps of ls.train or ls.Session; call one of"),
+        pytest.param(
+            "never trains",
+            "ended without a training step; verify compares the steps of ls.train or ls.Session; call one of",
+            marks=pytest.mark.command,
+        ),
     ],
 )
 def test_a_script_that_cannot_be_compared_is_a_mistake(tmp_path: Path, name: str, text: str) -> None:
@@ -136,6 +142,7 @@ def test_a_script_that_cannot_be_compared_is_a_mistake(tmp_path: Path, name: str
     assert "lockstep/cli" not in ended.stderr
 
 
+@pytest.mark.command
 def test_sigterm_leaves_no_process(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import os, time\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(1000)")

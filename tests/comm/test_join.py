@@ -9,6 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 
+from lockstep.base import accelerator
 from lockstep.base.errors import LaunchError
 from lockstep.comm.world import join
 
@@ -30,11 +31,21 @@ def test_a_rendezvous_port_in_use_is_an_error_with_status_2_and_no_traceback() -
 
 
 def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(accelerator, "count", lambda: 1)
     with pytest.raises(
         LaunchError, match=r"2 processes on this machine and 1 GPUs; each process takes a GPU of its own; start 1 processes"
     ):
         join(rank=0, size=2, local_rank=0, local_size=2, timeout=timedelta(seconds=5))
+
+
+def test_several_processes_on_a_mac_compute_on_the_cpu_and_say_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(accelerator, "count", lambda: 1)
+    monkeypatch.setattr(accelerator, "kind", lambda: "mps")
+    assert join(rank=0, size=1, local_rank=0, local_size=2).device.type == "cpu"
+    assert capsys.readouterr().err == "lockstep: 2 processes compute on the CPU; the GPU of this machine is for one process\n"
+    assert join(rank=0, size=1, local_rank=0, local_size=1).device == torch.device("mps", 0)
 
 
 def test_a_world_of_one_has_no_process_group() -> None:

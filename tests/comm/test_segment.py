@@ -52,13 +52,14 @@ def forked(path: str, world_size: int, function: Callable[[int], Any]) -> list[A
     """What `function(rank)` returned in `world_size` processes with a Gloo group of their own; the signal of one that
     was killed."""
     distributed.destroy_process_group()
-    server = loopback_store()
-    children = []
+    children, ports = [], []
     for rank in range(world_size):
+        port, tell_port = os.pipe()
         child = os.fork()
         if child == 0:
             try:
-                store = distributed.TCPStore("127.0.0.1", server.port, is_master=False)  # type: ignore[attr-defined]
+                number = int.from_bytes(os.read(port, 4), "little")
+                store = distributed.TCPStore("127.0.0.1", number, is_master=False)  # type: ignore[attr-defined]
                 distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
                 distributed.barrier()
                 Path(f"{path}/{rank}").write_bytes(pickle.dumps(function(rank)))
@@ -66,7 +67,13 @@ def forked(path: str, world_size: int, function: Callable[[int], Any]) -> list[A
             except BaseException:
                 traceback.print_exc()
             os._exit(1)
+        os.close(port)
         children.append(child)
+        ports.append(tell_port)
+    server = loopback_store()  # only now: a child that is forked beside its threads may wait for a lock that one of them held
+    for tell_port in ports:
+        os.write(tell_port, server.port.to_bytes(4, "little"))
+        os.close(tell_port)
     endings = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     return [pickle.loads(Path(f"{path}/{rank}").read_bytes()) if ending == 0 else ending for rank, ending in enumerate(endings)]
 

@@ -35,6 +35,20 @@ def test_every_tensor_goes_to_the_device_and_containers_and_other_values_stay():
     assert (moved["pair"].y, moved["record"].name) == (1, "a")
 
 
+class Output(OrderedDict[str, torch.Tensor]):
+    """As the outputs of transformers: a mapping that refuses `update`."""
+
+    def update(self, *args, **kwargs):
+        raise Exception("You cannot use ``update``")
+
+
+def test_a_mapping_of_another_kind_stays_of_its_kind():
+    output = Output()
+    output["logits"] = torch.ones(2)
+    moved = to_device(output, torch.device("meta"))
+    assert (type(moved), moved["logits"].device.type) == (Output, "meta")
+
+
 def test_the_batch_that_is_moved_is_not_changed():
     held = batch()
     to_device(held, torch.device("meta"))

@@ -47,7 +47,7 @@ def test_a_wrong_result_of_a_wrapped_collective_is_found(collective: str) -> Non
 @pytest.mark.parametrize(
     ("fault", "text"),
     [
-        ("hang", f"timed out: rank 1 is at {FAULTS}:"),
+        pytest.param("hang", f"timed out: rank 1 is at {FAULTS}:", marks=pytest.mark.command),
         pytest.param("kill", "rank 1 was killed by SIGKILL", marks=pytest.mark.slow),
         pytest.param("stop", "timed out: rank 1 does not answer", marks=pytest.mark.slow),
         pytest.param("refuse", "rank 1 failed: RuntimeError: no such thing here", marks=pytest.mark.slow),

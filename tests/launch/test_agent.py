@@ -119,6 +119,7 @@ def test_when_a_rank_fails_the_others_are_stopped_and_its_traceback_is_reported_
     assert ending.report().count("Traceback") == 1
 
 
+@pytest.mark.command
 def test_ranks_that_ignore_sigterm_or_hang_at_their_exit_are_killed_with_all_they_started(run: Starter, tmp_path: Path) -> None:
     began = time.monotonic()
     ending = run(
@@ -325,6 +326,7 @@ def test_workers_run_from_a_thread_too(run: Starter) -> None:
     assert [ending.status for ending in endings] == [0]
 
 
+@pytest.mark.command
 def test_a_worker_that_cannot_be_started_stops_the_others(tmp_path: Path) -> None:
     started: list[subprocess.Popen[bytes]] = []
 
@@ -343,6 +345,7 @@ def test_the_signals_that_are_passed_on_are_those_that_are_blocked_while_a_worke
     assert set(agent.GRACE_SECONDS) == set(PASSED_ON)
 
 
+@pytest.mark.command
 def test_a_process_that_does_not_end_is_left_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_processes, "STOP_SECONDS", 0.1)
     monkeypatch.setattr(worker_processes, "KILL_SECONDS", 0.1)

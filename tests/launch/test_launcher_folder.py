@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.launch import launcher_folder as module
 from lockstep.launch.launcher_folder import launcher_folder
 
 HOLD = """
@@ -36,3 +38,18 @@ def test_a_killed_launchers_folder_is_removed_and_a_live_ones_stays(tmp_path: Pa
     assert not mine.exists()
     launchers[1].kill()
     launchers[1].communicate()
+
+
+def test_a_launcher_that_starts_at_the_same_moment_leaves_the_folder_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    lock = fcntl.flock
+
+    def while_another_starts(descriptor: int, operation: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", lock)
+        module._remove_dead(tmp_path)
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", while_another_starts)
+    with launcher_folder() as mine:
+        assert mine.exists()
+        assert fcntl.flock is lock, "another one has looked while this one started"

@@ -14,10 +14,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from scripts import functions
 
 import lockstep as ls
+from lockstep.base import accelerator
 from lockstep.base.errors import DataError, LaunchError, PlanError, WorkerError
 from lockstep.launch import spawn as module
 from lockstep.launch.spawned_call import PASSED_ON
@@ -170,19 +170,20 @@ def test_a_process_that_a_launcher_started_does_not_start_more(variable: str, mo
     )
 
 
-def test_a_fork_is_refused_once_cuda_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_is_refused_once_a_gpu_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     def main() -> None:
         pass
 
     main.__module__ = "__main__"
     monkeypatch.setattr(module.sys.modules["__main__"], "__file__", "<stdin>", raising=False)
     assert module._start_method(main) == "fork"
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(LaunchError, match=r"a fork cannot use CUDA after that; restart and call ls.spawn before anything touches a GPU"):
+    monkeypatch.setattr(accelerator, "is_initialized", lambda: True)
+    with pytest.raises(LaunchError, match=r"a fork cannot use it after that; restart and call ls.spawn before anything touches a GPU"):
         module._start_method(main)
     assert module._start_method(functions.double) == "spawn"
 
 
+@pytest.mark.command
 def test_a_script_that_calls_it_unguarded_is_told_once(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text("import lockstep as ls\ndef main(): return 1\nls.spawn(main, nproc=2)\n")
@@ -194,6 +195,7 @@ def test_a_script_that_calls_it_unguarded_is_told_once(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.command
 def test_a_notebooks_functions_run_in_forks_that_leave_its_own_things_alone(tmp_path: Path) -> None:
     # Torch has used its threads here before, and an output file is open, and an atexit function registered.
     source = """

@@ -21,7 +21,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from lockstep.base.errors import RecipeError, RunDirectoryError
-from lockstep.logging.run_directory import RunDirectory, check_tensors, default_run_path, describe_environment
+from lockstep.logging.run_directory import RunDirectory, check_tensors, describe_environment
+from lockstep.logging.run_path import default_run_path
 
 HOLDER = """
 import os, sys
@@ -137,7 +138,7 @@ def test_a_directory_that_holds_a_run_is_refused_and_left_as_it_is(tmp_path: Pat
     ended = " that has ended" if name == "result.json" else ""
     assert str(refused.value) == (
         f"run directory {tmp_path} already holds a run{ended} ({name}); nothing of an earlier run is overwritten; "
-        "choose another directory, or remove this one"
+        f"{'go on with more steps (--allow-change steps), ' if ended else ''}choose another directory, or remove this one"
     )
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [(name, "earlier")]
 

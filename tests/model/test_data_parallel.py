@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lockstep.base import accelerator
 from lockstep.base.errors import PlanError, RecipeError
 from lockstep.model.data_parallel import gpus_of, wrap_data_parallel
 
@@ -60,7 +61,8 @@ def _replica(module: nn.Module) -> nn.Module:
 def test_the_forward_is_cut_and_the_model_stays_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
     generators = [torch.Generator() for _ in range(3)]
     monkeypatch.setattr(nn, "DataParallel", OnTheCPU)
-    monkeypatch.setattr(torch.cuda, "default_generators", generators)
+    monkeypatch.setattr(accelerator, "kind", lambda: "cuda")
+    monkeypatch.setattr(accelerator, "generator", lambda device: generators[device.index])
     model, x, scale = Model(), torch.randn(6, 4), torch.rand(6, 1)
     names, expected = list(model.state_dict()), model(x, scale=scale)
     model.calls.clear()
@@ -92,7 +94,7 @@ def test_batchnorm_would_see_parts_of_a_microbatch_and_is_refused() -> None:
 
 
 def test_it_needs_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(accelerator, "count", lambda: 2)
     assert gpus_of(torch.device("cuda", 0), 2) == [0, 1]
     for home, count, there in ((torch.device("cpu"), 2, 0), (torch.device("cuda", 0), 3, 2)):
         with pytest.raises(PlanError) as caught:

@@ -12,6 +12,7 @@ from hypothesis import given, strategies as st
 from model.second_device import ELSEWHERE, SecondDevice
 from torch import Tensor, nn
 
+from lockstep.base import accelerator
 from lockstep.base.errors import PlanError, RecipeError
 from lockstep.model.device_split import PlacedLayer, device_indices, devices_of, layers_of, move_tensors, split
 from lockstep.model.pipeline.stages import sequential_parts
@@ -279,7 +280,7 @@ def test_a_buffer_of_layers_on_two_devices_is_refused() -> None:
 
 def test_a_cpu_stands_for_any_number_of_devices_and_gpus_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert devices_of(CPU, 3) == [CPU] * 3
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(accelerator, "count", lambda: 2)
     assert devices_of(torch.device("cuda", 0), 2) == [torch.device("cuda", 0), torch.device("cuda", 1)]
     with pytest.raises(PlanError, match=r"^split over 3 devices and 2 GPUs; each device is a GPU of its own"):
         devices_of(torch.device("cuda", 0), 3)
@@ -292,8 +293,8 @@ def test_the_generator_goes_with_the_activations(monkeypatch: pytest.MonkeyPatch
     gpus = [torch.device("cuda", 0), torch.device("cuda", 1)]
     generators = [torch.Generator(), torch.Generator()]
     current: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "default_generators", generators)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: current.append(device) or nullcontext())
+    monkeypatch.setattr(accelerator, "generator", lambda device: generators[device.index])
+    monkeypatch.setattr(accelerator, "current", lambda device: current.append(device) or nullcontext())
     alone = torch.Generator().manual_seed(5)
     generators[0].manual_seed(5)
     for number in (0, 1, 1, 0, 1):

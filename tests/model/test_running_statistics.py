@@ -259,8 +259,8 @@ def attempt(run_dir: str, model: type[nn.Module], numerics: str) -> tuple[str, i
         (
             Normed,
             2,
-            "parameter 'last.weight' has requires_grad=False and had True when the model was prepared; ranks sum the gradients of what was "
-            "trainable then; freeze in the model's factory, or give the parameter a group of the optimizer with lr=0",
+            "parameter 'last.weight' has requires_grad=False and had True when the model was prepared, or since run.freeze; ranks sum the "
+            "gradients of what was trainable then; call run.freeze(name) or run.unfreeze(name) in a hook, on every rank",
         ),
     ],
 )

@@ -123,7 +123,7 @@ class Record(ls.Hook):
 
     def after_step(self, run: Any) -> None:
         self.gradients.append(torch.cat([full_tensor(p.grad).reshape(-1) for p in run.model.parameters() if p.grad is not None]).clone())
-        self.losses.append(run.results[0].loss())
+        self.losses.append(run.loss)
         self.states.append(state_of(run.model))
 
 
@@ -370,7 +370,7 @@ class Losses(ls.Hook):
         self.found: list[float] = []
 
     def after_step(self, run: Any) -> None:
-        self.found.append(run.results[0].loss())
+        self.found.append(run.loss)
 
 
 def train_in_stages(plans: list[str], run_dir: str) -> list[tuple[list[float], float]]:

@@ -56,6 +56,7 @@ def seen(browser: Browser) -> tuple[int, int]:
     return sum(corner.to_bytes(3, "little")), colours
 
 
+@pytest.mark.command
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [1400, 600])
 @pytest.mark.parametrize("kind", KINDS)

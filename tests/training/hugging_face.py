@@ -105,7 +105,7 @@ class Losses(ls.Hook):
         self.seen: list[float] = []
 
     def after_step(self, run: Any) -> None:
-        self.seen.append(run.results[0].loss())
+        self.seen.append(run.loss)
 
     def on_finish(self, run: Any) -> None:
         self.state = state_of(run.model)

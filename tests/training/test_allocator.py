@@ -32,6 +32,7 @@ def faults(how: str) -> int:
     return int(subprocess.run([sys.executable, "-c", CODE, how], check=True, capture_output=True, text=True).stdout)
 
 
+@pytest.mark.command
 def test_steps_fault_no_memory_in_again() -> None:
     assert faults("given back") > 10_000
     assert faults("kept") < 100

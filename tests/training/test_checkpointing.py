@@ -23,7 +23,7 @@ from torch import nn
 from training.subjects import adamw, network, recipe, rows, same, squared_error, state_of
 
 import lockstep as ls
-from lockstep.base.errors import CheckpointError
+from lockstep.base.errors import CheckpointError, RecipeError
 from lockstep.checkpoint.manifest import Manifest
 from lockstep.checkpoint.storage import MANIFEST, FolderStorage
 from lockstep.hooks.checkpointing import Checkpointing
@@ -473,6 +473,50 @@ def test_a_session_of_several_pairs_and_loops_goes_on(tmp_path: Path) -> None:
     assert same(others, models)
 
 
+class Seen(ls.Hook):
+    """The steps that were done, as `run.step` counted them."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def after_step(self, run: Any) -> None:
+        self.steps.append(run.step)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = state["steps"]
+
+
+def interrupted(run_dir: Path, *ask_at: int) -> tuple[list[int], list[int], Any]:
+    """Ten steps in a session: what its hook has counted, the steps that it knows of, and the model."""
+    hook = Seen()
+    with ls.Session(run_dir=str(run_dir), hooks=[hook]) as session:
+        model, optimizer = session.prepare(network, adamw)
+        for step in session.steps(rows(48), global_batch=8, microbatch=4, steps=10):
+            for batch in step.microbatches():
+                step.backward(squared_error(model, batch))
+            step.commit(optimizer)
+            if step.index in ask_at:
+                ask(None)
+        return hook.steps, [session.steps_done], state_of(model)
+
+
+def test_a_session_that_is_interrupted_again_and_again_counts_on_and_ends_with_the_same_model(tmp_path: Path) -> None:
+    seen, done, model = interrupted(tmp_path / "whole")
+    assert (seen, done) == (list(range(1, 11)), [10])
+    for at in (2, 5, 7):
+        with pytest.raises(Preempted):
+            interrupted(tmp_path / "run", at)
+        assert saved(tmp_path / "run")[-1] == at + 2
+    found = interrupted(tmp_path / "run")
+    assert found[:2] == (seen, done)
+    assert same(found[2], model)
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["steps"] == 10
+    assert [event["event"] for event in events(tmp_path / "run")].count("run-ended") == 1
+
+
 def test_a_session_that_has_ended_has_saved_its_end_and_is_not_gone_on_with(tmp_path: Path) -> None:
     two_loops(tmp_path / "run", None)
     assert json.loads((tmp_path / "run" / "result.json").read_text())["steps"] == 6
@@ -576,7 +620,7 @@ def test_a_value_is_better_only_if_it_is_strictly_so(mode: Any, value: float, be
 def test_the_best_needs_evaluations(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"^Saving\(best='place'\) without Recipe.evaluation, or with every=None"):
         ls.train(recipe(), run_dir=str(tmp_path / "run"), saving=KEEPS)
-    with pytest.raises(CheckpointError, match=r"^Saving\(best='place'\), which is not measured; measured are loss$"):
+    with pytest.raises(RecipeError, match=r"^Saving\(best='place'\), which is not measured; measured are loss; choose one of these$"):
         ls.train(recipe(**EVALUATED), run_dir=str(tmp_path / "other"), saving=KEEPS)
 
 
@@ -617,7 +661,10 @@ def test_a_loss_scale_that_was_halved_is_taken_up(tmp_path: Path) -> None:
 
 
 def test_a_field_that_no_recipe_has_cannot_differ(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"^allow_change='stepps'; it names fields of the recipe, which are blocks, clip_norm, "):
+    with pytest.raises(
+        CheckpointError,
+        match=r"^allow_change='stepps'; it names fields of the recipe, which are batch_loss, batch_sampler, blocks, clip_norm, ",
+    ):
         ls.train(recipe(), run_dir=str(tmp_path / "run"), allow_change=["stepps"])
     with pytest.raises(
         CheckpointError, match=r"^allow_change='steps,seed'; it is a list of fields of the recipe: allow_change=\['steps', 'seed'\]"

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from training.subjects import learned, recipe
+from torch.utils.data import TensorDataset
+from training.subjects import learned, recipe, rows
 from training.test_checkpointing import At, ask
 
 import lockstep as ls
-from lockstep.base.errors import CheckpointError
+from lockstep.base.errors import CheckpointError, DataError
 from lockstep.launch.termination import Preempted
 
 
@@ -84,3 +85,28 @@ def test_a_rate_that_a_hook_had_set_stays(tmp_path: Path) -> None:
     with pytest.raises(Preempted):
         ls.train(recipe(steps=6, optimizer=sgd(0.1)), run_dir=str(tmp_path / "run"), hooks=[At({2: lower, 3: ask})])
     assert resumed(tmp_path / "run", optimizer=sgd(0.1)) == [0.05] * 2
+
+
+def changed_rows(number: int) -> TensorDataset:
+    changed = TensorDataset(*(tensor.clone() for tensor in rows(32).tensors))
+    changed.tensors[1][number] += 1
+    return changed
+
+
+@pytest.mark.parametrize("number", [0, 31])
+def test_other_data_is_refused_unless_it_is_allowed(tmp_path: Path, number: int) -> None:
+    stopped(tmp_path / "run", data=rows(32))
+    with pytest.raises(DataError, match=rf"data: sample {number}\[1\] is not what it was when the checkpoint was saved"):
+        resumed(tmp_path / "run", data=changed_rows(number))
+    resumed(tmp_path / "run", ("data",), data=changed_rows(number))
+
+
+class Noisy(TensorDataset):
+    def __getitem__(self, index: int) -> Any:
+        number, x, y = super().__getitem__(index)
+        return number, x + torch.randn_like(x), y
+
+
+def test_augmented_data_is_the_same_data(tmp_path: Path) -> None:
+    stopped(tmp_path / "run", data=Noisy(*rows(32).tensors))
+    resumed(tmp_path / "run", data=Noisy(*rows(32).tensors))

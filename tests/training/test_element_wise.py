@@ -1,20 +1,24 @@
-"""Optimizers that need whole tensors are found by a trial, and refused where a plan cuts tensors."""
+"""Optimizers that need whole tensors are found by a trial, and get them where a plan shards tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
-from training.subjects import OUTPUTS, recipe
+from training.subjects import OUTPUTS, network, recipe
 
 import lockstep as ls
 from lockstep.base.errors import RecipeError
+from lockstep.plan import Plan
 from lockstep.testing.pool import WorkerPool
-from lockstep.training.optim.element_wise import is_element_wise
+from lockstep.training.hook import Run
+from lockstep.training.optim.element_wise import is_element_wise, needing_whole_tensors
 
 ELEMENT_WISE = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD")
 
@@ -70,20 +74,87 @@ def muon(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Muon(model.parameters(), lr=0.02)
 
 
-def train(run_dir: str, plan: str) -> str:
-    return ls.train(recipe(model=no_bias, optimizer=muon), run_dir=run_dir, plan=plan).fingerprint
+def adafactor(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(model.parameters(), lr=0.02)
 
 
-@pytest.mark.parametrize("numerics", ["fast", "bitwise"])
-def test_muon_is_refused_on_shards(pool: WorkerPool, tmp_path: Path, numerics: str) -> None:
+def muon_and_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
+    others = [parameter for parameter in model.parameters() if parameter.dim() != 2]
+    return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01)]
+
+
+FAIL_AFTER = 3
+"""Steps, of which a checkpoint has two."""
+OPTIMIZERS = {"muon": (no_bias, muon), "adafactor": (network, adafactor), "both": (network, muon_and_adamw)}
+
+
+def train(name: str, run_dir: str, plan: str, **options: Any) -> str:
+    model, optimizer = OPTIMIZERS[name]
+    given = recipe(model=model, optimizer=optimizer, clip_norm=1.0, steps=5, tensor={"0": "colwise", "2": "rowwise"})
+    return ls.train(given, run_dir=run_dir, plan=plan, **options).fingerprint
+
+
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2", "shard=3", pytest.param("replicate=2,shard=2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_each_tensor_is_updated_as_a_whole(pool: WorkerPool, tmp_path: Path, name: str, plan: str) -> None:
+    (alone,) = pool.run(1, train, name, str(tmp_path / "alone"), "numerics=bitwise")
+    ranks = {"shard=3": 3, "replicate=2,shard=2": 4}.get(plan, 2)
+    assert set(pool.run(ranks, train, name, str(tmp_path / "run"), f"{plan},numerics=bitwise")) == {alone}
+    events = [line for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines() if "optimizer-on-whole-tensors" in line]
+    assert len(events) == ("shard" in plan)
+
+
+def lose_a_worker(run_dir: str, plan: str) -> None:
+    begin = Run.begin_step
+
+    def begin_or_fail(run: Run, source: Any) -> None:
+        if run.step == FAIL_AFTER:
+            raise RuntimeError("lost")
+        begin(run, source)
+
+    with patch.object(Run, "begin_step", begin_or_fail), pytest.raises(RuntimeError, match="lost"):
+        train("both", run_dir, plan, saving=ls.Saving(every=2))
+
+
+def resumed(run_dir: str, plan: str) -> str:
+    return train("both", run_dir, plan, saving=ls.Saving(every=2))
+
+
+def test_its_state_is_saved_and_read_by_any_plan(pool: WorkerPool, tmp_path: Path) -> None:
+    (alone,) = pool.run(1, train, "both", str(tmp_path / "alone"), "numerics=bitwise")
+    pool.run(2, lose_a_worker, str(tmp_path / "run"), "shard=2,numerics=bitwise")
+    assert set(pool.run(3, resumed, str(tmp_path / "run"), "replicate=3,numerics=bitwise")) == {alone}
+    pool.run(1, lose_a_worker, str(tmp_path / "other"), "numerics=bitwise")
+    assert set(pool.run(2, resumed, str(tmp_path / "other"), "shard=2,numerics=bitwise")) == {alone}
+
+
+def test_fast_numerics_agree_to_rounding(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.run(1, train, "muon", str(tmp_path / "alone"), "numerics=fast")
+    pool.run(2, train, "muon", str(tmp_path / "run"), "shard=2,numerics=fast")
+    alone, sharded = (load_file(tmp_path / name / "model.safetensors") for name in ("alone", "run"))
+    for name, value in alone.items():
+        assert torch.allclose(value, sharded[name], atol=1e-3), name
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        (Plan(tensor=2), "tensor=2"),
+        (Plan(shard=2, tensor=2), "shard=2,tensor=2"),
+        (Plan(shard=2, pipeline=2), "shard=2,pipeline=2"),
+        (Plan(shard=2, offload=True), "shard=2,offload=yes"),
+    ],
+)
+def test_it_is_refused_where_no_rank_can_have_whole_tensors(plan: Plan, said: str) -> None:
     with pytest.raises(RecipeError) as caught:
-        pool.run(2, train, str(tmp_path / "run"), f"shard=2,numerics={numerics}")
+        needing_whole_tensors([torch.optim.Muon(matrix())], plan)
     assert str(caught.value) == (
-        "Muon with shard=2; its update of an element depends on the other elements of the tensor, and each rank has a part of each "
-        "tensor; use replicate, or an optimizer that updates each element by itself, such as AdamW"
+        f"Muon with {said}; its update of an element depends on the other elements of the tensor, which are on other ranks; use replicate, "
+        "shard or both, or an optimizer that updates each element by itself, such as AdamW"
     )
 
 
-def test_muon_trains_the_same_model_on_replicas(pool: WorkerPool, tmp_path: Path) -> None:
-    (alone,) = pool.run(1, train, str(tmp_path / "alone"), "numerics=bitwise")
-    assert pool.run(2, train, str(tmp_path / "run"), "replicate=2,numerics=bitwise") == [alone, alone]
+def test_it_is_refused_in_a_run(pool: WorkerPool, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="Muon with tensor=2; its update of an element"):
+        pool.run(2, train, "muon", str(tmp_path / "run"), "tensor=2")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import cache
 
 import pytest
-from tiers import tiered
+from tiers import tier
 
 from lockstep.testing.pool import WorkerPool
 
@@ -58,7 +58,9 @@ def check(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Check:
     return checked
 
 
-@pytest.mark.parametrize("plan", tiered(PLANS, always=["tensor=2"], most=1))
+@pytest.mark.parametrize(
+    "plan", [pytest.param(plan, marks=pytest.mark.command if plan == "tensor=2" else tier(ranks, 1)) for plan, ranks in PLANS.items()]
+)
 def test_models_of_transformers_train_as_on_one_process(check: Check, plan: str) -> None:
     check(NAMES, plan, PLANS[plan])
 

@@ -7,7 +7,7 @@ import sys
 
 from hypothesis import given, strategies as st
 
-from lockstep.training.hook import LoopState
+from lockstep.training.loop_state import LoopState
 
 LOOPS = st.lists(st.integers(0, 20), min_size=1, max_size=5)
 """The steps of each loop of a script."""
@@ -52,4 +52,4 @@ def test_what_is_saved_is_json() -> None:
     state = LoopState()
     state.begin_loop(0)
     state.shards = {"3": (1, 40)}
-    assert json.loads(json.dumps(state.values())) == {"loop": 1, "steps_before": 0, "shards": {"3": [1, 40]}}
+    assert json.loads(json.dumps(state.values())) == {"loop": 1, "steps_before": 0, "shards": {"3": [1, 40]}, "data": {}}

@@ -16,7 +16,7 @@ from training.subjects import network, recipe, rows, same, samples_at, squared_e
 import lockstep as ls
 from lockstep.base.errors import LossError
 from lockstep.testing.pool import WorkerPool
-from lockstep.training.loss import Weights, contribution, measured, weights_of
+from lockstep.training.losses.loss import Weights, contribution, measured, weights_of
 
 W = torch.ones((), requires_grad=True)
 
@@ -70,7 +70,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], Weights | None, Any, str]] = {
         lambda: W * torch.ones(3, 2),
         None,
         None,
-        "term 'loss' of the loss has shape (3, 2); it must be a scalar; take its mean() or sum()",
+        "term 'loss' of the loss has shape (3, 2); it must be a scalar; take its mean() if it has one value a sample, or return ls.Sum of "
+        "its sum() with Recipe.weight",
     ),
     "of no elements": (lambda: W * torch.ones(0), None, None, "term 'loss' of the loss has shape (0,); it must be a scalar"),
     "without a gradient": (

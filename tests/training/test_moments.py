@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -109,7 +110,7 @@ def steps(*numbers: int, evaluated: tuple[int, ...] = ()) -> list[str]:
     ("train", "expected"),
     [
         (in_train, [*BEGIN, *steps(1, 2, 3, evaluated=(2, 3)), "on_finish 3", "on_save 3", "on_event run-ended 3", "on_end 3"]),
-        (in_a_loop, [*BEGIN, *steps(1, 2, 3), "on_finish 3", "on_end 3"]),
+        (in_a_loop, [*BEGIN, *steps(1, 2, 3), "on_finish 3", "on_event run-ended 3", "on_end 3"]),
     ],
     ids=["train", "session"],
 )
@@ -199,7 +200,7 @@ def test_finish_is_called_once(tmp_path: Path) -> None:
             step.commit(optimizer)
         session.finish()
         assert moments.seen[-1] == "on_finish 1"
-    assert moments.seen == [*BEGIN, *steps(1), "on_finish 1", "on_end 1"]
+    assert moments.seen == [*BEGIN, *steps(1), "on_finish 1", "on_event run-ended 1", "on_end 1"]
 
 
 def test_an_error_in_on_finish_is_an_error_of_the_run(tmp_path: Path) -> None:
@@ -230,7 +231,7 @@ def test_hooks_of_users_are_called_at_their_moments_only() -> None:
 
     own = Own()
     hooks = Hooks([Asked(), ls.Hook(), own])
-    run: Any = None
+    run: Any = SimpleNamespace(step=0, context=SimpleNamespace(seed=0, device=torch.device("cpu")))
     hooks.call("between_steps", run)
     hooks.call("after_step", run)
     assert own.calls == 1

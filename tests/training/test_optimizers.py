@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from training.subjects import FEATURES, OUTPUTS, network, recipe, rows, same, samples_at, squared_error, state_of
 
@@ -118,10 +118,6 @@ REFUSED: dict[str, tuple[Factory, str]] = {
     "parameters of another model": (
         lambda model: torch.optim.SGD([*model.parameters(), STRANGER]),
         "the optimizer holds 1 parameters that are not the model's; build it from the model it is given",
-    ),
-    "one that needs a closure": (
-        lambda model: torch.optim.LBFGS(model.parameters()),
-        "the optimizer factory returned a LBFGS, whose step() needs a closure",
     ),
 }
 
@@ -371,10 +367,6 @@ def failing_schedule(step: int) -> float:
             "(that raised ValueError: no rate today)",
         ),
         (lambda optimizer: optimizer.param_groups, "schedule(optimizer) returned [{"),
-        (
-            lambda optimizer: ReduceLROnPlateau(optimizer),
-            "schedule(optimizer) returned a ReduceLROnPlateau, whose step() needs a metric",
-        ),
     ],
 )
 def test_what_makes_no_schedule_is_refused(given: Callable[[Any], Any], message: str) -> None:

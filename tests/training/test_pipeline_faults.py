@@ -53,7 +53,7 @@ class Scales(ls.Hook):
     def after_step(self, run: Any) -> None:
         (pair,) = run.modules
         finite = all(bool(torch.isfinite(gradient).all()) for gradient in pair.gradients())
-        self.seen.append((run.results[0].loss(), pair.loss_scale.value, finite))
+        self.seen.append((run.loss, pair.loss_scale.value, finite))
 
 
 def overflow(plan: str, run_dir: str, loud: int) -> tuple[list[int], list[tuple[float, float, bool]]]:

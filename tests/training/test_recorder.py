@@ -31,18 +31,42 @@ class Apart(World):
 def test_a_run_directory_that_another_machine_does_not_see_is_refused_and_given_up(tmp_path: Path) -> None:
     world = Apart(0, 2, 0, 1, torch.device("cpu"), owns_group=False)
     with pytest.raises(RunDirectoryError, match=rf"run directory {tmp_path}, made by rank 0, is not there for rank 1, .*\(--run-dir\)"):
-        Recorder(str(tmp_path), world, resume="auto", default=None)
+        Recorder(str(tmp_path), world, resume="auto", launched=None)
     assert os.listdir(tmp_path) == []
 
 
-def test_the_launcher_s_default_is_for_the_first_run_that_was_given_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(recorder, "_default_is_taken", False)
+def paths_of(runs: list[tuple[str | None, str | None]], **options: Any) -> list[str]:
+    """The directories of runs of one process: (the script's, the launcher's) of each."""
     world = World(0, 1, 0, 1, torch.device("cpu"), owns_group=False)
     paths = []
-    for given in ("given", None, None):
-        each = Recorder(given, world, resume="auto", default=str(tmp_path / "default"))
-        paths.append(str(each.path.relative_to(tmp_path)))
+    for given, launched in runs:
+        each = Recorder(given, world, resume="auto", launched=launched, **options)
+        paths.append(os.path.relpath(each.path))
         each.close()
-    assert paths[:2] == ["given", "default"]
-    assert paths[2].startswith("runs/")
+    return paths
+
+
+def test_each_run_of_a_script_has_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(recorder, "_runs_in_launched", 0)
+    assert paths_of([("mine", None), (None, "all"), ("mine", "all"), (None, "all")]) == ["mine", "all", "all-2", "all-3"]
+    assert paths_of([(None, None)])[0].startswith("runs/")
+
+
+@pytest.mark.parametrize(("later", "restarted"), [(["all-2"], False), ([], True)])
+def test_a_run_that_has_ended_is_opened_again_on_the_way_to_a_later_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, later: list[str], restarted: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(recorder, "_runs_in_launched", 0)
+    for name in ["all", *later]:
+        Path(name).mkdir()
+    for name in ("run.json", "result.json", "model.safetensors"):
+        Path("all", name).write_text("{}")
+    assert paths_of([(None, "all")], restarted=restarted) == ["all"]
+    assert Path("all", "result.json").read_text() == "{}"
+    monkeypatch.setattr(recorder, "_runs_in_launched", 0)
+    for name in later:
+        Path(name).rmdir()
+    with pytest.raises(RunDirectoryError, match="already holds a run that has ended"):
+        paths_of([(None, "all")])

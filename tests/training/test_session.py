@@ -293,7 +293,10 @@ MISUSES: dict[str, tuple[Callable[[ls.Session, Any, Any], None], str]] = {
             "step.commit(optimizer) for each on every rank, in every step"
         ),
     ),
-    "a second commit": (a_second_commit, "LossError: after step 0: a second commit for one model; each model has one a step"),
+    "a second commit": (
+        a_second_commit,
+        "LossError: after step 0: a commit or skip after a commit of the same model; each model has one a step",
+    ),
     "a backward outside": (
         a_backward_outside,
         "LossError: after step 0: backward outside of a loop over step.microbatches(); call it inside the loop",
@@ -318,7 +321,7 @@ MISUSES: dict[str, tuple[Callable[[ls.Session, Any, Any], None], str]] = {
     ),
     "one of two commits": (one_of_two_commits, "LossError: after step 0: the step ended with 1 of 2 prepared models committed"),
     "a clip norm of nothing": (a_clip_norm_of_nothing, "RecipeError: clip_norm=0.0; a maximum norm is positive and finite"),
-    "a name of the row": (a_name_of_the_row, "DataError: step.log({'step': ...}); every line has 'step' already; choose"),
+    "a name of the row": (a_name_of_the_row, "DataError: log({'step': ...}); every line has 'step' already; choose"),
     "no number": (no_number, "DataError: metric 'return' is [1.0, 2.0] (a list); a metric is a single number"),
     "no samples": (with_arguments(global_batch=0), "RecipeError: global_batch=0; it counts samples and must be a whole number of at least"),
     "a microbatch of nothing": (with_arguments(microbatch=0), "RecipeError: microbatch=0; it counts samples"),

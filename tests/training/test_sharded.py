@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from training.subjects import network, recipe, rows, sgd, squared_error
 
 import lockstep as ls
-from lockstep.base.errors import RecipeError
+from lockstep.base.errors import PlanError, RecipeError
 from lockstep.testing.pool import WorkerPool
 
 PLANS = {"shard=2": 2, "shard=3": 3, "replicate=2,shard=2": 4}
@@ -161,3 +161,32 @@ def test_a_parameter_that_is_not_contiguous_cannot_be_cut(pool: WorkerPool, tmp_
     one, other = pool.run(2, refused, Turned, str(tmp_path / "run"))
     assert one == other
     assert one.startswith("the parameter 'weight' is not contiguous (strides (1, 6)), and FSDP2 shards contiguous rows; ")
+
+
+def penalised(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+    x = batch[1].clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return squared_error(model, batch) + slope.square().mean()
+
+
+def adversarial(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+    x = batch[1].clone().requires_grad_()
+    (slope,) = torch.autograd.grad(squared_error(model, [batch[0], x, batch[2]]), x)
+    return squared_error(model, [batch[0], batch[1] + 0.1 * slope.sign(), batch[2]])
+
+
+def train_with(loss: Any, plan: str, run_dir: str) -> str:
+    return train(plan, run_dir, {"loss": loss, "data": rows(44), "global_batch": 12, "blocks": ["0", "2"]}).fingerprint
+
+
+def test_a_gradient_that_is_differentiated_is_refused(pool: WorkerPool, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"^the shard axis with a gradient that is itself differentiated .*; use replicate$"):
+        pool.run(2, train_with, penalised, "shard=2", str(tmp_path / "shard"))
+    (alone,) = pool.run(1, train_with, penalised, "replicate=1", str(tmp_path / "alone"))
+    assert set(pool.run(2, train_with, penalised, "replicate=2", str(tmp_path / "replicate"))) == {alone}
+
+
+def test_a_gradient_of_the_inputs_is_not(pool: WorkerPool, tmp_path: Path) -> None:
+    """Three microbatches a step on two ranks: one computes a dummy."""
+    (alone,) = pool.run(1, train_with, adversarial, "replicate=1", str(tmp_path / "alone"))
+    assert set(pool.run(2, train_with, adversarial, "shard=2", str(tmp_path / "shard"))) == {alone}

@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 from training.subjects import recipe
 
 import lockstep as ls
+from lockstep.base import accelerator
 from lockstep.base.errors import PlanError, RecipeError
 from lockstep.model import parallelize as layout
 
@@ -204,7 +205,9 @@ def test_data_parallel_says_in_the_run_that_replicate_is_better(
     process."""
     expected = ls.train(recipe(), run_dir=str(tmp_path / "whole"))
     monkeypatch.setattr(layout, "gpus_of", lambda home, count: list(range(count)))
-    monkeypatch.setattr(torch.cuda, "default_generators", [torch.Generator(), torch.Generator()])
+    generators = [torch.Generator(), torch.Generator()]
+    monkeypatch.setattr(accelerator, "kind", lambda: "cuda")
+    monkeypatch.setattr(accelerator, "generator", lambda device: generators[device.index])
     capfd.readouterr()
     result = ls.train(recipe(), plan="data_parallel=2", run_dir=str(tmp_path / "cut"))
     assert result.fingerprint == expected.fingerprint

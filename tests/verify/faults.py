@@ -18,6 +18,13 @@ class MeanOfMeans(Engine):
         return self.weight / float(mask[mine].sum()) / self.size
 
 
+class SlightlyOther(Engine):
+    """A value that the loss keeps changes gradients by little."""
+
+    def factor(self, step: int, index: int, rank: int) -> float:
+        return super().factor(step, index, rank) * (1 + 1e-4 * rank)
+
+
 class MeanOfMeansInTheSum(MeanOfMeans):
     """The same mistake in the reduction: each microbatch's own gradient is right."""
 
@@ -155,6 +162,18 @@ class StateReset(Engine):
         if step == 2 and self.size > 1:
             self.optimizers[rank].state.clear()
         super().update(step, rank)
+
+
+class UpdateOfAShard(Engine):
+    """The optimizer divides by a norm that it takes over what the rank holds: once, and by a little."""
+
+    def update(self, step: int, rank: int) -> None:
+        before = [parameter.detach().clone() for parameter in self.models[rank].parameters()]
+        super().update(step, rank)
+        if step == 1 and self.size > 1:
+            with torch.no_grad():
+                for parameter, old in zip(self.models[rank].parameters(), before, strict=True):
+                    parameter += 0.1 * (parameter - old)
 
 
 class NotCleared(Engine):

@@ -140,6 +140,7 @@ class _Autotuner:
     def _check(self) -> None:
         if "microbatch" not in self.names:
             return
+        assert self.recipe.global_batch is not None, "auto is refused with a batch_sampler"
         example = f"give a microbatch, for example microbatch={max(1, self.recipe.global_batch // 8)}"
         if self.context.plan.numerics == "bitwise":
             raise RecipeError(
@@ -166,6 +167,7 @@ class _Autotuner:
     def _microbatches(self) -> list[Any]:
         """Return the sizes from 1 to a global batch split evenly over the data ranks."""
         recipe = self.recipe
+        assert recipe.global_batch is not None, "auto is refused with a batch_sampler"
         batch = recipe.global_batch if recipe.epochs is None else min(recipe.global_batch, len(recipe.data))
         return doubling_sizes(-(-batch // self.context.mesh.data.size))
 

@@ -14,17 +14,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.base import accelerator
 from lockstep.data.device import to_device
 from lockstep.data.generators import PreservedGenerators, seed_generators
 from lockstep.data.loader import Loader, Microbatch, StreamLoader
 from lockstep.keys import RandomStream, key
 from lockstep.launch.failures import out_of_memory
 from lockstep.recipe.checks import Precision
-from lockstep.recipe.recipe import Recipe, Stream as DataStream
+from lockstep.recipe.data import Stream as DataStream
+from lockstep.recipe.recipe import Recipe
 from lockstep.training import precision as precisions
 from lockstep.training.context import Context
 from lockstep.training.executors.executor import call_model
-from lockstep.training.loss import contribution, weights_of
+from lockstep.training.losses.loss import contribution, weights_of
 from lockstep.training.microbatches import Batching
 
 SECONDS = 4.0
@@ -60,10 +62,10 @@ class MicrobatchTiming:
         device = self.context.device
         self._stack.callback(self._loader.close)
         self._stack.enter_context(PreservedGenerators())
-        if device.type == "cuda":
-            self._stack.callback(torch.cuda.reset_peak_memory_stats, device)
-            self._stack.callback(torch.cuda.empty_cache)
-            self._stack.enter_context(torch.random.fork_rng([device]))
+        if accelerator.is_accelerator(device):
+            self._stack.callback(accelerator.reset_peak_bytes, device)
+            self._stack.callback(accelerator.free_unused_memory, device)
+            self._stack.enter_context(accelerator.preserved_generators(device))
         if self.context.plan.compile:  # each size would be compiled first
             self._stack.enter_context(torch.compiler.set_stance("force_eager"))
         self._stack.callback(self._drop_gradients)
@@ -74,6 +76,7 @@ class MicrobatchTiming:
 
     def batching(self, microbatch: int | None) -> Batching:
         recipe, data = self.recipe, self.recipe.data
+        assert recipe.global_batch is not None, "auto is refused with a batch_sampler"
         return Batching(
             samples=recipe.global_batch if isinstance(data, DataStream) else len(data),
             global_batch=recipe.global_batch,
@@ -117,8 +120,7 @@ class MicrobatchTiming:
 
     def _timed(self, item: Microbatch, precision: Precision) -> float | None:
         """Return the seconds on this rank. None if it ran out of memory."""
-        if self.context.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.context.device)
+        accelerator.reset_peak_bytes(self.context.device)
         until = time.perf_counter() + SECONDS / self.timings
         took: list[float] = []
         try:
@@ -137,28 +139,23 @@ class MicrobatchTiming:
         recipe, device = self.recipe, self.context.device
         weights = None if recipe.weight is None else {name: value or 1.0 for name, value in weights_of(recipe.weight(given)).items()}
         seed_generators(key(recipe.seed, RandomStream.FORWARD, 0, item.index), device)
-        _synchronize(device)
+        accelerator.synchronize(device)
         began = time.perf_counter()
         batch = to_device(given, device)
         with precisions.autocast(precision, device):
+            assert recipe.loss is not None, "auto is refused with a batch loss"
             loss = recipe.loss(call_model(recipe.inputs, self.model, batch), batch)
-        one = torch.ones((), dtype=torch.float64, device=device)
+        one = torch.ones((), dtype=accelerator.wide_dtype(device), device=device)
         part = contribution(loss, samples=item.size, step_samples=item.size, batch=given, weights=weights, prescale=one)
         torch.autograd.backward(part.total, part.grad_output)
-        _synchronize(device)
+        accelerator.synchronize(device)
         return time.perf_counter() - began
 
     def _leaves_room(self) -> bool:
         device = self.context.device
-        if device.type != "cuda":
-            return True
-        return torch.cuda.max_memory_allocated(device) <= (1 - MIN_FREE_MEMORY) * torch.cuda.get_device_properties(device).total_memory
+        peak, total = accelerator.peak_bytes(device), accelerator.total_bytes(device)
+        return peak is None or total is None or peak <= (1 - MIN_FREE_MEMORY) * total
 
     def _drop_gradients(self) -> None:
         for parameter in self.model.parameters():
             parameter.grad = None
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -151,12 +151,18 @@ def cpu_multiplies_bf16() -> bool:
 
 
 def set_allocator_settings(settings: str) -> bool:
-    """Set what PYTORCH_ALLOC_CONF would; False if this torch cannot. `torch.cuda.memory`'s function is deprecated."""
+    """Set what PYTORCH_ALLOC_CONF would; False if this torch cannot."""
     configure = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     if configure is None:
         return False
     configure(settings)
     return True
+
+
+def default_mps_generator() -> torch.Generator:
+    """Return the generator that operations on MPS draw from, without one of their own."""
+    generator: torch.Generator = torch.mps._get_default_mps_generator()
+    return generator
 
 
 # Modules
@@ -170,6 +176,11 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     """Return the module's dict of its own buffers, which may be changed; not those of its children."""
     return module._buffers
+
+
+def forward_pre_hooks(module: nn.Module) -> list[Callable[..., Any]]:
+    """Return what the module calls before its forward."""
+    return list(module._forward_pre_hooks.values())
 
 
 def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
@@ -267,17 +278,17 @@ def fsdp_parameter_group(module: Any) -> Any:
     return module._get_fsdp_state()._fsdp_param_group
 
 
+def is_fsdp_root(module: Any) -> bool:
+    """True for the outermost of FSDP2's modules, once a forward of it has begun."""
+    return bool(module._get_fsdp_state()._is_root)
+
+
 def set_unshard_async(root: Any, enabled: bool) -> None:
     """Run the all-gathers of FSDP2's blocks as async operations of the process group, not on their own streams."""
     root._set_unshard_async_op(enabled)
 
 
-# Pipelines: `torch.distributed.pipelining` keeps these for itself. torch 2.15 has no `fwd_cache`.
-
-
-def stage_inputs(stage: Any, chunk: int) -> tuple[Any, ...]:
-    """Return what a pipeline stage received for a microbatch whose backward is to come; empty if nothing is kept."""
-    return tuple(stage.fwd_cache[chunk][1]) if chunk in stage.fwd_cache else ()
+# Pipelines: `torch.distributed.pipelining` keeps these for itself.
 
 
 def stage_input_gradients(stage: Any) -> dict[int, tuple[Any, ...]]:

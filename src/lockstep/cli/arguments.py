@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
 
 import click
 
-from lockstep.launch.script import check_module, check_script
+from lockstep.base.errors import say
+from lockstep.launch.script import check_module, check_script, misplaced
 from lockstep.options import LaunchOptions, RunOptions, flag, option_of, read_names, variable
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -46,11 +47,25 @@ def options_from(values: dict[str, Any]) -> LaunchOptions:
     return LaunchOptions(**{name: value for name, value in values.items() if value is not None})
 
 
-def script_arguments(command: Command) -> Command:
+def script_arguments(*, required: bool = True) -> Callable[[Command], Command]:
     """Give a command the parameters `is_module`, `script` and `arguments`. Everything after SCRIPT is the script's."""
-    command = click.argument("arguments", metavar="[ARGS]...", nargs=-1, type=click.UNPROCESSED)(command)
-    command = click.argument("script")(command)
-    return click.option("-m", "is_module", is_flag=True, help="SCRIPT is the name of a module, as in python -m.")(command)
+
+    def decorate(command: Command) -> Command:
+        command = click.argument("arguments", metavar="[ARGS]...", nargs=-1, type=click.UNPROCESSED)(command)
+        command = click.argument("script", required=required)(command)
+        return click.option("-m", "is_module", is_flag=True, help="SCRIPT is the name of a module, as in python -m.")(command)
+
+    return decorate
+
+
+def warn_of_misplaced(arguments: Sequence[str], script: str) -> None:
+    """Print a warning if the script is given an option of the launcher that it does not mention."""
+    found = misplaced(map(flag, _FIELDS), arguments, script)
+    if found:
+        say(
+            f"lockstep: warning: {', '.join(found)} comes after SCRIPT, so it is an argument of the script, which does not mention it; "
+            "options of lockstep run come before SCRIPT"
+        )
 
 
 def check_target(script: str, *, is_module: bool) -> None:

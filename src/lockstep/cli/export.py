@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+import tempfile
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 
 from lockstep.base.errors import CheckpointError
 from lockstep.base.files import replace_atomically
+from lockstep.checkpoint.configuration import CONFIGURATION
 from lockstep.checkpoint.integrity import check, read_manifest
 from lockstep.checkpoint.manifest import DamagedError, UnknownFormatError, UnreachableError
 from lockstep.checkpoint.saved_model import StateDictReader, StoredCheckpoint, read_safetensors
@@ -23,10 +27,17 @@ from lockstep.cli.target import MODEL, Target, best_of, fingerprint, reachable
 @click.option(
     "--model", "module", type=click.IntRange(min=0), metavar="N", help="Which model, if a session prepared several: 0 is the first."
 )
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["safetensors", "huggingface"]),
+    default="safetensors",
+    help="huggingface: OUT is a folder for from_pretrained, with the model's configuration.",
+)
 @click.option("--best", is_flag=True, help="The model of the best evaluation by ls.Saving(best=...), instead of the last one.")
 @click.argument("source", metavar="CHECKPOINT|RUN_DIR|URL")
-@click.argument("out", metavar="OUT.safetensors")
-def command(module: int | None, best: bool, source: str, out: str) -> int:
+@click.argument("out", metavar="OUT.safetensors|FOLDER")
+def command(module: int | None, form: str, best: bool, source: str, out: str) -> int:
     """Write the model in a checkpoint as a plain state dict, in the safetensors format.
 
     OUT has the model's own names, parameters and buffers, in the dtypes in which they were trained. A tied parameter
@@ -38,12 +49,40 @@ def command(module: int | None, best: bool, source: str, out: str) -> int:
       lockstep export runs/a model.safetensors
       lockstep export runs/a/checkpoints/step-00000500-1c9e02d4 model.safetensors
       lockstep export --best runs/a model.safetensors
+      lockstep export --format huggingface runs/llama llama
       lockstep export --model 1 runs/gan critic.safetensors
 
     In Python: model.load_state_dict(safetensors.torch.load_file("model.safetensors")). There is no export to .pt: such
     a file is a pickle, which runs code when it is read.
     """
-    path = Path(out)
+    if form == "huggingface":
+        print(_export_folder(source, Path(out), module=module, best=best))
+    else:
+        print(export(source, Path(out), module=module, best=best))
+    return 0
+
+
+def _export_folder(source: str, folder: Path, *, module: int | None, best: bool) -> str:
+    """Write a folder for `from_pretrained`. Returns in words what was written. Raises `CheckpointError`."""
+    run = Target.find(source).run or Path(source).resolve().parent.parent
+    configuration = run / CONFIGURATION
+    if not configuration.is_dir():
+        raise CheckpointError(
+            f"--format huggingface, and {run} has no folder {CONFIGURATION}; ls.train saves the configuration of a model that has one, as "
+            "those of transformers have; leave --format out, or call ls.export_pretrained with the model"
+        )
+    if folder.exists():
+        raise CheckpointError(f"{folder} is there already; nothing is overwritten; name another, or remove it")
+    with tempfile.TemporaryDirectory(dir=folder.absolute().parent, prefix=f".{folder.name}-") as temporary:
+        made = Path(temporary, "made")
+        shutil.copytree(configuration, made)
+        said = export(source, made / MODEL, module=module, best=best)
+        made.rename(folder)
+    return said.replace(str(made / MODEL), str(folder), 1)
+
+
+def export(source: str, path: Path, *, module: int | None = None, best: bool = False) -> str:
+    """Write a model of `source` to `path`. Returns in words what was written. Raises `CheckpointError`."""
     _check_out(path)
     at = Target.find(source)
     with reachable(source):
@@ -52,8 +91,27 @@ def command(module: int | None, best: bool, source: str, out: str) -> int:
             at = replace(at, names=[name])
         model, what = (_final_model(at, module) if name is None else None) or _saved_model(at, module)
         tensors, size = _write(model, path)
-    print(f"{out}: {tensors} tensors, {size:,} bytes, of {what}")
-    return 0
+    return f"{path}: {tensors} tensors, {size:,} bytes, of {what}"
+
+
+def export_pretrained(source: str, folder: str, model: Any, *, best: bool = False) -> None:
+    """Write the model of a run with its own `save_pretrained`, for `from_pretrained`. One process calls it.
+
+    `source`: as of `lockstep export`: a run directory, or a checkpoint of any plan. `folder`: is created. `model`: the
+    module as it was trained, of transformers, peft (which then writes its adapters alone) or diffusers, or a function
+    that builds it; its values are not used. `best`: the checkpoint of the best evaluation. Raises `CheckpointError`.
+    """
+    from safetensors.torch import load_file  # imports torch
+
+    built = model if hasattr(model, "save_pretrained") else model()
+    if not hasattr(built, "save_pretrained"):
+        raise CheckpointError(f"export_pretrained of a {type(built).__name__}, without save_pretrained; lockstep export writes its weights")
+    if Path(folder).exists():
+        raise CheckpointError(f"{folder} is there already; nothing is overwritten; name another, or remove it")
+    with tempfile.TemporaryDirectory() as temporary:
+        path = Path(temporary, MODEL)
+        export(source, path, best=best)
+        built.save_pretrained(folder, state_dict=load_file(path))
 
 
 def _check_out(path: Path) -> None:

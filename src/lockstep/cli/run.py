@@ -10,24 +10,25 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import datetime
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
 from lockstep.base.errors import say
 from lockstep.base.garbage import collector_paused
-from lockstep.cli.arguments import check_target, launch_options, options_from, script_arguments
+from lockstep.cli.arguments import check_target, launch_options, options_from, script_arguments, warn_of_misplaced
 from lockstep.hooks.timeline import steps_of
 from lockstep.launch.count import count_processes
 from lockstep.launch.machines import Machines, rendezvous_options
 from lockstep.launch.slurm.batch_script import SlurmStep
 from lockstep.launch.slurm.commands import machines_of
+from lockstep.logging.run_path import default_run_path
 from lockstep.options import LaunchOptions
 
 
 @click.command("run", context_settings={"allow_interspersed_args": False})
 @launch_options
-@script_arguments
+@script_arguments()
 def command(is_module: bool, script: str, arguments: tuple[str, ...], **given: Any) -> int:
     """Run SCRIPT on several processes, of this machine or of several.
 
@@ -74,26 +75,35 @@ def command(is_module: bool, script: str, arguments: tuple[str, ...], **given: A
     if options.profile is not None:
         steps_of(options.profile)
     check_target(script, is_module=is_module)
+    if not is_module:
+        warn_of_misplaced(arguments, script)
     step = SlurmStep.read(os.environ) if options.nnodes is None and not rendezvous_options(options) else None
     machines = machines_of(step, options) if step is not None else Machines.parse(options)
     gpus = step.gpus if step is not None else None
     gpus_here = count_gpus if gpus is None else lambda: gpus
     count = count_processes(options.nproc, plan if machines is None else None, gpus_here, name="--nproc ")
-    return _run([*(["-m"] if is_module else []), script], arguments, options, count=count, machines=machines, began=began)
+    return run([*(["-m"] if is_module else []), script], arguments, options, count=count, machines=machines, began=began)
 
 
-def _run(
-    script: Sequence[str], arguments: Sequence[str], options: LaunchOptions, *, count: int, machines: Machines | None, began: float
+def run(
+    script: Sequence[str],
+    arguments: Sequence[str],
+    options: LaunchOptions,
+    *,
+    count: int,
+    machines: Machines | None,
+    began: float,
+    stdout: TextIO | None = None,
 ) -> int:
-    """Run `count` workers to their end; return the exit status. `script`: `[-m] SCRIPT`. `began`: a Unix time."""
+    """Run `count` workers to their end; return the exit status. `script`: `[-m] SCRIPT`. `began`: a Unix time.
+    `stdout`: that of the workers; None: this process's."""
     with collector_paused(), _without_warnings_of_stores() if machines is not None else nullcontext():
         from lockstep.launch.agent import run_workers  # imports torch: after all checks that do not need it
-        from lockstep.logging.run_directory import default_run_path
 
     def start(environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
         local_rank = [f"--local_rank={environment['LOCAL_RANK']}"] if options.local_rank_argument else []
         line = [sys.executable, "-P", "-m", "lockstep.launch.worker", *script, *local_rank, *arguments]
-        return subprocess.Popen(line, env={**os.environ, **environment}, start_new_session=True)
+        return subprocess.Popen(line, env={**os.environ, **environment}, start_new_session=True, stdout=stdout)
 
     default_run_dir = str(default_run_path(script[-1], datetime.now()).absolute())
     on_all_machines = [f"nnodes={machines.count}"] if machines is not None else []
@@ -134,6 +144,6 @@ def _without_warnings_of_stores() -> Iterator[None]:
 
 def count_gpus() -> int:
     with collector_paused():
-        import torch
+        from lockstep.base import accelerator
 
-    return torch.cuda.device_count()
+    return accelerator.count()

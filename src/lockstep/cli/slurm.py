@@ -30,7 +30,7 @@ _BEGINS = "#!/bin/bash\n#SBATCH "
 @click.option("--signal-before", default="2m", show_default=True, metavar="TIME", help="How long before the limit the run saves and ends.")
 @click.option("--name", metavar="NAME", help="The name of the job. Default: that of SCRIPT.")
 @click.option("--run", "run_options", default="", metavar="OPTIONS", help='Options of lockstep run: "--plan shard=8 --max-restarts 3".')
-@click.option("--setup", multiple=True, metavar="LINE", help='A line of shell before the run: "module load cuda". May be repeated.')
+@click.option("--setup", multiple=True, metavar="LINE", help='A line of shell before the run: "module load python". May be repeated.')
 @click.option("--sbatch", multiple=True, metavar="OPTION", help='One more of sbatch: "--partition=gpu". May be repeated.')
 @click.option(
     "-o", "--output", type=click.Path(dir_okay=False), metavar="FILE", help="Write the batch script to FILE, not to the terminal."
@@ -66,7 +66,7 @@ def command(
     Examples:
       lockstep slurm train.py --nodes 4 --gpus-per-node 8 --time 2:00:00 -o train.sh
       lockstep slurm train.py --nodes 2 --gpus-per-node 8 --time 30 --run "--plan shard=16" --submit -- --lr 0.1
-      lockstep slurm train.py --time 1-0 --sbatch "--partition=long" --setup "module load cuda"
+      lockstep slurm train.py --time 1-0 --sbatch "--partition=long" --setup "module load python"
 
     Exit status: 0; 2 for a mistake; with --submit that of the job: 0 if it completed, else that of its script, or 1.
     """

@@ -49,7 +49,7 @@ class _Command(click.Command):
     "--jobs", type=click.IntRange(min=1), metavar="N", help="Processes at once. Default: the number of cores; with GPUs, one run."
 )
 @click.option("--keep", type=click.Path(file_okay=False), metavar="DIR", help="Keep the traces of all runs in this new directory.")
-@script_arguments
+@script_arguments()
 def command(
     plans: tuple[str, ...],
     steps: int,
@@ -80,6 +80,8 @@ def command(
     Exit status: 0 if all plans pass, 1 if one does not, 2 for a mistake (a bad plan, a script that fails or never
     trains).
     """
+    if not plans and (meant := next((each for each in arguments if each.partition("=")[0] == "--plan"), None)):
+        raise LaunchError(f"{meant} is an argument of SCRIPT here; the option of lockstep verify is --plans; write --plans PLAN...")
     parsed = parse_plans(plans, bitwise=bitwise)
     check_target(script, is_module=is_module)
     if html is not None and not Path(html).absolute().parent.is_dir():
@@ -117,7 +119,10 @@ def rearranged(args: Sequence[str]) -> list[str]:
         place = next((i for i, arg in enumerate(after) if arg == "--plans" or arg.startswith("--plans=")), len(after))
         more, stop = _own(after, place)
         if stop < len(after):
-            more += after[stop:]  # click says what is wrong with it
+            raise LaunchError(
+                f"{after[stop]!r} is behind --plans and is no plan; a plan is KEY=VALUE[,KEY=VALUE...], and SCRIPT's arguments come before "
+                "--plans; write for example --plans replicate=2 shard=2"
+            )
         own, after = own + more, after[:place]
     return [*own, *(["--"] if script else []), *script, *after]
 

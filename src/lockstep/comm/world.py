@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.base.errors import LaunchError, install_excepthook
+from lockstep.base import accelerator
+from lockstep.base.errors import LaunchError, install_excepthook, say
 from lockstep.comm.hierarchical import HierarchicalAllReduce
 from lockstep.comm.shared_memory import SharedMemoryGroup
 
@@ -132,17 +133,20 @@ class World:
             return value
         text = json.dumps(value).encode() if rank == self.rank else b""
         head = _tensor(_head(text))
-        self._broadcast(head, rank)
+        self.broadcast(head, rank)
         received = bytes(head.numpy())
         if _length(received) <= _IN_HEAD_BYTES:
             return json.loads(_text_in(received))
         full_text = _tensor(text.ljust(_length(received)))
-        self._broadcast(full_text, rank)
+        self.broadcast(full_text, rank)
         return json.loads(bytes(full_text.numpy()))
 
-    def _broadcast(self, tensor: Tensor, source: int) -> None:
-        if self.shared_memory is not None:
-            self.shared_memory.broadcast(tensor, source)
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Replace `tensor`, contiguous, by that of rank `source`. Every rank calls it."""
+        if self.size == 1:
+            return
+        if self.shared_memory is not None and tensor.is_cpu:
+            self.shared_memory.broadcast(_bytes(tensor), source)
         else:
             dist.broadcast(tensor, group=self.group, group_src=source)
 
@@ -171,21 +175,21 @@ def join(*, rank: int, size: int, local_rank: int, local_size: int, timeout: tim
 
 def _joined(rank: int, size: int, local_rank: int, local_size: int, timeout: timedelta) -> World:
     global _made
-    gpus = torch.cuda.device_count()
-    use_gpu = gpus > 0
+    gpus = accelerator.count()
+    use_gpu = gpus > 0 and not (local_size > 1 and accelerator.is_for_one_process())
+    if gpus and not use_gpu and local_rank == 0:
+        say(f"lockstep: {local_size} processes compute on the CPU; the GPU of this machine is for one process")
     if use_gpu and gpus < local_size:
         raise LaunchError(
             f"{local_size} processes on this machine and {gpus} GPUs; each process takes a GPU of its own; start {gpus} processes, or hide "
-            "the GPUs (CUDA_VISIBLE_DEVICES=) to compute on the CPU"
+            "the GPUs ({accelerator.how_to_hide()}) to compute on the CPU"
         )
-    device = torch.device("cuda", local_rank) if use_gpu else torch.device("cpu")
-    if use_gpu:
-        torch.cuda.set_device(device)
+    device = accelerator.device(local_rank) if use_gpu else torch.device("cpu")
     if dist.is_initialized():
         return World(dist.get_rank(), dist.get_world_size(), local_rank, local_size, device, owns_group=_is_ours())
     if size > 1:
         try:
-            dist.init_process_group("cpu:gloo,cuda:nccl" if use_gpu else "gloo", timeout=timeout, device_id=device if use_gpu else None)
+            dist.init_process_group(accelerator.process_group_backend(device), timeout=timeout, device_id=device if use_gpu else None)
         except dist.DistNetworkError as error:
             raise LaunchError(_network_error(error)) from error
         _made = weakref.ref(dist.group.WORLD)

@@ -11,23 +11,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.base import accelerator
+
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """Return the batch on `device`: tensors in dicts, lists, tuples and dataclasses, and objects with a method `to`.
-    On the CPU it is the batch itself. On CUDA, tensors are copied on a separate stream, overlapping with the microbatch
-    before; the computation that follows waits for it. The host does not wait if the batch is in pinned memory."""
+    On the CPU it is the batch itself. On a device with streams, tensors are copied on one of their own, overlapping
+    with the microbatch before; the computation that follows waits for it. The host does not wait if the batch is in
+    pinned memory."""
     if device.type == "cpu":
         return batch
-    if device.type != "cuda":
+    if not accelerator.has_streams(device):
         return _map(batch, lambda tensor: tensor.to(device), lambda thing: thing.to(device))
-    compute, copies = torch.cuda.current_stream(device), _copy_stream(device)
+    compute, copies = accelerator.current_stream(device), _copy_stream(device)
 
     def move(tensor: Tensor) -> Tensor:
         if tensor.device == device:
             return tensor
-        if tensor.is_cuda:
+        if accelerator.is_accelerator(tensor):
             return tensor.to(device)
-        with torch.cuda.stream(copies):
+        with copies:
             moved = tensor.to(device, non_blocking=True)
         # The memory belongs to the copies' stream: this keeps it from being used again before the computation is done
         # with it.
@@ -40,7 +43,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def pin(batch: Any) -> Any:
-    """Return the batch in pinned memory, from which CUDA copies while the host goes on."""
+    """Return the batch in pinned memory, from which an accelerator copies while the host goes on."""
     return _map(
         batch,
         lambda tensor: tensor.pin_memory() if tensor.is_cpu else tensor,
@@ -49,8 +52,8 @@ def pin(batch: Any) -> Any:
 
 
 @cache
-def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+def _copy_stream(device: torch.device) -> torch.Stream:
+    return torch.Stream(device)
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
@@ -71,7 +74,8 @@ def _map(value: Any, of_tensor: Callable[[Tensor], Tensor], of_thing: Callable[[
         if type(value) is dict:
             return parts
         changed: Any = copy.copy(value)
-        changed.update(parts)
+        for name, part in parts.items():  # `update` is refused by the outputs of transformers
+            changed[name] = part
         return changed
     if isinstance(value, list | tuple):
         moved = [_map(part, of_tensor, of_thing) for part in value]

@@ -97,6 +97,16 @@ def check_same(name: str, everyone: Sequence[Digests | None]) -> None:
                 )
 
 
+def check_unchanged(name: str, saved: Mapping[str, Mapping[str, str]], now: Mapping[str, Mapping[str, str]]) -> None:
+    """Raise `DataError` if a sample is not what it was when a checkpoint was saved. Digests of parts, by sample."""
+    for sample, parts in now.items():
+        if sample in saved and (part := difference(saved[sample], parts)) is not None:
+            raise DataError(
+                f"{name}: {sample}{part} is not what it was when the checkpoint was saved; a resumed run goes on with the same data; "
+                "restore it, allow the change (--allow-change data, allow_change=['data']), or choose another run directory"
+            )
+
+
 def changing(name: str, everyone: Sequence[Digests | None]) -> str | None:
     """Return in words which sample was another one when it was fetched again; None if none was."""
     for rank, found in enumerate(everyone):

@@ -78,6 +78,7 @@ class Fetcher:
         self._seed_of_samples = None if tensors else seed
         self._seed_of_collate = None if collate is None else seed
         self.seeds = self._seed_of_samples is not None or self._seed_of_collate is not None
+        self._set_epoch = getattr(data, "set_epoch", None)
         self._make: Callable[[SampleRequest], Any] = self._one_by_one
         self.gathers = tensors and collate is None
         """True if a batch is just rows of tensors, so that `gathered` can be used."""
@@ -123,6 +124,8 @@ class Fetcher:
         return [tensor.index_select(0, rows if tensor.is_cpu else rows.to(tensor.device)) for tensor in self._data.tensors]
 
     def _many(self, indices: list[int], epoch: int, during: object) -> Any:
+        if self._set_epoch is not None:
+            self._set_epoch(epoch)
         if self._seed_of_samples is not None:
             seed_generators(key(self._seed_of_samples, RandomStream.SAMPLE, epoch, indices[0]), CPU)
         try:
@@ -132,6 +135,8 @@ class Fetcher:
             raise
 
     def _one(self, index: int, epoch: int, during: object) -> Any:
+        if self._set_epoch is not None:
+            self._set_epoch(epoch)
         if self._seed_of_samples is not None:
             seed_generators(key(self._seed_of_samples, RandomStream.SAMPLE, epoch, index), CPU)
         try:

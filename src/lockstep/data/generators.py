@@ -8,14 +8,16 @@ from types import TracebackType
 import numpy as np
 import torch
 
+from lockstep.base import accelerator
+
 
 def seed_generators(key: int, device: torch.device) -> None:
     """Seed python's, numpy's and torch's default generators (on the CPU and on `device`) in about 6 µs on a CPU."""
     random.seed(key)
     np.random.seed(key & 0xFFFFFFFF)
     torch.default_generator.manual_seed(key)
-    if device.type == "cuda":
-        torch.cuda.default_generators[device.index].manual_seed(key)
+    if device.type != "cpu":
+        accelerator.generator(device).manual_seed(key)
 
 
 class PreservedGenerators:

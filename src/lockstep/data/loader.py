@@ -13,16 +13,18 @@ import numpy as np
 import torch
 
 from lockstep import assignment
+from lockstep.base import accelerator
 from lockstep.base.errors import DataError
 from lockstep.data.device import pin
 from lockstep.data.digests import DigestRequest, Digests
 from lockstep.data.fetch import Fetcher, SampleRequest, ShardPosition, ShardRequest
 from lockstep.data.generators import PreservedGenerators
+from lockstep.data.sampled_order import SampleOrder
 from lockstep.data.streams import Origin, StreamFetcher
 from lockstep.data.structure import difference, structure
 from lockstep.data.workers import LoaderWorkers
 from lockstep.order import Order
-from lockstep.recipe.recipe import Stream
+from lockstep.recipe.data import Stream
 
 CHUNK_POSITIONS = 4096
 
@@ -57,7 +59,7 @@ class _BatchLoader:
 
     def __init__(self, fetcher: Fetcher | StreamFetcher, workers: int, device: torch.device, *, prefetch: int) -> None:
         self._seeds, self._fetch_one = fetcher.seeds, fetcher.__getitem__
-        self._pinned = device.type == "cuda"
+        self._pinned = accelerator.has_streams(device)
         self._workers = LoaderWorkers(fetcher, workers, pinned=self._pinned, prefetch=prefetch) if workers else None
         self._preserved_generators = PreservedGenerators()
         self._structure: Any = None
@@ -102,8 +104,9 @@ class _BatchLoader:
 
 class Loader(_BatchLoader):
     """Fetches microbatches of a map-style dataset. Each rank has its own loader, for its own spans.
-    `collate`: (samples) -> batch; None: torch's default. `shuffle=False`: a sample's index is its position. `workers`:
-    processes that prefetch `prefetch` microbatches each; 0: this process fetches. The batches do not depend on it.
+    `collate`: (samples) -> batch; None: torch's default. `shuffle=False`: a sample's index is its position.
+    `order`: that of a user's sampler. `workers`: processes that prefetch `prefetch` microbatches each; 0: this process
+    fetches. The batches do not depend on it.
     This process's default generators keep their state. `device`: for CUDA, batches are in pinned memory."""
 
     def __init__(
@@ -113,11 +116,12 @@ class Loader(_BatchLoader):
         collate: Callable[[list[Any]], Any] | None = None,
         seed: int,
         shuffle: bool = True,
+        order: SampleOrder | None = None,
         workers: int = 0,
         prefetch: int = 2,
         device: torch.device,
     ) -> None:
-        self._order = Order(len(data), seed) if shuffle else None
+        self.order = order or (Order(len(data), seed) if shuffle else None)
         self._fetcher = Fetcher(data, collate, seed)
         super().__init__(self._fetcher, workers, device, prefetch=prefetch)
 
@@ -141,7 +145,7 @@ class Loader(_BatchLoader):
         remaining = iter(spans)
         while chunk := list(_some_spans(remaining)):
             positions = np.concatenate([np.arange(span.start, span.stop) for span in chunk])
-            epochs, samples = (np.zeros_like(positions), positions) if self._order is None else self._order.samples(positions)
+            epochs, samples = (np.zeros_like(positions), positions) if self.order is None else self.order.samples(positions)
             stop = 0
             for span in chunk:
                 start, stop = stop, stop + span.stop - span.start

@@ -17,7 +17,7 @@ from lockstep.data.fetch import CPU, ShardPosition, ShardRequest, batch_of, some
 from lockstep.data.generators import seed_generators
 from lockstep.keys import key
 from lockstep.order import Order
-from lockstep.recipe.recipe import Stream
+from lockstep.recipe.data import Stream
 
 
 class Sample(NamedTuple):

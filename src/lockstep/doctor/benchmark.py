@@ -16,12 +16,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lockstep.base import accelerator
 from lockstep.doctor.collective_checks import RankGroup, exchange
 from lockstep.doctor.coordination import ProbeCoordinator
 from lockstep.doctor.expected_results import COLLECTIVES, Collective
 from lockstep.doctor.point_to_point import Pair, PairMeasurement, find_outliers, schedule_pairs
 
-SIZES_BYTES = {"cpu": (2**10, 2**16, 2**20, 2**24), "cuda": (2**10, 2**16, 2**20, 2**24, 2**28)}
+SIZES_BYTES = (2**10, 2**16, 2**20, 2**24, 2**28)
+LARGEST_BYTES_ON_CPU = 2**24
 SIZE_SECONDS = 0.06
 """Approximate seconds of repeats for each size of each collective."""
 MOST_REPEATS = 20
@@ -32,7 +34,6 @@ TRANSFER_SECONDS = 0.02
 """Approximate duration of the transfer that a bandwidth is measured with."""
 TRANSFERS = 3
 FIRST_BYTES = 2**16
-LARGEST_BYTES = {"cpu": 2**24, "cuda": 2**28}
 MEASUREMENTS = 5
 """Largest number of measurements of an outlier. The best of them counts, so that momentary noise is no slow link."""
 
@@ -56,7 +57,7 @@ def time_collectives(coordinator: ProbeCoordinator, group: RankGroup) -> list[di
     rows = []
     for collective in COLLECTIVES:
         seconds: float | None = None
-        for size_bytes in (0,) if collective == "barrier" else SIZES_BYTES[group.device.type]:
+        for size_bytes in (0,) if collective == "barrier" else _sizes(group.device):
             if seconds is not None and seconds * 16 > LONGEST_SECONDS:
                 break
             with coordinator.probe(f"{collective} of {size_bytes} bytes"):
@@ -96,8 +97,12 @@ def _time_collective(coordinator: ProbeCoordinator, group: RankGroup, collective
 
 
 def _synchronize(group: RankGroup) -> None:
-    if group.device.type == "cuda":
-        torch.cuda.synchronize()
+    accelerator.synchronize(group.device)
+
+
+def _sizes(device: torch.device) -> list[int]:
+    most = SIZES_BYTES[-1] if accelerator.is_accelerator(device) else LARGEST_BYTES_ON_CPU
+    return [size for size in SIZES_BYTES if size <= most]
 
 
 def measure_pairs(
@@ -146,7 +151,7 @@ def _measure_both_directions(group: RankGroup, pair: Pair, kind: str) -> list[Pa
             continue
         latency = _ping(group, peer) / 2
         count, seconds = FIRST_BYTES, _transfer(group, peer, FIRST_BYTES)
-        while seconds < TRANSFER_SECONDS and count < LARGEST_BYTES[group.device.type]:
+        while seconds < TRANSFER_SECONDS and count < _sizes(group.device)[-1]:
             count *= 4
             seconds = _transfer(group, peer, count)
         seconds = min(seconds, *(_transfer(group, peer, count) for _ in range(TRANSFERS - 1)))

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lockstep.base import accelerator
 from lockstep.comm.world import all_gather_single
 from lockstep.doctor.coordination import ProbeCoordinator
 from lockstep.doctor.expected_results import (
@@ -104,8 +105,7 @@ def call(case: CollectiveCase, group: RankGroup) -> Tensor:
     """Call the collective on its defined input. Returns this rank's output, with blocks in the order of ranks."""
     own = _tensor(rank_input(case, group.global_ranks, group.group_rank), case.data_type, group.device)
     result = exchange(case.collective, own, group, operation=case.operation)
-    if group.device.type == "cuda":
-        torch.cuda.synchronize()
+    accelerator.synchronize(group.device)
     return result
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from lockstep.base import accelerator
 from lockstep.base.version import __version__
 from lockstep.doctor.environment_variables import relevant_variables
 from lockstep.doctor.machine_checks import MachineInfo, parse_topology
@@ -34,17 +35,14 @@ def read_machine_info(machines: Machines | None, environ: Mapping[str, str]) -> 
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     names, driver = _gpus()
     versions = {"python": platform.python_version(), "torch": torch.__version__, "lockstep": __version__}
-    if torch.version.cuda is not None:
-        nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-        versions |= {"CUDA": torch.version.cuda, "NCCL": ".".join(map(str, nccl))}
     return MachineInfo(
         host=socket.gethostname(),
         address=address,
         interface=interface,
         interfaces=tuple(name for _, name in socket.if_nameindex()),
         interface_details=_interface_details(interface) if interface is not None else "",
-        versions=versions | ({"driver": driver} if driver else {}),
-        gpus=torch.cuda.device_count(),
+        versions=versions | accelerator.library_versions() | ({"driver": driver} if driver else {}),
+        gpus=accelerator.count(),
         gpu_names=names,
         # If some GPUs are hidden, torch and the driver number them differently.
         topology=parse_topology(_nvidia_smi("topo", "-m")) if names and "CUDA_VISIBLE_DEVICES" not in environ else {},

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lockstep.base import accelerator
 from lockstep.base.files import write_atomically
 from lockstep.comm.world import World, join
 from lockstep.doctor import benchmark, collective_checks
@@ -70,7 +71,7 @@ def _run_probes(coordinator: ProbeCoordinator, environment: Environment, values:
             local_size=environment.local_world_size,
             timeout=timedelta(seconds=RENDEZVOUS_SECONDS),  # the coordinator's deadline comes first
         )
-    values["backend"] = "nccl" if world.device.type == "cuda" else "gloo"
+    values["backend"] = accelerator.process_group_backend(world.device).rpartition(":")[2]
     if len(names) > 1 and machine["path"] is not None:
         with coordinator.probe("the run directory on all machines"):
             values["shared"] = _ranks_that_share(coordinator, Path(machine["path"]))

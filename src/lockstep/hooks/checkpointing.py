@@ -20,6 +20,7 @@ from lockstep.checkpoint.manifest import DamagedError, UnknownFormatError, Unrea
 from lockstep.checkpoint.saver import Saver
 from lockstep.checkpoint.storage import CheckpointName, FolderStorage, Storage
 from lockstep.comm.world import World
+from lockstep.hooks.metric_names import check_metric
 from lockstep.hooks.replica_audit import ReplicaAudit
 from lockstep.hooks.scores import Scores
 from lockstep.launch.termination import Terminated
@@ -143,7 +144,7 @@ class Checkpointer:
         """
         recorder = self.run.context.recorder
         fields = recorder.summary["recipe"] or {}
-        if unknown := sorted(name for name in allow_change if name.partition(".")[0] not in {"optimizer", *fields}):
+        if unknown := sorted(name for name in allow_change if name.partition(".")[0] not in {"optimizer", "data", *fields}):
             raise CheckpointError(
                 f"allow_change={unknown[0]!r}; it names fields of the recipe, which are {', '.join(sorted(fields)) or 'none here'}"
             )
@@ -326,13 +327,17 @@ class Checkpointing(ControlHook):
         checkpointer.begin(step)
         if found is None:
             return
-        run.loop.resumed = {**found.manifest.values, "step": step}
+        run.loop.resumed = {**found.manifest.values, "step": step, **({"data": {}} if "data" in self.allow_change else {})}
         if keeps_rest(context.gradient_compression) and Plan.parse(found.manifest.metadata["plan"]).replicate != 1:
             run.event(
                 "error-feedback-dropped",
                 gradient_compression=context.gradient_compression,
                 reason="the checkpoint does not hold the error feedback, which was not sent before the save",
             )
+
+    def on_start(self, run: Run) -> None:
+        if self.saving.best is not None:
+            check_metric(run, self.saving.best, f"Saving(best={self.saving.best!r})")
 
     def request(self, run: Run) -> Request:
         return Request(save=True) if self._checkpointer is not None and self._checkpointer.is_time() else NOTHING

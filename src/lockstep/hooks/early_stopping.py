@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from lockstep.base.errors import RecipeError
+from lockstep.hooks.metric_names import check_metric
 from lockstep.training.hook import Hook, Run
 
 
@@ -30,10 +31,11 @@ class EarlyStopping(Hook):
 
     def on_start(self, run: Run) -> None:
         self.best, self._waited = None, 0
-        if run.recipe is None or run.recipe.evaluation is None or run.recipe.evaluation.every is None:
+        if run.recipe is None or all(each.every is None for each in run.recipe.evaluations.values()):
             raise RecipeError(
                 "EarlyStopping without Recipe.evaluation, or with every=None; it watches evaluations; give ls.Evaluation(every=...)"
             )
+        check_metric(run, self.metric, f"EarlyStopping watches {self.metric!r}")
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best, "waited": self._waited}
@@ -41,9 +43,10 @@ class EarlyStopping(Hook):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.best, self._waited = state["best"], state["waited"]
 
-    def after_evaluation(self, run: Run, metrics: Mapping[str, float]) -> None:
+    def after_evaluation(self, run: Run, metrics: dict[str, float]) -> None:
         if self.metric not in metrics:
-            raise RecipeError(f"EarlyStopping watches {self.metric!r}, which is not measured; measured are {', '.join(metrics)}")
+            run.metric(self.metric, f"EarlyStopping watches {self.metric!r}")
+            return
         value = metrics[self.metric]
         if not math.isnan(value) and (self.best is None or self._sign * value < self._sign * self.best - self._min_delta):
             self.best, self._waited = value, 0

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 
+from lockstep.base.errors import RecipeError
+from lockstep.hooks.metric_names import check_metric
 from lockstep.hooks.metrics import Metrics
+from lockstep.hooks.moving_average import ExponentialMovingAverage
 from lockstep.recipe.recipe import Evaluation, Recipe
 from lockstep.training.evaluate import Evaluator
 from lockstep.training.hook import ControlHook, Run
@@ -14,38 +19,74 @@ from lockstep.training.loop import compare_data
 
 @dataclass(eq=False)
 class EvaluationHook(ControlHook):
-    settings: Evaluation
+    """Measures each of the recipe's evaluations when it is due. Their keys are the prefixes of their metrics."""
+
+    evaluations: Mapping[str, Evaluation]
     metrics: Metrics
-    _evaluator: Evaluator | None = None
+    _evaluators: dict[str, Evaluator] = field(default_factory=dict)
+    _average: ExponentialMovingAverage | None = None
+    _is_measuring: bool = False
 
     def prepare(self, run: Run, recipe: Recipe) -> None:
-        """Build the evaluator of the run's first model."""
-        self._evaluator = Evaluator.of(recipe, self.settings, run.context, run.modules[0])
+        """Build the evaluators of the run's first model. Raises `RecipeError` if there is no average to evaluate."""
+        self._average = next((hook for hook in run.hooks.all if isinstance(hook, ExponentialMovingAverage)), None)
+        for prefix, evaluation in self.evaluations.items():
+            if evaluation.weights == "average" and self._average is None:
+                raise RecipeError(
+                    f"{_name(prefix)} has weights='average', and no hook keeps an average; an ls.ExponentialMovingAverage does; give "
+                    "hooks=[ls.ExponentialMovingAverage(decay=0.999)]"
+                )
+            self._evaluators[prefix] = Evaluator.of(recipe, evaluation, run.context, run.modules[0])
+        run.measure = lambda: self.measure(run)
 
     def on_start(self, run: Run) -> None:
-        if self._evaluator is not None:
-            compare_data(run, "evaluation.data", self._evaluator.loader.digests())
+        for module in run.modules:
+            if module.schedule.metric is not None:
+                check_metric(run, module.schedule.metric, f"the schedule follows {module.schedule.metric!r}")
+        for prefix, evaluator in self._evaluators.items():
+            compare_data(run, f"{_name(prefix)}.data", evaluator.loader.digests())
 
     def after_step(self, run: Run) -> None:
-        if self.settings.every is not None and run.step % self.settings.every == 0:
-            self.measure(run)
+        due = [prefix for prefix, each in self.evaluations.items() if each.every is not None and run.step % each.every == 0]
+        if due:
+            self.measure(run, due)
             run.agree_to_stop()
 
-    def measure(self, run: Run) -> None:
-        """Evaluate now, if not yet done after this step. Every rank calls it."""
-        if self._evaluator is None or run.evaluated_at == run.step:
+    def measure(self, run: Run, prefixes: Iterable[str] | None = None) -> None:
+        """Measure the evaluations, by default all, that were not measured after this step. Every rank calls it."""
+        chosen = self.evaluations if prefixes is None else prefixes
+        due = [prefix for prefix in chosen if run.metrics_at.get(f"{prefix}loss") != run.step]
+        if not self._evaluators or not due or self._is_measuring:
             return
+        self._is_measuring = True
         run.hooks.call("before_evaluation", run)
         before = run.context.phases.enter("evaluation")
         started = time.perf_counter()
-        run.metrics = self._evaluator.measure(run.step)
-        run.evaluated_at = run.step
-        run.context.recorder.evaluation(run.step, run.metrics)
+        found = {f"{prefix}{name}": value for prefix in due for name, value in self._measured(run, prefix).items()}
+        run.note_metrics(found)
+        run.context.recorder.evaluation(run.step, found)
         self.metrics.throughput.exclude(time.perf_counter() - started)
         run.context.phases.enter("hooks")
-        run.hooks.call("after_evaluation", run, run.metrics)
+        run.hooks.call("after_evaluation", run, found)
+        run.note_metrics(found)  # with those that hooks have added
+        for module in run.modules:
+            metric = module.schedule.metric
+            if metric in found:
+                module.schedule.after_evaluation(found[metric])
+            elif metric is not None:
+                run.metric(metric, f"the schedule follows {metric!r}")
         run.context.phases.enter(before)
+        self._is_measuring = False
+
+    def _measured(self, run: Run, prefix: str) -> dict[str, float]:
+        average = self._average if self.evaluations[prefix].weights == "average" else None
+        with nullcontext() if average is None else average.applied(run):
+            return self._evaluators[prefix].measure(run.step)
 
     def on_end(self, run: Run) -> None:
-        if self._evaluator is not None:
-            self._evaluator.loader.close()
+        for evaluator in self._evaluators.values():
+            evaluator.loader.close()
+
+
+def _name(prefix: str) -> str:
+    return f"evaluation[{prefix.removesuffix('/')!r}]" if prefix else "evaluation"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from lockstep.base.errors import LossError
 from lockstep.logging.recorder import Throughput
 from lockstep.training.consensus import Request
@@ -27,7 +29,7 @@ class Metrics(ControlHook):
     def between_steps(self, run: Run) -> None:
         assert run.source is not None, "a step has begun"
         self.throughput.count(run.source.samples, run.source.weights)
-        self._unread += run.results
+        self._unread += run.results.values()
         if run.is_logging_step or run.stopping is not None:
             self._read(run)
         if run.is_logging_step:
@@ -63,10 +65,11 @@ class Metrics(ControlHook):
     def _write(self, run: Run) -> None:
         """Write the line of the latest step, with the first model's loss, norm and rate. Every rank calls it."""
         assert run.source is not None, "a step has begun"
-        result, speed = run.results[0], self.throughput.restart()
-        module, world_size = result.module, run.context.world.size
-        values = {"loss": result.loss(), "lr": module.schedule.rate(), "gradient_norm": float(result.norm), **speed, **run.measured}
+        result, speed = run.latest, self.throughput.restart()
+        module, world_size = run.modules[0], run.context.world.size
+        norm = math.nan if result is None else float(result.norm)
+        values = {"loss": run.loss, "lr": module.schedule.rate(), "gradient_norm": norm, **speed, **run.measured}
         if (mfu := module.flops.utilisation(speed["samples_per_second"], world_size)) is not None:
             values["mfu"] = mfu
-        terms = {f"loss/{name}": value for name, value in result.term_losses().items()}
+        terms = {} if result is None else {f"loss/{name}": value for name, value in result.term_losses().items()}
         run.context.recorder.step(run.source.step + 1, values, {**terms, **run.logged})

@@ -22,7 +22,7 @@ from lockstep.launch.failures import error_details, out_of_memory
 from lockstep.launch.worker_files import request_restart
 from lockstep.model.sync_batchnorm import training_batchnorms
 from lockstep.plan import WORDS, Plan
-from lockstep.recipe.recipe import Stream
+from lockstep.recipe.data import Stream
 from lockstep.saving import OutOfMemory as Setting
 from lockstep.training.hook import ControlHook, Run
 
@@ -76,7 +76,7 @@ class TakenFallbacks:
 
 
 def next_plan(plan: Plan, device: str, setting: Setting, *, largest: int | None, unsplittable: str | None) -> Plan | str:
-    """The plan for the next attempt, or why there is none, in words. `device`: "cuda" or "cpu".
+    """The plan for the next attempt, or why there is none, in words. `device`: its type, such as "cpu".
 
     `largest`: samples of the largest microbatch; None: memory ran out before the first step. `unsplittable`: why it
     cannot be split.

@@ -14,9 +14,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
+from lockstep.base import accelerator
 from lockstep.hooks.stragglers import peak_bytes
 from lockstep.hooks.timeline import TimeParts, heaviest, merged, time_parts
 from lockstep.training.hook import ControlHook, Run
@@ -44,10 +44,8 @@ class Profiler(ControlHook):
         if run.source is None or run.source.step != self._steps.start:
             return
         self._world.gather_values(None)
-        if self._world.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self._world.device.type == "cuda" else [])
-        self._profiler = profile(activities=activities)
+        accelerator.reset_peak_bytes(self._world.device)
+        self._profiler = profile(activities=accelerator.profiled(self._world.device))
         self._profiler.__enter__()  # type: ignore[no-untyped-call]
         self._phases.log = []
         self._began = time.time()

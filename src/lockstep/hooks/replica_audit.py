@@ -1,17 +1,21 @@
-"""The hook that compares checksums of the replicas, and so finds flipped bits and changed models."""
+"""The hook that compares checksums of the replicas, and so finds flipped bits and changed models. It compares the state
+of users' hooks too, which is alike on all ranks."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from lockstep.base.errors import DivergenceError
+from lockstep.base.errors import CheckpointError, DivergenceError
 from lockstep.comm.mesh import Mesh, to_local
-from lockstep.training.hook import ControlHook, Run
-from lockstep.training.state import state_of
+from lockstep.hooks.unsaved_state import UnsavedState
+from lockstep.training.hook import ControlHook, Hook, Run
+from lockstep.training.state import Stateful, state_of
 
 _WORD_BYTES = 8
 _MIX = 0x9E3779B97F4A7C15 - 2**64
@@ -21,10 +25,14 @@ _MIX = 0x9E3779B97F4A7C15 - 2**64
 class ReplicaAudit(ControlHook):
     """Compares the replicas: the ranks whose positions on the mesh differ on the `replicate` axis only."""
 
-    def __init__(self, *, every: int) -> None:
-        """`every`: steps from one comparison to the next; 0: never."""
+    def __init__(self, *, every: int, hooks: Sequence[Hook]) -> None:
+        """`every`: steps from one comparison to the next; 0: never. `hooks`: the user's."""
         self._every = every
+        self._unsaved = UnsavedState(hooks)
         self._agreed = 0  # steps done at the last comparison
+
+    def on_start(self, run: Run) -> None:
+        self._unsaved.begin(run)
 
     def between_steps(self, run: Run) -> None:
         if self._every and run.step % self._every == 0:
@@ -32,10 +40,15 @@ class ReplicaAudit(ControlHook):
 
     def compare(self, run: Run) -> None:
         """Compare now, if not yet done after this step. Every rank calls it. Raises `DivergenceError` on all if any
-        replicas differ."""
+        replicas differ, `CheckpointError` if the state of a hook does."""
+        self._unsaved.tell(run)
         mesh = run.context.mesh
         replicas = mesh.axis("replicate")
-        if replicas.size == 1 or not self._every or self._agreed == run.step:
+        if not self._every or self._agreed == run.step:
+            return
+        _compare_hooks(run)
+        if replicas.size == 1:
+            self._agreed = run.step
             return
         state = state_of(run.modules, {}).tensors
         sums = torch.stack([checksum(to_local(tensor)) for tensor in state.values()]).cpu()
@@ -57,6 +70,35 @@ class ReplicaAudit(ControlHook):
             "machine computes wrong results, or a script changed the model on some ranks only; replicas are compared before each "
             "save: the same command resumes from the last one; leave out a machine that is named again"
         )
+
+
+def _compare_hooks(run: Run) -> None:
+    """Compare the states of the users' hooks, and of what the session was told to include."""
+    others = {name: other for name, other in run.stateful.items() if other is not run}
+    if run.context.world.size == 1 or not others:
+        return
+    stage = run.context.mesh.axis("pipeline").rank  # a stage has the state of its own part of the model
+    everyone = run.context.world.gather_values([stage, {name: _digest(name, other) for name, other in others.items()}])
+    firsts: dict[int, int] = {}
+    for rank, (stage, digests) in enumerate(everyone):
+        first = firsts.setdefault(stage, rank)
+        if name := next((name for name in others if digests[name] != everyone[first][1][name]), None):
+            raise CheckpointError(
+                f"after step {run.step}: the state of {name!r} differs between rank {first} and rank {rank}; a checkpoint holds one for "
+                "all ranks; change it by what is alike on all of them (run.loss, metrics, the model's parameters, session.gather(rows)), "
+                "not by a rank's own microbatches"
+            )
+
+
+def _digest(name: str, other: Stateful) -> str:
+    """Return a hash of all that is not sharded; empty for a state that cannot be saved: the save says why."""
+    try:
+        state = state_of((), {name: other})
+    except CheckpointError:
+        return ""
+    whole = {path: tensor for path, tensor in state.tensors.items() if to_local(tensor) is tensor}
+    sums = [int(checksum(tensor).item()) for tensor in whole.values()]
+    return hashlib.sha256(json.dumps([state.values["state"], sums], sort_keys=True).encode()).hexdigest()
 
 
 def difference(names: Sequence[str], sums: Mapping[int, Sequence[int]]) -> str:

@@ -7,7 +7,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.base.errors import CheckpointError
 from lockstep.checkpoint.integrity import read_manifest
 from lockstep.checkpoint.manifest import DamagedError, UnknownFormatError, UnreachableError
 from lockstep.checkpoint.storage import CheckpointName, Storage
@@ -24,14 +23,10 @@ class Scores:
     by_name: dict[CheckpointName, float] = field(default_factory=dict)
 
     def now(self, run: Run) -> float | None:
-        """Return the value that was measured after the latest step; None if none was. Raises `CheckpointError` if the
-        evaluation has no such metric."""
+        """Return the value that was measured after the latest step; None if none was. Raises `RecipeError` if no
+        evaluation has the metric."""
         metric = self.saving.best
-        if metric is None or run.evaluated_at != run.step:
-            return None
-        if metric not in run.metrics:
-            raise CheckpointError(f"Saving(best={metric!r}), which is not measured; measured are {', '.join(run.metrics)}")
-        return run.metrics[metric]
+        return None if metric is None or not run.metrics else run.metric(metric, f"Saving(best={metric!r})")
 
     def improves(self, value: float) -> bool:
         """True if `value` is better than that of every checkpoint."""

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from lockstep.base import accelerator
 from lockstep.comm.wait_times import count_torch_waits
 from lockstep.logging.metrics import drop_rows_after
 from lockstep.logging.phases import StreamTimes
@@ -50,8 +51,8 @@ class Stragglers(ControlHook):
     def on_start(self, run: Run) -> None:
         self._stack.enter_context(count_torch_waits())
         context = run.context
-        if context.device.type == "cuda":
-            context.phases.stream = StreamTimes(partial(torch.cuda.Event, enable_timing=True))
+        if accelerator.has_streams(context.device):
+            context.phases.stream = StreamTimes(partial(accelerator.event, context.device, timed=True))
         self._phases = context.phases
         mine = [socket.gethostname(), context.mesh.axis("pipeline").rank]
         self.hosts, stages = zip(*context.world.gather_values(mine), strict=True)
@@ -146,9 +147,8 @@ def next_interval(seconds: float, *, before: int, ranks: int) -> int:
 
 def peak_bytes(device: torch.device) -> int:
     """The peak memory of this process: on its GPU, or if it has none, on the host."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    on_device = accelerator.peak_bytes(device)
+    return on_device if on_device is not None else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 class Straggler(NamedTuple):

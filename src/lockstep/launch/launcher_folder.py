@@ -20,9 +20,11 @@ def launcher_folder() -> Iterator[Path]:
     """An empty folder, removed at the end. Removes folders of dead launchers first."""
     _remove_dead(Path(tempfile.gettempdir()))
     with tempfile.TemporaryDirectory(prefix=_PREFIX) as folder:
-        descriptor = os.open(Path(folder, _ALIVE), os.O_WRONLY | os.O_CREAT)
+        unlocked = Path(folder, "new")
+        descriptor = os.open(unlocked, os.O_WRONLY | os.O_CREAT)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
+            unlocked.rename(unlocked.with_name(_ALIVE))  # locked before another launcher can find it
             yield Path(folder)
         finally:
             os.close(descriptor)

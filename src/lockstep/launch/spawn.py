@@ -13,8 +13,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, Literal, TypeVar, cast
 
-import torch
-
+from lockstep.base import accelerator
 from lockstep.base.errors import LaunchError, UserError, WorkerError
 from lockstep.launch.agent import run_workers
 from lockstep.launch.count import count_processes
@@ -57,7 +56,7 @@ def spawn(
         os._exit(_UNGUARDED_STATUS)
     _refuse_in_worker()
     check_run_dir(run_dir, "run_dir")
-    count = count_processes(nproc, Plan.parse(plan) if plan is not None else None, torch.cuda.device_count, name="nproc=")
+    count = count_processes(nproc, Plan.parse(plan) if plan is not None else None, accelerator.count, name="nproc=")
     directory = os.path.abspath(run_dir) if run_dir is not None else None
     with closing(_Starter(_start_method(main), main, args)) as starter:
         _raise_failure(run_workers(starter.start, count=count, launcher="spawn", options=RunOptions(plan=plan, run_dir=directory)))
@@ -77,10 +76,10 @@ def _refuse_in_worker() -> None:
 def _start_method(main: Callable[..., Any]) -> Literal["spawn", "fork"]:
     if getattr(main, "__module__", None) != "__main__" or os.path.exists(getattr(sys.modules["__main__"], "__file__", "")):
         return "spawn"
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if accelerator.is_initialized():
         raise LaunchError(
-            f"{main!r} is defined in a notebook or at a prompt, so that its processes are forks of this one, and CUDA is in use here; "
-            "a fork cannot use CUDA after that; restart and call ls.spawn before anything touches a GPU, or import the function from a file"
+            f"{main!r} is defined in a notebook or at a prompt, so that its processes are forks of this one, and a GPU is in use here; a "
+            "fork cannot use it after that; restart and call ls.spawn before anything touches a GPU, or import the function from a file"
         )
     return "fork"
 

@@ -23,16 +23,15 @@ def fingerprint(module_or_state_dict: nn.Module | Mapping[str, Any]) -> str:
 
     The hash runs over one record for each tensor, without separators, in the order of the names' UTF-8 bytes:
 
-    ========== =======================
-    ================================================================================== length     8 bytes
-    of the name, in bytes name       UTF-8                   as in the state dict length     8 bytes                 of
-    the dtype, in bytes dtype      ASCII                   torch's name without "torch.": `float32`, `bfloat16`,
-    `complex64`, `bool` dims       8 bytes                 how many; 0 for a scalar shape      8 bytes for each dim
-    length     8 bytes                 of the data, in bytes data       row-major, no padding   each element
-    little-endian; a complex one is its real and then its imaginary part;
-                                       a bool is one byte, 0 or 1
-    ========== =======================
-    ==================================================================================
+    - length of the name in bytes: 8 bytes
+    - name: UTF-8, as in the state dict
+    - length of the dtype in bytes: 8 bytes
+    - dtype: ASCII, torch's name without "torch.": `float32`, `bfloat16`, `complex64`, `bool`
+    - number of dims: 8 bytes; 0 for a scalar
+    - shape: 8 bytes for each dim
+    - length of the data in bytes: 8 bytes
+    - data: row-major, no padding, each element little-endian; a complex one is its real and then its imaginary part; a
+      bool is one byte, 0 or 1
 
     Every number of 8 bytes is unsigned and little-endian. Tied weights appear once under each of their names. Device,
     strides and `requires_grad` do not change the hash; the sign of a zero and the payload of a NaN do. Entries that are

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from lockstep.base import accelerator
 from lockstep.base.torch_private import has_compiled_forward, is_compiled_in_place
 from lockstep.recipe.checks import Precision
 
@@ -46,7 +47,8 @@ def peak(device_name: str, precision: Precision) -> float | None:
 
 def peak_of(device: torch.device, precision: Precision) -> float | None:
     """Return the peak FLOP/s of `device`. None if unknown."""
-    return peak(torch.cuda.get_device_name(device), precision) if device.type == "cuda" else None
+    name = accelerator.name(device)
+    return None if name is None else peak(name, precision)
 
 
 class Flops:

@@ -30,9 +30,9 @@ class _PhaseSeconds:
 class StreamTimes:
     """Times of the GPU's stream that a rank computes on, by phase: the host only queues work, and is ahead of it."""
 
-    def __init__(self, create_event: Callable[[], torch.cuda.Event]) -> None:
+    def __init__(self, create_event: Callable[[], torch.Event]) -> None:
         self._create_event = create_event
-        self._events: list[tuple[str, torch.cuda.Event]] = []
+        self._events: list[tuple[str, torch.Event]] = []
         self._totals: defaultdict[str, float] = defaultdict(float)
 
     def enter(self, name: str) -> None:

@@ -23,26 +23,42 @@ from lockstep.comm.world import World
 from lockstep.logging.loggers import Logger, Loggers
 from lockstep.logging.metrics import RESERVED_NAMES, MetricsLog
 from lockstep.logging.progress import Progress
-from lockstep.logging.run_directory import RunDirectory, default_run_path, describe_environment
+from lockstep.logging.run_directory import RunDirectory, describe_environment
+from lockstep.logging.run_path import default_run_path, numbered
 from lockstep.plan import Plan
 from lockstep.saving import Resume
 
 ROW_NAMES = RESERVED_NAMES | {"loss", "lr", "gradient_norm", "samples_per_second", "weight_per_second", "memory_bytes", "mfu"}
 """The names that the run itself writes in a line of metrics.jsonl."""
-_default_is_taken = False
-"""True once a run of this process has used the launcher's default run directory."""
+_runs_in_launched = 0
+"""The runs of this process in the launcher's directory and those numbered after it."""
 
 
 class Recorder:
     """The run directory, its logs and the progress display. Every rank makes one, at the same moment."""
 
-    def __init__(self, run_dir: str | None, world: World, *, resume: Resume, default: str | None, loggers: Sequence[Logger] = ()) -> None:
+    def __init__(
+        self,
+        run_dir: str | None,
+        world: World,
+        *,
+        resume: Resume,
+        launched: str | None,
+        loggers: Sequence[Logger] = (),
+        extend: bool = False,
+        restarted: bool = False,
+    ) -> None:
         """Raises `RunDirectoryError` on every rank if rank 0 cannot use the directory, or another machine does not have
-        it. `run_dir=None`: `default` (which a restart uses again) for this process's first run without one, else a new
-        one in `runs`."""
-        global _default_is_taken
-        if run_dir is None and not _default_is_taken:
-            run_dir, _default_is_taken = default, default is not None
+        it. `launched`: the launcher's, which goes first; this process's second run there is in `launched`-2, and so on.
+        Neither: a new one in `runs`. `extend`: see `RunDirectory.create`. A run that has ended is resumed at its last
+        checkpoint if the launcher has `restarted` this process or the next directory exists: the script, which trains
+        several times, is on its way to a later run."""
+        global _runs_in_launched
+        reopen = restarted
+        if launched is not None:
+            _runs_in_launched += 1
+            run_dir = str(numbered(Path(launched), _runs_in_launched))
+            reopen |= numbered(Path(launched), _runs_in_launched + 1).exists()
         self._directory: RunDirectory | None = None
         self._open = ExitStack()
         failure: list[str] | None = None
@@ -50,7 +66,9 @@ class Recorder:
         if world.rank == 0:
             wanted = Path(run_dir) if run_dir is not None else default_run_path(sys.argv[0], datetime.now())
             try:
-                self._directory = self._open.enter_context(RunDirectory.create(wanted, resume=resume != "never"))
+                self._directory = self._open.enter_context(
+                    RunDirectory.create(wanted, resume=resume != "never", extend=extend, reopen=reopen)
+                )
                 path = str(self._directory.path)
             except UserError as error:
                 failure = [type(error).__name__, str(error)]

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from lockstep.base import accelerator
 from lockstep.base.closing import Closing
 from lockstep.base.errors import RecipeError, RunDirectoryError
 from lockstep.base.files import replace_atomically, write_atomically
@@ -48,12 +49,14 @@ class RunDirectory(Closing):
         self.path = path
         self._lock = lock
         self.is_resumed = is_resumed
-        """True if the directory holds a run that has not ended."""
+        """True if the directory holds the run already."""
 
     @classmethod
-    def create(cls, path: Path, *, resume: bool = False) -> RunDirectory:
-        """Create the folder and claim it. `resume`: allow a run in it that has not ended. Raises `RunDirectoryError` if
-        another run holds it, if it has files of an earlier run, or if it cannot be written to."""
+    def create(cls, path: Path, *, resume: bool = False, extend: bool = False, reopen: bool = False) -> RunDirectory:
+        """Create the folder and claim it. `resume`: allow a run in it that has not ended. `extend`: and one that has
+        ended, whose result gets another name. `reopen`: and one that has ended and will have the same result, or, in
+        any case, an evaluation. Raises `RunDirectoryError` if another run holds it, if it has files of an earlier run,
+        or if it cannot be written to."""
         path = path.absolute()
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -72,14 +75,22 @@ class RunDirectory(Closing):
                 f"run directory {str(path)!a} has a name that this system cannot write ({error}); a name is made of what its locale can "
                 f"encode ({sys.getfilesystemencoding()} here); use plain letters, or set LC_ALL=C.UTF-8"
             ) from error
+        resume |= reopen and not any((path / name).exists() for name in ("checkpoints", "model.safetensors"))
         is_resumed = resume and (path / _RUN_FILE).exists()
-        for name in (_RESULT_FILE,) if is_resumed else _RUN_FILES:
+        if is_resumed and extend and (path / _RESULT_FILE).exists():
+            number = next(number for number in count(1) if not (path / f"result-{number}.json").exists())
+            for name in (_RESULT_FILE, "model.safetensors"):
+                if (path / name).exists():
+                    (path / name).rename((path / name).with_stem(f"{Path(name).stem}-{number}"))
+        refused = () if is_resumed and reopen else (_RESULT_FILE,) if is_resumed else _RUN_FILES
+        for name in refused:
             if (path / name).exists() and (path / name).stat().st_size:  # an empty file: its run was killed at its start
                 lock.release()
                 ended = " that has ended" if name == _RESULT_FILE else ""
+                remedy = "go on with more steps (--allow-change steps), choose another directory" if ended else "choose another directory"
                 raise RunDirectoryError(
-                    f"run directory {path} already holds a run{ended} ({name}); nothing of an earlier run is overwritten; choose another "
-                    "directory, or remove this one"
+                    f"run directory {path} already holds a run{ended} ({name}); nothing of an earlier run is overwritten; {remedy}, or "
+                    "remove this one"
                 )
         return cls(path, lock, is_resumed=is_resumed)
 
@@ -211,14 +222,6 @@ def check_tensors(state_dict: Mapping[str, Any]) -> None:
         )
 
 
-def default_run_path(script: str | None, now: datetime) -> Path:
-    """Return `runs/<script>-<date>-<time>`, with -2, -3, ... if it exists; `run` if `script` is no file."""
-    stem = Path(script).stem if script and not script.startswith("-") else "run"
-    first = Path("runs") / f"{stem}-{now:%Y%m%d-%H%M%S}"
-    others = (first.with_name(f"{first.name}-{number}") for number in count(2))
-    return next(path for path in chain([first], others) if not path.exists())
-
-
 def describe_environment(device: torch.device) -> dict[str, Any]:
     """Return the environment of a run as JSON: versions, host, CPUs, threads, command line and `device`."""
     return {
@@ -227,7 +230,7 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
             "python": platform.python_version(),
             "torch": torch.__version__,
             "numpy": np.__version__,
-            **({"cuda": torch.version.cuda} if device.type == "cuda" else {}),
+            **(accelerator.library_versions() if accelerator.is_accelerator(device) else {}),
         },
         "host": socket.gethostname(),
         "platform": platform.platform(),
@@ -242,8 +245,8 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
 
 def device_name(device: torch.device) -> str:
     """Return the device's product name."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+    if (name := accelerator.name(device)) is not None:
+        return name
     with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
         for line in lines:
             if line.startswith("model name"):

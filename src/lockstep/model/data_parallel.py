@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.base import accelerator
 from lockstep.base.errors import PlanError, RecipeError
 from lockstep.base.torch_private import BatchNormBase
 
 
 def gpus_of(home: torch.device, count: int) -> list[int]:
     """Return the indices of the GPUs, `home` first. Raises `PlanError` if there are fewer."""
-    there = torch.cuda.device_count() if home.type == "cuda" else 0
+    there = accelerator.count() if accelerator.has_streams(home) else 0
     if there < count:
         raise PlanError(
             f"data_parallel={count} and {there} GPUs; it splits each microbatch over the GPUs of one process; use replicate={count}, which "
@@ -35,7 +36,7 @@ def wrap_data_parallel(model: nn.Module, gpus: list[int]) -> None:
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         for gpu in gpus[1:]:  # drawn from the microbatch's own generator, so that each part has masks of its own
-            torch.cuda.default_generators[gpu].manual_seed(int(torch.randint(2**62, ())))
+            accelerator.generator(torch.device(str(accelerator.kind()), gpu)).manual_seed(int(torch.randint(2**62, ())))
         return parallel(*args, **kwargs)
 
     model.forward = forward

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.base import accelerator
 from lockstep.base.errors import PlanError, RecipeError
 from lockstep.base.torch_private import apply_to_own_tensors, own_buffers, own_modules, own_parameters
 from lockstep.model.blocks import blocks_of, blocks_with_shared_parameters, tensors_of
@@ -29,15 +30,15 @@ class PlacedLayer:
 
 def devices_of(home: torch.device, count: int) -> list[torch.device]:
     """Return the devices for the layers, `home` first; on a CPU all are the CPU. Raises `PlanError`."""
-    if home.type != "cuda":
+    if not accelerator.is_accelerator(home):
         return [home] * count
-    there = torch.cuda.device_count()
+    there = accelerator.count()
     if there < count:
         raise PlanError(
             f"split over {count} devices and {there} GPUs; each device is a GPU of its own; split over {there}, or hide the GPUs "
-            "(CUDA_VISIBLE_DEVICES=) to compute on the CPU"
+            "({accelerator.how_to_hide()}) to compute on the CPU"
         )
-    return [torch.device("cuda", number) for number in range(count)]
+    return [torch.device(home.type, number) for number in range(count)]
 
 
 def layers_of(model: nn.Module, patterns: Sequence[str] | None, parts: Sequence[str]) -> list[PlacedLayer]:
@@ -173,12 +174,12 @@ def _identical(one: Sequence[Any], other: Sequence[Any]) -> bool:
 @contextmanager
 def _current_device(device: torch.device, home: torch.device) -> Iterator[None]:
     """Make `device` the current GPU, with a generator that continues `home`'s sequence, as on a single GPU."""
-    if device == home or device.type != "cuda":
+    if device == home or not accelerator.is_accelerator(device):
         yield
         return
-    mine, homes = torch.cuda.default_generators[device.index], torch.cuda.default_generators[home.index]
+    mine, homes = accelerator.generator(device), accelerator.generator(home)
     mine.set_state(homes.get_state())
-    with torch.cuda.device(device):
+    with accelerator.current(device):
         yield
     homes.set_state(mine.get_state())
 

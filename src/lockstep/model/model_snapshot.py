@@ -69,19 +69,23 @@ class ModelSnapshot:
             raise RecipeError(
                 f"the optimizer has {sum(map(len, grouped))} parameters in {len(grouped)} groups, and had "
                 f"{sum(map(len, self._grouped))} in {len(self._grouped)} when it was built; ranks sum the gradients of what it had then; "
-                "give it all parameters where it is built, those to be trained later in a group with lr=0, and raise its rate in a hook"
+                "give it all parameters where it is built; for those to be trained later, call run.freeze and run.unfreeze in a hook"
             )
         trainable = [parameter.requires_grad for parameter in self._parameters]
         if trainable != self._trainable:
             place = next(i for i, (now, then) in enumerate(zip(trainable, self._trainable, strict=True)) if now is not then)
             raise RecipeError(
                 f"parameter {self._parameter_names[place]!r} has requires_grad={trainable[place]} and had {self._trainable[place]} when "
-                "the model was prepared; ranks sum the gradients of what was trainable then; freeze in the model's factory, or give the "
-                "parameter a group of the optimizer with lr=0"
+                "the model was prepared, or since run.freeze; ranks sum the gradients of what was trainable then; call "
+                "run.freeze(name) or run.unfreeze(name) in a hook, on every rank"
             )
         if [module.training for module in self._modules] == self._modes:
             return []
         return self._restore_modes()
+
+    def note_trainable(self) -> None:
+        """Note which parameters are trainable now."""
+        self._trainable = [parameter.requires_grad for parameter in self._parameters]
 
     def _restore_modes(self) -> list[str]:
         changed = []

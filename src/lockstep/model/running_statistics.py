@@ -2,8 +2,9 @@
 
 Each microbatch's forward updates scratch buffers. The update of a running statistic r by one microbatch is
 r -> keep * r + gain: every rank gathers (keep, gain) of all microbatches and applies them in the microbatches' order,
-so the buffers are equal on all ranks and at any world size. Changes of other buffers have no such rule and are
-refused: in the same step if torch counts the change; through `.data`, at steps where bits are compared."""
+so the buffers are equal on all ranks and at any world size. Those declared as self-updating are updated from the first
+microbatch. Changes of others are refused: in the same step if torch counts the change; through `.data`, at steps
+where bits are compared."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from lockstep.base.errors import RecipeError
 from lockstep.base.torch_private import BatchNormBase, own_buffers, version
 from lockstep.comm.mesh import Mesh, to_local
+from lockstep.model.self_updating import SelfUpdatingBuffers, self_updating
 
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -87,7 +89,10 @@ class RunningStatistics:
         self._hooks = [scratch.module.register_forward_pre_hook(scratch.swap_in) for scratch in self._scratches]
         self._hooks += [scratch.module.register_forward_hook(scratch.swap_out, always_call=True) for scratch in self._scratches]
         self._rows: list[Tensor] = []
-        ours = {id(buffer) for scratch in self._scratches for buffer in scratch.kept.values()}
+        self._updating = [SelfUpdatingBuffers(module, names) for module in model.modules() if (names := self_updating(module))]
+        self._hooks += [hook for updating in self._updating for hook in updating.hooks]
+        handled = [each.kept for each in self._scratches] + [each.kept for each in self._updating]
+        ours = {id(buffer) for kept in handled for buffer in kept.values()}
         self._others = {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in ours}
         named = dict(model.named_parameters())
         self._watched = [*self._others.values(), *named.values()]
@@ -106,17 +111,23 @@ class RunningStatistics:
         `compare`: also copy the buffers' bits, to find changes that torch does not count."""
         self._versions = [version(tensor) for tensor in self._watched]
         self._bits = {name: _bits(buffer) for name, buffer in self._others.items()} if compare else {}
+        for updating in self._updating:
+            updating.begin()
         self.discard()
 
     def note_microbatch(self) -> None:
         """Record the updates of the forward that has just ended, not those of a recomputation in the backward."""
         if self._scratches:
             self._rows.append(torch.cat([scratch.row().to(self._world.device) for scratch in self._scratches]))
+        for updating in self._updating:
+            updating.note_microbatch()
 
     def discard(self) -> None:
         """Discard the updates of other forwards: recomputations, or those of another model."""
         for scratch in self._scratches:
             scratch.renew()
+        for updating in self._updating:
+            updating.discard()
 
     def check(self, *, compare: bool) -> None:
         """Raise `RecipeError` if a forward has changed a parameter, or a buffer that is not BatchNorm's.
@@ -129,8 +140,8 @@ class RunningStatistics:
         if changed is not None:
             raise RecipeError(
                 f"the model's forward changed its {changed}; microbatches are computed on different ranks, so it would "
-                "depend on the number of processes (BatchNorm's running statistics are handled); "
-                "update it outside the forward, between steps, in a hook's after_step for instance"
+                "depend on the number of processes; update it outside the forward, between steps, in a hook's after_step for instance; or "
+                "name a buffer in self_updating_buffers of its module, which updates it once a step, from the first microbatch"
             )
 
     def _changed(self) -> str | None:
@@ -149,6 +160,8 @@ class RunningStatistics:
     def commit(self, count: int, *, apply: bool | Tensor) -> None:
         """Gather the updates of all `count` microbatches, and apply them if the step was applied. Every rank calls it.
         `apply`: True if the step was applied; a scalar tensor if a GPU decides."""
+        for updating in self._updating:
+            updating.commit(self.mesh, count, apply=apply)
         if not self._scratches:
             return
         widths = [2 + 2 * len(scratch.kept["running_mean"]) for scratch in self._scratches]

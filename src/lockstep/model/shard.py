@@ -3,21 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from lockstep.base.errors import RecipeError
-from lockstep.base.torch_private import set_unshard_async
+from lockstep.base.torch_private import is_fsdp_root, set_unshard_async
 from lockstep.comm.mesh import Mesh
 from lockstep.model.blocks import share_parameter, shared_names
 from lockstep.model.skipped_blocks import SkippedBlockGuard
+
+RESETS_AFTER_ERROR = hasattr(FSDPModule, "reset_iter_state")
+"""False before torch 2.13."""
 
 
 def reshard(model: nn.Module) -> None:
     """Free the parameters that a forward without a backward has all-gathered."""
     for group in fsdp_groups(model):
+        group.reshard()
+
+
+def reset_after_error(model: nn.Module) -> None:
+    """Restore the sharded parameters, and what FSDP2 knows of the present step, after a forward that has failed."""
+    for group in fsdp_groups(model):
+        if is_fsdp_root(group):
+            group.reset_iter_state()
+
+
+@contextmanager
+def unsharded(model: nn.Module) -> Iterator[None]:
+    """All-gather the parameters while entered: the modules then hold the tensors that forwards use. Every rank enters
+    it."""
+    groups = fsdp_groups(model)
+    for group in groups:
+        group.unshard()
+    yield
+    for group in groups:
         group.reshard()
 
 

@@ -13,13 +13,15 @@ from typing import Any
 
 from lockstep.recipe.recipe import Recipe
 
-FIELDS = ("model", "loss", "optimizer", "inputs", "weight", "collate", "schedule")
+FIELDS = ("model", "loss", "optimizer", "inputs", "weight", "collate", "schedule", "sampler", "batch_sampler")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 def code_of(recipe: Recipe) -> dict[str, str]:
     """Return the digest of each function of the recipe. They differ between versions of Python."""
-    return {name: digest(getattr(recipe, name)) for name in FIELDS if getattr(recipe, name) is not None}
+    found = {name: digest(getattr(recipe, name)) for name in FIELDS if getattr(recipe, name) is not None}
+    batch_loss = recipe.batch_loss
+    return found if batch_loss is None else {**found, "batch_loss": digest([batch_loss.collect, batch_loss.compute])}
 
 
 def digest(function: Any) -> str:
@@ -59,10 +61,15 @@ def _parts_of_object(value: Any, seen: set[int]) -> Iterator[str]:
     elif isinstance(value, type):
         yield value.__qualname__
         if _is_users(value.__module__):
-            yield from _parts([part for part in vars(value).values() if isinstance(part, FunctionType)], seen)
+            yield from _parts([_unhooked(part) for part in vars(value).values() if isinstance(part, FunctionType)], seen)
             yield from _parts(value.__bases__, seen)
     else:
         yield from _parts(type(value), seen)
+
+
+def _unhooked(function: FunctionType) -> FunctionType:
+    """Return the `step` that an optimizer's class defines; torch wraps it when the first one is made."""
+    return function.__wrapped__ if getattr(function, "hooked", False) else function  # type: ignore[attr-defined]
 
 
 def _function(function: FunctionType, seen: set[int]) -> Iterator[str]:

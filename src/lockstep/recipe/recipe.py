@@ -5,7 +5,7 @@ It never names a rank, a world size, a device or a host. How it is executed is a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,6 +24,7 @@ from lockstep.recipe.checks import (
     check_seed,
     in_words,
 )
+from lockstep.recipe.data import Stream, check_data, check_dataset, check_samplers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,41 +61,15 @@ class Mean:
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """A metric that is not a mean over samples (AUC, F1): computed from all predictions, in the data's order."""
+    """A metric that is not a mean over samples (AUC, F1), or a `Recipe.batch_loss`: computed from what was collected
+    for all samples, in their order."""
 
     collect: Callable[[Any, Any], tuple[Tensor, ...]]
     """(output, batch) -> tensors whose first dim is the samples of this microbatch. Called with (model, batch) if the
     recipe has no `inputs`."""
-    compute: Callable[..., float]
-    """(*tensors) -> value. Called on every rank with the collected tensors of the whole evaluation data, on the CPU."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stream:
-    """Data without a length or without random access, in logical shards whose number does not depend on the world size.
-
-    The ranks that compute a shard's microbatches read it from beginning to end, then again as its next epoch. Each
-    sample is thus seen exactly once in each epoch of its shard. With M microbatches in a global batch, microbatch i of
-    step s reads from shard i + M * (s mod (shards / M)). A resumed run continues at each shard's position and reads at
-    most `window` samples of it again.
-
-    The default generators of Python, NumPy and torch are seeded by (seed, epoch, shard, sample) before each sample is
-    requested. Raises `RecipeError`.
-    """
-
-    open: Callable[[int, int, int], Iterable[Any]]
-    """(shard, epoch, start) -> an iterable of the shard's samples in that epoch, without the first `start`. The samples
-    and their order must depend on shard and epoch only. A source that cannot seek reads and discards the first `start`
-    samples. `start` is 0 unless a run is resumed, else a multiple of `window` or the shard's end."""
-    shards: int = field(kw_only=True)
-    """Number of logical shards, a multiple of the microbatches in a global batch. `open` gets 0 to `shards` - 1."""
-    window: int = field(kw_only=True, default=1)
-    """Samples in the shuffle buffer of a shard. A process holds one for each shard that it reads. 1: no shuffle."""
-
-    def __post_init__(self) -> None:
-        check_callable("Stream.open", self.open, optional=False)
-        check_count("Stream.shards", self.shards, "shards")
-        check_count("Stream.window", self.window, "samples")
+    compute: Callable[..., Any]
+    """(*tensors) -> value. Called on every rank with the collected tensors of all samples: of the evaluation data, on
+    the CPU; of the global batch, on the rank's device."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,10 +83,15 @@ class Evaluation:
     metrics: Mapping[str, Mean | Gathered] = field(default_factory=dict)
     """Name -> metric. The loss is always measured, as `loss`."""
     microbatch: int | None = None
-    """Samples in one forward. None: `Recipe.microbatch`."""
+    """Samples in one forward. None: `Recipe.microbatch`; 1 with a `batch_sampler`."""
     collate: Callable[[list[Any]], Any] | None = None
     """(samples) -> batch. None: torch's `default_collate`. `Recipe.collate`, which may augment, is not used: give a
     function that only pads to both."""
+    loss: Callable[[Any, Any], Any] | None = None
+    """The loss to measure, as in `Recipe`: a scalar, an `ls.Loss`, or a dict of scalars; `Recipe.weight` does not
+    count. None: `Recipe.loss`."""
+    weights: Literal["current", "average"] = "current"
+    """The weights to measure: the model's own, or the moving average of the run's `ls.ExponentialMovingAverage`."""
 
     def __post_init__(self) -> None:
         if isinstance(self.data, Stream):
@@ -125,6 +105,9 @@ class Evaluation:
         if self.microbatch is not None:
             check_count("Evaluation.microbatch", self.microbatch, "samples")
         check_callable("Evaluation.collate", self.collate, optional=True)
+        check_callable("Evaluation.loss", self.loss, optional=True)
+        if self.weights not in ("current", "average"):
+            raise RecipeError(f"Evaluation.weights={self.weights!r}; it is 'current', or 'average' with an ls.ExponentialMovingAverage")
         for name, metric in self.metrics.items():
             if not isinstance(metric, Mean | Gathered):
                 raise RecipeError(
@@ -192,13 +175,16 @@ class Recipe:
     """A map-style dataset, with `len(data)` and `data[i]`, or a `Stream`, which needs `microbatch` and `steps`. If the
     dataset has `__getitems__(indices)`, it is called once for a microbatch; a list that it returns is collated,
     anything else is the batch."""
-    loss: Callable[[Any, Any], Any]
+    loss: Callable[[Any, Any], Any] | None = None
     """(output, batch) -> a scalar tensor, a `Sum`, or a dict of them. Without `inputs`: (model, batch) -> one of these,
-    or a `Loss`. A scalar is the mean over this microbatch's samples."""
+    or a `Loss`. A scalar is the mean over this microbatch's samples. Give this or `batch_loss`."""
+    batch_loss: Gathered | None = None
+    """A loss that compares samples with each other: `compute` gets the rows that `collect` has given for all samples of
+    the global batch, and returns a scalar tensor. Each microbatch is computed twice, and memory is one microbatch's."""
     optimizer: Callable[[Any], Any]
     """(model) -> a torch optimizer, or a list of them. Every trainable parameter belongs to exactly one."""
-    global_batch: int
-    """Samples in one optimizer step, over all ranks."""
+    global_batch: int | None = None
+    """Samples in one optimizer step, over all ranks. None only with `batch_sampler`."""
     microbatch: int | Literal["auto"] | None = None
     """Samples in one forward and backward. None: one microbatch per rank; dropout then depends on the plan. `auto`: the
     fastest size, measured at the start of the run; a resumed run keeps it."""
@@ -209,6 +195,13 @@ class Recipe:
     drop_last: bool = False
     """With `epochs`: leave out the last batch of each epoch if it is short. Which samples it has changes from epoch to
     epoch."""
+    sampler: Callable[[int, int], Any] | None = None
+    """(epoch, seed) -> the indices of an epoch's samples, in order: weighted, balanced, a curriculum. Epochs have one
+    length. A pure function; the default generators are seeded by both before it is called. None: each sample once an
+    epoch, in a keyed order. See `ls.samplers`."""
+    batch_sampler: Callable[[int, int], Any] | None = None
+    """(epoch, seed) -> the global batches of an epoch, each a list of microbatches, each a list of indices; as
+    `sampler`, instead of `global_batch` and `microbatch`. All epochs have equally many batches."""
     inputs: Callable[[Any], Any] | None = None
     """(batch) -> the model's arguments: a tuple, a dict of keyword arguments, or one tensor."""
     weight: Callable[[Any], Any] | None = None
@@ -216,8 +209,8 @@ class Recipe:
     collate: Callable[[list[Any]], Any] | None = None
     """(samples) -> batch, for training alone; see `Evaluation.collate`. None: torch's `default_collate`."""
     schedule: Callable[[Any], Any] | None = None
-    """(step) -> multiplier of all learning rates, a pure function; or (optimizer) -> a torch LRScheduler. None:
-    constant rates."""
+    """(step) -> multiplier of all learning rates, a pure function; or (optimizer) -> a torch LRScheduler. A
+    ReduceLROnPlateau follows the evaluations' `loss`, or the metric of `ls.OnMetric`. None: constant rates."""
     clip_norm: float | None = None
     """Maximum norm of the whole gradient; a larger gradient is scaled down to it. None: no clipping."""
     precision: Precision | Literal["auto"] = "fp32"
@@ -241,21 +234,27 @@ class Recipe:
     stream. None: the members of an `nn.Sequential`; other models cannot be pipelined."""
     weights: Weights | str | PathLike[str] | None = None
     """Pretrained weights to start from, or just their path. None: the initial values that `model` gives."""
-    evaluation: Evaluation | None = None
-    """Evaluation during and after training. None: no evaluation."""
+    evaluation: Evaluation | Mapping[str, Evaluation] | None = None
+    """Evaluation during and after training; several by name, whose metrics are then called `name/loss` and so on. None:
+    no evaluation."""
 
     def __post_init__(self) -> None:
-        for name in ("model", "loss", "optimizer"):
+        for name in ("model", "optimizer"):
             check_callable(f"Recipe.{name}", getattr(self, name), optional=False)
+        self._check_loss()
         for name in ("inputs", "weight", "collate", "schedule"):
             check_callable(f"Recipe.{name}", getattr(self, name), optional=True)
         microbatch = None if self.microbatch == "auto" else self.microbatch
         if isinstance(microbatch, str):
             raise RecipeError(f"Recipe.microbatch={microbatch!r}; give a number of samples, 'auto' to have it measured, or None")
-        check_batch(self.global_batch, microbatch, of="Recipe.")
+        check_samplers(self.sampler, self.batch_sampler, self.data, self.global_batch, self.microbatch)
         check_length(self.steps, self.epochs, of="Recipe.")
-        check_data("Recipe.data", self.data, global_batch=self.global_batch, microbatch=self.microbatch, epochs=self.epochs)
-        check_drop_last(self.drop_last, self.epochs, self.data, self.global_batch)
+        if self.global_batch is None:
+            check_dataset("Recipe.data", self.data)
+        else:
+            check_batch(self.global_batch, microbatch, of="Recipe.")
+            check_data("Recipe.data", self.data, global_batch=self.global_batch, microbatch=self.microbatch, epochs=self.epochs)
+            check_drop_last(self.drop_last, self.epochs, self.data, self.global_batch)
         check_clip_norm(self.clip_norm)
         if self.precision != "auto":
             check_precision(self.precision)
@@ -267,8 +266,45 @@ class Recipe:
         if self.tensor is not None and not isinstance(self.tensor, Mapping):
             raise RecipeError(f"tensor is {in_words(self.tensor)}; it maps patterns of module names to styles: {{'*.up': 'colwise'}}")
         Weights.of(self.weights)
-        if self.evaluation is not None and not isinstance(self.evaluation, Evaluation):
-            raise RecipeError(f"evaluation is {in_words(self.evaluation)}; give ls.Evaluation(data=..., every=..., metrics=...) or None")
+        if not isinstance(self.evaluation, Evaluation | Mapping | None):
+            raise RecipeError(
+                f"evaluation is {in_words(self.evaluation)}; give ls.Evaluation(data=..., every=..., metrics=...), several by name "
+                "{'valid': ls.Evaluation(...)}, or None"
+            )
+        for name, evaluation in self.evaluation.items() if isinstance(self.evaluation, Mapping) else ():
+            if not isinstance(evaluation, Evaluation):
+                raise RecipeError(f"evaluation[{name!r}] is {in_words(evaluation)}; give an ls.Evaluation under each name")
+            if not isinstance(name, str) or not name or "/" in name or name == "loss":
+                raise RecipeError(
+                    f"evaluation has the name {name!r}; its metrics are called name/loss and so on; a name is a str without a slash, and "
+                    "not 'loss'; choose another"
+                )
+
+    def _check_loss(self) -> None:
+        if self.batch_loss is None:
+            check_callable("Recipe.loss", self.loss, optional=False)
+            return
+        if not isinstance(self.batch_loss, Gathered):
+            raise RecipeError(f"batch_loss is {in_words(self.batch_loss)}; give ls.Gathered(collect, compute), or a loss instead")
+        for name in ("loss", "weight"):
+            if getattr(self, name) is not None:
+                raise RecipeError(
+                    f"batch_loss and {name}; a batch loss is one number for all samples of the global batch; leave out {name}"
+                )
+
+    @property
+    def objective(self) -> Callable[[Any, Any], Any] | Gathered:
+        """`loss`, or `batch_loss`."""
+        objective = self.loss or self.batch_loss
+        assert objective is not None, "checked"
+        return objective
+
+    @property
+    def evaluations(self) -> dict[str, Evaluation]:
+        """All evaluations by the prefix of their metrics: "valid/", or "" for a single one without a name."""
+        if isinstance(self.evaluation, Mapping):
+            return {f"{name}/": evaluation for name, evaluation in self.evaluation.items()}
+        return {} if self.evaluation is None else {"": self.evaluation}
 
     def describe(self) -> dict[str, Any]:
         """The recipe as JSON. Functions and datasets are described by name and length."""
@@ -279,7 +315,7 @@ class Recipe:
 def _describe(value: Any) -> Any:
     if value is None or isinstance(value, str | int | float | bool):
         return value
-    if isinstance(value, Evaluation | Stream | Weights):
+    if isinstance(value, Evaluation | Gathered | Stream | Weights):
         return {name: _describe(getattr(value, name)) for name in value.__slots__}
     if isinstance(value, Mapping):
         return {str(key): _describe(item) for key, item in value.items()}
@@ -287,35 +323,3 @@ def _describe(value: Any) -> Any:
     module = getattr(value, "__module__", type(value).__module__)
     module = "__main__" if module == "__mp_main__" else module  # the name of the script in processes that `ls.spawn` started
     return f"{module}.{name}" + (f"[{len(value)}]" if isinstance(value, Sized) and not isinstance(value, type) else "")
-
-
-def check_data(name: str, value: Any, *, global_batch: int, microbatch: int | Literal["auto"] | None, epochs: int | None) -> None:
-    """Raises `DataError` or `RecipeError` unless `value` is a map-style dataset, or a `Stream` for the batches."""
-    if not isinstance(value, Stream):
-        check_dataset(name, value)
-        return
-    if epochs is not None:
-        raise RecipeError(f"epochs={epochs} with an ls.Stream; a stream has no length, so epochs cannot be counted; give steps=")
-    if microbatch is None or microbatch == "auto":
-        raise RecipeError(
-            f"microbatch={microbatch} with an ls.Stream; each microbatch reads from its own shards, so the number of microbatches "
-            f"must be fixed; give a microbatch, for example microbatch={max(1, global_batch // 8)}"
-        )
-    count = -(-global_batch // microbatch)
-    if value.shards % count:
-        raise RecipeError(
-            f"an ls.Stream of shards={value.shards} with {count} microbatches in a global batch (global_batch={global_batch}, "
-            f"microbatch={microbatch}); each microbatch reads from equally many shards, so shards must be a multiple of "
-            f"{count}; write shards={-(-value.shards // count) * count}"
-        )
-
-
-def check_dataset(name: str, value: Any) -> None:
-    """Raises `DataError` unless `value` is a map-style dataset with at least one sample."""
-    if not hasattr(value, "__len__") or not (hasattr(value, "__getitem__") or hasattr(value, "__getitems__")):
-        raise DataError(
-            f"{name} is a {type(value).__name__}; it must be a map-style dataset, with len(data) and data[i]; "
-            "for data without a length or without random access, give an ls.Stream"
-        )
-    if len(value) == 0:
-        raise DataError(f"{name} is empty (its len() is 0); training needs at least one sample; check the path or the filter that made it")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lockstep.base import accelerator
 from lockstep.comm.mesh import Mesh
 from lockstep.training.step_result import StepResult
 
@@ -45,7 +46,7 @@ class Consensus:
 
     mesh: Mesh
     request: Callable[[], Request]  # returns this rank's current request
-    _before: tuple[Tensor, torch.cuda.Event] | None = None  # the flags of the step before, being copied from the GPU
+    _before: tuple[Tensor, torch.Event] | None = None  # the flags of the step before, being copied from the GPU
 
     def flag(self, *, may_stop: bool) -> bool:
         """True if this rank has a request. `may_stop`: a request to stop counts in this step."""
@@ -53,11 +54,14 @@ class Consensus:
 
     def agree(self, results: Sequence[StepResult], *, may_stop: bool) -> Request:
         """Agree after a step. `results` hold the flags of all ranks. Every rank calls it."""
+        if not results:  # all models have skipped the step
+            return self._merged(may_stop) if self.mesh.world.any(self.flag(may_stop=may_stop)) else NOTHING
         raised = self._any_flag(results, wait=may_stop)
         if self.mesh.data.size < self.mesh.world.size:
             raised = self.mesh.world.any(raised)
-        if not raised:
-            return NOTHING
+        return self._merged(may_stop) if raised else NOTHING
+
+    def _merged(self, may_stop: bool) -> Request:
         mine = self._mine(may_stop)
         return merge([Request(*each) for each in self.mesh.world.gather_values([mine.stop, mine.save, mine.end])])
 
@@ -74,13 +78,13 @@ class Consensus:
         """True if any rank raised its flag in this step. On a GPU without `wait`: in the previous step, so that the
         host need not wait for the device."""
         flags = [result.flags for result in results]
-        on_gpu = [flag for flag in flags if isinstance(flag, Tensor) and flag.is_cuda]
+        on_gpu = [flag for flag in flags if isinstance(flag, Tensor) and accelerator.has_streams(flag.device)]
         if wait or not on_gpu:
             self._before = None
             return any(map(bool, flags))
         before = self._before
         copied = torch.stack(on_gpu).to("cpu", non_blocking=True)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = accelerator.event(on_gpu[0].device)
         event.record()
         self._before = copied, event
         if before is None:

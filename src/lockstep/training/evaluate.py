@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -24,12 +22,11 @@ from lockstep.logging.metrics import as_number
 from lockstep.model.shard import reshard
 from lockstep.recipe.recipe import Evaluation, Gathered, Mean, Recipe
 from lockstep.training.context import Context
-from lockstep.training.loss import SINGLE, measured, weights_of
+from lockstep.training.losses.loss import SINGLE, measured, weights_of
+from lockstep.training.losses.rows import Columns, checked_columns, distinct_kinds, gather_columns
 from lockstep.training.train_module import TrainModule
 
 Row = dict[str, tuple[float, float]]  # one microbatch's (total, weight) of each loss term and each `Mean`
-Columns = tuple[Tensor, ...]
-"""The tensors that a `Gathered` metric collected from one microbatch, each with one row per sample."""
 
 
 @contextmanager
@@ -49,7 +46,7 @@ def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 @dataclass(slots=True)
 class Evaluator:
-    """A recipe's evaluation on one rank."""
+    """One of a recipe's evaluations, on one rank."""
 
     recipe: Recipe
     evaluation: Evaluation
@@ -81,7 +78,7 @@ class Evaluator:
 
     def _measure(self, step: int) -> dict[str, float]:
         assert self.recipe.microbatch != "auto", "autotune has chosen one"
-        size = self.evaluation.microbatch or self.recipe.microbatch or self.recipe.global_batch
+        size = self.evaluation.microbatch or self.recipe.microbatch or self.recipe.global_batch or 1
         unsplit = microbatch_spans(len(self.evaluation.data), size, self.mesh.assignment.ranks)
         bounds = split_spans(unsplit, 2**self.microbatch_splits)
         spans = [
@@ -92,7 +89,7 @@ class Evaluator:
         collected: dict[str, dict[int, Columns]] = {name: {} for name in self._metrics(Gathered)}
         executor, items = self.module.executor, self.loader.fetch(spans)
         for item, (sums, parts) in executor.evaluate(
-            items, partial(self._position, step), self.recipe.inputs, self.recipe.loss, self._measured
+            items, partial(self._position, step), self.recipe.inputs, self.evaluation.loss or self.recipe.loss or _no_loss, self._measured
         ):
             if item.is_dummy:
                 continue
@@ -107,14 +104,20 @@ class Evaluator:
         return self.recipe.seed, RandomStream.EVALUATION, step, item.index
 
     def _measured(self, item: Microbatch, batch: Any, output: Any, loss: Any) -> tuple[Row, dict[str, Columns]]:
-        weights = None if self.recipe.weight is None else weights_of(self.recipe.weight(item.batch))
-        sums = measured(loss, samples=item.size, batch=item.batch, weights=weights)
+        weighs = self.recipe.weight if self.evaluation.loss is None else None
+        weights = None if weighs is None else weights_of(weighs(item.batch))
+        sums = {} if loss is None else measured(loss, samples=item.size, batch=item.batch, weights=weights)
         for name, metric in self._metrics(Mean).items():
             sums[name] = _sum_and_number(name, metric.values(output, batch), item.size)
-        return sums, {name: _checked(name, metric.collect(output, batch), item.size) for name, metric in self._metrics(Gathered).items()}
+        return sums, {
+            name: tuple(tensor.cpu() for tensor in checked_columns(f"metric {name!r}", metric.collect(output, batch), item.size))
+            for name, metric in self._metrics(Gathered).items()
+        }
 
     def _metrics(self, kind: type[Any]) -> dict[str, Any]:
-        return {name: metric for name, metric in self.evaluation.metrics.items() if isinstance(metric, kind)}
+        batch_loss = None if self.evaluation.loss is not None else self.recipe.batch_loss
+        metrics = self.evaluation.metrics if batch_loss is None else {SINGLE: batch_loss, **self.evaluation.metrics}
+        return {name: metric for name, metric in metrics.items() if isinstance(metric, kind)}
 
     def _means(self, rows: dict[int, Row], microbatches: int) -> dict[str, float]:
         names = self._names(rows)
@@ -123,13 +126,13 @@ class Evaluator:
         columns = self.mesh.in_order(mine, microbatches).T.tolist()
         totals = [exact_sum(column) for column in columns]
         means = {name: totals[2 * i] / totals[2 * i + 1] if totals[2 * i + 1] else float("nan") for i, name in enumerate(names)}
-        if SINGLE not in means:
+        if SINGLE not in means and SINGLE not in self._metrics(Gathered):
             means = {SINGLE: sum(value for name, value in means.items() if name not in self.evaluation.metrics), **means}
         return means
 
     def _names(self, rows: dict[int, Row]) -> list[str]:
         """The names of the sums. Every rank calls it. Raises `LossError` if they differ between microbatches."""
-        (_, names), *others = self._kinds({index: list(row) for index, row in rows.items()})
+        (_, names), *others = distinct_kinds(self.mesh, {index: list(row) for index, row in rows.items()})
         for index, found in others:
             if set(found) != set(names):
                 terms, before = (
@@ -145,43 +148,14 @@ class Evaluator:
         sizes = [stop - start for start, stop in bounds]
         found = {}
         for name, parts in collected.items():
-            mine = list(parts.values())
-            columns = self._columns(name, parts)
-            everyone = [self.mesh.samples_in_order(torch.cat([part[i] for part in mine]) if mine else None, sizes) for i in range(columns)]
+            everyone = gather_columns(self.mesh, f"metric {name!r}", parts, sizes)
             compute: Callable[..., Any] = self._metrics(Gathered)[name].compute
             found[name] = _one_number(name, compute(*everyone))
         return found
 
-    def _columns(self, name: str, parts: dict[int, Columns]) -> int:
-        """The number of tensors that a metric collects. Every rank calls it. Raises `DataError` if rows differ."""
-        kinds = {
-            index: [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape[1:])] for tensor in part] for index, part in parts.items()
-        }
-        (first, before), *others = self._kinds(kinds)
-        if others:
-            index, found = others[0]
-            raise DataError(
-                f"metric {name!r} collected {_words(found)} from microbatch {index}, and {_words(before)} from microbatch {first}; the "
-                "rows of all samples are concatenated, so they must have one dtype and one shape: pad them to one width for all "
-                "microbatches, or collect one number a sample"
-            )
-        return len(before)
 
-    def _kinds(self, kinds: dict[int, Any]) -> list[tuple[int, Any]]:
-        """(microbatch, kind) of each distinct kind (JSON) on any rank: the first microbatch of that kind, in order."""
-        everyone = self.mesh.data.gather_values(_firsts(kinds.items()))
-        return _firsts(sorted(chain.from_iterable(everyone), key=itemgetter(0)))
-
-
-def _firsts(kinds: Iterable[tuple[int, Any]]) -> list[tuple[int, Any]]:
-    firsts: dict[str, tuple[int, Any]] = {}
-    for index, kind in kinds:
-        firsts.setdefault(repr(kind), (index, kind))
-    return list(firsts.values())
-
-
-def _words(kinds: list[Any]) -> str:
-    return " and ".join(f"{dtype} rows of shape {tuple(shape)}" for dtype, shape in kinds) or "nothing"
+def _no_loss(output: Any, batch: Any) -> None:
+    """The loss of a microbatch of a recipe with a `batch_loss`, which is computed from the rows of all."""
 
 
 def _one_number(name: str, computed: Any) -> float:
@@ -202,12 +176,3 @@ def _sum_and_number(name: str, values: Any, samples: int) -> tuple[float, float]
             "number, and would take a mean of means; return one value a sample: leave out .mean() (or .sum()) over them"
         )
     return float(values.double().sum()), float(values.numel())
-
-
-def _checked(name: str, collected: Any, samples: int) -> Columns:
-    tensors = tuple(collected) if isinstance(collected, list | tuple) else (collected,)
-    for tensor in tensors:
-        if not isinstance(tensor, Tensor) or tensor.dim() == 0 or len(tensor) != samples:
-            shape = f"shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
-            raise DataError(f"metric {name!r} collected {shape} from a microbatch of {samples} samples; each tensor has one row a sample")
-    return tuple(tensor.cpu() for tensor in tensors)

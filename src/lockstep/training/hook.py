@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import fnmatch
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.base.errors import CheckpointError, RecipeError
+from lockstep.base.errors import CheckpointError, DataError, RecipeError, first_few
 from lockstep.base.events import Event
-from lockstep.data.fetch import ShardPosition
+from lockstep.comm.mesh import full_tensor
+from lockstep.data.generators import seed_generators
+from lockstep.keys import RandomStream, key
+from lockstep.logging.metrics import as_number
+from lockstep.logging.recorder import ROW_NAMES
 from lockstep.model.sync_batchnorm import SyncBatchNormExchange
 from lockstep.recipe.recipe import Recipe
 from lockstep.training.consensus import NOTHING, Consensus, Request, merge
 from lockstep.training.context import Context
+from lockstep.training.loop_state import LoopState
 from lockstep.training.microbatches import Microbatches
 from lockstep.training.set_up import Remark
 from lockstep.training.state import Stateful
@@ -49,8 +55,9 @@ class Hook:
     def before_evaluation(self, run: Run) -> None:
         """Before each evaluation."""
 
-    def after_evaluation(self, run: Run, metrics: Mapping[str, float]) -> None:
-        """After each evaluation, with its metrics, which are the same on every rank."""
+    def after_evaluation(self, run: Run, metrics: dict[str, float]) -> None:
+        """After each evaluation, with its metrics, which are the same on every rank. What a hook adds to them is in the
+        run's result, and can be named in `Saving(best=)`."""
 
     def on_finish(self, run: Run) -> None:
         """After the last step and the last evaluation, before the result is written. Not after an error."""
@@ -89,7 +96,7 @@ class ControlHook(Hook):
 
 
 class Hooks:
-    """A list of hooks. Each moment calls only the hooks that override it."""
+    """A list of hooks. Each moment calls only the hooks that override it, and the user's with seeded generators."""
 
     def __init__(self, hooks: Sequence[Hook]) -> None:
         self.all = list(hooks)
@@ -101,9 +108,16 @@ class Hooks:
         if methods is None:
             default = getattr(ControlHook, moment)
             hooks = self.all if hasattr(Hook, moment) else [hook for hook in self.all if isinstance(hook, ControlHook)]
-            methods = self._at[moment] = [getattr(hook, moment) for hook in hooks if getattr(type(hook), moment) is not default]
+            called = [hook for hook in hooks if getattr(type(hook), moment) is not default]
+            methods = self._at[moment] = [self._method(hook, moment) for hook in called]
         for method in methods:
             method(*arguments)
+
+    def _method(self, hook: Hook, moment: str) -> Callable[..., None]:
+        method: Callable[..., None] = getattr(hook, moment)
+        if moment == "on_event" or type(hook).__module__.startswith("lockstep."):
+            return method  # an event may be recorded amid a microbatch
+        return partial(_call_seeded, method, (self.all.index(hook), [*vars(Hook), *vars(ControlHook)].index(moment)))
 
     def call_every(self, moment: str, *arguments: Any) -> None:
         """Call method `moment` of all hooks even if one raises; the first error is raised at the end."""
@@ -117,27 +131,9 @@ class Hooks:
             raise failure
 
 
-@dataclass(slots=True)
-class LoopState:
-    """The position of a run in its loops of steps: saved in checkpoints as JSON."""
-
-    loops: int = 0
-    steps_before: int = 0  # optimizer steps done in earlier loops
-    shards: dict[str, ShardPosition] = field(default_factory=dict)  # each stream shard that this rank reads
-    resumed: Mapping[str, Any] | None = None  # the JSON of the checkpoint that the run was resumed from, with `step`
-
-    def begin_loop(self, steps_done: int) -> int:
-        """Begin another loop. Returns its first step: `sys.maxsize` if the loop had ended before the checkpoint."""
-        self.loops += 1
-        self.steps_before = steps_done
-        saved = 0 if self.resumed is None else self.resumed["loop"]
-        if self.resumed is None or self.loops != saved:
-            return 0 if self.loops > saved else sys.maxsize
-        self.steps_before = self.resumed["steps_before"]
-        return int(self.resumed["step"]) - self.steps_before
-
-    def values(self) -> dict[str, Any]:
-        return {"loop": self.loops, "steps_before": self.steps_before, "shards": self.shards}
+def _call_seeded(method: Callable[..., None], place: tuple[int, int], run: Run, *arguments: Any) -> None:
+    seed_generators(key(run.context.seed, RandomStream.HOOK, run.step, *place), run.context.device)
+    method(run, *arguments)
 
 
 class Run:
@@ -147,20 +143,22 @@ class Run:
         self.context = context
         self.hooks = Hooks(hooks)
         self.recipe: Recipe | None = None
-        """None without `ls.train`."""
         self.code: dict[str, str] | None = None
-        """Digests of the recipe's functions. None without `ls.train`."""
+        """Digests of the recipe's functions. None without `ls.train`, as is `recipe`."""
         self.modules: list[TrainModule] = []
-        self.stateful: dict[str, Stateful] = {}
+        self.stateful: dict[str, Stateful] = {"run": self}
         """Further objects whose state is saved in checkpoints, by name."""
         self.step = 0
         """Optimizer steps done."""
-        self.results: list[StepResult] = []
-        """Results of the latest step, one for each model."""
+        self.results: dict[int, StepResult] = {}
+        """Results of the latest step, by the number of the model; none for a model that has skipped it."""
+        self.latest: StepResult | None = None
+        """The first model's result in the latest step that it has not skipped."""
         self.metrics: dict[str, float] = {}
-        """The latest evaluation."""
-        self.evaluated_at: int | None = None
-        """`step` at that evaluation."""
+        self.metrics_at: dict[str, int] = {}
+        """The latest value of each metric of the evaluations, in `metrics`, and `step` at that time."""
+        self.measure: Callable[[], None] | None = None
+        """Measures the recipe's evaluations. None if it has none."""
         self.logged: dict[str, float] = {}
         """The script's numbers for this step's line of metrics.jsonl."""
         self.measured: dict[str, float] = {}
@@ -184,7 +182,7 @@ class Run:
         """The microbatches of the current step on this rank."""
         self.exchange = SyncBatchNormExchange()
         self.consensus = Consensus(context.mesh, self._request)
-        self._has_started = False
+        self._has_started = self._has_ended = False
         self._stop: str | None = None
         self._saved_loss = math.nan
 
@@ -194,18 +192,81 @@ class Run:
         return self.modules[0].model
 
     @property
+    def rank(self) -> int:
+        """The rank of this process. 0 for the one that writes the run directory."""
+        return self.context.world.rank
+
+    @property
+    def dir(self) -> Path:
+        """The run directory."""
+        return self.context.run_dir
+
+    @property
     def optimizers(self) -> list[Optimizer]:
         """The optimizers of `model`."""
         return list(self.modules[0].optimizers)
 
     @property
     def loss(self) -> float:
-        """The loss of the latest step: Σ total / Σ weight over its global batch."""
-        return self.results[0].loss() if self.results else self._saved_loss
+        """The first model's loss in the latest step that it has not skipped: Σ total / Σ weight of the global batch."""
+        return self._saved_loss if self.latest is None else self.latest.loss()
 
     def stop(self, reason: str) -> None:
         """Ask for the end of training, on any rank. All stop at the next logging step, or after this evaluation."""
         self._stop = reason
+
+    def freeze(self, *patterns: str) -> None:
+        """Train without the parameters of `model` with these names from the next step on; `*` stands for any text.
+        Every rank calls it, between two steps. The optimizer keeps their state. Raises `RecipeError`."""
+        self._set_trainable(patterns, to=False)
+
+    def unfreeze(self, *patterns: str) -> None:
+        """Train the parameters of `model` with these names from the next step on. The optimizer must hold them. Every
+        rank calls it, between two steps. Raises `RecipeError`."""
+        self._set_trainable(patterns, to=True)
+
+    def _set_trainable(self, patterns: Sequence[str], *, to: bool) -> None:
+        verb, module = "unfreeze" if to else "freeze", self.modules[0]
+        first, *others = self.context.world.gather_values([verb, *patterns])
+        if any(other != first for other in others):
+            raise RecipeError(f"run.{verb}{tuple(patterns)} on some ranks alone; all train the same parameters; call it on every rank")
+        names = set(module.names)
+        for pattern in patterns:
+            found = fnmatch.filter(module.held, pattern)
+            if not found:
+                raise RecipeError(
+                    f"run.{verb}({pattern!r}), and the optimizer holds no such parameter; it holds {first_few(list(module.held))}; give "
+                    "the optimizer all parameters that are trained at any time"
+                )
+            names = names | set(found) if to else names - set(found)
+        if not names:
+            raise RecipeError(f"run.{verb}{tuple(patterns)} would leave no trainable parameter; a step needs one; freeze fewer")
+        if names != set(module.names):
+            module.set_trainable(names)
+            self.event("trainable-parameters", parameters=len(names), change=verb, patterns=list(patterns))
+
+    def evaluate(self) -> dict[str, float]:
+        """Measure all of the recipe's evaluations that were not measured after this step, and return the metrics of
+        all. Every rank calls it, between two steps. Raises `RecipeError` if the recipe has none."""
+        if self.measure is None:
+            raise RecipeError("run.evaluate() without Recipe.evaluation; it measures those of the recipe; give ls.Evaluation(data=...)")
+        self.measure()
+        return dict(self.metrics)
+
+    def note_metrics(self, metrics: Mapping[str, float]) -> None:
+        """Note what was measured after the latest step."""
+        self.metrics |= metrics
+        self.metrics_at |= dict.fromkeys(metrics, self.step)
+
+    def metric(self, name: str, of: str) -> float | None:
+        """Return a metric if it was measured after the latest step, else None. `of`: who asks, for the message of the
+        `RecipeError` if no evaluation has this metric."""
+        if name in self.metrics:
+            return self.metrics[name] if self.metrics_at[name] == self.step else None
+        awaited = [] if self.recipe is None else [prefix for prefix in self.recipe.evaluations if f"{prefix}loss" not in self.metrics]
+        if awaited:
+            return None
+        raise RecipeError(f"{of}, which is not measured; measured are {', '.join(self.metrics)}; choose one of these")
 
     def event(self, name: str, step: int | None = None, **details: Any) -> None:
         """Record an event; rank 0's are in events.jsonl. `step`: optimizer steps done then; None: those done now."""
@@ -219,6 +280,32 @@ class Run:
         if remark.line is not None:
             self.context.recorder.message(remark.line)
 
+    def log(self, values: Mapping[str, float]) -> None:
+        """Add numbers to this step's line in metrics.jsonl and to the progress display; rank 0's are written.
+
+        Raises `DataError` for a value that is not a number, or a name that the line has already.
+        """
+        for name, value in values.items():
+            if name in ROW_NAMES:
+                raise DataError(f"log({{{name!r}: ...}}); every line has {name!r} already; choose another name")
+            self.logged[name] = as_number(name, value)
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Return the state dict of `model` with full tensors on the CPU, on every rank and under every plan: for
+        `save_pretrained`. Every rank calls it."""
+        state = self.context.mesh.union(self.model.state_dict())
+        return {name: full_tensor(value.detach()).cpu() for name, value in state.items()}
+
+    def gradient_norms(self, model: nn.Module | None = None) -> dict[str, float]:
+        """Return the norm of the gradient of each parameter that has one, by name. Every rank calls it, in
+        `after_backward`. `model`: that of the hook; None: the first."""
+        module = next(each for each in self.modules if model is None or each.model is model)
+        scale = 1.0 if module.loss_scale is None else module.loss_scale.value
+        named = zip(module.names, module.parameters, strict=True)
+        mine = {name: float(full_tensor(p.grad).double().norm()) / scale for name, p in named if p.grad is not None}
+        everyone = self.context.mesh.axis("pipeline").gather_values(mine)
+        return {name: norm for theirs in everyone for name, norm in theirs.items()}
+
     def save(self, name: str, state_dict: Mapping[str, Any]) -> None:
         """Write tensors to a safetensors file in the run directory. Every rank calls it; rank 0 writes those of all."""
         self.context.recorder.save_tensors(name, self.context.mesh.union(state_dict))
@@ -230,6 +317,12 @@ class Run:
         if name in self.stateful:
             raise CheckpointError(f"include({name!r}) a second time; names are unique; choose another")
         self.stateful[name] = state
+
+    def include_hooks(self, hooks: Sequence[Hook]) -> None:
+        """Save those of the user's hooks that have a state with the run."""
+        for place, hook in enumerate(hooks):
+            if isinstance(hook, Stateful):
+                self.include(f"{place}-{type(hook).__qualname__}", hook)
 
     def start(self) -> None:
         """Call the hooks' `on_start`, and their `on_event` from now on."""
@@ -245,15 +338,27 @@ class Run:
         self.is_consistent = True
         self.loop.shards = {str(shard): at for shard, at in (source.positions or {}).items()}
 
+    def end_updates(self, results: dict[int, StepResult]) -> None:
+        """Called when all models have committed or skipped the step."""
+        self.results, self.latest = results, results.get(0, self.latest)
+        self.step += 1
+        self.is_committed = True
+
     def agree(self) -> None:
         """Do what the ranks agree on after a step. Every rank calls it."""
-        agreed = self.consensus.agree(self.results, may_stop=self.is_logging_step)
+        agreed = self.consensus.agree(list(self.results.values()), may_stop=self.is_logging_step)
         self.stopping = self.stopping or agreed.stop
         self.hooks.call("on_agreement", self, agreed)
 
     def agree_to_stop(self) -> None:
         """Let a request to stop take effect now. Every rank calls it."""
         self.stopping = self.consensus.agree_to_stop()
+
+    def end(self) -> None:
+        """Record, once, that the run has ended as it should."""
+        if not self._has_ended:
+            self._has_ended = True
+            self.event("run-ended")
 
     def close(self) -> None:
         """Called at the end of the run, even after an error."""
@@ -265,10 +370,10 @@ class Run:
             self.exchange.world = None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step, "metrics": self.metrics, "evaluated_at": self.evaluated_at, "loss": self.loss}
+        return {"step": self.step, "metrics": self.metrics, "metrics_at": self.metrics_at, "loss": self.loss}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.step, self.metrics, self.evaluated_at = state["step"], state["metrics"], state["evaluated_at"]
+        self.step, self.metrics, self.metrics_at = state["step"], state["metrics"], state["metrics_at"]
         self._saved_loss = state["loss"]
 
     def _request(self) -> Request:

@@ -6,13 +6,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from torch.utils.data import DataLoader, default_collate
+
 from lockstep.base.errors import DataError, LossError, RecipeError
-from lockstep.data.digests import Digests, changing, check_same
+from lockstep.data.digests import Digests, changing, check_same, check_unchanged
 from lockstep.data.loader import Loader, StreamLoader
+from lockstep.data.sampled_order import PURE, BatchOrder, SampledOrder, SampleOrder, order_of
 from lockstep.model.pipeline.stages import check_microbatches
 from lockstep.model.sync_batchnorm import split_microbatches
 from lockstep.recipe.checks import check_batch, check_drop_last, check_length
-from lockstep.recipe.recipe import Stream, check_data
+from lockstep.recipe.data import Stream, check_data, check_dataset, check_samplers
 from lockstep.training.hook import Run
 from lockstep.training.microbatches import Batching, Microbatches, from_data, from_indices, from_stream, positions_in
 from lockstep.training.set_up import Remark, batchnorm, check_microbatch_is_fixed, check_no_auto, idle_ranks, refuse_single_samples
@@ -20,43 +23,58 @@ from lockstep.training.step import Step
 from lockstep.training.step_result import no_weight
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LoopOptions:
     """The arguments of `Session.steps`: as in `Recipe`."""
 
     data: Any
-    global_batch: int
+    global_batch: int | None
     microbatch: int | None
     steps: int | None
     epochs: int | None
     drop_last: bool
     collate: Callable[[list[Any]], Any] | None
     weight: Callable[[Any], Any] | None
+    sampler: Callable[[int, int], Any] | None
+    batch_sampler: Callable[[int, int], Any] | None
+
+    def __post_init__(self) -> None:
+        """Take dataset and collate function from a DataLoader whose order is given."""
+        if isinstance(self.data, DataLoader) and (self.sampler is not None or self.batch_sampler is not None):
+            if self.collate is None and self.data.collate_fn is not default_collate:
+                self.collate = self.data.collate_fn
+            self.data = self.data.dataset
 
 
 def lay_out_loop(run: Run, options: LoopOptions) -> Batching:
     """Check the options, assign microbatches to ranks, build the reducers. Every rank calls it. Raises `UserError`s."""
     plan, data, models = run.context.plan, options.data, [module.model for module in run.modules]
     check_no_auto(plan, options.microbatch)
-    check_batch(options.global_batch, options.microbatch)
+    check_samplers(options.sampler, options.batch_sampler, data, options.global_batch, options.microbatch)
     check_length(options.steps, options.epochs)
-    check_drop_last(options.drop_last, options.epochs, data, options.global_batch)
-    if data is not None:
+    if options.global_batch is not None:
+        check_batch(options.global_batch, options.microbatch)
+        check_drop_last(options.drop_last, options.epochs, data, options.global_batch)
+    if options.global_batch is None:
+        check_dataset("data", data)
+    elif data is not None:
         check_data("data", data, global_batch=options.global_batch, microbatch=options.microbatch, epochs=options.epochs)
     if not run.modules:
         raise RecipeError("session.steps before session.prepare; a step needs a model and an optimizer; call prepare first")
-    microbatch = _microbatch(run, options)
-    check_microbatch_is_fixed(plan, options.global_batch, microbatch)
-    mesh = split_microbatches(models, run.context.mesh, plan, microbatch=microbatch or options.global_batch)
+    microbatch, order = _microbatch(run, options), _order(run, options)
+    if options.global_batch is not None:
+        check_microbatch_is_fixed(plan, options.global_batch, microbatch)
+    largest = max(order.sizes) if isinstance(order, BatchOrder) else microbatch or options.global_batch or 0
+    mesh = split_microbatches(models, run.context.mesh, plan, microbatch=largest)
     run.exchange.world = mesh.data if mesh.assignment.slices else None
     if isinstance(data, Stream) and mesh.assignment.slices:
         raise RecipeError(
             f"SyncBatchNorm on {mesh.data.size} data ranks with an ls.Stream; it splits each microbatch over the ranks, and only one of "
             "them reads its shard; use plain BatchNorm, with statistics of one microbatch, or a map-style dataset"
         )
-    run.global_batch, run.microbatch = options.global_batch, microbatch
+    run.global_batch, run.microbatch = options.global_batch or 0, microbatch
     batching = Batching(
-        samples=options.global_batch if data is None or isinstance(data, Stream) else len(data),
+        samples=options.global_batch or 0 if data is None or isinstance(data, Stream) else _length(order, data),
         global_batch=options.global_batch,
         microbatch=microbatch,
         steps=options.steps,
@@ -64,6 +82,7 @@ def lay_out_loop(run: Run, options: LoopOptions) -> Batching:
         drop_last=options.drop_last,
         mesh=mesh,
         microbatch_splits=plan.microbatch_splits,
+        order=order,
     )
     if (pipeline := run.modules[0].parallel.pipeline) is not None:
         pipeline.exchange = run.exchange if mesh.assignment.slices else None
@@ -85,10 +104,29 @@ def report_layout(run: Run, batching: Batching) -> None:
         run.event("gradient-reducer", model=number, reducer=module.choice.reducer.__name__, reason=module.choice.reason)
 
 
+def _order(run: Run, options: LoopOptions) -> SampleOrder | None:
+    """The order of the sampler. Every rank calls it. Raises `DataError` on all ranks if it differs between ranks."""
+    if options.sampler is None and options.batch_sampler is None:
+        return None
+    order = order_of(options.sampler, options.batch_sampler, seed=run.context.seed, samples=len(options.data))
+    assert order is not None, "one of the two is given"
+    first, *others = run.context.world.gather_values(order.digest)
+    for rank, other in enumerate(others, start=1):
+        if other != first:
+            raise DataError(f"the sampler returned other indices for epoch 0 on rank {rank} than on rank 0; {PURE}")
+    return order
+
+
+def _length(order: SampleOrder | None, data: Any) -> int:
+    return order.length if isinstance(order, SampledOrder) else len(data)
+
+
 def _microbatch(run: Run, options: LoopOptions) -> int | None:
     override = run.context.overrides.microbatch
     if override is None or override == options.microbatch:
         return options.microbatch
+    if options.batch_sampler is not None:
+        raise RecipeError(f"microbatch={override} with a batch_sampler, which makes the microbatches; leave them as they are")
     if isinstance(options.data, Stream):
         raise RecipeError(
             f"microbatch={override} instead of {options.microbatch} with an ls.Stream; other microbatches read from other shards, and so "
@@ -110,17 +148,18 @@ def sources(
     if isinstance(data, Stream):
         streamed = StreamLoader(data, **how)
         close(streamed.close)
-        compare_data(run, "data", streamed.digests())
+        compare_data(run, "data", streamed.digests(), is_trained_on=True)
         positions = positions_in(run.loop.resumed, data.shards) if run.loop.resumed is not None and first else {}
         return from_stream(streamed, batching, seed=context.seed, first=first, positions=positions)
-    loader = Loader(data, **how)
+    loader = Loader(data, order=batching.order, **how)
     close(loader.close)
-    compare_data(run, "data", loader.digests())
+    compare_data(run, "data", loader.digests(), is_trained_on=True)
     return from_data(loader, batching, seed=context.seed, first=first)
 
 
-def compare_data(run: Run, name: str, digests: Digests | None) -> None:
-    """Compare this rank's samples of the dataset `name` with those of the other ranks. Every rank calls it.
+def compare_data(run: Run, name: str, digests: Digests | None, *, is_trained_on: bool = False) -> None:
+    """Compare this rank's samples of the dataset `name` with those of the other ranks, and, of data that is trained on,
+    with those that a resumed run had. Every rank calls it.
 
     Raises `DataError` on all ranks if samples differ; with numerics=bitwise also if a sample changes from one fetch to
     the next, which is otherwise a warning.
@@ -129,6 +168,10 @@ def compare_data(run: Run, name: str, digests: Digests | None) -> None:
     everyone = [found and Digests(**found) for found in gathered]
     if (reason := changing(name, everyone)) is None:
         check_same(name, everyone)
+        if is_trained_on:
+            now = run.loop.data[str(run.loop.loops)] = next((dict(found.samples) for found in everyone if found is not None), {})
+            if run.loop.resumed is not None:
+                check_unchanged(name, run.loop.resumed["data"].get(str(run.loop.loops), {}), now)
     elif run.context.bitwise:
         raise DataError(f"{reason}; draw from these generators, or drop numerics=bitwise")
     else:
@@ -157,10 +200,10 @@ def steps(run: Run, batches: Iterator[Microbatches], *, total: int, weight: Call
         step = Step(source, run)
         context.phases.enter("compute")
         yield step
-        if len(step.committed) < len(run.modules):
+        if not step.is_complete:
             raise LossError(
                 f"after step {step.index}: the step ended with {len(step.committed)} of {len(run.modules)} prepared models committed; call "
-                "step.commit(optimizer) for each on every rank, in every step"
+                "step.commit(optimizer) for each on every rank, in every step, or step.skip(optimizer) for one that is not to change"
             )
         context.phases.enter("hooks")
         run.hooks.call("after_step", run)

@@ -19,10 +19,11 @@ from lockstep.data.device import to_device
 from lockstep.data.fetch import ShardPosition
 from lockstep.data.generators import seed_generators
 from lockstep.data.loader import Loader, Microbatch, Span, StreamLoader
+from lockstep.data.sampled_order import BatchOrder, SampleOrder
 from lockstep.data.streams import Origin
 from lockstep.keys import RandomStream, key
 from lockstep.order import Order
-from lockstep.training.loss import Weights, weights_of
+from lockstep.training.losses.loss import Weights, weights_of
 
 Spans = tuple[tuple[int, int], ...]  # the span [start, stop) of each microbatch in its global batch
 
@@ -34,69 +35,94 @@ class Batching:
         self,
         *,
         samples: int,
-        global_batch: int,
+        global_batch: int | None,
         microbatch: int | None,
         steps: int | None,
         epochs: int | None,
         drop_last: bool = False,
         mesh: Mesh,
         microbatch_splits: int = 0,
+        order: SampleOrder | None = None,
     ) -> None:
-        """`microbatch_splits`: as in `Plan`; the parts count as microbatches."""
+        """`microbatch_splits`: as in `Plan`; the parts count as microbatches. `order`: that of the recipe's sampler. A
+        `BatchOrder` has the batches, and `global_batch` is None."""
+        self.order = order
+        self._batches = order if isinstance(order, BatchOrder) else None
         self.samples = samples
         self.mesh = mesh
         self._parts = 2**microbatch_splits
         self._drop_last = drop_last
-        self.steps = assignment.total_steps(length=samples, global_batch=global_batch, steps=steps, epochs=epochs, drop_last=drop_last)
-        self._global_batch = global_batch
+        if self._batches is None:
+            assert global_batch is not None, "a recipe has one, or a batch_sampler"
+            self.steps = assignment.total_steps(length=samples, global_batch=global_batch, steps=steps, epochs=epochs, drop_last=drop_last)
+        else:
+            self.steps = steps if steps is not None else self._batches.batches * (epochs or 0)
+        self._global_batch = global_batch or 0
         self._in_epochs = epochs is not None
         self._microbatch = microbatch
-        self._spans: dict[int, Spans] = {}
+        self._spans: dict[Any, Spans] = {}
         self._mine: dict[int, list[tuple[int, bool]]] = {}
-        self.max_microbatches = len(self.spans(min(global_batch, samples) if self._in_epochs else global_batch))
+        if self._batches is None:
+            self.max_microbatches = len(self._uniform(min(self._global_batch, samples) if self._in_epochs else self._global_batch))
+        else:
+            self.max_microbatches = self._batches.max_microbatches * self._most_parts()
 
     def span(self, step: int) -> tuple[int, int]:
         """The positions of a step's global batch."""
+        if self._batches is not None:
+            return self._batches.span(step)
         return assignment.batch_span(
             step, length=self.samples, global_batch=self._global_batch, epochs=self._in_epochs, drop_last=self._drop_last
         )
 
-    def spans(self, size: int) -> Spans:
-        """The microbatches of a batch of `size` samples, or their slices if each microbatch is split over ranks."""
+    def spans(self, step: int) -> Spans:
+        """The microbatches of a step, or their slices if each microbatch is split over ranks."""
+        if self._batches is not None:
+            return tuple(assignment.split_spans(self._batches.microbatches(step), self._most_parts()))
+        start, stop = self.span(step)
+        return self._uniform(stop - start)
+
+    def _uniform(self, size: int) -> Spans:
+        """The microbatches of a batch of `size` samples."""
         if size not in self._spans:
             assigned = self.mesh.assignment
             unsplit = assignment.microbatch_spans(size, self._microbatch, 1 if assigned.slices else assigned.ranks)
-            self._spans[size] = tuple(assignment.split_spans(unsplit, assigned.slices or self._parts))
+            self._spans[size] = tuple(assignment.split_spans(unsplit, self._most_parts()))
         return self._spans[size]
+
+    def _most_parts(self) -> int:
+        """The number of parts that each microbatch is split into, if it has as many samples."""
+        return self.mesh.assignment.slices or self._parts
 
     @property
     def largest(self) -> int:
         """Samples of the largest microbatch."""
-        start, stop = self.span(0)
-        return max(stop - start for start, stop in self.spans(stop - start))
+        return max(stop - start for start, stop in self.spans(0)) if self._batches is None else max(self._batches.sizes)
 
     @property
     def last_of_epoch(self) -> list[int]:
-        """Samples of each microbatch of the last global batch of an epoch; without epochs, of any global batch."""
+        """Samples of each microbatch of the last global batch of an epoch; without epochs, of any global batch; of a
+        `batch_sampler`, of all."""
+        if self._batches is not None:
+            return self._batches.sizes
         per_epoch = assignment.total_steps(
             length=self.samples, global_batch=self._global_batch, steps=None, epochs=1, drop_last=self._drop_last
         )
-        start, stop = self.span(per_epoch - 1 if self._in_epochs else 0)
-        return [stop - start for start, stop in self.spans(stop - start)]
+        return [stop - start for start, stop in self.spans(per_epoch - 1 if self._in_epochs else 0)]
 
-    def mine(self, size: int) -> list[tuple[int, bool]]:
-        """This rank's microbatches of a batch of `size` samples, as (microbatch, is_dummy)."""
-        if size not in self._mine:
-            self._mine[size] = self.mesh.assignment.with_dummies(len(self.spans(size)), self.mesh.data.rank)
-        return self._mine[size]
+    def mine(self, count: int) -> list[tuple[int, bool]]:
+        """This rank's microbatches of a batch of `count` microbatches, as (microbatch, is_dummy)."""
+        if count not in self._mine:
+            self._mine[count] = self.mesh.assignment.with_dummies(count, self.mesh.data.rank)
+        return self._mine[count]
 
     def mine_in_step(self, step: int) -> list[Span]:
         """This rank's microbatches in a step, as positions in the order of samples."""
-        start, stop = self.span(step)
-        spans = self.spans(stop - start)
+        start, _ = self.span(step)
+        spans = self.spans(step)
         return [
             Span(step=step, index=index, start=start + spans[index][0], stop=start + spans[index][1], is_dummy=is_dummy)
-            for index, is_dummy in self.mine(stop - start)
+            for index, is_dummy in self.mine(len(spans))
         ]
 
 
@@ -108,7 +134,7 @@ class StepLayout:
     start: int  # the first position of the global batch
     spans: Spans
     mesh: Mesh
-    order: Order | None
+    order: Order | SampleOrder | None
     origins: dict[int, Origin] | None = None
     """The origin of each microbatch that this rank has fetched from a stream; None for a dataset."""
 
@@ -159,16 +185,16 @@ class Microbatches:
         items: Iterator[Microbatch],
         *,
         seed: int,
-        order: Order | None,
+        order: Order | SampleOrder | None,
         positions: Mapping[int, ShardPosition] | None = None,
     ) -> None:
         """`positions`: those of the stream's shards before the step."""
         start, stop = batching.span(step)
         self.step = step
         self.samples = stop - start
-        self.layout = StepLayout(step, start, batching.spans(self.samples), batching.mesh, order, None if positions is None else {})
+        self.layout = StepLayout(step, start, batching.spans(step), batching.mesh, order, None if positions is None else {})
         self.count = len(self.layout.spans)
-        self.mine = sum(not is_dummy for _, is_dummy in batching.mine(self.samples))  # without dummies
+        self.mine = sum(not is_dummy for _, is_dummy in batching.mine(self.count))  # without dummies
         self.most = batching.max_microbatches
         self.weights: Weights | None = None
         """Each term's denominator over the global batch, if there is a weight function."""
@@ -227,12 +253,11 @@ class Microbatches:
 
 
 def from_data(loader: Loader, batching: Batching, *, seed: int, first: int = 0) -> Iterator[Microbatches]:
-    """The steps of a dataset from step `first` on, in its keyed order. Nothing is fetched for earlier steps."""
-    order = Order(batching.samples, seed)
+    """The steps of a dataset from step `first` on, in the loader's order. Nothing is fetched for earlier steps."""
     fetched = loader.fetch(span for step in range(first, batching.steps) for span in batching.mine_in_step(step))
     for step in range(first, batching.steps):
-        start, stop = batching.span(step)
-        yield Microbatches(step, batching, islice(fetched, len(batching.mine(stop - start))), seed=seed, order=order)
+        mine = batching.mine(len(batching.spans(step)))
+        yield Microbatches(step, batching, islice(fetched, len(mine)), seed=seed, order=loader.order)
 
 
 def from_indices(batching: Batching, *, seed: int, first: int = 0) -> Iterator[Microbatches]:
@@ -251,8 +276,8 @@ def from_stream(
 ) -> Iterator[Microbatches]:
     """The steps of a stream from step `first` on. `positions`: of all shards before it; default: at the beginning."""
     begin = positions or {}
-    count, size = batching.max_microbatches, batching.span(0)[1]
-    mine = batching.mine(size)
+    count = batching.max_microbatches
+    mine = batching.mine(count)
     fetched = loader.fetch(
         (span for step in range(first, batching.steps) for span in batching.mine_in_step(step)), microbatches=count, positions=begin
     )

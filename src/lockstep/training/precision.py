@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.base import accelerator
 from lockstep.base.torch_private import cpu_multiplies_bf16
 from lockstep.comm.mesh import to_local
 from lockstep.recipe.checks import Precision
@@ -48,11 +49,11 @@ class LossScale:
 
 def candidates(device: torch.device) -> list[Precision]:
     """The precisions that `precision="auto"` chooses from: fp32, and on a GPU bf16, or fp16 on older ones."""
-    if device.type != "cuda":  # a run keeps its precision, and may be resumed on a CPU without bf16 instructions
+    if not accelerator.is_accelerator(device):  # a run keeps its precision, and may be resumed on a CPU without bf16 instructions
         return ["fp32"]
-    if torch.cuda.is_bf16_supported(including_emulation=False):
+    if accelerator.computes_bf16(device):
         return ["fp32", "bf16"]
-    return ["fp32", "fp16"] if torch.cuda.get_device_capability(device) >= (7, 0) else ["fp32"]
+    return ["fp32", "fp16"] if accelerator.computes_fp16(device) else ["fp32"]
 
 
 def slow_on_this_cpu(precision: Precision, device: torch.device) -> str | None:

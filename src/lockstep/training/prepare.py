@@ -19,7 +19,9 @@ from lockstep.recipe.recipe import Weights
 from lockstep.training.context import Context
 from lockstep.training.hook import Run
 from lockstep.training.optim import optimizers as optim
-from lockstep.training.optim.element_wise import check_element_wise
+from lockstep.training.optim.closure import check_closures
+from lockstep.training.optim.element_wise import needing_whole_tensors
+from lockstep.training.optim.whole_tensors import WholeTensorOptimizer
 from lockstep.training.pretrained import PretrainedWeights
 from lockstep.training.train_module import TrainModule
 
@@ -105,17 +107,24 @@ def prepare(
         if context.overrides.change_loaded is not None:
             context.overrides.change_loaded(model)
 
-    def build() -> list[Optimizer]:
+    def build() -> tuple[list[Optimizer], list[Optimizer]]:
         built = optim.build_optimizers(build_optimizer, model, in_part=parallel.pipeline is not None)
-        check_element_wise(built, context.plan)
-        return built
+        check_closures(built, context.plan, precision=context.precision, gradient_compression=context.gradient_compression)
+        return built, needing_whole_tensors(built, context.plan)
 
-    optimizers = build() if parallel.pipeline is None else parallel.pipeline.raise_on_all_ranks(build)
+    optimizers, whole = build() if parallel.pipeline is None else parallel.pipeline.raise_on_all_ranks(build)
+    for optimizer in whole:
+        run.event(
+            "optimizer-on-whole-tensors", optimizer=type(optimizer).__name__, reason="it is not element-wise, and tensors are sharded"
+        )
     if context.bitwise and optim.unfuse(optimizers):
         run.event("optimizer-not-fused", reason="a fused kernel rounds differently on a shard than on the full tensor")
     for optimizer in optimizers:
         optim.separate_meshes(optimizer)
         optim.allocate_state(optimizer)
-    module = TrainModule(model, optim.trainable(model), optimizers, parallel=parallel, context=context, schedule=schedule)
+    steppers = {id(optimizer): WholeTensorOptimizer(optimizer, context.mesh.axis("shard")).step for optimizer in whole}
+    module = TrainModule(
+        model, optim.trainable(model), optimizers, parallel=parallel, context=context, schedule=schedule, steppers=steppers
+    )
     run.modules.append(module)
     return module

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from lockstep.base import accelerator
 from lockstep.base.errors import PlanError, RecipeError
 from lockstep.base.torch_private import set_allocator_settings
 from lockstep.comm.mesh import Mesh
@@ -25,6 +26,7 @@ from lockstep.recipe.checks import Precision
 from lockstep.training import precision as precisions
 from lockstep.training.microbatches import Batching
 
+NEWEST_TESTED_TORCH = (2, 15)
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of mallopt(3)
 _KEPT_BYTES = 2**31 - 1
 _MOST_FROM_HEAP_BYTES = 2**25  # the largest values that glibc accepts
@@ -41,7 +43,9 @@ class Remark(NamedTuple):
 
 
 def remarks(plan: Plan, mesh: Mesh, precision: Precision) -> Iterator[Remark]:
-    """Yield a remark for each avoidable cause of a slow run."""
+    """Yield a remark for each avoidable cause of a slow run, and for a torch that nobody has tested."""
+    if (untested := untested_torch(torch.__version__)) is not None:
+        yield untested
     for axis, reason in mesh.without_shared_memory.items():
         yield Remark("no-shared-memory", {"axis": axis, "reason": reason})
     if (gpus := plan.data_parallel) > 1:
@@ -49,6 +53,15 @@ def remarks(plan: Plan, mesh: Mesh, precision: Precision) -> Iterator[Remark]:
         yield Remark("data-parallel", {"gpus": gpus, "better": better}, f"warning: data_parallel={gpus}; {better}")
     if warning := precisions.slow_on_this_cpu(precision, mesh.world.device):
         yield Remark("slow-precision", {"reason": warning}, f"warning: {warning}")
+
+
+def untested_torch(version: str) -> Remark | None:
+    """Return a remark if this version of torch is newer than the newest that lockstep is tested with."""
+    newest = ".".join(map(str, NEWEST_TESTED_TORCH))
+    if tuple(int(number) for number in version.split(".")[:2]) <= NEWEST_TESTED_TORCH:
+        return None
+    line = f"warning: torch {version} is newer than {newest}, the newest that lockstep is tested with (docs/compatibility.md)"
+    return Remark("untested-torch", {"torch": version, "newest_tested": newest}, line)
 
 
 def batchnorm(models: Sequence[nn.Module], batching: Batching) -> Remark | None:
@@ -178,7 +191,7 @@ def set_up_computation(plan: Plan, world: World, threads: int, stack: ExitStack)
     stack.callback(use_threads, torch.get_num_threads())
     use_threads(1 if pinned else given)
     (keep_freed_memory if world.device.type == "cpu" else expand_segments)(os.environ)
-    if bitwise and world.device.type == "cuda":
+    if bitwise and accelerator.is_accelerator(world.device):
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
         stack.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)

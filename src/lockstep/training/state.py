@@ -127,7 +127,7 @@ def _saved(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _named_parameters(module: TrainModule) -> Iterator[tuple[str, nn.Parameter]]:
-    return zip(module.names, module.parameters, strict=True)
+    return iter(module.held.items())
 
 
 def _optimizer_state(

@@ -5,19 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lockstep.base.errors import DataError, LossError, RecipeError
+from lockstep.base.errors import LossError, RecipeError
 from lockstep.data.loader import Microbatch
-from lockstep.logging.metrics import as_number
-from lockstep.logging.recorder import ROW_NAMES
 from lockstep.model.model_snapshot import remark_on_modes
+from lockstep.model.shard import reshard
 from lockstep.recipe.checks import check_clip_norm
+from lockstep.recipe.recipe import Gathered
+from lockstep.training.executors.executor import call_model
 from lockstep.training.hook import Run
-from lockstep.training.loss import Contribution, contribution
+from lockstep.training.losses.batch_loss import BatchLoss
+from lockstep.training.losses.loss import SINGLE, Contribution, contribution
 from lockstep.training.microbatches import Microbatches
 from lockstep.training.reducers.step_stats import Number
 from lockstep.training.set_up import Remark
@@ -36,8 +41,11 @@ class Step:
         self.count = source.count
         """Microbatches of the global batch over all ranks; their slices if SyncBatchNorm splits them."""
         self.source = source
+        self.weights = source.weights
+        """Each term's denominator over the global batch, if there is a weight function."""
         self.committed: dict[int, StepResult] = {}
         """Keys: the models' numbers in the session."""
+        self.skipped: set[int] = set()
         self._run = run
         self._modules = run.modules
         self._mesh = run.modules[0].mesh
@@ -47,23 +55,32 @@ class Step:
         self._compares = run.is_logging_step or self.index == 0
         self._phases = run.context.phases
         self._probe = run.context.overrides.probe
-        self._computed = False
+        self._closure: Callable[[], object] | None = None
+        """Repeats what `compute` did, for optimizers that compute the gradient again."""
+        self._is_repeated = False
+        if any(module.needs_closure for module in run.modules):
+            source.keep()
         self._current: Microbatch | None = None
         self._accumulation: _Accumulation | None = None
 
-    def compute(self, inputs: Callable[[Any], Any] | None, loss: Callable[[Any, Any], Any]) -> None:
+    def compute(self, inputs: Callable[[Any], Any] | None, loss: Callable[[Any, Any], Any] | Gathered) -> None:
         """Forward and backward of all of this rank's microbatches, under every plan, for a session with one model.
         Every rank calls it.
 
-        `inputs` and `loss`: as in `Recipe`. Raises `LossError`, `RecipeError`.
+        `inputs` and `loss`: as in `Recipe`, or its `batch_loss`. Raises `LossError`, `RecipeError`.
         """
         number = self._number(None)
-        if self._computed:
+        if self._closure is not None:
             raise LossError(
                 f"after step {self.index}: a second step.compute; the first computed all microbatches; let its loss return the sum "
                 "of both losses, or a dict of terms"
             )
-        self._computed = True
+        self._closure = partial(self._compute, number, inputs, loss)
+        self._closure()
+
+    def _compute(self, number: int, inputs: Callable[[Any], Any] | None, loss: Callable[[Any, Any], Any] | Gathered) -> None:
+        if isinstance(loss, Gathered):
+            loss = self._over_batch(self._modules[number], inputs, loss)
         self._modules[number].executor.train(self._begun(number), inputs, loss)
 
     def microbatches(self) -> Iterator[Any]:
@@ -86,18 +103,25 @@ class Step:
         _check_loop(self._modules[number])
         self._begun(number).backward(loss)
 
-    def commit(self, optimizer: Any = None, *, clip_norm: float | None = None) -> None:
+    def commit(self, optimizer: Any = None, *, clip_norm: float | None = None, closure: Callable[[], object] | None = None) -> None:
         """Reduce, scale, clip, apply: on all ranks or on none. Every rank calls it once a step, for each prepared
         model.
 
-        `clip_norm`: the largest global norm of the gradient. Raises `LossError` if the loss or the gradient is not
+        `clip_norm`: the largest global norm of the gradient. `closure`: for optimizers that compute the gradient more
+        than once a step (LBFGS, SAM): a function that loops over `microbatches` and calls `backward` for each, as was
+        done before this commit; not needed after `compute`. Raises `LossError` if the loss or the gradient is not
         finite (on a GPU at the next logging step; the model is not updated by such a step if the optimizer is `fused`).
         """
         check_clip_norm(clip_norm)
         number = self._number(optimizer)
-        if number in self.committed:
-            raise LossError(f"after step {self.index}: a second commit for one model; each model has one a step; remove the second one")
+        self._check_open(number)
         module, accumulation = self._modules[number], self._begun(number)
+        closure = closure or self._closure
+        if module.needs_closure and closure is None:
+            raise LossError(
+                f"after step {self.index}: a commit without a closure; {type(module.optimizers[0]).__name__} computes the gradient more "
+                "than once a step; give commit(closure=...) a function that loops over step.microbatches() and calls step.backward for each"
+            )
         accumulation.check_complete()
         self._phases.enter("exchange")
         stats = module.reducer.reduce(
@@ -113,21 +137,47 @@ class Step:
         self._run.is_consistent = False
         module.divide_by_weight(stats.weights)
         self._run.hooks.call("after_backward", self._run, module.model)
-        norm, applied = module.apply(self.index, clip_norm, measure=self._run.is_logging_step)
+        result = StepResult(self.source.layout, module, stats.values, stats.weights, math.nan, None, stats.flags, terms, clip_norm)
+        again = self._again(number, result, closure) if module.needs_closure and closure is not None else None
+        result.norm, result.applied = module.apply(self.index, clip_norm, measure=self._run.is_logging_step, closure=again)
+        applied = torch.isfinite(torch.as_tensor(result.norm)) if result.applied is None else result.applied
         for statistics in self._statistics:
-            statistics.commit(self.count, apply=torch.isfinite(torch.as_tensor(norm)) if applied is None else applied)
-        result = StepResult(self.source.layout, module, stats.values, stats.weights, norm, applied, stats.flags, terms, clip_norm)
+            statistics.commit(self.count, apply=applied)
         self._end_commit(number, result)
 
-    def log(self, values: dict[str, float]) -> None:
-        """Add numbers to this step's line in metrics.jsonl and to the progress display; rank 0's are written.
+    def _again(self, number: int, first: StepResult, closure: Callable[[], object]) -> Callable[[], Tensor]:
+        """The closure for an optimizer: it returns the loss, and leaves the gradient. The first call finds the gradient
+        of this step; later ones compute it again, at the parameters as they are then, with the same random numbers."""
+        module, calls = self._modules[number], count()
 
-        Raises `DataError` for a value that is not a number, or a name that the line has already.
-        """
-        for name, value in values.items():
-            if name in ROW_NAMES:
-                raise DataError(f"step.log({{{name!r}: ...}}); every line has {name!r} already; choose another name")
-            self._run.logged[name] = as_number(name, value)
+        def again() -> Tensor:
+            if next(calls) == 0:
+                return torch.tensor(first.loss())
+            self._is_repeated, self._accumulation = True, None
+            with torch.enable_grad():
+                closure()
+                accumulation = self._begun(number)
+                accumulation.check_complete()
+                stats = module.reducer.reduce(accumulation.values, accumulation.weights, flag=False)
+            module.divide_by_weight(stats.weights)
+            module.clip(first.clip_norm)
+            return torch.tensor(replace(first, values=stats.values, weights=stats.weights).loss())
+
+        return again
+
+    def skip(self, optimizer: Any = None) -> None:
+        """Leave a model, its optimizer's state and its schedule as they are in this step. Every rank calls it, instead
+        of `commit`. `optimizer`: as in `commit`. Raises `LossError` if the model has had a backward in this step."""
+        number = self._number(optimizer)
+        self._check_open(number)
+        if self._accumulation is not None:
+            raise LossError(f"after step {self.index}: a skip after a backward; the gradient would be lost; commit it, or call skip before")
+        self.skipped.add(number)
+        self._end()
+
+    def log(self, values: dict[str, float]) -> None:
+        """Add numbers to this step's line in metrics.jsonl; see `Run.log`."""
+        self._run.log(values)
 
     def batches(self) -> Iterator[tuple[Microbatch, Any]]:
         """This rank's microbatches with their batches on the device, each with its own random generators."""
@@ -142,12 +192,24 @@ class Step:
             for streams, number in self._streams:
                 if streams is not None:
                     streams.set_position((*position, number) if number else position)
-            with nullcontext() if self._probe is None else self._probe.forward():
+            with nullcontext() if self._probe is None or self._is_repeated else self._probe.forward():
                 yield current, self._changed(current, batch)
 
     def fetched(self) -> list[tuple[Microbatch, Any]]:
         self._begin_statistics()
         return [(current, self._changed(current, batch)) for current, batch in self._phases.during("data", self.source.batches(0))]
+
+    def _over_batch(self, module: TrainModule, inputs: Callable[[Any], Any] | None, loss: Gathered) -> BatchLoss:
+        """The loss of each microbatch that together are the loss over the global batch."""
+        _check_loop(module, "a batch loss", "choose a plan without a pipeline")
+        if self.source.weights is not None:
+            raise RecipeError("a batch loss with a weight; it is one number for all samples of the global batch; leave out the weight")
+        self.weights = {SINGLE: 1.0}
+        self.source.keep()
+        found = BatchLoss(loss, self.source.layout.spans, lambda: self.current)
+        found.collect(self._mesh, self.batches(), partial(call_model, inputs, module.model), module.autocast)
+        reshard(module.model)
+        return found
 
     @property
     def current(self) -> Microbatch:
@@ -161,6 +223,8 @@ class Step:
         return batch if change is None else change(current, batch)
 
     def _begin_statistics(self) -> None:
+        if self._is_repeated:
+            return
         for module in self._modules:
             if changed := module.snapshot.check():
                 line = remark_on_modes(changed, self.index)
@@ -170,20 +234,34 @@ class Step:
 
     def _end_commit(self, number: int, result: StepResult) -> None:
         self.committed[number] = result
-        self._accumulation = self._current = self._run.exchange.is_dummy = None
-        if len(self.committed) == len(self._modules):
-            self._run.results = [self.committed[each] for each in range(len(self._modules))]
-            self._run.step += 1
-            self._run.is_committed = True
+        self._accumulation = self._current = self._closure = self._run.exchange.is_dummy = None
+        self._is_repeated = False
+        self._end()
         if self._polls:
             result.check()
-        self._phases.enter("compute" if len(self.committed) < len(self._modules) else "script")
+        self._phases.enter("script" if self.is_complete else "compute")
+
+    def _end(self) -> None:
+        """End the step if all models have committed or skipped it."""
+        if self.is_complete:
+            self._run.end_updates(self.committed)
+
+    @property
+    def is_complete(self) -> bool:
+        """True if each model has committed or skipped the step."""
+        return len(self.committed) + len(self.skipped) == len(self._modules)
+
+    def _check_open(self, number: int) -> None:
+        if number in self.committed or number in self.skipped:
+            before = "commit" if number in self.committed else "skip"
+            raise LossError(f"after step {self.index}: a commit or skip after a {before} of the same model; each model has one a step")
 
     def _begun(self, number: int) -> _Accumulation:
         """The accumulation of model `number`, begun if it is not yet."""
         if self._accumulation is None:
             self._modules[number].begin_step(self.count, self.samples)
-            self._accumulation = _Accumulation(self, number, self._modules[number], alone=len(self._modules) == 1, probe=self._probe)
+            probe = None if self._is_repeated else self._probe
+            self._accumulation = _Accumulation(self, number, self._modules[number], alone=len(self._modules) == 1, probe=probe)
         if self._accumulation.number != number:
             raise LossError(
                 f"after step {self.index}: backward for a second model before the first one's commit; loop over step.microbatches() and "
@@ -192,6 +270,8 @@ class Step:
         return self._accumulation
 
     def note_forward(self) -> None:
+        if self._is_repeated:
+            return
         for statistics in self._statistics:  # the forward of one model may call others
             statistics.note_microbatch()
 
@@ -242,7 +322,7 @@ class _Accumulation:
             samples=microbatch.size,
             step_samples=self._step.samples,
             batch=microbatch.batch,
-            weights=self._step.source.weights,
+            weights=self._step.weights,
             prescale=self._module.prescale,
         )
 
@@ -299,9 +379,11 @@ class _Accumulation:
                 )
 
 
-def _check_loop(module: TrainModule) -> None:
-    """Raise `RecipeError` if the plan has no loop over microbatches."""
+def _check_loop(
+    module: TrainModule,
+    what: str = "step.microbatches or step.backward",
+    remedy: str = "call step.compute(inputs, loss), with inputs and loss as in a Recipe",
+) -> None:
+    """Raise `RecipeError` if the plan has no loop over microbatches. `what`: needs one."""
     if (why := module.executor.why_no_loop) is not None:
-        raise RecipeError(
-            f"step.microbatches or step.backward with {why}; call step.compute(inputs, loss), with inputs and loss as in a Recipe"
-        )
+        raise RecipeError(f"{what} with {why}; {remedy}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,12 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.base import accelerator
+from lockstep.base.errors import RecipeError
 from lockstep.base.torch_private import divides_gradients
 from lockstep.comm.mesh import Mesh, to_local
 from lockstep.logging.flops import Flops, peak_of
 from lockstep.model.model_snapshot import ModelSnapshot
 from lockstep.model.parallelize import Parallelized
 from lockstep.model.running_statistics import RunningStatistics
+from lockstep.model.shard import unsharded
 from lockstep.model.tensor.apply import reduce_partial_gradients
 from lockstep.recipe.checks import keeps_rest
 from lockstep.training import precision
@@ -24,8 +27,9 @@ from lockstep.training.context import Context
 from lockstep.training.executors.executor import Executor
 from lockstep.training.executors.pipelined import PipelineExecutor
 from lockstep.training.executors.serial import SerialExecutor
-from lockstep.training.loss import Contribution
+from lockstep.training.losses.loss import Contribution
 from lockstep.training.optim import gradient_norm, optimizers as optim
+from lockstep.training.optim.closure import needs_closure
 from lockstep.training.optim.schedule import Schedule
 from lockstep.training.optim.settings import Settings, differing, settings_of
 from lockstep.training.reducers.compression import compression_for
@@ -33,8 +37,18 @@ from lockstep.training.reducers.pipeline import TiedGradients
 from lockstep.training.reducers.reducer import GradientReducer, ReducerChoice, build_reducer, choose_reducer, loss_factor
 
 
+def held_by(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
+    """The model's parameters that the optimizers hold, by name."""
+    held = {id(parameter) for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]}
+    return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in held}
+
+
 class TrainModule:
-    """A model and its optimizers on one rank. `parameters`: the trainable ones, by name."""
+    """A model and its optimizers on one rank. `parameters`: the trainable ones, by name. `steppers`: what is called
+    instead of `step()` of some optimizers, by their ids."""
+
+    choice: ReducerChoice
+    executor: Executor
 
     def __init__(
         self,
@@ -45,11 +59,15 @@ class TrainModule:
         parallel: Parallelized,
         context: Context,
         schedule: Callable[[Any], Any] | None,
+        steppers: Mapping[int, Callable[[], None]] | None = None,
     ) -> None:
+        self._steppers = steppers or {}
         self.model = model
-        self.names = list(parameters)
-        self.parameters = list(parameters.values())
         self.optimizers = optimizers
+        self.needs_closure = any(map(needs_closure, optimizers))
+        self.held = held_by(model, optimizers)
+        """The parameters that the optimizers hold, by name, frozen ones too."""
+        self.names, self.parameters = list(parameters), list(parameters.values())
         self.mesh = context.mesh
         self.device = context.device
         self.parallel = parallel
@@ -74,11 +92,10 @@ class TrainModule:
         self.gain: Tensor | float = 1.0  # the factor by which the latest step's summed gradient was multiplied
         self.snapshot = ModelSnapshot(model, optimizers)
         """The modules and parameters that the model was prepared with."""
-        self.choice: ReducerChoice
         self._reducer: GradientReducer | None = None
         self._max_microbatches = 0
+        self._chosen_trainable: list[str] | None = None  # by `set_trainable`
         self._tied: TiedGradients | None = None
-        self.executor: Executor
         if parallel.pipeline is None:
             self.executor = SerialExecutor(model, self.device, self.autocast, self.flops, parallel.streams)
             self.statistics = [RunningStatistics(model, context.mesh)]
@@ -89,10 +106,33 @@ class TrainModule:
             self.statistics = [RunningStatistics(module, context.mesh) for module in parallel.pipeline.modules]
             parallel.pipeline.watch(self._around_stage, self._after_stage)
         fused = all(group.get("fused") for optimizer in optimizers for group in optimizer.param_groups)
-        self._gates_on_device = fused and all(to_local(parameter).is_cuda for parameter in self.parameters)
+        self._gates_on_device = fused and all(accelerator.has_streams(to_local(parameter).device) for parameter in self.parameters)
         is_plain = all(to_local(parameter) is parameter and parameter.dtype is torch.float32 for parameter in self.parameters)
         self._optimizer_unscales = fused and is_plain and all(map(divides_gradients, optimizers))
         """True if the optimizers divide the gradient as they do for torch's GradScaler, which saves a pass over it."""
+
+    def set_trainable(self, names: Collection[str]) -> None:
+        """Make exactly these parameters trainable, between two steps. Every rank calls it with the same `names`. The
+        state that optimizers hold for the others stays. Raises `RecipeError`."""
+        if self._compression is not None or self._tied is not None:
+            what = "gradient compression" if self._compression is not None else "a pipeline"
+            raise RecipeError(
+                f"freezing or unfreezing with {what}, which is built for the parameters at the start; leave out one of the two"
+            )
+        with unsharded(self.model):
+            for name, parameter in self.model.named_parameters():
+                parameter.requires_grad_(name in names)
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(name in names)
+            if name not in names:
+                parameter.grad = None
+        self._chosen_trainable = list(names)
+        trainable = {name: parameter for name, parameter in self.held.items() if name in names}
+        self.names, self.parameters = list(trainable), list(trainable.values())
+        self.snapshot.note_trainable()
+        if self._reducer is not None:
+            self._close_reducer()
+            self.begin_loop(self.mesh, self._max_microbatches)
 
     def begin_loop(self, mesh: Mesh, max_microbatches: int) -> None:
         """Build the reducer for a loop of steps of at most `max_microbatches` each. Every rank calls it. `mesh`: with
@@ -123,7 +163,7 @@ class TrainModule:
     def begin_step(self, count: int, samples: int) -> None:
         """Begin gradient accumulation for a step of `count` microbatches and `samples` samples over all ranks."""
         if self.prescale is None:
-            self.prescale = torch.tensor(2.0 ** round(math.log2(samples)), dtype=torch.float64, device=self.device)
+            self.prescale = torch.tensor(2.0 ** round(math.log2(samples)), dtype=accelerator.wide_dtype(self.device), device=self.device)
         if self._compression is not None and self._keeps_rest:
             scale = 1.0 if self.loss_scale is None else self.loss_scale.value
             self._compression.begin(scale / self.prescale.item())
@@ -154,10 +194,18 @@ class TrainModule:
     def gradients(self) -> list[Tensor]:
         return [p.grad for p in self.parameters if p.grad is not None]
 
-    def apply(self, step: int, clip_norm: float | None, *, measure: bool) -> tuple[Tensor | float, bool | None]:
+    def clip(self, clip_norm: float | None) -> None:
+        if clip_norm is not None:
+            gradients = self.gradients()
+            gradient_norm.clip(gradients, self.norm.of(gradients), clip_norm)
+
+    def apply(
+        self, step: int, clip_norm: float | None, *, measure: bool, closure: Callable[[], Any] | None = None
+    ) -> tuple[Tensor | float, bool | None]:
         """Unscale and clip the reduced gradient and step the optimizers; if it is not finite, do nothing.
 
-        Returns `StepResult.norm` and `StepResult.applied`. `measure`: the norm itself is needed.
+        Returns `StepResult.norm` and `StepResult.applied`. `measure`: the norm itself is needed. `closure`: for
+        optimizers that need one.
         """
         gradients = self.gradients()
         divisor: Tensor | float = 1.0
@@ -176,23 +224,23 @@ class TrainModule:
             else:
                 gradient_norm.clip(gradients, norm, clip_norm)
         self.schedule.before_step(step)
-        applied = self._step_optimizers(norm, divisor)
+        applied = self._step_optimizers(norm, divisor, closure)
         if applied is not False:
             self.schedule.after_step()
         return norm, applied
 
-    def _step_optimizers(self, norm: Tensor | float, divisor: Tensor | float) -> bool | None:
+    def _step_optimizers(self, norm: Tensor | float, divisor: Tensor | float, closure: Callable[[], Any] | None) -> bool | None:
         if isinstance(divisor, Tensor) or divisor != 1.0:
             grad_scale = torch.as_tensor(divisor, dtype=torch.float32, device=self.device)
             for optimizer in self.optimizers:
                 optimizer.grad_scale = grad_scale  # type: ignore[attr-defined]  # read by torch's fused optimizers
         try:
-            return self._step_if_finite(norm)
+            return self._step_if_finite(norm, closure)
         finally:
             for optimizer in self.optimizers:
                 vars(optimizer).pop("grad_scale", None)
 
-    def _step_if_finite(self, norm: Tensor | float) -> bool | None:
+    def _step_if_finite(self, norm: Tensor | float, closure: Callable[[], Any] | None) -> bool | None:
         if self._gates_on_device and self.loss_scale is None:
             found_inf = (~torch.isfinite(torch.as_tensor(norm, device=self.device))).float()
             for optimizer in self.optimizers:
@@ -209,7 +257,11 @@ class TrainModule:
             self.loss_scale.update(overflowed=not applied)
         if applied:
             for optimizer in self.optimizers:
-                optim.apply(optimizer)
+                stepper = self._steppers.get(id(optimizer))
+                if closure is not None:
+                    optimizer.step(closure)
+                else:
+                    optim.apply(optimizer) if stepper is None else stepper()
         return applied
 
     @contextmanager
@@ -229,16 +281,19 @@ class TrainModule:
             "overflows": self.overflows,
             "overflowed_at": self.overflowed_at,
             "prescale": None if self.prescale is None else self.prescale.item(),
+            "trainable": self._chosen_trainable,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state["trainable"] is not None:
+            self.set_trainable(state["trainable"])
         self.schedule.load_state_dict(state["schedule"])
         if self.loss_scale is not None and state["loss_scale"] is not None:
             scale, self.loss_scale.in_a_row = state["loss_scale"]
             self.loss_scale.value = scale / self._factor
         self.overflows, self.overflowed_at = state["overflows"], state["overflowed_at"]
         if state["prescale"] is not None:
-            self.prescale = torch.tensor(state["prescale"], dtype=torch.float64, device=self.device)
+            self.prescale = torch.tensor(state["prescale"], dtype=accelerator.wide_dtype(self.device), device=self.device)
 
     def keep_changed_settings(self, saved: Settings) -> None:
         """Give the optimizers the settings that their factory has changed since a run was saved, which it had then."""

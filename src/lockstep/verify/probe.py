@@ -72,7 +72,7 @@ class TraceHook(ControlHook):
             )
             self._finds_short_dtypes &= world.size == 1
         self.tracer.metadata(
-            global_batch=run.global_batch,
+            global_batch=run.global_batch,  # 0 with a batch_sampler
             microbatch=run.microbatch,
             precision=run.context.precision,
             gradient_compression=run.context.requested_compression,
@@ -144,7 +144,9 @@ class TraceHook(ControlHook):
 
     def _note(self, number: int, module: TrainModule, weight: float | None) -> bool:
         """Write a train module's update. `weight`: from `Recipe.weight`. Returns True after the last requested step."""
-        result = self.run.results[number]
+        result = self.run.results.get(number)
+        if result is None:  # skipped
+            return self._request.steps is not None and self._steps[number] >= self._request.steps
         if result.weights is not None:
             weight = float(result.weights.double().sum())
         ended = self.tracer.step(

@@ -34,6 +34,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.base import accelerator
 from lockstep.checkpoint.tensor_shards import DTYPES
 from lockstep.keys import GOLDEN, MIX_FIRST, MIX_SECOND
 from lockstep.verify.jobs import TraceRequest
@@ -66,8 +67,8 @@ class Tracer:
         self._orders: dict[int, dict[str, None]] = {}
         self._hooks: list[Any] = []
         self._reduced: dict[int, dict[str, Any]] = {}
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            self._generators.append(torch.cuda.get_rng_state)
+        if accelerator.is_initialized():
+            self._generators.append(lambda: accelerator.generator(accelerator.current_device()).get_state())
         self._write("start", rank=rank, world_size=world_size, plan=plan, replicated=replicated)
 
     def metadata(self, **metadata: Any) -> None:

@@ -95,7 +95,7 @@ class Verification:
     def _references(self) -> dict[Plan, list[Trace]]:
         traces = self._run_references()
         metadata = next(iter(traces.values()))[0].metadata
-        if metadata["microbatch"] is None:
+        if metadata["microbatch"] is None and metadata["global_batch"]:
             self._microbatch = jobs.microbatch_for_all(metadata["global_batch"], self._options.plans)
             self._report.notes.append(
                 f"the recipe sets no microbatch, so dropout and BatchNorm depend on the plan; verified with microbatch={self._microbatch} "
@@ -124,7 +124,9 @@ class Verification:
             perturbed = jobs.perturbed_jobs(1, self._microbatch, FLOAT64_PERTURBED_RUNS)
             started.float64_perturbed = [start(jobs.in_float64(job)) for job in perturbed]
         started.float64_plans = [start(jobs.in_float64(job)) if float64 and job.plan.numerics == "fast" else None for job in plan_jobs]
-        if options.check_microbatch_size:
+        if options.check_microbatch_size and not metadata["global_batch"]:
+            self._report.notes.append("the loss was not tried with another microbatch size: the batch_sampler makes the microbatches")
+        elif options.check_microbatch_size:
             size = self._microbatch or metadata["microbatch"]
             started.microbatch_sizes = [start(job) for job in jobs.microbatch_size_jobs(metadata["global_batch"], size)]
         return started
@@ -230,7 +232,8 @@ def compare_microbatch_sizes(reference: Trace, other: Trace, size: int) -> Misma
     cause = (
         f"the loss is not a sum over samples: split into microbatches of {size} instead of {reference.metadata['microbatch']}, the same "
         f"batch has another gradient. {_SCALAR_LOSS if reference.rank_0.steps[0].weight is None else _WEIGHTED_LOSS} If the loss is "
-        "meant to look at a microbatch as a whole (contrastive losses), give --whole-microbatch-loss"
+        "meant to look at a microbatch as a whole (contrastive losses), or the dataset's __getitems__ or collate_fn draws random numbers "
+        "for a microbatch as a whole (negative samples), give --whole-microbatch-loss"
     )
     return Mismatch(difference=wrong[0], float64=True, cause=cause)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from lockstep.base import accelerator
 from lockstep.base.errors import HangError, cannot_write, say
 from lockstep.base.torch_private import default_store
 from lockstep.hooks.hang.report import Hang
@@ -108,9 +109,8 @@ class HangHook(Hook):
     def _save(self, error: HangError) -> None:
         with ExitStack() as stack:
             stack.enter_context(defer_kill())
-            if self._context.world.device.type == "cuda":  # the current stream may wait for a collective that never ends
-                stream = torch.cuda.Stream(self._context.world.device)  # type: ignore[no-untyped-call]
-                stack.enter_context(torch.cuda.stream(stream))
+            if accelerator.has_streams(self._context.world.device):  # the current stream may wait for a collective that never ends
+                stack.enter_context(torch.Stream(self._context.world.device))
             if self._run is not None:
                 self._rescue(self._run, error)
 

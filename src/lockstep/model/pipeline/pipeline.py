@@ -224,8 +224,11 @@ class _StageModule(nn.Module):
         super().__init__()
         self.parts = nn.ModuleList(parts)
         self.compute = compute
+        self.received: tuple[Tensor, ...] = ()
+        """Inputs of the latest forward."""
 
     def forward(self, *received: Tensor, index: Tensor) -> Any:
+        self.received = received
         return self.compute(int(index), received)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
 
-from lockstep.base.torch_private import stage_input_gradients, stage_inputs
+from lockstep.base.torch_private import stage_input_gradients
 from lockstep.model.pipeline.boundary import Boundary
 
 ONE_STAGE_A_RANK: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
@@ -20,12 +21,18 @@ SEVERAL_STAGES_A_RANK: dict[str, Any] = {"interleaved": ScheduleInterleaved1F1B,
 
 
 class VariableShapeStage(PipelineStage):
+    submod: Any
     routes: Sequence[Sequence[Boundary]]
     """For each microbatch of the call, the boundary after each stage but the last."""
     losses: list[Tensor]
     around: Callable[[int], AbstractContextManager[Any]]
     """The context of a microbatch's backward."""
     on_missing_gradient: Callable[[], None]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.received: dict[int, tuple[Tensor, ...]] = {}
+        """Inputs from the stage before, by microbatch, until its backward."""
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if not self.is_first:
@@ -37,9 +44,15 @@ class VariableShapeStage(PipelineStage):
             self._renew(self.grad_recv_info[bwd_chunk_id], self.routes[bwd_chunk_id][self.stage_index])
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        if self.has_backward:
+            self.received[fwd_chunk_id] = self.submod.received
+        return output
+
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         """Send zeros as the gradient of an input that the output does not depend on; torch's stage would deadlock."""
-        received = stage_inputs(self, bwd_chunk_id)
+        received = self.received.pop(bwd_chunk_id, ())
         with self.around(bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         needed = [isinstance(tensor, Tensor) and tensor.requires_grad for tensor in received]
@@ -61,12 +74,22 @@ class VariableShapeStage(PipelineStage):
     def release(self) -> None:
         """Free the tensors that the last call received and computed."""
         self.clear_runtime_states()
+        self.received.clear()
+        self.submod.received = ()
         for received in (*self.args_recv_info.values(), *self.grad_recv_info.values()):
             for info in received:
                 if info.buffer is not None:
-                    info.buffer = torch.empty(0, device=self.device)
+                    info.buffer = None if _allocates_at_receive(info) else torch.empty(0, device=self.device)
 
     def _renew(self, received: Sequence[Any], boundary: Boundary) -> None:
-        for info, tensor in zip(received, boundary.tensors(self.device), strict=True):
-            if info.buffer is not None:
-                info.buffer = tensor.detach()
+        for info, tensor in zip(received, boundary.tensors("meta"), strict=True):
+            if not _allocates_at_receive(info):
+                if info.buffer is not None:
+                    info.buffer = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
+            elif info.tensor_meta is not None:
+                info.tensor_meta = replace(info.tensor_meta, shape=tensor.shape, stride=tensor.stride(), dtype=tensor.dtype)
+
+
+def _allocates_at_receive(info: Any) -> bool:
+    """True from torch 2.15 on: a stage has a description of what it receives, and no buffer for each microbatch."""
+    return hasattr(info, "allocate_buffer")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from lockstep.base import accelerator
 from lockstep.base.errors import RecipeError
 from lockstep.base.torch_private import disable_current_modes, own_parameters, tree_leaves, tree_map
 from lockstep.model.tensor.sharded_features import is_sharded
@@ -128,12 +129,14 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
 @contextmanager
 def _same_numbers(given: Any) -> Iterator[Callable[[], bool]]:
     """Restore torch's generators afterwards. Yields a function that returns True if they have been used."""
-    devices = {leaf.device for leaf in tree_leaves(given) if isinstance(leaf, Tensor) and leaf.is_cuda}
+    devices = {leaf.device for leaf in tree_leaves(given) if isinstance(leaf, Tensor) and accelerator.is_accelerator(leaf)}
+
+    generators = accelerator.generators_of(sorted(devices, key=str))
 
     def states() -> list[Tensor]:
-        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in sorted(devices, key=str))]
+        return [generator.get_state() for generator in generators]
 
-    with torch.random.fork_rng(devices):
+    with accelerator.preserved_generators(*devices):
         before = states()
         yield lambda: any(not torch.equal(one, other) for one, other in zip(before, states(), strict=True))
 

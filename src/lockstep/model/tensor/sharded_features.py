@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from lockstep.base import accelerator
 from lockstep.base.errors import RecipeError
 from lockstep.base.torch_private import tree_map
 from lockstep.model.tensor.sharded_logits import ShardedLogits, gather_full
@@ -192,8 +193,8 @@ class ShardedFeatures(TorchFunctionMode):
         """Call `func` with a seed of this rank's own. The default generators of all ranks advance alike."""
         device = next(_tensors(args, kwargs)).device
         seed = int(torch.randint(SEEDS, (self._mesh.size(),))[self._mesh.get_local_rank()])
-        with torch.random.fork_rng([device] if device.type != "cpu" else [], device_type=device.type if device.type != "cpu" else "cuda"):
-            (torch.default_generator if device.type == "cpu" else torch.cuda).manual_seed(seed)
+        with accelerator.preserved_generators(device):
+            accelerator.generators_of([device])[-1].manual_seed(seed)
             return func(*args, **kwargs)
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from lockstep.base.errors import RecipeError
 from lockstep.base.torch_private import own_parameters
 from lockstep.model.blocks import matching_names
+from lockstep.model.tensor.adapters import styles_with_adapters, without_adapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ def tensor_styles(model: nn.Module, given: Mapping[str, str] | None, size: int) 
     `given`: `Recipe.tensor`; of several patterns that match, the last one counts. None: the model's `tensor_plan`, or a
     Hugging Face model's plan. A layer that shares its weight (tied embeddings) gets the matching style."""
     source, patterns = _source(model, given)
-    chosen = _matched(model, source, patterns)
+    chosen = styles_with_adapters(model, _matched(model, source, patterns))
     _add_layers_with_shared_weights(model, chosen)
     for name, style in chosen.items():
         _check(model, name, style, size)
@@ -124,11 +125,13 @@ def _source(model: nn.Module, given: Mapping[str, str] | None) -> tuple[str, Map
 
 
 def _hugging_face(model: nn.Module) -> dict[str, str]:
+    name, model = without_adapters(model)
     complete = getattr(model, "_tp_plan", None)
     prefix = getattr(model, "base_model_prefix", "")
     prefix = f"{prefix}." if prefix and hasattr(model, prefix) else ""
     inner = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
-    return {**{prefix + pattern: style for pattern, style in inner.items()}, **(complete or {})}
+    plan = {**{prefix + pattern: style for pattern, style in inner.items()}, **(complete or {})}
+    return {f"{name}.{pattern}" if name else pattern: style for pattern, style in plan.items()}
 
 
 def _matched(model: nn.Module, source: str, patterns: Mapping[str, str]) -> dict[str, str]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lockstep.base.errors import RecipeError
 from lockstep.data.loader import Microbatch
-from lockstep.training.loss import Contribution
+from lockstep.training.losses.loss import Contribution
 
 T = TypeVar("T")
 Inputs = Callable[[Any], Any] | None

@@ -15,7 +15,7 @@ from lockstep.data.loader import Microbatch
 from lockstep.model.pipeline.microbatch import PipelineLoss, PipelineMicrobatch
 from lockstep.model.pipeline.pipeline import Pipeline
 from lockstep.training.executors.executor import Accumulation, Inputs, Loss, Score, T, model_arguments
-from lockstep.training.loss import Contribution
+from lockstep.training.losses.loss import Contribution
 
 EVALUATED_TOGETHER = 2
 """Microbatches of a stage in one forward of an evaluation; their activations between stages are all in memory."""

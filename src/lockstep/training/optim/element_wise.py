@@ -18,17 +18,20 @@ TOLERANCE = 1e-3
 """Largest relative difference between the updates of a tensor and of its halves, which is rounding."""
 
 
-def check_element_wise(optimizers: Sequence[Optimizer], plan: Plan) -> None:
-    """Raise `RecipeError` if the plan cuts tensors and an optimizer needs them whole."""
-    cuts = [f"{axis}={getattr(plan, axis)}" for axis in ("shard", "tensor") if getattr(plan, axis) != 1]
-    if not cuts:
-        return
-    for optimizer in optimizers:
-        if not is_element_wise(optimizer):
-            raise RecipeError(
-                f"{type(optimizer).__name__} with {','.join(cuts)}; its update of an element depends on the other elements of the tensor, "
-                "and each rank has a part of each tensor; use replicate, or an optimizer that updates each element by itself, such as AdamW"
-            )
+def needing_whole_tensors(optimizers: Sequence[Optimizer], plan: Plan) -> list[Optimizer]:
+    """The optimizers that a `WholeTensorOptimizer` must step, because the plan shards tensors that they need whole.
+    Raises `RecipeError` if the plan splits tensors in a way in which it cannot."""
+    if plan.shard == 1 and plan.tensor == 1:
+        return []
+    found = [optimizer for optimizer in optimizers if not is_element_wise(optimizer)]
+    if found and (plan.tensor != 1 or plan.offload or plan.pipeline != 1):
+        cuts = [f"{axis}={getattr(plan, axis)}" for axis in ("shard", "tensor", "pipeline") if getattr(plan, axis) != 1]
+        raise RecipeError(
+            f"{type(found[0]).__name__} with {','.join([*cuts, *(['offload=yes'] if plan.offload else [])])}; its update of an element "
+            "depends on the other elements of the tensor, which are on other ranks; use replicate, shard or both, or an optimizer that "
+            "updates each element by itself, such as AdamW"
+        )
+    return found
 
 
 def is_element_wise(optimizer: Optimizer) -> bool:

@@ -10,6 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from lockstep.base import accelerator
 from lockstep.comm.mesh import Mesh, to_local
 
 PIECE_ELEMENTS = 2**15 - 1
@@ -36,10 +37,10 @@ class GradientNorm:
             return self._number(self._sum_of_rows(gradients, parts).sqrt())
         if not self._in_parts:
             return combined(self._of_each(parts, torch._foreach_norm))
-        squares = torch.zeros((), dtype=torch.float64, device=self._shards.device)
+        squares = torch.zeros((), dtype=accelerator.wide_dtype(self._shards.device), device=self._shards.device)
         mine = [part for gradient, part in zip(gradients, parts, strict=True) if self._counts(gradient)]
         if mine:
-            squares += torch.linalg.vector_norm(torch.stack(torch._foreach_norm(mine)).double()).square().to(squares.device)
+            squares += torch.linalg.vector_norm(torch.stack(torch._foreach_norm(mine)).to(squares.dtype)).square().to(squares.device)
         for axis in (*self._sharding_axes.values(), self._pipeline):
             axis.all_reduce(squares)
         return self._number(squares.sqrt())
@@ -80,7 +81,7 @@ class GradientNorm:
 
     def _sum_of_rows(self, gradients: Sequence[Tensor], parts: Sequence[Tensor]) -> Tensor:
         """Return Σ squares in float64: within each row of each gradient (a shard has full rows), then over all rows."""
-        empty = torch.zeros(0, dtype=torch.float64, device=self._shards.device)
+        empty = torch.zeros(0, dtype=accelerator.wide_dtype(self._shards.device), device=self._shards.device)
         rows = [gradient.shape[0] if gradient.shape else 1 for gradient in gradients]
         squares = self._of_each(parts, lambda some: [squares_of_rows(part) for part in some], rows)
         mine = torch.cat([empty, *[square.to(empty.device) for square in squares]])
@@ -104,7 +105,7 @@ def squares_of_rows(part: Tensor) -> Tensor:
 
 
 def _summed_squares(rows: Tensor) -> Tensor:
-    return rows.to(torch.float64, copy=True).square_().sum(dim=1)
+    return rows.to(accelerator.wide_dtype(rows.device), copy=True).square_().sum(dim=1)
 
 
 def _local_rows(rows: int, rank: int, ranks: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -38,12 +37,6 @@ def build_optimizers(factory: Callable[[nn.Module], Any], model: nn.Module, *, i
             raise RecipeError(
                 f"the optimizer factory returned {optimizer!r} (a {type(optimizer).__name__}); it must return a torch.optim.Optimizer, "
                 "or a list of them"
-            )
-        closure = inspect.signature(optimizer.step).parameters.get("closure")
-        if closure is not None and closure.default is inspect.Parameter.empty:
-            raise RecipeError(
-                f"the optimizer factory returned a {type(optimizer).__name__}, whose step() needs a closure that computes the loss again; "
-                "a step takes one gradient; choose an optimizer whose step() needs none, such as torch.optim.AdamW"
             )
     if not optimizers:
         raise RecipeError("the optimizer factory returned an empty list; it must return at least one torch.optim.Optimizer")

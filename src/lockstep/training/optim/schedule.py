@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -11,6 +12,21 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lockstep.base.errors import CheckpointError, RecipeError
+
+
+@dataclass(frozen=True, slots=True)
+class OnMetric:
+    """A schedule for `Recipe.schedule` that follows a metric of the evaluations: a torch ReduceLROnPlateau, stepped
+    after each evaluation that measures it."""
+
+    metric: str
+    """Name of the metric: `accuracy`, or `valid/accuracy` with evaluations by name. A `ReduceLROnPlateau` without
+    `ls.OnMetric` follows `loss`."""
+    scheduler: Callable[[Optimizer], LRScheduler]
+    """(optimizer) -> a `ReduceLROnPlateau`."""
+
+    def __call__(self, optimizer: Optimizer) -> LRScheduler:
+        return self.scheduler(optimizer)
 
 
 class Schedule:
@@ -23,6 +39,8 @@ class Schedule:
         self._groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         self._rate: Tensor | float = self._groups[0]["lr"]
         self._given = schedule is not None
+        self.metric: str | None = None
+        """The metric of the evaluations that the schedule follows; None if it follows the step."""
         self._set: list[float] | None = None
         """The rates as the schedule has set them; None before the first step, and after a checkpoint was loaded."""
         if schedule is None:
@@ -31,6 +49,8 @@ class Schedule:
             multiplier = schedule(0)
         except Exception as error:
             self._schedulers = [_scheduler(schedule, optimizer, error) for optimizer in optimizers]
+            if any(isinstance(each, ReduceLROnPlateau) for each in self._schedulers):
+                self.metric = schedule.metric if isinstance(schedule, OnMetric) else "loss"
             return
         if isinstance(multiplier, bool) or not isinstance(multiplier, int | float):
             raise RecipeError(
@@ -66,7 +86,15 @@ class Schedule:
 
     def after_step(self) -> None:
         for scheduler in self._schedulers:
-            scheduler.step()
+            if not isinstance(scheduler, ReduceLROnPlateau):
+                scheduler.step()
+        self._note_rates()
+
+    def after_evaluation(self, value: float) -> None:
+        """Called with each new value of `metric`."""
+        for scheduler in self._schedulers:
+            if isinstance(scheduler, ReduceLROnPlateau):
+                scheduler.step(value)
         self._note_rates()
 
     def _note_rates(self) -> None:
@@ -118,9 +146,4 @@ def _scheduler(factory: Callable[[Any], Any], optimizer: Optimizer, as_function:
         ) from error
     if not isinstance(made, LRScheduler):
         raise RecipeError(f"schedule(optimizer) returned {made!r} (a {type(made).__name__}); it must return a torch LRScheduler")
-    if isinstance(made, ReduceLROnPlateau):
-        raise RecipeError(
-            "schedule(optimizer) returned a ReduceLROnPlateau, whose step() needs a metric; a schedule is stepped once a step without one; "
-            "choose another; or leave the schedule out, and set the rates of run.optimizers in a hook's after_evaluation"
-        )
     return made

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.base import accelerator
 from lockstep.base.errors import RecipeError
 from lockstep.base.torch_private import GradBucket
 from lockstep.comm.compressed_sum import CompressedAllReduce, Senders
@@ -67,8 +68,7 @@ class Bucket(NamedTuple):
     @classmethod
     def of(cls, bucket: GradBucket) -> "Bucket":
         buffer = bucket.buffer()
-        done: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
-        return cls(buffer, gradients_of(bucket), bucket.parameters(), done)
+        return cls(buffer, gradients_of(bucket), bucket.parameters(), accelerator.future(buffer))
 
     def stats_part(self, stats: Tensor) -> Tensor:
         """The part of the buffer that holds `stats`; empty if it is in another bucket."""

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lockstep.base import accelerator
 from lockstep.base.errors import RecipeError
 from lockstep.base.torch_private import GradBucket
 from lockstep.comm.mesh import Mesh
@@ -207,7 +208,7 @@ class DdpReducer:
         nodes = [buffer if value is last_leaf else _flatten(value, like=bucket) for value in counter.values]
         ordered = OrderedSum(nodes, self._nodes, self._world.rank, self._memory)
         ordered.start(buffer.numel(), buffer)
-        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
+        future = accelerator.future(buffer)
         self._sums.append((ordered, buffer, future))
         if bucket.is_last():
             for waiting, _, _ in self._sums:

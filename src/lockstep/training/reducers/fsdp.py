@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.base.torch_private import AllGather, DefaultAllGather, ReduceScatter, fsdp_parameter_group, own_parameters
+from lockstep.base.errors import PlanError
+from lockstep.base.torch_private import AllGather, DefaultAllGather, ReduceScatter, fsdp_parameter_group, own_parameters, tree_leaves
 from lockstep.comm.mesh import Mesh, to_local
 from lockstep.comm.shared_memory import SharedMemoryGroup
 from lockstep.model.shard import fsdp_groups, modules_of
@@ -47,10 +48,13 @@ class FsdpReducer:
             group.set_reduce_scatter_unused_params(True)
             self._scatters.append(scatter)
         self._used = _UsedParameters(model, self._parameters)
+        self._handles = [group.register_forward_hook(_watch_double_backward) for group in self._groups]
 
     def close(self) -> None:
         """Remove the hooks. The model can still be called while torch's process group exists."""
         self._used.close()
+        for handle in self._handles:
+            handle.remove()
         for group in self._groups:
             group.set_custom_all_gather(DefaultAllGather())
 
@@ -98,6 +102,23 @@ class FsdpReducer:
     def _clear(self) -> None:
         for parameter in self._parameters:
             parameter.grad = None
+
+
+def _watch_double_backward(group: nn.Module, inputs: Any, output: Any) -> None:
+    """A forward hook that refuses a backward with create_graph=True through the group: FSDP2 frees the parameters that
+    the second backward needs, and has then reduced the gradients already."""
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            leaf.register_hook(_refuse_double_backward)  # type: ignore[no-untyped-call]
+
+
+def _refuse_double_backward(gradient: Tensor) -> None:
+    if torch.is_grad_enabled():
+        raise PlanError(
+            "the shard axis with a gradient that is itself differentiated (autograd.grad with create_graph=True, as in a gradient "
+            "penalty); FSDP2 frees a block's parameters after its first backward, and gradients of the second one would be lost; use "
+            "replicate"
+        )
 
 
 class _UsedParameters:

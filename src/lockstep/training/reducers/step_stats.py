@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.base import accelerator
+
 _MAX_LIST_LENGTH = 256
 """Up to so many CPU values are returned as a list, which is faster to read; more are returned as a tensor."""
 Number = Tensor | float  # A scalar tensor, or a number that the host has already
@@ -58,7 +60,7 @@ class StepStatsVector:
         """Read the sum of all ranks' vectors for a step of `count` microbatches."""
         first, second = self._parameters, self._parameters + self._max_microbatches
         weights = summed[second : second + count].clone() if weighted else None
-        if summed.is_cuda:
+        if accelerator.is_accelerator(summed):
             summed = summed.clone()
             return StepStats(summed[:first], summed[first : first + count], weights, summed[-1])
         if count > _MAX_LIST_LENGTH:

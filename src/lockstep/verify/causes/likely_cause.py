@@ -16,6 +16,7 @@ _CAUSES: Mapping[Check, tuple[Cause, ...]] = {
     "samples": (microbatches.samples,),
     "batch": (microbatches.other_data,),
     "microbatch": (
+        updates.earlier_update,
         microbatches.random_state,
         microbatches.scaled_microbatches,
         microbatches.kept_state,
@@ -23,7 +24,7 @@ _CAUSES: Mapping[Check, tuple[Cause, ...]] = {
         microbatches.other_input,
     ),
     "missing": (gradients.missing_gradient,),
-    "gradients": (gradients.wrong_sum, microbatches.random_state, gradients.short_dtype, gradients.few_elements),
+    "gradients": (updates.earlier_update, gradients.wrong_sum, microbatches.random_state, gradients.short_dtype, gradients.few_elements),
     "sum": (gradients.wrong_sum,),
     "norm": (updates.clipping,),
     "lr": (updates.learning_rate,),

@@ -86,6 +86,8 @@ def scaled_microbatches(evidence: Evidence) -> str | None:
     values = [factor for factor in factors if factor is not None]
     if not values or len(values) < len(factors):
         return None
+    if all(abs(value - 1) <= FIT_TOLERANCE for value in values):
+        return None
     if max(values) - min(values) <= FIT_TOLERANCE * max(map(abs, values)):
         what = "every microbatch's gradient" + (f" of {listed([repr(name) for name in names])}" if len(names) < 4 else "")
         return wrong_factor(float(np.mean(values)), evidence.plan.world_size, what)
@@ -123,7 +125,8 @@ def batchnorm_of_microbatch(evidence: Evidence) -> str | None:
     first = evidence.first
     return (
         f"BatchNorm statistics: microbatch {first.microbatches[0]} on rank {first.rank} has another gradient from the same samples and the "
-        "same random state; it was normalized over other samples than its own, or in another mode"
+        "same random state; it was normalized over other samples than its own, or in another mode; or the model or the loss "
+        f"{_KEEPS_STATE}"
     )
 
 

@@ -6,11 +6,14 @@ import math
 
 import numpy as np
 
-from lockstep.verify.causes.evidence import FIT_TOLERANCE, PROJECTIONS, Evidence, ratio, update
+from lockstep.verify.causes.evidence import FIT_TOLERANCE, PROJECTIONS, Evidence, ratio, stacked, update
 from lockstep.verify.causes.gradients import sums_by_rank
+from lockstep.verify.trace_reader import Vector
 
 NORM_TOLERANCE = 0.2
 """Largest relative error of a norm that is estimated from projections."""
+WRONG_UPDATE = 0.05
+"""Smallest relative error of an update that cannot be rounding where the gradients agree a hundred times better."""
 _BATCHNORM_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -54,6 +57,27 @@ def parameter_update(evidence: Evidence) -> str | None:
         "the gradient and the optimizer's state are right, but the update is not: other settings (weight decay, betas), or an optimizer "
         "whose update of a shard is not the shard of its update"
     )
+
+
+def earlier_update(evidence: Evidence) -> str | None:
+    """An update before the first difference was wrong, by less than the tolerance of parameters."""
+    for step in range(evidence.step):
+        found, expected = evidence.plan.ranks[evidence.first.rank], evidence.reference.rank_0
+        names = list(expected.initial["parameters"])
+        off = _relative(update(found, step, names), update(expected, step, names))
+        gradients = [stacked(entry.steps[step].tensors["gradients"], names) for entry in (found, expected)]
+        if off > WRONG_UPDATE and off > 100 * _relative(*gradients):
+            return (
+                f"the optimizer: its update in step {step} is off by {off:.2g} of its size, from a gradient that is right; its update of a "
+                "shard is not the shard of its update, or it has other settings on some ranks"
+            )
+    return None
+
+
+def _relative(found: Vector, expected: Vector) -> float:
+    """The distance relative to `expected`; 0 where a step that overflowed has no numbers."""
+    size, away = float(np.linalg.norm(expected)), float(np.linalg.norm(found - expected))
+    return away / size if size and np.isfinite(away) else 0.0
 
 
 def optimizer_state(evidence: Evidence) -> str:

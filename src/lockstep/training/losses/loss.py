@@ -183,7 +183,10 @@ def _checked(name: str, total: Any, learns: bool) -> Tensor:
             ".item() or float() on it"
         )
     if total.numel() != 1:
-        raise LossError(f"term {name!r} of the loss has shape {tuple(total.shape)}; it must be a scalar; take its mean() or sum()")
+        raise LossError(
+            f"term {name!r} of the loss has shape {tuple(total.shape)}; it must be a scalar; take its mean() if it has one "
+            "value a sample, or return ls.Sum of its sum() with Recipe.weight"
+        )
     if total.is_complex():
         raise LossError(
             f"term {name!r} of the loss is complex ({total.dtype}); only a real number can be minimized; take its .abs() or its .real"

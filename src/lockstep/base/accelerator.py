@@ -1,0 +1,217 @@
+"""The machine's accelerator: CUDA (NVIDIA or ROCm), XPU, MPS, or another that torch knows. No other module names one.
+
+It stands on `torch.accelerator`, and on the accelerator's own module where that lacks something. A function that takes
+a device takes the CPU too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, supported_activities
+
+from lockstep.base.torch_private import default_mps_generator
+
+_WITHOUT_STREAMS = ("cpu", "meta", "mps")
+"""Devices without streams of their own, and without pinned memory."""
+_HIDING = {"cuda": "CUDA_VISIBLE_DEVICES=", "xpu": "ZE_AFFINITY_MASK=''"}
+"""Environment variables that hide all devices of a kind."""
+
+
+def kind() -> str | None:
+    """Return the type of this machine's accelerator, such as `cuda`; None if it has none."""
+    found = torch.accelerator.current_accelerator()
+    return found.type if found is not None and count() else None
+
+
+def count() -> int:
+    """Return the number of this machine's accelerators. A fork of this process can use them afterwards."""
+    built_for = torch.accelerator.current_accelerator()  # torch.accelerator's own count would spoil forks
+    return 0 if built_for is None else int(_module(built_for.type).device_count())
+
+
+def device(index: int) -> torch.device:
+    """Return an accelerator of this machine, and make it the current one."""
+    name = kind()
+    assert name is not None, "only where there is one"
+    if name != "mps":
+        torch.accelerator.set_device_index(index)
+    return torch.device(name, index)
+
+
+def current_device() -> torch.device:
+    """Return the accelerator that this process computes on."""
+    return torch.device(str(kind()), torch.accelerator.current_device_index())
+
+
+def how_to_hide() -> str:
+    """Return what in the environment hides the accelerators, so that lockstep computes on the CPU."""
+    return _HIDING.get(str(kind()), "a torch without it")
+
+
+def is_initialized() -> bool:
+    """True if this process has used its accelerator: a fork of it cannot."""
+    name = kind()
+    return name is not None and bool(getattr(_module(name), "is_initialized", lambda: False)())
+
+
+def is_accelerator(where: torch.device | Tensor) -> bool:
+    """True for a device that is not the CPU, or a tensor on one."""
+    return (where.device if isinstance(where, Tensor) else where).type not in ("cpu", "meta")
+
+
+def is_for_one_process() -> bool:
+    """True if only one process at a time should compute on the machine's accelerator."""
+    return kind() == "mps"
+
+
+def process_group_backend(device: torch.device) -> str:
+    """Return the backends of a process group for tensors on the CPU and on `device`."""
+    import torch.distributed as dist
+
+    return "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+
+
+def name(device: torch.device) -> str | None:
+    """Return the accelerator's product name; None for a CPU, or if it has none."""
+    named = getattr(_module(device.type), "get_device_name", None)
+    return None if device.type == "cpu" or named is None else str(named(device))
+
+
+def library_versions() -> dict[str, str]:
+    """Return the versions of the libraries that this torch was built for, by name; empty without an accelerator."""
+    versions = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "XPU": getattr(torch.version, "xpu", None)}
+    found = {library: str(version) for library, version in versions.items() if version is not None}
+    if "CUDA" in found or "ROCm" in found:
+        communication = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        found["NCCL" if "CUDA" in found else "RCCL"] = ".".join(map(str, communication))
+    return found
+
+
+# Numbers
+
+
+def wide_dtype(device: torch.device) -> torch.dtype:
+    """Return the widest dtype of floating-point numbers that the device has: float64, on MPS float32."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def computes_bf16(device: torch.device) -> bool:
+    """True if the accelerator has instructions for bf16."""
+    module = _module(device.type)
+    if device.type == "cuda":
+        return bool(module.is_bf16_supported(including_emulation=False))
+    return bool(getattr(module, "is_bf16_supported", lambda: False)())
+
+
+def computes_fp16(device: torch.device) -> bool:
+    """True if the accelerator has matrix instructions for fp16."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (7, 0)
+
+
+# Random generators
+
+
+def generator(device: torch.device) -> torch.Generator:
+    """Return the default generator of an accelerator."""
+    if device.type == "mps":
+        return default_mps_generator()
+    module = _module(device.type)
+    if not module.is_initialized():
+        module.init()  # makes the generators
+    found: torch.Generator = module.default_generators[device.index]
+    return found
+
+
+def generators_of(devices: Sequence[torch.device]) -> list[torch.Generator]:
+    """Return the default generators of the CPU and of those devices that are accelerators."""
+    return [torch.default_generator, *(generator(each) for each in devices if is_accelerator(each))]
+
+
+@contextmanager
+def preserved_generators(*devices: torch.device) -> Iterator[None]:
+    """Restore torch's default generators, on the CPU and on `devices`, on leaving."""
+    generators = generators_of(devices)
+    states = [each.get_state() for each in generators]
+    try:
+        yield
+    finally:
+        for each, state in zip(generators, states, strict=True):
+            each.set_state(state)
+
+
+# Streams and profiling
+
+
+def has_streams(device: torch.device) -> bool:
+    """True if the device computes while the host goes on, in streams: copies from pinned memory may run beside it."""
+    return device.type not in _WITHOUT_STREAMS
+
+
+def current_stream(device: torch.device) -> torch.Stream:
+    """Return the stream that the device computes on."""
+    return torch.accelerator.current_stream(device)
+
+
+def event(device: torch.device, *, timed: bool = False) -> torch.Event:
+    """Return a new event of the device's streams. `timed`: it measures times."""
+    return torch.Event(device, enable_timing=timed)
+
+
+def profiled(device: torch.device) -> list[ProfilerActivity]:
+    """Return what a profiler records of a rank that computes on `device`."""
+    return list(supported_activities()) if is_accelerator(device) else [ProfilerActivity.CPU]  # type: ignore[no-untyped-call]
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all that is queued."""
+    if is_accelerator(device):
+        torch.accelerator.synchronize(device)
+
+
+@contextmanager
+def current(device: torch.device) -> Iterator[None]:
+    """Make an accelerator the current one."""
+    before = torch.accelerator.current_device_index()
+    torch.accelerator.set_device_index(device)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_device_index(before)
+
+
+def future(tensor: Tensor) -> torch.futures.Future[Tensor]:
+    """Return a future of a tensor on the device of `tensor`, whose streams wait for what sets it."""
+    return torch.futures.Future(devices=[tensor.device] if has_streams(tensor.device) else None)
+
+
+# Memory
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """Return the most memory that tensors on the device have had since `reset_peak_bytes`; None if nobody counts it."""
+    return torch.accelerator.max_memory_allocated(device) if has_streams(device) else None
+
+
+def reset_peak_bytes(device: torch.device) -> None:
+    if has_streams(device):
+        torch.accelerator.reset_peak_memory_stats(device)
+
+
+def total_bytes(device: torch.device) -> int | None:
+    """Return the device's memory; None if nobody says."""
+    return torch.accelerator.get_memory_info(device)[1] if has_streams(device) else None
+
+
+def free_unused_memory(device: torch.device) -> None:
+    """Give the memory that torch keeps for later back to the device."""
+    if has_streams(device):
+        torch.accelerator.empty_cache()
+
+
+def _module(name: str) -> Any:
+    return torch.get_device_module(name)

@@ -1,0 +1,107 @@
+"""`lockstep evaluate`: the evaluations of a script's recipe, on the weights of a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from itertools import count, takewhile
+from pathlib import Path
+from typing import Any
+
+import click
+
+from lockstep.base.errors import LaunchError
+from lockstep.cli.arguments import check_target, launch_option, options_from, script_arguments
+from lockstep.cli.export import export
+from lockstep.cli.run import count_gpus, run
+from lockstep.cli.target import MODEL, RESULT, Target
+from lockstep.launch.count import count_processes
+from lockstep.logging.run_path import numbered
+
+
+@click.command("evaluate", context_settings={"allow_interspersed_args": False})
+@launch_option("nproc")
+@launch_option("plan")
+@launch_option("run_dir", help="Keep the run directory of the evaluation here. Default: a temporary one.")
+@click.option("--best", is_flag=True, help="The weights of the best evaluation by ls.Saving(best=...), instead of the last ones.")
+@click.option("--json", "as_json", is_flag=True, help="Print the metrics as JSON. The output of SCRIPT then goes to stderr.")
+@click.argument("source", metavar="RUN_DIR|CHECKPOINT|WEIGHTS")
+@script_arguments(required=False)
+def command(best: bool, as_json: bool, source: str, is_module: bool, script: str | None, arguments: tuple[str, ...], **given: Any) -> int:
+    """Measure the evaluations of SCRIPT's recipe on the weights of a run, without training.
+
+    The weights are those that lockstep export would write: the final model of a run directory, or its newest
+    checkpoint. A .safetensors file and a Hugging Face folder are used as they are. SCRIPT is run as lockstep run would,
+    but its ls.train evaluates instead of training. Without SCRIPT: the script and the arguments of the run.
+
+    \b
+    Examples:
+      lockstep evaluate runs/a
+      lockstep evaluate --best --nproc 2 runs/a train.py --data other
+      lockstep evaluate --json runs/a/model_average.safetensors train.py
+
+    Exit status: 0, or that of the process that failed first.
+    """
+    began = time.time()
+    options = options_from(given)
+    plan = options.validate()
+    if script is None:
+        script, *recorded = _script_of(source)
+        arguments = tuple(recorded)
+    check_target(script, is_module=is_module)
+    with tempfile.TemporaryDirectory(prefix="lockstep-evaluate-") as temporary:
+        weights = source if _is_plain(Path(source)) else os.path.join(temporary, MODEL)
+        if weights != source:
+            export(source, Path(weights), best=best)
+        run_dir = options.run_dir or str(Path(temporary, "run"))
+        options = options_from({**given, "run_dir": run_dir, "evaluate": os.path.abspath(weights)})
+        processes = count_processes(options.nproc, plan, count_gpus, name="--nproc ")
+        status = run(
+            [*(["-m"] if is_module else []), script],
+            arguments,
+            options,
+            count=processes,
+            machines=None,
+            began=began,
+            stdout=sys.stderr if as_json else None,
+        )
+        if status == 0:
+            _print(Path(run_dir), script, as_json=as_json)
+        return status
+
+
+def _is_plain(path: Path) -> bool:
+    """True for a file of weights and for a Hugging Face folder."""
+    names = (MODEL, f"{MODEL}.index.json")
+    return path.is_file() or (not (path / "run.json").exists() and any((path / name).is_file() for name in names))
+
+
+def _script_of(source: str) -> list[str]:
+    """The script of a run and its arguments, as run.json has them. Raises `LaunchError`."""
+    path = None if _is_plain(Path(source)) else Target.find(source).run
+    environment = {} if path is None else json.loads((path / "run.json").read_text(encoding="utf-8"))["environment"]
+    line = environment.get("command_line", [])
+    words = line[line.index("lockstep.launch.worker") + 1 :] if "lockstep.launch.worker" in line else line[1:]
+    if not words or words[0].startswith("-"):
+        raise LaunchError(f"{source} does not say which script made it; the evaluations are those of a script's recipe; give SCRIPT")
+    return [os.path.join(environment["working_directory"], words[0]), *words[1:]]
+
+
+def _print(run_dir: Path, script: str, *, as_json: bool) -> None:
+    """Print the metrics of each training of the script. Raises `LaunchError` if the script has not evaluated."""
+    results = list(takewhile(Path.is_file, (numbered(run_dir, number) / RESULT for number in count(1))))
+    if not results:
+        raise LaunchError(f"{script} ended without an evaluation; ls.train makes it instead of training; call it in the script")
+    measured = [json.loads(result.read_text(encoding="utf-8"))["metrics"] for result in results]
+    if as_json:
+        print(json.dumps(measured if len(measured) > 1 else measured[0], indent=2))
+        return
+    for number, metrics in enumerate(measured, 1):
+        if len(measured) > 1:
+            print(f"by the recipe of the script's training {number}:")
+        width = max(map(len, metrics))
+        for name, value in metrics.items():
+            print(f"{name:{width}}  {'nan' if value is None else f'{value:.6g}'}")

@@ -1,0 +1,54 @@
+"""The rank of a process, before and after training too, and a download once per machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TypeVar
+
+from lockstep.base.errors import LaunchError
+from lockstep.launch.environment import Environment
+from lockstep.launch.slurm.commands import set_task_variables
+
+T = TypeVar("T")
+
+
+def rank() -> int:
+    """Return the rank of this process, from 0: before, in and after training, under every launcher. Needs no other
+    rank. Raises `LaunchError` if the environment contradicts itself."""
+    return _environment().rank
+
+
+def once(function: Callable[[], T]) -> T:
+    """Call `function` on one process of each machine first, then on the others, and return its result on each: for a
+    download, whose files the other processes then find. Every rank calls it, before training.
+
+    If it raises on the first process of a machine, that error is raised there, and a `LaunchError` on all other ranks.
+    """
+    from lockstep.comm.world import join  # imports torch
+
+    environment = _environment()
+    world = join(
+        rank=environment.rank,
+        size=environment.world_size,
+        local_rank=environment.local_rank,
+        local_size=environment.local_world_size,
+    )
+    result, failure = None, None
+    if environment.local_rank == 0:
+        try:
+            result = function()
+        except Exception as error:
+            failure = error
+    everyone = world.gather_values(None if failure is None else f"{type(failure).__name__}: {failure}")
+    if failure is not None:
+        raise failure
+    for number, said in enumerate(everyone):
+        if said is not None:
+            raise LaunchError(f"ls.once: the function failed on rank {number}, the first of its machine ({said}); see its traceback")
+    return function() if environment.local_rank else result  # type: ignore[return-value]
+
+
+def _environment() -> Environment:
+    set_task_variables(os.environ)
+    return Environment.read(os.environ)

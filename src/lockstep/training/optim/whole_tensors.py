@@ -1,0 +1,96 @@
+"""Steps an optimizer that needs whole tensors (Muon) on sharded parameters: each tensor is updated by one rank.
+
+At rest, parameters and optimizer state are sharded as for any optimizer, and so are saved as such. In a step every rank
+all-gathers each parameter, its gradient and its state, the tensor's owner updates it, and broadcasts the result, of
+which each rank keeps its shard.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from lockstep.comm.mesh import full_tensor, to_local
+from lockstep.comm.world import World
+
+
+class WholeTensorOptimizer:
+    """Replaces `optimizer.step()` for parameters that are sharded over the ranks of `world`."""
+
+    def __init__(self, optimizer: Optimizer, world: World) -> None:
+        self._optimizer = optimizer
+        self._world = world
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._owners: dict[int, int] = {}
+        elements = [0] * world.size
+        for parameter in sorted(parameters, key=Tensor.numel, reverse=True):
+            owner = elements.index(min(elements))
+            self._owners[id(parameter)] = owner
+            elements[owner] += parameter.numel()
+
+    def step(self) -> None:
+        """Every rank calls it."""
+        optimizer = self._optimizer
+        updated = [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.grad is not None]
+        copied: Optimizer = object.__new__(type(optimizer))
+        vars(copied).update(vars(optimizer))
+        copied.state = defaultdict(dict)
+        whole = {id(parameter): mine for parameter in updated if (mine := self._gathered(parameter, copied)) is not None}
+        copied.param_groups = [
+            {**group, "params": [whole[id(parameter)] for parameter in group["params"] if id(parameter) in whole]}
+            for group in optimizer.param_groups
+        ]
+        copied.step()
+        for group, changed in zip(optimizer.param_groups, copied.param_groups, strict=True):
+            group.update({name: value for name, value in changed.items() if name != "params"})
+        for parameter in updated:
+            self._distribute(parameter, whole.get(id(parameter)), copied)
+
+    def _gathered(self, parameter: nn.Parameter, copied: Optimizer) -> nn.Parameter | None:
+        """The whole parameter with its gradient and state, on its owner."""
+        assert parameter.grad is not None
+        gradient, value = full_tensor(parameter.grad), full_tensor(parameter.detach())
+        state = self._optimizer.state.get(parameter, {})
+        gathered = {name: full_tensor(state[name]) if isinstance(state[name], Tensor) else state[name] for name in sorted(state)}
+        if self._owners[id(parameter)] != self._world.rank:
+            return None
+        mine = nn.Parameter(value.clone())
+        mine.grad = gradient
+        copied.state[mine] = {name: each.clone() if isinstance(each, Tensor) else each for name, each in gathered.items()}
+        return mine
+
+    def _distribute(self, parameter: nn.Parameter, mine: nn.Parameter | None, copied: Optimizer) -> None:
+        """Take over this rank's shard of what the owner has updated."""
+        owner = self._owners[id(parameter)]
+        to_local(parameter.detach()).copy_(self._shard(parameter, None if mine is None else mine.detach(), owner))
+        new: dict[str, Any] = {} if mine is None else copied.state[mine]
+        described = {name: [str(v.dtype).removeprefix("torch."), list(v.shape)] if isinstance(v, Tensor) else v for name, v in new.items()}
+        state = self._optimizer.state[parameter]
+        for name, kind in self._world.value_of(owner, described).items():
+            if not isinstance(kind, list):
+                state[name] = kind
+            elif tuple(kind[1]) == tuple(parameter.shape):
+                if name not in state:
+                    state[name] = torch.zeros_like(parameter.detach(), dtype=getattr(torch, kind[0]))
+                to_local(state[name]).copy_(self._shard(state[name], new.get(name), owner))
+            else:
+                state[name] = self._received(new.get(name), kind[1], getattr(torch, kind[0]), owner)
+
+    def _shard(self, like: Tensor, value: Tensor | None, owner: int) -> Tensor:
+        """This rank's shard of the owner's `value`, which is distributed as `like`."""
+        whole = self._received(value, list(like.shape), like.dtype, owner)
+        if not isinstance(like, DTensor):
+            return whole
+        return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()
+
+    def _received(self, value: Tensor | None, shape: list[int], dtype: torch.dtype, owner: int) -> Tensor:
+        received = (
+            torch.empty(shape, dtype=dtype, device=self._world.device) if value is None else value.to(self._world.device).contiguous()
+        )
+        self._world.broadcast(received, owner)
+        return received

@@ -1,0 +1,85 @@
+"""`lockstep evaluate`: the weights of a run are measured as the run has measured them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.command
+LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
+SCRIPT = """
+import sys, torch, lockstep as ls
+from torch.utils.data import TensorDataset
+scale = float(sys.argv[1])
+data = TensorDataset(torch.randn(31, 4, generator=torch.Generator().manual_seed(1)) * scale)
+recipe = ls.Recipe(
+    model=lambda: torch.nn.Linear(4, 1),
+    data=data,
+    loss=lambda model, batch: (model(batch[0]) ** 2).mean(),
+    optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=float(sys.argv[2])),
+    global_batch=8,
+    microbatch=4,
+    steps=6,
+    evaluation={"all": ls.Evaluation(data=data, every=1)},
+)
+result = ls.train(recipe, saving=ls.Saving(best="all/loss"))
+print("metrics", result.metrics)
+"""
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([LOCKSTEP, *arguments], capture_output=True, text=True, check=False, timeout=100)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose loss grows, so that its first step is its best one."""
+    folder = tmp_path_factory.mktemp("evaluate")
+    (folder / "train.py").write_text(SCRIPT)
+    ended = command("run", "--run-dir", str(folder / "run"), str(folder / "train.py"), "2", "0.6")
+    assert ended.returncode == 0, ended.stderr
+    return folder
+
+
+def result_of(run: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run / "result.json").read_text())
+    return found
+
+
+def test_a_run_is_measured_by_its_own_script(trained: Path) -> None:
+    ended = command("evaluate", "--json", str(trained / "run"))
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout) == pytest.approx(result_of(trained / "run")["metrics"])
+    assert "metrics" in ended.stderr, "the script's own output"
+
+
+def test_the_best_weights_are_measured_on_other_processes(trained: Path) -> None:
+    best = result_of(trained / "run")["best"]
+    assert best["step"] < 6
+    ended = command("evaluate", "--best", "--nproc", "2", str(trained / "run"), str(trained / "train.py"), "2", "0.6")
+    assert ended.returncode == 0, ended.stderr
+    assert f"all/loss  {best['value']:.6g}\n" in ended.stdout
+
+
+def test_the_scripts_own_arguments_change_what_is_measured(trained: Path) -> None:
+    ended = command("evaluate", "--json", str(trained / "run" / "model.safetensors"), str(trained / "train.py"), "1", "0.6")
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout)["all/loss"] != pytest.approx(result_of(trained / "run")["metrics"]["all/loss"], rel=1e-2)
+
+
+def test_weights_do_not_say_which_script_made_them(trained: Path) -> None:
+    ended = command("evaluate", str(trained / "run" / "model.safetensors"))
+    assert ended.returncode == 2
+    assert "does not say which script made it; the evaluations are those of a script's recipe; give SCRIPT" in ended.stderr
+
+
+def test_a_script_that_does_not_train_is_a_mistake(trained: Path, tmp_path: Path) -> None:
+    (tmp_path / "nothing.py").write_text("print('nothing')")
+    ended = command("evaluate", str(trained / "run"), str(tmp_path / "nothing.py"))
+    assert ended.returncode == 2
+    assert "ended without an evaluation; ls.train makes it instead of training; call it in the script" in ended.stderr

@@ -1,0 +1,81 @@
+"""The cookbook: each training has one fingerprint on any number of processes and after a resume, and passes verify."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+import lockstep as ls
+from lockstep.testing.pool import WorkerPool
+from lockstep.training.hook import Run
+
+COOKBOOK = Path(__file__).resolve().parents[2] / "examples" / "cookbook"
+NAMES = sorted(path.stem for path in COOKBOOK.glob("*.py"))
+NEEDS = {"lora": "peft", "mixtral": "transformers"}
+VERIFY_OPTIONS = {"vision": ["--whole-microbatch-loss"]}
+PLANS = {"replicate=2": 2, "replicate=3": 3, "shard=2": 2}
+FAIL_AFTER = 6
+"""Steps, of which a checkpoint has four."""
+
+pytestmark = [pytest.mark.command, pytest.mark.timeout(120)]
+
+
+def module(name: str) -> Any:
+    if str(COOKBOOK) not in sys.path:
+        sys.path.append(str(COOKBOOK))
+    return importlib.import_module(name)
+
+
+def train(name: str, run_dir: str, plan: str, fails: bool = False) -> str:
+    example, begin = module(name), Run.begin_step
+    options: dict[str, Any] = {"run_dir": run_dir, "plan": f"{plan},numerics=bitwise", "saving": ls.Saving(every=4)}
+
+    def begin_or_fail(run: Run, source: Any) -> None:
+        if run.step == FAIL_AFTER:
+            raise RuntimeError("lost")
+        begin(run, source)
+
+    if fails:
+        with patch.object(Run, "begin_step", begin_or_fail), pytest.raises(RuntimeError, match="lost"):
+            example.train(**options)
+    fingerprint: str = example.train(**options)
+    return fingerprint
+
+
+@pytest.fixture(params=NAMES)
+def name(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("COOKBOOK_DATA", str(tmp_path / "data"))
+    if request.param in NEEDS:
+        pytest.importorskip(NEEDS[request.param])
+    chosen: str = request.param
+    return chosen
+
+
+def test_it_has_one_fingerprint_on_any_number_of_processes_and_after_a_resume(pool: WorkerPool, tmp_path: Path, name: str) -> None:
+    (alone,) = pool.run(1, train, name, str(tmp_path / "alone"), "replicate=1", timeout_seconds=60)
+    found = {plan: set(pool.run(ranks, train, name, str(tmp_path / plan), plan, timeout_seconds=60)) for plan, ranks in PLANS.items()}
+    found["resumed"] = set(pool.run(2, train, name, str(tmp_path / "resumed"), "replicate=2", True, timeout_seconds=60))
+    assert found == {plan: {alone} for plan in found}
+
+
+def test_it_is_short_and_knows_the_public_face_alone(name: str) -> None:
+    lines = (COOKBOOK / f"{name}.py").read_text().splitlines()
+    assert 30 <= len(lines) <= 80
+    assert [line for line in lines if "lockstep" in line and "import" in line] == ["import lockstep as ls"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_it_passes_verify(tmp_path: Path, name: str) -> None:
+    command = [str(Path(sys.executable).parent / "lockstep"), "verify", str(COOKBOOK / f"{name}.py")]
+    command += ["--plans", "replicate=2", "shard=2", "--steps", "3", *VERIFY_OPTIONS.get(name, [])]
+    environ = os.environ | {"OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr

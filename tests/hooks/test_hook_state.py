@@ -1,0 +1,152 @@
+"""State of users' hooks: alike on all ranks, and saved, or told."""
+
+from __future__ import annotations
+
+import copy
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from training.subjects import recipe
+
+import lockstep as ls
+from lockstep.base.errors import CheckpointError
+from lockstep.testing.pool import WorkerPool
+
+
+class Teacher(ls.Hook):
+    """A moving average of the model that no checkpoint holds."""
+
+    def on_start(self, run: Any) -> None:
+        self.teacher = copy.deepcopy(run.model)
+        self.probe = torch.ones(3)
+        self.student = run.model
+
+    @torch.no_grad()
+    def after_step(self, run: Any) -> None:
+        for mine, its in zip(self.teacher.parameters(), run.model.parameters(), strict=True):
+            mine.lerp_(its, 0.1)
+
+
+class SavedTeacher(Teacher):
+    def state_dict(self) -> dict[str, Any]:
+        return {"teacher": self.teacher.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.teacher.load_state_dict(state["teacher"])
+
+
+class Replaced(ls.Hook):
+    def __init__(self) -> None:
+        self.centre = [torch.zeros(3)]
+
+    def after_step(self, run: Any) -> None:
+        self.centre[0] = self.centre[0] + 1.0
+
+
+class Constant(ls.Hook):
+    def __init__(self) -> None:
+        self.probe, self.layer, self.outputs = torch.ones(3), nn.Linear(2, 2), None
+
+    def after_step(self, run: Any) -> None:
+        self.outputs = self.layer(torch.ones(2))
+
+
+def told(run_dir: str, hook: type[ls.Hook]) -> list[dict[str, Any]]:
+    result = ls.train(recipe(steps=4), run_dir=run_dir, plan="replicate=auto", hooks=[hook()], saving=ls.Saving(every=1))
+    return [event.details for event in result.events if event.name == "hook-state-not-saved"]
+
+
+@pytest.mark.parametrize(
+    ("hook", "expected"),
+    [
+        (Teacher, [{"hook": "Teacher", "attributes": ["teacher"]}]),
+        (Replaced, [{"hook": "Replaced", "attributes": ["centre"]}]),
+        (SavedTeacher, []),
+        (Constant, []),
+    ],
+)
+def test_tensors_that_a_hook_changes_and_nobody_saves_are_named_once(tmp_path: Path, hook: type[ls.Hook], expected: Any) -> None:
+    assert told(str(tmp_path / "run"), hook) == expected
+
+
+class Counts(ls.Hook):
+    """State that differs between ranks if `own` is given."""
+
+    def __init__(self, own: str) -> None:
+        self.own, self.value, self.tensor = own, 0, torch.zeros(2)
+
+    def after_step(self, run: Any) -> None:
+        self.value += 1 + run.rank * (self.own == "number")
+        self.tensor += 1.0 + run.rank * (self.own == "tensor")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value, "tensor": self.tensor}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value, self.tensor = state["value"], state["tensor"]
+
+
+def counted(run_dir: str, own: str, plan: str) -> int:
+    return ls.train(recipe(steps=4), run_dir=run_dir, plan=plan, hooks=[Counts(own)], saving=ls.Saving(every=2)).steps
+
+
+@pytest.mark.parametrize("own", ["number", "tensor"])
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
+def test_a_state_that_differs_between_ranks_is_not_saved(pool: WorkerPool, tmp_path: Path, own: str, plan: str) -> None:
+    with pytest.raises(CheckpointError, match=r"^after step \d: the state of '0-Counts' differs between rank 0 and rank 1; .*run\.loss"):
+        pool.run(2, counted, str(tmp_path / "run"), own, plan)
+    assert pool.run(2, counted, str(tmp_path / "alike"), "", plan) == [4, 4]
+
+
+def averaged(run_dir: str, plan: str) -> int:
+    hooks = [ls.ExponentialMovingAverage(0.9), SavedTeacher()] if plan == "replicate=2" else [ls.ExponentialMovingAverage(0.9)]
+    given = recipe(steps=4, inputs=lambda batch: batch[1], loss=squared_error_of, tensor={"0": "colwise", "2": "rowwise"})
+    return ls.train(given, run_dir=run_dir, plan=plan, hooks=hooks, saving=ls.Saving(every=2)).steps
+
+
+def squared_error_of(output: Any, batch: Any) -> Any:
+    return (output - batch[2]).square().mean()
+
+
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2", "tensor=2", "pipeline=2"])
+def test_the_average_is_alike_or_sharded(pool: WorkerPool, tmp_path: Path, plan: str) -> None:
+    assert pool.run(2, averaged, str(tmp_path / "run"), plan) == [4, 4]
+
+
+class Draws(ls.Hook):
+    """What it draws at each moment, and the model that it adds noise to."""
+
+    def __init__(self) -> None:
+        self.drawn: list[float] = []
+
+    def draw(self) -> None:
+        self.drawn += [torch.rand(()).item(), float(np.random.rand()), random.random()]
+
+    def before_step(self, run: Any) -> None:
+        self.draw()
+
+    @torch.no_grad()
+    def after_step(self, run: Any) -> None:
+        self.draw()
+        for parameter in run.model.parameters():
+            parameter.add_(0.01 * torch.randn_like(parameter))
+
+    def on_finish(self, run: Any) -> None:
+        self.draw()
+
+
+def drawn(run_dir: str, plan: str) -> tuple[str, list[float]]:
+    hook = Draws()
+    result = ls.train(recipe(steps=3), run_dir=run_dir, plan=f"{plan},numerics=bitwise", hooks=[hook])
+    return result.fingerprint, hook.drawn
+
+
+def test_what_a_hook_draws_is_the_same_on_any_number_of_processes(pool: WorkerPool, tmp_path: Path) -> None:
+    (alone,) = pool.run(1, drawn, str(tmp_path / "1"), "replicate=1")
+    assert pool.run(3, drawn, str(tmp_path / "3"), "replicate=3") == [alone] * 3
+    assert len(set(alone[1])) == len(alone[1]) == 21

@@ -1,0 +1,197 @@
+"""Optimizers that compute the gradient more than once a step: LBFGS and SAM, on any number of processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from training.subjects import OUTPUTS, network, recipe, rows, state_of
+
+import lockstep as ls
+from lockstep.base.errors import LossError, RecipeError
+from lockstep.plan import Plan
+from lockstep.testing.pool import WorkerPool
+from lockstep.training.hook import Run
+from lockstep.training.optim.closure import check_closures, needs_closure
+
+
+class Sam(torch.optim.SGD):
+    """Sharpness-aware minimization (Foret et al., 2021): the gradient at the worst point nearby."""
+
+    needs_closure = True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in parameters]).norm()
+        moves = [0.05 * p.grad / norm for p in parameters]
+        for parameter, move in zip(parameters, moves, strict=True):
+            parameter += move
+        closure()
+        for parameter, move in zip(parameters, moves, strict=True):
+            parameter -= move
+        super().step()
+        return loss
+
+
+def lbfgs(model: nn.Module) -> Optimizer:
+    return torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
+
+
+def sam(model: nn.Module) -> Optimizer:
+    return Sam(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def noisy() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, OUTPUTS))
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Optimizer]]] = {
+    "lbfgs": (network, lbfgs),
+    "sam": (network, sam),
+    "sam, dropout, BatchNorm": (noisy, sam),
+}
+
+
+def inputs(batch: list[Tensor]) -> Tensor:
+    return batch[1]
+
+
+def loss(output: Tensor, batch: list[Tensor]) -> Tensor:
+    return ((output - batch[2]) ** 2).mean()
+
+
+def given(name: str, **changes: Any) -> ls.Recipe:
+    model, optimizer = CASES[name]
+    options = {"data": rows(24), "global_batch": 24, "microbatch": 4, "steps": 4, "inputs": inputs, "loss": loss, **changes}
+    return recipe(model=model, optimizer=optimizer, **options)
+
+
+def train(name: str, run_dir: str, plan: str = "replicate=1", **options: Any) -> str:
+    changes = {"clip_norm": 1.0} if name == "sam" else {}
+    return ls.train(given(name, **changes), run_dir=run_dir, plan=f"{plan},numerics=bitwise", **options).fingerprint
+
+
+@pytest.mark.parametrize("plan", ["replicate=2", "replicate=3"])
+@pytest.mark.parametrize("name", CASES)
+def test_the_bits_are_those_of_one_process(pool: WorkerPool, tmp_path: Path, name: str, plan: str) -> None:
+    (alone,) = pool.run(1, train, name, str(tmp_path / "alone"))
+    assert set(pool.run(int(plan[-1]), train, name, str(tmp_path / "run"), plan)) == {alone}
+
+
+class Initial(ls.Hook):
+    def on_start(self, run: Any) -> None:
+        self.state = state_of(run.model)
+        self.model = run.model
+
+
+@pytest.mark.parametrize("name", ["lbfgs", "sam"])
+def test_it_is_the_update_of_a_loop_by_hand_on_the_whole_batch(tmp_path: Path, name: str) -> None:
+    initial = Initial()
+    ls.train(given(name), run_dir=str(tmp_path / "run"), hooks=[initial])
+    model = network()
+    model.load_state_dict(initial.state)
+    optimizer = CASES[name][1](model)
+    data = list(rows(24).tensors)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        with torch.enable_grad():
+            found = loss(model(data[1]), data)
+            found.backward()
+        return found
+
+    for _ in range(4):
+        optimizer.step(closure)  # type: ignore[arg-type]
+    final = state_of(initial.model)
+    for key, value in model.state_dict().items():
+        assert torch.allclose(final[key], value, atol=1e-5), key
+        assert not torch.allclose(value, initial.state[key], atol=1e-3), key
+
+
+def by_session(run_dir: str, plan: str) -> str:
+    with ls.Session(run_dir=run_dir, plan=f"{plan},numerics=bitwise") as session:
+        model, optimizer = session.prepare(network, sam)
+        for step in session.steps(rows(24), global_batch=24, microbatch=4, steps=4):
+
+            def accumulate(step: Any = step) -> None:
+                for batch in step.microbatches():
+                    step.backward(loss(model(inputs(batch)), batch))
+
+            accumulate()
+            step.commit(optimizer, closure=accumulate, clip_norm=1.0)
+        return ls.fingerprint(model)
+
+
+def test_a_loop_of_ones_own_gives_the_closure(pool: WorkerPool, tmp_path: Path) -> None:
+    alone = train("sam", str(tmp_path / "recipe"))
+    assert set(pool.run(2, by_session, str(tmp_path / "run"), "replicate=2")) == {alone}
+
+
+def without_a_closure(run_dir: str) -> None:
+    with ls.Session(run_dir=run_dir) as session:
+        model, optimizer = session.prepare(network, lbfgs)
+        for step in session.steps(rows(8), global_batch=8, microbatch=8, steps=1):
+            for batch in step.microbatches():
+                step.backward(loss(model(inputs(batch)), batch))
+            step.commit(optimizer)
+
+
+def test_a_commit_without_a_closure_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(LossError, match="a commit without a closure; LBFGS computes the gradient more than once"):
+        without_a_closure(str(tmp_path / "run"))
+
+
+def lost_and_resumed(name: str, run_dir: str) -> str:
+    begin = Run.begin_step
+
+    def begin_or_fail(run: Run, source: Any) -> None:
+        if run.step == 3:
+            raise RuntimeError("lost")
+        begin(run, source)
+
+    with patch.object(Run, "begin_step", begin_or_fail), pytest.raises(RuntimeError, match="lost"):
+        train(name, run_dir, "replicate=2", saving=ls.Saving(every=2))
+    return train(name, run_dir, "replicate=2", saving=ls.Saving(every=2))
+
+
+@pytest.mark.parametrize("name", ["lbfgs", "sam"])
+def test_a_run_goes_on_with_the_optimizers_history(pool: WorkerPool, tmp_path: Path, name: str) -> None:
+    alone = train(name, str(tmp_path / "alone"))
+    assert set(pool.run(2, lost_and_resumed, name, str(tmp_path / "run"))) == {alone}
+
+
+@pytest.mark.parametrize(
+    ("plan", "options", "said"),
+    [
+        (Plan(shard=2), {}, "shard=2"),
+        (Plan(tensor=2, pipeline=2), {}, "tensor=2, pipeline=2"),
+        (Plan(), {"precision": "fp16"}, "fp16"),
+        (Plan(replicate=2), {"gradient_compression": "bf16"}, "gradient_compression='bf16'"),
+    ],
+)
+def test_it_is_refused_where_it_cannot_be(plan: Plan, options: dict[str, str], said: str) -> None:
+    with pytest.raises(RecipeError) as raised:
+        check_closures([lbfgs(network())], plan, **{"precision": "fp32", "gradient_compression": "none", **options})
+    assert str(raised.value).startswith(f"LBFGS with {said}; it computes the gradient more than once a step, by a closure")
+
+
+def test_two_optimizers_of_one_model_are_refused(tmp_path: Path) -> None:
+    def two(model: nn.Module) -> list[Optimizer]:
+        first, *others = model.parameters()
+        return [torch.optim.LBFGS([first]), torch.optim.SGD(others, lr=0.1)]
+
+    with pytest.raises(RecipeError, match="LBFGS with 2 optimizers for one model"):
+        ls.train(recipe(optimizer=two), run_dir=str(tmp_path / "run"))
+
+
+def test_torchs_other_optimizers_need_none() -> None:
+    parameters = [nn.Parameter(torch.ones(3))]
+    assert not any(needs_closure(getattr(torch.optim, name)(parameters, lr=0.1)) for name in ("SGD", "AdamW", "Rprop", "ASGD"))

@@ -1,0 +1,84 @@
+"""LoRA by peft on a Llama: under every data plan and `tensor`, with adapters in peft's own format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn import functional as F
+
+import lockstep as ls
+from lockstep.testing.pool import WorkerPool
+
+pytest.importorskip("peft", reason="peft is not installed (pip install -e .[dev])")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install -e .[dev])")
+pytestmark = [pytest.mark.command, pytest.mark.timeout(300)]  # importing transformers takes half a minute on a busy machine
+transformers.utils.logging.disable_progress_bar()  # tqdm's, which leaves a thread
+
+PLANS = {"replicate=2": 2, "shard=2": 2, "tensor=2": 2}
+CONFIG: dict[str, Any] = {
+    "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "use_cache": False,
+}  # fmt: skip
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+class SaveAdapters(ls.Hook):
+    def on_finish(self, run: Any) -> None:
+        state = run.full_state_dict()
+        if run.rank == 0:
+            run.model.save_pretrained(str(run.dir / "adapters"), state_dict=state)
+
+
+def adapted() -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG))
+    return get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=ALL))
+
+
+def loss(output: Any, batch: Any) -> Any:
+    return F.cross_entropy(output.logits[:, :-1].flatten(0, 1), batch["input_ids"][:, 1:].flatten())
+
+
+def train(run_dir: str, plan: str) -> tuple[float, str]:
+    words = torch.randint(32, (32, 6), generator=torch.Generator().manual_seed(0))
+    recipe = ls.Recipe(
+        model=adapted,
+        data=[{"input_ids": row} for row in words],
+        inputs=dict,
+        loss=loss,
+        optimizer=lambda model: torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2),
+        global_batch=8,
+        microbatch=2,
+        steps=4,
+    )
+    result = ls.train(recipe, run_dir=run_dir, plan=plan, hooks=[SaveAdapters()])
+    return result.loss, result.fingerprint
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_it_trains_as_on_one_process_and_saves_the_adapters(pool: WorkerPool, tmp_path: Path, plan: str) -> None:
+    from peft import PeftModel
+
+    ((expected, _),) = pool.run(1, train, str(tmp_path / "alone"), "replicate=1", timeout_seconds=200)
+    for found, _ in pool.run(PLANS[plan], train, str(tmp_path / "run"), plan, timeout_seconds=200):
+        assert found == pytest.approx(expected, rel=1e-5)
+    alone, trained = (load_file(tmp_path / name / "model.safetensors") for name in ("alone", "run"))
+    adapters = {name for name in trained if "lora_" in name}
+    assert len(adapters) == 2 * 2 * len(ALL)
+    assert all(torch.allclose(trained[name], alone[name], atol=1e-4) for name in trained)
+    base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG))
+    loaded = PeftModel.from_pretrained(base, str(tmp_path / "run" / "adapters")).state_dict()
+    assert all(torch.equal(loaded[name], trained[name]) for name in adapters)
+    assert any(trained[name].any() for name in adapters if "lora_B" in name), "they are zero before training"
+
+
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
+def test_the_bits_are_those_of_one_process(pool: WorkerPool, tmp_path: Path, plan: str) -> None:
+    ((_, alone),) = pool.run(1, train, str(tmp_path / "alone"), "numerics=bitwise", timeout_seconds=200)
+    found = pool.run(2, train, str(tmp_path / "run"), f"{plan},numerics=bitwise", timeout_seconds=200)
+    assert {fingerprint for _, fingerprint in found} == {alone}

@@ -1,0 +1,24 @@
+"""What is said of the machine before training."""
+
+from __future__ import annotations
+
+import pytest
+
+from lockstep.training.set_up import NEWEST_TESTED_TORCH, untested_torch
+
+NEWEST = ".".join(map(str, NEWEST_TESTED_TORCH))
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.13.0+cpu", f"{NEWEST}.0", f"{NEWEST}.1+cu132"])
+def test_a_tested_torch_is_not_mentioned(version: str) -> None:
+    assert untested_torch(version) is None
+
+
+@pytest.mark.parametrize("version", [f"2.{NEWEST_TESTED_TORCH[1] + 1}.0a0+git12ab", "3.0.0"])
+def test_a_newer_torch_is_an_event_and_a_warning(version: str) -> None:
+    remark = untested_torch(version)
+    assert remark is not None
+    assert (remark.event, remark.details) == ("untested-torch", {"torch": version, "newest_tested": NEWEST})
+    assert (
+        remark.line == f"warning: torch {version} is newer than {NEWEST}, the newest that lockstep is tested with (docs/compatibility.md)"
+    )
