@@ -76,6 +76,12 @@ def process_group_backend(device: torch.device) -> str:
     return "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
 
 
+def process_group_device(device: torch.device) -> torch.device | None:
+    """Return the device that a process group is bound to: NCCL then connects at once, and splits groups from it. Other
+    backends cannot split, and torch's device meshes ask a bound group to."""
+    return device if device.type == "cuda" else None
+
+
 def name(device: torch.device) -> str | None:
     """Return the accelerator's product name; None for a CPU, or if it has none."""
     named = getattr(_module(device.type), "get_device_name", None)

@@ -182,14 +182,15 @@ def _joined(rank: int, size: int, local_rank: int, local_size: int, timeout: tim
     if use_gpu and gpus < local_size:
         raise LaunchError(
             f"{local_size} processes on this machine and {gpus} GPUs; each process takes a GPU of its own; start {gpus} processes, or hide "
-            "the GPUs ({accelerator.how_to_hide()}) to compute on the CPU"
+            f"the GPUs ({accelerator.how_to_hide()}) to compute on the CPU"
         )
     device = accelerator.device(local_rank) if use_gpu else torch.device("cpu")
     if dist.is_initialized():
         return World(dist.get_rank(), dist.get_world_size(), local_rank, local_size, device, owns_group=_is_ours())
     if size > 1:
         try:
-            dist.init_process_group(accelerator.process_group_backend(device), timeout=timeout, device_id=device if use_gpu else None)
+            backend, bound_to = accelerator.process_group_backend(device), accelerator.process_group_device(device)
+            dist.init_process_group(backend, timeout=timeout, device_id=bound_to)
         except dist.DistNetworkError as error:
             raise LaunchError(_network_error(error)) from error
         _made = weakref.ref(dist.group.WORLD)

@@ -36,7 +36,7 @@ def devices_of(home: torch.device, count: int) -> list[torch.device]:
     if there < count:
         raise PlanError(
             f"split over {count} devices and {there} GPUs; each device is a GPU of its own; split over {there}, or hide the GPUs "
-            "({accelerator.how_to_hide()}) to compute on the CPU"
+            f"({accelerator.how_to_hide()}) to compute on the CPU"
         )
     return [torch.device(home.type, number) for number in range(count)]
 
