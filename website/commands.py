@@ -60,4 +60,4 @@ def _option(option: click.Option, context: click.Context) -> str:
 def prose(text: str) -> str:
     """Plain text of a help as Markdown: options are code, and nothing else is markup."""
     text = re.sub(r"([\\`*_<>\[\]|])", r"\\\1", " ".join(text.split()))
-    return re.sub(r"(?<![\w-])--?[a-z][\w-]*", lambda found: f"`{found[0]}`", text)
+    return re.sub(r"(?<![\w-])--?[a-z][\w-]*", lambda found: f"`{found[0]}`{{.option}}", text)

@@ -64,7 +64,8 @@ def _address(code: str, folder: str) -> str | None:
         return None
     if found[1] == "ls.":
         page = reference.page_of(found[2])
-        target = None if page is None else f"api/{page}.md#lockstep.{found[2]}"
+        anchor = f"#lockstep.{found[2]}" if found[2] not in ("errors", "samplers") else ""
+        target = None if page is None else f"api/{page}.md{anchor}"
     else:
         target = f"commands/{found[2]}.md" if found[2] in commands.commands() else None
     return None if target is None else posixpath.relpath(target, folder or ".")

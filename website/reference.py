@@ -40,7 +40,7 @@ PAGES = {
     "samplers": ReferencePage(
         title="Samplers",
         about="Functions for `Recipe.sampler` and `Recipe.batch_sampler`, as in [sampling](../recipe.md#sampling).",
-        names=("lockstep.samplers",),
+        names=tuple(f"lockstep.samplers.{name}" for name in ("weighted", "balanced", "mixture", "by_length")),
     ),
     "plan": ReferencePage(
         title="Plan",
@@ -69,7 +69,7 @@ PAGES = {
         title="Errors",
         about="All exceptions that lockstep raises on purpose are in `ls.errors`. [By symptom](../symptoms.md) says what to do about each.",
         names=tuple(
-            f"lockstep.base.errors.{name}"
+            f"lockstep.errors.{name}"
             for name in (
                 *("LockstepError", "UserError", "RecipeError", "PlanError", "DataError", "LossError", "LaunchError", "RunDirectoryError"),
                 *("CheckpointError", "MismatchError", "DivergenceError", "HangError", "WorkerError"),
@@ -90,8 +90,8 @@ PAGES = {
 
 
 def page_of(name: str) -> str | None:
-    """The file of the page that has the public name `ls.{name}`."""
-    return next((file for file, page in PAGES.items() if f"lockstep.{name}" in page.names), None)
+    """The file of the page that has the public name `ls.{name}`, or its members."""
+    return next((file for file, page in PAGES.items() if any(f"{each}.".startswith(f"lockstep.{name}.") for each in page.names)), None)
 
 
 def render(page: ReferencePage) -> str:

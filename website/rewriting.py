@@ -21,6 +21,9 @@ def two_scripts(text: str) -> tuple[str, str, str, str] | None:
 def _columns(found: re.Match[str]) -> tuple[str, str, str, str]:
     width = len(found[1])
     rows = found[3].splitlines()
+    for row in rows:
+        if row[width - 1 : width].strip():
+            raise ValueError(f"{row!r} runs into the right column, which begins at column {width + 1}")
     left = "\n".join(row[:width].rstrip() for row in rows).rstrip()
     right = "\n".join(row[width:].rstrip() for row in rows).rstrip()
     return found[1].strip("# "), left, found[2].strip("# "), right
