@@ -6,30 +6,18 @@ import importlib
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from types import FunctionType
 
 import click
 import pytest
 
 import lockstep
+from website import commands, links, reference, rewriting
 
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.fixture(scope="module", autouse=True)
-def website() -> Any:
-    """MkDocs imports the modules of website/ from their folder."""
-    sys.path.insert(0, str(ROOT / "website"))
-    yield
-    sys.path.remove(str(ROOT / "website"))
-
-
-def module(name: str) -> Any:
-    return importlib.import_module(name)
-
-
 def test_every_public_name_is_in_the_reference() -> None:
-    reference = module("reference")
     names = {*lockstep.__all__, *(set(dir(lockstep)) - {"__version__"})}
     assert {name for name in names if reference.page_of(name) is None} == set()
 
@@ -37,18 +25,17 @@ def test_every_public_name_is_in_the_reference() -> None:
 @pytest.mark.parametrize("submodule", ["samplers", "errors"])
 def test_every_public_name_of_a_submodule_is_in_the_reference(submodule: str) -> None:
     home = getattr(lockstep, submodule)
-    kinds = type if submodule == "errors" else type(module)
-    public = {name for name, value in vars(home).items() if isinstance(value, kinds) and name[0] != "_" and value.__module__ == home.__name__}
-    listed = {name for page in module("reference").PAGES.values() for name in page.names}
+    kind = type if submodule == "errors" else FunctionType
+    public = {name for name, each in vars(home).items() if isinstance(each, kind) and each.__module__ == home.__name__ and name[0] != "_"}
+    listed = {name for page in reference.PAGES.values() for name in page.names}
     assert len(public) >= 4
     assert {name for name in public if f"lockstep.{submodule}.{name}" not in listed} == set()
 
 
 def test_every_name_of_the_reference_exists_and_has_a_docstring() -> None:
-    reference = module("reference")
     for name in [name for page in reference.PAGES.values() for name in page.names]:
         path, _, last = name.rpartition(".")
-        home = lockstep if path == "lockstep" else getattr(lockstep, path.removeprefix("lockstep."), None) or module(path)
+        home = lockstep if path == "lockstep" else getattr(lockstep, path.removeprefix("lockstep."), None) or importlib.import_module(path)
         value = getattr(home, last)
         assert value.__doc__, f"{name} has no docstring"
         source = Path(sys.modules[value.__module__].__file__ or "").read_text(encoding="utf-8")
@@ -57,9 +44,9 @@ def test_every_name_of_the_reference_exists_and_has_a_docstring() -> None:
 
 
 def test_the_page_of_a_command_has_all_its_options_and_examples() -> None:
-    commands = module("commands")
     found = commands.commands()
-    assert list(found) == list(click.Group.list_commands(commands._commands, click.Context(commands._commands))) or len(found) >= 8
+    assert list(found)[:2] == ["run", "verify"]
+    assert len(found) >= 8
     for name, command in found.items():
         page = commands.render(name, command)
         options = [option for each in command.params if isinstance(each, click.Option) for option in each.opts]
@@ -69,9 +56,7 @@ def test_the_page_of_a_command_has_all_its_options_and_examples() -> None:
 
 
 def test_text_of_a_help_is_not_markup() -> None:
-    assert module("commands").prose("NAME_JOB_1 is *one* <file>, by --run-dir") == (
-        r"NAME\_JOB\_1 is \*one\* \<file\>, by `--run-dir`{.option}"
-    )
+    assert commands.prose("NAME_JOB_1 is *one* <file>, by --run-dir") == (r"NAME\_JOB\_1 is \*one\* \<file\>, by `--run-dir`{.option}")
 
 
 MOVING_IN = sorted((ROOT / "docs" / "moving-in").glob("*.md"))
@@ -80,10 +65,11 @@ MOVING_IN = sorted((ROOT / "docs" / "moving-in").glob("*.md"))
 @pytest.mark.parametrize("page", MOVING_IN, ids=lambda page: page.name)
 def test_a_page_on_moving_in_has_two_scripts(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    rewriting = module("rewriting")
     title, theirs, our_title, ours = rewriting.two_scripts(text)
-    assert our_title.startswith("lockstep") and not title.startswith("lockstep")
-    assert "ls." in ours and "ls." not in theirs
+    assert our_title.startswith("lockstep")
+    assert not title.startswith("lockstep")
+    assert "ls." in ours
+    assert "ls." not in theirs
     compile(ours, f"{page.name}, right", "exec")
     compile(theirs, f"{page.name}, left", "exec")
     assert rewriting.split_scripts(text).count("```python title=") == 2
@@ -92,7 +78,7 @@ def test_a_page_on_moving_in_has_two_scripts(page: Path) -> None:
 def test_links_out_of_docs_lead_to_pages_or_become_text() -> None:
     text = "[a](../../examples/a.py) [b](../../benchmarks/) [c](../plans.md#x) `[d](../../b)`\n```\n[e](../../benchmarks/)\n```\n"
     pages = {"examples/a.py": "examples/a.py.md"}
-    assert module("rewriting").replace_links(text, "moving-in/ddp.md", pages) == (
+    assert rewriting.replace_links(text, "moving-in/ddp.md", pages) == (
         "[a](../examples/a.py.md) b [c](../plans.md#x) `d`\n```\n[e](../../benchmarks/)\n```\n"
     )
 
@@ -100,7 +86,7 @@ def test_links_out_of_docs_lead_to_pages_or_become_text() -> None:
 def test_the_first_mention_of_a_name_is_linked() -> None:
     text = "# `ls.train`\n`ls.train(x)` and `ls.train`, [`ls.rank`](r.md), `other`\n```\n`ls.rank`\n```\n"
     address = {"ls.train": "t", "ls.train(x)": "t", "ls.rank": "r"}.get
-    assert module("rewriting").link_names(text, address) == (
+    assert rewriting.link_names(text, address) == (
         "# `ls.train`\n[`ls.train(x)`](t) and `ls.train`, [`ls.rank`](r.md), `other`\n```\n`ls.rank`\n```\n"
     )
 
@@ -120,4 +106,4 @@ def test_the_first_mention_of_a_name_is_linked() -> None:
 def test_a_broken_link_is_named(body: str, reason: str | None, tmp_path: Path) -> None:
     (tmp_path / "a.html").write_text(body)
     (tmp_path / "b.html").write_text('<h1 id="there">')
-    assert module("links").broken(tmp_path) == ([] if reason is None else [reason])
+    assert links.broken(tmp_path) == ([] if reason is None else [reason])

@@ -1,4 +1,4 @@
-"""The check of a built site: every link and anchor leads somewhere in it, and no page fetches anything from elsewhere."""
+"""The check of a built site: every link and anchor leads somewhere, and no page fetches anything from elsewhere."""
 
 from __future__ import annotations
 

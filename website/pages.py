@@ -50,7 +50,10 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     path = page.file.src_uri
     if path.startswith("moving-in/") or path == "index.md":
         page.meta["hide"] = ["toc"] if path != "index.md" else ["toc", "navigation"]
-    if path.startswith(("api/", "commands/", "examples/")) or path == "changes.md":
+    if path.startswith(("api/", "examples/")) or path == "changes.md":
+        page.meta["search"] = {"boost": 0.4}  # below the pages that explain
+        return markdown
+    if path.startswith("commands/"):
         return markdown
     markdown = rewriting.replace_links(markdown, path, SHOWN)
     markdown = rewriting.link_names(markdown, lambda code: _address(code, posixpath.dirname(path)))
