@@ -60,6 +60,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     return rewriting.split_scripts(markdown)
 
 
+def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
+    """Leave prompts to the style sheet, so that they are not copied with a command."""
+    return re.sub(r'<span class="gp">\$ ?</span> ?', '<span class="gp"></span>', html)
+
+
 def _address(code: str, folder: str) -> str | None:
     """The address of the reference of a name, `ls.train(...)`, or of a command, `lockstep run ...`."""
     found = re.match(r"(ls\.|lockstep )(\w+)", code)
