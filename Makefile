@@ -69,7 +69,7 @@ check: venv ## ruff, mypy --strict, and the floors
 
 # A warning, a broken link, or a page that is not in the navigation fails it. Nothing is fetched.
 docs: venv ## the documentation site, in build/site: open build/site/index.html
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict --config-file website/mkdocs.yml
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --config-file website/mkdocs.yml
 	@echo "build/site/index.html"
 
 bench: venv ## every benchmark: a table each, and JSON in build/benchmarks
