@@ -50,7 +50,7 @@ def build():
 
 
 def build_optimizer(model):
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return torch.optim.AdamW(model.parameters(), lr=3e-2)
 
 
 def reset_parameters(module):
@@ -64,7 +64,7 @@ def loss_of(output, y):
     return loss
 
 """
-LAST = "\nprint('fell' if sum(losses[-4:]) < 0.9 * sum(losses[:4]) else losses)\n"
+LAST = "\nprint('fell' if sum(losses[-6:]) < 0.6 * sum(losses[:6]) else losses)\n"
 
 pytestmark = [pytest.mark.command, pytest.mark.timeout(240)]
 
