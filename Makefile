@@ -10,13 +10,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-for
 PEERS := build/peers
-CODE := src tests examples benchmarks
+CODE := src tests examples benchmarks website
 
 # Processes share the bytecode of what they import. Without it, each of them compiles all modules of lockstep.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train test commands slow slurm verify matrix check bench peers clean
+.PHONY: help venv train test commands slow slurm verify matrix check docs bench peers clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -67,6 +67,11 @@ check: venv ## ruff, mypy --strict, and the floors
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
+# A warning, a broken link, or a page that is not in the navigation fails it. Nothing is fetched.
+docs: venv ## the documentation site, in build/site: open build/site/index.html
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --config-file website/mkdocs.yml
+	@echo "build/site/index.html"
+
 bench: venv ## every benchmark: a table each, and JSON in build/benchmarks
 	@mkdir -p build/benchmarks
 	@for script in benchmarks/*.py; do \
@@ -87,4 +92,4 @@ $(PEERS)/.made: benchmarks/peers/requirements.txt pyproject.toml
 
 clean: ## remove the virtual environment, caches and built files (not runs/)
 	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache src/*.egg-info
-	find src tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} +
+	find $(CODE) -name __pycache__ -prune -exec rm -rf {} +

@@ -44,11 +44,13 @@ class Result:
     fingerprint: str
     """SHA-256 of the final parameters and buffers, see `lockstep.fingerprint`."""
     run_dir: str
+    """The run directory."""
     plan: str
     """The plan, with every `auto` resolved."""
     rank: int
     """0 for the process that writes, and prints."""
     world_size: int
+    """Number of processes."""
     seconds: float
     """Wall-clock time of training, evaluations included, set-up not."""
     samples_per_second: float
@@ -71,13 +73,17 @@ def train(
 ) -> Result:
     """Train, on as many processes as were started. Every rank calls it, with the same recipe.
 
-    `plan` and `run_dir`: used if the launcher gives none. None: `replicate=auto`, and a new directory below `runs`.
-    `hooks`: called in this order; one with `state_dict` and `load_state_dict` is saved with the run. `log_every`: steps
-    between two lines of `metrics.jsonl`. `saving`: when the run is saved, and what it keeps; None: `Saving()`.
-    `resume`: "auto" goes on with an unfinished run in `run_dir`, "never" refuses to, "must" refuses if there is none;
-    the launcher's goes first. `allow_change`: fields of the recipe that may then differ from what they were. `loggers`:
-    where else the run's numbers go, such as `ls.WandB(project=...)`; see `logging.loggers.Logger`. Raises the children
-    of `ls.errors.UserError`, and `Preempted`, which ends the process with status 75, if it was asked to save and end.
+    - `plan`, `run_dir`: used if the launcher gives none. None: `replicate=auto`, and a new directory below `runs`.
+    - `hooks`: called in this order; one with `state_dict` and `load_state_dict` is saved with the run.
+    - `log_every`: steps between two lines of `metrics.jsonl`.
+    - `saving`: when the run is saved, and what it keeps; None: `Saving()`.
+    - `resume`: "auto" goes on with an unfinished run in `run_dir`, "never" refuses to, "must" refuses if there is none;
+      the launcher's goes first.
+    - `allow_change`: fields of the recipe that may then differ from what they were.
+    - `loggers`: where else the run's numbers go, such as `ls.WandB(project=...)`; see `logging.loggers.Logger`.
+
+    Raises the children of `ls.errors.UserError`, and `Preempted`, which ends the process with status 75, if it was
+    asked to save and end.
     """
     if not isinstance(recipe, Recipe):
         raise RecipeError(f"train({recipe!r}); it takes an ls.Recipe: build one with ls.Recipe(model=..., data=..., loss=..., ...)")

@@ -74,7 +74,9 @@ class Best:
     """The best evaluation of a run by `Saving.best`; the earliest of several."""
 
     metric: str
+    """Name of the metric: `Saving.best`."""
     value: float
+    """Value of the metric."""
     step: int
     """Optimizer steps done."""
     checkpoint: str | None

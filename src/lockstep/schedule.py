@@ -12,7 +12,7 @@ def warmup_cosine(*, warmup: int, total: int, floor: float = 0.0) -> Callable[[i
     """Return a schedule: linear warmup over `warmup` steps, half a cosine down to the multiplier `floor` at step
     `total`.
 
-    From step `total` on it is `floor`. (Loshchilov and Hutter, SGDR, 2017, without restarts.)
+    From step `total` on it is `floor`. (Loshchilov and Hutter, SGDR, 2017, without restarts.) Raises `RecipeError`.
     """
     if not 0 <= warmup <= total or total < 1:
         raise RecipeError(f"warmup={warmup} and total={total}; both count steps, and 0 <= warmup <= total, with total at least 1")

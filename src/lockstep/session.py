@@ -57,12 +57,10 @@ class Session:
         evaluations: Mapping[str, Evaluation] | None = None,
         resolve: Callable[[Opened], Context] | None = None,
     ) -> None:
-        """`precision`, `gradient_compression`: as in `Recipe`. `log_every`: steps between two lines of metrics.jsonl.
-        `hooks`: called in this order. `recipe`: what run.json says of it.
-
-        `saving`: None: `Saving()`. `resume`: what to do if `run_dir` holds an unfinished run. `allow_change`: fields of
-        the recipe that may differ from the saved ones. `evaluations` and `resolve` are for `train`; `resolve` replaces
-        the settings that depend on a measurement, before anything is built from them.
+        """- `run_dir`, `plan`, `hooks`, `log_every`, `saving`, `resume`, `loggers`: as for `train`.
+        - `seed`, `precision`, `gradient_compression`: as in `Recipe`.
+        - `recipe`: what run.json says of it. `allow_change`: fields of it that may differ from the saved ones.
+        - `evaluations`, `resolve`: for `train`. `resolve` replaces the settings that depend on a measurement.
         """
         check_hooks(hooks)
         self.hooks = hooks
@@ -138,6 +136,7 @@ class Session:
 
     @property
     def world(self) -> World:
+        """The processes of the run."""
         return self.context.world
 
     @property
@@ -147,6 +146,7 @@ class Session:
 
     @property
     def world_size(self) -> int:
+        """Number of processes."""
         return self.world.size
 
     @property

@@ -48,7 +48,8 @@ def weighted(weights: Sequence[float], *, samples: int | None = None, replacemen
 
 
 def balanced(labels: Sequence[Hashable], *, samples: int | None = None) -> Sampler:
-    """Draw indices so that each label is equally likely. `labels`: one a sample. `samples`: as in `weighted`."""
+    """Draw indices so that each label is equally likely. `labels`: one a sample. `samples`: as in `weighted`. Raises
+    `RecipeError`."""
     counts: dict[Hashable, int] = {}
     for label in labels:
         counts[label] = counts.get(label, 0) + 1

@@ -15,7 +15,8 @@ class EarlyStopping(Hook):
     """Ends training when a metric of the evaluation has not improved for a number of evaluations."""
 
     def __init__(self, metric: str = "loss", *, patience: int = 3, mode: Literal["min", "max"] = "min", min_delta: float = 0.0) -> None:
-        """`metric`: of the evaluation. Training ends after `patience` evaluations without a gain above `min_delta`."""
+        """`metric`: of the evaluation. Training ends after `patience` evaluations without a gain above `min_delta`.
+        `mode`: "min" if a smaller value is better. Raises `RecipeError`; in `ls.train`, also for an unknown metric."""
         if patience < 1:
             raise RecipeError(f"patience={patience}; it counts evaluations and is at least 1")
         if mode not in ("min", "max"):

@@ -21,6 +21,7 @@ class ExponentialMovingAverage(Hook):
     """
 
     def __init__(self, decay: float = 0.999) -> None:
+        """`decay`: the factor of the old average, from 0 to below 1. Raises `RecipeError`."""
         if not 0 <= decay < 1:
             raise RecipeError(f"decay={decay}; it is the factor of the old average, from 0 to below 1")
         self.decay = decay

@@ -74,7 +74,10 @@ class Gathered:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """An evaluation on data that the model does not learn from. Every sample counts exactly once at any world size."""
+    """An evaluation on data that the model does not learn from. Every sample counts exactly once at any world size.
+
+    Raises `RecipeError` and `DataError`.
+    """
 
     data: Any
     """A map-style dataset. It is read in order; a random sample is the same in every evaluation."""

@@ -154,9 +154,9 @@ class Run:
         """Results of the latest step, by the number of the model; none for a model that has skipped it."""
         self.latest: StepResult | None = None
         """The first model's result in the latest step that it has not skipped."""
-        self.metrics: dict[str, float] = {}
         self.metrics_at: dict[str, int] = {}
-        """The latest value of each metric of the evaluations, in `metrics`, and `step` at that time."""
+        self.metrics: dict[str, float] = {}
+        """The latest value of each metric of the evaluations; `metrics_at` is `step` at that time."""
         self.measure: Callable[[], None] | None = None
         """Measures the recipe's evaluations. None if it has none."""
         self.logged: dict[str, float] = {}
