@@ -5,7 +5,7 @@ ifndef RUN_DIR
 RUN_DIR := runs/gpt-$(shell date +%Y%m%d-%H%M%S)
 endif
 
-TORCHES ?= 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
+TORCHES ?= 2.13.0 2.14.1 2.15.0
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-for

@@ -2,8 +2,8 @@
 
     python tests/torch_matrix.py [--python PYTHON] [--tests PATH...] VERSION...
 
-Each version has a virtual environment of its own, build/torch-VERSION, which is kept. From torch 2.14 on it takes 5 GB,
-with CUDA's libraries. The output of the tests is in build/torch-VERSION.log.
+Each version has a virtual environment of its own, build/torch-VERSION-pythonX.Y, which is kept. With CUDA's libraries it
+takes 5 GB. The output of the tests is in a .log beside it.
 """
 
 from __future__ import annotations
@@ -20,25 +20,26 @@ PYTEST = ["-q", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", "-p",
 
 
 def environment(version: str, python: str) -> Path:
-    """Return the Python of the environment with this torch, which is made if it is not there."""
-    folder = BUILD / f"torch-{version}"
-    made = folder / "bin" / "python"
+    """Return the virtual environment with this torch, which is made if it is not there."""
+    asked = subprocess.run([python, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"], capture_output=True, text=True, check=True)
+    folder = BUILD / f"torch-{version}-python{asked.stdout.strip()}"
     if not (folder / "installed").exists():
         subprocess.run([python, "-m", "venv", "--clear", str(folder)], check=True)
         pins = folder / "constraints.txt"
         pins.write_text("".join(line for line in (ROOT / "constraints.txt").open() if not line.startswith("torch==")))
-        install = [str(made), "-m", "pip", "install", "--quiet", "--constraint", str(pins), f"torch=={version}"]
+        install = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--constraint", str(pins), f"torch=={version}"]
         subprocess.run([*install, "--editable", f"{ROOT}[dev]"], check=True)
         (folder / "installed").touch()
-    return made
+    return folder
 
 
-def tested(version: str, python: Path, tests: list[str]) -> str:
+def tested(environment: Path, tests: list[str]) -> str:
     """Run the tests, and return a row of the table."""
-    began = time.monotonic()
-    with (BUILD / f"torch-{version}.log").open("w", encoding="utf-8") as log:
+    began, python = time.monotonic(), environment / "bin" / "python"
+    output = BUILD / f"{environment.name}.log"
+    with output.open("w", encoding="utf-8") as log:
         status = subprocess.run([str(python), "-m", "pytest", *PYTEST, *tests], cwd=ROOT, stdout=log, stderr=log, check=False).returncode
-    *_, last = (BUILD / f"torch-{version}.log").read_text(encoding="utf-8").splitlines()
+    *_, last = output.read_text(encoding="utf-8").splitlines()
     described = subprocess.run(
         [str(python), "-c", "import platform, torch; print(platform.python_version(), torch.__version__)"],
         capture_output=True,
@@ -58,7 +59,7 @@ def main() -> int:
     given = parser.parse_args()
     rows = []
     for version in given.versions:
-        rows.append(tested(version, environment(version, given.python), given.tests))
+        rows.append(tested(environment(version, given.python), given.tests))
         print(rows[-1], flush=True)
     print("\n| torch | Python | tests | pytest says | |\n| --- | --- | --- | --- | --- |", *rows, sep="\n")
     return int(any("FAILS" in row for row in rows))

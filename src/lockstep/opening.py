@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
+import torch
+
 from lockstep.base.errors import PlanError
 from lockstep.base.torch_private import default_store
 from lockstep.checkpoint.object_store import open_storage
@@ -32,7 +34,7 @@ from lockstep.recipe.checks import Precision, check_compression, check_count, ch
 from lockstep.saving import Resume, Saving, check_allow_change, check_resume, interval
 from lockstep.training.context import Context, Overrides
 from lockstep.training.hook import Hook
-from lockstep.training.set_up import check_compression_fits, check_same, remarks, resolved, set_up_computation
+from lockstep.training.set_up import check_compression_fits, check_same, check_torch, remarks, resolved, set_up_computation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,6 +117,7 @@ class Opened:
 
 def open_run(request: RunRequest, termination: Termination, stack: ExitStack) -> Opened:
     """Every rank calls it. `stack` closes what it opens. Raises `PlanError`, `LaunchError` and `RunDirectoryError`."""
+    check_torch(torch.__version__)
     set_task_variables(os.environ)
     environment = Environment.read(os.environ)
     note_options_read()

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.training.set_up import NEWEST_TESTED_TORCH, untested_torch
+from lockstep.base.errors import LaunchError
+from lockstep.training.set_up import NEWEST_TESTED_TORCH, check_torch, untested_torch
 
 NEWEST = ".".join(map(str, NEWEST_TESTED_TORCH))
 
 
-@pytest.mark.parametrize("version", ["2.11.0", "2.13.0+cpu", f"{NEWEST}.0", f"{NEWEST}.1+cu132"])
+@pytest.mark.parametrize("version", ["2.13.0+cpu", f"{NEWEST}.0", f"{NEWEST}.1+cu132"])
 def test_a_tested_torch_is_not_mentioned(version: str) -> None:
     assert untested_torch(version) is None
+
+
+def test_an_older_torch_than_lockstep_works_on_is_refused() -> None:
+    check_torch("2.13.0+cpu")
+    with pytest.raises(LaunchError, match=r"torch 2\.12\.1\+cu130; lockstep needs torch 2\.13 or newer .*; pip install 'torch>=2\.13'"):
+        check_torch("2.12.1+cu130")
 
 
 @pytest.mark.parametrize("version", [f"2.{NEWEST_TESTED_TORCH[1] + 1}.0a0+git12ab", "3.0.0"])

@@ -1,7 +1,7 @@
 """Every private name of torch that lockstep uses. No other module reaches for one; `torch._foreach_*` alone are used in
 place.
 
-Each name was seen in torch 2.13.0, and tests/base/test_torch_private.py has a test for it. If one of them fails under
+Each name is in torch 2.13 to 2.15, and tests/base/test_torch_private.py has a test for it. If one of them fails under
 another torch, the function here is the place to mend.
 """
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from lockstep.comm.hierarchical import HierarchicalAllReduce
 from lockstep.comm.quantize import BLOCK, Rounding, numbers_in
 from lockstep.comm.shared_memory import SharedMemoryGroup
-from lockstep.comm.world import World, all_gather_single
+from lockstep.comm.world import World
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class CompressedAllReduce:
         if self._senders.shared_memory is not None:
             self._senders.shared_memory.all_gather(self._received.view(-1), mine.view(-1))
         else:
-            self._work = all_gather_single(self._received, mine, group=self._senders.group, async_op=True)
+            self._work = dist.all_gather_single(self._received, mine, group=self._senders.group, async_op=True)
 
     def finish(self, numbers: Tensor, exact: Tensor) -> None:
         """Wait for the sums and copy them into `numbers` and `exact`."""

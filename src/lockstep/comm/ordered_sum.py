@@ -18,7 +18,6 @@ from torch import Tensor
 from lockstep import tree
 from lockstep.assignment import contiguous_range
 from lockstep.comm.shared_memory import SharedMemoryGroup
-from lockstep.comm.world import all_gather_single
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +78,7 @@ class OrderedSum:
         if self._shared_memory is not None:
             self._shared_memory.all_gather(self._gathered, mine)
         else:
-            self._work = all_gather_single(self._gathered, mine, async_op=True)
+            self._work = dist.all_gather_single(self._gathered, mine, async_op=True)
 
     def finish(self) -> Tensor:
         """Return the sum, shape (length,)."""

@@ -23,8 +23,6 @@ from lockstep.base.errors import LaunchError, install_excepthook, say
 from lockstep.comm.hierarchical import HierarchicalAllReduce
 from lockstep.comm.shared_memory import SharedMemoryGroup
 
-# `all_gather_single` is the name from torch 2.13 on, where the old name warns.
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 BUCKET_NUMBERS = 2**22
 """Numbers in a bucket of `sum_each`, about."""
 _HEAD_BYTES = 64
@@ -72,7 +70,7 @@ class World:
         if self.shared_memory is not None and padded.is_cpu:
             self.shared_memory.all_gather(_bytes(everyone), _bytes(padded))
         else:
-            all_gather_single(everyone, padded, group=self.group)
+            dist.all_gather_single(everyone, padded, group=self.group)
         if min(counts) == len(padded):
             return everyone
         return torch.cat([part[:count] for part, count in zip(everyone.view(self.size, *padded.shape), counts, strict=True)])

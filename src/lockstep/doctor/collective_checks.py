@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lockstep.base import accelerator
-from lockstep.comm.world import all_gather_single
 from lockstep.doctor.coordination import ProbeCoordinator
 from lockstep.doctor.expected_results import (
     COLLECTIVES,
@@ -27,8 +26,6 @@ from lockstep.doctor.expected_results import (
     rank_input,
     root,
 )
-
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _OPERATIONS = {
     "sum": dist.ReduceOp.SUM,
@@ -144,11 +141,11 @@ def exchange(collective: Collective, own: Tensor, group: RankGroup, *, operation
             return torch.cat(parts) if parts is not None else own
         case "all-gather":
             received = own.new_empty(size * own.numel())
-            all_gather_single(received, own, group=process_group)
+            dist.all_gather_single(received, own, group=process_group)
             return received
         case "reduce-scatter":
             received = own.new_empty(block)
-            reduce_scatter_single(received, own, op=op, group=process_group)
+            dist.reduce_scatter_single(received, own, op=op, group=process_group)
             return received
         case "all-to-all":
             received = torch.empty_like(own)

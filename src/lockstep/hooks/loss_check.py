@@ -20,7 +20,7 @@ from lockstep.data.loader import Microbatch
 from lockstep.hooks.replica_audit import checksum
 from lockstep.keys import RandomStream, key
 from lockstep.logging.flops import is_compiled
-from lockstep.model.shard import RESETS_AFTER_ERROR, reset_after_error
+from lockstep.model.shard import reset_after_error
 from lockstep.recipe.recipe import Gathered, Recipe
 from lockstep.training.evaluate import in_evaluation_mode
 from lockstep.training.hook import ControlHook, Run
@@ -111,7 +111,7 @@ def _may_fail(run: Run) -> bool:
     """True if training goes on after a forward that has failed on all ranks."""
     plan = run.context.plan
     stage_has_collectives = plan.pipeline != 1 and (plan.shard != 1 or plan.tensor != 1)
-    return not _is_compiled(run) and not stage_has_collectives and (plan.shard == 1 or RESETS_AFTER_ERROR)
+    return not _is_compiled(run) and not stage_has_collectives
 
 
 def _is_compiled(run: Run) -> bool:

@@ -15,9 +15,6 @@ from lockstep.comm.mesh import Mesh
 from lockstep.model.blocks import share_parameter, shared_names
 from lockstep.model.skipped_blocks import SkippedBlockGuard
 
-RESETS_AFTER_ERROR = hasattr(FSDPModule, "reset_iter_state")
-"""False before torch 2.13."""
-
 
 def reshard(model: nn.Module) -> None:
     """Free the parameters that a forward without a backward has all-gathered."""

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from lockstep.base import accelerator
-from lockstep.base.errors import PlanError, RecipeError
+from lockstep.base.errors import LaunchError, PlanError, RecipeError
 from lockstep.base.torch_private import set_allocator_settings
 from lockstep.comm.mesh import Mesh
 from lockstep.comm.world import World
@@ -26,6 +26,7 @@ from lockstep.recipe.checks import Precision
 from lockstep.training import precision as precisions
 from lockstep.training.microbatches import Batching
 
+OLDEST_TORCH = (2, 13)
 NEWEST_TESTED_TORCH = (2, 15)
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of mallopt(3)
 _KEPT_BYTES = 2**31 - 1
@@ -55,13 +56,24 @@ def remarks(plan: Plan, mesh: Mesh, precision: Precision) -> Iterator[Remark]:
         yield Remark("slow-precision", {"reason": warning}, f"warning: {warning}")
 
 
+def check_torch(version: str) -> None:
+    """Raise `LaunchError` if this version of torch is older than lockstep works on."""
+    if _major_and_minor(version) < OLDEST_TORCH:
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        raise LaunchError(f"torch {version}; lockstep needs torch {oldest} or newer (docs/compatibility.md); pip install 'torch>={oldest}'")
+
+
 def untested_torch(version: str) -> Remark | None:
     """Return a remark if this version of torch is newer than the newest that lockstep is tested with."""
     newest = ".".join(map(str, NEWEST_TESTED_TORCH))
-    if tuple(int(number) for number in version.split(".")[:2]) <= NEWEST_TESTED_TORCH:
+    if _major_and_minor(version) <= NEWEST_TESTED_TORCH:
         return None
     line = f"warning: torch {version} is newer than {newest}, the newest that lockstep is tested with (docs/compatibility.md)"
     return Remark("untested-torch", {"torch": version, "newest_tested": newest}, line)
+
+
+def _major_and_minor(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in version.split(".")[:2])
 
 
 def batchnorm(models: Sequence[nn.Module], batching: Batching) -> Remark | None:

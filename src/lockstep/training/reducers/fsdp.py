@@ -23,9 +23,6 @@ from lockstep.model.shard import fsdp_groups, modules_of
 from lockstep.training.reducers.step_stats import Number, StepStats, StepStatsVector, clear_unused
 from lockstep.tree import Counter
 
-# Its name from torch 2.13 on; the old one warns there.
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
 
 class FsdpReducer:
     """A `GradientReducer` for a model that `lockstep.model.shard` has sharded."""
@@ -225,7 +222,7 @@ class Scatter(ReduceScatter):
         if self._memory is not None:
             self._memory.reduce_scatter(output, sent)
             return None
-        work: dist.Work | None = reduce_scatter_single(output, sent, group=group, op=dist.ReduceOp.SUM, async_op=async_op)
+        work: dist.Work | None = dist.reduce_scatter_single(output, sent, group=group, op=dist.ReduceOp.SUM, async_op=async_op)
         return work
 
 
