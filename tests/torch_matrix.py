@@ -2,8 +2,8 @@
 
     python tests/torch_matrix.py [--python PYTHON] [--tests PATH...] VERSION...
 
-Each version has a virtual environment of its own, build/torch-VERSION-pythonX.Y, which is kept. With CUDA's libraries it
-takes 5 GB. The output of the tests is in a .log beside it.
+Each version has a virtual environment of its own, build/torch-VERSION-pythonX.Y, which is kept. With the libraries of
+CUDA it takes 5 GB. The output of the tests is in a .log beside it.
 """
 
 from __future__ import annotations

@@ -24,7 +24,6 @@ from torch import Tensor, distributed
 
 from lockstep.comm import shared_memory as shared
 from lockstep.comm.shared_memory import SharedMemoryGroup
-from lockstep.comm.world import all_gather_single
 from lockstep.testing.pool import WorkerPool
 from lockstep.training.reducers.fsdp import reduce_scatter_single
 
@@ -68,10 +67,10 @@ def both(group: SharedMemoryGroup, gloo: Any, draw: random.Random, seed: int) ->
         found, expected = sent.new_empty(group.size * length), sent.new_empty(group.size * length)
         if operation == "all_gather":
             group.all_gather(found, sent)
-            all_gather_single(expected, sent, group=gloo)
+            dist.all_gather_single(expected, sent, group=gloo)
         else:
             begun = group.start_all_gather(found, sent)
-            all_gather_single(expected, sent, group=gloo)
+            dist.all_gather_single(expected, sent, group=gloo)
             begun.wait()
     return f"{operation} of {dtype}, {length}, {sizes}", found, expected
 
