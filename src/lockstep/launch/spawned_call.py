@@ -15,10 +15,11 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from lockstep.base.errors import LaunchError
+from lockstep.base.system import signals
 from lockstep.launch import worker
 from lockstep.launch.seeding import seed_workers_generators
 
-PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
+PASSED_ON = signals("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP", "SIGQUIT")
 """The signals that a launcher passes on to its workers."""
 
 
