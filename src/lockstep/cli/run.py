@@ -98,7 +98,7 @@ def run(
 ) -> int:
     """Run `count` workers to their end; return the exit status. `script`: `[-m] SCRIPT`. `began`: a Unix time.
     `stdout`: that of the workers; None: this process's."""
-    refuse_on_windows("a launch of processes")
+    refuse_on_windows("lockstep run")
     with collector_paused(), _without_warnings_of_stores() if machines is not None else nullcontext():
         from lockstep.launch.agent import run_workers  # imports torch: after all checks that do not need it
 
