@@ -37,7 +37,10 @@ def test_the_citation_has_what_the_schema_requires_and_no_version_of_its_own() -
 def test_the_version_is_in_one_place() -> None:
     places = [path for path in (ROOT / "src").rglob("*.py") if f'"{lockstep.__version__}"' in path.read_text(encoding="utf-8")]
     assert [path.name for path in places] == ["version.py"]
-    assert lockstep.__version__ not in (ROOT / "pyproject.toml").read_text(encoding="utf-8").split("[build-system]")[1].split("[project.opt")[0]
+    assert (
+        lockstep.__version__
+        not in (ROOT / "pyproject.toml").read_text(encoding="utf-8").split("[build-system]")[1].split("[project.opt")[0]
+    )
 
 
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.name)
