@@ -86,7 +86,7 @@ $(PEERS)/.made: benchmarks/peers/requirements.txt pyproject.toml
 	@touch $@
 
 dist: venv ## the sdist and the wheel in dist/, checked: installed into an empty environment, they train the README's recipe
-	rm -rf dist
+	rm -rf dist src/*.egg-info  # the list of files in the latter would go on being used
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m build --outdir dist .
 	$(BIN)/twine check --strict dist/*
 	$(BIN)/python tests/dist.py dist
