@@ -16,7 +16,7 @@ CODE := src tests examples benchmarks website
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train test commands slow slurm verify matrix check docs bench peers clean
+.PHONY: help venv train test commands slow slurm verify matrix check docs bench peers dist clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -90,6 +90,12 @@ $(PEERS)/.made: benchmarks/peers/requirements.txt pyproject.toml
 	@$(PEERS)/bin/python -m pip install --quiet --requirement benchmarks/peers/requirements.txt --editable .
 	@touch $@
 
+dist: venv ## the sdist and the wheel in dist/, checked: installed into an empty environment, they train the README's recipe
+	rm -rf dist src/*.egg-info  # the list of files in the latter would go on being used
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m build --outdir dist .
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/python tests/dist.py dist
+
 clean: ## remove the virtual environment, caches and built files (not runs/)
-	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache src/*.egg-info
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache src/*.egg-info
 	find $(CODE) -name __pycache__ -prune -exec rm -rf {} +

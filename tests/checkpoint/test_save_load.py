@@ -85,7 +85,7 @@ def test_after_prepare_a_save_allocates_nothing(tmp_path: Path) -> None:
         saver.prepare(state)
         made = saver._memory, saver._writer
         assert made[0] is not None
-        assert os.fstat(made[0].descriptor).st_blocks * 512 >= sum(value.nbytes for value in state.values()), (
+        assert os.fstat(made[0].file.inherited[0]).st_blocks * 512 >= sum(value.nbytes for value in state.values()), (
             "memory is there, not promised"
         )
         for step in (1, 2):

@@ -25,7 +25,6 @@ from torch import Tensor, distributed
 from lockstep.comm import shared_memory as shared
 from lockstep.comm.shared_memory import SharedMemoryGroup
 from lockstep.testing.pool import WorkerPool
-from lockstep.training.reducers.fsdp import reduce_scatter_single
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int32, torch.int64)
 """Those that both know."""
@@ -56,7 +55,7 @@ def both(group: SharedMemoryGroup, gloo: Any, draw: random.Random, seed: int) ->
     elif operation == "reduce_scatter":
         sent = numbers(length * group.size, dtype, 10 * seed + group.rank)
         group.reduce_scatter(found, sent)
-        reduce_scatter_single(expected, sent.clone(), group=gloo)
+        distributed.reduce_scatter_single(expected, sent.clone(), group=gloo)
     elif operation == "all_to_all":
         mine, theirs = sizes[group.rank], [row[group.rank] for row in sizes]
         sent = numbers(sum(mine), dtype, 10 * seed + group.rank)
@@ -67,10 +66,10 @@ def both(group: SharedMemoryGroup, gloo: Any, draw: random.Random, seed: int) ->
         found, expected = sent.new_empty(group.size * length), sent.new_empty(group.size * length)
         if operation == "all_gather":
             group.all_gather(found, sent)
-            dist.all_gather_single(expected, sent, group=gloo)
+            distributed.all_gather_single(expected, sent, group=gloo)
         else:
             begun = group.start_all_gather(found, sent)
-            dist.all_gather_single(expected, sent, group=gloo)
+            distributed.all_gather_single(expected, sent, group=gloo)
             begun.wait()
     return f"{operation} of {dtype}, {length}, {sizes}", found, expected
 

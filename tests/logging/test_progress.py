@@ -14,6 +14,7 @@ from itertools import pairwise
 
 import pytest
 
+from lockstep.base.notebook import WholeLines
 from lockstep.logging.progress import Progress, _duration
 
 
@@ -385,3 +386,45 @@ def test_a_stream_that_breaks_ends_the_display_and_not_the_run(clock: Clock, ter
         progress.message("nor this")
         progress.evaluation(5, {"loss": 1.0})
     assert len(tried) == ended_after
+
+
+class OutStream(io.StringIO):
+    """A stream that passes for a notebook's, and what stands below the cell."""
+
+    __module__ = "ipykernel.iostream"
+    encoding = "utf-8"
+
+    def shown(self) -> list[str]:
+        lines = []
+        for line in self.getvalue().split("\n"):
+            shown = ""
+            for part in line.split("\r"):
+                shown = part + shown[len(part) :]
+            lines.append(shown.rstrip())
+        return lines
+
+
+def test_in_a_notebook_one_line_is_kept_up_to_date_and_results_stay_above_it(clock: Clock) -> None:
+    cell = OutStream()
+    with Progress(500, stream=WholeLines(cell), clock=clock) as progress:  # type: ignore[arg-type]
+        assert cell.shown() == ["  0/500 " + "─" * 40]
+        run(progress, clock, range(1, 251))
+        progress.evaluation(250, {"loss": 2.1})
+        assert cell.shown() == [
+            "evaluation at step 250/500  loss 2.1000",
+            f"250/500 {'━' * 20}{'─' * 19}  loss 2.4012  lr 3.0e-04  1,250 samples/s  2:05 left",
+        ]
+        run(progress, clock, range(251, 501))
+    assert cell.shown()[1:] == [f"500/500 {'━' * 38}  loss 2.4012  lr 3.0e-04  1,250 samples/s  after 4:10", ""]
+
+
+def test_lines_that_processes_write_in_pieces_to_a_notebook_arrive_whole() -> None:
+    cell = OutStream()
+    stream = WholeLines(cell)  # type: ignore[arg-type]
+    pieces: list[str] = []
+    cell.write = pieces.append  # type: ignore[assignment,method-assign]
+    print("rank", 0, file=stream)
+    print("loss", 1.5, end="", file=stream)
+    assert pieces == ["rank 0\n"]
+    stream.flush()
+    assert pieces == ["rank 0\n", "loss 1.5"]

@@ -172,7 +172,7 @@ def test_a_disk_without_room_is_said_with_the_path(tmp_path: Path, monkeypatch: 
     def full(*_: Any) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "pwrite", full)
+    monkeypatch.setattr(os, "write", full)
     with pytest.raises(RunDirectoryError, match=re.escape(f"{tmp_path} cannot be written to (No space left on device: {tmp_path});")):
         RunDirectory.create(tmp_path)
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from lockstep.base.system import BINARY
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -39,7 +42,9 @@ def replace_atomically(path: Path) -> Iterator[Path]:
 
 def sync(path: Path) -> None:
     """Wait until the disk has a file's content, or a folder's entries. Raises `OSError`."""
-    descriptor = os.open(path, os.O_RDONLY)
+    if sys.platform == "win32" and path.is_dir():
+        return  # it has no call for that
+    descriptor = os.open(path, (os.O_RDWR if sys.platform == "win32" else os.O_RDONLY) | BINARY)
     try:
         os.fsync(descriptor)
     finally:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import mmap
-import os
 import secrets
-import select
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from lockstep.checkpoint.manifest import JsonObject
 from lockstep.checkpoint.object_store import open_storage
+from lockstep.checkpoint.shared_file import SharedFile
 from lockstep.checkpoint.tensor_shards import FileLayout, TensorShard, assign_writes, local_shards, torch_dtype
 from lockstep.comm.mesh import to_local
 from lockstep.comm.world import World
@@ -51,7 +51,7 @@ class Saver:
         self._attempt = attempt
         self._shards: dict[str, TensorShard] | None = None
         self._writer: _Writer | None = None
-        self._memory: _SharedFile | None = None
+        self._memory: _FileContent | None = None
         self._under_way: int | None = None
 
     def prepare(self, state: Mapping[str, Tensor]) -> str:
@@ -68,7 +68,7 @@ class Saver:
             everyone = self._world.gather_values([shard.to_json() for shard in found.values()])
             mine = assign_writes([[TensorShard.from_json(shard) for shard in shards] for shards in everyone])[self._world.rank]
             self.close()
-            self._memory = _SharedFile(FileLayout(mine))
+            self._memory = _FileContent(FileLayout(mine))
             self._shards = found
         assert self._memory is not None
         if self._writer is not None and self._writer.has_ended:
@@ -135,18 +135,16 @@ class Saver:
         self._writer = None
 
 
-class _SharedFile:
+class _FileContent:
     """The content of this rank's file, in memory shared with the writer process."""
 
     def __init__(self, layout: FileLayout) -> None:
         self.layout = {"bytes": layout.bytes, "shards": [[*shard.to_json(), start] for shard, start in layout.starts.items()]}
         """Size of the file and positions of its shards, for the writer process."""
-        self.descriptor = os.memfd_create("lockstep-checkpoint")
-        os.ftruncate(self.descriptor, layout.bytes)
-        self._mapped = mmap.mmap(self.descriptor, layout.bytes)
-        everything = torch.frombuffer(self._mapped, dtype=torch.uint8)
+        self.file = SharedFile(layout.bytes)
+        everything = torch.frombuffer(self.file.mapped, dtype=torch.uint8)
         everything.zero_()  # page faults make the first write ten times slower than later ones
-        self._mapped[: len(layout.header)] = layout.header
+        self.file.mapped[: len(layout.header)] = layout.header
         self._targets = {}
         for shard in layout.starts:
             start, stop = layout.span(shard)
@@ -159,16 +157,26 @@ class _SharedFile:
 
     def close(self) -> None:
         self._targets = {}
-        os.close(self.descriptor)
+        self.file.close()
 
 
 class _Writer:
     """The writer process (`lockstep.checkpoint.writer`), seen from the training process."""
 
-    def __init__(self, memory: _SharedFile) -> None:
-        command = [sys.executable, "-m", "lockstep.checkpoint.writer", str(memory.descriptor)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[memory.descriptor])
-        self.send(memory.layout)
+    def __init__(self, content: _FileContent) -> None:
+        command = [sys.executable, "-m", "lockstep.checkpoint.writer", content.file.name]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=content.file.inherited)
+        self._answers: SimpleQueue[bytes] = SimpleQueue()
+        self._reader = threading.Thread(target=self._read, name="lockstep-checkpoint-answers", daemon=True)
+        self._reader.start()
+        self.send(content.layout)
+
+    def _read(self) -> None:
+        """Receive answers; at last an empty one, when the process ends."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._answers.put(line)
+        self._answers.put(b"")
 
     @property
     def has_ended(self) -> bool:
@@ -181,22 +189,24 @@ class _Writer:
             self._process.stdin.flush()
 
     def answer(self, timeout_seconds: float) -> dict[str, Any] | None:
-        assert self._process.stdout is not None
-        if not select.select([self._process.stdout], [], [], timeout_seconds)[0]:
+        try:
+            line = self._answers.get(block=timeout_seconds > 0, timeout=timeout_seconds)
+        except Empty:
             return None
-        line = self._process.stdout.readline()
         found: dict[str, Any] = json.loads(line) if line else {"error": f"the writer process ended with status {self._process.wait()}"}
         return found
 
     def close(self) -> None:
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()  # at the end of its input it ends, whatever it is doing
         try:
             self._process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:  # it may be blocked by a disk
             self._process.kill()
             self._process.wait()
+        self._reader.join()
+        self._process.stdout.close()
 
 
 def _file(rank: int) -> str:

@@ -8,16 +8,17 @@ a crash leaves are removed at the next start of the run.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from lockstep.base.files import sync
+from lockstep.base.system import BINARY
 
 MANIFEST = "manifest.json"
 PAGE_BYTES = 4096
@@ -128,7 +129,7 @@ class FolderStorage:
         self._temporary(name).mkdir(parents=True, exist_ok=True)
 
     def write(self, name: CheckpointName, file: str, chunks: Iterable[bytes | memoryview]) -> None:
-        opened = os.open(self._temporary(name) / file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        opened = os.open(self._temporary(name) / file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | BINARY, 0o666)
         try:
             for chunk in chunks:
                 rest = memoryview(chunk)
@@ -170,16 +171,16 @@ class FolderStorage:
             return opened.read(max(0, min(size, size if stop is None else stop) - start))
 
     def read_into(self, name: CheckpointName, file: str, start: int, parts: Iterable[memoryview]) -> Iterator[memoryview]:
-        at = start
         with open(self.path / str(name) / file, "rb", buffering=0) as opened:
+            opened.seek(start)
             for part in parts:
                 rest = part
                 while rest:
-                    got = os.preadv(opened.fileno(), [rest[:READ_BYTES]], at)
+                    got = opened.readinto(rest[:READ_BYTES])
                     if not got:
                         return
                     yield rest[:got]
-                    rest, at = rest[got:], at + got
+                    rest = rest[got:]
 
     def delete(self, name: CheckpointName) -> None:
         hidden = self.path / f".{name}.deleted"
@@ -193,7 +194,9 @@ class FolderStorage:
 
 def _write_some(opened: int, data: memoryview) -> int:
     """Write past the page cache if possible: a tenth of a cached write's CPU time, and training needs the rest."""
-    if len(data) % PAGE_BYTES == 0:
+    if sys.platform == "linux" and len(data) % PAGE_BYTES == 0:
+        import fcntl
+
         flags = fcntl.fcntl(opened, fcntl.F_GETFL)
         try:
             fcntl.fcntl(opened, fcntl.F_SETFL, flags | os.O_DIRECT)

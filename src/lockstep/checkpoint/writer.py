@@ -1,8 +1,8 @@
 """The writer process of a training process hashes, writes and commits its saves: `python -m lockstep.checkpoint.writer
 MEMORY`.
 
-It imports no torch. MEMORY is the descriptor of memory, shared with the training process, that holds the content of
-this rank's file. The first line of standard input is the layout of that file, each later line a save, and each line of
+It imports no torch. MEMORY is the name of a `SharedFile` of the training process, which holds the content of this
+rank's file. The first line of standard input is the layout of that file, each later line a save, and each line of
 standard output the result of one, all in JSON. The process ends at the end of its input. Every rank writes its file,
 and beside it a note with its block hashes. Rank 0 waits for all notes, writes the manifest and commits.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import mmap
 import os
 import signal
 import sys
@@ -21,8 +20,10 @@ from collections.abc import Collection, Mapping
 from queue import SimpleQueue
 from typing import Any, Literal
 
+from lockstep.base.system import signals
 from lockstep.checkpoint.manifest import BlockHashes, FileEntry, Manifest, hash_bytes, merge_objects, split_blocks
 from lockstep.checkpoint.object_store import open_storage
+from lockstep.checkpoint.shared_file import map_shared_file
 from lockstep.checkpoint.storage import CheckpointName, Storage
 from lockstep.checkpoint.tensor_shards import TensorShard
 
@@ -114,15 +115,15 @@ def note(file: str) -> str:
 
 
 def main() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+    for number in signals("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"):
         signal.signal(number, signal.SIG_IGN)
-    os.nice(NICENESS)
-    memory = int(sys.argv[1])
+    if hasattr(os, "nice"):
+        os.nice(NICENESS)
     lines: SimpleQueue[str] = SimpleQueue()
     threading.Thread(target=_read_lines, args=[lines], name="lockstep-checkpoint-writer", daemon=True).start()
     described = json.loads(lines.get())
     shards = {TensorShard.from_json(shard): start for *shard, start in described["shards"]}
-    content = memoryview(mmap.mmap(memory, described["bytes"], prot=mmap.PROT_READ))
+    content = memoryview(map_shared_file(sys.argv[1], described["bytes"]))
     while True:
         job = json.loads(lines.get())
         try:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from lockstep.base.system import require_linux
 from lockstep.cli.arguments import launch_option, options_from
 from lockstep.cli.run import count_gpus
 from lockstep.launch.count import count_processes
@@ -52,6 +53,7 @@ def command(as_json: bool, **given: Any) -> int:
 
     Exit status: 0 if all is well, 1 if something is wrong or slow, 2 for a mistake in the command.
     """
+    require_linux("lockstep doctor")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what torch's sockets would say in 20 lines, a line of ours says
     options = options_from(given)
     options.validate()

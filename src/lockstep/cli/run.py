@@ -16,6 +16,7 @@ import click
 
 from lockstep.base.errors import say
 from lockstep.base.garbage import collector_paused
+from lockstep.base.system import refuse_on_windows
 from lockstep.cli.arguments import check_target, launch_options, options_from, script_arguments, warn_of_misplaced
 from lockstep.hooks.timeline import steps_of
 from lockstep.launch.count import count_processes
@@ -97,6 +98,7 @@ def run(
 ) -> int:
     """Run `count` workers to their end; return the exit status. `script`: `[-m] SCRIPT`. `began`: a Unix time.
     `stdout`: that of the workers; None: this process's."""
+    refuse_on_windows("lockstep run")
     with collector_paused(), _without_warnings_of_stores() if machines is not None else nullcontext():
         from lockstep.launch.agent import run_workers  # imports torch: after all checks that do not need it
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import click
 
 from lockstep.base.errors import USER_ERROR_STATUS, LaunchError
+from lockstep.base.system import refuse_on_windows
 from lockstep.cli.arguments import check_target, script_arguments
 from lockstep.verify.jobs import parse_plans
 
@@ -83,6 +84,7 @@ def command(
     if not plans and (meant := next((each for each in arguments if each.partition("=")[0] == "--plan"), None)):
         raise LaunchError(f"{meant} is an argument of SCRIPT here; the option of lockstep verify is --plans; write --plans PLAN...")
     parsed = parse_plans(plans, bitwise=bitwise)
+    refuse_on_windows("lockstep verify")
     check_target(script, is_module=is_module)
     if html is not None and not Path(html).absolute().parent.is_dir():
         raise LaunchError(f"--html {html}; its directory is not there; name a file in a directory that is")

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import json
 import mmap
 import os
 import platform
 import secrets
 import select
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -256,6 +256,10 @@ def _unavailable(everyone: Sequence[dict[str, Any]]) -> Unavailable | None:
 
 def _offer(rank: int, size_bytes: int, opened: contextlib.ExitStack) -> dict[str, Any]:
     """Return what the others need to open the memory; rank 0 makes it, and `opened` closes its descriptor."""
+    if sys.platform != "linux":
+        raise ValueError(f"the system is {sys.platform}; memory without a name, which this needs, is Linux's")
+    import fcntl
+
     if platform.machine() != "x86_64":
         raise ValueError(f"the processor is {platform.machine()}; x86_64 alone keeps the order of stores, which this rests on")
     offer: dict[str, Any] = {"host": _host(), "process": os.getpid()}

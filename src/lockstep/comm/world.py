@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lockstep.base import accelerator
 from lockstep.base.errors import LaunchError, install_excepthook, say
+from lockstep.base.system import refuse_on_windows
 from lockstep.comm.hierarchical import HierarchicalAllReduce
 from lockstep.comm.shared_memory import SharedMemoryGroup
 
@@ -186,6 +187,7 @@ def _joined(rank: int, size: int, local_rank: int, local_size: int, timeout: tim
     if dist.is_initialized():
         return World(dist.get_rank(), dist.get_world_size(), local_rank, local_size, device, owns_group=_is_ours())
     if size > 1:
+        refuse_on_windows(f"a run of {size} processes")
         try:
             backend, bound_to = accelerator.process_group_backend(device), accelerator.process_group_device(device)
             dist.init_process_group(backend, timeout=timeout, device_id=bound_to)

@@ -83,7 +83,7 @@ class Fetcher:
         self.gathers = tensors and collate is None
         """True if a batch is just rows of tensors, so that `gathered` can be used."""
         if self.gathers:
-            self._make = lambda request: self._rows(request.samples)
+            self._make = self._by_rows
         elif _fetches_many(data):
             self._make = self._at_once
 
@@ -118,6 +118,9 @@ class Fetcher:
             for request, parts in zip(several, zip(*columns, strict=True), strict=True):
                 self.check_length(request)
                 yield request, [part.data for part in parts]  # .data: each may be changed in place, as no view of the others
+
+    def _by_rows(self, request: SampleRequest) -> list[Tensor]:
+        return self._rows(request.samples)
 
     def _rows(self, samples: NDArray[np.int64]) -> list[Tensor]:
         rows = torch.from_numpy(samples)

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lockstep.base.errors import LaunchError, WorkerError
 from lockstep.base.parent_death import die_with_parent
+from lockstep.base.system import signals
 from lockstep.base.torch_private import shut_down_workers
 from lockstep.data.fetch import Fetcher
 from lockstep.data.streams import StreamFetcher
@@ -68,11 +69,22 @@ class LoaderWorkers:
         self._current.requests = requests
         if self._batches is None:
             time.sleep(REST_SECONDS)
-        self._batches = iter(self._loader)
+        self._batches = self._begin()
         for batch in self._batches:
             if isinstance(batch, WorkerException):
                 batch.reraise()
             yield batch
+
+    def _begin(self) -> Any:
+        try:
+            return iter(self._loader)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            if self._loader.multiprocessing_context is not None:  # forks, which pickle nothing
+                raise
+            raise LaunchError(
+                f"loader workers on {sys.platform}, and something that they need cannot be pickled ({error}); there they are fresh "
+                "interpreters; define the dataset and the recipe's functions at the top level of a file, or plan workers=0"
+            ) from error
 
     def close(self) -> None:
         """End the processes. A busy one may finish its microbatch; after 5 seconds it is terminated."""
@@ -158,8 +170,10 @@ def _set_up(folder: str, parent: int, worker: int) -> None:
     thread would only skip the batch, a deadlock."""
     multiprocessing.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
     die_with_parent(parent)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(LATER_SECONDS))
+    for number in signals("SIGUSR1"):
+        signal.signal(number, signal.SIG_IGN)
+    if sys.platform != "win32":  # which has no SIGTERM from others
+        signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(LATER_SECONDS))
     multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(_end_at_once)  # type: ignore[attr-defined]
 
 

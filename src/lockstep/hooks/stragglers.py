@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import resource
 import socket
 import time
 from collections import defaultdict, deque
@@ -18,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from lockstep.base import accelerator
+from lockstep.base.system import peak_memory_bytes
 from lockstep.comm.wait_times import count_torch_waits
 from lockstep.logging.metrics import drop_rows_after
 from lockstep.logging.phases import StreamTimes
@@ -145,10 +145,10 @@ def next_interval(seconds: float, *, before: int, ranks: int) -> int:
     return max(1, min(math.ceil(wanted / max(seconds, 1e-9)), 2 * before))
 
 
-def peak_bytes(device: torch.device) -> int:
-    """The peak memory of this process: on its GPU, or if it has none, on the host."""
+def peak_bytes(device: torch.device) -> float:
+    """The peak memory of this process: on its GPU, or if it has none, on the host; NaN if it is not known."""
     on_device = accelerator.peak_bytes(device)
-    return on_device if on_device is not None else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return on_device if on_device is not None else peak_memory_bytes()
 
 
 class Straggler(NamedTuple):

@@ -28,6 +28,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
 
 from lockstep.base.errors import LaunchError, say
+from lockstep.base.system import signals
 from lockstep.launch.environment import Launcher, threads_per_process
 from lockstep.launch.failures import Ending
 from lockstep.launch.launcher_folder import launcher_folder
@@ -37,7 +38,7 @@ from lockstep.launch.seeding import HASH_SEED
 from lockstep.launch.worker_processes import POLL_SECONDS, Start, WorkerProcesses
 from lockstep.options import RunOptions
 
-GRACE_SECONDS = {signal.SIGINT: 5.0, signal.SIGTERM: 30.0, signal.SIGUSR1: 30.0, signal.SIGHUP: 30.0, signal.SIGQUIT: 5.0}
+GRACE_SECONDS = dict.fromkeys(signals("SIGINT", "SIGQUIT"), 5.0) | dict.fromkeys(signals("SIGTERM", "SIGUSR1", "SIGHUP"), 30.0)
 """Seconds from a signal, which the launcher passes on, to SIGKILL. A second signal ends the wait."""
 
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")

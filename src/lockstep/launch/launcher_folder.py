@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from lockstep.base.file_lock import try_lock
 
 _PREFIX = "lockstep-"
 _ALIVE = "alive"
@@ -23,7 +24,7 @@ def launcher_folder() -> Iterator[Path]:
         unlocked = Path(folder, "new")
         descriptor = os.open(unlocked, os.O_WRONLY | os.O_CREAT)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            try_lock(descriptor)
             unlocked.rename(unlocked.with_name(_ALIVE))  # locked before another launcher can find it
             yield Path(folder)
         finally:
@@ -35,7 +36,7 @@ def _remove_dead(parent: Path) -> None:
         with suppress(OSError):  # another user's, or another launcher is faster
             descriptor = os.open(alive, os.O_WRONLY)
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                try_lock(descriptor)
                 shutil.rmtree(alive.parent)
             finally:
                 os.close(descriptor)

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar, cast
 
 from lockstep.base import accelerator
 from lockstep.base.errors import LaunchError, UserError, WorkerError
+from lockstep.base.system import refuse_on_windows
 from lockstep.launch.agent import run_workers
 from lockstep.launch.count import count_processes
 from lockstep.launch.failures import Ending, FailureRecord
@@ -55,6 +56,7 @@ def spawn(
         # A worker that imports the script calls this again. Its parent reports that, once.
         os._exit(_UNGUARDED_STATUS)
     _refuse_in_worker()
+    refuse_on_windows("ls.spawn")
     check_run_dir(run_dir, "run_dir")
     count = count_processes(nproc, Plan.parse(plan) if plan is not None else None, accelerator.count, name="nproc=")
     directory = os.path.abspath(run_dir) if run_dir is not None else None

@@ -15,10 +15,12 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from lockstep.base.errors import LaunchError
+from lockstep.base.notebook import WholeLines, is_notebook
+from lockstep.base.system import signals
 from lockstep.launch import worker
 from lockstep.launch.seeding import seed_workers_generators
 
-PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
+PASSED_ON = signals("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP", "SIGQUIT")
 """The signals that a launcher passes on to its workers."""
 
 
@@ -58,9 +60,12 @@ def work(call: SpawnedCall, result: Connection | None, forked: bool) -> None:
     for number in PASSED_ON:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    for stream in (sys.stdout, sys.stderr):
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(line_buffering=True)
+        elif is_notebook(stream):
+            setattr(sys, name, WholeLines(stream))
 
     def body() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)

@@ -13,15 +13,16 @@ import signal
 import threading
 from types import FrameType, TracebackType
 
+from lockstep.base.system import signals
 from lockstep.launch.worker_files import is_shutting_down, was_signal_forwarded
 
 PREEMPTED_STATUS = 75
 """Exit status of a process that saved and ended because it was asked to: EX_TEMPFAIL, "run it again"."""
 HUNG_STATUS = 76
 """Exit status of a process that ended because the run hung."""
-PREEMPTING = (signal.SIGTERM, signal.SIGUSR1)
+PREEMPTING = signals("SIGTERM", "SIGUSR1")
 """Signals that ask a process to save and end."""
-ENDING = (signal.SIGHUP,)
+ENDING = signals("SIGHUP")
 """Signals that ask one of lockstep's workers to end at once."""
 
 _is_worker = False
@@ -103,7 +104,8 @@ class Termination:
             return
         self._got = number
         # The signal often goes to loader workers too. Torch's handler of SIGCHLD would raise an error for their end.
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for child in signals("SIGCHLD"):
+            signal.signal(child, signal.SIG_DFL)
         if not self._held:
             self._raised = True
             raise Terminated(number)

@@ -1,4 +1,4 @@
-"""The progress display of a run: one live line on a terminal, otherwise occasional lines of text."""
+"""The progress display of a run: one live line on a terminal or in a notebook, otherwise occasional lines of text."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Protocol, TextIO
 
 from lockstep.base.closing import Closing
+from lockstep.base.notebook import is_notebook
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,13 +24,15 @@ _LINE_SECONDS, _LONGEST_LINE_SECONDS, _LINE_SHARE = 2.0, 60.0, 0.02
 _WARM_UP_STEPS = 5
 """Fewest steps of the first interval from which the time left is estimated."""
 _MIN_BAR_COLUMNS, _MAX_BAR_COLUMNS = 8, 40
+_NOTEBOOK_COLUMNS = 100
 
 
 class Progress(Closing):
-    """A progress display on `stream`. Created on one rank, just before the first step; close it. On a terminal its last
-    line is kept up to date, below other output. Otherwise lines are written for the first and the last step, and every
-    2 seconds in between, less often in long runs. There is no thread. If `stream` can no longer be written to, the
-    display ends, not the run. `total_steps` and `start` (steps done before) count optimizer steps."""
+    """A progress display on `stream`. Created on one rank, just before the first step; close it. On a terminal, and
+    in a notebook, its last line is kept up to date, below other output. Otherwise lines are written for the first
+    and the last step, and every 2 seconds in between, less often in long runs. There is no thread. If `stream` can
+    no longer be written to, the display ends, not the run. `total_steps` and `start` (steps done before) count
+    optimizer steps."""
 
     def __init__(self, total_steps: int, *, stream: TextIO, clock: Callable[[], float] = time.monotonic, start: int = 0) -> None:
         self._total = total_steps
@@ -41,9 +44,13 @@ class Progress(Closing):
         self._shown_at = -math.inf
         self._has_update = False
         console = _terminal(stream)
-        self._display: _LiveLine | _PlainLines | None = _LiveLine(console) if console is not None else _PlainLines(stream)
-        self._refresh_seconds = _LIVE_SECONDS if console is not None else _LINE_SECONDS
+        self._display: _Display | None
         if console is not None:
+            self._display = _LiveLine(console)
+        else:
+            self._display = _NotebookLine(stream) if is_notebook(stream) else _PlainLines(stream)
+        self._refresh_seconds = _LIVE_SECONDS if self._display.is_live else _LINE_SECONDS
+        if self._display.is_live:
             self._show("")
 
     def update(
@@ -65,7 +72,7 @@ class Progress(Closing):
             self._show(f"after {_duration(now - self._began)}")
         elif now - self._shown_at >= self._refresh_seconds:
             self._shown_at = now
-            if isinstance(self._display, _PlainLines):
+            if self._display is not None and not self._display.is_live:
                 self._refresh_seconds = min(_LONGEST_LINE_SECONDS, max(_LINE_SECONDS, _LINE_SHARE * (now - self._began)))
             self._show(self._estimate.time_left(self._total))
 
@@ -85,7 +92,7 @@ class Progress(Closing):
 
     def close(self) -> None:
         """Show the last update if it was not shown yet, and restore the terminal. A second call does nothing."""
-        if self._has_update or isinstance(self._display, _LiveLine):
+        if self._has_update or (self._display is not None and self._display.is_live):
             self._show(f"after {_duration(self._clock() - self._began)}")
         self._end()
 
@@ -188,7 +195,20 @@ def _duration(seconds: float) -> str:
     return f"{minutes // 60}h {minutes % 60:02d}m" if minutes < 1440 else f"{minutes // 1440}d {minutes % 1440 // 60:02d}h"
 
 
+class _Display(Protocol):
+    is_live: bool
+    """True if the last status is replaced by the next one."""
+
+    def status(self, step: int, total: int, parts: list[tuple[int, str]]) -> None: ...
+
+    def line(self, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class _PlainLines:
+    is_live = False
+
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
@@ -203,24 +223,18 @@ class _PlainLines:
         pass
 
 
-class _LiveLine:
-    def __init__(self, console: Console) -> None:
-        from rich.live import Live
-        from rich.text import Text
+class _Bar:
+    """The text of a live line: steps, a bar, and as many numbers as fit."""
 
-        self._text = Text
-        self._console = console
-        self._done, self._left = "━─" if _encodable("━─", console.encoding) == "━─" else "=-"
-        self._width, self._columns = console.width, _MAX_BAR_COLUMNS
-        # Redirect a stream only if it goes to the terminal: `script.py > file` must still write the file.
-        self._live = Live(console=console, auto_refresh=False, redirect_stdout=sys.stdout.isatty(), redirect_stderr=sys.stderr.isatty())
-        self._live.start()
-        console.show_cursor(True)  # a process that is killed could not restore it
+    def __init__(self, width: int, encoding: str | None) -> None:
+        self._done, self._left = "━─" if _encodable("━─", encoding) == "━─" else "=-"
+        self._encoding = encoding
+        self._width, self._columns = width, _MAX_BAR_COLUMNS
 
-    def status(self, step: int, total: int, parts: list[tuple[int, str]]) -> None:
-        line = self._text(f"{step:>{len(str(total))}}/{total}", no_wrap=True, overflow="crop")
-        width = self._console.width
-        room = width - len(line)
+    def pieces(self, step: int, total: int, parts: list[tuple[int, str]], width: int) -> list[tuple[str, str]]:
+        """The line in `width` columns: texts, each with its colour, "" for the usual one."""
+        pieces = [(f"{step:>{len(str(total))}}/{total}", "")]
+        room = width - len(pieces[0][0])
         taken = []
         importance = list(_IMPORTANCE)
         for place, text in sorted(parts, key=lambda part: importance.index(part[0])):
@@ -234,18 +248,64 @@ class _LiveLine:
             # The bar shrinks if a number gets longer, and does not grow back: it would flicker.
             self._columns = min(self._columns, room - 1)
             done = round(self._columns * min(1.0, step / max(1, total)))
-            line.append(" ")
-            line.append(self._done * done, "cyan")
-            line.append(self._left * (self._columns - done), "bright_black")
-        for _, text in sorted(taken):
-            line.append("  " + _encodable(text, self._console.encoding))
-        self._live.update(line, refresh=True)
+            pieces += [(" ", ""), (self._done * done, "cyan"), (self._left * (self._columns - done), "bright_black")]
+        return [*pieces, *(("  " + _encodable(text, self._encoding), "") for _, text in sorted(taken))]
+
+
+class _LiveLine:
+    is_live = True
+
+    def __init__(self, console: Console) -> None:
+        from rich.live import Live
+        from rich.text import Text
+
+        self._text = Text
+        self._console = console
+        self._bar = _Bar(console.width, console.encoding)
+        # Redirect a stream only if it goes to the terminal: `script.py > file` must still write the file.
+        self._live = Live(console=console, auto_refresh=False, redirect_stdout=sys.stdout.isatty(), redirect_stderr=sys.stderr.isatty())
+        self._live.start()
+        console.show_cursor(True)  # a process that is killed could not restore it
+
+    def status(self, step: int, total: int, parts: list[tuple[int, str]]) -> None:
+        pieces = self._bar.pieces(step, total, parts, self._console.width)
+        self._live.update(self._text.assemble(*pieces, no_wrap=True, overflow="crop"), refresh=True)
 
     def line(self, text: str) -> None:
         self._console.print(self._text(_encodable(text, self._console.encoding), "bold"), soft_wrap=True)
 
     def close(self) -> None:
         self._live.stop()
+
+
+class _NotebookLine:
+    """A line below a notebook's cell that a carriage return begins anew. Other output may come between: the line is
+    then repeated below it."""
+
+    is_live = True
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._bar = _Bar(_NOTEBOOK_COLUMNS, stream.encoding)
+        self._shown = ""
+
+    def status(self, step: int, total: int, parts: list[tuple[int, str]]) -> None:
+        self._write("".join(text for text, _ in self._bar.pieces(step, total, parts, _NOTEBOOK_COLUMNS)))
+
+    def line(self, text: str) -> None:
+        shown = self._shown
+        self._write(_encodable(text, self._stream.encoding), "\n")
+        self._shown = ""
+        self._write(shown)
+
+    def close(self) -> None:
+        self._stream.write("\n")
+        self._stream.flush()
+
+    def _write(self, text: str, end: str = "") -> None:
+        self._stream.write("\r" + text.ljust(len(self._shown)) + end)
+        self._stream.flush()
+        self._shown = text
 
 
 def _terminal(stream: TextIO) -> Console | None:

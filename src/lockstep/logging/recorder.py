@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch import Tensor
 import lockstep.base.errors
 from lockstep.base.errors import RunDirectoryError, UserError, cannot_write, say
 from lockstep.base.events import Event, EventLog
+from lockstep.base.notebook import progress_stream
 from lockstep.comm.mesh import full_tensor
 from lockstep.comm.world import World
 from lockstep.logging.loggers import Logger, Loggers
@@ -141,8 +142,8 @@ class Recorder:
             self._metrics.resume(step)
 
     def show(self, total_steps: int) -> None:
-        """Start the progress display if there is a stderr."""
-        stream: TextIO | None = sys.stderr
+        """Start the progress display if there is a stream for it."""
+        stream = progress_stream()
         if self._directory is not None and self._progress is None and stream is not None:
             self._progress = self._open.enter_context(Progress(total_steps, stream=stream))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import os
@@ -24,7 +23,9 @@ from safetensors.torch import save_file
 from lockstep.base import accelerator
 from lockstep.base.closing import Closing
 from lockstep.base.errors import RecipeError, RunDirectoryError
+from lockstep.base.file_lock import try_lock
 from lockstep.base.files import replace_atomically, write_atomically
+from lockstep.base.system import BINARY
 from lockstep.base.version import __version__
 
 _RUN_FILE = "run.json"
@@ -136,9 +137,9 @@ class _FileLock:
     def acquire(cls, path: Path) -> _FileLock:
         """Raises `RunDirectoryError` if another process holds it, `OSError` if it cannot be created or locked."""
         while True:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | BINARY, 0o644)
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                try_lock(descriptor)
                 current = _is_same_file(path, descriptor)
                 if current:
                     _claim(descriptor, path)
@@ -157,6 +158,9 @@ class _FileLock:
                 self._path.unlink()
             os.close(self._descriptor)
             self._descriptor = None
+            if sys.platform == "win32":  # which removes no file that is open
+                with suppress(OSError):
+                    self._path.unlink()
 
     @classmethod
     def _forget_in_child(cls) -> None:
@@ -167,7 +171,8 @@ class _FileLock:
                 lock._descriptor = None
 
 
-os.register_at_fork(after_in_child=_FileLock._forget_in_child)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_FileLock._forget_in_child)
 
 
 def _is_same_file(path: Path, descriptor: int) -> bool:
@@ -181,7 +186,8 @@ def _is_same_file(path: Path, descriptor: int) -> bool:
 def _holder(descriptor: int) -> dict[str, Any] | None:
     """Return the contents of the lock file. None if no run wrote them."""
     try:
-        holder = json.loads(os.pread(descriptor, 4096, 0))
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        holder = json.loads(os.read(descriptor, 4096))
     except ValueError:
         return None
     return holder if isinstance(holder, dict) and {"pid", "host", "started"} <= holder.keys() else None
@@ -196,7 +202,8 @@ def _claim(descriptor: int, path: Path) -> None:
     started = datetime.now(UTC).isoformat(timespec="seconds")
     text = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "started": started}).encode() + b"\n"
     os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, text, 0)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    os.write(descriptor, text)
 
 
 def _in_use(descriptor: int, path: Path) -> RunDirectoryError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -134,7 +135,10 @@ def _holder(path: Path) -> LockHolder | None:
     return LockHolder(pid, host, _is_alive(pid) if host == socket.gethostname() else None)
 
 
-def _is_alive(pid: int) -> bool:
+def _is_alive(pid: int) -> bool | None:
+    """True if there is such a process on this machine; None on Windows, where asking could interrupt it."""
+    if sys.platform == "win32":
+        return None
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

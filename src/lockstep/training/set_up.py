@@ -223,7 +223,7 @@ def keep_freed_memory(environ: Mapping[str, str]) -> bool:
 
     By default glibc returns a step's gradients to the system, and gets them back page by page: up to a fifth of a step.
     """
-    if any(name in environ for name in OWN_SETTINGS):
+    if sys.platform != "linux" or any(name in environ for name in OWN_SETTINGS):
         return False
     try:
         mallopt = ctypes.CDLL(None).mallopt

@@ -1,7 +1,7 @@
 """Stack snapshots: a process's phase, its threads' stacks, its active collectives, and whether it makes progress.
 
 A process whose GIL is held, and a forked loader worker, take no snapshot of themselves. For those, faulthandler writes
-the stack from a signal handler into memory that other processes can read through /proc.
+the stack from a signal handler into memory that other processes can read through /proc. That is for Linux only.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lockstep.logging.phases import Phases
 
 Activity = Literal["waits", "runs", "computes", "sleeps"]
 """Waits in a collective; runs Python code; computes in native code; is in a call that does not return."""
-STACK_SIGNAL = signal.SIGURG  # A process that does not handle it ignores it
+STACK_SIGNAL: int = getattr(signal, "SIGURG", 0)  # A process that does not handle it ignores it
 _WRITING_SECONDS = 0.1
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _JUMPS = ("JUMP", "POP_JUMP")  # A loop without a body is always seen at its jump; a thread in native code is at no jump
@@ -188,20 +188,26 @@ def _cpu_seconds(thread: threading.Thread) -> float:
 
 
 class StackWriter:
-    """Makes this process and its later forks write their main thread's stack at `STACK_SIGNAL`. One at a time."""
+    """Makes this process and its later forks write their main thread's stack at `STACK_SIGNAL`. One at a time. Does
+    nothing on systems other than Linux."""
 
     def __init__(self) -> None:
-        self.descriptor = os.memfd_create("lockstep-stacks")
-        faulthandler.register(STACK_SIGNAL, file=self.descriptor, all_threads=False)
+        self.descriptor: int | None = None
+        if sys.platform == "linux":
+            self.descriptor = os.memfd_create("lockstep-stacks")
+            faulthandler.register(STACK_SIGNAL, file=self.descriptor, all_threads=False)
 
     def of_children(self) -> dict[int, Stack]:
         """The stack of each process that was forked from this one."""
+        if self.descriptor is None:
+            return {}
         found = {process: read_stack(process, self.descriptor) for process in _children()}
         return {process: frames for process, frames in found.items() if frames}
 
     def close(self) -> None:
-        faulthandler.unregister(STACK_SIGNAL)
-        os.close(self.descriptor)
+        if self.descriptor is not None:
+            faulthandler.unregister(STACK_SIGNAL)
+            os.close(self.descriptor)
 
 
 def read_stack(process: int, descriptor: int) -> Stack:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -199,6 +200,8 @@ def _why_silent(who: Mapping[str, Any] | None) -> tuple[str, bool]:
     name = f"process {who['process']} on {who['host']}"
     if who["host"] != socket.gethostname():
         return f"{name} does not answer: it has ended, it is stopped, or its machine cannot be reached", False
+    if sys.platform != "linux":
+        return f"{name} does not answer: it has ended, it is stopped, or native code holds the GIL", False
     try:
         state = Path(f"/proc/{who['process']}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0]
     except OSError:

@@ -1,0 +1,43 @@
+"""The parts of the operating system that not every system has: signals, processes, the peak of memory."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import sys
+
+from lockstep.base.errors import LaunchError
+
+BINARY: int = getattr(os, "O_BINARY", 0)
+"""Flag for `os.open`. Windows writes a carriage return before each newline without it."""
+
+
+def signals(*names: str) -> tuple[signal.Signals, ...]:
+    """The signals of these names that this system has. Windows lacks all but SIGINT and SIGTERM."""
+    return tuple(signal.Signals[name] for name in names if hasattr(signal, name))
+
+
+def refuse_on_windows(what: str) -> None:
+    """Raise `LaunchError` on Windows: `what` starts processes as POSIX systems do."""
+    if sys.platform == "win32":
+        raise LaunchError(
+            f"{what} on Windows; it starts and ends processes by POSIX signals and process groups, which Windows does not have; train on "
+            "one process (python train.py), or use Linux, in WSL 2 for example"
+        )
+
+
+def require_linux(what: str) -> None:
+    """Raise `LaunchError` unless the system is Linux: `what` reads /proc."""
+    if sys.platform != "linux":
+        raise LaunchError(f"{what} on {sys.platform}; it reads Linux's /proc and limits; use Linux, or leave it out")
+
+
+def peak_memory_bytes() -> float:
+    """The peak memory of this process on the host; NaN on Windows, where Python does not know it."""
+    if sys.platform == "win32":
+        return math.nan
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
