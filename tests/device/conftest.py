@@ -1,0 +1,28 @@
+"""A pool of workers that compute on the stand-in accelerator (tests/stand_in)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from unittest.mock import patch
+
+import pytest
+from stand_in import build
+
+from lockstep.testing.pool import WorkerPool
+
+DEVICES = 4
+
+
+class DevicePool(WorkerPool):
+    """Its workers inherit the device from the process that they are forks of."""
+
+    def _start(self) -> None:
+        with patch.dict(os.environ, build.environment(DEVICES)):
+            super()._start()
+
+
+@pytest.fixture(scope="session")
+def devices() -> Iterator[WorkerPool]:
+    with DevicePool(max_workers=4, preload=["lockstep.run", "lockstep.model.pipeline.torch_stage", "torch.distributed.checkpoint"]) as pool:
+        yield pool
