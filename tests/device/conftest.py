@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from unittest.mock import patch
 
@@ -18,7 +19,7 @@ class DevicePool(WorkerPool):
     """Its workers inherit the device from the process that they are forks of."""
 
     def _start(self) -> None:
-        with patch.dict(os.environ, build.environment(DEVICES)):
+        with patch.dict(os.environ, build.environment(DEVICES)), patch.object(sys, "path", [str(build.PATH), *sys.path]):
             super()._start()
 
 

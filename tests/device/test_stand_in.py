@@ -77,17 +77,17 @@ def changes_what_a_collective_still_sends() -> None:
 
 
 def asks_for_more_memory_than_there_is() -> None:
-    import stand_in
+    import standin
 
-    with stand_in.capacity(0, 10**6):
+    with standin.capacity(0, 10**6):
         ones(10**6)
 
 
 def asks_for_a_number(how: Callable[[Tensor], Any]) -> None:
-    import stand_in
+    import standin
 
     tensor = ones()
-    with stand_in.host_must_not_wait():
+    with standin.host_must_not_wait():
         how(tensor)
 
 

@@ -14,13 +14,14 @@ from torch.utils.cpp_extension import include_paths, library_paths
 
 SOURCES = Path(__file__).parent
 ROOT = SOURCES.parents[1]
+PATH = SOURCES / "path"
+"""In sys.path when torch is imported, it makes torch load the device."""
 FLAGS = ["-std=c++20", "-O0", "-fPIC", "-DTORCH_EXTENSION_NAME=_stand_in"]
 
 
 def environment(devices: int) -> dict[str, str]:
     """Return environment variables with which a process has that many devices of type `standin`."""
-    path = f"{SOURCES / 'path'}:{ROOT / 'src'}"
-    return {"PYTHONPATH": path, "STAND_IN_LIBRARY": str(library()), "STAND_IN_DEVICES": str(devices)}
+    return {"PYTHONPATH": f"{PATH}:{ROOT / 'src'}", "STAND_IN_LIBRARY": str(library()), "STAND_IN_DEVICES": str(devices)}
 
 
 def library() -> Path:
