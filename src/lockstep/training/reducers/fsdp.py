@@ -93,7 +93,8 @@ class FsdpReducer:
             scatter.end()
         if not self._bitwise and self._replicas.size > 1:
             self._replicas.sum_each([to_local(parameter.grad) for parameter in self._parameters if parameter.grad is not None])
-        clear_unused(self._parameters, stats)
+        if not all(used):
+            clear_unused(self._parameters, stats)
         return stats
 
     def _clear(self) -> None:

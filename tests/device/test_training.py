@@ -1,0 +1,100 @@
+"""Training on accelerators: the same model under every plan, and no wait of the host in a step that does not log."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from device.ranks import on_device
+from tiers import tiered
+from torch import nn
+from training.subjects import recipe
+
+import lockstep as ls
+from lockstep.testing.pool import WorkerPool
+
+PLANS = {"replicate=1": 1, "replicate=2": 2, "replicate=3": 3, "shard=2": 2, "shard=3": 3, "replicate=2,shard=2": 4}
+STAGES = {"tensor=2": 2, "split=2": 1}
+
+
+def network() -> nn.Module:
+    """Draws dropout masks."""
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def fused(model: nn.Module) -> torch.optim.Optimizer:
+    """Its update is gated on the device. Of others the host must know whether the gradient is finite."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+
+def of_outputs(output: torch.Tensor, batch: Any) -> ls.Sum:
+    return ls.Sum(((output - batch[2]) ** 2).mean(1).sum())
+
+
+def steps(**changes: Any) -> ls.Recipe:
+    given: dict[str, Any] = {"loss": of_outputs, "weight": lambda batch: len(batch[1]), "inputs": lambda batch: batch[1]}
+    given |= {"model": network, "optimizer": fused, "global_batch": 20, "steps": 8, "clip_norm": 0.5}
+    return recipe(**{**given, "tensor": {"0": "colwise", "3": "rowwise"}, **changes})
+
+
+class Waits(ls.Hook):
+    """Counts what the host waits for in each step, but for the first: there it sets up, and tries the loss."""
+
+    def __init__(self) -> None:
+        self.waits: list[dict[str, int]] = []
+        self.kernels: list[int] = []
+
+    def before_step(self, run: Any) -> None:
+        import standin
+
+        counted = standin.take_counters()
+        self.waits.append(counted.host_waits)
+        self.kernels.append(sum(counted.kernels.values()))
+
+
+def train(plan: str, run_dir: str, **changes: Any) -> tuple[str, str, list[dict[str, int]]]:
+    """Return the fingerprint, the device, and the host's waits in each step between the third and the last."""
+    hook, where = Waits(), []
+    given = steps(**changes)
+    result = ls.train(given, plan=plan, run_dir=run_dir, hooks=[hook, Where(where)], log_every=100)
+    return result.fingerprint, where[0], hook.waits[3:]
+
+
+class Where(ls.Hook):
+    def __init__(self, found: list[str]) -> None:
+        self.found = found
+
+    def on_start(self, run: Any) -> None:
+        self.found.append(str(next(run.model.parameters()).device))
+
+
+@pytest.fixture(scope="module")
+def expected(devices: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The fingerprint of one process."""
+    ((fingerprint, device, _),) = devices.run(1, on_device, train, "numerics=bitwise", str(tmp_path_factory.mktemp("one") / "run"))
+    assert device == "standin:0"
+    return fingerprint
+
+
+@pytest.mark.parametrize("plan", tiered(PLANS))
+def test_the_bits_are_those_of_one_process_and_the_host_waits_for_nothing(
+    devices: WorkerPool, tmp_path: Path, expected: str, plan: str
+) -> None:
+    everyone = devices.run(PLANS[plan], on_device, train, f"{plan},numerics=bitwise", str(tmp_path / "run"))
+    for rank, (fingerprint, device, waits) in enumerate(everyone):
+        assert (fingerprint, device) == (expected, f"standin:{rank}")
+        assert waits == [{}] * len(waits)
+
+
+@pytest.mark.parametrize("plan", tiered({**PLANS, **STAGES}))
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_in_fast_numerics_too_the_host_waits_for_nothing(devices: WorkerPool, tmp_path: Path, plan: str, precision: str) -> None:
+    everyone = devices.run({**PLANS, **STAGES}[plan], on_device, train_in, precision, plan, str(tmp_path / "run"))
+    for _, _, waits in everyone:
+        assert waits == [{}] * len(waits)
+
+
+def train_in(precision: str, plan: str, run_dir: str) -> Any:
+    return train(plan, run_dir, precision=precision)
