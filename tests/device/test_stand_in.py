@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from device.ranks import on_device
 from torch import Tensor, nn
 
-from device.ranks import on_device
 from lockstep.testing.pool import WorkerFailed, WorkerPool
 
 
@@ -109,7 +109,6 @@ FAULTS: dict[Callable[[], None], str] = {
 def test_a_fault_raises(devices: WorkerPool, fault: Callable[[], None]) -> None:
     with pytest.raises(WorkerFailed, match=FAULTS[fault]):
         devices.run(1, on_device, fault)
-
 
 
 def item(tensor: Tensor) -> Any:
