@@ -1,0 +1,86 @@
+"""Checkpoints, offload, splits, memory and whole commands on accelerators."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from device.ranks import on_device
+from device.test_training import steps
+from stand_in import build
+
+import lockstep as ls
+from lockstep.testing.pool import WorkerPool
+
+
+def train(plan: str, run_dir: str, **settings: Any) -> tuple[str, int]:
+    result = ls.train(steps(), plan=plan, run_dir=run_dir, **settings)
+    return result.fingerprint, result.steps
+
+
+def four_steps_then_four(before: str, after: str, run_dir: str) -> tuple[str, int]:
+    ls.train(steps(steps=4), plan=before, run_dir=run_dir)
+    return train(after, run_dir, allow_change=["steps"])
+
+
+def test_a_run_goes_on_under_another_plan_with_the_same_bits(devices: WorkerPool, tmp_path: Path) -> None:
+    expected = devices.run(2, on_device, train, "replicate=2,numerics=bitwise", str(tmp_path / "whole"))
+    plans = ("replicate=2,numerics=bitwise", "shard=2,numerics=bitwise")
+    assert devices.run(2, on_device, four_steps_then_four, *plans, str(tmp_path / "halves")) == expected
+
+
+def test_parameters_that_wait_on_the_cpu_learn_the_same(devices: WorkerPool, tmp_path: Path) -> None:
+    expected = devices.run(2, on_device, train, "shard=2,numerics=bitwise", str(tmp_path / "on the device"))
+    assert devices.run(2, on_device, train, "shard=2,numerics=bitwise,offload=yes", str(tmp_path / "offloaded")) == expected
+
+
+def test_a_model_split_over_devices_learns_the_same(devices: WorkerPool, tmp_path: Path) -> None:
+    expected = devices.run(1, on_device, train, "replicate=1", str(tmp_path / "one device"))
+    assert devices.run(1, on_device, train, "split=2", str(tmp_path / "two devices")) == expected
+
+
+def peak(run_dir: str) -> tuple[float, int]:
+    ls.train(steps(), run_dir=run_dir)
+    rows = [json.loads(line) for line in Path(run_dir, "metrics.jsonl").read_text().splitlines()]
+    return max(row.get("memory_bytes", 0.0) for row in rows), torch.accelerator.max_memory_allocated()
+
+
+def test_peak_memory_is_the_devices(devices: WorkerPool, tmp_path: Path) -> None:
+    ((logged, counted),) = devices.run(1, on_device, peak, str(tmp_path / "run"))
+    assert logged == counted > 0
+
+
+SCRIPT = """
+import lockstep as ls
+from device.test_training import steps
+
+if __name__ == "__main__":
+    result = ls.train(steps())
+    if ls.rank() == 0:
+        print("fingerprint", result.fingerprint)
+"""
+
+
+def lockstep(*arguments: str, folder: Path) -> str:
+    environment = {**os.environ, **build.environment(2)}
+    environment["PYTHONPATH"] += f":{build.ROOT / 'tests'}"
+    command = [sys.executable, "-m", "lockstep", *arguments]
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.timeout(120)
+def test_a_command_starts_a_process_for_each_device(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    found = {lockstep("run", "--nproc", count, "--plan", "numerics=bitwise", "train.py", folder=tmp_path) for count in ("auto", "1")}
+    assert len(found) == 1
+    assert "fingerprint" in found.pop()
+    (run, *_) = (tmp_path / "runs").glob("*/run.json")
+    assert "standin" in run.read_text()
