@@ -288,7 +288,7 @@ def test_a_rank_that_ends_by_itself_is_named_with_its_status(pool: WorkerPool) -
 
 
 def test_a_result_that_cannot_be_pickled_is_a_failure_of_its_rank(pool: WorkerPool) -> None:
-    with pytest.raises(WorkerFailed, match=r"rank 0 of 1 raised(.|\n)*pickle"):
+    with pytest.raises(WorkerFailed, match=r"rank 0 of 1 raised(.|\n)*local object"):
         pool.run(1, return_a_lambda)
 
 

@@ -16,6 +16,7 @@ from device.test_training import steps
 from stand_in import build
 
 import lockstep as ls
+from lockstep.base.errors import PlanError
 from lockstep.testing.pool import WorkerPool
 
 
@@ -43,6 +44,11 @@ def test_parameters_that_wait_on_the_cpu_learn_the_same(devices: WorkerPool, tmp
 def test_a_model_split_over_devices_learns_the_same(devices: WorkerPool, tmp_path: Path) -> None:
     expected = devices.run(1, on_device, train, "replicate=1", str(tmp_path / "one device"))
     assert devices.run(1, on_device, train, "split=2", str(tmp_path / "two devices")) == expected
+
+
+def test_torchs_data_parallel_is_refused_where_it_knows_no_such_device(devices: WorkerPool, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"data_parallel=2 on standin; torch\.nn\.DataParallel works on CUDA and ROCm alone; use replicate=2"):
+        devices.run(1, on_device, train, "data_parallel=2", str(tmp_path / "run"))
 
 
 def peak(run_dir: str) -> tuple[float, int]:

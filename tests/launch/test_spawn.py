@@ -155,7 +155,7 @@ def test_what_cannot_be_started_is_refused(given: dict[str, Any], kind: type[Exc
 def test_a_result_that_does_not_pickle_is_refused() -> None:
     with pytest.raises(LaunchError) as refused:
         ls.spawn(functions.unpicklable, nproc=1)
-    assert str(refused.value).startswith("the function returned a function that cannot be sent back (AttributeError: Can't pickle local")
+    assert str(refused.value).startswith("the function returned a function that cannot be sent back (AttributeError: Can't ")
     assert str(refused.value).endswith("the result of rank 0 is pickled; return something that pickles, or write it to a file")
 
 

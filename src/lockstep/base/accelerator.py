@@ -69,6 +69,11 @@ def is_for_one_process() -> bool:
     return kind() == "mps"
 
 
+def runs_data_parallel(device: torch.device) -> bool:
+    """True if `torch.nn.DataParallel` can split a batch over devices of this kind."""
+    return device.type == "cuda"
+
+
 def process_group_backend(device: torch.device) -> str:
     """Return the backends of a process group for tensors on the CPU and on `device`."""
     import torch.distributed as dist

@@ -14,8 +14,14 @@ from lockstep.base.torch_private import BatchNormBase
 
 
 def gpus_of(home: torch.device, count: int) -> list[int]:
-    """Return the indices of the GPUs, `home` first. Raises `PlanError` if there are fewer."""
-    there = accelerator.count() if accelerator.has_streams(home) else 0
+    """Return the indices of the GPUs, `home` first. Raises `PlanError` if there are fewer, or if torch's DataParallel
+    does not know them."""
+    if accelerator.is_accelerator(home) and not accelerator.runs_data_parallel(home):
+        raise PlanError(
+            f"data_parallel={count} on {home.type}; torch.nn.DataParallel works on CUDA and ROCm alone; use replicate={count}, which works "
+            "on every device, and is faster"
+        )
+    there = accelerator.count() if accelerator.is_accelerator(home) else 0
     if there < count:
         raise PlanError(
             f"data_parallel={count} and {there} GPUs; it splits each microbatch over the GPUs of one process; use replicate={count}, which "
