@@ -47,7 +47,9 @@ def test_a_model_split_over_devices_learns_the_same(devices: WorkerPool, tmp_pat
 
 
 def test_torchs_data_parallel_is_refused_where_it_knows_no_such_device(devices: WorkerPool, tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=r"data_parallel=2 on standin; torch\.nn\.DataParallel works on CUDA and ROCm alone; use replicate=2"):
+    with pytest.raises(
+        PlanError, match=r"data_parallel=2 on standin; torch\.nn\.DataParallel works on CUDA and ROCm alone; use replicate=2"
+    ):
         devices.run(1, on_device, train, "data_parallel=2", str(tmp_path / "run"))
 
 
