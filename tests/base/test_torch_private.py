@@ -156,6 +156,15 @@ def test_cpu_multiplies_bf16():
     assert torch_private.cpu_multiplies_bf16() in (True, False)
 
 
+def test_update_loss_scale():
+    scale, in_a_row = torch.tensor(8.0), torch.tensor(0, dtype=torch.int32)
+    seen = []
+    for overflowed in (1.0, 0.0, 0.0, 0.0, 1.0):
+        torch_private.update_loss_scale(scale, in_a_row, torch.tensor(overflowed), steps_to_double=3)
+        seen.append((scale.item(), in_a_row.item()))
+    assert seen == [(4.0, 0), (4.0, 1), (4.0, 2), (8.0, 0), (4.0, 0)]
+
+
 def test_set_allocator_settings():
     assert hasattr(torch._C, "_accelerator_setAllocatorSettings")  # not called: its settings are the process's for good
 

@@ -23,6 +23,7 @@ from lockstep.comm.world import World
 from lockstep.data.device import to_device
 from lockstep.testing.pool import WorkerFailed, WorkerPool
 from lockstep.training.optim import gradient_norm
+from lockstep.training.precision import DeviceLossScale
 from lockstep.training.reducers.step_stats import StepStatsVector
 
 Fault = Callable[[], AbstractContextManager[Any]]
@@ -84,6 +85,15 @@ def the_loss_is_read_in_each_step() -> AbstractContextManager[Any]:
     return patch.object(StepStatsVector, "pack", reading)
 
 
+def the_loss_scaler_asks_for_a_number() -> AbstractContextManager[Any]:
+    update_by = DeviceLossScale.update_by
+
+    def asking(scale: DeviceLossScale, found_inf: Tensor) -> None:
+        update_by(scale, torch.full_like(found_inf, found_inf.item()))
+
+    return patch.object(DeviceLossScale, "update_by", asking)
+
+
 def a_pinned_buffer_is_filled_while_it_is_copied() -> AbstractContextManager[Any]:
     buffers: dict[torch.Size, Tensor] = {}
     pin_memory = Tensor.pin_memory
@@ -137,6 +147,7 @@ FAULTS: dict[Fault, tuple[str, str]] = {
     the_norm_is_exchanged_on_the_cpu: ("replicate=2", "host waits: .*a copy to the host"),
     a_cpu_tensor_is_in_the_optimizer: ("replicate=1", "_fused_adamw_: expected all tensors to be on the same device"),
     the_loss_is_read_in_each_step: ("replicate=2", "host waits: .*item"),
+    the_loss_scaler_asks_for_a_number: ("replicate=1", "host waits: .*item"),
     a_pinned_buffer_is_filled_while_it_is_copied: ("replicate=2", "race: pinned memory was changed"),
     microbatches_are_computed_on_two_streams_in_turn: ("replicate=1", "race: "),
     a_sum_over_ranks_is_used_before_it_is_there: ("shard=2", "race: .* reads what a collective on .* writes"),
@@ -150,7 +161,7 @@ def check(fault: Fault | None, plan: str, run_dir: str, expected: str | None) ->
     with ExitStack() as stack:
         if fault is not None:
             stack.enter_context(fault())
-        fingerprint, _, waits = train(plan, run_dir)
+        fingerprint, _, waits = train(plan, run_dir, precision="fp16")
     assert waits == [{}] * 5, f"host waits: {waits}"
     assert expected in (None, fingerprint), "another fingerprint"
     return fingerprint

@@ -88,7 +88,7 @@ def test_the_bits_are_those_of_one_process_and_the_host_waits_once(devices: Work
 
 
 @pytest.mark.parametrize("plan", tiered({**PLANS, **STAGES}))
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_in_fast_numerics_the_host_waits_for_nothing(devices: WorkerPool, tmp_path: Path, plan: str, precision: str) -> None:
     everyone = devices.run({**PLANS, **STAGES}[plan], on_device, train_in, precision, plan, str(tmp_path / "run"))
     for _, _, waits in everyone:
@@ -97,3 +97,39 @@ def test_in_fast_numerics_the_host_waits_for_nothing(devices: WorkerPool, tmp_pa
 
 def train_in(precision: str, plan: str, run_dir: str) -> Any:
     return train(plan, run_dir, precision=precision)
+
+
+class Overflows(ls.Hook):
+    def __init__(self) -> None:
+        self.skipped: list[int] = []
+
+    def on_event(self, run: Any, event: Any) -> None:
+        if event.name == "step-skipped":
+            self.skipped.append(event.step)
+
+
+def overflowing(output: torch.Tensor, batch: Any) -> ls.Sum:
+    return ls.Sum(300 * ((output - batch[2]) ** 2).mean(1).sum())
+
+
+def train_fp16(plan: str, run_dir: str, is_fused: bool) -> tuple[str, list[int], float]:
+    """Return the fingerprint, the steps that were skipped, and the loss scale that was saved."""
+    hook = Overflows()
+    optimizer = fused if is_fused else foreach
+    given = steps(precision="fp16", loss=overflowing, optimizer=optimizer)
+    result = ls.train(given, plan=plan, run_dir=run_dir, hooks=[hook], log_every=3, saving=ls.Saving(every=4))
+    return result.fingerprint, hook.skipped, result.loss
+
+
+def foreach(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+
+
+@pytest.mark.parametrize("plan", ["replicate=1", "replicate=2", "shard=2"])
+def test_a_loss_scale_on_the_device_skips_the_steps_that_one_on_the_host_skips(devices: WorkerPool, tmp_path: Path, plan: str) -> None:
+    ranks = PLANS[plan]
+    on_the_device = devices.run(ranks, on_device, train_fp16, plan, str(tmp_path / "device"), True)
+    on_the_host = devices.run(ranks, on_device, train_fp16, plan, str(tmp_path / "host"), False)
+    for (_, skipped, loss), (_, expected, expected_loss) in zip(on_the_device, on_the_host, strict=True):
+        assert skipped == expected != []
+        assert loss == pytest.approx(expected_loss, rel=1e-3)

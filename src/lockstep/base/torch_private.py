@@ -150,6 +150,11 @@ def cpu_multiplies_bf16() -> bool:
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
+def update_loss_scale(scale: Tensor, in_a_row: Tensor, found_inf: Tensor, *, steps_to_double: int) -> None:
+    """Halve a loss scale on the device if `found_inf` is set, or double it after so many steps in a row without it."""
+    torch._amp_update_scale_(scale, in_a_row, found_inf, 2.0, 0.5, steps_to_double)
+
+
 def set_allocator_settings(settings: str) -> bool:
     """Set what PYTORCH_ALLOC_CONF would; False if this torch cannot."""
     configure = getattr(torch._C, "_accelerator_setAllocatorSettings", None)

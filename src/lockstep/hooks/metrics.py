@@ -52,7 +52,7 @@ class Metrics(ControlHook):
         results, self._unread = self._unread, []
         for result in results:
             result.check()
-            if result.applied is False:
+            if not result.was_applied:
                 run.event("step-skipped", result.layout.step, reason="the scaled gradient overflowed; the loss scale was halved")
         for module in run.modules:
             if module.overflows >= _OVERFLOWS_TO_REPORT and module not in self._reported:

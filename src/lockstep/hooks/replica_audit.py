@@ -51,7 +51,7 @@ class ReplicaAudit(ControlHook):
             self._agreed = run.step
             return
         state = state_of(run.modules, {}).tensors
-        sums = torch.stack([checksum(to_local(tensor)) for tensor in state.values()]).cpu()
+        sums = _checksums([to_local(tensor) for tensor in state.values()])
         everyone = replicas.gather_rows(mixed(sums).reshape(1), [1] * replicas.size)
         differs = bool((everyone != everyone[0]).any())
         if mesh.world.any(differs):
@@ -70,6 +70,16 @@ class ReplicaAudit(ControlHook):
             "machine computes wrong results, or a script changed the model on some ranks only; replicas are compared before each "
             "save: the same command resumes from the last one; leave out a machine that is named again"
         )
+
+
+def _checksums(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the checksum of each, on the CPU, where optimizers keep some of their state, such as the step."""
+    sums = [checksum(tensor) for tensor in tensors]
+    found = torch.empty(len(sums), dtype=torch.int64)
+    for device in {each.device for each in sums}:
+        places = [place for place, each in enumerate(sums) if each.device == device]
+        found[places] = torch.stack([sums[place] for place in places]).cpu()
+    return found
 
 
 def _compare_hooks(run: Run) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lockstep.base import accelerator
-from lockstep.base.torch_private import cpu_multiplies_bf16
+from lockstep.base.torch_private import cpu_multiplies_bf16, update_loss_scale
 from lockstep.comm.mesh import to_local
 from lockstep.recipe.checks import Precision
 
@@ -32,19 +32,76 @@ class LossScale:
         """`factor`: another factor of the loss. The product of both begins at 2**16."""
         self.value = 2.0 ** (16 - (factor - 1).bit_length())
         self.in_a_row = 0  # steps without an overflow since the last change
+        self.overflows = 0  # steps in a row, up to the latest, with an overflow
+
+    @property
+    def divisor(self) -> float | Tensor:
+        """The scale, where it is: reading `value` may make the host wait."""
+        return self.value
 
     def unscale(self, gradients: Sequence[Tensor]) -> None:
         if gradients:
-            torch._foreach_mul_([to_local(gradient) for gradient in gradients], 1.0 / self.value)
+            torch._foreach_mul_([to_local(gradient) for gradient in gradients], 1.0 / self.divisor)
 
     def update(self, *, overflowed: bool) -> None:
         """Called once a step."""
         self.in_a_row = 0 if overflowed else self.in_a_row + 1
+        self.overflows = self.overflows + 1 if overflowed else 0
         if overflowed:
             self.value /= 2.0
         elif self.in_a_row == STEPS_TO_DOUBLE:
             self.value *= 2.0
             self.in_a_row = 0
+
+
+class DeviceLossScale(LossScale):
+    """A `LossScale` whose numbers are on the device: the host does not wait to know whether a step overflowed."""
+
+    def __init__(self, *, factor: int, device: torch.device) -> None:
+        self._scale = torch.zeros((), device=device)
+        self._in_a_row = torch.zeros((), device=device, dtype=torch.int32)
+        self._overflows = torch.zeros((), device=device)
+        super().__init__(factor=factor)
+
+    @property
+    def value(self) -> float:
+        return self._scale.item()
+
+    @value.setter
+    def value(self, value: float) -> None:
+        self._scale.fill_(value)
+
+    @property
+    def in_a_row(self) -> int:
+        return int(self._in_a_row.item())
+
+    @in_a_row.setter
+    def in_a_row(self, steps: int) -> None:
+        self._in_a_row.fill_(steps)
+
+    @property
+    def overflows(self) -> int:
+        return int(self._overflows.item())
+
+    @overflows.setter
+    def overflows(self, steps: int) -> None:
+        self._overflows.fill_(steps)
+
+    @property
+    def divisor(self) -> Tensor:
+        return self._scale.clone()  # `update_by` changes it in place, and an optimizer may still hold what this returns
+
+    def update_by(self, found_inf: Tensor) -> None:
+        """Called once a step. `found_inf`: 1.0 on the device if the norm overflowed, else 0.0."""
+        update_loss_scale(self._scale, self._in_a_row, found_inf, steps_to_double=STEPS_TO_DOUBLE)
+        self._overflows.add_(1.0).mul_(found_inf)
+
+
+def loss_scale(precision: Precision, factor: int, device: torch.device | None) -> LossScale | None:
+    """Return the loss scale of fp16, on `device` if given; None in other precisions."""
+    if precision != "fp16":
+        return None
+    return LossScale(factor=factor) if device is None else DeviceLossScale(factor=factor, device=device)
 
 
 def candidates(device: torch.device) -> list[Precision]:

@@ -26,11 +26,16 @@ class StepResult:
     weights: Tensor | None  # (microbatches,); None if `Recipe.weight` or the sample count gives them
     norm: Tensor | float
     """The gradient's global norm before clipping; without log and clipping, a number that is finite only if it is."""
-    applied: bool | None  # True if the model was updated. None: a GPU decided, and `check` finds out.
+    applied: bool | None  # True if the model was updated. None: the device decided; see `was_applied`.
     flags: Tensor | bool  # see `StepStats`
     terms: list[dict[str, Tensor]]
     """Each term's part of the loss for each microbatch of this rank, if the loss has several terms."""
     clip_norm: float | None
+
+    @property
+    def was_applied(self) -> bool:
+        """True if the model was updated. Waits for the device."""
+        return math.isfinite(float(self.norm)) if self.applied is None else self.applied
 
     def loss(self) -> float:
         """Σ total / Σ weight over the global batch, the same on every rank."""
@@ -51,7 +56,7 @@ class StepResult:
 
     def check(self) -> None:
         """Raise `LossError`, on every rank, if the loss or the gradient is not finite."""
-        if math.isfinite(float(self.norm)) and self.applied is not False and self.weights is None:
+        if math.isfinite(float(self.norm)) and self.was_applied and self.weights is None:
             return
         layout = self.layout
         for place, value in enumerate(numbers_of(self.values)):
@@ -63,7 +68,7 @@ class StepResult:
                 )
         if self.weights is not None:
             self._check_weights(self.weights.tolist())
-        if self.applied is False and self.module.overflowed_at < 1:
+        if not self.was_applied and self.module.overflowed_at < 1:
             raise LossError(
                 f"after step {layout.step}: every loss is finite and the gradient is not, first in {self._not_finite()}, after "
                 f"{self.module.overflows} steps in a row, at a loss scale of {self.module.overflowed_at:g}; at a scale of at most 1 the "

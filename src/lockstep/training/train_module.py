@@ -81,9 +81,6 @@ class TrainModule:
         self._keeps_rest = keeps_rest(context.gradient_compression)
         factor = loss_factor(context.mesh, bitwise=context.bitwise, compression=self._compression)
         self._factor = 2.0 ** (factor - 1).bit_length()
-        self.loss_scale = precision.LossScale(factor=factor) if context.precision == "fp16" else None
-        self.overflows = 0  # steps in a row, up to the latest, in which the scaled gradient overflowed
-        self.overflowed_at = math.inf  # the loss scale in the last of them
         self.forward_knows_weight: bool | None = None
         """True for `ls.Loss`, with a weight that only the forward knows. None before the first commit."""
         self.terms: list[str] = []  # the names of the loss's terms if there are several
@@ -106,7 +103,10 @@ class TrainModule:
             self.statistics = [RunningStatistics(module, context.mesh) for module in parallel.pipeline.modules]
             parallel.pipeline.watch(self._around_stage, self._after_stage)
         fused = all(group.get("fused") for optimizer in optimizers for group in optimizer.param_groups)
-        self._gates_on_device = fused and all(accelerator.has_streams(to_local(parameter).device) for parameter in self.parameters)
+        # In fp16 torch schedulers do not count skipped steps, and compression forgets them: the host must know.
+        host_must_know = context.precision == "fp16" and (self._compression is not None or self.schedule.counts_updates)
+        self._gates_on_device = fused and not host_must_know and all(accelerator.has_streams(to_local(p).device) for p in self.parameters)
+        self.loss_scale = precision.loss_scale(context.precision, factor, self.device if self._gates_on_device else None)
         is_plain = all(to_local(parameter) is parameter and parameter.dtype is torch.float32 for parameter in self.parameters)
         self._optimizer_unscales = fused and is_plain and all(map(divides_gradients, optimizers))
         """True if the optimizers divide the gradient as they do for torch's GradScaler, which saves a pass over it."""
@@ -156,6 +156,16 @@ class TrainModule:
             )
 
     @property
+    def overflows(self) -> int:
+        """Steps in a row, up to the latest, in which the gradient overflowed at its loss scale."""
+        return 0 if self.loss_scale is None else self.loss_scale.overflows
+
+    @property
+    def overflowed_at(self) -> float:
+        """The loss scale in the last step that overflowed: it was halved then."""
+        return math.inf if self.loss_scale is None else 2.0 * self._factor * self.loss_scale.value
+
+    @property
     def reducer(self) -> GradientReducer:
         assert self._reducer is not None, "begin_loop comes first"
         return self._reducer
@@ -171,7 +181,7 @@ class TrainModule:
 
     def grad_output(self, part: Contribution) -> Tensor:
         """The gradient that the backward of `part.total` starts with, times the loss scale."""
-        return part.grad_output if self.loss_scale is None else part.grad_output * self.loss_scale.value
+        return part.grad_output if self.loss_scale is None else part.grad_output * self.loss_scale.divisor
 
     def agree_on_loss(self, parts: Sequence[Contribution]) -> None:
         """Agree on the kind of loss at the first commit: some ranks have no microbatch. Every rank calls it."""
@@ -211,7 +221,7 @@ class TrainModule:
         divisor: Tensor | float = 1.0
         if self.loss_scale is not None:
             if self._optimizer_unscales:
-                divisor = self.loss_scale.value
+                divisor = self.loss_scale.divisor
             else:
                 self.loss_scale.unscale(gradients)
         counted = gradients
@@ -241,19 +251,18 @@ class TrainModule:
                 vars(optimizer).pop("grad_scale", None)
 
     def _step_if_finite(self, norm: Tensor | float, closure: Callable[[], Any] | None) -> bool | None:
-        if self._gates_on_device and self.loss_scale is None:
+        if self._gates_on_device:
             found_inf = (~torch.isfinite(torch.as_tensor(norm, device=self.device))).float()
             for optimizer in self.optimizers:
                 optimizer.found_inf = found_inf  # type: ignore[attr-defined]  # read by torch's fused optimizers
                 optimizer.step()
+            if isinstance(self.loss_scale, precision.DeviceLossScale):
+                self.loss_scale.update_by(found_inf)
             return None
         applied = math.isfinite(float(norm))
-        self.overflows = 0 if applied else self.overflows + 1
         if self._compression is not None and not applied:
             self._compression.forget()
         if self.loss_scale is not None:
-            if not applied:
-                self.overflowed_at = self._factor * self.loss_scale.value
             self.loss_scale.update(overflowed=not applied)
         if applied:
             for optimizer in self.optimizers:
@@ -279,7 +288,6 @@ class TrainModule:
             "schedule": self.schedule.state_dict(),
             "loss_scale": None if self.loss_scale is None else [self._factor * self.loss_scale.value, self.loss_scale.in_a_row],
             "overflows": self.overflows,
-            "overflowed_at": self.overflowed_at,
             "prescale": None if self.prescale is None else self.prescale.item(),
             "trainable": self._chosen_trainable,
         }
@@ -291,7 +299,7 @@ class TrainModule:
         if self.loss_scale is not None and state["loss_scale"] is not None:
             scale, self.loss_scale.in_a_row = state["loss_scale"]
             self.loss_scale.value = scale / self._factor
-        self.overflows, self.overflowed_at = state["overflows"], state["overflowed_at"]
+            self.loss_scale.overflows = state["overflows"]
         if state["prescale"] is not None:
             self.prescale = torch.tensor(state["prescale"], dtype=accelerator.wide_dtype(self.device), device=self.device)
 

@@ -60,6 +60,11 @@ class Schedule:
         self._multiplier = schedule
         self._base = [float(group["lr"]) for group in self._groups]
 
+    @property
+    def counts_updates(self) -> bool:
+        """True for a torch scheduler, which is stepped after each update."""
+        return any(not isinstance(scheduler, ReduceLROnPlateau) for scheduler in self._schedulers)
+
     def before_step(self, step: int) -> None:
         """Set the rates of a step. Raises `RecipeError` if somebody else has changed them."""
         if self._set is not None and self._set != (rates := self._rates()):
