@@ -14,11 +14,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from torch.profiler import profile
 
 from lockstep.base import accelerator
+from lockstep.hooks.profiling.memory import MemoryTimeline, memory_timeline
+from lockstep.hooks.profiling.memory_notes import MemoryNotes
 from lockstep.hooks.stragglers import peak_bytes
-from lockstep.hooks.timeline import TimeParts, heaviest, merged, time_parts
+from lockstep.hooks.profiling.timeline import TimeParts, heaviest, merged, time_parts
 from lockstep.training.hook import ControlHook, Run
 
 LISTED_OPERATORS = 10
@@ -34,6 +37,7 @@ class Profiler(ControlHook):
     def __init__(self, steps: range) -> None:
         self._steps = steps
         self._profiler: profile | None = None
+        self._notes: MemoryNotes | None = None
         self._began = 0.0
         self._is_done = False
 
@@ -41,14 +45,29 @@ class Profiler(ControlHook):
         self._world, self._phases, self._folder = run.context.world, run.context.phases, run.context.run_dir / "profile"
 
     def before_step(self, run: Run) -> None:
-        if run.source is None or run.source.step != self._steps.start:
-            return
+        if run.source is not None and run.source.step == self._steps.start:
+            self._begin(run)
+        self._note_memory()
+
+    def after_backward(self, run: Run, model: nn.Module) -> None:
+        self._note_memory()
+
+    def after_step(self, run: Run) -> None:
+        self._note_memory()
+
+    def _begin(self, run: Run) -> None:
         self._world.gather_values(None)
         accelerator.reset_peak_bytes(self._world.device)
-        self._profiler = profile(activities=accelerator.profiled(self._world.device))
+        self._earlier_bytes = accelerator.allocated_bytes(self._world.device)
+        self._notes = MemoryNotes(run.modules, self._world.device)
+        self._profiler = profile(activities=accelerator.profiled(self._world.device), profile_memory=True)
         self._profiler.__enter__()  # type: ignore[no-untyped-call]
         self._phases.log = []
         self._began = time.time()
+
+    def _note_memory(self) -> None:
+        if self._notes is not None:
+            self._notes.note_all()
 
     def between_steps(self, run: Run) -> None:
         if self._profiler is not None and run.source is not None and run.source.step == self._steps.stop - 1:
