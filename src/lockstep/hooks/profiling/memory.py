@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.hooks.profiling.timeline import Span
+from lockstep.hooks.profiling.timeline import Span, span
 
 CAUSES = ("parameters", "gradients", "optimizer state", "activations", "rest")
 MOST_POINTS = 400
@@ -24,7 +24,7 @@ MARK = "lockstep::memory "
 """Beginning of the name of the ranges in a trace that say when a note was taken; its number follows."""
 _BACKWARD = "autograd::engine::evaluate_function: "
 _GATHERED, _REDUCED = "FSDP::all_gather", "FSDP::post_backward"
-_MAKES_MEMORY = ("aten::empty", "aten::new_empty", "aten::resize_", "aten::to", "aten::_to_copy", "aten::clone", "aten::contiguous")
+_MAKES_MEMORY = ("aten::empty", "aten::new_empty", "aten::resize_")
 """Operators that allocate for the one that calls them."""
 
 
@@ -199,7 +199,9 @@ def _earlier(unknown: float, freed: Sequence[tuple[float, int]], start: float) -
     yield Allocation(start, left, None, cause="rest", name="allocated before")
 
 
-def _attribute(found: Sequence[Allocation], timed: Sequence[Mapping[str, Any]], phases: Sequence[tuple[str, float, float]], thread: int) -> None:
+def _attribute(
+    found: Sequence[Allocation], timed: Sequence[Mapping[str, Any]], phases: Sequence[tuple[str, float, float]], thread: int
+) -> None:
     """Give each allocation that no note knows a cause, and each without a name that of its operator.
 
     Activations: what the training thread has allocated in a forward, and is still there at the next backward.
@@ -231,15 +233,10 @@ def _attribute(found: Sequence[Allocation], timed: Sequence[Mapping[str, Any]], 
 def _backward_spans(timed: Iterable[Mapping[str, Any]]) -> list[Span]:
     """Return the spans in which autograd's engine computed: sorted, and not one inside another."""
     found: list[Span] = []
-    for start, stop in sorted(_span(event) for event in timed if event["name"].startswith(_BACKWARD)):
+    for start, stop in sorted(span(event) for event in timed if event["name"].startswith(_BACKWARD)):
         if not found or start >= found[-1][1]:
             found.append((start, stop))
     return found
-
-
-def _span(event: Mapping[str, Any]) -> Span:
-    start = float(event["ts"]) / 1e6
-    return start, start + float(event["dur"]) / 1e6
 
 
 def _phase_at(at: float, phases: Sequence[tuple[str, float, float]], backward: Sequence[Span]) -> str:
@@ -247,7 +244,7 @@ def _phase_at(at: float, phases: Sequence[tuple[str, float, float]], backward: S
     name = phases[place][0] if place >= 0 and at < phases[place][2] else "between steps"
     if name != "compute":
         return name
-    place = bisect_right(backward, at, key=lambda span: span[0]) - 1
+    place = bisect_right(backward, at, key=lambda each: each[0]) - 1
     return "backward" if place >= 0 and at < backward[place][1] else "forward"
 
 
@@ -263,7 +260,7 @@ def _paths(allocations: Sequence[Allocation], timed: Iterable[Mapping[str, Any]]
         until = bisect_right(starts, allocation.start)
         for event in events[seen:until]:
             stack = open_.setdefault(event["tid"], [])
-            start, stop = _span(event)
+            start, stop = span(event)
             while stack and stack[-1][1] <= start:
                 stack.pop()
             stack.append((event["name"], stop))
@@ -275,10 +272,9 @@ def _paths(allocations: Sequence[Allocation], timed: Iterable[Mapping[str, Any]]
 
 def _operator(path: Sequence[str]) -> str:
     """Return the name of the operator that an allocation was for, with autograd's function if it was a backward's."""
-    inner = next((name for name in reversed(path) if not name.startswith((_BACKWARD, *_MAKES_MEMORY))), path[-1] if path else "")
-    outer = next((name.removeprefix(_BACKWARD) for name in path if name.startswith(_BACKWARD)), inner)
-    inner = inner.removeprefix(_BACKWARD)
-    return inner if outer == inner else f"{outer}, {inner}"
+    inner = next((name for name in reversed(path) if not name.startswith((_BACKWARD, *_MAKES_MEMORY))), "".join(path[-1:]))
+    outer = next((name for name in path if name.startswith(_BACKWARD)), inner)
+    return ", ".join(dict.fromkeys(name.removeprefix(_BACKWARD) for name in (outer, inner)))
 
 
 def _timeline(found: Sequence[Allocation], window: Span, phase_at: Any) -> MemoryTimeline:
@@ -319,3 +315,18 @@ def _thinned(rows: Sequence[tuple[float, int, list[int]]], window: Span) -> list
         if part not in most or row[1] > most[part][1]:
             most[part] = row
     return [most[part] for part in sorted(most)]
+
+
+def memory_table(ranks: Sequence[Mapping[str, Any] | None]) -> list[str]:
+    """Return lines of text: each rank's memory at its peak by cause, and the largest allocations of the highest peak.
+    `ranks`: `MemoryTimeline` as JSON; None where torch did not count."""
+    known = [(rank, each) for rank, each in enumerate(ranks) if each is not None]
+    if not known:
+        return ["memory over time: not known, since torch counts no memory of this device"]
+    lines = [f"{'memory at its peak':<18}    in all" + "".join(f"{cause:>17}" for cause in CAUSES)]
+    for rank, each in known:
+        figures = "".join(f"{each['at_peak'][cause] / 1e6:14.1f} MB" for cause in CAUSES)
+        lines.append(f"  rank {rank:<8}{each['peak_bytes'] / 1e6:10.1f} MB{figures}  in {each['peak_phase']}")
+    rank, highest = max(known, key=lambda pair: pair[1]["peak_bytes"])
+    lines.append(f"the largest at the peak of rank {rank}:")
+    return lines + [f"  {size / 1e6:9.1f} MB  {cause:<15}  {name}" for size, cause, name in highest["largest"]]

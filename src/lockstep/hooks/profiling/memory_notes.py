@@ -43,7 +43,7 @@ class MemoryNotes:
 
     def _everything(self) -> Iterator[tuple[str, str, Tensor]]:
         for module in self._modules:
-            names = {}
+            names: dict[Tensor, str] = {}
             for name, parameter in module.model.named_parameters():
                 names[parameter] = name
                 yield "parameters", name, parameter
@@ -52,10 +52,11 @@ class MemoryNotes:
             for name, buffer in module.model.named_buffers():
                 yield "parameters", f"buffer {name}", buffer
             for optimizer in module.optimizers:
-                for parameter, state in optimizer.state.items():
-                    for kind, value in state.items():
-                        for leaf in tree_leaves(value):
-                            yield "optimizer state", f"{kind} of {names.get(parameter, 'a parameter')}", leaf
+                for held, state in optimizer.state.items():
+                    of = names.get(held, "a parameter")
+                    yield from (
+                        ("optimizer state", f"{kind} of {of}", leaf) for kind, value in state.items() for leaf in tree_leaves(value)
+                    )
 
     def _known(self, cause: str, name: str, tensor: Any) -> KnownTensor | None:
         """Return the place of a tensor on the rank's device; None for one that has no memory there."""
