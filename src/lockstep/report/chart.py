@@ -238,10 +238,12 @@ def _legend(chart: Chart, y_scale: Scale) -> str:
 
 
 def _latest(chart: Chart) -> str:
-    """Return the latest value of the first curve. Empty if the chart shows several runs."""
+    """Return the latest value of the first curve, or over time its largest. Empty if the chart shows several runs."""
     if len({line.run for line in chart.lines}) > 1 or not chart.lines or not chart.lines[0].series.values:
         return ""
-    return f'<span class="latest">{format_number(chart.lines[0].series.values[-1], chart.unit)}</span>'
+    values = chart.lines[0].series.values
+    text = format_number(values[-1], chart.unit) if chart.microseconds is None else f"peak {format_number(max(values), chart.unit)}"
+    return f'<span class="latest">{text}</span>'
 
 
 def _aria_text(line: Curve, axis: str) -> str:

@@ -166,8 +166,8 @@ def _ranks(runs: Sequence[RunHistory], heatmaps: Sequence[RenderedFigure]) -> st
 
 def _memory(runs: Sequence[RunHistory], figures: Sequence[RenderedFigure]) -> str:
     note = (
-        '<p class="note">Memory that torch has allocated on the rank\'s device. Activations are what a forward leaves for the backward; the rest '
-        "is temporary: gradients of activations, what is computed again, batches, buffers of exchanges.</p>"
+        '<p class="note">Memory of tensors on the rank\'s device. Activations are what a forward leaves for the backward; the rest is '
+        "temporary: gradients of activations, what is computed again, batches, buffers of exchanges.</p>"
     )
     return f"{note}{_grid(figures)}{memory_tables(runs)}" if figures else ""
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lockstep.base.units import size
 from lockstep.hooks.profiling.timeline import Span, span
 
 CAUSES = ("parameters", "gradients", "optimizer state", "activations", "rest")
@@ -145,7 +146,7 @@ def _allocations(
 
     def begin(address: int, allocation: Allocation) -> Allocation:
         if address in live:
-            live[address].stop = allocation.start
+            live[address].stop = seen_at if live[address].thread is None else allocation.start
         live[address] = allocation
         found.append(allocation)
         return allocation
@@ -162,13 +163,13 @@ def _allocations(
                 if tensor.address in live:
                     _name(live[tensor.address], tensor)
             continue
-        address, size = what["args"]["Addr"], what["args"]["Bytes"]
-        if size > 0:
-            begin(address, Allocation(at, size, what["tid"]))
+        address, count = what["args"]["Addr"], what["args"]["Bytes"]
+        if count > 0:
+            begin(address, Allocation(at, count, what["tid"]))
         elif address in live:
             live.pop(address).stop = at
         else:
-            freed.append((at, -size))
+            freed.append((at, -count))
     return [*found, *_earlier(unknown, freed, min((at for at, _ in noted), default=-math.inf))]
 
 
@@ -192,10 +193,10 @@ def _earlier(unknown: float, freed: Sequence[tuple[float, int]], start: float) -
     if math.isnan(unknown):
         return
     left = max(0, round(unknown))
-    for at, size in freed:
-        size = min(size, left)
-        left -= size
-        yield Allocation(start, size, None, at, "rest", "allocated before")
+    for at, count in freed:
+        count = min(count, left)
+        left -= count
+        yield Allocation(start, count, None, at, "rest", "allocated before")
     yield Allocation(start, left, None, cause="rest", name="allocated before")
 
 
@@ -286,8 +287,8 @@ def _timeline(found: Sequence[Allocation], window: Span, phase_at: Any) -> Memor
     )  # fmt: skip
     bytes_now = dict.fromkeys(CAUSES, 0)
     rows: list[tuple[float, int, list[int]]] = []
-    for at, size, cause in changes:
-        bytes_now[cause] += size
+    for at, change, cause in changes:
+        bytes_now[cause] += change
         row = (at, sum(bytes_now.values()), list(bytes_now.values()))
         if rows and rows[-1][0] == at:
             rows[-1] = row
@@ -323,10 +324,10 @@ def memory_table(ranks: Sequence[Mapping[str, Any] | None]) -> list[str]:
     known = [(rank, each) for rank, each in enumerate(ranks) if each is not None]
     if not known:
         return ["memory over time: not known, since torch counts no memory of this device"]
-    lines = [f"{'memory at its peak':<18}    in all" + "".join(f"{cause:>17}" for cause in CAUSES)]
+    lines = [f"{'memory at its peak':<18}" + "".join(f"{name:>17}" for name in ("in all", *CAUSES))]
     for rank, each in known:
-        figures = "".join(f"{each['at_peak'][cause] / 1e6:14.1f} MB" for cause in CAUSES)
-        lines.append(f"  rank {rank:<8}{each['peak_bytes'] / 1e6:10.1f} MB{figures}  in {each['peak_phase']}")
+        sizes = (each["peak_bytes"], *(each["at_peak"][cause] for cause in CAUSES))
+        lines.append(f"  rank {rank:<11}" + "".join(f"{size(count):>17}" for count in sizes) + f"  in {each['peak_phase']}")
     rank, highest = max(known, key=lambda pair: pair[1]["peak_bytes"])
     lines.append(f"the largest at the peak of rank {rank}:")
-    return lines + [f"  {size / 1e6:9.1f} MB  {cause:<15}  {name}" for size, cause, name in highest["largest"]]
+    return lines + [f"  {size(count):>12}  {cause:<15}  {name}" for count, cause, name in highest["largest"]]

@@ -54,9 +54,8 @@ class MemoryNotes:
             for optimizer in module.optimizers:
                 for held, state in optimizer.state.items():
                     of = names.get(held, "a parameter")
-                    yield from (
-                        ("optimizer state", f"{kind} of {of}", leaf) for kind, value in state.items() for leaf in tree_leaves(value)
-                    )
+                    leaves = ((kind, leaf) for kind, value in state.items() for leaf in tree_leaves(value))
+                    yield from (("optimizer state", f"{kind} of {of}", leaf) for kind, leaf in leaves)
 
     def _known(self, cause: str, name: str, tensor: Any) -> KnownTensor | None:
         """Return the place of a tensor on the rank's device; None for one that has no memory there."""
