@@ -289,7 +289,8 @@ def memory_json(folder: Path, *peaks: int | None) -> None:
     causes = ("parameters", "gradients", "optimizer state", "activations", "rest")
     ranks = [
         None if peak is None else {
-            "seconds": [0.0, 0.01, 0.02], "bytes_by_cause": {cause: [1000, peak - 4000 if cause == "activations" else 1000, 1000] for cause in causes},
+            "seconds": [0.0, 0.01, 0.02],
+            "bytes_by_cause": {cause: [1000, peak - 4000 if cause == "activations" else 1000, 1000] for cause in causes},
             "peak_bytes": peak, "peak_seconds": 0.01, "peak_phase": "backward",
             "at_peak": {cause: peak - 4000 if cause == "activations" else 1000 for cause in causes},
             "largest": [[peak - 4000, "activations", f"output of <layer> of {rank} 4x4 float32"]],

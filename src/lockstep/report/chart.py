@@ -95,7 +95,9 @@ def render(chart: Chart, *, index: int, last_step: int, columns: int) -> Rendere
     for line, each in zip(chart.lines, points, strict=True):
         layers += _line(line, each, x_scale, y_scale)
     svg = f'<svg viewBox="0 0 {GRAIN} {GRAIN}" preserveAspectRatio="none" aria-hidden="true">{"".join(layers)}</svg>'
-    aria_text = escape(f"{chart.title} over {axis}. {' '.join(_aria_text(line, axis) for line in chart.lines)}", quote=True)
+    aria_text = escape(
+        f"{chart.title} over {'steps' if axis == 'step' else axis}. {' '.join(_aria_text(line, axis) for line in chart.lines)}", quote=True
+    )
     plot = f'<div class="plot" data-chart="{index}" role="img" aria-label="{aria_text}">{svg}{axis_labels(x_scale, axis, y_scale)}</div>'
     caption = f'<figcaption><span class="title">{escape(chart.title)}</span>{_legend(chart, y_scale)}{_latest(chart)}</figcaption>'
     data = {

@@ -36,7 +36,7 @@ class KnownTensor:
     cause: str
     """One of `CAUSES`, or "" if only name, shape and dtype are known."""
     address: int
-    """Where its storage begins."""
+    """Address at which its storage begins."""
     size_bytes: int
     """Size of its storage."""
     name: str
@@ -50,7 +50,7 @@ class KnownTensor:
 
 @dataclass(frozen=True, slots=True)
 class MemoryNote:
-    """What was known of the memory at one moment."""
+    """All that was known of the memory at one moment."""
 
     tensors: Sequence[KnownTensor]
     is_complete: bool
