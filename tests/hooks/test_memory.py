@@ -84,6 +84,7 @@ def test_on_a_cpu_what_was_there_before_and_is_not_noted_again_ended_when_it_was
     for events in ([memory(0.3, 20, 60), mark(0.4, 1)], [memory(0.3, 8, 60), mark(0.4, 1)]):  # elsewhere, and in its place
         found = timeline([mark(0.05, 0), *events], notes)
         assert at_peak(found) == {"parameters": 100, "rest": 60}
+        assert set(found.bytes_by_cause["gradients"]) == {0}
 
 
 def test_on_an_accelerator_all_that_was_allocated_before_is_counted_and_its_end_too() -> None:

@@ -70,16 +70,16 @@ def is_for_one_process() -> bool:
 
 
 def process_group_backend(device: torch.device) -> str:
-    """Return the backends of a process group for tensors on the CPU and on `device`."""
+    """Return torch's backend of a process group for tensors on `device`."""
     import torch.distributed as dist
 
-    return "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+    return dist.get_default_backend_for_device(device)
 
 
-def process_group_device(device: torch.device) -> torch.device | None:
+def process_group_device(device: torch.device, backend: str) -> torch.device | None:
     """Return the device that a process group is bound to: NCCL then connects at once, and splits groups from it. Other
     backends cannot split, and torch's device meshes ask a bound group to."""
-    return device if device.type == "cuda" else None
+    return device if backend == "nccl" else None
 
 
 def name(device: torch.device) -> str | None:

@@ -182,8 +182,7 @@ def _end_missing(live: dict[int, Allocation], known: set[int], seen_at: float) -
 
 def _name(allocation: Allocation, tensor: KnownTensor) -> None:
     if tensor.cause:
-        if not allocation.cause:
-            allocation.cause, allocation.name = tensor.cause, tensor.text
+        allocation.cause, allocation.name = tensor.cause, tensor.text
     elif not allocation.name:
         allocation.name = tensor.text
 

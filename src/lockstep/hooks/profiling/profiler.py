@@ -14,7 +14,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from torch import nn
 from torch.profiler import profile
 
 from lockstep.base import accelerator
@@ -47,13 +46,10 @@ class Profiler(ControlHook):
     def before_step(self, run: Run) -> None:
         if run.source is not None and run.source.step == self._steps.start:
             self._begin(run)
-        self._note_memory()
-
-    def after_backward(self, run: Run, model: nn.Module) -> None:
-        self._note_memory()
 
     def after_step(self, run: Run) -> None:
-        self._note_memory()
+        if self._notes is not None:
+            self._notes.note_all()
 
     def _begin(self, run: Run) -> None:
         self._world.gather_values(None)
@@ -64,10 +60,7 @@ class Profiler(ControlHook):
         self._profiler.__enter__()  # type: ignore[no-untyped-call]
         self._phases.log = []
         self._began = time.time()
-
-    def _note_memory(self) -> None:
-        if self._notes is not None:
-            self._notes.note_all()
+        self._notes.note_all()
 
     def between_steps(self, run: Run) -> None:
         if self._profiler is not None and run.source is not None and run.source.step == self._steps.stop - 1:

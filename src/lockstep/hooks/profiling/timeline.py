@@ -17,7 +17,7 @@ from lockstep.base.errors import LaunchError
 
 Span = tuple[float, float]  # (start, stop), seconds
 _STEPS = re.compile(r"steps=(\d+):(\d+)")
-_EXCHANGES = ("gloo:", "nccl:", "shared:")
+_EXCHANGES = ("gloo:", "nccl:", "xccl:", "mpi:", "ucc:", "shared:")
 _NOT_COMPUTATION = ("c10d::", "_c10d_functional::", "nccl")
 
 
