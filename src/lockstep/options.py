@@ -62,7 +62,7 @@ class WatchdogTimeouts:
 
 
 MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
-"""Variables in which Open MPI, MPICH (and Intel's), and MVAPICH2 give the number of processes that mpirun has started."""
+"""Variables with the number of processes that mpirun has started: of Open MPI, of MPICH and Intel, of MVAPICH2."""
 COMPARE_EVERY = 100
 """Steps from one comparison of the replicas to the next, unless `--compare-every` says otherwise."""
 

@@ -1,4 +1,4 @@
-"""The backend of torch.distributed that carries a run's tensors: the one that torch has for the device, or another by name."""
+"""The backend of torch.distributed for a run's tensors: torch's own for the device, or another, by name."""
 
 from __future__ import annotations
 
