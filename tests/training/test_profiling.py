@@ -13,6 +13,7 @@ from torch import nn
 from training.subjects import FEATURES, OUTPUTS, recipe, rows
 
 import lockstep as ls
+from lockstep.hooks.profiling import memory
 from lockstep.testing.pool import WorkerPool
 
 
@@ -96,6 +97,7 @@ def loss(output: torch.Tensor, batch: list[torch.Tensor]) -> torch.Tensor:
 def memory_of(run_dir: str, plan: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCKSTEP_PROFILE", "steps=1:3")
+        patch.setattr(memory, "MOST_POINTS", 10**9)  # every moment
         changes = {"model": wide, "data": rows(4 * MICROBATCH), "inputs": inputs, "loss": loss, "steps": 3}
         ls.train(recipe(**changes, global_batch=2 * MICROBATCH, microbatch=MICROBATCH), run_dir=run_dir, plan=plan)
 
