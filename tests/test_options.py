@@ -27,6 +27,7 @@ GIVEN: dict[str, Any] = {
     "compare_every": 0,
     "profile": "steps=2:4",
     "check": True,
+    "backend": "ucc",
     "allow_change": frozenset({"steps", "schedule"}),
     "stop_at": 1e9,
     "default_run_dir": "/runs/b",

@@ -11,10 +11,10 @@ from lockstep.hooks.loss_check import LossCheck
 from lockstep.hooks.metrics import Metrics
 from lockstep.hooks.out_of_memory import OutOfMemory
 from lockstep.hooks.preemption import Preemption
-from lockstep.hooks.profiler import Profiler
+from lockstep.hooks.profiling.profiler import Profiler
+from lockstep.hooks.profiling.timeline import steps_of
 from lockstep.hooks.replica_audit import ReplicaAudit
 from lockstep.hooks.stragglers import Stragglers
-from lockstep.hooks.timeline import steps_of
 from lockstep.launch.termination import Termination
 from lockstep.opening import Opened
 from lockstep.options import WatchdogTimeouts

@@ -170,7 +170,11 @@ def open_run(request: RunRequest, termination: Termination, stack: ExitStack) ->
 def _join(request: RunRequest, environment: Environment) -> World:
     """Join the process group. Raises if the ranks were launched, or called, with other settings."""
     world = join(
-        rank=environment.rank, size=environment.world_size, local_rank=environment.local_rank, local_size=environment.local_world_size
+        rank=environment.rank,
+        size=environment.world_size,
+        local_rank=environment.local_rank,
+        local_size=environment.local_world_size,
+        backend=environment.backend,
     )
     everyone = world.gather_values([environment.shared(), request.compared(environment.plan)])
     check_shared_options([launched for launched, _ in everyone])

@@ -61,6 +61,8 @@ class WatchdogTimeouts:
         return max(LEAST_STEP_SECONDS if phase in STEP_PHASES else LEAST_OTHER_SECONDS, TIMES_USUAL * usual_seconds)
 
 
+MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+"""Variables with the number of processes that mpirun has started: of Open MPI, of MPICH and Intel, of MVAPICH2."""
 COMPARE_EVERY = 100
 """Steps from one comparison of the replicas to the next, unless `--compare-every` says otherwise."""
 
@@ -181,6 +183,11 @@ class RunOptions:
     )
     check: bool = _option(
         False, "Compare every collective across ranks before it is called. Slow; meant for finding the cause of a hang.", kind=bool
+    )
+    backend: str | None = _option(
+        None,
+        "Backend of torch.distributed for the tensors on the device. Default: torch's own for it: nccl, xccl, or on CPUs gloo.",
+        metavar="NAME",
     )
     allow_change: frozenset[str] = _option(
         frozenset(),

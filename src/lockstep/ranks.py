@@ -33,6 +33,7 @@ def once(function: Callable[[], T]) -> T:
         size=environment.world_size,
         local_rank=environment.local_rank,
         local_size=environment.local_world_size,
+        backend=environment.backend,
     )
     result, failure = None, None
     if environment.local_rank == 0:

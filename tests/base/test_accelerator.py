@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lockstep.base import accelerator
+from lockstep.comm.backend import group_backends
 
 CPU = torch.device("cpu")
 PACKAGE = Path(accelerator.__file__).parents[1]
@@ -51,7 +52,8 @@ def test_what_kinds_can_do(kind: str, streams: bool, wide: torch.dtype) -> None:
     ("kind", "backend"), [("cpu", "gloo"), ("cuda", "cpu:gloo,cuda:nccl"), ("xpu", "cpu:gloo,xpu:xccl"), ("mps", "cpu:gloo,mps:gloo")]
 )
 def test_the_backends_of_a_process_group(kind: str, backend: str) -> None:
-    assert accelerator.process_group_backend(torch.device(kind)) == backend
+    device = torch.device(kind)
+    assert group_backends(accelerator.process_group_backend(device), device) == backend
 
 
 def test_generators_are_preserved() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 
 from lockstep.base.errors import LaunchError
-from lockstep.hooks.timeline import Span, TimeParts, heaviest, length, merged, steps_of, time_parts, union, without
+from lockstep.hooks.profiling.timeline import Span, TimeParts, heaviest, length, merged, steps_of, time_parts, union, without
 
 TRAINS, OTHER = 7, 8
 WINDOW = (0.0, 100.0)

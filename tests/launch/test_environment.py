@@ -127,3 +127,11 @@ def test_threads_are_what_somebody_asked_for_else_a_share_of_the_cores() -> None
     assert Environment.read({**rank, "OMP_NUM_THREADS": "3"}).threads == 3
     assert Environment.read({**ours, "OMP_NUM_THREADS": "1"}).threads == 1
     assert Environment.read({"OMP_NUM_THREADS": "12"}).threads == 12
+
+
+@pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"])
+def test_a_process_of_mpirun_without_a_rank_is_refused_not_trained_alone(name: str) -> None:
+    with pytest.raises(LaunchError, match=rf"{name}=4 without RANK: mpirun has started this process.*start the script with lockstep run"):
+        Environment.read({name: "4"})
+    assert Environment.read({name: "1"}).world_size == 1
+    assert Environment.read({name: "4", "RANK": "3", "WORLD_SIZE": "4"}).rank == 3

@@ -282,3 +282,57 @@ def test_colours_of_lines_are_told_apart_by_everybody(theme: int, kind: str) -> 
     for one, other in combinations(range(COLOURS), 2):
         apart = sum((a - b) ** 2 for a, b in zip(*(seen(colours[f"line-{each}"], CVD[kind]) for each in (one, other)), strict=True)) ** 0.5
         assert apart >= (20 if max(one, other) < 4 else 12), (one, other, apart)
+
+
+def memory_json(folder: Path, *peaks: int | None) -> None:
+    """Ranks with these peaks; None: torch did not count."""
+    causes = ("parameters", "gradients", "optimizer state", "activations", "rest")
+    ranks = [
+        None if peak is None else {
+            "seconds": [0.0, 0.01, 0.02],
+            "bytes_by_cause": {cause: [1000, peak - 4000 if cause == "activations" else 1000, 1000] for cause in causes},
+            "peak_bytes": peak, "peak_seconds": 0.01, "peak_phase": "backward",
+            "at_peak": {cause: peak - 4000 if cause == "activations" else 1000 for cause in causes},
+            "largest": [[peak - 4000, "activations", f"output of <layer> of {rank} 4x4 float32"]],
+        }
+        for rank, peak in enumerate(peaks)
+    ]  # fmt: skip
+    write(folder / "profile", "memory.json", [{"steps": [10, 13], "ranks": ranks}])
+
+
+def test_the_memory_of_the_profiled_steps_is_drawn_by_rank_and_cause(tmp_path: Path) -> None:
+    whole(tmp_path / "a", world=2)
+    memory_json(tmp_path / "a", 2_000_000, None, 3_000_000)
+    text = made(tmp_path / "a")
+    assert re.findall(r'<span class="title">(memory of .*?)</span>', text) == ["memory of rank 0", "memory of rank 2"]
+    said = words(text)
+    assert "Memory at the peak of steps 10 to 12" in said
+    assert "The largest at the peak of rank 2" in said
+    assert "3 MBactivationsoutput of <layer> of 2 4x4 float32" in said
+    assert "10 ms, backward" in said
+    assert "peak 3 MB" in said
+    chart = next(each for each in data_of(text)["charts"] if "microseconds" in each)
+    assert chart["microseconds"] == 20_000
+    assert [line["name"] for line in chart["lines"]] == ["all", "parameters", "gradients", "optimizer state", "activations", "rest"]
+    assert chart["lines"][0]["mean"] == [5000, 2e6, 5000]
+    assert chart["lines"][0]["steps"] == [0, 10_000, 20_000]
+    assert "minimum 5,000 at 0, maximum 2,000,000 at 10 ms." in text
+
+
+def test_of_many_ranks_those_with_the_highest_peaks_are_drawn(tmp_path: Path) -> None:
+    whole(tmp_path / "a", world=2)
+    memory_json(tmp_path / "a", *(10_000 + 1000 * (rank % 10) for rank in range(20)))
+    text = made(tmp_path / "a")
+    drawn = re.findall(r'<span class="title">memory of rank (.*?)</span>', text)
+    assert drawn == ["6", "7", "8", "9", "16", "17", "18", "19"]
+    assert text.count("10 ms, backward") == 20
+
+
+def test_a_memory_profile_of_another_form_is_left_out_and_told(tmp_path: Path) -> None:
+    whole(tmp_path / "a", world=2)
+    for content in ("{", "[]", '{"steps": [1, 2], "ranks": [{"seconds": [0]}]}', '{"steps": [1], "ranks": []}'):
+        (tmp_path / "a" / "profile").mkdir(exist_ok=True)
+        (tmp_path / "a" / "profile" / "memory.json").write_text(content)
+        text = made(tmp_path / "a")
+        assert "1 lines of profile/memory.json are invalid" in words(text)
+        assert 'id="memory"' not in text

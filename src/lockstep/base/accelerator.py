@@ -75,16 +75,16 @@ def runs_data_parallel(device: torch.device) -> bool:
 
 
 def process_group_backend(device: torch.device) -> str:
-    """Return the backends of a process group for tensors on the CPU and on `device`."""
+    """Return torch's backend of a process group for tensors on `device`."""
     import torch.distributed as dist
 
-    return "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+    return dist.get_default_backend_for_device(device)
 
 
-def process_group_device(device: torch.device) -> torch.device | None:
+def process_group_device(device: torch.device, backend: str) -> torch.device | None:
     """Return the device that a process group is bound to: NCCL then connects at once, and splits groups from it. Other
     backends cannot split, and torch's device meshes ask a bound group to."""
-    return device if device.type == "cuda" else None
+    return device if backend == "nccl" else None
 
 
 def name(device: torch.device) -> str | None:
@@ -201,6 +201,11 @@ def future(tensor: Tensor) -> torch.futures.Future[Tensor]:
 
 
 # Memory
+
+
+def allocated_bytes(device: torch.device) -> int | None:
+    """Return the memory that tensors on the device have; None if nobody counts it."""
+    return torch.accelerator.memory_allocated(device) if has_streams(device) else None
 
 
 def peak_bytes(device: torch.device) -> int | None:

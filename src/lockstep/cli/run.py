@@ -18,7 +18,7 @@ from lockstep.base.errors import say
 from lockstep.base.garbage import collector_paused
 from lockstep.base.system import refuse_on_windows
 from lockstep.cli.arguments import check_target, launch_options, options_from, script_arguments, warn_of_misplaced
-from lockstep.hooks.timeline import steps_of
+from lockstep.hooks.profiling.timeline import steps_of
 from lockstep.launch.count import count_processes
 from lockstep.launch.machines import Machines, rendezvous_options
 from lockstep.launch.slurm.batch_script import SlurmStep

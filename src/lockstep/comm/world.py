@@ -21,6 +21,7 @@ from torch import Tensor
 from lockstep.base import accelerator
 from lockstep.base.errors import LaunchError, install_excepthook, say
 from lockstep.base.system import refuse_on_windows
+from lockstep.comm.backend import chosen_backend, group_backends
 from lockstep.comm.hierarchical import HierarchicalAllReduce
 from lockstep.comm.shared_memory import SharedMemoryGroup
 
@@ -163,16 +164,19 @@ _made: weakref.ref[Any] | None = None
 """The process group that `join` made; None if it made none."""
 
 
-def join(*, rank: int, size: int, local_rank: int, local_size: int, timeout: timedelta = timedelta(minutes=10)) -> World:
+def join(
+    *, rank: int, size: int, local_rank: int, local_size: int, backend: str | None = None, timeout: timedelta = timedelta(minutes=10)
+) -> World:
     """Join the rendezvous and make the process group, or use the existing one. Every rank calls it. The device is this
-    rank's GPU (NCCL, with Gloo for CPU tensors), or without GPUs the CPU (Gloo). Raises `LaunchError` if there are
-    fewer GPUs than processes, or if the address of the rendezvous cannot be used."""
-    world = _joined(rank, size, local_rank, local_size, timeout)
+    rank's GPU (NCCL, with Gloo for CPU tensors), or without GPUs the CPU (Gloo). `backend`: another for its tensors.
+    Raises `LaunchError` if there are fewer GPUs than processes, if the address of the rendezvous cannot be used, or if
+    the backend cannot."""
+    world = _joined(rank, size, local_rank, local_size, backend, timeout)
     install_excepthook()
     return world
 
 
-def _joined(rank: int, size: int, local_rank: int, local_size: int, timeout: timedelta) -> World:
+def _joined(rank: int, size: int, local_rank: int, local_size: int, backend: str | None, timeout: timedelta) -> World:
     global _made
     gpus = accelerator.count()
     use_gpu = gpus > 0 and not (local_size > 1 and accelerator.is_for_one_process())
@@ -184,13 +188,19 @@ def _joined(rank: int, size: int, local_rank: int, local_size: int, timeout: tim
             f"the GPUs ({accelerator.how_to_hide()}) to compute on the CPU"
         )
     device = accelerator.device(local_rank) if use_gpu else torch.device("cpu")
+    chosen = chosen_backend(backend, device, size, os.environ)
     if dist.is_initialized():
+        if backend is not None and not _is_ours():
+            raise LaunchError(
+                f"--backend {backend!r}, and the script has made a process group, which lockstep uses as it is; make it with that backend "
+                "and leave --backend out, or leave init_process_group to lockstep"
+            )
         return World(dist.get_rank(), dist.get_world_size(), local_rank, local_size, device, owns_group=_is_ours())
     if size > 1:
         refuse_on_windows(f"a run of {size} processes")
         try:
-            backend, bound_to = accelerator.process_group_backend(device), accelerator.process_group_device(device)
-            dist.init_process_group(backend, timeout=timeout, device_id=bound_to)
+            bound_to = accelerator.process_group_device(device, chosen)
+            dist.init_process_group(group_backends(chosen, device), timeout=timeout, device_id=bound_to)
         except dist.DistNetworkError as error:
             raise LaunchError(_network_error(error)) from error
         _made = weakref.ref(dist.group.WORLD)

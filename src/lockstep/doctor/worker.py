@@ -69,9 +69,10 @@ def _run_probes(coordinator: ProbeCoordinator, environment: Environment, values:
             size=environment.world_size,
             local_rank=environment.local_rank,
             local_size=environment.local_world_size,
+            backend=environment.backend,
             timeout=timedelta(seconds=RENDEZVOUS_SECONDS),  # the coordinator's deadline comes first
         )
-    values["backend"] = accelerator.process_group_backend(world.device).rpartition(":")[2]
+    values["backend"] = environment.backend or accelerator.process_group_backend(world.device)
     if len(names) > 1 and machine["path"] is not None:
         with coordinator.probe("the run directory on all machines"):
             values["shared"] = _ranks_that_share(coordinator, Path(machine["path"]))

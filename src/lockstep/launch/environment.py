@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, cast, get_args
 
 from lockstep.base.errors import LaunchError
-from lockstep.options import RunOptions, non_negative_int, read_options
+from lockstep.options import MPI_SIZES, RunOptions, non_negative_int, read_options
 
 Launcher = Literal["python", "torchrun", "lockstep", "spawn", "srun"]
 
@@ -39,6 +39,7 @@ class Environment(RunOptions):
         Without any of the first four this is rank 0 of 1. If the two local ones are missing, all processes are taken to
         be on this machine. Raises `LaunchError` if the values contradict each other.
         """
+        _not_by_mpirun(environ)
         _both_or_neither(environ, "RANK", "WORLD_SIZE")
         _both_or_neither(environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         if "LOCAL_RANK" in environ and "RANK" not in environ:
@@ -87,6 +88,17 @@ def threads_per_process(count: int) -> int:
     """Intra-op threads for each of `count` processes on this machine: usable cores ÷ processes, at least 1."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // count)
+
+
+def _not_by_mpirun(environ: Mapping[str, str]) -> None:
+    """Raise `LaunchError` if mpirun has started this process as one of several: each would train alone."""
+    started = next((name for name in MPI_SIZES if environ.get(name, "1") != "1"), None)
+    if "RANK" not in environ and started is not None:
+        raise LaunchError(
+            f"{started}={environ[started]} without RANK: mpirun has started this process, and gives no address at which the processes "
+            "meet; start the script with lockstep run (one on each machine: mpirun -npernode 1 lockstep run --nnodes N --rdzv HOST:PORT "
+            "SCRIPT), or set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each process"
+        )
 
 
 def _both_or_neither(environ: Mapping[str, str], one: str, other: str) -> None:

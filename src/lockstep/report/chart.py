@@ -9,7 +9,7 @@ from html import escape
 from typing import Any, Literal
 
 from lockstep.report.history import Series
-from lockstep.report.scale import Scale, Unit, format_number, scale_of, step_scale
+from lockstep.report.scale import Scale, Unit, format_number, scale_of, short_time_scale, step_scale
 
 GRAIN = 10_000
 DOTS = 60
@@ -52,6 +52,8 @@ class Chart:
     may_be_logarithmic: bool = True
     note: str = ""
     marks: Sequence[EventMark] = ()
+    microseconds: int | None = None
+    """The end of the horizontal axis if it is time: the steps of the curves are then microseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,23 +85,27 @@ class RenderedFigure:
 
 def render(chart: Chart, *, index: int, last_step: int, columns: int) -> RenderedFigure:
     """Render a chart. `index`: its index on the page. `columns`: largest number of points of a curve."""
-    points = [downsample(line.series, last_step, columns) for line in chart.lines]
+    axis = "step" if chart.microseconds is None else "time"
+    points = [downsample(line.series, chart.microseconds or last_step, columns) for line in chart.lines]
     numbers = [value for each in points for point in each for value in (point.low, point.high) if math.isfinite(value)]
-    x_scale = step_scale(last_step)
+    x_scale = step_scale(last_step) if chart.microseconds is None else short_time_scale(chart.microseconds)
     y_scale = scale_of(numbers, chart.unit, from_zero=chart.from_zero, may_be_logarithmic=chart.may_be_logarithmic)
     grid = "".join(f"M0 {_y(y_scale.position(tick))}h{GRAIN}" for tick in y_scale.ticks)
     layers = [f'<path class="grid" d="{grid}"/>', *_marks(chart.marks, x_scale)]
     for line, each in zip(chart.lines, points, strict=True):
         layers += _line(line, each, x_scale, y_scale)
     svg = f'<svg viewBox="0 0 {GRAIN} {GRAIN}" preserveAspectRatio="none" aria-hidden="true">{"".join(layers)}</svg>'
-    aria_text = escape(f"{chart.title} over steps. {' '.join(map(_aria_text, chart.lines))}", quote=True)
-    plot = f'<div class="plot" data-chart="{index}" role="img" aria-label="{aria_text}">{svg}{axis_labels(x_scale, "step", y_scale)}</div>'
+    aria_text = escape(
+        f"{chart.title} over {'steps' if axis == 'step' else axis}. {' '.join(_aria_text(line, axis) for line in chart.lines)}", quote=True
+    )
+    plot = f'<div class="plot" data-chart="{index}" role="img" aria-label="{aria_text}">{svg}{axis_labels(x_scale, axis, y_scale)}</div>'
     caption = f'<figcaption><span class="title">{escape(chart.title)}</span>{_legend(chart, y_scale)}{_latest(chart)}</figcaption>'
     data = {
         "unit": chart.unit,
         "up": [y_scale.low, y_scale.high, int(y_scale.logarithmic)],
         "marks": [[mark.step, mark.text] for mark in chart.marks],
         "lines": [_data(line, each) for line, each in zip(chart.lines, points, strict=True)],
+        **({} if chart.microseconds is None else {"microseconds": chart.microseconds}),
     }
     return RenderedFigure(f'<figure class="chart">{caption}{plot}</figure>', data)
 
@@ -234,21 +240,25 @@ def _legend(chart: Chart, y_scale: Scale) -> str:
 
 
 def _latest(chart: Chart) -> str:
-    """Return the latest value of the first curve. Empty if the chart shows several runs."""
+    """Return the latest value of the first curve, or over time its largest. Empty if the chart shows several runs."""
     if len({line.run for line in chart.lines}) > 1 or not chart.lines or not chart.lines[0].series.values:
         return ""
-    return f'<span class="latest">{format_number(chart.lines[0].series.values[-1], chart.unit)}</span>'
+    values = chart.lines[0].series.values
+    text = format_number(values[-1], chart.unit) if chart.microseconds is None else f"peak {format_number(max(values), chart.unit)}"
+    return f'<span class="latest">{text}</span>'
 
 
-def _aria_text(line: Curve) -> str:
+def _aria_text(line: Curve, axis: str) -> str:
     values = summary(line.series)
     if values["min"] is None:
         return f"{line.name}: {values['values']} values, none of them finite."
     last = "not finite" if values["last"] is None else format_number(values["last"])
     first, lowest, highest = (format_number(values[name]) for name in ("first", "min", "max"))
+    places = [values[f"{name}_step"] for name in ("last", "min", "max")]
+    last_at, low_at, high_at = (f"step {at}" if axis == "step" else format_number(at / 1e6, "seconds") for at in places)
     return (
-        f"{line.name}: {values['values']} values, first {first}, last {last} at step {values['last_step']}, "
-        f"minimum {lowest} at step {values['min_step']}, maximum {highest} at step {values['max_step']}."
+        f"{line.name}: {values['values']} values, first {first}, last {last} at {last_at}, "
+        f"minimum {lowest} at {low_at}, maximum {highest} at {high_at}."
     )
 
 

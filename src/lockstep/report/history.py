@@ -64,6 +64,34 @@ class RankTimes:
 
 
 @dataclass(frozen=True, slots=True)
+class RankMemory:
+    """A rank's memory in the profiled steps, from `profile/memory.json`."""
+
+    rank: int
+    microseconds: list[int]
+    """Moments since the first profiled step began."""
+    bytes_by_cause: dict[str, list[int]]
+    """For each cause, the bytes from each moment to the next."""
+    peak_bytes: int
+    peak_seconds: float
+    peak_phase: str
+    at_peak: dict[str, int]
+    """Bytes at the peak by cause."""
+    largest: list[tuple[int, str, str]]
+    """The largest at the peak: bytes, cause, and what it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryProfile:
+    """Contents of `profile/memory.json`."""
+
+    steps: tuple[int, int]
+    """The first profiled step, and the one after the last."""
+    ranks: list[RankMemory]
+    """Without the ranks whose memory torch does not count."""
+
+
+@dataclass(frozen=True, slots=True)
 class RunEvent:
     """A row of `events.jsonl`."""
 
@@ -108,6 +136,8 @@ class RunHistory:
     ranks: RankTimes
     events: list[RunEvent]
     holder: LockHolder | None
+    memory: MemoryProfile | None = None
+    """None if no steps were profiled."""
     unreadable: Mapping[str, int] = field(default_factory=dict)
     """Number of invalid lines in each file that has any."""
 
@@ -201,6 +231,24 @@ def rank_times(rows: Iterable[Mapping[str, Any]]) -> RankTimes:
             found.phases[phase].append(array("d", (math.nan if value is None else value for value in row["ranks"].get(phase, ()))))
         found.hosts = list(map(str, row.get("hosts", found.hosts)))
     return found
+
+
+def memory_profile(found: Mapping[str, Any]) -> MemoryProfile:
+    """Read `profile/memory.json`. Raises `ValueError`, `KeyError` or `TypeError` for another content."""
+    ranks = []
+    for rank, each in enumerate(found["ranks"]):
+        if each is None:
+            continue
+        moments = [round(1e6 * float(second)) for second in each["seconds"]]
+        causes = {str(cause): [int(size) for size in sizes] for cause, sizes in each["bytes_by_cause"].items()}
+        if not moments or any(len(sizes) != len(moments) for sizes in causes.values()):
+            raise ValueError("a cause needs as many sizes as there are moments")
+        largest = [(int(size), str(cause), str(name)) for size, cause, name in each["largest"]]
+        at_peak = {cause: int(each["at_peak"][cause]) for cause in causes}
+        peak = int(each["peak_bytes"]), float(each["peak_seconds"]), str(each["peak_phase"])
+        ranks.append(RankMemory(rank, moments, causes, *peak, at_peak, largest))
+    first, stop = found["steps"]
+    return MemoryProfile((int(first), int(stop)), ranks)
 
 
 def run_events(rows: Iterable[Mapping[str, Any]]) -> list[RunEvent]:

@@ -53,49 +53,53 @@
     document.querySelectorAll(".cross, .dot").forEach((each) => each.remove());
   };
 
-  const cross = (step) => {
+  // A chart's axis is steps, as of all others, or if it has an end of its own, time.
+  const own = (plot) => (plot.dataset.chart ? data.charts[plot.dataset.chart].microseconds : undefined);
+  const cross = (place, microseconds) => {
     document.querySelectorAll("[data-chart], [data-heatmap]").forEach((plot) => {
-      element(plot, "span", "cross").style.left = (100 * step) / data.last + "%";
+      if (own(plot) === microseconds) element(plot, "span", "cross").style.left = (100 * place) / (microseconds || data.last) + "%";
     });
   };
 
   const onChart = (plot, event, share) => {
     const chart = data.charts[plot.dataset.chart];
-    const wanted = share * data.last;
-    const near = (line) => line.steps.length && wanted > line.steps[0] - data.last / 50 && wanted < line.steps[line.steps.length - 1] + data.last / 50;
+    const last = chart.microseconds || data.last;
+    const at = (first, final) => (chart.microseconds ? words(final / 1e6, "seconds") : steps(first, final));
+    const wanted = share * last;
+    const near = (line) => line.steps.length && wanted > line.steps[0] - last / 50 && wanted < line.steps[line.steps.length - 1] + last / 50;
     const known = chart.lines.filter(near);
     if (!known.length) return;
     const found = known.map((line) => [line, nearest(line.steps, wanted)]);
     const [closest, closestAt] = found.reduce((best, each) => (Math.abs(each[0].steps[each[1]] - wanted) < Math.abs(best[0].steps[best[1]] - wanted) ? each : best));
     const step = closest.steps[closestAt];
-    cross(middle(closest, closestAt));
+    cross(middle(closest, closestAt), chart.microseconds);
     tip.replaceChildren();
-    element(tip, "div", "head", steps(closest.first ? closest.first[closestAt] : step, step));
+    element(tip, "div", "head", at(closest.first ? closest.first[closestAt] : step, step));
     const table = element(tip, "table");
     const [low, high, logarithmic] = chart.up;
     const turned = logarithmic ? Math.log : (value) => value;
-    for (const [line, at] of found) {
+    for (const [line, place] of found) {
       const row = element(table, "tr");
       const key = element(element(row, "td"), "span", "key");
       const colour = `var(--line-${line.colour})`;
       element(key, "b", line.kind).style.setProperty("--colour", colour);
       element(key, "span", "", line.name);
-      const value = line.mean[at];
+      const value = line.mean[place];
       element(row, "td", "number", words(value, chart.unit));
       const more = [];
-      if (line.low && line.low[at] !== line.high[at]) more.push(`${words(line.low[at], chart.unit)} to ${words(line.high[at], chart.unit)}`);
-      if (line.steps[at] !== step) more.push(`at step ${line.steps[at].toLocaleString("en")}`);
+      if (line.low && line.low[place] !== line.high[place]) more.push(`${words(line.low[place], chart.unit)} to ${words(line.high[place], chart.unit)}`);
+      if (line.steps[place] !== step) more.push(`at ${at(line.steps[place], line.steps[place])}`);
       element(row, "td", "", "").appendChild(document.createElement("small")).textContent = more.join(", ");
       if (typeof value === "number") {
         const dot = element(plot, "span", "dot");
         dot.style.setProperty("--colour", colour);
-        dot.style.left = (100 * middle(line, at)) / data.last + "%";
+        dot.style.left = (100 * middle(line, place)) / last + "%";
         dot.style.bottom = (100 * (turned(value) - turned(low))) / (turned(high) - turned(low)) + "%";
         dot.style.margin = "0 0 -4.5px -4.5px";
       }
     }
     const pixels = 5 / plot.clientWidth;
-    for (const [at, text] of chart.marks) if (Math.abs(at / data.last - share) < pixels) element(tip, "div", "", `${steps(at, at)}: ${text}`);
+    for (const [step, text] of chart.marks) if (Math.abs(step / last - share) < pixels) element(tip, "div", "", `${steps(step, step)}: ${text}`);
     place(event);
   };
 

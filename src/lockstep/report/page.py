@@ -14,6 +14,7 @@ from typing import Any
 from lockstep.report import event_timeline, heatmap, tables
 from lockstep.report.chart import Chart, Curve, RenderedFigure, render
 from lockstep.report.history import PHASES, RunHistory
+from lockstep.report.memory import memory_charts, memory_tables
 
 GENERATOR = '<meta name="generator" content="lockstep report">'
 """A tag near the beginning of each page, which identifies it as a report."""
@@ -32,7 +33,8 @@ def page(runs: Sequence[RunHistory], *, made: float) -> str:
     title = "lockstep report: " + ", ".join(run.name for run in runs)
     last_step = max([1, *(run.curves.last_step for run in runs), *(step for run in runs for step in run.ranks.steps[-1:])])
     learning, speed = charts(runs)
-    shown = [*learning, *speed]
+    memory = memory_charts(runs)
+    shown = [*learning, *speed, *memory]
     lines = sum(len(each.lines) for each in shown)
     columns = max(LEAST_COLUMNS, min(MOST_COLUMNS, POINTS // max(1, lines)))
     figures = [render(each, index=index, last_step=last_step, columns=columns) for index, each in enumerate(shown)]
@@ -42,7 +44,8 @@ def page(runs: Sequence[RunHistory], *, made: float) -> str:
         _head(runs, made),
         *_section("differences", "Differences", tables.difference_table(runs) if len(runs) > 1 else ""),
         *_section("learning", "Training", _grid(figures[: len(learning)]) or '<p class="note">The run has not reached a logging step.</p>'),
-        *_section("speed", "Throughput", _grid(figures[len(learning) :])),
+        *_section("speed", "Throughput", _grid(figures[len(learning) : len(learning) + len(speed)])),
+        *_section("memory", "Memory of the profiled steps", _memory(runs, figures[len(learning) + len(speed) :])),
         *_section("ranks", "Ranks", _ranks(runs, heatmaps)),
         *_section("events", "Events", _events(runs)),
         *_section("facts", "Recipe, plan, environment", "".join(descriptions)),
@@ -159,6 +162,14 @@ def _ranks(runs: Sequence[RunHistory], heatmaps: Sequence[RenderedFigure]) -> st
         "compute takes longer, makes the others wait: their communication takes longer, and the step is as long for all.</p>"
     )
     return "".join([note, *found]) if found else ""
+
+
+def _memory(runs: Sequence[RunHistory], figures: Sequence[RenderedFigure]) -> str:
+    note = (
+        '<p class="note">Memory of tensors on the rank\'s device. Activations are what a forward leaves for the backward; the rest is '
+        "temporary: gradients of activations, what is computed again, batches, buffers of exchanges.</p>"
+    )
+    return f"{note}{_grid(figures)}{memory_tables(runs)}" if figures else ""
 
 
 def _events(runs: Sequence[RunHistory]) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.base.errors import RunDirectoryError
-from lockstep.report.history import LockHolder, RunHistory, curves, rank_times, run_events
+from lockstep.report.history import LockHolder, MemoryProfile, RunHistory, curves, memory_profile, rank_times, run_events
 
 _RUN_FILE = "run.json"
 _LATEST_TIME_SECONDS = 2.5e11
@@ -52,6 +52,7 @@ def read_run(folder: Path, name: str) -> RunHistory:
             ranks=rank_times(rows("ranks.jsonl", _is_ranks_row)),
             events=run_events(rows("events.jsonl", _is_event_row)),
             holder=_holder(folder / "lock"),
+            memory=_memory(folder, unreadable),
             unreadable=unreadable,
         )
 
@@ -123,6 +124,18 @@ def _json(path: Path, **kinds: type) -> dict[str, Any]:
                 f"{path} has {type(found[name]).__name__} as {name!r}, but a run writes {kind.__name__}; give another run directory"
             )
     return found
+
+
+def _memory(folder: Path, unreadable: dict[str, int]) -> MemoryProfile | None:
+    """Read the memory of the profiled steps. Counts its one line in `unreadable` if that is invalid."""
+    path = folder / "profile" / "memory.json"
+    if not path.is_file():
+        return None
+    try:
+        return memory_profile(json.loads(path.read_text(encoding="utf-8", errors="replace")))
+    except (ValueError, KeyError, AttributeError, TypeError, OverflowError, RecursionError):
+        unreadable["profile/memory.json"] = 1
+        return None
 
 
 def _holder(path: Path) -> LockHolder | None:

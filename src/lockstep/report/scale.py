@@ -64,6 +64,13 @@ def step_scale(last: int) -> Scale:
     return Scale(0.0, float(last), False, ticks, tuple(format_count(round(tick)) for tick in ticks))
 
 
+def short_time_scale(microseconds: int) -> Scale:
+    """Return the axis of a time from 0, in microseconds."""
+    step = nice_step(microseconds, 6)
+    ticks = tuple(step * number for number in range(math.floor(microseconds / step + 1e-9) + 1))
+    return Scale(0.0, float(microseconds), False, ticks, tuple(_seconds(tick / 1e6) for tick in ticks))
+
+
 def time_scale(seconds: float) -> Scale:
     """Return the axis of elapsed time, from 0."""
     seconds = max(seconds, 1.0)

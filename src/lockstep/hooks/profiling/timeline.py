@@ -17,7 +17,7 @@ from lockstep.base.errors import LaunchError
 
 Span = tuple[float, float]  # (start, stop), seconds
 _STEPS = re.compile(r"steps=(\d+):(\d+)")
-_EXCHANGES = ("gloo:", "nccl:", "shared:")
+_EXCHANGES = ("gloo:", "nccl:", "xccl:", "mpi:", "ucc:", "shared:")
 _NOT_COMPUTATION = ("c10d::", "_c10d_functional::", "nccl")
 
 
@@ -53,9 +53,9 @@ def time_parts(trace: Mapping[str, Any], window: Span, thread: int) -> TimeParts
     exchanges = [event for event in timed if event["name"].startswith(_EXCHANGES)]
     exchanges += [event for event in kernels if event["name"].startswith("nccl")]
     computed = [event for event in (*_innermost(operators), *kernels) if not event["name"].startswith(_NOT_COMPUTATION)]
-    inside = union(map(_span, exchanges), window)
-    shared = union((_span(event) for event in exchanges if event["name"].startswith("shared:")), window)
-    busy = without(union(map(_span, computed), window), shared)  # operators inside a shared-memory collective are exchange
+    inside = union(map(span, exchanges), window)
+    shared = union((span(event) for event in exchanges if event["name"].startswith("shared:")), window)
+    busy = without(union(map(span, computed), window), shared)  # operators inside a shared-memory collective are exchange
     exposed = length(without(inside, busy))
     return TimeParts(window[1] - window[0], length(busy), exposed, length(inside) - exposed)
 
@@ -64,13 +64,14 @@ def _innermost(operators: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]
     """The operators that called no other. Outer ones are left out: their remaining time may be a wait."""
     found: list[Mapping[str, Any]] = []
     for event in sorted(operators, key=lambda event: (float(event["ts"]), -float(event["dur"]))):
-        if found and _span(event)[1] <= _span(found[-1])[1]:
+        if found and span(event)[1] <= span(found[-1])[1]:
             found.pop()
         found.append(event)
     return found
 
 
-def _span(event: Mapping[str, Any]) -> Span:
+def span(event: Mapping[str, Any]) -> Span:
+    """The time of an event in seconds of its trace's clock."""
     start = float(event["ts"]) / 1e6
     return start, start + float(event["dur"]) / 1e6
 
@@ -138,7 +139,7 @@ def heaviest(trace: Mapping[str, Any], thread: int, count: int) -> list[tuple[st
     timed = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     events = [each for each in timed if each.get("cat") == "kernel" or (each.get("cat") == "cpu_op" and each["tid"] == thread)]
     for event in sorted(events, key=lambda event: (float(event["ts"]), -float(event["dur"]))):
-        start, stop = _span(event)
+        start, stop = span(event)
         while open_ and open_[-1][1] <= start:
             open_.pop()
         if open_ and event["cat"] != "kernel":

@@ -1,4 +1,4 @@
-"""The hook that profiles some steps: a trace of each rank, one of all ranks, and a table of the times."""
+"""The hook that profiles some steps: a trace of each rank, one of all ranks, and tables of times and memory."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from typing import Any
 from torch.profiler import profile
 
 from lockstep.base import accelerator
+from lockstep.hooks.profiling.memory import MemoryNote, MemoryTimeline, memory_table, memory_timeline
+from lockstep.hooks.profiling.memory_notes import MemoryNotes
+from lockstep.hooks.profiling.timeline import Span, TimeParts, heaviest, merged, span, time_parts
 from lockstep.hooks.stragglers import peak_bytes
-from lockstep.hooks.timeline import TimeParts, heaviest, merged, time_parts
 from lockstep.training.hook import ControlHook, Run
 
 LISTED_OPERATORS = 10
@@ -34,6 +36,7 @@ class Profiler(ControlHook):
     def __init__(self, steps: range) -> None:
         self._steps = steps
         self._profiler: profile | None = None
+        self._notes: MemoryNotes | None = None
         self._began = 0.0
         self._is_done = False
 
@@ -41,14 +44,23 @@ class Profiler(ControlHook):
         self._world, self._phases, self._folder = run.context.world, run.context.phases, run.context.run_dir / "profile"
 
     def before_step(self, run: Run) -> None:
-        if run.source is None or run.source.step != self._steps.start:
-            return
+        if run.source is not None and run.source.step == self._steps.start:
+            self._begin(run)
+
+    def after_step(self, run: Run) -> None:
+        if self._notes is not None:
+            self._notes.note_all()
+
+    def _begin(self, run: Run) -> None:
         self._world.gather_values(None)
         accelerator.reset_peak_bytes(self._world.device)
-        self._profiler = profile(activities=accelerator.profiled(self._world.device))
+        self._earlier_bytes = accelerator.allocated_bytes(self._world.device)
+        self._notes = MemoryNotes(run.modules, self._world.device)
+        self._profiler = profile(activities=accelerator.profiled(self._world.device), profile_memory=True)
         self._profiler.__enter__()  # type: ignore[no-untyped-call]
         self._phases.log = []
         self._began = time.time()
+        self._notes.note_all()
 
     def between_steps(self, run: Run) -> None:
         if self._profiler is not None and run.source is not None and run.source.step == self._steps.stop - 1:
@@ -56,8 +68,8 @@ class Profiler(ControlHook):
 
     def on_end(self, run: Run) -> None:
         if self._profiler is not None:
-            self._profiler.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            self._profiler = self._phases.log = None
+            self._stop_profiler(self._profiler)
+            self._phases.log = None
         if not self._is_done:
             first, last = self._steps.start, self._steps.stop - 1
             run.context.recorder.message(
@@ -65,26 +77,29 @@ class Profiler(ControlHook):
             )
 
     def _finish(self, run: Run, profiler: profile, ended: float) -> None:
-        profiler.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        phases, self._profiler, self._phases.log = self._phases.log or [], None, None
+        notes = self._stop_profiler(profiler)
+        phases, self._phases.log = self._phases.log or [], None
         if self._world.rank == 0:
             with suppress(OSError):  # writing the first trace will raise it
                 self._folder.mkdir(exist_ok=True)
         ahead = self._clocks()
         thread, failure = threading.get_native_id(), None
         trace: dict[str, Any] = {}
-        found: dict[str, float] | None = None
+        found: dict[str, Any] | None = None
+        memory: MemoryTimeline | None = None
         try:
             trace, base = self._export(profiler, phases)
-            found = asdict(time_parts(trace, (self._began - base, ended - base), thread))
+            window = (self._began - base, ended - base)
+            found = asdict(time_parts(trace, window, thread))
+            memory = self._memory(trace, notes, window, thread)
         except _FAILURES as error:
             failure = str(error)
         peak = peak_bytes(self._world.device)
-        everyone = self._world.gather_values([found, peak, socket.gethostname(), failure])
+        everyone = self._world.gather_values([found, peak, socket.gethostname(), memory and asdict(memory), failure])
         failures = [f"rank {rank}: {failure}" for rank, (*_, failure) in enumerate(everyone) if failure is not None]
         if self._world.rank == 0 and not failures:
             try:
-                run.context.recorder.message(self._write([each[:3] for each in everyone], ahead, heaviest(trace, thread, LISTED_OPERATORS)))
+                run.context.recorder.message(self._write([each[:4] for each in everyone], ahead, heaviest(trace, thread, LISTED_OPERATORS)))
             except _FAILURES as error:
                 failures = [f"rank 0: {error}"]
         if failures:
@@ -93,6 +108,20 @@ class Profiler(ControlHook):
         else:
             run.event("profiled", steps=[self._steps.start, self._steps.stop], folder=str(self._folder))
         self._is_done = True
+
+    def _stop_profiler(self, profiler: profile) -> list[MemoryNote]:
+        """Stop profiling. Returns the notes of what was in memory."""
+        profiler.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        assert self._notes is not None, "made with the profiler"
+        notes, self._profiler, self._notes = self._notes, None, None
+        notes.close()
+        return notes.notes
+
+    def _memory(self, trace: Mapping[str, Any], notes: Sequence[MemoryNote], window: Span, thread: int) -> MemoryTimeline | None:
+        device = self._world.device
+        index = device.index if accelerator.is_accelerator(device) else None
+        phases = [(event["name"], *span(event)) for event in trace["traceEvents"] if event.get("cat") == "phase"]
+        return memory_timeline(trace, notes, phases, window, thread=thread, device=index, earlier_bytes=self._earlier_bytes)
 
     def _export(self, profiler: profile, phases: Sequence[tuple[str, float, float]]) -> tuple[dict[str, Any], float]:
         """Write this rank's trace. Returns it, and the start of its clock in seconds since 1970."""
@@ -114,17 +143,19 @@ class Profiler(ControlHook):
         return [statistics.median(theirs - first for theirs, first in zip(row, everyone[0], strict=True)) for row in everyone]
 
     def _write(self, everyone: Sequence[Sequence[Any]], ahead: Sequence[float], operators: Sequence[tuple[str, int, float]]) -> str:
-        """Write the merged trace and `summary.json`. Returns the table."""
+        """Write the merged trace, `summary.json` and `memory.json`. Returns the tables."""
         traces = {rank: json.loads((self._folder / f"rank-{rank}.json").read_text(encoding="utf-8")) for rank in range(self._world.size)}
         with gzip.open(self._folder / "trace.json.gz", "wt", encoding="utf-8") as file:
-            json.dump(merged(traces, [host for _, _, host in everyone], ahead), file)
+            json.dump(merged(traces, [host for _, _, host, _ in everyone], ahead), file)
         summary: dict[str, Any] = {
             "steps": [self._steps.start, self._steps.stop],
-            "ranks": [{**found, "peak_bytes": peak, "host": host} for found, peak, host in everyone],
+            "ranks": [{**found, "peak_bytes": peak, "host": host} for found, peak, host, _ in everyone],
             "operators": [{"name": name, "calls": calls, "seconds": seconds} for name, calls, seconds in operators],
         }
         (self._folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-        return table(summary, self._folder)
+        memory = {"steps": summary["steps"], "ranks": [timeline for *_, timeline in everyone]}
+        (self._folder / "memory.json").write_text(json.dumps(memory) + "\n", encoding="utf-8")
+        return "\n".join([table(summary, self._folder), *memory_table(memory["ranks"])])
 
 
 def _phase_events(phases: Sequence[tuple[str, float, float]], offset_seconds: float) -> list[dict[str, Any]]:

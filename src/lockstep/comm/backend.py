@@ -1,0 +1,55 @@
+"""The backend of torch.distributed for a run's tensors: torch's own for the device, or another, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+from lockstep.base import accelerator
+from lockstep.base.errors import LaunchError
+from lockstep.options import MPI_SIZES
+
+_NOT_FOR_TRAINING = ("undefined", "fake")
+
+
+def chosen_backend(asked: str | None, device: torch.device, size: int, environ: Mapping[str, str]) -> str:
+    """Return the backend for tensors on `device`. `asked`: the name in `--backend`; None: torch's for the device.
+    `size`: processes in the run.
+
+    Raises `LaunchError` for a backend that this torch does not have, that cannot send the device's tensors, or that
+    needs processes that were started in another way.
+    """
+    usual = accelerator.process_group_backend(device)
+    if asked is None:
+        return usual
+    there = {name: devices for name, devices in dist.Backend.backend_capability.items() if _is_available(name)}
+    fitting = [name for name, devices in there.items() if device.type in devices]
+    remedy = f"give one of {', '.join(sorted(fitting))}, or leave --backend out for {usual}"
+    if asked not in there:
+        raise LaunchError(
+            f"--backend {asked!r}, which this torch ({torch.__version__}) does not have; it has {', '.join(sorted(there))}, and what a "
+            f"package registers when the script imports it; {remedy}"
+        )
+    if asked not in fitting:
+        raise LaunchError(f"--backend {asked!r} on {device.type}; it sends tensors on {', '.join(there[asked])} alone; {remedy}")
+    if asked == "mpi" and size > 1:
+        started = next((environ[name] for name in MPI_SIZES if name in environ), None)
+        if started != str(size):
+            raise LaunchError(
+                f"--backend 'mpi' with {size} processes, of which mpirun has started {started or 'none'}; MPI numbers the processes that "
+                f"mpirun has started, and knows no others; {remedy}"
+            )
+    return asked
+
+
+def _is_available(name: str) -> bool:
+    return name not in _NOT_FOR_TRAINING and dist.is_backend_available(name)
+
+
+def group_backends(backend: str, device: torch.device) -> str:
+    """Return the backends of a process group as torch takes them: Gloo carries CPU tensors beside an accelerator's."""
+    if device.type == "cpu":
+        return backend if backend == "gloo" else f"cpu:{backend}"  # torch makes no store for a plain mpi
+    return f"cpu:gloo,{device.type}:{backend}"

@@ -1,0 +1,332 @@
+"""Memory over time by cause, from a trace of torch's profiler with its memory events. Needs no torch.
+
+A memory event has an address and a size; negative for one that is freed. It does not say what the memory is for. Notes
+of the tensors that are known at some moments do: an address at a moment is one allocation, and so the cause of all of
+its life is known.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.base.units import size
+from lockstep.hooks.profiling.timeline import Span, span
+
+CAUSES = ("parameters", "gradients", "optimizer state", "activations", "rest")
+MOST_POINTS = 400
+"""Largest number of points of a timeline. The peak is among them."""
+LARGEST = 10
+"""Number of allocations in the list of those that were the largest at the peak."""
+MARK = "lockstep::memory "
+"""Beginning of the name of the ranges in a trace that say when a note was taken; its number follows."""
+_BACKWARD = "autograd::engine::evaluate_function: "
+_GATHERED, _REDUCED = "FSDP::all_gather", "FSDP::post_backward"
+_MAKES_MEMORY = ("aten::empty", "aten::new_empty", "aten::resize_")
+"""Operators that allocate for the one that calls them."""
+
+
+@dataclass(frozen=True, slots=True)
+class KnownTensor:
+    """A tensor whose memory has a known place."""
+
+    cause: str
+    """One of `CAUSES`, or "" if only name, shape and dtype are known."""
+    address: int
+    """Address at which its storage begins."""
+    size_bytes: int
+    """Size of its storage."""
+    name: str
+    shape: Sequence[int]
+    dtype: str
+
+    @property
+    def text(self) -> str:
+        return f"{self.name} {'x'.join(map(str, self.shape)) or 'scalar'} {self.dtype}"
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryNote:
+    """All that was known of the memory at one moment."""
+
+    tensors: Sequence[KnownTensor]
+    is_complete: bool
+    """True if it has all parameters, gradients and optimizer state that there were."""
+
+
+@dataclass(slots=True)
+class Allocation:
+    """A piece of memory from its allocation until it is freed. Times are seconds of the trace's clock."""
+
+    start: float
+    size_bytes: int
+    thread: int | None
+    """The thread that allocated it. None: it was there before the trace began."""
+    stop: float = math.inf
+    cause: str = ""
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryTimeline:
+    """A rank's memory in the profiled steps. JSON is made of it."""
+
+    seconds: list[float]
+    """Moments since the window began."""
+    bytes_by_cause: dict[str, list[int]]
+    """For each cause, the bytes from each moment to the next."""
+    peak_bytes: int
+    peak_seconds: float
+    peak_phase: str
+    """The phase at the peak; forward and backward are those of `compute`."""
+    at_peak: dict[str, int]
+    """Bytes at the peak by cause."""
+    largest: list[tuple[int, str, str]]
+    """The largest allocations at the peak: bytes, cause, and what they are."""
+
+
+def memory_timeline(
+    trace: Mapping[str, Any],
+    notes: Sequence[MemoryNote],
+    phases: Iterable[tuple[str, float, float]],
+    window: Span,
+    *,
+    thread: int,
+    device: int | None,
+    earlier_bytes: int | None,
+) -> MemoryTimeline | None:
+    """Return the memory in `window`; None if the trace has no memory events of the device.
+
+    `phases`: (name, start, stop). All times are seconds of the trace's clock. `thread`: that of training. `device`: the
+    accelerator's index; None for the CPU. `earlier_bytes`: what was allocated when the first note was taken; None if
+    nobody knows.
+    """
+    events = sorted((event for event in trace["traceEvents"] if _is_of(event, device)), key=lambda event: float(event["ts"]))
+    if not events:
+        return None
+    found = _allocations(events, [*_noted(trace, notes)], earlier_bytes)
+    timed = [event for event in trace["traceEvents"] if event.get("ph") == "X" and "dur" in event]
+    phases = sorted(phases, key=lambda phase: phase[1])
+    _attribute(found, timed, phases, thread)
+    return _timeline(found, window, lambda at: _phase_at(at, phases, _backward_spans(timed)))
+
+
+def _is_of(event: Mapping[str, Any], device: int | None) -> bool:
+    if event.get("name") != "[memory]":
+        return False
+    kind = event["args"]["Device Type"]
+    return bool(kind == 0 if device is None else kind != 0 and event["args"]["Device Id"] == device)
+
+
+def _noted(trace: Mapping[str, Any], notes: Sequence[MemoryNote]) -> Iterator[tuple[float, MemoryNote]]:
+    """Yield each note with its moment."""
+    for event in trace["traceEvents"]:
+        if event.get("ph") == "X" and event["name"].startswith(MARK) and event.get("cat") != "gpu_user_annotation":
+            yield float(event["ts"]) / 1e6, notes[int(event["name"].removeprefix(MARK))]
+
+
+def _allocations(
+    events: Sequence[Mapping[str, Any]], noted: Sequence[tuple[float, MemoryNote]], earlier_bytes: int | None
+) -> list[Allocation]:
+    """Return the life of each allocation, with the causes and names that the notes give.
+
+    Those from before the trace are there from the first note on. On an accelerator the remaining earlier bytes are one
+    allocation more, which shrinks when something unknown is freed.
+    """
+    moments: list[tuple[float, MemoryNote | Mapping[str, Any]]] = [*noted, *((float(event["ts"]) / 1e6, event) for event in events)]
+    live: dict[int, Allocation] = {}
+    found: list[Allocation] = []
+    unknown: float = math.nan if earlier_bytes is None else earlier_bytes
+    freed: list[tuple[float, int]] = []
+
+    seen_at = -math.inf
+
+    def begin(address: int, allocation: Allocation) -> Allocation:
+        if address in live:
+            live[address].stop = seen_at if live[address].thread is None else allocation.start
+        live[address] = allocation
+        found.append(allocation)
+        return allocation
+
+    for at, what in sorted(moments, key=lambda moment: moment[0]):
+        if isinstance(what, MemoryNote):
+            if what.is_complete:
+                _end_missing(live, {tensor.address for tensor in what.tensors}, seen_at)
+                seen_at = at
+            for tensor in what.tensors:
+                if tensor.address not in live and tensor.cause:
+                    begin(tensor.address, Allocation(at, tensor.size_bytes, None))
+                    unknown -= tensor.size_bytes
+                if tensor.address in live:
+                    _name(live[tensor.address], tensor)
+            continue
+        address, count = what["args"]["Addr"], what["args"]["Bytes"]
+        if count > 0:
+            begin(address, Allocation(at, count, what["tid"]))
+        elif address in live:
+            live.pop(address).stop = at
+        else:
+            freed.append((at, -count))
+    return [*found, *_earlier(unknown, freed, min((at for at, _ in noted), default=-math.inf))]
+
+
+def _end_missing(live: dict[int, Allocation], known: set[int], seen_at: float) -> None:
+    """End what was there before the trace, and is not there any more, at the moment it was last seen: on a CPU the
+    trace has no end of it."""
+    for address in [address for address, each in live.items() if each.thread is None and address not in known]:
+        live.pop(address).stop = seen_at
+
+
+def _name(allocation: Allocation, tensor: KnownTensor) -> None:
+    if tensor.cause:
+        allocation.cause, allocation.name = tensor.cause, tensor.text
+    elif not allocation.name:
+        allocation.name = tensor.text
+
+
+def _earlier(unknown: float, freed: Sequence[tuple[float, int]], start: float) -> Iterator[Allocation]:
+    """Yield what was allocated before the trace and is not known, in parts that end when as much is freed."""
+    if math.isnan(unknown):
+        return
+    left = max(0, round(unknown))
+    for at, count in freed:
+        count = min(count, left)
+        left -= count
+        yield Allocation(start, count, None, at, "rest", "allocated before")
+    yield Allocation(start, left, None, cause="rest", name="allocated before")
+
+
+def _attribute(
+    found: Sequence[Allocation], timed: Sequence[Mapping[str, Any]], phases: Sequence[tuple[str, float, float]], thread: int
+) -> None:
+    """Give each allocation that no note knows a cause, and each without a name that of its operator.
+
+    Activations: what the training thread has allocated in a forward, and is still there at the next backward.
+    """
+    backward = _backward_spans(timed)
+    starts = [start for start, _ in backward]
+    paths = _paths([each for each in found if each.thread is not None and not (each.cause and each.name)], timed)
+    for allocation in found:
+        path = paths.get(id(allocation), [])
+        if not allocation.cause:
+            following = bisect_right(starts, allocation.start)
+            if any(name.startswith(_GATHERED) for name in path):
+                allocation.cause = "parameters"
+            elif any(name.startswith(_REDUCED) for name in path):
+                allocation.cause = "gradients"
+            elif (
+                allocation.thread == thread
+                and following < len(starts)
+                and allocation.stop > starts[following]
+                and _phase_at(allocation.start, phases, backward) == "forward"
+            ):
+                allocation.cause = "activations"
+            else:
+                allocation.cause = "rest"
+        if not allocation.name:
+            allocation.name = _operator(path)
+
+
+def _backward_spans(timed: Iterable[Mapping[str, Any]]) -> list[Span]:
+    """Return the spans in which autograd's engine computed: sorted, and not one inside another."""
+    found: list[Span] = []
+    for start, stop in sorted(span(event) for event in timed if event["name"].startswith(_BACKWARD)):
+        if not found or start >= found[-1][1]:
+            found.append((start, stop))
+    return found
+
+
+def _phase_at(at: float, phases: Sequence[tuple[str, float, float]], backward: Sequence[Span]) -> str:
+    place = bisect_right(phases, at, key=lambda phase: phase[1]) - 1
+    name = phases[place][0] if place >= 0 and at < phases[place][2] else "between steps"
+    if name != "compute":
+        return name
+    place = bisect_right(backward, at, key=lambda each: each[0]) - 1
+    return "backward" if place >= 0 and at < backward[place][1] else "forward"
+
+
+def _paths(allocations: Sequence[Allocation], timed: Iterable[Mapping[str, Any]]) -> dict[int, list[str]]:
+    """Return the names of the operators and ranges around each allocation, outermost first, by its `id`."""
+    found: dict[int, list[str]] = {}
+    kinds = ("cpu_op", "user_annotation")
+    events = sorted((event for event in timed if event.get("cat") in kinds), key=lambda event: (float(event["ts"]), -float(event["dur"])))
+    starts = [float(event["ts"]) / 1e6 for event in events]
+    open_: dict[int, list[tuple[str, float]]] = {}
+    seen = 0
+    for allocation in sorted(allocations, key=lambda each: each.start):
+        until = bisect_right(starts, allocation.start)
+        for event in events[seen:until]:
+            stack = open_.setdefault(event["tid"], [])
+            start, stop = span(event)
+            while stack and stack[-1][1] <= start:
+                stack.pop()
+            stack.append((event["name"], stop))
+        seen = until
+        assert allocation.thread is not None
+        found[id(allocation)] = [name for name, stop in open_.get(allocation.thread, []) if stop > allocation.start]
+    return found
+
+
+def _operator(path: Sequence[str]) -> str:
+    """Return the name of the operator that an allocation was for, with autograd's function if it was a backward's."""
+    inner = next((name for name in reversed(path) if not name.startswith((_BACKWARD, *_MAKES_MEMORY))), "".join(path[-1:]))
+    outer = next((name for name in path if name.startswith(_BACKWARD)), inner)
+    return ", ".join(dict.fromkeys(name.removeprefix(_BACKWARD) for name in (outer, inner)))
+
+
+def _timeline(found: Sequence[Allocation], window: Span, phase_at: Any) -> MemoryTimeline:
+    """Add up the allocations over time."""
+    changes = sorted(
+        ((min(max(at, window[0]), window[1]), sign * each.size_bytes, each.cause)
+         for each in found for at, sign in ((each.start, 1), (each.stop, -1)) if at < window[1]),
+        key=lambda change: (change[0], change[1] > 0),
+    )  # fmt: skip
+    bytes_now = dict.fromkeys(CAUSES, 0)
+    rows: list[tuple[float, int, list[int]]] = []
+    for at, change, cause in changes:
+        bytes_now[cause] += change
+        row = (at, sum(bytes_now.values()), list(bytes_now.values()))
+        if rows and rows[-1][0] == at:
+            rows[-1] = row
+        else:
+            rows.append(row)
+    at, peak, by_cause = max(rows, key=lambda row: row[1])
+    there = sorted((each for each in found if each.start <= at < each.stop and each.size_bytes), key=lambda each: -each.size_bytes)
+    kept = _thinned(rows, window)
+    return MemoryTimeline(
+        seconds=[round(row[0] - window[0], 6) for row in kept],
+        bytes_by_cause={cause: [row[2][place] for row in kept] for place, cause in enumerate(CAUSES)},
+        peak_bytes=peak,
+        peak_seconds=round(at - window[0], 6),
+        peak_phase=phase_at(at),
+        at_peak=dict(zip(CAUSES, by_cause, strict=True)),
+        largest=[(each.size_bytes, each.cause, each.name or "unknown") for each in there[:LARGEST]],
+    )
+
+
+def _thinned(rows: Sequence[tuple[float, int, list[int]]], window: Span) -> list[tuple[float, int, list[int]]]:
+    """Return at most `MOST_POINTS` rows: of each equal part of the window that with the most memory."""
+    most: dict[int, tuple[float, int, list[int]]] = {}
+    for row in rows:
+        part = min(MOST_POINTS - 1, int(MOST_POINTS * (row[0] - window[0]) / (window[1] - window[0])))
+        if part not in most or row[1] > most[part][1]:
+            most[part] = row
+    return [most[part] for part in sorted(most)]
+
+
+def memory_table(ranks: Sequence[Mapping[str, Any] | None]) -> list[str]:
+    """Return lines of text: each rank's memory at its peak by cause, and the largest allocations of the highest peak.
+    `ranks`: `MemoryTimeline` as JSON; None where torch did not count."""
+    known = [(rank, each) for rank, each in enumerate(ranks) if each is not None]
+    if not known:
+        return ["memory over time: not known, since torch counts no memory of this device"]
+    lines = [f"{'memory at its peak':<18}" + "".join(f"{name:>17}" for name in ("in all", *CAUSES))]
+    for rank, each in known:
+        sizes = (each["peak_bytes"], *(each["at_peak"][cause] for cause in CAUSES))
+        lines.append(f"  rank {rank:<11}" + "".join(f"{size(count):>17}" for count in sizes) + f"  in {each['peak_phase']}")
+    rank, highest = max(known, key=lambda pair: pair[1]["peak_bytes"])
+    lines.append(f"the largest at the peak of rank {rank}:")
+    return lines + [f"  {size(count):>12}  {cause:<15}  {name}" for count, cause, name in highest["largest"]]

@@ -1,0 +1,129 @@
+"""The backend of torch.distributed, by name."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lockstep.base import accelerator
+from lockstep.base.errors import LaunchError
+from lockstep.comm.backend import chosen_backend, group_backends
+from lockstep.comm.world import join
+from lockstep.testing.pool import WorkerPool
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def _without_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("nccl", "xccl", "ucc", "mpi"):
+        monkeypatch.setattr(dist, f"is_{name}_available", lambda: False)
+
+
+def test_without_an_option_it_is_torchs_own_for_the_device() -> None:
+    assert chosen_backend(None, CPU, 2, {}) == chosen_backend("gloo", CPU, 2, {}) == "gloo"
+    assert chosen_backend(None, CUDA, 2, {}) == "nccl"
+
+
+@pytest.mark.parametrize("name", ["mpi", "ucc", "telegraph", "fake", "undefined", ""])
+def test_one_that_this_torch_does_not_have_is_refused_with_what_it_has(name: str) -> None:
+    with pytest.raises(LaunchError) as refused:
+        chosen_backend(name, CPU, 2, {})
+    assert str(refused.value) == (
+        f"--backend {name!r}, which this torch ({torch.__version__}) does not have; it has gloo, and what a package registers when the "
+        "script imports it; give one of gloo, or leave --backend out for gloo"
+    )
+
+
+def test_one_that_cannot_send_the_devices_tensors_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(dist, "is_ucc_available", lambda: True)
+    with pytest.raises(
+        LaunchError, match=r"--backend 'nccl' on cpu; it sends tensors on cuda alone; give one of gloo, ucc, or leave --back"
+    ):
+        chosen_backend("nccl", CPU, 2, {})
+    assert chosen_backend("ucc", CPU, 2, {}) == chosen_backend("ucc", CUDA, 2, {}) == "ucc"
+
+
+def test_mpi_carries_only_processes_that_mpirun_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_mpi_available", lambda: True)
+    with pytest.raises(LaunchError, match=r"--backend 'mpi' with 4 processes, of which mpirun has started none; MPI numbers"):
+        chosen_backend("mpi", CPU, 4, {})
+    with pytest.raises(LaunchError, match=r"with 4 processes, of which mpirun has started 2;"):
+        chosen_backend("mpi", CPU, 4, {"PMI_SIZE": "2"})
+    assert chosen_backend("mpi", CPU, 4, {"OMPI_COMM_WORLD_SIZE": "4"}) == chosen_backend("mpi", CPU, 1, {}) == "mpi"
+
+
+def test_gloo_carries_the_tensors_on_the_cpu_beside_an_accelerator() -> None:
+    assert [group_backends("ucc", CPU), group_backends("gloo", CPU), group_backends("ucc", CUDA)] == [
+        "cpu:ucc",
+        "gloo",
+        "cpu:gloo,cuda:ucc",
+    ]
+    assert accelerator.process_group_device(CUDA, "nccl") == CUDA
+    assert accelerator.process_group_device(CUDA, "ucc") is None
+
+
+def test_it_is_refused_before_the_processes_meet() -> None:
+    with pytest.raises(LaunchError, match="--backend 'mpi'"):
+        join(rank=0, size=2, local_rank=0, local_size=2, backend="mpi")
+    assert not dist.is_initialized()
+
+
+def joined(backend: str | None) -> str:
+    try:
+        return str(join(rank=0, size=2, local_rank=0, local_size=2, backend=backend).size)
+    except LaunchError as error:
+        return str(error)
+
+
+def test_it_is_refused_for_a_process_group_that_the_script_has_made(pool: WorkerPool) -> None:
+    assert pool.run(2, joined, None) == ["2", "2"]
+    for said in pool.run(2, joined, "gloo"):
+        assert said.startswith("--backend 'gloo', and the script has made a process group, which lockstep uses as it is; ")
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+import torch.distributed as dist
+import lockstep as ls
+from training.subjects import recipe
+
+made = []
+
+def make(store, rank, size, timeout):
+    made.append(size)
+    return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+
+dist.Backend.register_backend("telegraph", make, devices=["cpu"])
+if __name__ == "__main__":
+    result = ls.train(recipe(steps=3))
+    print("made", bool(made), dist.get_backend(), result.fingerprint)
+"""
+
+
+@pytest.mark.command
+@pytest.mark.parametrize("plan", ["shard=2,transport=torch", "replicate=2,numerics=bitwise"])
+def test_a_run_trains_through_a_backend_that_the_script_registers(tmp_path: Path, plan: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-m", "lockstep", "run", "--nproc", "2", "--plan", plan]
+    lines = []
+    for backend in (["--backend", "telegraph"], []):
+        run_dir = ["--run-dir", str(tmp_path / f"run-{len(backend)}")]
+        done = subprocess.run([*command, *run_dir, *backend, str(script)], env=environment, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, done.stderr
+        lines.append(sorted(line for line in done.stdout.splitlines() if "made" in line))
+    (through,) = {line.partition("made ")[2] for line in lines[0]}
+    (usual,) = {line.partition("made ")[2] for line in lines[1]}
+    assert through.startswith("True ")
+    assert usual.startswith("False gloo ")
+    assert through.split()[-1] == usual.split()[-1], "the same weights"
