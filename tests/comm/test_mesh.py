@@ -27,7 +27,7 @@ def laid_out(plan: str, ranks_a_host: int) -> tuple[dict[str, float], Mapping[st
     Hosts are in name only: all of these ranks could share.
     """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    segment._host = lambda: [f"host {rank // ranks_a_host}", 1]  # type: ignore[assignment]
+    segment.process_id_space = lambda: [f"host {rank // ranks_a_host}", 1]  # type: ignore[attr-defined]
     world = join(rank=rank, size=size, local_rank=rank, local_size=size, timeout=timedelta(minutes=1))
     mesh = Mesh.of(world, Plan.parse(plan).resolve(size))
     sums = {}

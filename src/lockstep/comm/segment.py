@@ -244,11 +244,12 @@ def open_segment(
 
 def _apart(rank: int, hosts: Sequence[Sequence[str | int]]) -> str:
     """Return why that rank shares no memory with rank 0. `hosts`: the `process_id_space` of each rank."""
-    if not any(host[0] == hosts[0][0] != host for host in hosts):
+    other_container = next((each for each, host in enumerate(hosts) if host[0] == hosts[0][0] and host != hosts[0]), None)
+    if other_container is None:
         return f"rank {rank} runs on another host than rank 0"
-    rank = next(rank for rank, host in enumerate(hosts) if host[0] == hosts[0][0] and host != hosts[0])
     return (
-        f"rank {rank} runs in another container than rank 0, on the same host, and they do not see each other's processes; {ONE_CONTAINER}"
+        f"rank {other_container} runs in another container than rank 0, on the same host, and they do not see each other's processes; "
+        f"{ONE_CONTAINER}"
     )
 
 
