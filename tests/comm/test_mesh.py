@@ -17,7 +17,7 @@ from lockstep.comm.world import join
 from lockstep.plan import Plan
 from lockstep.testing.pool import WorkerPool
 
-ELSEWHERE = "runs on another host than rank 0, or in another container"
+ELSEWHERE = "runs on another host than rank 0"
 INSIDE = "the ranks of each host share memory, and one leader per host sums over the hosts"
 
 
