@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -72,3 +74,23 @@ def test_the_remedies_help(tmp_path: Path) -> None:
         found = examined(before, "--run-dir", str(runs))
     assert {found[name]["verdict"] for name in ("container", "/dev/shm", "memory", "threads", "path")} == {"ok"}
     assert not {"lifetime", "locked memory"} & found.keys()
+
+
+@pytest.mark.command
+def test_two_containers_of_one_host_are_told_that_they_share_no_memory(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    words = ["doctor", "--nproc", "1", "--nnodes", "2", "--rdzv", f"127.0.0.1:{port}", "--run-dir", str(tmp_path), "--json"]
+    with ExitStack() as stack:
+        started = []
+        for box in ("one", "two"):
+            before = stack.enter_context(container(tmp_path / box, shm="1g", volume=tmp_path))
+            line = [*before, sys.executable, "-m", "lockstep", *words]
+            environ = ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+            started.append(subprocess.Popen(line, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+            stack.callback(started[-1].kill)
+        said = [each.communicate(timeout=50) for each in started]
+    (check,) = [check for check in json.loads(said[0][0])["checks"] if check["check"] == "one host"]
+    assert check["verdict"] == "slow"
+    assert "are containers of one host, and do not see each other's processes" in check["found"]
+    assert "--pid=host --ipc=host" in check["remedy"]

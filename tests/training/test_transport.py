@@ -137,6 +137,19 @@ def test_a_run_directory_that_is_lost_with_its_container_is_told(tmp_path: Path)
     assert '"event": "run-directory-in-container"' in ended.stdout
 
 
+@pytest.mark.command
+def test_a_loader_worker_that_finds_no_room_in_shared_memory_names_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    with container(tmp_path / "box", volume=tmp_path, shm="48k") as before:
+        line = [*before, sys.executable, "-m", "lockstep", "run", "--nproc", "1", "--plan", "workers=1", "--run-dir", "run", "train.py"]
+        ended = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert (
+        "\nlockstep: /dev/shm is full, through which loader workers hand over batches; make it larger (docker run --shm-size"
+        in ended.stderr
+    )
+
+
 @pytest.mark.slow
 def test_a_small_shared_memory_folder_is_enough(tmp_path: Path) -> None:
     before = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=4k tmpfs /dev/shm && exec "$@"', "sh"]

@@ -15,6 +15,10 @@ from lockstep.base.control_group import ROOT
 
 ONE_CONTAINER = "run all processes of a host in one container (lockstep run --nproc N), or give its containers --pid=host --ipc=host"
 """The remedy where containers of one host share no memory. NCCL needs --ipc=host, and lockstep --pid=host."""
+LARGER_SHARED_MEMORY = (
+    "make it larger (docker run --shm-size=8g or --ipc=host; Kubernetes: an emptyDir in memory; mount -o remount,size=8g /dev/shm)"
+)
+"""The remedy where /dev/shm is too small."""
 VOLUME = "mount a volume for run directories (docker run -v /data/runs:/runs; Kubernetes: persistentVolumeClaim), and give --run-dir there"
 _FIRST_NAMESPACES = {"pid": 4026531836, "ipc": 4026531839, "uts": 4026531838, "cgroup": 4026531835}
 """Numbers that the kernel gives to the namespaces of the host itself (include/linux/proc_ns.h)."""

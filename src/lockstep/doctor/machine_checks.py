@@ -8,14 +8,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from lockstep.base.container import ONE_CONTAINER
+from lockstep.base.container import LARGER_SHARED_MEMORY, ONE_CONTAINER
 from lockstep.base.control_group import whole_cpus
 from lockstep.doctor.check_result import CheckResult, check_result, format_bytes, format_duration
 
 _MORE_CPUS = " (docker run --cpus; Kubernetes: resources.limits.cpu)"
 _check = partial(check_result, "machine")
 SHARED_MEMORY_BYTES = 128 << 20
-"""Space in /dev/shm for each process: for batches from loader workers (torch's DataLoader), and for NCCL's buffers."""
+"""Space in /dev/shm for each process: for batches from loader workers, and for NCCL's buffers."""
 MEMORY_BYTES = 1 << 30
 """Memory for each process. torch alone takes a third of it, before a model is created."""
 OPEN_FILES = 1024
@@ -128,10 +128,7 @@ def _shared_memory(info: MachineInfo, nproc: int) -> CheckResult:
         f"{format_bytes(info.shared_memory_bytes)} free; up to {format_bytes(needed)} needed for {nproc} process{'es' if nproc > 1 else ''}"
     )
     enough = info.shared_memory_bytes >= needed
-    remedy = (
-        "make it larger (docker run --shm-size=8g or --ipc=host; Kubernetes: an emptyDir in memory; mount -o remount,size=8g /dev/shm): "
-        "loader workers and NCCL die of a bus error when it is full"
-    )
+    remedy = f"{LARGER_SHARED_MEMORY}: loader workers and NCCL fail, or die of a bus error, when it is full"
     return _check("/dev/shm", "ok" if enough else "failed", found, remedy)
 
 
