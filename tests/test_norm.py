@@ -86,7 +86,7 @@ def norms(bitwise: bool, hosts: str, odd: float | None) -> tuple[float, float, f
     """As one process has it, as these have it together, as they check it; and the sizes of the gradients that this one
     read for it."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    segment._host = lambda: [hosts[rank], 1]  # type: ignore[assignment]
+    segment.process_id_space = lambda: [hosts[rank], 1]  # type: ignore[attr-defined]
     gradient_norm.MIN_SHARED_BYTES = 8
     gradients = [torch.randn(shape, generator=torch.Generator().manual_seed(0)) for shape in SHAPES]
     if odd is not None:

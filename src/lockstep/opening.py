@@ -34,7 +34,15 @@ from lockstep.recipe.checks import Precision, check_compression, check_count, ch
 from lockstep.saving import Resume, Saving, check_allow_change, check_resume, interval
 from lockstep.training.context import Context, Overrides
 from lockstep.training.hook import Hook
-from lockstep.training.set_up import check_compression_fits, check_same, check_torch, remarks, resolved, set_up_computation
+from lockstep.training.set_up import (
+    check_compression_fits,
+    check_same,
+    check_torch,
+    lost_with_container,
+    remarks,
+    resolved,
+    set_up_computation,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -205,7 +213,7 @@ def _record_start(opened: Opened, request: RunRequest) -> None:
     ):
         if by_script and launched and by_script != launched:
             recorder.event("launcher-overrides-script", 0, what=name, script=by_script, launcher=launched)
-    for remark in remarks(context.plan, context.mesh, context.precision):
+    for remark in filter(None, (lost_with_container(recorder.path), *remarks(context.plan, context.mesh, context.precision))):
         recorder.event(remark.event, 0, **remark.details)
         if remark.line is not None:
             recorder.message(remark.line)

@@ -145,7 +145,30 @@ def test_a_host_that_reaches_the_rendezvous_and_not_the_others_is_named_on_all(t
     tried = rf"tried from {hosts.address(3)} on eth0 to {hosts.address(1)} port \d+: \[Errno 113\] No route to host"
     for status, _, told in ended([[*hosts.inside(host), *line] for host in hosts.hosts], tmp_path):
         assert status == 2
-        assert re.search(rf"LaunchError: a machine of the run reaches the rendezvous, and not the machine of rank 0 \({tried}\)", told)
+        assert re.search(rf"LaunchError: a machine of the run reaches the rendezvous, and not another machine \({tried}\)", told)
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.command
+def test_two_hosts_of_which_neither_is_first_and_none_reaches_the_other_are_named(tmp_path: Path, hosts: Network) -> None:
+    hosts.part(2, 3)
+    line = [LOCKSTEP, "run", "--nnodes", "3", "--rdzv", f"{hosts.address(1)}:29400", "--nproc", "1", RANKS]
+    tried = rf"tried from {hosts.address(2)} on eth0 to {hosts.address(3)} port \d+: \[Errno 113\] No route to host"
+    for status, _, told in ended([[*hosts.inside(host), *line] for host in hosts.hosts], tmp_path):
+        assert status == 2
+        assert re.search(rf"LaunchError: a machine of the run reaches the rendezvous, and not another machine \({tried}\)", told)
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.command
+@pytest.mark.parametrize("boxes", [[2], [2, 3]], ids=["one", "two of one address"])
+def test_containers_whose_address_only_their_own_host_reaches_are_told_the_remedy(tmp_path: Path, hosts: Network, boxes: list[int]) -> None:
+    line = [LOCKSTEP, "run", "--nnodes", str(1 + len(boxes)), "--rdzv", f"{hosts.address(1)}:29400", "--nproc", "1", RANKS]
+    for status, _, told in ended([[*before, *line] for before in (hosts.inside(1), *map(hosts.contain, boxes))], tmp_path):
+        assert status == 2, told
+        assert re.search(
+            r"LaunchError: .*\(tried from \S+ on eth0 to 172\.17\.0\.2 port \d+: .*or start containers with --network=host", told
+        )
 
 
 def test_an_interface_that_is_not_there_is_told(tmp_path: Path, port: int) -> None:

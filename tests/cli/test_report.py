@@ -15,6 +15,7 @@ import pytest
 from report.run_directories import event, metrics, run_json, whole, write
 from training.kept import run
 
+from lockstep.base.container import process_id_space
 from lockstep.testing.pool import WorkerPool
 
 LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
@@ -77,7 +78,7 @@ def test_a_live_run_is_running_and_a_killed_one_cut_off(tmp_path: Path) -> None:
     write(path, "metrics.jsonl", metrics(range(1, 20)))
     write(path, "events.jsonl", [event(0, "run-started", 0)])
     holder = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    lock = {"pid": holder.pid, "host": socket.gethostname(), "started": "now"}
+    lock = {"pid": holder.pid, "host": socket.gethostname(), "process_ids": process_id_space(), "started": "now"}
     (path / "lock").write_text(json.dumps(lock))
     try:
         (said,) = told(path)["runs"]
@@ -88,7 +89,7 @@ def test_a_live_run_is_running_and_a_killed_one_cut_off(tmp_path: Path) -> None:
     (said,) = told(path)["runs"]
     assert said["state"] == "unfinished"
     assert said["reason"].startswith("it ended without a record")
-    (path / "lock").write_text(json.dumps(lock | {"host": "elsewhere"}))
+    (path / "lock").write_text(json.dumps(lock | {"host": "elsewhere", "process_ids": ["another", 1]}))
     assert "elsewhere, another host" in told(path)["runs"][0]["reason"]
 
 

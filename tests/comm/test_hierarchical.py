@@ -28,7 +28,7 @@ SIZES = (0, 1, 7, 5000, 300_000)
 
 def on_hosts(names: str) -> HierarchicalAllReduce | Unavailable:
     """Each rank is on the host that its letter names."""
-    segment._host = lambda: [names[distributed.get_rank()], 1]  # type: ignore[assignment]
+    segment.process_id_space = lambda: [names[distributed.get_rank()], 1]  # type: ignore[attr-defined]
     made = SharedMemoryGroup.create()
     assert isinstance(made, Unavailable)
     assert made.hosts == tuple(names.index(name) for name in names)

@@ -17,7 +17,7 @@ from lockstep.comm.world import join
 from lockstep.plan import Plan
 from lockstep.testing.pool import WorkerPool
 
-ELSEWHERE = "runs on another host than rank 0, or in another container"
+ELSEWHERE = "runs on another host than rank 0"
 INSIDE = "the ranks of each host share memory, and one leader per host sums over the hosts"
 
 
@@ -27,7 +27,7 @@ def laid_out(plan: str, ranks_a_host: int) -> tuple[dict[str, float], Mapping[st
     Hosts are in name only: all of these ranks could share.
     """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    segment._host = lambda: [f"host {rank // ranks_a_host}", 1]  # type: ignore[assignment]
+    segment.process_id_space = lambda: [f"host {rank // ranks_a_host}", 1]  # type: ignore[attr-defined]
     world = join(rank=rank, size=size, local_rank=rank, local_size=size, timeout=timedelta(minutes=1))
     mesh = Mesh.of(world, Plan.parse(plan).resolve(size))
     sums = {}

@@ -26,6 +26,7 @@ from torch import distributed, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
+from lockstep.base.container import process_id_space
 from lockstep.comm import segment
 from lockstep.comm.segment import ExchangeError, PeerStopped, Unavailable
 from lockstep.comm.shared_memory import SharedMemoryGroup
@@ -351,6 +352,11 @@ def another_boot() -> list[str | int]:
     return ["another", 1]
 
 
+def another_container() -> list[str | int]:
+    boot, _ = process_id_space()
+    return [boot, 1]
+
+
 def no_mark(*_: object) -> int:
     return 8
 
@@ -363,7 +369,8 @@ def no_mark(*_: object) -> int:
         (2, "platform.machine", arm, "rank 2: ValueError: the processor is aarch64; x86_64 alone"),
         (0, "os.memfd_create", not_permitted, "rank 0: PermissionError"),
         (0, "os.pwrite", no_mark, "rank 0: ValueError: the memory that it opened is not rank 0's"),
-        (1, "segment._host", another_boot, "rank 1 runs on another host than rank 0, or in another container"),
+        (1, "segment.process_id_space", another_boot, "rank 1 runs on another host than rank 0$"),
+        (1, "segment.process_id_space", another_container, "rank 1 runs in another container than rank 0, on the same host, .*--pid=host"),
     ],
 )
 def test_where_one_rank_cannot_all_ranks_get_the_same_reason(pool: WorkerPool, rank: int, name: str, value: Any, expected: str) -> None:

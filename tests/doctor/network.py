@@ -28,6 +28,7 @@ class Network:
         self.name = f"doctor-{os.getpid()}"
         self.hosts = {number: f"{self.name}-{number}" for number in range(1, count + 1)}
         self._links: list[subprocess.Popen[bytes]] = []
+        self._boxes: list[str] = []
 
     def address(self, number: int) -> str:
         return f"{NET}.{number}"
@@ -72,6 +73,30 @@ class Network:
         if any(run(line, check=False) for line in lines):
             pytest.skip("this kernel limits no rates (htb and u32 of tc)")
 
+    def contain(self, number: int) -> list[str]:
+        """What to put before a command that is to run in a container on a host, as Docker's own network has it: its
+        address is 172.17.0.2 on each host, behind a bridge named docker0, and what it sends seems to come from the
+        host."""
+        if shutil.which("nft") is None:
+            pytest.skip("no program nft, which has the kernel translate addresses")
+        host, box = self.hosts[number], f"{self.name}-box{number}"
+        self._boxes.append(box)
+        run(f"ip netns add {box}")
+        run(f"ip -n {box} link set lo up")
+        run(f"ip -n {host} link add docker0 type bridge forward_delay 0 stp_state 0")
+        run(f"ip -n {host} link add to-box type veth peer name eth0 netns {box}")
+        run(f"ip -n {host} link set to-box master docker0 up")
+        run(f"ip -n {host} addr add 172.17.0.1/16 dev docker0")
+        run(f"ip -n {host} link set docker0 up")
+        run(f"ip -n {box} addr add 172.17.0.2/16 dev eth0")
+        run(f"ip -n {box} link set eth0 up")
+        run(f"ip -n {box} route add default via 172.17.0.1")
+        inside = ["nsenter", f"--net=/run/netns/{host}"]
+        subprocess.run([*inside, "sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward"], check=True)
+        rules = "table ip docker { chain out { type nat hook postrouting priority 100; ip saddr 172.17.0.0/16 oif eth0 masquerade; }; }"
+        subprocess.run([*inside, "nft", rules], check=True)
+        return ["nsenter", f"--net=/run/netns/{box}"]
+
     def delay(self, number: int, milliseconds: float) -> None:
         """All that a host sends and receives comes so much later."""
         if not os.path.exists("/dev/net/tun"):
@@ -89,7 +114,7 @@ class Network:
         for link in self._links:
             link.kill()
             link.communicate()
-        for each in (*self.hosts.values(), self.name):
+        for each in (*self._boxes, *self.hosts.values(), self.name):
             run(f"ip netns del {each}", check=False)
 
 

@@ -10,12 +10,20 @@ import pytest
 
 from lockstep.doctor import environment_variables
 from lockstep.doctor.check_result import CheckResult, machine_names, worst
-from lockstep.doctor.machine_checks import MachineInfo, clock_check, machine_checks, parse_topology, version_differences
+from lockstep.doctor.machine_checks import (
+    MachineInfo,
+    clock_check,
+    machine_checks,
+    parse_topology,
+    shared_memory_differences,
+    version_differences,
+)
 
 HEALTHY = MachineInfo(
     host="a", address="10.0.0.1", interface="eth0", interfaces=("lo", "eth0", "docker0"), interface_details=", 10000 Mbit/s",
-    versions={"python": "3.11.2", "torch": "2.13.0"}, gpus=0, gpu_names=(), topology={}, cores=8, cpu_quota=None,
-    shared_memory_bytes=8 << 30, available_memory_bytes=16 << 30,
+    versions={"python": "3.11.2", "torch": "2.13.0"}, gpus=0, gpu_names=(), topology={}, container=None,
+    process_ids=("boot", 1), cores=8, cpu_quota=None,
+    shared_memory_bytes=8 << 30, available_memory_bytes=16 << 30, memory_limit_bytes=None,
     open_files_limit=4096, open_files_hard_limit=10**6, locked_memory_bytes=8 << 20, infiniband=(), free_tasks=10000,
 )  # fmt: skip
 
@@ -26,9 +34,27 @@ def check_of(check: str, environ: Mapping[str, str] | None = None, nproc: int = 
     return found
 
 
-@pytest.fixture(autouse=True)
-def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+def test_a_quota_is_followed_and_a_container_is_shown_with_its_limits() -> None:
+    assert (
+        check_of("threads", nproc=2, cpu_quota=4.5).found
+        == "2 processes × 2 threads on 4 cores (of 8, by the control group's CPU quota of 4.5)"
+    )
+    shown = check_of("container", container="Podman", cpu_quota=4.5, memory_limit_bytes=2 << 30)
+    assert (shown.verdict, shown.found) == ("ok", "Podman: a quota of 4.5 of 8 CPUs, 2 GiB of memory")
+    assert check_of("container", container="Docker").found == "Docker: no CPU quota, no limit of memory"
+
+
+def test_the_bridge_of_containers_is_no_matter_on_one_machine() -> None:
+    assert check_of("interface", {"GLOO_SOCKET_IFNAME": "docker0"}, address="").verdict == "ok"
+
+
+def test_containers_of_one_host_that_share_no_memory_are_named() -> None:
+    spaces = [("host1", 5), ("host2", 5), ("host1", 6), ("host1", 5), ("host3", 7)]
+    (check,) = shared_memory_differences(list("abcde"), [{"process_ids": space} for space in spaces])
+    assert (check.check, check.verdict) == ("one host", "slow")
+    assert check.found.startswith("a, c are containers of one host")
+    assert "--pid=host --ipc=host" in check.remedy
+    assert shared_memory_differences(["a", "b"], [{"process_ids": space} for space in spaces[:2]]) == []
 
 
 def test_a_machine_that_is_well_has_nothing_to_mend() -> None:
@@ -41,19 +67,22 @@ def test_a_machine_that_is_well_has_nothing_to_mend() -> None:
         ("/dev/shm", {"shared_memory_bytes": 64 << 20}, {}, "64 MiB free; up to 512 MiB needed for 4 processes", "--shm-size"),
         ("/dev/shm", {"shared_memory_bytes": None}, {}, "does not exist", "tmpfs"),
         ("threads", {}, {"OMP_NUM_THREADS": "8"}, "4 processes × 8 threads on 8 cores", "OMP_NUM_THREADS=2"),
-        ("threads", {"cpu_quota": 2.0}, {}, "× 2 threads on 2 cores (of 8, by the control group's CPU quota)", "OMP_NUM_THREADS=1"),
+        ("threads", {"cpu_quota": 5.9}, {"OMP_NUM_THREADS": "2"}, "on 5 cores (of 8, by the control group's", "OMP_NUM_THREADS=1"),
+        ("threads", {"cpu_quota": 2.0}, {}, "4 processes × 1 thread on 2 cores", "docker run --cpus"),
         ("threads", {"cores": 2}, {"OMP_NUM_THREADS": "1"}, "share cores", "--nproc 2"),
         ("threads", {}, {"OMP_NUM_THREADS": "1"}, "are idle", "OMP_NUM_THREADS=2"),
         ("threads", {}, {"OMP_NUM_THREADS": "4,2"}, "not a number", "unset"),
         ("open files", {"open_files_limit": 256}, {}, "256", "ulimit -n"),
         ("locked memory", {"infiniband": ("mlx5_0",)}, {}, "8 MiB, with mlx5_0", "ulimit -l"),
         ("processes and threads", {"free_tasks": 20}, {}, "20 more", "pids-limit"),
-        ("memory", {"available_memory_bytes": 1 << 30}, {}, "1 GiB", "fewer processes"),
+        ("memory", {"available_memory_bytes": 1 << 30}, {}, "1 GiB", "docker run --memory"),
         ("devices", {"gpu_names": ("H100",)}, {}, "torch sees none", "CUDA"),
         ("devices", {"gpu_names": ("H100",)}, {"CUDA_VISIBLE_DEVICES": ""}, "CUDA_VISIBLE_DEVICES=", "unset"),
         ("devices", {"gpus": 2, "gpu_names": ("H100", "A100")}, {}, "2 GPUs: A100, H100", "slowest"),
         ("processes", {"gpus": 2, "gpu_names": ("H100", "H100")}, {}, "4 processes for 2 GPUs", "--nproc 2"),
         ("interface", {}, {"GLOO_SOCKET_IFNAME": "eth1"}, "'eth1'; the interfaces are lo, eth0, docker0", "unset"),
+        ("interface", {}, {"GLOO_SOCKET_IFNAME": "docker0"}, "docker0 is the bridge of this host's containers", "unset"),
+        ("interface", {}, {"NCCL_SOCKET_IFNAME": "=docker0"}, "=docker0 is the bridge", "unset"),
         ("interface", {}, {"NCCL_SOCKET_IFNAME": "ib"}, "matches none", "unset"),
         ("interface", {}, {"NCCL_SOCKET_IFNAME": "=eth"}, "matches none", "unset"),
         ("interface", {}, {"NCCL_SOCKET_IFNAME": "^lo,eth,docker"}, "matches none", "unset"),

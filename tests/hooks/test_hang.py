@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import socket
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lockstep.base.container import process_id_space
 from lockstep.comm.active_calls import CollectiveCall
 from lockstep.hooks.hang.report import Hang, diagnose, enclosing
 from lockstep.hooks.hang.snapshot import Activity, Frame, StackSnapshot, activity
+from lockstep.hooks.hang.watchdog import _why_silent
 from lockstep.logging.phases import FADES
 from lockstep.options import WatchdogTimeouts
 
@@ -42,6 +46,18 @@ def found(*snapshots: StackSnapshot, silent: dict[int, str] | None = None) -> Ha
     hang = judge(*snapshots, silent=silent)
     assert hang is not None
     return hang
+
+
+def test_a_process_of_another_container_is_not_looked_for_among_those_of_this_one() -> None:
+    """Its host name may be the same (docker run --network=host), and its process id another process's here."""
+    who = {"host": socket.gethostname(), "process": os.getpid(), "process_ids": process_id_space(), "stacks": -1}
+    boot, space = process_id_space()
+    elsewhere = who | {"process_ids": [boot, int(space) + 1]}
+    assert _why_silent(elsewhere) == (
+        f"process {os.getpid()} on {socket.gethostname()} does not answer: it has ended, it is stopped, or its machine cannot be reached",
+        False,
+    )
+    assert _why_silent(who | {"process": 2**22 + 1}) == (f"process {2**22 + 1} on {socket.gethostname()} has ended", True)
 
 
 def test_a_late_rank_that_does_not_wait_is_named() -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from containers import control_groups
 from hypothesis import given, strategies as st
 
 from lockstep.base.errors import DataError, RecipeError
@@ -41,6 +44,15 @@ def failure(rank: int, time: float, error: BaseException) -> WorkerFailure:
 
 def killed(rank: int, time: float, number: signal.Signals, crash: str = "") -> WorkerFailure:
     return WorkerFailure(rank=rank, time=time, returncode=-number, crash=crash)
+
+
+def test_memory_that_a_control_group_limits_is_named_where_a_process_was_killed() -> None:
+    code = "from lockstep.launch.failures import WorkerFailure; print(WorkerFailure(rank=1, time=0.0, returncode=-9).line)"
+    with control_groups({"memory.limit_in_bytes": str(3 << 28)}) as (_, join):
+        ended = subprocess.run([*join, sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ended.stdout == (
+        "rank 1 was killed by SIGKILL (often the kernel or the container, because memory ran out; the control group's limit is 0.75 GiB)\n"
+    )
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def wide() -> nn.Module:
 def trained(run_dir: str, plan: str, gradient_compression: str, hosts: str = "aaa") -> tuple[str, Tensor, float]:
     """Each rank is on the host that its letter names. Returns the fingerprint, the way of all parameters as one vector,
     the first loss."""
-    segment._host = lambda: [hosts[distributed.get_rank()] if distributed.is_initialized() else "a", 1]  # type: ignore[assignment]
+    segment.process_id_space = lambda: [hosts[distributed.get_rank()] if distributed.is_initialized() else "a", 1]  # type: ignore[attr-defined]
     way = Way()
     optimizer: Callable[..., Any] = lambda model: torch.optim.SGD(model.parameters(), lr=0.1)  # noqa: E731
     changes = {"model": wide, "optimizer": optimizer, "steps": 5, "gradient_compression": gradient_compression, "clip_norm": 100.0}

@@ -5,13 +5,17 @@ from __future__ import annotations
 import errno
 import json
 import os
+import socket
 import subprocess
 import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from containers import OWN_NAMESPACES, container
 from tiers import tiered
 from torch import distributed
 from training.subjects import recipe
@@ -25,7 +29,7 @@ INSIDE = "the ranks of each host share memory, and one leader per host sums over
 
 def trained(run_dir: str, plan: str, hosts: str) -> tuple[float, str]:
     """Each rank is on the host that its letter names."""
-    segment._host = lambda: [hosts[distributed.get_rank()], 1]  # type: ignore[assignment]
+    segment.process_id_space = lambda: [hosts[distributed.get_rank()], 1]  # type: ignore[attr-defined]
     result = ls.train(recipe(steps=5), run_dir=run_dir, plan=plan)
     return result.loss, result.fingerprint
 
@@ -74,11 +78,76 @@ def test_where_no_memory_is_left_a_run_goes_through_gloo_and_says_so(pool: Worke
 SCRIPT = """
 import torch, lockstep as ls
 from torch import nn
-x = torch.randn(64, 2000)
+x = torch.randn(64, 2000, generator=torch.Generator().manual_seed(0))
 ls.train(ls.Recipe(model=lambda: nn.Linear(2000, 2000), data=torch.utils.data.TensorDataset(x), inputs=lambda b: b[0],
     loss=lambda output, b: output.square().mean(), optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
     global_batch=16, microbatch=8, steps=4))
 """
+
+
+def trained_in_containers(folder: Path, namespaces: Sequence[str]) -> list[subprocess.CompletedProcess[str]]:
+    """The ends of two ranks of one run, each in a container of its own on this host."""
+    shared = folder / "shared"
+    shared.mkdir()
+    (shared / "train.py").write_text(SCRIPT)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo", "LOCKSTEP_RUN_DIR": str(shared / "run")}
+    one = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1", **place}
+    with ExitStack() as stack:
+        started = []
+        for rank in range(2):
+            before = stack.enter_context(container(folder / f"box-{rank}", volume=shared, namespaces=namespaces))
+            environ = os.environ | one | {"RANK": str(rank)}
+            line = [*before, sys.executable, "train.py"]
+            started.append(subprocess.Popen(line, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+            stack.callback(started[-1].kill)
+        said = [each.communicate(timeout=50) for each in started]
+    return [subprocess.CompletedProcess(each.args, each.returncode, *text) for each, text in zip(started, said, strict=True)]
+
+
+@pytest.mark.command
+def test_ranks_in_containers_of_one_host_exchange_through_gloo_and_are_told_the_remedy(tmp_path: Path) -> None:
+    for each in trained_in_containers(tmp_path, OWN_NAMESPACES):
+        assert each.returncode == 0, each.stderr
+        assert "run directory" not in each.stderr
+    (reason,) = reasons(tmp_path / "shared" / "run").values()
+    assert reason.startswith("rank 1 runs in another container than rank 0, on the same host, and they do not see each other's processes; ")
+    assert "--pid=host" in reason
+
+
+@pytest.mark.command
+def test_ranks_in_containers_with_the_process_ids_of_their_host_share_memory(tmp_path: Path) -> None:
+    """The remedy of the test above helps."""
+    for each in trained_in_containers(tmp_path, [each for each in OWN_NAMESPACES if each != "--pid"]):
+        assert each.returncode == 0, each.stderr
+    assert reasons(tmp_path / "shared" / "run") == {}
+
+
+@pytest.mark.command
+def test_a_run_directory_that_is_lost_with_its_container_is_told(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT + "print(open('/tmp/run/events.jsonl').read())")
+    with container(tmp_path / "box") as before:
+        line = [*before, sys.executable, "-m", "lockstep", "run", "--nproc", "1", "--run-dir", "/tmp/run", str(script)]
+        ended = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "warning: run directory /tmp/run is in the container's own file system (overlay on /), and is lost" in ended.stderr
+    assert "docker run -v" in ended.stderr
+    assert '"event": "run-directory-in-container"' in ended.stdout
+
+
+@pytest.mark.command
+def test_a_loader_worker_that_finds_no_room_in_shared_memory_names_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    with container(tmp_path / "box", volume=tmp_path, shm="48k") as before:
+        line = [*before, sys.executable, "-m", "lockstep", "run", "--nproc", "1", "--plan", "workers=1", "--run-dir", "run", "train.py"]
+        ended = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert (
+        "\nlockstep: /dev/shm is full, through which loader workers hand over batches; make it larger (docker run --shm-size"
+        in ended.stderr
+    )
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from lockstep.base.control_group import usable_cpus
 from lockstep.base.errors import USER_ERROR_STATUS, LaunchError
 from lockstep.base.system import refuse_on_windows
 from lockstep.cli.arguments import check_target, script_arguments
@@ -220,4 +221,4 @@ def _report_progress(line: str) -> None:
 def _slots() -> int:
     if os.path.exists("/dev/nvidia0"):
         return 1
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return usable_cpus()

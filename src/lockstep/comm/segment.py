@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.base.container import ONE_CONTAINER, process_id_space
 from lockstep.base.errors import LockstepError
 
 # Each rank's words have a cache line of their own, so that one rank's store does not slow another's load.
@@ -229,8 +230,7 @@ def open_segment(
             return unavailable
         hosts = [each["offer"]["host"] for each in everyone]
         if size == everyone_size and (other := next((peer for peer, host in enumerate(hosts) if host != hosts[0]), 0)):
-            reason = f"rank {other} runs on another host than rank 0, or in another container"
-            return Unavailable(reason, tuple(hosts.index(host) for host in hosts))
+            return Unavailable(_apart(other, hosts), tuple(hosts.index(host) for host in hosts))
         found, reason = _attempt(lambda: _open([everyone[each]["offer"] for each in among], rank))
         everyone = _exchange(group, {"reason": reason})
     if (unavailable := _unavailable(everyone)) is not None:
@@ -240,6 +240,17 @@ def open_segment(
     assert found is not None
     names = dist.get_process_group_ranks(group)
     return Segment(found[0], rank, found[1], timeout, names=[names[each] for each in among])
+
+
+def _apart(rank: int, hosts: Sequence[Sequence[str | int]]) -> str:
+    """Return why that rank shares no memory with rank 0. `hosts`: the `process_id_space` of each rank."""
+    other_container = next((each for each, host in enumerate(hosts) if host[0] == hosts[0][0] and host != hosts[0]), None)
+    if other_container is None:
+        return f"rank {rank} runs on another host than rank 0"
+    return (
+        f"rank {other_container} runs in another container than rank 0, on the same host, and they do not see each other's processes; "
+        f"{ONE_CONTAINER}"
+    )
 
 
 def _attempt(call: Callable[[], Any]) -> tuple[Any, str]:
@@ -262,7 +273,7 @@ def _offer(rank: int, size_bytes: int, opened: contextlib.ExitStack) -> dict[str
 
     if platform.machine() != "x86_64":
         raise ValueError(f"the processor is {platform.machine()}; x86_64 alone keeps the order of stores, which this rests on")
-    offer: dict[str, Any] = {"host": _host(), "process": os.getpid()}
+    offer: dict[str, Any] = {"host": process_id_space(), "process": os.getpid()}
     if rank == 0:
         descriptor = os.memfd_create("lockstep", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         opened.callback(os.close, descriptor)
@@ -275,12 +286,6 @@ def _offer(rank: int, size_bytes: int, opened: contextlib.ExitStack) -> dict[str
         os.pwrite(descriptor, bytes.fromhex(token), 0)
         offer |= {"descriptor": descriptor, "token": token, "bytes": size_bytes}
     return offer
-
-
-def _host() -> list[str | int]:
-    """Return the boot id of the kernel, and the namespace of its process ids."""
-    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        return [file.read().strip(), os.stat("/proc/self/ns/pid").st_ino]
 
 
 def _open(everyone: Sequence[dict[str, Any]], rank: int) -> tuple[mmap.mmap, list[int]]:

@@ -20,6 +20,7 @@ import torch
 from torch.multiprocessing import get_sharing_strategy
 from torch.utils.data import DataLoader, Dataset
 
+from lockstep.base.container import LARGER_SHARED_MEMORY
 from lockstep.base.errors import LaunchError, WorkerError
 from lockstep.base.parent_death import die_with_parent
 from lockstep.base.system import signals
@@ -178,6 +179,8 @@ def _set_up(folder: str, parent: int, worker: int) -> None:
 
 
 def _end_at_once(error: Exception, batch: object) -> None:
+    if "shared memory" in str(error):
+        error.add_note(f"lockstep: /dev/shm is full, through which loader workers hand over batches; {LARGER_SHARED_MEMORY}, or workers=0")
     traceback.print_exception(error)
     sys.stderr.flush()
     os._exit(1)

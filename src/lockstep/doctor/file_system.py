@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from lockstep.base.container import VOLUME, ends_with_container, mount_of
 from lockstep.base.errors import RunDirectoryError
 from lockstep.doctor.check_result import CheckResult, check_result, format_bytes, format_duration
 from lockstep.doctor.machine_checks import MAX_CLOCK_OFFSET_SECONDS
@@ -51,6 +52,8 @@ class FileSystemInfo:
     """Reason why flock does not exclude a second holder. Empty if it does."""
     clock_offset_seconds: float
     """Seconds that the file system's clock is ahead of this machine's."""
+    lost: str = ""
+    """Reason why the files are lost with the container that this process is in. Empty if they are not."""
 
 
 def existing(path: Path) -> Path:
@@ -69,13 +72,14 @@ def probe(path: Path, *, rename: Rename = os.rename) -> FileSystemInfo:
         sync_seconds, sync_error = _measure_sync(folder)
         return FileSystemInfo(
             path=str(path),
-            kind=_file_system_kind(path),
+            kind=mount_of(path)[1],
             free_bytes=shutil.disk_usage(path).free,
             rename_fault=_check_file_renames(folder, rename) or _check_folder_renames(folder, rename),
             sync_seconds=sync_seconds,
             sync_error=sync_error,
             lock_fault=_lock_fault(folder),
             clock_offset_seconds=_clock_offset(folder),
+            lost=ends_with_container(path, os.environ) or "",
         )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -193,16 +197,6 @@ def _clock_offset(folder: Path) -> float:
     return stamp - min(max(stamp, before), after)
 
 
-def _file_system_kind(path: Path) -> str:
-    """Return the type of the file system in /proc/mounts; empty if unknown."""
-    try:
-        mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
-    except OSError:
-        return ""
-    points = {point.encode().decode("unicode_escape"): kind for _, point, kind, *_ in mounts}
-    return next((points[str(folder)] for folder in (path.resolve(), *path.resolve().parents) if str(folder) in points), "")
-
-
 def file_system_checks(info: FileSystemInfo) -> list[CheckResult]:
     """Return the results of the measurements. Pure."""
     other = "keep run directories on another file system (a local disk, NFS, Lustre), and checkpoints on object stores by their URL"
@@ -210,6 +204,8 @@ def file_system_checks(info: FileSystemInfo) -> list[CheckResult]:
     if info.free_bytes < LEAST_FREE_BYTES:
         found = f"{info.path}: {format_bytes(info.free_bytes)} free"
         checks = [_check("path", "failed", found, "free some space: a run keeps several checkpoints there")]
+    if info.lost:
+        checks.append(_check("lifetime", "failed", info.lost, VOLUME))
     if info.rename_fault:
         checks.append(_check("rename", "failed", f"is not atomic: {info.rename_fault}", other))
     else:

@@ -6,17 +6,23 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
+from lockstep.base.container import LARGER_SHARED_MEMORY, ONE_CONTAINER
+from lockstep.base.control_group import whole_cpus
 from lockstep.doctor.check_result import CheckResult, check_result, format_bytes, format_duration
-from lockstep.launch.environment import threads_per_process
 
+_MORE_CPUS = " (docker run --cpus; Kubernetes: resources.limits.cpu)"
 _check = partial(check_result, "machine")
 SHARED_MEMORY_BYTES = 128 << 20
-"""Space in /dev/shm for each process: for batches from loader workers (torch's DataLoader), and for NCCL's buffers."""
+"""Space in /dev/shm for each process: for batches from loader workers, and for NCCL's buffers."""
 MEMORY_BYTES = 1 << 30
 """Memory for each process. torch alone takes a third of it, before a model is created."""
 OPEN_FILES = 1024
 """Open files of each process: one or two sockets for each other rank, one file for each tensor of a loader worker."""
+CONTAINER_BRIDGE = re.compile(r"docker\d+|br-[0-9a-f]{12}|podman\d+|cni-podman\d+|lxcbr\d+|lxdbr\d+|virbr\d+")
+"""Names that Docker, Podman, LXC and libvirt give to the bridge by which containers and virtual machines of one host
+reach each other. Its address, such as 172.17.0.1, may be that of the bridge of every host."""
 OTHER_THREADS = 32
 """Threads of a process beside its compute threads: those of Gloo, NCCL and the store, and loader workers."""
 MAX_CLOCK_OFFSET_SECONDS = 2.0
@@ -41,12 +47,18 @@ class MachineInfo:
     """Names of the GPUs that the driver sees. Empty if there is no driver."""
     topology: Mapping[str, str]
     """Pair -> kind of link: {"0-1": "NV18"}."""
+    container: str | None
+    """Name of what made the container that the doctor is in. None: it is in none."""
+    process_ids: tuple[str | int, ...]
+    """The host and the namespace of process ids, from `process_id_space`."""
     cores: int
     cpu_quota: float | None
     """CPU quota of the control group, in cores. None if there is no quota."""
     shared_memory_bytes: int | None
     available_memory_bytes: int
     """Available memory: the lesser of the machine's and the control group's."""
+    memory_limit_bytes: int | None
+    """Limit of the control group. None if there is none below the machine's memory."""
     open_files_limit: int
     open_files_hard_limit: int
     locked_memory_bytes: int | None
@@ -61,6 +73,7 @@ def machine_checks(info: MachineInfo, environ: Mapping[str, str], *, nproc: int,
     """Return the results for one machine. `environ`: the environment that the launcher was started with."""
     return [
         _versions(info),
+        *_container(info),
         *_devices(info, environ, nproc),
         _shared_memory(info, nproc),
         *_threads(info, environ, nproc),
@@ -71,6 +84,14 @@ def machine_checks(info: MachineInfo, environ: Mapping[str, str], *, nproc: int,
 
 def _versions(info: MachineInfo) -> CheckResult:
     return _check("versions", "ok", ", ".join(f"{name} {value}" for name, value in info.versions.items()))
+
+
+def _container(info: MachineInfo) -> list[CheckResult]:
+    if info.container is None:
+        return []
+    quota = "no CPU quota" if info.cpu_quota is None else f"a quota of {info.cpu_quota:.3g} of {info.cores} CPUs"
+    memory = "no limit of memory" if info.memory_limit_bytes is None else f"{format_bytes(info.memory_limit_bytes)} of memory"
+    return [_check("container", "ok", f"{info.container}: {quota}, {memory}")]
 
 
 def _devices(info: MachineInfo, environ: Mapping[str, str], nproc: int) -> list[CheckResult]:
@@ -107,28 +128,28 @@ def _shared_memory(info: MachineInfo, nproc: int) -> CheckResult:
         f"{format_bytes(info.shared_memory_bytes)} free; up to {format_bytes(needed)} needed for {nproc} process{'es' if nproc > 1 else ''}"
     )
     enough = info.shared_memory_bytes >= needed
-    remedy = (
-        "make it larger (docker run --shm-size=8g or --ipc=host; Kubernetes: an emptyDir in memory; mount -o remount,size=8g /dev/shm): "
-        "loader workers and NCCL die of a bus error when it is full"
-    )
+    remedy = f"{LARGER_SHARED_MEMORY}: loader workers and NCCL fail, or die of a bus error, when it is full"
     return _check("/dev/shm", "ok" if enough else "failed", found, remedy)
 
 
 def _threads(info: MachineInfo, environ: Mapping[str, str], nproc: int) -> list[CheckResult]:
-    usable = min(info.cores, info.cpu_quota or info.cores)
+    usable = whole_cpus(info.cores, info.cpu_quota)
     set_to = environ.get("OMP_NUM_THREADS")
     if set_to is not None and not (set_to.isdecimal() and int(set_to)):
         found = f"OMP_NUM_THREADS is {set_to!r}, which is not a number of threads"
         return [_check("threads", "failed", found, "unset it: lockstep chooses the number")]
-    threads = int(set_to) if set_to is not None else threads_per_process(nproc)
-    cores = f"{usable:g} core{'' if usable == 1 else 's'}"
-    if info.cpu_quota is not None and info.cpu_quota < info.cores:
-        cores += f" (of {info.cores}, by the control group's CPU quota)"
+    threads = int(set_to) if set_to is not None else max(1, usable // nproc)
+    cores = f"{usable} core{'' if usable == 1 else 's'}"
+    has_quota = info.cpu_quota is not None and info.cpu_quota < info.cores
+    if has_quota:
+        cores += f" (of {info.cores}, by the control group's CPU quota of {info.cpu_quota:.3g})"
     found = f"{nproc} process{'es' if nproc > 1 else ''} × {threads} thread{'s' if threads > 1 else ''} on {cores}"
-    best = max(1, int(usable // nproc))
+    best = max(1, usable // nproc)
     if nproc > usable and threads == 1:
         why = f"{found}: processes share cores, and each waits for the slowest"
-        return [_check("threads", "slow" if not info.gpus else "ok", why, f"--nproc {max(1, int(usable))}, or more cores")]
+        return [
+            _check("threads", "slow" if not info.gpus else "ok", why, f"--nproc {usable}, or more cores{_MORE_CPUS if has_quota else ''}")
+        ]
     if threads * nproc > usable:
         remedy = f"OMP_NUM_THREADS={best}" + ("" if set_to is None else ", or unset it: lockstep divides the cores among the processes")
         return [_check("threads", "slow", f"{found}: the cores are oversubscribed", remedy)]
@@ -152,13 +173,16 @@ def _limits(info: MachineInfo, environ: Mapping[str, str], nproc: int, world_siz
         remedy = "ulimit -l unlimited (docker run --ulimit memlock=-1; Slurm: PropagateResourceLimits): RDMA locks its buffers"
         checks.append(_check("locked memory", "ok" if info.locked_memory_bytes is None else "failed", found, remedy))
     threads = environ.get("OMP_NUM_THREADS", "")
-    each = (int(threads) if threads.isdecimal() else threads_per_process(nproc)) + OTHER_THREADS
+    each = (int(threads) if threads.isdecimal() else max(1, whole_cpus(info.cores, info.cpu_quota) // nproc)) + OTHER_THREADS
     if info.free_tasks is not None:
         enough = info.free_tasks >= each * nproc
         text = f"{info.free_tasks} more may be started; {each * nproc} are needed"
         checks.append(_check("processes and threads", "ok" if enough else "failed", text, "raise ulimit -u or docker run --pids-limit"))
     enough = info.available_memory_bytes >= nproc * MEMORY_BYTES
-    remedy = f"less than {format_bytes(MEMORY_BYTES)} per process: use fewer processes, end others, or raise the control group's limit"
+    remedy = (
+        f"less than {format_bytes(MEMORY_BYTES)} per process: use fewer processes, end others, or raise the control group's limit "
+        "(docker run --memory; Kubernetes: resources.limits.memory)"
+    )
     checks.append(_check("memory", "ok" if enough else "failed", f"{format_bytes(info.available_memory_bytes)} available", remedy))
     return checks
 
@@ -169,6 +193,12 @@ def _interface(info: MachineInfo, environ: Mapping[str, str]) -> list[CheckResul
     gloo, nccl = environ.get("GLOO_SOCKET_IFNAME"), environ.get("NCCL_SOCKET_IFNAME")
     wrong = [name for name in gloo.split(",") if name not in info.interfaces] if gloo else []
     found = [f"GLOO_SOCKET_IFNAME names {name!r}; the interfaces are {interfaces}" for name in wrong]
+    if info.address:
+        found += [
+            f"{variable}={value} is the bridge of this host's containers, which has no way to other hosts"
+            for variable, value in (("GLOO_SOCKET_IFNAME", gloo), ("NCCL_SOCKET_IFNAME", nccl))
+            if value and CONTAINER_BRIDGE.fullmatch(value.removeprefix("="))
+        ]
     if nccl and not _nccl_finds(nccl, info.interfaces):
         found.append(f"NCCL_SOCKET_IFNAME={nccl} matches none of {interfaces}")
     if found:
@@ -201,6 +231,17 @@ def clock_check(machine: str, offset_seconds: float, error_seconds: float, refer
     skewed = abs(offset_seconds) - error_seconds > MAX_CLOCK_OFFSET_SECONDS
     remedy = "synchronize the clocks by NTP (chronyc tracking, timedatectl): a machine that is a few seconds off is taken for dead"
     return replace(_check("clock", "failed" if skewed else "ok", text, remedy), machine=machine)
+
+
+def shared_memory_differences(machines: Sequence[str], info: Sequence[Mapping[str, Any]]) -> list[CheckResult]:
+    """Return a result for the machines, if any, that are containers of one host and share no memory with each other.
+    `info`: the `MachineInfo` of each, as JSON."""
+    by_host: dict[str, dict[int, str]] = {}
+    for name, each in zip(machines, info, strict=True):
+        host, space = each["process_ids"]
+        by_host.setdefault(host, {}).setdefault(space, name)
+    found = "are containers of one host, and do not see each other's processes: they exchange through the network, not through memory"
+    return [_check("one host", "slow", f"{', '.join(each.values())} {found}", ONE_CONTAINER) for each in by_host.values() if len(each) > 1]
 
 
 def version_differences(machines: Sequence[str], info: Sequence[Mapping[str, str]]) -> list[CheckResult]:

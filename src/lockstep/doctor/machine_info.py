@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import resource
 import shutil
 import socket
@@ -16,15 +15,21 @@ from pathlib import Path
 import torch
 
 from lockstep.base import accelerator
+from lockstep.base.container import container_engine, process_id_space
+from lockstep.base.control_group import (
+    available_memory_bytes,
+    cpu_quota,
+    free_tasks,
+    memory_limit_bytes,
+    number_in,
+    scheduled_cpus,
+)
 from lockstep.base.version import __version__
 from lockstep.doctor.environment_variables import relevant_variables
 from lockstep.doctor.machine_checks import MachineInfo, parse_topology
 from lockstep.launch.machines import Machines, address_towards, interface_of
 
-_CGROUP = Path("/sys/fs/cgroup")
 _NVIDIA_SECONDS = 10.0
-_UNLIMITED = 2**60
-"""A limit of this size or above means no limit: version 1 of control groups reports about 2**63 then."""
 
 
 def read_machine_info(machines: Machines | None, environ: Mapping[str, str]) -> MachineInfo:
@@ -46,10 +51,13 @@ def read_machine_info(machines: Machines | None, environ: Mapping[str, str]) -> 
         gpu_names=names,
         # If some GPUs are hidden, torch and the driver number them differently.
         topology=parse_topology(_nvidia_smi("topo", "-m")) if names and "CUDA_VISIBLE_DEVICES" not in environ else {},
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        cpu_quota=_cpu_quota(),
+        container=container_engine(environ),
+        process_ids=tuple(process_id_space()),
+        cores=scheduled_cpus(),
+        cpu_quota=cpu_quota(),
         shared_memory_bytes=_free("/dev/shm"),
-        available_memory_bytes=_available_memory(),
+        available_memory_bytes=available_memory_bytes(),
+        memory_limit_bytes=memory_limit_bytes(),
         open_files_limit=_finite(descriptors),
         open_files_hard_limit=_finite(hard_descriptors),
         locked_memory_bytes=None if locked == resource.RLIM_INFINITY else locked,
@@ -87,76 +95,12 @@ def _nvidia_smi(*arguments: str) -> str:
 
 def _interface_details(interface: str) -> str:
     folder = Path("/sys/class/net", interface)
-    speed, mtu = _number(folder / "speed"), _number(folder / "mtu")
+    speed, mtu = number_in(folder / "speed"), number_in(folder / "mtu")
     return (f", {speed:g} Mbit/s" if speed is not None and speed > 0 else "") + (f", MTU {mtu:g}" if mtu is not None else "")
 
 
-def _number(path: Path) -> float | None:
-    """Return the number in a file. None if there is no number, or no file."""
-    try:
-        return float(path.read_text().split()[0])
-    except (OSError, ValueError, IndexError):
-        return None
-
-
-def _cgroup_files(controller: str, name: str) -> list[Path]:
-    """Return a file of this process's control groups, innermost first. `controller`: empty for version 2."""
-    with suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controller in controllers.split(","):
-                root = _CGROUP / controller if controller else _CGROUP
-                inner = root / path.lstrip("/")
-                return [folder / name for folder in (inner, *inner.parents) if folder.is_relative_to(root)]
-    return []
-
-
-def _cpu_quota() -> float | None:
-    found = []
-    for file in _cgroup_files("", "cpu.max"):
-        with suppress(OSError, ValueError):
-            quota, period = file.read_text().split()
-            if quota != "max":
-                found.append(int(quota) / int(period))
-    for file in _cgroup_files("cpu", "cpu.cfs_quota_us"):
-        allowed, per = _number(file), _number(file.with_name("cpu.cfs_period_us"))
-        if allowed is not None and per and allowed > 0:
-            found.append(allowed / per)
-    return min(found, default=None)
-
-
-def _available_memory() -> int:
-    """Return the bytes that can be allocated now: the least of the machine's and the control groups'."""
-    text = Path("/proc/meminfo").read_text() if os.path.exists("/proc/meminfo") else ""
-    found = re.search(r"^MemAvailable:\s+(\d+) kB", text, flags=re.MULTILINE)
-    free = [int(found[1]) * 1024 if found else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for controller, limit, used, pages in (
-        ("", "memory.max", "memory.current", "inactive_file"),
-        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    ):
-        for file in _cgroup_files(controller, limit):
-            most, now = _number(file), _number(file.with_name(used))
-            if most is not None and now is not None and most < _UNLIMITED:
-                free.append(int(most - now + _reclaimable(file.with_name("memory.stat"), pages)))
-    return max(0, min(free))
-
-
-def _reclaimable(stat: Path, name: str) -> int:
-    """Return the bytes of the page cache that the kernel frees when memory is short."""
-    with suppress(OSError):
-        for line in stat.read_text().splitlines():
-            if line.startswith(f"{name} "):
-                return int(line.split()[1])
-    return 0
-
-
 def _free_tasks() -> int | None:
-    free = []
-    for controller in ("", "pids"):
-        for file in _cgroup_files(controller, "pids.max"):
-            most, now = _number(file), _number(file.with_name("pids.current"))  # without a limit the file has the word max
-            if most is not None and now is not None:
-                free.append(int(most - now))
+    free = [] if (allowed := free_tasks()) is None else [allowed]
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if soft != resource.RLIM_INFINITY and os.geteuid() != 0:
         free.append(soft - _threads_of_this_user())

@@ -10,7 +10,7 @@ from typing import Any
 from lockstep.doctor.check_result import CheckResult, Section, check_result, machine_names
 from lockstep.doctor.environment_variables import variable_differences
 from lockstep.doctor.expected_results import COLLECTIVES, OPERATIONS
-from lockstep.doctor.machine_checks import clock_check, version_differences
+from lockstep.doctor.machine_checks import clock_check, shared_memory_differences, version_differences
 from lockstep.doctor.point_to_point import PairMeasurement, point_to_point_checks
 from lockstep.launch.failures import Ending
 
@@ -42,6 +42,7 @@ def summarize(results: Mapping[str, Any], ending: Ending) -> list[CheckResult]:
         checks += [CheckResult(**check | {"machine": name}) for check in machine["checks"]]
     if len(names) > 1:
         checks += version_differences(names, [machine["info"]["versions"] for machine in machines])
+        checks += shared_memory_differences(names, [machine["info"] for machine in machines])
         checks += variable_differences(names, [machine["info"]["variables"] for machine in machines])
         for name, (offset, error) in list(zip(names, results.get("clocks", ()), strict=False))[1:]:
             checks.append(clock_check(name, offset, error, names[0]))

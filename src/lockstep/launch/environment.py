@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, cast, get_args
 
+from lockstep.base.control_group import usable_cpus
 from lockstep.base.errors import LaunchError
 from lockstep.options import MPI_SIZES, RunOptions, non_negative_int, read_options
 
@@ -28,7 +28,7 @@ class Environment(RunOptions):
     launcher: Launcher
     """`python`: no launcher. `torchrun`: any other that sets RANK and WORLD_SIZE. `srun`: a process per Slurm task."""
     threads: int
-    """Intra-op threads: OMP_NUM_THREADS if it was set on purpose (torchrun sets 1 unasked), else cores ÷ processes."""
+    """Intra-op threads: OMP_NUM_THREADS if it was set on purpose (torchrun sets 1 unasked), else CPUs ÷ processes."""
     restarts: int = 0
     """Starts of the workers after the first, because one had failed."""
 
@@ -85,9 +85,8 @@ def _threads(environ: Mapping[str, str], local_world_size: int) -> int:
 
 
 def threads_per_process(count: int) -> int:
-    """Intra-op threads for each of `count` processes on this machine: usable cores ÷ processes, at least 1."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // count)
+    """Intra-op threads for each of `count` processes on this machine: usable CPUs ÷ processes, at least 1."""
+    return max(1, usable_cpus() // count)
 
 
 def _not_by_mpirun(environ: Mapping[str, str]) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from lockstep.base.control_group import memory_limit_bytes
 from lockstep.base.errors import USER_ERROR_STATUS, LockstepError, UserError
 from lockstep.base.files import write_atomically
 from lockstep.launch.termination import HUNG_STATUS, PREEMPTED_STATUS
@@ -118,7 +119,7 @@ class WorkerFailure:
         """A predicate for the end of the process: "failed (exit status 1)"."""
         if self.record is None and self.returncode < 0:
             name = _signal_name(-self.returncode)
-            return f"was killed by {name}" + (f" ({_SIGNALS[name]})" if name in _SIGNALS else "")
+            return f"was killed by {name}" + (f" ({_SIGNALS[name]}{_memory_limit(name)})" if name in _SIGNALS else "")
         return f"failed (exit status {self.status})"
 
     @property
@@ -308,6 +309,12 @@ def _text(error: BaseException) -> str:
         return str(error)
     except Exception:  # a user's __str__ may fail
         return f"<{type(error).__name__} whose text cannot be had>"
+
+
+def _memory_limit(signal_name: str) -> str:
+    """Return the control group's limit of memory, as text to append to the reason of a SIGKILL. Empty if none."""
+    limit = memory_limit_bytes() if signal_name == "SIGKILL" else None
+    return "" if limit is None else f"; the control group's limit is {limit / 2**30:.3g} GiB"
 
 
 def _signal_name(number: int) -> str:

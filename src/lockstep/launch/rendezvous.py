@@ -135,16 +135,24 @@ class ElasticRendezvous(DynamicRendezvousHandler):
         found = super().next_rendezvous()
         place = found.bootstrap_store_info
         assert place is not None
-        obstacle = self._obstacle(place.master_addr, place.master_port)
+        own = self._this_node.addr
         number = found.rank if self.machines.node_rank is None else self.machines.node_rank
-        found.store.set(f"{_RUN_ID}.machine-{found.rank}", json.dumps([number, self._this_node.addr, obstacle]))
-        everyone = [json.loads(found.store.get(f"{_RUN_ID}.machine-{each}")) for each in range(found.world_size)]
+        with socket.create_server((own, 0), family=_family(own)) as listener:  # open until all machines have tried
+            found.store.set(f"{_RUN_ID}.listens-{found.rank}", json.dumps([own, listener.getsockname()[1]]))
+            obstacle = self._obstacle(place.master_addr, place.master_port, refusal_is_one=False)
+            if obstacle is None:
+                following = json.loads(found.store.get(f"{_RUN_ID}.listens-{(found.rank + 1) % found.world_size}"))
+                obstacle = self._obstacle(*following, refusal_is_one=True)
+            found.store.set(f"{_RUN_ID}.machine-{found.rank}", json.dumps([number, own, obstacle]))
+            everyone = [json.loads(found.store.get(f"{_RUN_ID}.machine-{each}")) for each in range(found.world_size)]
         check_machines(everyone)
         self.addresses = [address for _, address, _ in everyone]
         return RendezvousInfo(found.store, number, found.world_size, place)
 
-    def _obstacle(self, address: str, port: int) -> str | None:
-        """The error that keeps this machine from the workers' store; None if it reaches it.
+    def _obstacle(self, address: str, port: int, *, refusal_is_one: bool) -> str | None:
+        """The error that keeps this machine from another one's port; None if it reaches it. Each machine tries the port
+        of the workers' store, and one of the next machine: an address that only its own host reaches, as containers
+        have, is found on its way from another host.
 
         The others wait meanwhile, so this takes less time than that after which a silent machine is lost.
         """
@@ -153,9 +161,9 @@ class ElasticRendezvous(DynamicRendezvousHandler):
             try:
                 socket.create_connection((address, port), timeout=HEARTBEAT_SECONDS).close()
                 return None
-            except ConnectionRefusedError:
-                return None  # the network is open, and the machine is about to be lost
             except OSError as error:
+                if isinstance(error, ConnectionRefusedError) and not refusal_is_one:
+                    return None  # the network is open, and the machine is about to be lost
                 if time.monotonic() - began > SILENCE_SECONDS / 2:
                     return f"from {self._this_node.addr} on {self.interface} to {address} port {port}: {error}"
             time.sleep(0.5)
@@ -181,8 +189,9 @@ def check_machines(everyone: Sequence[tuple[int, str, str | None]]) -> None:
     for number, address, obstacle in everyone:
         if obstacle is not None:
             raise LaunchError(
-                f"a machine of the run reaches the rendezvous, and not the machine of rank 0 (tried {obstacle}); the machines of a run "
-                "reach each other on all ports; open the way, or give --interface where there is another network"
+                f"a machine of the run reaches the rendezvous, and not another machine (tried {obstacle}); the machines of a run reach "
+                "each other on all ports; open the way, give --interface where there is another network, or start containers with "
+                "--network=host"
             )
         if number in by_number:
             raise LaunchError(

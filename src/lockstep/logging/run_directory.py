@@ -22,6 +22,8 @@ from safetensors.torch import save_file
 
 from lockstep.base import accelerator
 from lockstep.base.closing import Closing
+from lockstep.base.container import process_id_space
+from lockstep.base.control_group import usable_cpus
 from lockstep.base.errors import RecipeError, RunDirectoryError
 from lockstep.base.file_lock import try_lock
 from lockstep.base.files import replace_atomically, write_atomically
@@ -200,7 +202,8 @@ def _claim(descriptor: int, path: Path) -> None:
             "choose another directory"
         )
     started = datetime.now(UTC).isoformat(timespec="seconds")
-    text = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "started": started}).encode() + b"\n"
+    holder = {"pid": os.getpid(), "host": socket.gethostname(), "process_ids": process_id_space(), "started": started}
+    text = json.dumps(holder).encode() + b"\n"
     os.ftruncate(descriptor, 0)
     os.lseek(descriptor, 0, os.SEEK_SET)
     os.write(descriptor, text)
@@ -242,7 +245,7 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
         "host": socket.gethostname(),
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
-        "cpus_usable": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpus_usable": usable_cpus(),
         "threads": {"intra_op": torch.get_num_threads(), "inter_op": torch.get_num_interop_threads()},
         "device": {"type": str(device), "name": device_name(device)},
         "command_line": sys.orig_argv,

@@ -120,7 +120,7 @@ class LockHolder:
     pid: int
     host: str
     alive: bool | None
-    """None if it is on another host, and so unknown."""
+    """None if it is on another host or in another container, and so unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

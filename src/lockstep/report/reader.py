@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from lockstep.base.container import process_id_space
 from lockstep.base.errors import RunDirectoryError
 from lockstep.report.history import LockHolder, MemoryProfile, RunHistory, curves, memory_profile, rank_times, run_events
 
@@ -145,7 +145,7 @@ def _holder(path: Path) -> LockHolder | None:
         pid, host = int(values["pid"]), str(values["host"])
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
-    return LockHolder(pid, host, _is_alive(pid) if host == socket.gethostname() else None)
+    return LockHolder(pid, host, _is_alive(pid) if values.get("process_ids") == process_id_space() else None)
 
 
 def _is_alive(pid: int) -> bool | None:

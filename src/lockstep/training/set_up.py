@@ -9,6 +9,7 @@ import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 from lockstep.base import accelerator
+from lockstep.base.container import VOLUME, ends_with_container
 from lockstep.base.errors import LaunchError, PlanError, RecipeError
 from lockstep.base.torch_private import set_allocator_settings
 from lockstep.comm.mesh import Mesh
@@ -61,6 +63,13 @@ def check_torch(version: str) -> None:
     if _major_and_minor(version) < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
         raise LaunchError(f"torch {version}; lockstep needs torch {oldest} or newer (docs/compatibility.md); pip install 'torch>={oldest}'")
+
+
+def lost_with_container(run_dir: Path) -> Remark | None:
+    """Return a remark if the run directory is in the file system of the container that this process is in."""
+    if (reason := ends_with_container(run_dir, os.environ)) is None:
+        return None
+    return Remark("run-directory-in-container", {"reason": reason}, f"warning: run directory {reason}; {VOLUME}")
 
 
 def untested_torch(version: str) -> Remark | None:

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lockstep.base.container import process_id_space
 from lockstep.hooks.hang.report import Hang, diagnose
 from lockstep.hooks.hang.snapshot import StackSnapshot, StackWriter, innermost_line, read_stack, take_snapshot
 from lockstep.logging.phases import Phases
@@ -86,7 +87,12 @@ class Watchdog:
     def __post_init__(self) -> None:
         self._thread = threading.Thread(target=self._run, name="lockstep-watchdog", daemon=True)
         if self.mailbox is not None:
-            who = {"host": socket.gethostname(), "process": os.getpid(), "stacks": self._stacks.descriptor}
+            who = {
+                "host": socket.gethostname(),
+                "process_ids": process_id_space(),
+                "process": os.getpid(),
+                "stacks": self._stacks.descriptor,
+            }
             self.mailbox.put(f"who/{self.rank}", json.dumps(who))
         self._thread.start()
 
@@ -198,7 +204,7 @@ def _why_silent(who: Mapping[str, Any] | None) -> tuple[str, bool]:
     if who is None:
         return "it has not started its watchdog yet", False
     name = f"process {who['process']} on {who['host']}"
-    if who["host"] != socket.gethostname():
+    if who["process_ids"] != process_id_space():
         return f"{name} does not answer: it has ended, it is stopped, or its machine cannot be reached", False
     if sys.platform != "linux":
         return f"{name} does not answer: it has ended, it is stopped, or native code holds the GIL", False
