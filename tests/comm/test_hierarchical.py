@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from comm.test_segment import DEATH_GRACE_SECONDS, forked
-from comm.test_shared import values
 from tiers import tier
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from comm.test_segment import DEATH_GRACE_SECONDS, forked
+from comm.test_shared import values
 from lockstep.comm import segment
 from lockstep.comm.hierarchical import HierarchicalAllReduce
 from lockstep.comm.segment import ExchangeError, Unavailable
