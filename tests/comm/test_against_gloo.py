@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 import torch
-from comm.test_segment import DEATH_GRACE_SECONDS, Caught, caught, forked
-from comm.test_shared import shared_group
 from torch import Tensor, distributed
 
+from comm.test_segment import DEATH_GRACE_SECONDS, Caught, caught, forked
+from comm.test_shared import shared_group
 from lockstep.comm import shared_memory as shared
 from lockstep.comm.shared_memory import SharedMemoryGroup
 from lockstep.testing.pool import WorkerPool

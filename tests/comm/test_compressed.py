@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from comm.test_hierarchical import on_hosts
 from tiers import tier
 from torch import Tensor, distributed
 
+from comm.test_hierarchical import on_hosts
 from lockstep.comm.compressed_sum import CompressedAllReduce, Senders
 from lockstep.comm.hierarchical import HierarchicalAllReduce
 from lockstep.comm.quantize import Rounding
