@@ -40,8 +40,8 @@ def chosen_backend(asked: str | None, device: torch.device, rank: int, size: int
         if given != (str(rank), str(size)):
             theirs = "mpirun has not started it" if given is None else f"for mpirun it is rank {given[0]} of {given[1]}"
             raise LaunchError(
-                f"--backend 'mpi' on rank {rank} of {size}, and {theirs}; MPI has ranks of its own, of the processes that mpirun has started, "
-                f"which must be the same; {remedy}"
+                f"--backend 'mpi' on rank {rank} of {size}, and {theirs}; MPI has ranks of its own, of the processes that mpirun has "
+                f"started, which must be the same; {remedy}"
             )
     return asked
 
