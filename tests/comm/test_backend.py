@@ -27,14 +27,14 @@ def _without_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_an_option_it_is_torchs_own_for_the_device() -> None:
-    assert chosen_backend(None, CPU, 2, {}) == chosen_backend("gloo", CPU, 2, {}) == "gloo"
-    assert chosen_backend(None, CUDA, 2, {}) == "nccl"
+    assert chosen_backend(None, CPU, 0, 2, {}) == chosen_backend("gloo", CPU, 0, 2, {}) == "gloo"
+    assert chosen_backend(None, CUDA, 0, 2, {}) == "nccl"
 
 
 @pytest.mark.parametrize("name", ["mpi", "ucc", "telegraph", "fake", "undefined", ""])
 def test_one_that_this_torch_does_not_have_is_refused_with_what_it_has(name: str) -> None:
     with pytest.raises(LaunchError) as refused:
-        chosen_backend(name, CPU, 2, {})
+        chosen_backend(name, CPU, 0, 2, {})
     assert str(refused.value) == (
         f"--backend {name!r}, which this torch ({torch.__version__}) does not have; it has gloo, and what a package registers when the "
         "script imports it; give one of gloo, or leave --backend out for gloo"
@@ -47,17 +47,20 @@ def test_one_that_cannot_send_the_devices_tensors_is_refused(monkeypatch: pytest
     with pytest.raises(
         LaunchError, match=r"--backend 'nccl' on cpu; it sends tensors on cuda alone; give one of gloo, ucc, or leave --back"
     ):
-        chosen_backend("nccl", CPU, 2, {})
-    assert chosen_backend("ucc", CPU, 2, {}) == chosen_backend("ucc", CUDA, 2, {}) == "ucc"
+        chosen_backend("nccl", CPU, 0, 2, {})
+    assert chosen_backend("ucc", CPU, 0, 2, {}) == chosen_backend("ucc", CUDA, 0, 2, {}) == "ucc"
 
 
-def test_mpi_carries_only_processes_that_mpirun_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mpi_carries_only_processes_that_mpirun_has_started_with_the_same_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_mpi_available", lambda: True)
-    with pytest.raises(LaunchError, match=r"--backend 'mpi' with 4 processes, of which mpirun has started none; MPI numbers"):
-        chosen_backend("mpi", CPU, 4, {})
-    with pytest.raises(LaunchError, match=r"with 4 processes, of which mpirun has started 2;"):
-        chosen_backend("mpi", CPU, 4, {"PMI_SIZE": "2"})
-    assert chosen_backend("mpi", CPU, 4, {"OMPI_COMM_WORLD_SIZE": "4"}) == chosen_backend("mpi", CPU, 1, {}) == "mpi"
+    with pytest.raises(LaunchError, match=r"--backend 'mpi' on rank 3 of 4, and mpirun has not started it; MPI has ranks of its own"):
+        chosen_backend("mpi", CPU, 3, 4, {})
+    with pytest.raises(LaunchError, match=r"on rank 1 of 4, and for mpirun it is rank 1 of 2;"):
+        chosen_backend("mpi", CPU, 1, 4, {"PMI_SIZE": "2", "PMI_RANK": "1"})
+    with pytest.raises(LaunchError, match=r"on rank 1 of 2, and for mpirun it is rank 0 of 2;"):
+        chosen_backend("mpi", CPU, 1, 2, {"PMI_SIZE": "2", "PMI_RANK": "0"})
+    assert chosen_backend("mpi", CPU, 3, 4, {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3"}) == "mpi"
+    assert chosen_backend("mpi", CPU, 0, 1, {}) == "mpi"
 
 
 def test_gloo_carries_the_tensors_on_the_cpu_beside_an_accelerator() -> None:

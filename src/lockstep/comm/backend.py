@@ -14,9 +14,9 @@ from lockstep.options import MPI_SIZES
 _NOT_FOR_TRAINING = ("undefined", "fake")
 
 
-def chosen_backend(asked: str | None, device: torch.device, size: int, environ: Mapping[str, str]) -> str:
+def chosen_backend(asked: str | None, device: torch.device, rank: int, size: int, environ: Mapping[str, str]) -> str:
     """Return the backend for tensors on `device`. `asked`: the name in `--backend`; None: torch's for the device.
-    `size`: processes in the run.
+    `rank`, `size`: this process's, and the processes in the run.
 
     Raises `LaunchError` for a backend that this torch does not have, that cannot send the device's tensors, or that
     needs processes that were started in another way.
@@ -35,11 +35,13 @@ def chosen_backend(asked: str | None, device: torch.device, size: int, environ: 
     if asked not in fitting:
         raise LaunchError(f"--backend {asked!r} on {device.type}; it sends tensors on {', '.join(there[asked])} alone; {remedy}")
     if asked == "mpi" and size > 1:
-        started = next((environ[name] for name in MPI_SIZES if name in environ), None)
-        if started != str(size):
+        name = next((name for name in MPI_SIZES if name in environ), None)
+        given = None if name is None else (environ.get(name.removesuffix("SIZE") + "RANK"), environ[name])
+        if given != (str(rank), str(size)):
+            theirs = "mpirun has not started it" if given is None else f"for mpirun it is rank {given[0]} of {given[1]}"
             raise LaunchError(
-                f"--backend 'mpi' with {size} processes, of which mpirun has started {started or 'none'}; MPI numbers the processes that "
-                f"mpirun has started, and knows no others; {remedy}"
+                f"--backend 'mpi' on rank {rank} of {size}, and {theirs}; MPI has ranks of its own, of the processes that mpirun has "
+                f"started, which must be the same; {remedy}"
             )
     return asked
 

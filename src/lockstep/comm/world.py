@@ -188,7 +188,7 @@ def _joined(rank: int, size: int, local_rank: int, local_size: int, backend: str
             f"the GPUs ({accelerator.how_to_hide()}) to compute on the CPU"
         )
     device = accelerator.device(local_rank) if use_gpu else torch.device("cpu")
-    chosen = chosen_backend(backend, device, size, os.environ)
+    chosen = chosen_backend(backend, device, rank, size, os.environ)
     if dist.is_initialized():
         if backend is not None and not _is_ours():
             raise LaunchError(
