@@ -75,8 +75,8 @@ class Network:
 
     def contain(self, number: int) -> list[str]:
         """What to put before a command that is to run in a container on a host, as Docker's own network has it: its
-        address is 172.17.0.2 on each host, behind a bridge named docker0, and what it sends seems to come from the
-        host."""
+        address is 172.17.0.2 on each host, behind a bridge named docker0, what it sends seems to come from the
+        host, and its first process has the id 1."""
         if shutil.which("nft") is None:
             pytest.skip("no program nft, which has the kernel translate addresses")
         host, box = self.hosts[number], f"{self.name}-box{number}"
@@ -95,7 +95,7 @@ class Network:
         subprocess.run([*inside, "sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward"], check=True)
         rules = "table ip docker { chain out { type nat hook postrouting priority 100; ip saddr 172.17.0.0/16 oif eth0 masquerade; }; }"
         subprocess.run([*inside, "nft", rules], check=True)
-        return ["nsenter", f"--net=/run/netns/{box}"]
+        return ["nsenter", f"--net=/run/netns/{box}", "unshare", "--pid", "--fork", "--kill-child"]
 
     def delay(self, number: int, milliseconds: float) -> None:
         """All that a host sends and receives comes so much later."""

@@ -87,7 +87,9 @@ def test_two_containers_of_one_host_are_told_that_they_share_no_memory(tmp_path:
             before = stack.enter_context(container(tmp_path / box, shm="1g", volume=tmp_path))
             line = [*before, sys.executable, "-m", "lockstep", *words]
             environ = ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-            started.append(subprocess.Popen(line, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+            started.append(
+                stack.enter_context(subprocess.Popen(line, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+            )
             stack.callback(started[-1].kill)
         said = [each.communicate(timeout=50) for each in started]
     (check,) = [check for check in json.loads(said[0][0])["checks"] if check["check"] == "one host"]

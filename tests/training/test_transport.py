@@ -100,7 +100,9 @@ def trained_in_containers(folder: Path, namespaces: Sequence[str]) -> list[subpr
             before = stack.enter_context(container(folder / f"box-{rank}", volume=shared, namespaces=namespaces))
             environ = os.environ | one | {"RANK": str(rank)}
             line = [*before, sys.executable, "train.py"]
-            started.append(subprocess.Popen(line, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+            started.append(
+                stack.enter_context(subprocess.Popen(line, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+            )
             stack.callback(started[-1].kill)
         said = [each.communicate(timeout=50) for each in started]
     return [subprocess.CompletedProcess(each.args, each.returncode, *text) for each, text in zip(started, said, strict=True)]

@@ -20,7 +20,9 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
@@ -94,6 +96,11 @@ class ElasticRendezvous(DynamicRendezvousHandler):
     """Addresses of the machines that met last."""
     hosts_store: bool
     """True if this process hosts the store."""
+
+    def __init__(self, node: Any, *rest: Any) -> None:
+        """Called by `from_backend`. Torch tells machines apart by address and process id. Containers may have both in
+        common: the address of their host, and the process id 1."""
+        super().__init__(replace(node, local_id=secrets.randbits(62)), *rest)
 
     @classmethod
     def at(cls, machines: Machines) -> ElasticRendezvous:
