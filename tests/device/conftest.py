@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -13,6 +14,14 @@ from stand_in import build
 from lockstep.testing.pool import WorkerPool
 
 DEVICES = 4
+FOLDER = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give whichever test comes first the time to build the device."""
+    for item in items:
+        if item.path.parent == FOLDER:
+            item.add_marker(pytest.mark.timeout(240))
 
 
 class DevicePool(WorkerPool):

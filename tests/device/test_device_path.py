@@ -84,7 +84,6 @@ def lockstep(*arguments: str, folder: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.timeout(120)
 def test_a_command_starts_a_process_for_each_device(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     found = {lockstep("run", "--nproc", count, "--plan", "numerics=bitwise", "train.py", folder=tmp_path) for count in ("auto", "1")}
