@@ -68,6 +68,17 @@ def test_where_nobody_keeps_it_the_wait_ends_with_what_was_tried_and_the_remedy(
     assert re.fullmatch(rf"lockstep: no answer yet at --rdzv 192\.0\.2\.1:29400 {tried}; goes on trying for 1 s", said)
 
 
+def test_a_refusal_is_an_obstacle_only_at_the_port_of_a_machine_that_is_there(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a container has this machine's own address: the connection comes back here, and is refused."""
+    monkeypatch.setattr("lockstep.launch.rendezvous.SILENCE_SECONDS", 0)
+    keeper = ElasticRendezvous.at(machines)
+    with socket.create_server(("127.0.0.2", 0)) as free:
+        port = free.getsockname()[1]
+        assert keeper._obstacle("127.0.0.2", port, refusal_is_one=True) is None
+    assert keeper._obstacle("127.0.0.2", port, refusal_is_one=False) is None
+    assert "Connection refused" in str(keeper._obstacle("127.0.0.2", port, refusal_is_one=True))
+
+
 def test_number_0_is_where_the_others_look_for_it() -> None:
     with pytest.raises(
         LaunchError, match=r"--master-addr 192\.0\.2\.1:29400: 192\.0\.2\.1 is no address of this machine, whose number is 0"
