@@ -10,8 +10,10 @@ TRAINING, OTHER = 1, 2
 COMPUTE = [("compute", 0.0, 1.0)]
 
 
-def memory(at: float, address: int, change: int, *, thread: int = TRAINING, kind: int = 0, index: int = -1) -> dict[str, Any]:
-    args = {"Addr": address, "Bytes": change, "Device Type": kind, "Device Id": index}
+def memory(
+    at: float, address: int, change: int, *, thread: int = TRAINING, kind: int = 0, index: int = -1, total: int = 0
+) -> dict[str, Any]:
+    args = {"Addr": address, "Bytes": change, "Device Type": kind, "Device Id": index, "Total Allocated": total}
     return {"ph": "i", "name": "[memory]", "ts": at * 1e6, "tid": thread, "args": args}
 
 
@@ -28,7 +30,7 @@ def backward(start: float, stop: float, name: str = "MmBackward0", thread: int =
 
 
 def timeline(events: list[dict[str, Any]], notes: list[MemoryNote] | None = None, **given: Any) -> MemoryTimeline:
-    given = {"phases": COMPUTE, "window": (0.0, 1.0), "thread": TRAINING, "device": None, "earlier_bytes": None} | given
+    given = {"phases": COMPUTE, "window": (0.0, 1.0), "thread": TRAINING, "device": None} | given
     found = memory_timeline({"traceEvents": events}, notes or [], **given)
     assert found is not None
     return found
@@ -87,18 +89,24 @@ def test_on_a_cpu_what_was_there_before_and_is_not_noted_again_ended_when_it_was
         assert set(found.bytes_by_cause["gradients"]) == {0}
 
 
-def test_on_an_accelerator_all_that_was_allocated_before_is_counted_and_its_end_too() -> None:
-    events = [mark(0.05, 0), memory(0.1, 20, 8, kind=1, index=0), memory(0.2, 99, -30, kind=1, index=0)]
-    others = [memory(0.1, 20, 5000), memory(0.1, 20, 5000, kind=1, index=1)]
-    found = timeline([*events, *others], [MemoryNote([weight()], is_complete=True)], device=0, earlier_bytes=150)
+def test_on_an_accelerator_the_rest_is_what_remains_of_all_that_is_allocated() -> None:
+    events = [
+        mark(0.05, 0), memory(0.1, 20, 8, kind=1, index=0, total=158),
+        memory(0.2, 99, -30, kind=1, index=0, total=128),  # from before the trace
+        memory(0.3, 21, 8, kind=1, index=0, total=132),  # another thread has freed 4, which the trace lacks
+        memory(0.1, 20, 5000), memory(0.1, 20, 5000, kind=1, index=1, total=9000),  # of other devices
+    ]  # fmt: skip
+    found = timeline(events, [MemoryNote([weight()], is_complete=True)], device=0)
+    assert found.seconds == [0.0, 0.05, 0.1, 0.2, 0.3]
+    assert found.bytes_by_cause["parameters"] == [0, 100, 100, 100, 100]
+    assert found.bytes_by_cause["rest"] == [150, 50, 58, 28, 32]
     assert at_peak(found) == {"parameters": 100, "rest": 58}
-    assert found.bytes_by_cause["rest"][-1] == 28
-    assert (30, "rest", "allocated before") in found.largest
+    assert found.largest[1:] == [(50, "rest", "allocated before, or by other threads"), (8, "rest", "unknown")]
 
 
 def test_a_trace_without_memory_events_of_the_device_has_no_timeline() -> None:
     events = [memory(0.1, 10, 8)]
-    assert memory_timeline({"traceEvents": events}, [], COMPUTE, (0.0, 1.0), thread=TRAINING, device=0, earlier_bytes=0) is None
+    assert memory_timeline({"traceEvents": events}, [], COMPUTE, (0.0, 1.0), thread=TRAINING, device=0) is None
     assert memory_table([None]) == ["memory over time: not known, since torch counts no memory of this device"]
 
 

@@ -57,6 +57,11 @@ size_t rounded(size_t bytes) {
   return (bytes + 511) / 512 * 512;
 }
 
+void tell_profiler(void* pointer, c10::DeviceIndex device, int64_t change) {
+  const auto allocated = static_cast<size_t>(memory().allocated[device].current);
+  c10::reportMemoryUsageToProfiler(pointer, change, allocated, allocated, c10::Device(kDevice, device));
+}
+
 void free_device_memory(void* pointer) {
   if (pointer == nullptr) {
     return;
@@ -65,6 +70,7 @@ void free_device_memory(void* pointer) {
     std::lock_guard<std::mutex> lock(memory().mutex);
     auto found = memory().sizes.find(pointer);
     memory().allocated[found->second.first].decrease(found->second.second);
+    tell_profiler(pointer, found->second.first, -static_cast<int64_t>(found->second.second));
     memory().sizes.erase(found);
   }
   Times::get().free(pointer);
@@ -92,6 +98,7 @@ struct DeviceAllocator final : c10::DeviceAllocator {
     auto* pointer = Times::get().allocate(bytes, current_stream(device.index()));
     std::lock_guard<std::mutex> lock(memory().mutex);
     memory().sizes[pointer] = {device.index(), taken};
+    tell_profiler(pointer, device.index(), static_cast<int64_t>(taken));
     return {pointer, pointer, &free_device_memory, device};
   }
   c10::DeleterFnPtr raw_deleter() const override {

@@ -203,11 +203,6 @@ def future(tensor: Tensor) -> torch.futures.Future[Tensor]:
 # Memory
 
 
-def allocated_bytes(device: torch.device) -> int | None:
-    """Return the memory that tensors on the device have; None if nobody counts it."""
-    return torch.accelerator.memory_allocated(device) if has_streams(device) else None
-
-
 def peak_bytes(device: torch.device) -> int | None:
     """Return the most memory that tensors on the device have had since `reset_peak_bytes`; None if nobody counts it."""
     return torch.accelerator.max_memory_allocated(device) if has_streams(device) else None

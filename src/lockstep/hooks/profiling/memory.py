@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from lockstep.base.units import size
@@ -23,6 +24,8 @@ LARGEST = 10
 """Number of allocations in the list of those that were the largest at the peak."""
 MARK = "lockstep::memory "
 """Beginning of the name of the ranges in a trace that say when a note was taken; its number follows."""
+_Row = tuple[float, int, list[int]]
+"""A moment, the bytes in all, and the bytes of each cause."""
 _BACKWARD = "autograd::engine::evaluate_function: "
 _GATHERED, _REDUCED = "FSDP::all_gather", "FSDP::post_backward"
 _MAKES_MEMORY = ("aten::empty", "aten::new_empty", "aten::resize_")
@@ -96,22 +99,22 @@ def memory_timeline(
     *,
     thread: int,
     device: int | None,
-    earlier_bytes: int | None,
 ) -> MemoryTimeline | None:
     """Return the memory in `window`; None if the trace has no memory events of the device.
 
     `phases`: (name, start, stop). All times are seconds of the trace's clock. `thread`: that of training. `device`: the
-    accelerator's index; None for the CPU. `earlier_bytes`: what was allocated when the first note was taken; None if
-    nobody knows.
+    accelerator's index; None for the CPU. An accelerator's events say how much is allocated in all; the rest is then
+    what remains of it, with what was there before and what other threads have done, which the trace lacks.
     """
     events = sorted((event for event in trace["traceEvents"] if _is_of(event, device)), key=lambda event: float(event["ts"]))
     if not events:
         return None
-    found = _allocations(events, [*_noted(trace, notes)], earlier_bytes)
+    found = _allocations(events, [*_noted(trace, notes)])
     timed = [event for event in trace["traceEvents"] if event.get("ph") == "X" and "dur" in event]
     phases = sorted(phases, key=lambda phase: phase[1])
     _attribute(found, timed, phases, thread)
-    return _timeline(found, window, lambda at: _phase_at(at, phases, _backward_spans(timed)))
+    totals = [] if device is None else _totals(events)
+    return _timeline(found, totals, window, lambda at: _phase_at(at, phases, _backward_spans(timed)))
 
 
 def _is_of(event: Mapping[str, Any], device: int | None) -> bool:
@@ -128,19 +131,14 @@ def _noted(trace: Mapping[str, Any], notes: Sequence[MemoryNote]) -> Iterator[tu
             yield float(event["ts"]) / 1e6, notes[int(event["name"].removeprefix(MARK))]
 
 
-def _allocations(
-    events: Sequence[Mapping[str, Any]], noted: Sequence[tuple[float, MemoryNote]], earlier_bytes: int | None
-) -> list[Allocation]:
+def _allocations(events: Sequence[Mapping[str, Any]], noted: Sequence[tuple[float, MemoryNote]]) -> list[Allocation]:
     """Return the life of each allocation, with the causes and names that the notes give.
 
-    Those from before the trace are there from the first note on. On an accelerator the remaining earlier bytes are one
-    allocation more, which shrinks when something unknown is freed.
+    Those from before the trace are there from the first note on, if it knows them.
     """
     moments: list[tuple[float, MemoryNote | Mapping[str, Any]]] = [*noted, *((float(event["ts"]) / 1e6, event) for event in events)]
     live: dict[int, Allocation] = {}
     found: list[Allocation] = []
-    unknown: float = math.nan if earlier_bytes is None else earlier_bytes
-    freed: list[tuple[float, int]] = []
 
     seen_at = -math.inf
 
@@ -159,7 +157,6 @@ def _allocations(
             for tensor in what.tensors:
                 if tensor.address not in live and tensor.cause:
                     begin(tensor.address, Allocation(at, tensor.size_bytes, None))
-                    unknown -= tensor.size_bytes
                 if tensor.address in live:
                     _name(live[tensor.address], tensor)
             continue
@@ -168,9 +165,7 @@ def _allocations(
             begin(address, Allocation(at, count, what["tid"]))
         elif address in live:
             live.pop(address).stop = at
-        else:
-            freed.append((at, -count))
-    return [*found, *_earlier(unknown, freed, min((at for at, _ in noted), default=-math.inf))]
+    return found
 
 
 def _end_missing(live: dict[int, Allocation], known: set[int], seen_at: float) -> None:
@@ -187,16 +182,11 @@ def _name(allocation: Allocation, tensor: KnownTensor) -> None:
         allocation.name = tensor.text
 
 
-def _earlier(unknown: float, freed: Sequence[tuple[float, int]], start: float) -> Iterator[Allocation]:
-    """Yield what was allocated before the trace and is not known, in parts that end when as much is freed."""
-    if math.isnan(unknown):
-        return
-    left = max(0, round(unknown))
-    for at, count in freed:
-        count = min(count, left)
-        left -= count
-        yield Allocation(start, count, None, at, "rest", "allocated before")
-    yield Allocation(start, left, None, cause="rest", name="allocated before")
+def _totals(events: Sequence[Mapping[str, Any]]) -> list[tuple[float, int]]:
+    """Return the allocated bytes from each event to the next; the first since ever."""
+    args = events[0]["args"]
+    before = (-math.inf, args["Total Allocated"] - args["Bytes"])
+    return [before, *((float(event["ts"]) / 1e6, event["args"]["Total Allocated"]) for event in events)]
 
 
 def _attribute(
@@ -277,24 +267,15 @@ def _operator(path: Sequence[str]) -> str:
     return ", ".join(dict.fromkeys(name.removeprefix(_BACKWARD) for name in (outer, inner)))
 
 
-def _timeline(found: Sequence[Allocation], window: Span, phase_at: Any) -> MemoryTimeline:
-    """Add up the allocations over time."""
-    changes = sorted(
-        ((min(max(at, window[0]), window[1]), sign * each.size_bytes, each.cause)
-         for each in found for at, sign in ((each.start, 1), (each.stop, -1)) if at < window[1]),
-        key=lambda change: (change[0], change[1] > 0),
-    )  # fmt: skip
-    bytes_now = dict.fromkeys(CAUSES, 0)
-    rows: list[tuple[float, int, list[int]]] = []
-    for at, change, cause in changes:
-        bytes_now[cause] += change
-        row = (at, sum(bytes_now.values()), list(bytes_now.values()))
-        if rows and rows[-1][0] == at:
-            rows[-1] = row
-        else:
-            rows.append(row)
+def _timeline(
+    found: Sequence[Allocation], totals: Sequence[tuple[float, int]], window: Span, phase_at: Callable[[float], str]
+) -> MemoryTimeline:
+    rows = _rows(found, totals, window)
     at, peak, by_cause = max(rows, key=lambda row: row[1])
-    there = sorted((each for each in found if each.start <= at < each.stop and each.size_bytes), key=lambda each: -each.size_bytes)
+    there = [(each.size_bytes, each.cause, each.name or "unknown") for each in found if each.start <= at < each.stop and each.size_bytes]
+    seen = sum(count for count, _, _ in there)
+    if totals and peak > seen:
+        there.append((peak - seen, "rest", "allocated before, or by other threads"))
     kept = _thinned(rows, window)
     return MemoryTimeline(
         seconds=[round(row[0] - window[0], 6) for row in kept],
@@ -303,13 +284,31 @@ def _timeline(found: Sequence[Allocation], window: Span, phase_at: Any) -> Memor
         peak_seconds=round(at - window[0], 6),
         peak_phase=phase_at(at),
         at_peak=dict(zip(CAUSES, by_cause, strict=True)),
-        largest=[(each.size_bytes, each.cause, each.name or "unknown") for each in there[:LARGEST]],
+        largest=sorted(there, key=lambda each: -each[0])[:LARGEST],
     )
 
 
-def _thinned(rows: Sequence[tuple[float, int, list[int]]], window: Span) -> list[tuple[float, int, list[int]]]:
+def _rows(found: Sequence[Allocation], totals: Sequence[tuple[float, int]], window: Span) -> list[_Row]:
+    """Add up the allocations by cause at each moment; with `totals` the rest is what remains of them."""
+    changes = [(at, sign * each.size_bytes, each.cause) for each in found for at, sign in ((each.start, 1), (each.stop, -1))]
+    changes += [(at, 0, "rest") for at, _ in totals]
+    inside = [(min(max(at, window[0]), window[1]), change, cause) for at, change, cause in changes if at < window[1]]
+    bytes_now = dict.fromkeys(CAUSES, 0)
+    rows: list[_Row] = []
+    for at, several in groupby(sorted(inside), key=lambda change: change[0]):
+        for _, change, cause in several:
+            bytes_now[cause] += change
+        by_cause = dict(bytes_now)
+        if totals:
+            total = totals[bisect_right(totals, at, key=lambda pair: pair[0]) - 1][1]
+            by_cause["rest"] = max(0, total - sum(bytes_now[cause] for cause in CAUSES if cause != "rest"))
+        rows.append((at, sum(by_cause.values()), list(by_cause.values())))
+    return rows
+
+
+def _thinned(rows: Sequence[_Row], window: Span) -> list[_Row]:
     """Return at most `MOST_POINTS` rows: of each equal part of the window that with the most memory."""
-    most: dict[int, tuple[float, int, list[int]]] = {}
+    most: dict[int, _Row] = {}
     for row in rows:
         part = min(MOST_POINTS - 1, int(MOST_POINTS * (row[0] - window[0]) / (window[1] - window[0])))
         if part not in most or row[1] > most[part][1]:

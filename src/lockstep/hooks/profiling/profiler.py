@@ -54,7 +54,6 @@ class Profiler(ControlHook):
     def _begin(self, run: Run) -> None:
         self._world.gather_values(None)
         accelerator.reset_peak_bytes(self._world.device)
-        self._earlier_bytes = accelerator.allocated_bytes(self._world.device)
         self._notes = MemoryNotes(run.modules, self._world.device)
         self._profiler = profile(activities=accelerator.profiled(self._world.device), profile_memory=True)
         self._profiler.__enter__()  # type: ignore[no-untyped-call]
@@ -121,7 +120,7 @@ class Profiler(ControlHook):
         device = self._world.device
         index = device.index if accelerator.is_accelerator(device) else None
         phases = [(event["name"], *span(event)) for event in trace["traceEvents"] if event.get("cat") == "phase"]
-        return memory_timeline(trace, notes, phases, window, thread=thread, device=index, earlier_bytes=self._earlier_bytes)
+        return memory_timeline(trace, notes, phases, window, thread=thread, device=index)
 
     def _export(self, profiler: profile, phases: Sequence[tuple[str, float, float]]) -> tuple[dict[str, Any], float]:
         """Write this rank's trace. Returns it, and the start of its clock in seconds since 1970."""
