@@ -160,7 +160,6 @@ def test_sigterm_leaves_no_process(tmp_path: Path) -> None:
     ("name", "what", "tensor", "cause"),
     [
         ("mask of the rank", "microbatch", None, "starts from the right random state but ends in another state"),
-        ("data of the rank", "microbatch", None, "the data, the model or the loss depends on something that is not the same on all ranks"),
         ("bias of the world", "microbatch", "head.bias", "every microbatch's gradient of 'head.bias' is 2 times what it should be"),
     ],
 )
@@ -170,6 +169,14 @@ def test_a_mistake_of_the_scripts_is_named(tmp_path: Path, name: str, what: str,
     assert (status, mismatch["step"], mismatch["check"]) == (1, 0, what)
     assert tensor is None or mismatch["name"] == tensor
     assert cause in mismatch["cause"]
+
+
+@pytest.mark.slow
+def test_data_that_differ_by_rank_end_the_plan_with_the_sample(tmp_path: Path) -> None:
+    status, report = check("data of the rank", tmp_path)
+    (plan,) = report["plans"]
+    assert (status, plan["ran"], plan["exit_status"]) == (2, False, 2)
+    assert "DataError: data: sample 0[0] differs between rank 0 and rank 1" in plan["error"]
 
 
 @pytest.mark.slow
