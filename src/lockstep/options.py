@@ -179,7 +179,7 @@ class RunOptions:
         worker_default=COMPARE_EVERY,
     )
     profile: str | None = _option(
-        None, "Trace steps A to B - 1 on every rank, on one clock, and report where their time went.", metavar="steps=A:B"
+        None, "Trace steps A to B - 1 on every rank, on one clock, and report where their time and memory went.", metavar="steps=A:B"
     )
     check: bool = _option(
         False, "Compare every collective across ranks before it is called. Slow; meant for finding the cause of a hang.", kind=bool

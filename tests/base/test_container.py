@@ -103,3 +103,12 @@ def test_a_root_of_layers_makes_a_container_of_no_known_engine_and_a_volume_in_i
     assert ends_with_container(Path("/runs/a"), {}, tmp_path) == (
         "/runs/a is in the container's own file system (overlay on /), and is lost when the container is removed"
     )
+
+
+def test_mount_points_may_have_any_bytes(tmp_path: Path) -> None:
+    (tmp_path / "proc").mkdir()
+    lines = ("overlay / overlay rw 0 0", "server:/x /donn\u00e9es\u00a0\u3000\\040a nfs4 rw 0 0")
+    latin = "/donn\u00e9es".encode("latin-1")
+    (tmp_path / "proc/mounts").write_bytes("\n".join(lines).encode() + b"\nserver:/y " + latin + b" cifs rw 0 0\n")
+    assert mount_of(Path("/donn\u00e9es\u00a0\u3000 a/runs"), tmp_path)[1] == "nfs4"
+    assert mount_of(Path(os.fsdecode(latin)) / "runs", tmp_path)[1] == "cifs"

@@ -52,8 +52,9 @@ def test_spans_are_sets_of_times(some: list[Span], others: list[Span]) -> None:
 def test_overlapped_exchanges_are_counted_apart_from_exposed_ones() -> None:
     found = time_parts(
         of(
-            event("aten::linear", 0, 40),
-            event("aten::addmm", 10, 40),  # the innermost counts: what calls it may wait
+            event("autograd::engine::evaluate_function: DDPSinkBackward", 0, 40),  # its hooks may wait in Python
+            event("DDPSinkBackward", 5, 40),
+            event("aten::addmm", 10, 40),
             event("gloo:all_reduce", 30, 60, cat="user_annotation", thread=OTHER),
             event("c10d::allreduce_", 40, 60),
             event("aten::mm", 70, 80),
@@ -64,6 +65,13 @@ def test_overlapped_exchanges_are_counted_apart_from_exposed_ones() -> None:
     )
     assert found == TimeParts(whole=100.0, compute=40.0, exposed=20.0, overlapped=10.0)
     assert found.idle == 40.0
+
+
+def test_an_operator_computes_beside_those_that_it_calls() -> None:
+    copies = [event("aten::copy_", 2, 4), event("aten::expand", 0, 1), event("aten::as_strided", 0, 1)]
+    waits = [event("_c10d_functional::wait_tensor", 4, 10), event("aten::mm", 4, 12)]
+    found = time_parts(of(event("aten::addmm", 0, 40), *copies, *waits), WINDOW, TRAINS)
+    assert found.compute == 34.0, "a matrix product on a CPU calls operators that only prepare it"
 
 
 def test_sums_in_shared_memory_belong_to_the_exchange() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import socket
+import subprocess
+import sys
 
 import psutil
 import pytest
@@ -31,6 +33,16 @@ def test_the_stores_listen_on_the_address_alone_and_the_first_that_comes_keeps_o
     listening = [c.laddr for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
     assert {("127.0.0.2", machines.port), ("127.0.0.2", of_workers.port)} <= set(listening)
     assert {address.ip for address in listening if address.port in (machines.port, of_workers.port)} == {"127.0.0.2"}
+
+
+def test_without_a_loopback_interface_the_launcher_names_it_at_once() -> None:
+    before = ["unshare", "--net"]
+    if subprocess.run([*before, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("a network namespace needs root")
+    code = "from lockstep.launch.rendezvous import LoopbackRendezvous; LoopbackRendezvous().next_rendezvous()"
+    ended = subprocess.run([*before, sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=50)
+    assert "LaunchError: 127.0.0.1 cannot be reached" in ended.stderr
+    assert "ip link set lo up" in ended.stderr
 
 
 def test_another_command_at_the_same_place_is_refused(machines: Machines) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import tempfile
 from html.parser import HTMLParser
@@ -336,3 +337,32 @@ def test_a_memory_profile_of_another_form_is_left_out_and_told(tmp_path: Path) -
         text = made(tmp_path / "a")
         assert "1 lines of profile/memory.json are invalid" in words(text)
         assert 'id="memory"' not in text
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("seconds", [0.0, 0.01, 1e14]),
+        ("seconds", [0.0, 0.02, 0.01]),
+        ("seconds", [-1.0, 0.01, 0.02]),
+        ("bytes_by_cause", {}),
+        ("bytes_by_cause", {"rest": [1, 10**400, 1]}),
+        ("bytes_by_cause", {"rest": [1, -5, 1]}),
+        pytest.param("peak_bytes", 10**400, id="peak_bytes"),
+        ("peak_seconds", math.nan),
+        ("at_peak", {"rest": 10**400}),
+        ("largest", [[10**400, "rest", "a"]]),
+    ],
+)
+def test_a_memory_profile_with_numbers_that_no_run_writes_is_left_out_and_told(name: str, value: Any, tmp_path: Path) -> None:
+    whole(tmp_path / "a", world=2)
+    memory_json(tmp_path / "a", 20_000)
+    file = tmp_path / "a" / "profile" / "memory.json"
+    profile = json.loads(file.read_text())
+    rank = profile["ranks"][0] | {name: value}
+    if name == "at_peak":
+        rank["bytes_by_cause"] = {"rest": [1, 1, 1]}
+    file.write_text(json.dumps(profile | {"ranks": [rank]}))
+    text = made(tmp_path / "a")
+    assert "1 lines of profile/memory.json are invalid" in words(text)
+    assert 'id="memory"' not in text

@@ -59,6 +59,19 @@ def test_a_run_that_ends_before_the_last_of_the_steps_has_no_trace_and_says_so(
     assert capfd.readouterr().err.count(said) == 1
 
 
+def test_a_run_that_fails_has_its_own_reason_why_there_is_no_profile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LOCKSTEP_PROFILE", "steps=0:2")
+    with pytest.raises(RuntimeError, match="ends here"):
+        ls.train(recipe(loss=refuse), run_dir=str(tmp_path / "run"), plan="replicate=1")
+    assert "no profile" not in capfd.readouterr().err
+
+
+def refuse(output: Any, batch: Any) -> Any:
+    raise RuntimeError("ends here")
+
+
 class InTheWay(ls.Hook):
     def on_start(self, run: ls.Run) -> None:
         if run.context.world.rank == 0:

@@ -140,16 +140,25 @@ def test_a_run_directory_that_is_lost_with_its_container_is_told(tmp_path: Path)
 
 
 @pytest.mark.command
-def test_a_loader_worker_that_finds_no_room_in_shared_memory_names_the_remedy(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
-    with container(tmp_path / "box", volume=tmp_path, shm="48k") as before:
+@pytest.mark.parametrize(
+    ("data", "room", "status", "error"),
+    [
+        ("torch.utils.data.TensorDataset(x)", "48k", 1, "\nlockstep: /dev/shm is full, through which loader workers hand over batches; "),
+        ("[(row,) for row in x]", "48k", 2, "DataError: after step 0, microbatch 0: no room in /dev/shm, through which loader workers "),
+        ("[(row,) for row in x]", "4k", 2, "LaunchError: loader workers, and no room in /dev/shm (No space left on device); "),
+    ],
+)
+def test_loader_workers_that_find_no_room_in_shared_memory_name_the_remedy(
+    data: str, room: str, status: int, error: str, tmp_path: Path
+) -> None:
+    """The first is found by the queue of batches, the second by torch's default collate, the last by semaphores."""
+    (tmp_path / "train.py").write_text(SCRIPT.replace("torch.utils.data.TensorDataset(x)", data))
+    with container(tmp_path / "box", volume=tmp_path, shm=room) as before:
         line = [*before, sys.executable, "-m", "lockstep", "run", "--nproc", "1", "--plan", "workers=1", "--run-dir", "run", "train.py"]
         ended = subprocess.run(line, capture_output=True, text=True, check=False)
-    assert ended.returncode == 1
-    assert (
-        "\nlockstep: /dev/shm is full, through which loader workers hand over batches; make it larger (docker run --shm-size"
-        in ended.stderr
-    )
+    assert ended.returncode == status, ended.stderr
+    assert error in ended.stderr
+    assert "make it larger (docker run --shm-size" in ended.stderr
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ Functions with a `root` read the files below it, which is `/` but in tests.
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
@@ -24,6 +25,8 @@ _FIRST_NAMESPACES = {"pid": 4026531836, "ipc": 4026531839, "uts": 4026531838, "c
 """Numbers that the kernel gives to the namespaces of the host itself (include/linux/proc_ns.h)."""
 _LAYERS = ("overlay", "fuse-overlayfs", "fuse.fuse-overlayfs", "aufs")
 _TEMPORARY = (*_LAYERS, "tmpfs", "ramfs")
+_ESCAPED = re.compile(rb"\\([0-7]{3})")
+"""A blank, or another byte that would end a field in /proc/mounts."""
 
 
 def container_engine(environ: Mapping[str, str], root: Path = ROOT) -> str | None:
@@ -57,11 +60,15 @@ def mount_of(path: Path, root: Path = ROOT) -> tuple[str, str]:
     """Return the mount point that `path` is below, and its type in /proc/mounts, such as `ext4`. Both are empty if
     unknown."""
     with suppress(OSError):
-        mounts = [line.split() for line in (root / "proc/mounts").read_text().splitlines()]
-        points = {point.encode().decode("unicode_escape"): kind for _, point, kind, *_ in mounts}
+        mounts = [line.split(b" ") for line in (root / "proc/mounts").read_bytes().split(b"\n") if line]
+        points = {os.fsdecode(_ESCAPED.sub(_unescape, point)): kind.decode() for _, point, kind, *_ in mounts}
         resolved = path.resolve()
         return next(((str(each), points[str(each)]) for each in (resolved, *resolved.parents) if str(each) in points), ("", ""))
     return "", ""
+
+
+def _unescape(found: re.Match[bytes]) -> bytes:
+    return bytes([int(found[1], 8)])
 
 
 def ends_with_container(path: Path, environ: Mapping[str, str], root: Path = ROOT) -> str | None:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Subset, TensorDataset, default_collate
 
+from lockstep.base.container import LARGER_SHARED_MEMORY
 from lockstep.base.errors import DataError
 from lockstep.base.torch_private import collate as collate_with, default_collate_fn_map
 from lockstep.data.digests import DigestRequest, Digests, spread
@@ -181,6 +182,11 @@ def batch_of(
         try:
             return default_collate(samples)
         except Exception as error:
+            if "unable to allocate shared memory" in str(error):
+                raise DataError(
+                    f"{request}: no room in /dev/shm, through which loader workers hand over batches ({error}); "
+                    f"{LARGER_SHARED_MEMORY}, or plan workers=0"
+                ) from error
             raise DataError(
                 f"{request}: {describe()} do not make a batch: {_reason(samples, error)}; torch's default collate needs samples of one "
                 "structure and shape; give Recipe.collate or Evaluation.collate, a function from a list of samples to a batch"

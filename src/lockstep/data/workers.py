@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing.queues
 import os
 import pickle
@@ -85,6 +86,13 @@ class LoaderWorkers:
             raise LaunchError(
                 f"loader workers on {sys.platform}, and something that they need cannot be pickled ({error}); there they are fresh "
                 "interpreters; define the dataset and the recipe's functions at the top level of a file, or plan workers=0"
+            ) from error
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EROFS):
+                raise
+            raise LaunchError(
+                f"loader workers, and no room in /dev/shm ({error.strerror}); their semaphores and batches are there; "
+                f"{LARGER_SHARED_MEMORY}, or plan workers=0"
             ) from error
 
     def close(self) -> None:

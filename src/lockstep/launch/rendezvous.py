@@ -66,7 +66,16 @@ class LoopbackRendezvous(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        self._store = _store_on(socket.create_server((LOOPBACK, 0)))
+        listener = socket.create_server((LOOPBACK, 0))
+        try:
+            socket.create_connection(listener.getsockname(), timeout=5).close()
+        except OSError as error:  # TCPStore would try for a minute
+            listener.close()
+            raise LaunchError(
+                f"{LOOPBACK} cannot be reached ({error.strerror or error}); the processes of one machine meet there; bring the loopback "
+                "interface up (ip link set lo up)"
+            ) from None
+        self._store = _store_on(listener)
         address = RendezvousStoreInfo(LOOPBACK, self._store.port)
         return RendezvousInfo(PrefixStore(self._run_id, self._store), 0, 1, address)
 

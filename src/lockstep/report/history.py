@@ -15,6 +15,8 @@ PHASES = ("step", "data", "compute", "communication")
 
 _NOT_METRICS = frozenset({"step", "time", "not_finite"})
 _LARGEST = 1e290
+_MOST = 2**53
+"""Largest number of bytes or microseconds: JavaScript knows no larger whole number."""
 _BEGINS = "run-started"
 _ENDS: dict[str, RunState] = {"run-ended": "ended", "run-failed": "failed", "preempted": "preempted"}
 
@@ -234,21 +236,38 @@ def rank_times(rows: Iterable[Mapping[str, Any]]) -> RankTimes:
 
 
 def memory_profile(found: Mapping[str, Any]) -> MemoryProfile:
-    """Read `profile/memory.json`. Raises `ValueError`, `KeyError` or `TypeError` for another content."""
-    ranks = []
-    for rank, each in enumerate(found["ranks"]):
-        if each is None:
-            continue
-        moments = [round(1e6 * float(second)) for second in each["seconds"]]
-        causes = {str(cause): [int(size) for size in sizes] for cause, sizes in each["bytes_by_cause"].items()}
-        if not moments or any(len(sizes) != len(moments) for sizes in causes.values()):
-            raise ValueError("a cause needs as many sizes as there are moments")
-        largest = [(int(size), str(cause), str(name)) for size, cause, name in each["largest"]]
-        at_peak = {cause: int(each["at_peak"][cause]) for cause in causes}
-        peak = int(each["peak_bytes"]), float(each["peak_seconds"]), str(each["peak_phase"])
-        ranks.append(RankMemory(rank, moments, causes, *peak, at_peak, largest))
+    """Read `profile/memory.json`. Raises `ValueError`, `KeyError`, `TypeError` or `OverflowError` if it has another
+    form."""
+    ranks = [_rank_memory(rank, each) for rank, each in enumerate(found["ranks"]) if each is not None]
     first, stop = found["steps"]
     return MemoryProfile((int(first), int(stop)), ranks)
+
+
+def _rank_memory(rank: int, found: Mapping[str, Any]) -> RankMemory:
+    moments = [_whole(1e6 * float(second)) for second in found["seconds"]]
+    causes = {str(cause): [_whole(size) for size in sizes] for cause, sizes in found["bytes_by_cause"].items()}
+    if not moments or not causes or any(len(sizes) != len(moments) for sizes in causes.values()):
+        raise ValueError("there are causes, and each has as many sizes as there are moments")
+    if moments != sorted(moments):
+        raise ValueError("moments do not go back")
+    return RankMemory(
+        rank=rank,
+        microseconds=moments,
+        bytes_by_cause=causes,
+        peak_bytes=_whole(found["peak_bytes"]),
+        peak_seconds=_whole(1e6 * float(found["peak_seconds"])) / 1e6,
+        peak_phase=str(found["peak_phase"]),
+        at_peak={cause: _whole(found["at_peak"][cause]) for cause in causes},
+        largest=[(_whole(size), str(cause), str(name)) for size, cause, name in found["largest"]],
+    )
+
+
+def _whole(number: float) -> int:
+    """Return the number, rounded. Raises `ValueError` or `OverflowError` unless it is a size or a time that charts can
+    show."""
+    if not 0 <= round(number) <= _MOST:
+        raise ValueError(f"{number} is negative, or too large")
+    return round(number)
 
 
 def run_events(rows: Iterable[Mapping[str, Any]]) -> list[RunEvent]:

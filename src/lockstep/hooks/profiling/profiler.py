@@ -39,6 +39,7 @@ class Profiler(ControlHook):
         self._notes: MemoryNotes | None = None
         self._began = 0.0
         self._is_done = False
+        self._has_failed = False
 
     def on_start(self, run: Run) -> None:
         self._world, self._phases, self._folder = run.context.world, run.context.phases, run.context.run_dir / "profile"
@@ -65,11 +66,14 @@ class Profiler(ControlHook):
         if self._profiler is not None and run.source is not None and run.source.step == self._steps.stop - 1:
             self._finish(run, self._profiler, time.time())
 
+    def on_error(self, run: Run, error: BaseException) -> None:
+        self._has_failed = True
+
     def on_end(self, run: Run) -> None:
         if self._profiler is not None:
             self._stop_profiler(self._profiler)
             self._phases.log = None
-        if not self._is_done:
+        if not self._is_done and not self._has_failed:
             first, last = self._steps.start, self._steps.stop - 1
             run.context.recorder.message(
                 f"no profile: the run did not go through all of steps {first} to {last}; give --profile others, or train longer"

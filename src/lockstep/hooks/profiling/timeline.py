@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,22 +52,35 @@ def time_parts(trace: Mapping[str, Any], window: Span, thread: int) -> TimeParts
     kernels = [event for event in timed if event.get("cat") == "kernel"]
     exchanges = [event for event in timed if event["name"].startswith(_EXCHANGES)]
     exchanges += [event for event in kernels if event["name"].startswith("nccl")]
-    computed = [event for event in (*_innermost(operators), *kernels) if not event["name"].startswith(_NOT_COMPUTATION)]
+    computed = [*_own_spans(operators), *(span(event) for event in kernels if not event["name"].startswith(_NOT_COMPUTATION))]
     inside = union(map(span, exchanges), window)
     shared = union((span(event) for event in exchanges if event["name"].startswith("shared:")), window)
-    busy = without(union(map(span, computed), window), shared)  # operators inside a shared-memory collective are exchange
+    busy = without(union(computed, window), shared)  # operators inside a shared-memory collective are exchange
     exposed = length(without(inside, busy))
     return TimeParts(window[1] - window[0], length(busy), exposed, length(inside) - exposed)
 
 
-def _innermost(operators: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The operators that called no other. Outer ones are left out: their remaining time may be a wait."""
-    found: list[Mapping[str, Any]] = []
-    for event in sorted(operators, key=lambda event: (float(event["ts"]), -float(event["dur"]))):
-        if found and span(event)[1] <= span(found[-1])[1]:
-            found.pop()
-        found.append(event)
+def _own_spans(operators: Iterable[Mapping[str, Any]]) -> list[Span]:
+    """The time of the operators that compute, without what they call. One of autograd's counts only if it calls no
+    other: it runs hooks too, which may wait for other ranks."""
+    found: list[Span] = []
+    for event, called in _with_called(operators):
+        name = event["name"]
+        if not name.startswith(_NOT_COMPUTATION) and (not called or ("::" in name and not name.startswith("autograd::"))):
+            found += without([span(event)], called)
     return found
+
+
+def _with_called(operators: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], list[Span]]]:
+    """Yield each operator with the spans of those that it calls itself."""
+    open_: list[tuple[Mapping[str, Any], list[Span]]] = []
+    for event in sorted(operators, key=lambda event: (float(event["ts"]), -float(event["dur"]))):
+        while open_ and span(open_[-1][0])[1] <= span(event)[0]:
+            yield open_.pop()
+        if open_:
+            open_[-1][1].append(span(event))
+        open_.append((event, []))
+    yield from open_
 
 
 def span(event: Mapping[str, Any]) -> Span:
