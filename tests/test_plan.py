@@ -126,6 +126,7 @@ def test_axes_that_do_not_multiply_to_the_world_size_are_refused(world_size: int
         ("context=2", "'context=2' in plan 'context=2'; 'context' is not built yet; this version knows replicate, shard"),
         ("offload=cpu,shard=2", "offload=cpu; it is yes or no (in Python True or False)"),
         ("offload=yes", "offload=yes with shard=1; CPU offload applies to sharded parameters"),
+        ("offload=yes,shard=2,numerics=bitwise,threads=2", "threads=2 with offload=yes and numerics=bitwise; the optimizer then computes"),
         ("offload=yes,shard=1,replicate=2", "offload=yes with shard=1; CPU offload applies to sharded parameters"),
         ("compile=1", "compile=1; it is yes or no (in Python True or False)"),
         ("checkpointing=all", "checkpointing=all; known are none, selective, full"),

@@ -108,6 +108,11 @@ class Plan:
                 f"offload=yes with shard={given.get('shard', 1)}; CPU offload applies to sharded parameters; give shard two "
                 "processes or more, or leave offload=yes out"
             )
+        if self.offload and self.numerics == "bitwise" and self.threads not in (None, "auto", 1):
+            raise PlanError(
+                f"threads={self.threads} with offload=yes and numerics=bitwise; the optimizer then computes on the CPU, where the number "
+                "of threads changes bits, so it is 1; leave threads out"
+            )
         if not _counts(self.microbatch_splits, 0, 32):
             raise PlanError(f"microbatch_splits={self.microbatch_splits}; it counts how often each microbatch is halved and is 0 to 32")
         if self.workers != "auto" and not _counts(self.workers, 0, MOST):

@@ -75,11 +75,11 @@ if __name__ == "__main__":
 """
 
 
-def lockstep(*arguments: str, folder: Path) -> str:
+def lockstep(*arguments: str, folder: Path, seconds: float = 100) -> str:
     environment = {**os.environ, **build.environment(2)}
     environment["PYTHONPATH"] += f":{build.ROOT / 'tests'}"
     command = [sys.executable, "-m", "lockstep", *arguments]
-    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=seconds, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -64,6 +64,22 @@ def test_full_keeps_the_inputs_of_the_blocks_only():
     assert kept_and_gradients(model)[0] == 3 * 32 * 16 * 4 < kept_and_gradients(blocks())[0]
 
 
+def test_each_of_several_backwards_draws_what_the_forward_drew_and_leaves_the_generator_alone():
+    plain, wrapped = blocks(), blocks()
+    for block in wrapped:
+        checkpoint_activations(block, "full")
+    found = []
+    for model in (plain, wrapped):
+        torch.manual_seed(3)
+        loss = model(torch.ones(32, 16)).square().sum()
+        before = torch.get_rng_state()
+        for _ in range(2):
+            loss.backward(retain_graph=True)
+        assert torch.equal(torch.get_rng_state(), before)
+        found.append([parameter.grad for parameter in model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
 class Products(TorchDispatchMode):
     """Counts the matrix products with a bias, which no backward has of its own."""
 

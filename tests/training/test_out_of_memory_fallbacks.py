@@ -103,6 +103,16 @@ def test_with_the_setting_stop_nothing_is_changed(plan: Plan) -> None:
     assert next_plan(plan, "cuda", "stop", largest=8, unsplittable=None) == "--out-of-memory stop allows no change of the plan"
 
 
+def test_offload_is_skipped_where_it_would_be_refused() -> None:
+    """With two threads, an optimizer on the CPU has other bits; one of whole tensors has no whole tensor there."""
+    threads = Plan(shard=2, numerics="bitwise", checkpointing="full", threads=2)
+    whole = Plan(shard=2, checkpointing="full")
+    for plan, offloadable in ((threads, True), (whole, False)):
+        found = next_plan(plan, "cuda", "halve", largest=8, unsplittable=None, offloadable=offloadable)
+        assert isinstance(found, Plan)
+        assert changes(plan, found) == "microbatch_splits=1"
+
+
 def test_in_bitwise_numerics_the_advice_says_how_to_allow_other_bits() -> None:
     plan = Plan(replicate=2, numerics="bitwise", checkpointing="full")
     found = next_plan(plan, "cpu", "retry", largest=8, unsplittable=None)

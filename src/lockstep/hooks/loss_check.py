@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from lockstep.data.generators import seed_generators
 from lockstep.data.loader import Microbatch
 from lockstep.hooks.replica_audit import checksum
 from lockstep.keys import RandomStream, key
+from lockstep.launch.failures import out_of_memory
 from lockstep.logging.flops import is_compiled
 from lockstep.model.shard import reset_after_error
 from lockstep.recipe.recipe import Gathered, Recipe
@@ -74,7 +75,8 @@ class LossCheck(ControlHook):
             return
         self._is_done = True
         if not _takes_outputs(run):
-            _tell(run, _found(run, _computed(run, run.recipe, _pieces(run)) or []))
+            item = run.source.peek() if run.source is not None else None
+            _tell(run, _found(run, _computed(run, run.recipe, _cut_up(item) if item is not None else ()) or []))
             return
         if _may_fail(run) and _tell(run, _found(run, _tried_twice(run, run.recipe))):
             return
@@ -90,11 +92,10 @@ class LossCheck(ControlHook):
         if self._is_tried:
             return loss(output, batch)
         self._is_tried = True
-        pieces = [] if self._item is None else _cut_up(replace(self._item, batch=[output, batch]))
-        value = loss(output, batch)
         with torch.no_grad(), accelerator.preserved_generators(run.context.device):
+            pieces = () if self._item is None else _cut_up(replace(self._item, batch=[output, batch]))
             self._found = _found(run, _of_outputs(run, loss, pieces))
-        return value
+        return loss(output, batch)
 
     def after_step(self, run: Run) -> None:
         if self._is_watching:
@@ -161,37 +162,29 @@ def _tried_twice(run: Run, recipe: Recipe) -> list[Tried]:
     return tried
 
 
-def _pieces(run: Run) -> list[Microbatch]:
-    """Return this rank's first microbatch three times, once with other random numbers, and its halves; empty if it has
-    none, or one that cannot be cut."""
-    assert run.source is not None, "a step begins"
-    item = run.source.peek()
-    return [] if item is None else _cut_up(item)
+def _cut_up(item: Microbatch) -> Iterator[Microbatch]:
+    """Yield the microbatch three times, once with other random numbers, and its halves; nothing if it cannot be cut,
+    because it is one sample, or a tensor has not one row a sample. Each is a copy, because the loss may change it in
+    place, and is made when it is asked for: all of them need the memory of four more outputs."""
+    fits = item.size > 1
 
-
-def _cut_up(item: Microbatch) -> list[Microbatch]:
-    whole, half = (0, item.size), item.size // 2
-    spans = [(*whole, 0), (*whole, 0), (*whole, 1), (0, half, 2), (half, item.size, 3)]
-    cut = [_cut(item, *span) for span in spans] if item.size > 1 else []
-    pieces = [piece for piece in cut if piece is not None]
-    return pieces if len(pieces) == len(spans) else []
-
-
-def _cut(item: Microbatch, start: int, stop: int, index: int) -> Microbatch | None:
-    """Return a copy of the samples [start, stop), with the random numbers of `index`; None if a tensor in the batch has
-    not one row a sample. A copy, because the loss may change it in place."""
-    fits = True
-
-    def rows(tensor: Tensor) -> Tensor:
+    def look(tensor: Tensor) -> Tensor:
         nonlocal fits
         fits &= tensor.dim() > 0 and len(tensor) == item.size
-        return tensor[start:stop].clone() if fits else tensor
+        return tensor
 
-    batch = map_tensors(item.batch, rows)
-    return replace(item, batch=batch, size=stop - start, index=index) if fits else None
+    map_tensors(item.batch, look)
+    whole, half = (0, item.size), item.size // 2
+    for start, stop, index in [(*whole, 0), (*whole, 0), (*whole, 1), (0, half, 2), (half, item.size, 3)] if fits else []:
+        batch = map_tensors(item.batch, partial(_rows, start, stop))
+        yield replace(item, batch=batch, size=stop - start, index=index)
 
 
-def _of_outputs(run: Run, loss: Callable[[Any, Any], Any], pieces: list[Microbatch]) -> list[Tried]:
+def _rows(start: int, stop: int, tensor: Tensor) -> Tensor:
+    return tensor[start:stop].clone()
+
+
+def _of_outputs(run: Run, loss: Callable[[Any, Any], Any], pieces: Iterable[Microbatch]) -> list[Tried]:
     """Try each piece, whose batch is an output with its batch; empty if one fails."""
     weight = None if run.recipe is None else run.recipe.weight
     found = []
@@ -206,7 +199,7 @@ def _of_outputs(run: Run, loss: Callable[[Any, Any], Any], pieces: list[Microbat
     return found
 
 
-def _computed(run: Run, recipe: Recipe, pieces: list[Microbatch]) -> list[Tried] | None:
+def _computed(run: Run, recipe: Recipe, pieces: Iterable[Microbatch]) -> list[Tried] | None:
     """Try each piece, and return what this rank has of it; None if one fails or changes a parameter."""
 
     def score(item: Microbatch, batch: Any, output: Any, loss: Any) -> Tried:
@@ -227,7 +220,9 @@ def _computed(run: Run, recipe: Recipe, pieces: list[Microbatch]) -> list[Tried]
     versions = [version(parameter) for parameter in parameters]
     try:
         tried = list(computed())
-    except Exception:  # the step computes the same, and reports it; so with a parameter
+    except Exception as error:  # the step computes the same, and reports it; so with a parameter
+        if _takes_outputs(run) and out_of_memory(error):
+            raise  # the others may have room, and wait for this rank in the forward's collectives
         reset_after_error(run.model)
         return None
     return tried if versions == [version(parameter) for parameter in parameters] else None

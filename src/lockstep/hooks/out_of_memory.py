@@ -25,6 +25,7 @@ from lockstep.plan import WORDS, Plan
 from lockstep.recipe.data import Stream
 from lockstep.saving import OutOfMemory as Setting
 from lockstep.training.hook import ControlHook, Run
+from lockstep.training.optim.element_wise import needing_whole_tensors
 
 FILE = "out-of-memory.json"  # in the run directory
 FALLBACKS = ("checkpointing", "offload", "microbatch_splits")
@@ -75,17 +76,19 @@ class TakenFallbacks:
         return TakenFallbacks(**strongest, failures=[*self.failures, failure])
 
 
-def next_plan(plan: Plan, device: str, setting: Setting, *, largest: int | None, unsplittable: str | None) -> Plan | str:
+def next_plan(
+    plan: Plan, device: str, setting: Setting, *, largest: int | None, unsplittable: str | None, offloadable: bool = True
+) -> Plan | str:
     """The plan for the next attempt, or why there is none, in words. `device`: its type, such as "cpu".
 
     `largest`: samples of the largest microbatch; None: memory ran out before the first step. `unsplittable`: why it
-    cannot be split.
+    cannot be split. `offloadable`: False if an optimizer refuses offload.
     """
     if setting == "stop":
         return "--out-of-memory stop allows no change of the plan"
     if largest is not None and (found := _changed(plan, "checkpointing", "full", device)) is not None:
         return found
-    if (found := _changed(plan, "offload", True, device)) is not None:
+    if offloadable and (found := _changed(plan, "offload", True, device)) is not None:
         return found
     if largest is None:
         return "no step had begun, so the model itself is too large; shard it over more processes (shard, tensor, pipeline)"
@@ -117,14 +120,19 @@ def advice(plan: Plan, found: Plan | str, *, folder: Path, step: int | None) -> 
     return f"lockstep: the run in {folder} {start} with {changes(plan, found)} if the same command is given again with that run directory"
 
 
-def fallback_since(known: TakenFallbacks, folder: Path) -> str | None:
-    """Name the fallback that any rank of the run in `folder` wrote after `known` was read; None if none did."""
+def failure_since(known: TakenFallbacks, folder: Path) -> dict[str, Any] | None:
+    """The failure that any rank of the run in `folder` wrote after `known` was read; None if none did."""
     try:
         found = TakenFallbacks.parse((folder / FILE).read_text(encoding="utf-8"), folder / FILE)
     except (OSError, UnicodeDecodeError, RunDirectoryError):
         return None
-    last = found.failures[-1]
-    return f"memory ran out after step {last['step']} on rank {last['rank']}, {last['then']} from there" if found != known else None
+    return found.failures[-1] if found != known else None
+
+
+def fallback_since(known: TakenFallbacks, folder: Path) -> str | None:
+    """Name the fallback that any rank of the run in `folder` wrote after `known` was read; None if none did."""
+    last = failure_since(known, folder)
+    return f"memory ran out after step {last['step']} on rank {last['rank']}, {last['then']} from there" if last is not None else None
 
 
 def read_fallbacks(world: World, folder: Path, *, resumes: bool) -> TakenFallbacks:
@@ -149,6 +157,19 @@ def _changed(plan: Plan, name: str, value: Any, device: str) -> Plan | None:
         return replace(plan, **{name: value})
     except PlanError:
         return None
+
+
+def _can_offload(run: Run) -> bool:
+    """False if an optimizer of the run would be refused with offload."""
+    plan = run.context.plan
+    if plan.shard == 1 or plan.offload:
+        return False
+    try:
+        for module in run.modules:
+            needing_whole_tensors(module.optimizers, replace(plan, offload=True))
+    except (PlanError, RecipeError):
+        return False
+    return True
 
 
 def _strength(name: str, value: Any) -> int:
@@ -201,12 +222,15 @@ class OutOfMemory(ControlHook):
         context = run.context
         if isinstance(error, Exception) and out_of_memory(error):
             largest = self._largest if run.source is not None else None
-            found = next_plan(context.plan, context.device.type, self.setting, largest=largest, unsplittable=self._unsplittable)
+            device, why, offloadable = context.device.type, self._unsplittable, _can_offload(run)
+            found = next_plan(context.plan, device, self.setting, largest=largest, unsplittable=why, offloadable=offloadable)
             self._next = found if isinstance(found, str) else self._write(run, found, error)
             details: dict[str, Any] = (
                 {"why_not": self._next} if isinstance(self._next, str) else {"then": changes(context.plan, self._next)}
             )
             run.event("out-of-memory", **details)
+        elif (other := failure_since(self.taken, context.run_dir)) is not None:  # rank 0 alone writes events.jsonl
+            run.event("out-of-memory", rank=other["rank"], then=other["then"])
         if self.is_restarted and (why := fallback_since(self.taken, context.run_dir)):
             request_restart(why)
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
+from lockstep.base import accelerator
 from lockstep.base.errors import RecipeError
-from lockstep.base.torch_private import BatchNormBase, tree_map
+from lockstep.base.torch_private import BatchNormBase, tree_leaves, tree_map
 from lockstep.plan import Checkpointing
 
 
@@ -24,16 +26,54 @@ def checkpoint_activations(block: nn.Module, mode: Checkpointing) -> None:
     if isinstance(block, BatchNormBase):
         return  # it keeps only its input anyway, and a recomputation would update its running statistics twice
     forward: Callable[..., Any] = block.forward
-    contexts = noop_context_fn if mode == "full" else functools.partial(create_selective_checkpoint_contexts, _expensive())
+    contexts: Callable[[], tuple[Any, Any]] = (
+        noop_context_fn if mode == "full" else functools.partial(create_selective_checkpoint_contexts, _expensive())
+    )
 
     @functools.wraps(forward)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         args, kwargs = (tree_map(_without_cache, given, is_leaf=_is_cache) for given in (args, kwargs))
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        tensors = [*tree_leaves((args, kwargs)), *block.parameters()]
+        used = {each.device for each in tensors if isinstance(each, Tensor)}
+        generators = accelerator.generators_of(list(used))
+
+        def both() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+            computation, recomputation = contexts()
+            return computation, _DrawnAgain(generators, recomputation)
+
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=both, **kwargs)
 
     block.forward = wrapped
+
+
+class _DrawnAgain:
+    """The context of a recomputation, which draws the random numbers that its forward drew; made before that. It can be
+    entered again, as `backward(retain_graph=True)` needs it.
+
+    torch itself would see to that on CUDA and XPU alone, and only for the devices of positional arguments: elsewhere,
+    as on MPS, it recomputes with other dropout masks, and says nothing (https://github.com/pytorch/pytorch/issues/127676).
+    """
+
+    def __init__(self, generators: Sequence[torch.Generator], context: AbstractContextManager[Any]) -> None:
+        self._generators, self._context = generators, context
+        self._states = self._before = [each.get_state() for each in generators]
+
+    def __enter__(self) -> None:
+        self._before = [each.get_state() for each in self._generators]
+        self._set(self._states)
+        self._context.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        try:
+            return self._context.__exit__(*error)
+        finally:
+            self._set(self._before)
+
+    def _set(self, states: Sequence[Tensor]) -> None:
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state)
 
 
 def _is_cache(item: Any) -> bool:
