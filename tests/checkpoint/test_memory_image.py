@@ -192,11 +192,11 @@ def _steps_of(writer: ImageWriter) -> list[int]:
 
 
 def written(turned: bool) -> list[Any]:
-    """Two images of tensors of many types and placements; what this rank reads of them, laid out differently."""
+    """Two images of tensors of many types, the second with other placements; what this rank reads of them."""
     world = here()
     with writer_of(world) as writer:
         for step in (1, 2):
-            state = {**laid_out(values(step), world, turned=False), "everywhere": torch.full((500_000,), float(step))}
+            state = {**laid_out(values(step), world, turned=step == 2), "everywhere": torch.full((500_000,), float(step))}
             writer.write(step, state, {"step": step, "ranks": {str(world.rank): step}})
         images = open_images(world.gather_values(path_of(writer)))
         right = []
@@ -247,7 +247,7 @@ def test_after_prepare_a_write_allocates_little() -> None:
         assert before >= writer.size_bytes
         writer.write(1, numbered(1, numbers=50_000), {"step": 1})
         writer.write(2, numbered(2, numbers=50_000), {"step": 2})
-        assert os.fstat(writer.descriptor).st_blocks * 512 <= before + 2 * 4096 * 2, "the header is allocated, the text is not"
+        assert os.fstat(writer.descriptor).st_blocks * 512 <= before + 2 * 4096 * 2, "the text and no more"
 
 
 def test_without_memory_every_rank_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
