@@ -12,10 +12,11 @@ traceback's frames hold their variables), every `World` and `Mesh`, DDP and FSDP
 What it keeps costs descriptors and threads, and cannot be used: its groups are dead, and their names are not used
 again.
 
-[Note: A lost wake-up] Gloo drops a buffer from its lists of pending ones before the transfer is complete. If the
-connection ends in that moment, nothing wakes the wait for the buffer, on torch 2.13 as on 2.15, until the group's
-timeout. It was seen twice in some hundred losses under FSDP2 on busy processors. So whoever calls `abort_collectives`
-sets a time in which a process must have left, and takes one that has not for lost too.
+[Note: A lost wake-up] If a connection ends while a message is on its way, a wait in Gloo is sometimes not woken, on
+torch 2.13 as on 2.15, until the group's timeout. Ranks that waited for a lost one were woken in every try; an abort
+amid a tight loop of barriers failed about once in ten, amid FSDP2's steps less often, whether connections were shut
+down for reading, for writing or both. So whoever calls `abort_collectives` sets a time in which a process must have
+left, and takes one that has not for lost too.
 
 [Note: Reconfigure] torch 2.15 gives a Gloo group new peers in place (`_reconfigure`, in 1 to 20 ms at 4 ranks), and
 ends the waits in it as it does. It is not used: making a new group takes as long, and the groups of axes, FSDP2's
@@ -94,7 +95,7 @@ def abort_collectives() -> None:
     moment: in shared memory, in Gloo and on an accelerator. Any thread may call it, at any time; a second call does
     nothing more until `leave_groups`.
 
-    Takes a few milliseconds. A wait in shared memory ends within 20 ms; see [Note: A lost wake-up] for the rare wait in
+    Takes a few milliseconds. A wait in shared memory ends within 20 ms; see [Note: A lost wake-up] for the wait in
     Gloo that goes on. Waits for the store end too, in a group that `join_over` made or is making. A computation is not
     interrupted: it ends at its next collective, or asks `is_aborted`.
 
