@@ -23,6 +23,7 @@ from lockstep.comm.mesh import Mesh
 from lockstep.comm.world import World
 from lockstep.data.loader import Loader
 from lockstep.launch.termination import Preempted
+from lockstep.logging.phases import StreamTimes
 from lockstep.testing.pool import WorkerPool
 from lockstep.training.microbatches import Batching, from_data
 
@@ -46,9 +47,11 @@ class Model(nn.Module):
         self.dropout = nn.Dropout(0.3)
         self.sometimes = nn.Linear(16, 16)
         self.last = nn.Linear(16, OUTPUTS)
+        self.evaluated = 0
         self.register_buffer("updates", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
+        self.evaluated += not self.training
         x = self.dropout(self.norm(self.first(x)))
         if self.training:
             self.updates = self.updates + x.detach().sum()
@@ -58,16 +61,44 @@ class Model(nn.Module):
 
 
 class Noted(ls.Hook):
-    """Notes each step's microbatches on this rank."""
+    """Notes the microbatches on this rank: their numbers in each step, and how many an evaluation has."""
 
     def __init__(self) -> None:
         self.mine: list[list[int]] = []
+        self.evaluated: list[int] = []
+
+    def before_evaluation(self, run: ls.Run) -> None:
+        self.before = getattr(run.model, "evaluated", 0)
+
+    def after_evaluation(self, run: ls.Run, metrics: dict[str, float]) -> None:
+        self.evaluated.append(getattr(run.model, "evaluated", 0) - self.before)
+
+    def on_finish(self, run: ls.Run) -> None:
+        (run.dir / f"evaluated-{run.rank}.json").write_text(json.dumps(self.evaluated))
 
     def before_step(self, run: ls.Run) -> None:
         source = run.source
         assert source is not None
         self.mine.append(list(source.layout.mesh.assignment.indices(source.count, run.context.mesh.data.rank)))
         assert len(self.mine[-1]) == source.mine
+
+
+class TimedEvent:
+    """A GPU's event, of a GPU that takes the time of the host."""
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: TimedEvent) -> float:
+        return 1e3 * (end.at - self.at)
+
+
+class OnAStream(ls.Hook):
+    def on_start(self, run: ls.Run) -> None:
+        run.context.phases.stream = StreamTimes(TimedEvent)  # type: ignore[arg-type]
 
 
 class Stop(ls.Hook):
@@ -180,6 +211,40 @@ def test_in_fast_numerics_the_loss_is_the_same_to_rounding(pool: WorkerPool, tmp
     for name in ("measured", "ddp"):
         assert events(tmp_path / name)
         assert learned(tmp_path / name) == [{key: pytest.approx(value, rel=1e-4) for key, value in row.items()} for row in expected]
+
+
+def in_two_loops(run_dir: str) -> list[list[int]]:
+    """Return the number of this rank's microbatches in each step of two loops, on a stream like a GPU's."""
+    counts = []
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        ls.Session(run_dir=run_dir, plan=PLAN.format(2), log_every=1, hooks=[OnAStream()]) as session,
+    ):
+        patch.setattr("lockstep.hooks.stragglers.EXCHANGE_SECONDS", 0.0)
+        patch.setenv("SECONDS_ASLEEP", str(SLOW if session.rank else USUAL))
+        model, _ = session.prepare(Model, adamw)
+        for _ in range(2):
+            counts.append([0] * 12)
+            for step in session.steps(rows(SAMPLES), global_batch=GLOBAL_BATCH, microbatch=4, steps=12):
+                for batch in step.microbatches():
+                    step.backward(slowly(model, batch))
+                    counts[-1][step.index] += 1
+                step.commit()
+    return counts
+
+
+def test_a_later_loop_of_steps_begins_with_the_assignment_of_the_one_before(pool: WorkerPool, tmp_path: Path) -> None:
+    fast, slow = pool.run(2, in_two_loops, str(tmp_path / "run"))
+    assert [[one + other for one, other in zip(*both, strict=True)] for both in zip(fast, slow, strict=True)] == [[8] * 12] * 2
+    assert slow[0][0] == 4
+    assert slow[1][0] == slow[0][-1] < 4
+
+
+def test_evaluations_follow_the_same_speeds(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.run(2, trained, str(tmp_path / "run"), PLAN.format(2), 1)
+    fast, slow = (json.loads((tmp_path / "run" / f"evaluated-{rank}.json").read_text()) for rank in range(2))
+    assert [one + other for one, other in zip(fast, slow, strict=True)] == [12] * len(fast)
+    assert slow[-1] < 6
 
 
 CPU = torch.device("cpu")

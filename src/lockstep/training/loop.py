@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch.utils.data import DataLoader, default_collate
@@ -77,6 +77,7 @@ def lay_out_loop(run: Run, options: LoopOptions) -> Batching:
     mesh = split_microbatches(models, run.context.mesh, plan, microbatch=largest)
     microbatch_is_fixed = microbatch is not None or isinstance(order, BatchOrder)
     check_assignment(plan, mesh, is_stream=isinstance(data, Stream), microbatch_is_fixed=microbatch_is_fixed)
+    mesh = mesh.assigned(replace(mesh.assignment, speeds=run.modules[0].mesh.assignment.speeds))  # those of the loop before
     run.exchange.world = mesh.data if mesh.assignment.slices else None
     if isinstance(data, Stream) and mesh.assignment.slices:
         raise RecipeError(
